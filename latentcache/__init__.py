@@ -1,0 +1,34 @@
+"""A device-aware cache of VAE latents and CLIP text embeddings for diffusion fine-tuning.
+
+Importing this package imports no torch: the names below load when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Config": "latentcache.config",
+    "LatentCache": "latentcache.retrieve.batches",
+    "LatentCacheError": "latentcache.errors",
+    "LatentDataset": "latentcache.retrieve.dataset",
+    "Report": "latentcache.precache.report",
+    "Size": "latentcache.types",
+    "load_config": "latentcache.config",
+    "precache": "latentcache.precache.run",
+}
+
+__all__ = [*sorted(_HOMES), "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'latentcache' has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,172 @@
+"""Every error that latentcache raises.
+
+    LatentCacheError
+    ├── ConfigError             a setting is wrong, unknown or missing
+    ├── DatasetError            a dataset cannot be read at all
+    │   └── ImageRefused        one image cannot be used; the run goes on without it
+    ├── DeviceError             it is unclear, or impossible, where tensors should go
+    ├── ModelError              a model cannot be loaded, or must not be used
+    │   ├── TrainableEncoderError   a parameter requires grad: its outputs must not be cached
+    │   └── EncodeError         an encoder's output is unusable (NaN, Inf, all zero), or it ran out of memory
+    └── StoreError              the cache cannot do what was asked
+        ├── ReadOnlyError       the cache directory cannot be written
+        ├── StoreBusyError      another process holds the lock that this operation needs
+        ├── StorageFullError    no space is left
+        ├── SchemaError         the cache was written by another version of the format
+        ├── UnsafeStoreError    something in the cache directory was not put there by latentcache
+        ├── PackError           a pack cannot be read
+        ├── EntryMissingError   there is no such entry
+        ├── EntryDamagedError   the entry's bytes are not those that were stored
+        └── SampleError         a sample cannot be handed back; names the sample, the reason and the mending command
+
+A message names the thing, the value met, the value allowed and the next step. The parts are fields too.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+class LatentCacheError(Exception):
+    """Base of all errors that latentcache raises on purpose."""
+
+
+class ConfigError(LatentCacheError):
+    """A setting is wrong. `source` is the file, flag or variable; `key` is the dotted name of the setting."""
+
+    def __init__(self, message: str, *, source: str | None = None, key: str | None = None):
+        self.source, self.key = source, key
+        super().__init__(f"{source}: {message}" if source else message)
+
+
+class DatasetError(LatentCacheError):
+    """A dataset, or one of its files, cannot be read. `path` names it."""
+
+    def __init__(self, path: str | Path, detail: str):
+        self.path, self.detail = str(path), detail
+        super().__init__(f"{path}: {detail}")
+
+
+class ImageRefused(DatasetError):
+    """One image cannot be used. `reason` is one of `types.RefusalReason`; `detail` says what was met and allowed."""
+
+    def __init__(self, path: str | Path, reason: str, detail: str):
+        self.reason = reason
+        super().__init__(path, detail)
+        self.args = (f"{path}: refused ({reason}): {detail}",)
+
+
+class DeviceError(LatentCacheError):
+    """It is unclear, or impossible, where tensors should go."""
+
+
+class ModelError(LatentCacheError):
+    """A model, or one of its parts, cannot be loaded or used. `part` names it."""
+
+    def __init__(self, message: str, *, part: str | None = None):
+        self.part = part
+        super().__init__(message)
+
+
+class TrainableEncoderError(ModelError):
+    """An encoder is being trained, so its outputs go stale with each step and must not be cached."""
+
+    def __init__(self, part: str, parameter: str):
+        self.parameter = parameter
+        super().__init__(
+            f"{part}.{parameter} requires grad: the outputs of an encoder that is being trained must not be cached. "
+            f"Call {part}.requires_grad_(False) if it is frozen, or do not cache its outputs.",
+            part=part,
+        )
+
+
+class EncodeError(ModelError):
+    """An encoder's output cannot be stored. `problem` says why, e.g. `nan`, `inf`, `all-zero`, `out-of-memory`."""
+
+    def __init__(self, message: str, *, part: str, problem: str):
+        self.problem = problem
+        super().__init__(message, part=part)
+
+
+class StoreError(LatentCacheError):
+    """The cache cannot do what was asked."""
+
+
+class ReadOnlyError(StoreError):
+    """The cache directory `path` cannot be written."""
+
+    def __init__(self, path: str | Path, detail: str = "the cache was opened for reading only"):
+        self.path = str(path)
+        super().__init__(f"{path}: {detail}")
+
+
+class StoreBusyError(StoreError):
+    """Another process holds the lock that this operation needs."""
+
+    def __init__(self, path: str | Path, detail: str):
+        self.path = str(path)
+        super().__init__(f"{path}: {detail}")
+
+
+class StorageFullError(StoreError):
+    """The file system of `path` has no space left. What was sealed before stays readable."""
+
+    def __init__(self, path: str | Path, needed_bytes: int):
+        self.path, self.needed_bytes = str(path), needed_bytes
+        super().__init__(
+            f"{path}: no space left to write {needed_bytes:,} bytes. All sealed entries are safe: "
+            "free some space (`latentcache prune` helps) and run the same command again to go on."
+        )
+
+
+class SchemaError(StoreError):
+    """The cache at `path` has format `found`; this version reads `supported`."""
+
+    def __init__(self, path: str | Path, found: object, supported: int):
+        self.path, self.found, self.supported = str(path), found, supported
+        super().__init__(
+            f"{path}: cache format {found!r}, but this latentcache reads format {supported}. "
+            "Use the version that wrote it, or point cache.path to a new directory."
+        )
+
+
+class UnsafeStoreError(StoreError):
+    """Something at `path` was not put there by latentcache, and is not touched."""
+
+    def __init__(self, path: str | Path, detail: str):
+        self.path = str(path)
+        super().__init__(f"{path}: {detail}")
+
+
+class PackError(StoreError):
+    """The pack at `path` cannot be read."""
+
+    def __init__(self, path: str | Path, detail: str):
+        self.path = str(path)
+        super().__init__(f"{path}: {detail}")
+
+
+class EntryMissingError(StoreError, KeyError):
+    """There is no entry `key`. `reason` says what is known about it."""
+
+    def __init__(self, key: str, reason: str = "no such entry"):
+        self.key, self.reason = key, reason
+        super().__init__(f"entry {key}: {reason}")
+
+    __str__ = Exception.__str__
+
+
+class EntryDamagedError(StoreError):
+    """The bytes of entry `key` are not those that were stored."""
+
+    def __init__(self, key: str, reason: str):
+        self.key, self.reason = key, reason
+        super().__init__(f"entry {key} is damaged: {reason}")
+
+
+class SampleError(StoreError):
+    """Sample `sample_id` cannot be handed back. Nothing else is returned in its place."""
+
+    def __init__(self, sample_id: str, reason: str, remedy: str):
+        self.sample_id, self.reason, self.remedy = sample_id, reason, remedy
+        super().__init__(f"sample {sample_id!r}: {reason}. To mend it: {remedy}")

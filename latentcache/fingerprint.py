@@ -1,0 +1,142 @@
+"""What an entry IS: canonical inputs -> key.
+
+The key is the BLAKE3 digest of canonical JSON. Everything that determines the value is in the identities below, and
+nothing else: path, mtime, host, device, batch size and library versions are provenance. A field that is added here
+must get a row in `tests/test_staleness.py`; a test sees to that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from blake3 import blake3
+
+from latentcache.types import Crop, Geometry, ImageOutput, Size
+
+SCHEMA = 1
+"""Version of the identities below. A change of meaning raises it, and so disowns all older entries."""
+
+
+def digest(data: bytes | memoryview) -> str:
+    """BLAKE3 of the bytes, as 64 hexadecimal digits."""
+    return blake3(data, max_threads=blake3.AUTO if len(data) > 1 << 20 else 1).hexdigest()
+
+
+def canonical_json(value: Any) -> bytes:
+    """One byte string for one value: sorted keys, no spaces, UTF-8, and no NaN or Infinity (ValueError)."""
+    # surrogatepass: a file name or a caption from a broken archive may hold lone surrogates.
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return text.encode("utf-8", "surrogatepass")
+
+
+def key_of(identity: Mapping[str, Any]) -> str:
+    """The key of an entry with this identity (the JSON form): 64 hexadecimal digits."""
+    return digest(canonical_json(identity))
+
+
+def short(value: str) -> str:
+    """The first six digits of a digest, for people."""
+    return value[:6]
+
+
+@dataclass(frozen=True, slots=True)
+class PartIdentity:
+    """One part of a model. Tokenizers have no weights: `weights` is the digest of their vocabulary and merges."""
+
+    class_name: str
+    weights: str
+    config: str
+
+    @property
+    def name(self) -> str:
+        """Six digits that stand for weights and config in messages."""
+        return short(digest(f"{self.class_name} {self.weights} {self.config}".encode()))
+
+
+@dataclass(frozen=True, slots=True)
+class Preparation:
+    """From image bytes to the pixels that the encoder sees: each policy by name, then the geometry."""
+
+    exif: str
+    colour: str
+    alpha: str
+    decoder: str
+    resample: str
+    original_size: Size
+    resized_size: Size
+    crop_top_left: Crop
+    target_size: Size
+    flip: bool
+
+    @classmethod
+    def of(cls, policy: Mapping[str, str], geometry: Geometry) -> Preparation:
+        """`policy` gives exif, colour, alpha, decoder and resample (`dataset.images.ImagePolicy.identity`)."""
+        return cls(**policy, **{field.name: getattr(geometry, field.name) for field in dataclasses.fields(geometry)})
+
+    @property
+    def geometry(self) -> Geometry:
+        return Geometry(self.original_size, self.resized_size, self.crop_top_left, self.target_size, self.flip)
+
+
+@dataclass(frozen=True, slots=True)
+class ImageEncoding:
+    """The encoder and what is kept of its output. `seed` counts for `sample` only, and is 0 otherwise."""
+
+    vae: PartIdentity
+    compute_dtype: str
+    output: ImageOutput
+    store_dtype: str
+    scaling_factor: float
+    shift_factor: float | None
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TextEncoding:
+    """The encoders and what is kept of their outputs. `clip_skip` 0 is the penultimate layer, as in diffusers."""
+
+    text_encoder: PartIdentity
+    text_encoder_2: PartIdentity
+    tokenizer: PartIdentity
+    tokenizer_2: PartIdentity
+    compute_dtype: str
+    store_dtype: str
+    clip_skip: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ImageIdentity:
+    """Everything that determines an image entry's value."""
+
+    source: str
+    preparation: Preparation
+    encoding: ImageEncoding
+    salt: str = ""
+    kind: Literal["image"] = "image"
+    schema: int = SCHEMA
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class TextIdentity:
+    """Everything that determines a text entry's value. `source` is the digest of the processed caption in UTF-8."""
+
+    source: str
+    encoding: TextEncoding
+    salt: str = ""
+    kind: Literal["text"] = "text"
+    schema: int = SCHEMA
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def caption_digest(caption: str) -> str:
+    """The source digest of a processed caption."""
+    return digest(caption.encode("utf-8", "surrogatepass"))

@@ -1,0 +1,120 @@
+"""Frozen values that all layers share. Sizes are (height, width), always."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+
+Kind = Literal["image", "text"]
+ImageOutput = Literal["moments", "mean", "sample"]
+Json = Mapping[str, Any]
+
+RefusalReason = Literal[
+    "missing",  # the file is not there
+    "unreadable",  # the operating system refused to read it
+    "empty",  # zero bytes
+    "not-an-image",  # no known image format
+    "unsupported-format",  # an image, but not JPEG, PNG, WebP or AVIF
+    "wrong-suffix",  # the name says one format, the bytes another
+    "truncated",  # the bytes end too early
+    "corrupt",  # the bytes are there but cannot be decoded
+    "animated",  # more than one frame
+    "too-many-pixels",  # a decompression bomb, or just too large
+    "too-small",  # smaller than the least usable side
+    "extreme-aspect",  # longer than max_aspect times its shorter side
+    "bad-output",  # the encoder gave NaN, Inf or all zeros, in float32 too
+    "out-of-memory",  # one image alone does not fit on the device
+]
+
+
+class Size(NamedTuple):
+    """Height and width, in pixels."""
+
+    height: int
+    width: int
+
+    def __str__(self) -> str:
+        return f"{self.height}x{self.width}"
+
+
+class Crop(NamedTuple):
+    """Top left corner of a crop, in pixels of the resized image."""
+
+    top: int
+    left: int
+
+
+Bucket = Size
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """What was done to an image between decoding and encoding, in integers.
+
+    Every trainer's SDXL time ids can be derived from it. `original_size` is the size after the EXIF turn,
+    `resized_size` the size before the crop, `target_size` the bucket.
+    """
+
+    original_size: Size
+    resized_size: Size
+    crop_top_left: Crop
+    target_size: Bucket
+    flip: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "original_size": list(self.original_size),
+            "resized_size": list(self.resized_size),
+            "crop_top_left": list(self.crop_top_left),
+            "target_size": list(self.target_size),
+            "flip": self.flip,
+        }
+
+    @classmethod
+    def from_json(cls, value: Json) -> Geometry:
+        return cls(
+            original_size=Size(*value["original_size"]),
+            resized_size=Size(*value["resized_size"]),
+            crop_top_left=Crop(*value["crop_top_left"]),
+            target_size=Size(*value["target_size"]),
+            flip=bool(value["flip"]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """One item of a dataset that was left out, and why. `reason` is a `RefusalReason`."""
+
+    sample_id: str
+    path: str
+    reason: str
+    detail: str
+
+    def to_json(self) -> dict[str, str]:
+        return {"sample_id": self.sample_id, "path": self.path, "reason": self.reason, "detail": self.detail}
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What an entry is (`identity`, from which `key` follows) and how it was made (`provenance`). Both are JSON."""
+
+    key: str
+    kind: Kind
+    identity: Json
+    provenance: Json
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One cached value: its record and its named CPU tensors."""
+
+    record: Record
+    tensors: Mapping[str, torch.Tensor]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
