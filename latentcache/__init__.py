@@ -18,7 +18,7 @@ _HOMES = {
     "Report": "latentcache.precache.report",
     "Size": "latentcache.types",
     "load_config": "latentcache.config",
-    "precache": "latentcache.precache.run",
+    "run_precache": "latentcache.precache.run",
 }
 
 __all__ = [*sorted(_HOMES), "__version__"]
