@@ -1,0 +1,88 @@
+"""Which size an image is brought to, and how: the table of buckets, the assignment, the integers of the resize."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+from latentcache.errors import ConfigError
+from latentcache.types import Bucket, Crop, Geometry, Size
+
+
+def bucket_table(area: int, step: int = 64, max_aspect: float = 2.0) -> tuple[Bucket, ...]:
+    """All buckets (height, width), sorted.
+
+    Sides are multiples of `step`. For each height the width is the largest that keeps height * width <= `area`, and
+    the other way round; so a taller or a wider bucket would exceed the area. The longest side is at most `max_aspect`
+    times the shortest. The table is symmetric. `area` 1048576 and `step` 64 give SDXL's buckets.
+
+    Raises ConfigError if no bucket fits.
+    """
+    if step < 1 or step % 8:
+        raise ConfigError(f"step is {step}; it must be a positive multiple of 8, the VAE's factor", key="step")
+    if area < step * step:
+        raise ConfigError(f"area is {area}; one bucket of {step}x{step} needs {step * step}", key="area")
+    if not 1.0 <= max_aspect < math.inf:
+        raise ConfigError(f"max_aspect is {max_aspect}; it must be 1 or more, and finite", key="max_aspect")
+    buckets = set()
+    # The longest side squared is at most max_aspect * area.
+    longest = min(area // step, math.isqrt(int(area * max_aspect)))
+    for side in range(step, longest + 1, step):
+        other = area // side // step * step
+        if other and max(side, other) <= max_aspect * min(side, other):
+            buckets |= {Bucket(side, other), Bucket(other, side)}
+    if not buckets:
+        raise ConfigError(
+            f"no bucket of at most {area} pixels in steps of {step} has sides within 1 : {max_aspect:g}; "
+            "raise max_aspect or area, or lower step",
+            key="max_aspect",
+        )
+    return tuple(sorted(buckets))
+
+
+def assign(size: Size, table: Sequence[Bucket]) -> Bucket:
+    """The bucket whose log aspect ratio is nearest. Of equally near ones, the larger area, then the smaller height.
+
+    The logarithm makes portrait and landscape alike: the transposed size gets the transposed ratio.
+    """
+    if not table:
+        raise ConfigError("the table of buckets is empty; make one with bucket_table")
+    if min(size) < 1:
+        raise ConfigError(f"an image of {size} has no aspect ratio")
+    aspect = math.log(size.width / size.height)
+
+    def distance(bucket: Bucket) -> tuple[float, int, int]:
+        # Rounded, so that mirrored buckets are equally far from a square in floating point too.
+        far = round(abs(math.log(bucket.width / bucket.height) - aspect), 12)
+        return far, -bucket.height * bucket.width, bucket.height
+
+    return min(table, key=distance)
+
+
+def fit(
+    original_size: Size, bucket: Bucket, *, crop: Literal["center", "top-left"] = "center", flip: bool = False
+) -> Geometry:
+    """The smallest resize that covers the bucket, then the crop. All integers, without floating point.
+
+    One side of `resized_size` equals the bucket's. The other is rounded to the nearest integer (halves up), which
+    never falls below the bucket's. A centre crop leaves the odd pixel at the bottom or on the right.
+    """
+    height, width = original_size
+    if min(height, width, *bucket) < 1:
+        raise ConfigError(f"an image of {Size(height, width)} cannot be fitted to a bucket of {Bucket(*bucket)}")
+    if crop not in ("center", "top-left"):
+        raise ConfigError(f"crop is {crop!r}; use 'center' or 'top-left'", key="crop")
+    # The side that must be enlarged most decides: bucket.height / height >= bucket.width / width.
+    if bucket.height * width >= bucket.width * height:
+        resized = Size(bucket.height, (2 * width * bucket.height + height) // (2 * height))
+    else:
+        resized = Size((2 * height * bucket.width + width) // (2 * width), bucket.width)
+    spare = Size(resized.height - bucket.height, resized.width - bucket.width)
+    return Geometry(
+        original_size=Size(height, width),
+        resized_size=resized,
+        crop_top_left=Crop(spare.height // 2, spare.width // 2) if crop == "center" else Crop(0, 0),
+        target_size=Bucket(*bucket),
+        flip=flip,
+    )

@@ -1,0 +1,356 @@
+"""Untrusted bytes -> upright sRGB pixels, or a typed refusal.
+
+All limits are checked in the header, before a pixel is decoded. Nothing global in Pillow is changed, and
+`Image.open` is not used: it warns about large images through `warnings`, whose filters threads share. The plugin of
+the format that the first bytes name is called instead, so no other decoder ever sees the bytes.
+
+Metadata that cannot be read does not cost the image. A broken EXIF block means "upright", and a broken ICC profile, or
+one for another kind of image, means "none", as in every browser. The latter is logged.
+
+A JPEG has no checksum: damage inside its scan gives wrong pixels in every decoder, and is not found here either.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import re
+import struct
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from io import BytesIO
+from typing import Literal
+
+import numpy as np
+from PIL import AvifImagePlugin, Image, ImageCms, ImageFile, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
+
+from latentcache.dataset import container
+from latentcache.errors import ConfigError, ImageRefused
+from latentcache.types import Geometry, RefusalReason, Size
+
+_log = logging.getLogger(__name__)
+
+_SUFFIXES_OF_FORMAT = {
+    "JPEG": (".jpg", ".jpeg", ".jpe", ".jfif", ".mpo"),
+    "PNG": (".png", ".apng"),
+    "WEBP": (".webp",),
+    "AVIF": (".avif", ".avifs"),
+    "GIF": (".gif",),
+    "BMP": (".bmp", ".dib"),
+    "TIFF": (".tif", ".tiff"),
+    "HEIF": (".heic", ".heif", ".hif"),
+    "JPEG 2000": (".jp2", ".j2k", ".jpx"),
+    "JPEG XL": (".jxl",),
+    "ICO": (".ico",),
+    "PSD": (".psd",),
+}
+_FORMAT_OF_SUFFIX = {suffix: name for name, suffixes in _SUFFIXES_OF_FORMAT.items() for suffix in suffixes}
+
+IMAGE_SUFFIXES = frozenset(_FORMAT_OF_SUFFIX)
+"""Lower-case suffixes of image files, including those of formats that are refused: they are to be reported."""
+
+# MpoImagePlugin is left out on purpose: a phone's MPO is a JPEG with further pictures behind it.
+_PLUGINS: dict[str, Callable[[BytesIO], ImageFile.ImageFile]] = {
+    "JPEG": JpegImagePlugin.JpegImageFile,
+    "PNG": PngImagePlugin.PngImageFile,
+    "WEBP": WebPImagePlugin.WebPImageFile,
+    "AVIF": AvifImagePlugin.AvifImageFile,
+}
+
+# What Pillow's decoders raise on damaged input. UnidentifiedImageError is an OSError. UserWarning is met only where
+# the program turns warnings into errors.
+_DECODER_ERRORS = (
+    OSError,
+    SyntaxError,
+    ValueError,
+    TypeError,
+    KeyError,
+    IndexError,
+    AttributeError,
+    OverflowError,
+    EOFError,
+    struct.error,
+    zlib.error,
+    UserWarning,
+)
+
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+# 2 and 4 bits of grey are loaded as 8 bits.
+_STEP_OF_GREY = {"L;2": 85, "L;4": 17}
+_MODE_OF_COLOUR_SPACE = {"RGB": "RGB", "GRAY": "L", "CMYK": "CMYK"}
+
+
+def probe(data: bytes, path: str, policy: ImagePolicy) -> ImageFacts:
+    """What the header says; no pixel is decoded. `path` is for the message, and its suffix must fit the bytes.
+
+    Raises ImageRefused. Bytes that pass may still be refused by `decode`.
+    """
+    _, facts, _ = _open(data, path, policy)
+    return facts
+
+
+def decode(data: bytes, path: str, policy: ImagePolicy) -> np.ndarray:
+    """Upright sRGB pixels of these very bytes: uint8 [H, W, 3], C-contiguous and writable. Raises ImageRefused.
+
+    Colours: an ICC profile is converted to sRGB with the perceptual intent, unless it is sRGB to within one step.
+    CMYK without a profile becomes (255 - C)(255 - K) / 255, and so on. 16-bit grey is divided by 257 and rounded; of
+    16-bit RGB, Pillow keeps the high byte, at most one step away. Transparent pixels are blended in straight alpha,
+    in sRGB, with `policy.alpha_colour`. Raises ImageRefused.
+    """
+    image, facts, orientation = _open(data, path, policy)
+    try:
+        if facts.format == "PNG":
+            # Loading checks no CRC of pixel data, so that a flipped bit could give another picture.
+            PngImagePlugin.PngImageFile(BytesIO(data)).verify()
+        transparency = _transparency(image)
+        image.load()
+        colour, alpha = _colour_and_alpha(image, transparency)
+        upright = _to_srgb(colour, image.info.get("icc_profile"), path)
+        if alpha is not None:
+            canvas = Image.new("RGB", upright.size, policy.alpha_colour)
+            canvas.paste(upright, mask=alpha)
+            upright = canvas
+        if orientation in _TURNS:
+            upright = upright.transpose(_TURNS[orientation])
+    except _DECODER_ERRORS as error:
+        raise _refusal(path, facts.format, error) from error
+    except MemoryError as error:
+        raise ImageRefused(path, "out-of-memory", f"{facts.size} pixels do not fit in this host's memory") from error
+    return np.array(upright)
+
+
+def prepare(pixels: np.ndarray, geometry: Geometry) -> np.ndarray:
+    """Resize (Lanczos) to `resized_size`, crop at `crop_top_left` to `target_size`, mirror left to right if `flip`.
+
+    `pixels` is uint8 [H, W, 3] of `original_size`, or ValueError. Returns uint8 [h, w, 3], C-contiguous.
+    """
+    if pixels.shape != (*geometry.original_size, 3) or pixels.dtype != np.uint8:
+        raise ValueError(
+            f"pixels are {pixels.dtype} {pixels.shape}, but the geometry was made for uint8 "
+            f"{(*geometry.original_size, 3)}: call buckets.fit with the size of these pixels"
+        )
+    image = Image.fromarray(pixels)
+    height, width = geometry.resized_size
+    if image.size != (width, height):
+        image = image.resize((width, height), Image.Resampling.LANCZOS)
+    top, left = geometry.crop_top_left
+    target = np.asarray(image)[top : top + geometry.target_size.height, left : left + geometry.target_size.width]
+    if target.shape[:2] != geometry.target_size:
+        raise ValueError(
+            f"crop {geometry.target_size} at {tuple(geometry.crop_top_left)} leaves the resized image "
+            f"{geometry.resized_size}: use a geometry of buckets.fit"
+        )
+    # A copy, so that the result owns its memory: torch.from_numpy wants it writable, with positive strides.
+    return np.array(target[:, ::-1] if geometry.flip else target, order="C")
+
+
+def _open(data: bytes, path: str, policy: ImagePolicy) -> tuple[ImageFile.ImageFile, ImageFacts, int]:
+    """The image before it is loaded, its facts and its EXIF orientation (1 to 8)."""
+    name = _checked_format(data, path)
+    if container.ends_early(data, name):
+        raise ImageRefused(path, "truncated", f"the {name} data ends after {len(data):,} bytes, before its end mark")
+    if name == "WEBP" and (canvas := container.webp_canvas(data)):
+        # libwebp allocates the canvas as soon as Pillow opens the file.
+        _check_limits(canvas, path, policy)
+    try:
+        image = _PLUGINS[name](BytesIO(data))
+    except Image.DecompressionBombError as error:
+        raise ImageRefused(path, "too-many-pixels", f"{error}") from error
+    except _DECODER_ERRORS as error:
+        raise _refusal(path, name, error) from error
+    except MemoryError as error:
+        raise ImageRefused(path, "out-of-memory", "not even its header fits in this host's memory") from error
+    orientation = container.exif_orientation(
+        container.png_chunk(data, b"eXIf") if name == "PNG" else image.info.get("exif")
+    )
+    width, height = image.size
+    size = Size(width, height) if orientation >= 5 else Size(height, width)
+    _check_limits(size, path, policy)
+    num_frames = 1 if name == "JPEG" else getattr(image, "n_frames", 1)
+    if num_frames > 1 and policy.animated == "refuse":
+        raise ImageRefused(path, "animated", f'{num_frames} frames; set animated to "first-frame" to use the first')
+    return image, ImageFacts(format=name, mode=image.mode, size=size), orientation
+
+
+def _checked_format(data: bytes, path: str) -> str:
+    """The format by the first bytes, if it is accepted and the suffix of `path` does not say another one."""
+    if not data:
+        raise ImageRefused(path, "empty", "the file has no bytes")
+    name = container.sniff(data)
+    if name is None:
+        raise ImageRefused(path, "not-an-image", f"it begins with {data[:8]!r}, which no known image format does")
+    # First, because a new name would not make a GIF usable.
+    if name not in _PLUGINS:
+        raise ImageRefused(path, "unsupported-format", f"{name}; convert it to one of {', '.join(_PLUGINS)}")
+    supported = {"WEBP": WebPImagePlugin.SUPPORTED, "AVIF": AvifImagePlugin.SUPPORTED}
+    if not supported.get(name, True):
+        raise ImageRefused(path, "unsupported-format", f"this Pillow was built without {name}; install Pillow's wheel")
+    suffix = os.path.splitext(path)[1].lower()
+    if _FORMAT_OF_SUFFIX.get(suffix, name) != name:
+        raise ImageRefused(
+            path, "wrong-suffix", f"the bytes are {name}; rename it to end in {_SUFFIXES_OF_FORMAT[name][0]}"
+        )
+    return name
+
+
+def _check_limits(size: Size, path: str, policy: ImagePolicy) -> None:
+    num_pixels = size.height * size.width
+    if num_pixels > policy.max_pixels:
+        raise ImageRefused(
+            path, "too-many-pixels", f"{size} is {num_pixels:,} pixels; max_pixels is {policy.max_pixels:,}"
+        )
+    if max(size) > policy.max_aspect * min(size):
+        raise ImageRefused(
+            path,
+            "extreme-aspect",
+            f"{size} has sides 1 : {max(size) / min(size):.4g}; max_aspect is {policy.max_aspect:g}",
+        )
+    if min(size) < policy.min_side:
+        raise ImageRefused(path, "too-small", f"{size} has a side below {policy.min_side} pixels, min_side")
+
+
+def _refusal(path: str, name: str, error: BaseException) -> ImageRefused:
+    reason: RefusalReason = "truncated" if "truncated" in str(error).lower() else "corrupt"
+    return ImageRefused(path, reason, f"{name}: {error or type(error).__name__}")
+
+
+def _colour_and_alpha(
+    image: Image.Image, transparency: int | bytes | tuple[int, ...] | None
+) -> tuple[Image.Image, Image.Image | None]:
+    """The straight colours (mode L, RGB or CMYK) and the alpha (mode L), if there is one."""
+    if image.mode == "I;16":
+        grey = np.asarray(image)
+        # Pillow's own conversion clips all but the lowest 256 levels to white.
+        colour = Image.fromarray(((grey.astype(np.uint32) + 128) // 257).astype(np.uint8))
+        return colour, None if transparency is None else Image.fromarray((grey != transparency) * np.uint8(255))
+    if image.mode == "CMYK":
+        return image, None
+    if transparency is not None or image.mode in {"RGBA", "LA", "PA"}:
+        if transparency is not None:
+            image.info["transparency"] = transparency
+        rgba = image.convert("RGBA")
+        return rgba.convert("RGB"), rgba.getchannel("A")
+    return image.convert("L" if image.mode in {"1", "L"} else "RGB"), None
+
+
+def _transparency(image: ImageFile.ImageFile) -> int | bytes | tuple[int, ...] | None:
+    """PNG's transparent colour in the scale of the loaded pixels; Pillow gives that of the file. Call before load."""
+    value = image.info.get("transparency")
+    layout = image.tile[0][3] if value is not None and image.tile else None
+    if layout in _STEP_OF_GREY:
+        return value * _STEP_OF_GREY[layout]
+    if layout == "RGB;16B":
+        return tuple(channel >> 8 for channel in value)
+    return value
+
+
+def _to_srgb(image: Image.Image, icc: bytes | None, path: str) -> Image.Image:
+    """Mode L, RGB or CMYK -> RGB in sRGB."""
+    if icc:
+        conversion = _conversion(icc)
+        mode = "RGB" if conversion.mode == "RGB" and image.mode == "L" else image.mode
+        if conversion.problem is None and conversion.mode != mode:
+            _log.warning("%s: its ICC profile is for %s images, not %s; ignored", path, conversion.mode, image.mode)
+        elif conversion.problem is not None:
+            _log.warning("%s: its ICC profile cannot be used, and is ignored: %s", path, conversion.problem)
+        elif conversion.transform is not None:
+            return ImageCms.applyTransform(image.convert(mode), conversion.transform)
+    return image.convert("RGB")
+
+
+@functools.lru_cache(maxsize=16)
+def _conversion(icc: bytes) -> _Conversion:
+    """How to get from this profile to sRGB. Most images of a dataset share a few profiles."""
+    try:
+        profile = ImageCms.ImageCmsProfile(BytesIO(icc))
+        mode = _MODE_OF_COLOUR_SPACE.get(profile.profile.xcolor_space.strip())
+        if mode is None:
+            return _Conversion(problem=f"unknown colour space {profile.profile.xcolor_space!r}")
+        transform = ImageCms.buildTransform(
+            profile,
+            ImageCms.createProfile("sRGB"),
+            mode,
+            "RGB",
+            ImageCms.Intent.PERCEPTUAL,
+            # lcms shares a transform between threads only without its cache of the last pixel.
+            ImageCms.Flags.NOCACHE,
+        )
+    except (ImageCms.PyCMSError, OSError, ValueError, TypeError) as error:
+        return _Conversion(problem=str(error))
+    return _Conversion(mode=mode, transform=None if _is_srgb(transform, mode) else transform)
+
+
+def _is_srgb(transform: ImageCms.ImageCmsTransform, mode: str) -> bool:
+    """Whether it moves no colour of a grid by more than one step. A profile's name is no proof."""
+    if mode == "CMYK":
+        return False
+    levels = np.arange(0, 256, 15, dtype=np.uint8)
+    grid = np.stack(np.meshgrid(levels, levels, levels, indexing="ij"), axis=-1).reshape(1, -1, 3)
+    if mode == "L":
+        grid = np.repeat(np.arange(256, dtype=np.uint8), 3).reshape(1, -1, 3)
+    source = Image.fromarray(grid if mode == "RGB" else np.ascontiguousarray(grid[..., 0]))
+    moved = np.asarray(ImageCms.applyTransform(source, transform))
+    return bool(np.abs(moved.astype(np.int16) - grid).max() <= 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Conversion:
+    """`mode` is what the profile describes. No transform means that the colours are sRGB already."""
+
+    mode: str | None = None
+    transform: ImageCms.ImageCmsTransform | None = None
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePolicy:
+    """How images are decoded, and which are refused. A wrong value raises ConfigError."""
+
+    alpha_colour: str = "#ffffff"
+    """Transparent images are composited on this colour (#rrggbb)."""
+    animated: Literal["refuse", "first-frame"] = "refuse"
+    """What to do with animated PNG, WebP and AVIF. The further pictures of an MPO are not an animation."""
+    max_pixels: int = 100_000_000
+    """More are refused. 100 MP lets medium-format cameras pass, and costs 300 MB per decoding thread."""
+    max_aspect: float = 8.0
+    """The longest side over the shortest, at most. Beyond it, the crop to a bucket keeps next to nothing."""
+    min_side: int = 16
+    """Pixels of the shortest side, at least."""
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"#[0-9a-fA-F]{6}", self.alpha_colour):
+            raise ConfigError(f"alpha_colour is {self.alpha_colour!r}; write it as #rrggbb", key="alpha_colour")
+        if self.animated not in ("refuse", "first-frame"):
+            raise ConfigError(f"animated is {self.animated!r}; use 'refuse' or 'first-frame'", key="animated")
+        for key, least in (("max_pixels", 1), ("max_aspect", 1), ("min_side", 1)):
+            if not getattr(self, key) >= least:
+                raise ConfigError(f"{key} is {getattr(self, key)!r}; it must be {least} or more", key=key)
+
+    def identity(self) -> dict[str, str]:
+        """The arguments of `fingerprint.Preparation.of`: what changes the pixels of an accepted image, by name."""
+        return {
+            "exif": "upright",
+            "colour": "srgb-perceptual",
+            "alpha": f"composite-{self.alpha_colour.lower()}",
+            "decoder": "pillow",
+            "resample": "lanczos",
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class ImageFacts:
+    """What the header says. `mode` is Pillow's, as stored; `size` is the size after the EXIF turn."""
+
+    format: str
+    mode: str
+    size: Size

@@ -1,0 +1,490 @@
+"""About sixty odd images, made in code, each with its verdict and, if it is accepted, pixels computed in numpy.
+
+`CORPUS` maps a name to a function, so that nothing is made at import; `odd` makes each once.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import struct
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image
+
+HEIGHT, WIDTH = 48, 64
+
+
+@dataclass(frozen=True)
+class Odd:
+    """`reason` is the refusal, or None. `pixels` are the expected ones, to within `tolerance` of 255."""
+
+    data: bytes
+    path: str
+    reason: str | None = None
+    pixels: np.ndarray | None = None
+    tolerance: float = 1.0
+
+
+def photo(height: int = HEIGHT, width: int = WIDTH) -> np.ndarray:
+    """Smooth, without symmetry, so that any wrong turn shows: uint8 [height, width, 3]."""
+    y, x = np.mgrid[0:height, 0:width]
+    channels = (200 * x / width + 40, 180 * y / height + 30, 120 * (x / width) * (y / height) + 60)
+    return np.stack(channels, axis=-1).astype(np.uint8)
+
+
+def grey() -> np.ndarray:
+    return photo()[..., 0]
+
+
+def alpha() -> np.ndarray:
+    y, x = np.mgrid[0:HEIGHT, 0:WIDTH]
+    return (255 * ((x + y) % 32) / 31).astype(np.uint8)
+
+
+def over(colour: np.ndarray, opacity: np.ndarray, background: tuple[int, int, int] = (255, 255, 255)) -> np.ndarray:
+    share = (opacity / 255.0)[..., None]
+    return colour * share + np.array(background) * (1 - share)
+
+
+def as_rgb(values: np.ndarray) -> np.ndarray:
+    return np.repeat(values[..., None], 3, axis=-1)
+
+
+def save(image: Image.Image, name: str, **options: object) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, name, **options)
+    return buffer.getvalue()
+
+
+def png(array: np.ndarray, **options: object) -> bytes:
+    return save(Image.fromarray(array), "PNG", **options)
+
+
+def jpeg(array: np.ndarray | None = None, **options: object) -> bytes:
+    return save(
+        Image.fromarray(photo() if array is None else array), "JPEG", **{"quality": 95, "subsampling": 0} | options
+    )
+
+
+def exif(orientation: int) -> bytes:
+    """The smallest EXIF block: one tag, big-endian."""
+    return b"Exif\x00\x00MM\x00*" + struct.pack(">IHHHIHHI", 8, 1, 0x0112, 3, 1, orientation, 0, 0)
+
+
+def turned(pixels: np.ndarray, orientation: int) -> np.ndarray:
+    """What a viewer shows of stored `pixels`, from the table in the EXIF standard: where row 0 and column 0 are."""
+    return {
+        1: pixels,
+        2: pixels[:, ::-1],
+        3: pixels[::-1, ::-1],
+        4: pixels[::-1],
+        5: pixels.transpose(1, 0, 2),
+        6: np.rot90(pixels, -1),
+        7: pixels[::-1, ::-1].transpose(1, 0, 2),
+        8: np.rot90(pixels, 1),
+    }[orientation]
+
+
+def chunk(kind: bytes, body: bytes) -> bytes:
+    return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+
+def raw_png(
+    size: tuple[int, int], depth: int, colour_type: int, rows: bytes, before: bytes = b"", after: bytes = b""
+) -> bytes:
+    """A PNG of (height, width) from its filtered rows, for what Pillow cannot write. `before`, `after`: chunks."""
+    header = struct.pack(">IIBBBBB", size[1], size[0], depth, colour_type, 0, 0, 0)
+    body = before + chunk(b"IDAT", zlib.compress(rows, 9)) + after
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + body + chunk(b"IEND", b"")
+
+
+def filtered(rows: np.ndarray) -> bytes:
+    """Rows of bytes, each behind filter type 0."""
+    return b"".join(b"\x00" + row.tobytes() for row in rows)
+
+
+def png_bomb(side: int) -> bytes:
+    """side x side white pixels of one bit, deflated without ever being held in memory."""
+    deflate = zlib.compressobj(9)
+    row = b"\x00" + b"\xff" * ((side + 7) // 8)
+    body = b"".join([deflate.compress(row) for _ in range(side)] + [deflate.flush()])
+    header = struct.pack(">IIBBBBB", side, side, 1, 0, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", body) + chunk(b"IEND", b"")
+
+
+# --- ICC profiles, by hand -------------------------------------------------------------------------------------------
+
+D50 = np.array([0.9642, 1.0, 0.8249])
+SRGB_TO_XYZ_D50 = np.array([[0.43607, 0.38515, 0.14307], [0.22249, 0.71687, 0.06061], [0.01392, 0.09708, 0.71410]])
+WIDE_TO_XYZ_D50 = np.array([[0.60974, 0.20528, 0.14919], [0.31111, 0.62567, 0.06322], [0.01947, 0.06087, 0.74457]])
+"""Adobe RGB (1998), adapted to D50."""
+WIDE_GAMMA = 563 / 256
+
+
+def _s15fixed16(values: np.ndarray) -> bytes:
+    return struct.pack(f">{len(values)}i", *(round(value * 65536) for value in values))
+
+
+def _profile(colour_space: bytes, connection: bytes, device: bytes, tags: dict[bytes, bytes]) -> bytes:
+    tags = {
+        b"desc": b"desc" + bytes(4) + struct.pack(">I", 5) + b"test\x00" + bytes(78),
+        b"cprt": b"text" + bytes(4) + b"none\x00",
+        b"wtpt": b"XYZ " + bytes(4) + _s15fixed16(D50),
+    } | tags
+    offset, table, body = 128 + 4 + 12 * len(tags), b"", b""
+    for name, value in tags.items():
+        value += bytes(-len(value) % 4)
+        table += name + struct.pack(">II", offset + len(body), len(value))
+        body += value
+    size = offset + len(body)
+    header = struct.pack(">I4xI", size, 0x02100000) + device + colour_space + connection
+    header += struct.pack(">6H", 2026, 1, 1, 0, 0, 0) + b"acsp" + bytes(28) + _s15fixed16(D50)
+    return header + bytes(128 - len(header)) + struct.pack(">I", len(tags)) + table + body
+
+
+def _gamma(value: float) -> bytes:
+    return b"curv" + bytes(4) + struct.pack(">IH", 1, round(value * 256)) + bytes(2)
+
+
+def wide_profile() -> bytes:
+    tags = {
+        name: b"XYZ " + bytes(4) + _s15fixed16(WIDE_TO_XYZ_D50[:, i])
+        for i, name in enumerate((b"rXYZ", b"gXYZ", b"bXYZ"))
+    }
+    return _profile(b"RGB ", b"XYZ ", b"mntr", tags | dict.fromkeys((b"rTRC", b"gTRC", b"bTRC"), _gamma(WIDE_GAMMA)))
+
+
+def grey_profile(gamma: float) -> bytes:
+    return _profile(b"GRAY", b"XYZ ", b"mntr", {b"kTRC": _gamma(gamma)})
+
+
+def srgb_encode(linear: np.ndarray) -> np.ndarray:
+    linear = np.clip(linear, 0, 1)
+    return 255 * np.where(linear <= 0.0031308, 12.92 * linear, 1.055 * linear ** (1 / 2.4) - 0.055)
+
+
+def srgb_decode(values: np.ndarray) -> np.ndarray:
+    values = values / 255.0
+    return np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
+
+
+def wide_to_srgb(pixels: np.ndarray) -> np.ndarray:
+    linear = (pixels / 255.0) ** WIDE_GAMMA
+    return srgb_encode(linear @ (np.linalg.inv(SRGB_TO_XYZ_D50) @ WIDE_TO_XYZ_D50).T)
+
+
+INKS = np.array([[0, 150, 200], [200, 40, 120], [240, 220, 60], [50, 50, 50]])
+"""What the press of the CMYK profile prints for full cyan, magenta, yellow and black, in sRGB."""
+
+
+def ink_colour(cmyk: tuple[int, int, int, int]) -> np.ndarray:
+    """sRGB of a corner of the CMYK cube (each ink 0 or 1), as the profile defines it."""
+    colour = np.array([255.0, 255.0, 255.0])
+    for amount, ink in zip(cmyk, INKS, strict=True):
+        colour = colour * (ink / 255.0) if amount else colour
+    return colour
+
+
+def _lab16(srgb: np.ndarray) -> bytes:
+    xyz = SRGB_TO_XYZ_D50 @ srgb_decode(srgb) / D50
+    f = np.where(xyz > 216 / 24389, np.cbrt(xyz), (24389 / 27 * xyz + 16) / 116)
+    lab = np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
+    return struct.pack(">3H", *np.round([lab[0] * 652.8, (lab[1] + 128) * 256, (lab[2] + 128) * 256]).astype(int))
+
+
+def cmyk_profile() -> bytes:
+    """A press whose table has two points a side: lut16Type, CMYK -> Lab."""
+    corners = [(c, m, y, k) for c in (0, 1) for m in (0, 1) for y in (0, 1) for k in (0, 1)]
+    identity = struct.pack(">9i", *(65536 if i % 4 == 0 else 0 for i in range(9)))
+    ramp = struct.pack(">2H", 0, 65535)
+    lut = b"mft2" + bytes(4) + bytes([4, 3, 2, 0]) + identity + struct.pack(">2H", 2, 2) + ramp * 4
+    lut += b"".join(_lab16(ink_colour(corner)) for corner in corners) + ramp * 3
+    return _profile(b"CMYK", b"Lab ", b"prtr", {b"A2B0": lut})
+
+
+# --- the corpus ------------------------------------------------------------------------------------------------------
+
+
+def cmyk_patches() -> tuple[Image.Image, list[tuple[int, int, int, int]]]:
+    """Flat stripes of 16 pixels, which JPEG keeps: paper, each ink, and two overprints."""
+    corners = [(0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1), (1, 1, 0, 0)]
+    pixels = np.repeat(np.array(corners, dtype=np.uint8) * 255, 16, axis=0)
+    return Image.fromarray(np.broadcast_to(pixels, (32, *pixels.shape)).copy(), "CMYK"), corners
+
+
+def stripes(colours: list[np.ndarray]) -> np.ndarray:
+    row = np.repeat(np.array(colours), 16, axis=0)
+    return np.broadcast_to(row, (32, *row.shape))
+
+
+def frames(name: str, **options: object) -> bytes:
+    images = [Image.fromarray(photo()), Image.fromarray(photo()[:, ::-1].copy()), Image.fromarray(photo()[::-1].copy())]
+    return save(images[0], name, save_all=True, append_images=images[1:], **options)
+
+
+def sixteen_bit_grey() -> np.ndarray:
+    return np.linspace(0, 65535, HEIGHT * WIDTH).round().astype(np.uint16).reshape(HEIGHT, WIDTH)
+
+
+def _late_exif() -> Odd:
+    data = raw_png((HEIGHT, WIDTH), 8, 2, filtered(photo()), after=chunk(b"eXIf", exif(6)[6:]))
+    return Odd(data, "late-exif.png", pixels=turned(photo(), 6), tolerance=0)
+
+
+def _sixteen_bit_rgb() -> Odd:
+    values = np.stack([sixteen_bit_grey(), sixteen_bit_grey()[::-1], sixteen_bit_grey().T.reshape(HEIGHT, WIDTH)], -1)
+    data = raw_png((HEIGHT, WIDTH), 16, 2, filtered(values.astype(">u2")))
+    return Odd(data, "rgb16.png", pixels=values / 257.0)
+
+
+def _grey_with_colour_key(depth: int) -> Odd:
+    """Grey of `depth` bits in which one level is transparent, and so becomes the (white) background."""
+    levels = 2**depth
+    key = levels // 2 - 1
+    values = (np.arange(HEIGHT * WIDTH).reshape(HEIGHT, WIDTH) * 7) % levels
+    if depth == 16:
+        packed = values.astype(">u2")
+    elif depth == 8:
+        packed = values.astype(np.uint8)
+    else:
+        bits = np.unpackbits(values.astype(np.uint8)[..., None], axis=-1)[..., 8 - depth :]
+        packed = np.packbits(bits.reshape(HEIGHT, -1), axis=-1)
+    data = raw_png((HEIGHT, WIDTH), depth, 0, filtered(packed), before=chunk(b"tRNS", struct.pack(">H", key)))
+    shown = np.where(values == key, 255.0, values * 255.0 / (levels - 1))
+    return Odd(data, f"key{depth}.png", pixels=as_rgb(shown))
+
+
+def _rgb_with_colour_key(depth: int) -> Odd:
+    pixels = photo().astype(np.uint16) * (257 if depth == 16 else 1)
+    key = pixels[20, 30]
+    data = raw_png(
+        (HEIGHT, WIDTH),
+        depth,
+        2,
+        filtered(pixels.astype(">u2" if depth == 16 else np.uint8)),
+        before=chunk(b"tRNS", struct.pack(">3H", *(int(value) for value in key))),
+    )
+    shown = np.where((pixels == key).all(-1, keepdims=True), 255, photo())
+    return Odd(data, f"rgbkey{depth}.png", pixels=shown, tolerance=0)
+
+
+def _palette() -> tuple[np.ndarray, np.ndarray]:
+    """Indices [H, W] and the palette [16, 3]."""
+    y, x = np.mgrid[0:HEIGHT, 0:WIDTH]
+    colours = np.stack([np.arange(16) * 17, 255 - np.arange(16) * 13, np.arange(16) * 5 + 40], -1).astype(np.uint8)
+    return ((x // 4 + y // 3) % 16).astype(np.uint8), colours
+
+
+def _palette_png(transparency: bytes | int | None = None) -> bytes:
+    indices, colours = _palette()
+    image = Image.frombytes("P", (WIDTH, HEIGHT), indices.tobytes())
+    image.putpalette(colours.tobytes())
+    return save(image, "PNG", **({} if transparency is None else {"transparency": transparency}))
+
+
+def _palette_transparent(path: str, transparency: bytes | int) -> Odd:
+    indices, colours = _palette()
+    opacity = np.full(256, 255)
+    if isinstance(transparency, int):
+        opacity[transparency] = 0
+    else:
+        opacity[: len(transparency)] = list(transparency)
+    return Odd(_palette_png(transparency), path, pixels=over(colours[indices], opacity[indices]))
+
+
+def _one_bit() -> Odd:
+    bits = grey() > 120
+    return Odd(save(Image.fromarray(bits), "PNG"), "bit.png", pixels=as_rgb(bits * 255), tolerance=0)
+
+
+def _la() -> Odd:
+    data = save(Image.merge("LA", [Image.fromarray(grey()), Image.fromarray(alpha())]), "PNG")
+    return Odd(data, "la.png", pixels=over(as_rgb(grey()), alpha()))
+
+
+def _rgba(path: str, name: str, tolerance: float = 1.0, **options: object) -> Odd:
+    rgba = np.dstack([photo(), alpha()])
+    return Odd(save(Image.fromarray(rgba), name, **options), path, pixels=over(photo(), alpha()), tolerance=tolerance)
+
+
+def _hidden() -> Odd:
+    """Black hidden under alpha 0: dropping the alpha would show it."""
+    rgba = np.zeros((HEIGHT, WIDTH, 4), np.uint8)
+    return Odd(png(rgba), "hidden.png", pixels=np.full((HEIGHT, WIDTH, 3), 255), tolerance=0)
+
+
+def _cmyk(path: str, icc: bytes | None) -> Odd:
+    image, corners = cmyk_patches()
+    naive = [np.array([(1 - c) * (1 - k), (1 - m) * (1 - k), (1 - y) * (1 - k)]) * 255.0 for c, m, y, k in corners]
+    managed = [ink_colour(corner) for corner in corners]
+    data = save(image, "JPEG", quality=100, subsampling=0, **({"icc_profile": icc} if icc else {}))
+    return Odd(data, path, pixels=stripes(managed if icc == cmyk_profile() else naive), tolerance=4)
+
+
+def _mpo() -> Odd:
+    return Odd(frames("MPO", quality=95, subsampling=0), "phone.jpg", pixels=photo(), tolerance=6)
+
+
+def _text_bomb(kind: bytes) -> Odd:
+    text = zlib.compress(bytes(64 << 20), 9)
+    body = b"k\x00\x00" + text if kind == b"zTXt" else b"icc\x00\x00" + text
+    return Odd(
+        raw_png((HEIGHT, WIDTH), 8, 2, filtered(photo()), before=chunk(kind, body)),
+        f"{kind.decode().lower()}-bomb.png",
+        reason="corrupt",
+    )
+
+
+def _flipped_bit() -> Odd:
+    data = bytearray(raw_png((HEIGHT, WIDTH), 8, 2, filtered(photo())))
+    data[data.index(b"IDAT") + 200] ^= 4
+    return Odd(bytes(data), "flipped.png", reason="corrupt")
+
+
+def _zero_padded() -> Odd:
+    data = jpeg(photo(480, 640))
+    return Odd(data[: len(data) // 2] + bytes(len(data) - len(data) // 2), "padded.jpg", reason="truncated")
+
+
+def _thumbnailed() -> Odd:
+    """Cut in the scan, but with an end mark in front of it, in the thumbnail."""
+    block = exif(1) + jpeg(photo(16, 16))
+    data = jpeg(photo(480, 640), exif=block)
+    return Odd(data[: len(data) // 2], "thumbnail.jpg", reason="truncated")
+
+
+def _pixels(data: bytes, path: str, tolerance: float) -> Odd:
+    return Odd(data, path, pixels=photo(), tolerance=tolerance)
+
+
+def _strip(path: str, height: int, width: int, reason: str) -> Odd:
+    return Odd(png(np.zeros((height, width, 3), np.uint8)), path, reason)
+
+
+def _wide_gamut() -> Odd:
+    return Odd(png(photo(), icc_profile=wide_profile()), "wide.png", pixels=wide_to_srgb(photo()), tolerance=2)
+
+
+def _wide_rgba() -> Odd:
+    data = png(np.dstack([photo(), alpha()]), icc_profile=wide_profile())
+    return Odd(data, "wide-rgba.png", pixels=over(wide_to_srgb(photo()), alpha()), tolerance=2)
+
+
+def _wide_grey() -> Odd:
+    """A grey image with an RGB profile, as many tools write: each level is a neutral colour of that profile."""
+    data = png(grey(), icc_profile=wide_profile())
+    return Odd(data, "wide-grey.png", pixels=wide_to_srgb(as_rgb(grey())), tolerance=2)
+
+
+def _linear_grey() -> Odd:
+    data = png(grey(), icc_profile=grey_profile(1.0))
+    return Odd(data, "linear-grey.png", pixels=srgb_encode(as_rgb(grey()) / 255.0), tolerance=2)
+
+
+def _exif_jpeg(orientation: int) -> Odd:
+    data = jpeg(exif=exif(orientation))
+    return Odd(data, f"exif{orientation}.jpg", pixels=turned(photo(), orientation), tolerance=6)
+
+
+CORPUS: dict[str, Callable[[], Odd]] = {
+    **{f"exif-{n}": (lambda n=n: _exif_jpeg(n)) for n in range(1, 9)},
+    "exif-png": lambda: Odd(png(photo(), exif=exif(8)), "e.png", pixels=turned(photo(), 8), tolerance=0),
+    "exif-png-late": _late_exif,
+    "exif-webp": lambda: Odd(
+        save(Image.fromarray(photo()), "WEBP", lossless=True, exif=exif(5)),
+        "e.webp",
+        pixels=turned(photo(), 5),
+        tolerance=0,
+    ),
+    "exif-avif": lambda: Odd(
+        save(Image.fromarray(photo()), "AVIF", quality=100, subsampling="4:4:4", exif=exif(6)),
+        "e.avif",
+        pixels=turned(photo(), 6),
+        tolerance=6,
+    ),
+    "exif-broken": lambda: _pixels(jpeg(exif=b"Exif\x00\x00II*\x00\xff\xff\xff\x7f"), "b.jpg", 6),
+    "exif-nine": lambda: _pixels(jpeg(exif=exif(9)), "nine.jpg", 6),
+    "jpeg": lambda: _pixels(jpeg(), "a.jpg", 6),
+    "jpeg-capital-suffix": lambda: _pixels(jpeg(), "A.JPEG", 6),
+    "jpeg-no-suffix": lambda: _pixels(jpeg(), "photo", 6),
+    "jpeg-progressive": lambda: _pixels(jpeg(progressive=True), "p.jpg", 6),
+    "jpeg-grey": lambda: Odd(jpeg(grey()), "g.jpg", pixels=as_rgb(grey()), tolerance=4),
+    "jpeg-mpo": _mpo,
+    "jpeg-polyglot": lambda: _pixels(jpeg() + b"PK\x03\x04<script>alert(1)</script>", "poly.jpg", 6),
+    "cmyk": lambda: _cmyk("cmyk.jpg", None),
+    "cmyk-icc": lambda: _cmyk("cmyk-icc.jpg", cmyk_profile()),
+    "cmyk-icc-of-rgb": lambda: _cmyk("cmyk-rgb.jpg", wide_profile()),
+    "icc-wide": _wide_gamut,
+    "icc-wide-alpha": _wide_rgba,
+    "icc-wide-grey": _wide_grey,
+    "icc-linear-grey": _linear_grey,
+    "icc-of-grey-on-rgb": lambda: _pixels(png(photo(), icc_profile=grey_profile(1.0)), "mismatch.png", 0),
+    "icc-broken": lambda: _pixels(png(photo(), icc_profile=b"not a profile at all"), "icc.png", 0),
+    "grey-16": lambda: Odd(
+        raw_png((HEIGHT, WIDTH), 16, 0, filtered(sixteen_bit_grey().astype(">u2"))),
+        "grey16.png",
+        pixels=as_rgb(sixteen_bit_grey() / 257.0),
+        tolerance=0.51,
+    ),
+    "rgb-16": _sixteen_bit_rgb,
+    **{f"key-grey-{depth}": (lambda depth=depth: _grey_with_colour_key(depth)) for depth in (1, 2, 4, 8, 16)},
+    **{f"key-rgb-{depth}": (lambda depth=depth: _rgb_with_colour_key(depth)) for depth in (8, 16)},
+    "one-bit": _one_bit,
+    "grey": lambda: Odd(png(grey()), "grey.png", pixels=as_rgb(grey()), tolerance=0),
+    "grey-alpha": _la,
+    "palette": lambda: Odd(_palette_png(), "p.png", pixels=_palette()[1][_palette()[0]], tolerance=0),
+    "palette-one-transparent": lambda: _palette_transparent("p1.png", 3),
+    "palette-alpha": lambda: _palette_transparent("pa.png", bytes(range(0, 256, 17))),
+    "rgba": lambda: _rgba("rgba.png", "PNG"),
+    "rgba-hidden": _hidden,
+    "webp-alpha": lambda: _rgba("a.webp", "WEBP", lossless=True, exact=True),
+    "webp": lambda: _pixels(save(Image.fromarray(photo()), "WEBP", quality=98), "w.webp", 10),
+    "avif": lambda: _pixels(save(Image.fromarray(photo()), "AVIF", quality=98, subsampling="4:4:4"), "v.avif", 8),
+    "avif-alpha": lambda: _rgba("va.avif", "AVIF", tolerance=10, quality=100, subsampling="4:4:4"),
+    "truncated-jpeg": lambda: Odd(jpeg(photo(480, 640))[:9000], "t.jpg", "truncated"),
+    "truncated-jpeg-header": lambda: Odd(jpeg()[:100], "th.jpg", "truncated"),
+    "truncated-jpeg-padded": _zero_padded,
+    "truncated-jpeg-thumbnail": _thumbnailed,
+    "truncated-png": lambda: Odd(png(photo())[:-40], "t.png", "truncated"),
+    "truncated-png-end": lambda: Odd(png(photo())[:-12], "te.png", "truncated"),
+    "truncated-webp": lambda: Odd(save(Image.fromarray(photo()), "WEBP")[:-60], "t.webp", "truncated"),
+    "truncated-avif": lambda: Odd(save(Image.fromarray(photo()), "AVIF")[:-60], "t.avif", "truncated"),
+    "corrupt-png": _flipped_bit,
+    "corrupt-png-no-pixels": lambda: Odd(raw_png((0, 0), 8, 2, b""), "zero.png", "corrupt"),
+    "corrupt-jpeg": lambda: Odd(b"\xff\xd8\xff\xe0" + bytes(range(200)) + b"\xff\xd9", "c.jpg", "corrupt"),
+    "empty": lambda: Odd(b"", "empty.jpg", "empty"),
+    "text": lambda: Odd(b"<html>404 Not Found</html>", "text.jpg", "not-an-image"),
+    "text-of-bmw": lambda: Odd(b"BMW is a car, and this is no bitmap", "bmw.jpg", "not-an-image"),
+    "wrong-suffix": lambda: Odd(png(photo()), "png.jpg", "wrong-suffix"),
+    "wrong-suffix-gif": lambda: Odd(jpeg(), "jpeg.gif", "wrong-suffix"),
+    "one-pixel": lambda: _strip("dot.png", 1, 1, "too-small"),
+    "small": lambda: _strip("small.png", 15, 20, "too-small"),
+    "strip": lambda: _strip("strip.png", 1, 4000, "extreme-aspect"),
+    "strip-upright": lambda: _strip("upright.png", 4000, 20, "extreme-aspect"),
+    "animated-gif": lambda: Odd(frames("GIF", duration=40), "a.gif", "unsupported-format"),
+    "animated-webp": lambda: Odd(frames("WEBP", duration=40), "an.webp", "animated"),
+    "animated-png": lambda: Odd(frames("PNG", duration=40), "an.png", "animated"),
+    "animated-avif": lambda: Odd(frames("AVIF", duration=40), "an.avif", "animated"),
+    "gif": lambda: Odd(save(Image.fromarray(photo()), "GIF"), "s.gif", "unsupported-format"),
+    "bmp": lambda: Odd(save(Image.fromarray(photo()), "BMP"), "s.bmp", "unsupported-format"),
+    "tiff": lambda: Odd(save(Image.fromarray(photo()), "TIFF"), "s.tif", "unsupported-format"),
+    "heic": lambda: Odd(b"\x00\x00\x00\x18ftypheic\x00\x00\x00\x00mif1heic", "s.heic", "unsupported-format"),
+    "bomb-20000": lambda: Odd(png_bomb(20_000), "bomb.png", "too-many-pixels"),
+    "bomb-12000": lambda: Odd(png_bomb(12_000), "bomb2.png", "too-many-pixels"),
+    "bomb-icc": lambda: _text_bomb(b"iCCP"),
+    "bomb-ztxt": lambda: _text_bomb(b"zTXt"),
+    "bomb-webp": lambda: Odd(
+        b"RIFF" + struct.pack("<I", 4096) + b"WEBPVP8X\x0a\x00\x00\x00" + bytes(4) + b"\xfe\x3f\x00" * 2 + bytes(4096),
+        "bomb.webp",
+        "too-many-pixels",
+    ),
+}
+
+
+@functools.cache
+def odd(name: str) -> Odd:
+    return CORPUS[name]()

@@ -1,0 +1,161 @@
+"""The table of buckets, the assignment and the integers of the resize."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from latentcache.dataset.buckets import assign, bucket_table, fit
+from latentcache.errors import ConfigError
+from latentcache.types import Bucket, Crop, Size
+
+SDXL = bucket_table(1024 * 1024)
+sides = st.integers(1, 20_000)
+sizes = st.builds(Size, sides, sides)
+
+
+def test_the_table_of_sdxl() -> None:
+    known = {(1024, 1024), (832, 1216), (1216, 832), (896, 1152), (1152, 896), (768, 1344), (1344, 768)}
+    assert known <= set(SDXL)
+    assert (640, 1536) not in SDXL
+    assert (640, 1536) in bucket_table(1024 * 1024, max_aspect=2.4)
+
+
+@given(
+    area=st.integers(64 * 64, 4_000_000),
+    step=st.sampled_from([8, 16, 32, 64, 128]),
+    max_aspect=st.floats(1, 8),
+)
+def test_every_bucket_is_as_declared(area: int, step: int, max_aspect: float) -> None:
+    try:
+        table = bucket_table(area, step, max_aspect)
+    except ConfigError:
+        # Only then: the square that fits is the bucket that every aspect allows.
+        assert area < step * step or all(
+            area // side // step * step == 0 or max(side, area // side // step * step) > max_aspect * side
+            for side in [math.isqrt(area) // step * step]
+            if side
+        )
+        return
+    assert list(table) == sorted(set(table))
+    for height, width in table:
+        assert height % step == width % step == 0
+        assert height * width <= area
+        assert max(height, width) <= max_aspect * min(height, width)
+        assert Bucket(width, height) in table
+        # Close to the area: one of the sides cannot grow.
+        assert (height + step) * width > area or height * (width + step) > area
+
+
+@pytest.mark.parametrize("area", [1, 64 * 64, 300 * 300, 512 * 512, 768 * 768, 1024 * 1024, 1_500_000])
+@pytest.mark.parametrize("step", [8, 64])
+def test_no_bucket_is_left_out(area: int, step: int) -> None:
+    """Against the definition, by trying all heights and widths."""
+    wanted = set()
+    for height in range(step, 3000, step):
+        for width in range(step, min(2 * height, area // height) + 1, step):
+            if height > 2 * width:
+                continue
+            if (height + step) * width > area or height * (width + step) > area:
+                wanted.add(Bucket(height, width))
+    if wanted:
+        assert set(bucket_table(area, step, 2.0)) == wanted
+    else:
+        with pytest.raises(ConfigError):
+            bucket_table(area, step, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [
+        ((1024 * 1024, 0), "step"),
+        ((1024 * 1024, 12), "step"),
+        ((1024 * 1024, -64), "step"),
+        ((64 * 64 - 1, 64), "area"),
+        ((0, 64), "area"),
+        ((1024 * 1024, 64, 0.5), "max_aspect"),
+        ((1024 * 1024, 64, math.nan), "max_aspect"),
+        ((1024 * 1024, 64, math.inf), "max_aspect"),
+    ],
+)
+def test_nonsense_is_refused(arguments: tuple, key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        bucket_table(*arguments)
+    assert caught.value.key == key
+
+
+@given(sizes)
+def test_the_nearest_log_aspect_wins(size: Size) -> None:
+    bucket = assign(size, SDXL)
+
+    def distance(candidate: Bucket) -> float:
+        return abs(math.log(Fraction(candidate.width * size.height, candidate.height * size.width)))
+
+    assert distance(bucket) <= min(map(distance, SDXL)) + 1e-9
+
+
+@given(sizes, st.randoms())
+def test_the_assignment_does_not_depend_on_the_order(size: Size, random: Random) -> None:
+    shuffled = list(SDXL)
+    random.shuffle(shuffled)
+    assert assign(size, shuffled) == assign(size, SDXL)
+
+
+def test_ties_go_to_the_larger_area_then_the_smaller_height() -> None:
+    assert assign(Size(500, 500), (Size(512, 512), Size(1024, 1024))) == Size(1024, 1024)
+    assert assign(Size(500, 500), (Size(1216, 832), Size(832, 1216))) == Size(832, 1216)
+
+
+@pytest.mark.parametrize(
+    ("size", "bucket"),
+    [
+        (Size(3000, 2000), Size(1216, 832)),
+        (Size(2000, 3000), Size(832, 1216)),
+        (Size(512, 512), Size(1024, 1024)),
+        (Size(10, 10_000), Size(704, 1408)),
+    ],
+)
+def test_familiar_sizes(size: Size, bucket: Bucket) -> None:
+    assert assign(size, SDXL) == bucket
+
+
+def test_an_empty_table_and_an_empty_image_are_refused() -> None:
+    with pytest.raises(ConfigError):
+        assign(Size(10, 10), ())
+    with pytest.raises(ConfigError):
+        assign(Size(0, 10), SDXL)
+    with pytest.raises(ConfigError):
+        fit(Size(0, 10), SDXL[0])
+    with pytest.raises(ConfigError):
+        fit(Size(10, 10), SDXL[0], crop="bottom")  # type: ignore[arg-type]
+
+
+@given(sizes, st.sampled_from(SDXL), st.sampled_from(["center", "top-left"]), st.booleans())
+def test_the_resize_covers_the_bucket_and_no_more(size: Size, bucket: Bucket, crop: str, flip: bool) -> None:
+    geometry = fit(size, bucket, crop=crop, flip=flip)  # type: ignore[arg-type]
+    resized, (top, left) = geometry.resized_size, geometry.crop_top_left
+    assert resized.height >= bucket.height and resized.width >= bucket.width
+    assert resized.height == bucket.height or resized.width == bucket.width
+    # The other side is the exact one, rounded: at most half a pixel off.
+    scale = max(Fraction(bucket.height, size.height), Fraction(bucket.width, size.width))
+    assert abs(resized.height - size.height * scale) <= Fraction(1, 2)
+    assert abs(resized.width - size.width * scale) <= Fraction(1, 2)
+    assert 0 <= top <= resized.height - bucket.height and 0 <= left <= resized.width - bucket.width
+    if crop == "center":
+        assert 0 <= resized.height - bucket.height - 2 * top <= 1
+        assert 0 <= resized.width - bucket.width - 2 * left <= 1
+    else:
+        assert (top, left) == (0, 0)
+    assert all(type(value) is int for value in (*size, *resized, top, left, *geometry.target_size))
+    assert (geometry.original_size, geometry.target_size, geometry.flip) == (size, bucket, flip)
+
+
+def test_a_fit_by_hand() -> None:
+    geometry = fit(Size(2000, 3000), Size(832, 1216))
+    assert geometry.resized_size == Size(832, 1248)
+    assert geometry.crop_top_left == Crop(0, 16)

@@ -1,0 +1,280 @@
+"""Each odd image meets its declared verdict, and damaged bytes give a typed refusal or pixels, nothing else."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+import threading
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import odd_images
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from odd_images import CORPUS, HEIGHT, WIDTH, over, photo
+from PIL import Image
+from skimage.transform import resize as reference_resize
+
+from latentcache.dataset.images import ImagePolicy, decode, prepare, probe
+from latentcache.errors import ConfigError, DatasetError, ImageRefused
+from latentcache.fingerprint import Preparation
+from latentcache.types import Crop, Geometry, Size
+
+# Pillow itself reads the EXIF block of a JPEG, for its DPI, and warns about a broken one.
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:PIL.TiffImagePlugin")
+
+POLICY = ImagePolicy()
+BOMBS = [name for name in CORPUS if name.startswith("bomb-")]
+
+
+def difference(pixels: np.ndarray, reference: np.ndarray) -> float:
+    assert pixels.shape == reference.shape
+    return float(np.abs(pixels.astype(np.float64) - reference).max())
+
+
+def verdict(data: bytes, path: str, policy: ImagePolicy = POLICY) -> str | None:
+    try:
+        decode(data, path, policy)
+    except ImageRefused as refused:
+        return refused.reason
+    return None
+
+
+@pytest.mark.parametrize("name", CORPUS)
+def test_each_odd_image_meets_its_verdict(name: str) -> None:
+    odd = odd_images.odd(name)
+    if odd.reason is not None:
+        with pytest.raises(ImageRefused) as caught:
+            decode(odd.data, odd.path, POLICY)
+        assert caught.value.reason == odd.reason
+        assert odd.path in str(caught.value) and odd.reason in str(caught.value)
+        return
+    facts = probe(odd.data, odd.path, POLICY)
+    pixels = decode(odd.data, odd.path, POLICY)
+    assert pixels.dtype == np.uint8 and pixels.flags.c_contiguous and pixels.flags.writeable
+    assert facts.size == pixels.shape[:2]
+    assert difference(pixels, odd.pixels) <= odd.tolerance
+
+
+@pytest.mark.parametrize("name", CORPUS)
+def test_the_header_alone_gives_every_verdict_but_corrupt(name: str) -> None:
+    odd = odd_images.odd(name)
+    try:
+        probe(odd.data, odd.path, POLICY)
+        reason = None
+    except ImageRefused as refused:
+        reason = refused.reason
+    assert reason == odd.reason or (reason is None and odd.reason == "corrupt")
+
+
+def test_probing_decodes_no_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(self: Image.Image) -> None:
+        raise AssertionError("pixels were decoded")
+
+    accepted = [odd for odd in map(odd_images.odd, CORPUS) if odd.reason is None]
+    for name in ("PngImagePlugin.PngImageFile", "WebPImagePlugin.WebPImageFile", "AvifImagePlugin.AvifImageFile"):
+        monkeypatch.setattr(f"PIL.{name}.load", load)
+    monkeypatch.setattr("PIL.ImageFile.ImageFile.load", load)
+    for odd in accepted:
+        probe(odd.data, odd.path, POLICY)
+
+
+def test_bombs_are_refused_quickly_and_in_little_memory(tmp_path: Path) -> None:
+    """In a child whose address space may grow by 50 MiB and no more."""
+    for name in BOMBS:
+        (tmp_path / name).write_bytes(odd_images.odd(name).data)
+    script = """if True:
+        import json, pathlib, resource, sys, time
+        from latentcache.dataset.images import ImagePolicy, decode
+        from latentcache.errors import ImageRefused
+        pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
+        limit = pages * resource.getpagesize() + 50 * 2**20
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        seen = {}
+        for path in sorted(pathlib.Path(sys.argv[1]).iterdir()):
+            data, start = path.read_bytes(), time.perf_counter()
+            try:
+                decode(data, path.name, ImagePolicy())
+            except ImageRefused as refused:
+                seen[path.name] = [refused.reason, time.perf_counter() - start]
+        print(json.dumps(seen))
+    """
+    run = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True)
+    seen = json.loads(run.stdout)
+    assert {name: reason for name, (reason, _) in seen.items()} == {name: odd_images.odd(name).reason for name in BOMBS}
+    assert max(seconds for _, seconds in seen.values()) < 0.1
+
+
+def test_the_pixel_limit_needs_no_global_setting() -> None:
+    before = Image.MAX_IMAGE_PIXELS
+    bomb = odd_images.odd("bomb-12000")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        facts = probe(bomb.data, bomb.path, ImagePolicy(max_pixels=200_000_000))
+    assert facts.size == Size(12_000, 12_000)
+    assert before == Image.MAX_IMAGE_PIXELS
+
+
+@pytest.mark.parametrize("name", ["animated-png", "animated-webp", "animated-avif"])
+def test_an_animation_gives_its_first_frame_if_asked(name: str) -> None:
+    odd = odd_images.odd(name)
+    pixels = decode(odd.data, odd.path, ImagePolicy(animated="first-frame"))
+    # WebP and AVIF are lossy; the second frame is mirrored, and differs by up to 200.
+    assert difference(pixels, photo()) <= 30
+
+
+def test_alpha_is_composited_on_the_declared_colour() -> None:
+    odd = odd_images.odd("rgba")
+    pixels = decode(odd.data, odd.path, ImagePolicy(alpha_colour="#10C0f0"))
+    assert difference(pixels, over(photo(), odd_images.alpha(), (0x10, 0xC0, 0xF0))) <= 1
+
+
+def test_a_profile_that_is_srgb_changes_nothing() -> None:
+    from PIL import ImageCms
+
+    profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    assert difference(decode(odd_images.png(photo(), icc_profile=profile), "s.png", POLICY), photo()) == 0
+
+
+@pytest.mark.parametrize("name", ["icc-broken", "icc-of-grey-on-rgb", "cmyk-icc-of-rgb"])
+def test_an_ignored_profile_is_logged_with_the_path(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    odd = odd_images.odd(name)
+    with caplog.at_level(logging.WARNING, logger="latentcache"):
+        decode(odd.data, odd.path, POLICY)
+    assert odd.path in caplog.text and "ignored" in caplog.text
+
+
+def test_threads_get_the_same_pixels() -> None:
+    odds = [odd for odd in map(odd_images.odd, CORPUS) if odd.reason is None]
+    alone = [decode(odd.data, odd.path, POLICY).tobytes() for odd in odds]
+    barrier = threading.Barrier(4)
+
+    def all_of_them(_: int) -> list[bytes]:
+        barrier.wait()
+        return [decode(odd.data, odd.path, POLICY).tobytes() for odd in odds]
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(result == alone for result in pool.map(all_of_them, range(4)))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "key"),
+    [
+        ({"alpha_colour": "white"}, "alpha_colour"),
+        ({"alpha_colour": "#fff"}, "alpha_colour"),
+        ({"animated": "all"}, "animated"),
+        ({"max_pixels": 0}, "max_pixels"),
+        ({"max_aspect": 0.5}, "max_aspect"),
+        ({"max_aspect": float("nan")}, "max_aspect"),
+        ({"min_side": 0}, "min_side"),
+    ],
+)
+def test_a_wrong_policy_is_refused(wrong: dict, key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ImagePolicy(**wrong)
+    assert caught.value.key == key
+
+
+def test_the_identity_names_what_changes_pixels_and_nothing_else() -> None:
+    geometry = Geometry(Size(10, 10), Size(64, 64), Crop(0, 0), Size(64, 64))
+    assert Preparation.of(POLICY.identity(), geometry).geometry == geometry
+    same = ImagePolicy(animated="first-frame", max_pixels=5, max_aspect=2.0, min_side=1, alpha_colour="#FFFFFF")
+    assert same.identity() == POLICY.identity()
+    assert ImagePolicy(alpha_colour="#000000").identity() != POLICY.identity()
+
+
+def test_prepare_resizes_crops_and_mirrors() -> None:
+    pixels = photo(120, 200)
+    geometry = Geometry(Size(120, 200), Size(60, 100), Crop(4, 18), Size(48, 64))
+    result = prepare(pixels, geometry)
+    reference = 255 * reference_resize(pixels, (60, 100), anti_aliasing=True)[4:52, 18:82]
+    assert result.shape == (48, 64, 3) and result.dtype == np.uint8 and result.flags.c_contiguous
+    assert difference(result, reference) <= 2
+    mirrored = prepare(pixels, Geometry(Size(120, 200), Size(60, 100), Crop(4, 18), Size(48, 64), flip=True))
+    assert mirrored.flags.c_contiguous and mirrored.flags.writeable
+    np.testing.assert_array_equal(mirrored, result[:, ::-1])
+
+
+def test_prepare_without_a_resize_keeps_the_pixels() -> None:
+    pixels = photo()
+    geometry = Geometry(Size(HEIGHT, WIDTH), Size(HEIGHT, WIDTH), Crop(3, 5), Size(40, 50))
+    np.testing.assert_array_equal(prepare(pixels, geometry), pixels[3:43, 5:55])
+
+
+@pytest.mark.parametrize(
+    "geometry",
+    [
+        Geometry(Size(WIDTH, HEIGHT), Size(64, 64), Crop(0, 0), Size(64, 64)),
+        Geometry(Size(HEIGHT, WIDTH), Size(48, 64), Crop(1, 0), Size(48, 64)),
+    ],
+)
+def test_prepare_refuses_a_geometry_of_another_image(geometry: Geometry) -> None:
+    with pytest.raises(ValueError, match=r"buckets\.fit"):
+        prepare(photo(), geometry)
+
+
+# --- damage ----------------------------------------------------------------------------------------------------------
+
+VALID = ("exif-6", "jpeg-progressive", "jpeg-mpo", "cmyk-icc", "icc-wide-alpha", "grey-16", "palette-alpha", "webp")
+VALID += ("webp-alpha", "avif", "exif-png-late", "animated-png", "animated-webp", "truncated-webp", "bomb-icc")
+
+
+@given(st.binary(max_size=400))
+def test_random_bytes_are_refused(data: bytes) -> None:
+    assert verdict(data, "x") is not None
+
+
+@pytest.mark.parametrize(
+    "magic", [b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"RIFF\x40\0\0\0WEBPVP8X", b"\0\0\0\x1cftypavif"]
+)
+@given(data=st.binary(max_size=300))
+@settings(max_examples=50)
+def test_random_bytes_behind_a_magic_are_refused(magic: bytes, data: bytes) -> None:
+    assert verdict(magic + data, "x") is not None
+
+
+@pytest.mark.parametrize("name", VALID)
+@given(data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_mutated_files_give_pixels_or_a_refusal(name: str, data: st.DataObject) -> None:
+    odd = odd_images.odd(name)
+    mutated = bytearray(odd.data)
+    for _ in range(data.draw(st.integers(1, 6))):
+        at = data.draw(st.integers(0, len(mutated) - 1))
+        match data.draw(st.sampled_from(["flip", "set", "cut", "insert", "repeat"])):
+            case "flip":
+                mutated[at] ^= 1 << data.draw(st.integers(0, 7))
+            case "set":
+                mutated[at] = data.draw(st.sampled_from([0, 0xFF, 0x7F, 0x80]))
+            case "cut":
+                del mutated[at : at + data.draw(st.integers(1, 40))]
+            case "insert":
+                mutated[at:at] = data.draw(st.binary(min_size=1, max_size=20))
+            case "repeat":
+                mutated[at:at] = mutated[at : at + data.draw(st.integers(1, 60))]
+        if not mutated:
+            break
+    try:
+        pixels = decode(bytes(mutated), odd.path, POLICY)
+    except ImageRefused as refused:
+        assert refused.reason and refused.detail
+    else:
+        assert pixels.dtype == np.uint8 and pixels.ndim == 3 and pixels.shape[2] == 3
+
+
+@pytest.mark.parametrize("name", ["jpeg", "exif-png", "exif-webp", "avif"])
+def test_every_prefix_is_refused(name: str) -> None:
+    odd = odd_images.odd(name)
+    for end in range(0, len(odd.data) - 12, 7):
+        assert verdict(odd.data[:end], odd.path) is not None, f"{end} of {len(odd.data)} bytes were accepted"
+
+
+def test_a_refusal_is_a_dataset_error_with_fields() -> None:
+    with pytest.raises(DatasetError) as caught:
+        decode(b"", "photos/a.jpg", POLICY)
+    assert (caught.value.path, caught.value.reason) == ("photos/a.jpg", "empty")
