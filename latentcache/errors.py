@@ -15,6 +15,7 @@
         ├── SchemaError         the cache was written by another version of the format
         ├── UnsafeStoreError    something in the cache directory was not put there by latentcache
         ├── PackError           a pack cannot be read
+        ├── IndexDamagedError   the index cannot be trusted; it can be rebuilt from the packs
         ├── EntryMissingError   there is no such entry
         ├── EntryDamagedError   the entry's bytes are not those that were stored
         └── SampleError         a sample cannot be handed back; names the sample, the reason and the mending command
@@ -144,6 +145,14 @@ class PackError(StoreError):
     def __init__(self, path: str | Path, detail: str):
         self.path = str(path)
         super().__init__(f"{path}: {detail}")
+
+
+class IndexDamagedError(StoreError):
+    """The index at `path` is missing, broken, or holds rows that latentcache did not write."""
+
+    def __init__(self, path: str | Path, detail: str):
+        self.path, self.detail = str(path), detail
+        super().__init__(f"{path}: the index cannot be used: {detail}. `latentcache rebuild` makes it from the packs.")
 
 
 class EntryMissingError(StoreError, KeyError):

@@ -1,0 +1,286 @@
+"""The rows of the index, as a store needs them: entries, packs and damage, held in memory and kept in step."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Collection, Iterable, Mapping
+
+from latentcache.errors import IndexDamagedError, ReadOnlyError, StoreBusyError
+from latentcache.store.base import is_key
+from latentcache.store.directory import CacheDirectory
+from latentcache.store.index import Index, Transaction
+from latentcache.store.location import Location, PackSize, is_pack_id, looks_like_location
+from latentcache.store.lock import locked
+from latentcache.store.pack import Header
+from latentcache.store.recovery import DAMAGED_PREFIX, PACK_PREFIX, Scan, scan_packs
+
+logger = logging.getLogger("latentcache")
+
+_MAX_REASON_CHARS = 500
+
+
+class Catalog:
+    """Which entries there are and where they lie.
+
+    A key that is not in memory is looked up in the index: another process may have added it. A damaged index is moved
+    aside and made anew from the packs; a reader that may not write does so in memory.
+    """
+
+    def __init__(self, directory: CacheDirectory, *, read_only: bool):
+        self.directory = directory
+        self.read_only = read_only
+        self.packs: dict[str, PackSize] = {}
+        self.markers: dict[str, str] = {}
+        # Text until it is needed: reading a million locations at once takes seconds.
+        self._texts: dict[str, str] = {}
+        self._locations: dict[str, Location] = {}
+        # Damage that a reader found and may not write down: the row's text, and the reason.
+        self._unwritten: dict[str, tuple[str, str]] = {}
+        self.index: Index | None = self._open_for_reading() if read_only else self._open_for_writing()
+
+    def _open_for_reading(self) -> Index | None:
+        try:
+            index = Index(self.directory.index, read_only=True)
+            self._load(index.items())
+            return index
+        except (IndexDamagedError, ReadOnlyError) as error:
+            # ReadOnlyError: a dead writer's change waits to be rolled back, which would be a write.
+            logger.warning("%s Reading the packs' headers instead; nothing is written.", error)
+            self._take(scan_packs(self.directory, self.directory.pack_sizes()))
+            return None
+
+    def _open_for_writing(self) -> Index:
+        try:
+            index = Index(self.directory.index)
+            self._load(index.items())
+        except IndexDamagedError as error:
+            index = self._replace(error)
+        try:
+            with locked(self.directory.lock, "opening the cache", shared=True):
+                self.directory.sweep()
+                self._reconcile(index)
+        except StoreBusyError as error:
+            logger.info("%s Packs that the index does not know yet are taken in at the next opening.", error)
+        return index
+
+    def _replace(self, error: IndexDamagedError) -> Index:
+        with locked(self.directory.path / "index.lock", "replacing a damaged index", shared=False, wait=True):
+            try:
+                # Another process may have mended it while this one waited.
+                index = Index(self.directory.index)
+                self._load(index.items())
+                return index
+            except IndexDamagedError:
+                aside = self.directory.path / f"index.damaged-{uuid.uuid4().hex[:8]}"
+                self.directory.index.rename(aside)
+            index = Index(self.directory.index)
+            logger.warning("%s It was moved to %s (delete it when you like) and is made anew now.", error, aside.name)
+            self._load({})
+            return index
+
+    def _load(self, rows: Mapping[str, str]) -> None:
+        texts, packs, markers = {}, {}, {}
+        for name, value in rows.items():
+            if name.startswith(DAMAGED_PREFIX):
+                markers[name.removeprefix(DAMAGED_PREFIX)] = value
+            elif name.startswith(PACK_PREFIX):
+                pack = name.removeprefix(PACK_PREFIX)
+                packs[pack] = self._pack_size(pack, value)
+            elif is_key(name) and looks_like_location(value):
+                texts[name] = value
+            else:
+                raise IndexDamagedError(self.directory.index, f"row {name!r:.80} = {value!r:.80}")
+        for key, (text, reason) in self._unwritten.items():
+            if texts.get(key) == text:
+                markers[key] = reason
+                del texts[key]
+        self._texts, self.packs, self.markers, self._locations = texts, packs, markers, {}
+
+    def _pack_size(self, pack: str, text: str) -> PackSize:
+        try:
+            if not is_pack_id(pack):
+                raise ValueError(f"not a pack: {pack!r:.80}")
+            return PackSize.from_text(text)
+        except ValueError as error:
+            raise IndexDamagedError(self.directory.index, str(error)) from error
+
+    def _take(self, scan: Scan) -> None:
+        self.packs.update(scan.packs)
+        self._texts.update({key: location.to_text() for key, location in scan.locations.items()})
+        self.markers.update(scan.damaged)
+        for reason in scan.unreadable.values():
+            logger.warning("%s Its entries are missing.", reason)
+
+    def _reconcile(self, index: Index) -> None:
+        """Bring index and packs together: take in sealed packs that have no row, mark what lies in lost ones."""
+        sizes = self.directory.pack_sizes()
+        unknown = sizes.keys() - self.packs.keys()
+        if unknown:
+            scan = scan_packs(self.directory, unknown)
+            for reason in scan.unreadable.values():
+                logger.warning("%s Its entries are missing; delete it, or move it elsewhere.", reason)
+            if scan.packs:
+                logger.info("%s: took in %d packs that the index did not know", self.directory.path, len(scan.packs))
+            stale = [DAMAGED_PREFIX + key for key in scan.locations if key in self.markers]
+            index.add_many(scan.rows(), remove=stale)
+            self._load(index.items())
+        lost = {pack for pack, size in self.packs.items() if sizes.get(pack) != size.file_bytes}
+        if lost:
+            self._mark_lost(index, lost)
+
+    def _mark_lost(self, index: Index, lost: Collection[str]) -> None:
+        gone, num_lost = {}, 0
+        for key in list(self._texts):
+            location = self._location(key, self._texts[key])
+            if location.pack in lost:
+                gone[key] = location
+        with index.transaction() as rows:
+            for key, location in gone.items():
+                if rows.get(key) == self._texts[key]:
+                    reason = f"its pack is gone or has another size: {self.directory.pack_path(location.pack)}"
+                    mark_row(rows, key, reason)
+                    num_lost += 1
+            for pack in lost:
+                rows.remove(PACK_PREFIX + pack)
+        logger.warning(
+            "%s: %d packs are gone or damaged; %d entries are lost", self.directory.path, len(lost), num_lost
+        )
+        self._load(index.items())
+
+    def _location(self, key: str, text: str) -> Location:
+        try:
+            return Location.from_text(text)
+        except ValueError as error:
+            raise IndexDamagedError(self.directory.index, f"row {key}: {error}") from error
+
+    def reload(self) -> None:
+        """Read all rows again."""
+        if self.index is not None:
+            self._load(self.index.items())
+
+    def find(self, keys: Iterable[str]) -> set[str]:
+        """Those that are there, in memory or in the index."""
+        wanted = set(keys)
+        found = {key for key in wanted if key in self._texts}
+        missing = wanted - found
+        if missing and self.index is not None:
+            rows = self.index.get_many(missing)
+            rows = {key: text for key, text in rows.items() if self._unwritten.get(key, ("",))[0] != text}
+            self._texts.update(rows)
+            for key in rows:
+                self.markers.pop(key, None)
+            found |= rows.keys()
+        return found
+
+    def locate(self, key: str) -> Location | None:
+        """Where the entry lies, or None if it is not there."""
+        location = self._locations.get(key)
+        if location is None and (key in self._texts or self.find([key])):
+            location = self._locations[key] = self._location(key, self._texts[key])
+        return location
+
+    def relocate(self, key: str) -> Location | None:
+        """Look the key up in the index again: a compaction may have moved the entry."""
+        if self.index is None:
+            return self.locate(key)
+        self.forget([key])
+        return self.locate(key)
+
+    def reason(self, key: str) -> str | None:
+        """Why the entry is damaged, or None."""
+        if key not in self.markers and self.index is not None:
+            reason = self.index.get(DAMAGED_PREFIX + key)
+            if reason is not None:
+                self.markers[key] = reason
+        return self.markers.get(key)
+
+    def forget(self, keys: Iterable[str]) -> None:
+        """Drop keys from memory only."""
+        for key in keys:
+            self._texts.pop(key, None)
+            self._locations.pop(key, None)
+
+    def locations(self) -> dict[str, Location]:
+        """All entries, by key, oldest first."""
+        return {key: location for key in list(self._texts) if (location := self.locate(key)) is not None}
+
+    def keys(self) -> list[str]:
+        return list(self._texts)
+
+    def add_pack(self, header: Header) -> int:
+        """Record a new pack and those of its entries that are not there yet. Returns how many were not."""
+        index = self._writable()
+        markers = index.get_many(DAMAGED_PREFIX + key for key in header.locations)
+        scan = Scan(locations=dict(header.locations), packs={header.pack: header.size})
+        added = index.add_many(scan.rows(), remove=list(markers))
+        self.packs[header.pack] = header.size
+        new = [key for key in header.locations if key in added]
+        for key in new:
+            self._texts[key] = header.locations[key].to_text()
+            self._locations[key] = header.locations[key]
+        for marker in markers:
+            self.markers.pop(marker.removeprefix(DAMAGED_PREFIX), None)
+        return len(new)
+
+    def move(self, header: Header, old: Mapping[str, Location]) -> int:
+        """Point entries to their copies in a new pack, in one transaction, but for those that changed meanwhile."""
+        moved = 0
+        with self._writable().transaction() as rows:
+            rows.put(PACK_PREFIX + header.pack, header.size.to_text())
+            for key, location in header.locations.items():
+                if rows.get(key) == old[key].to_text():
+                    rows.put(key, location.to_text())
+                    moved += 1
+        self.packs[header.pack] = header.size
+        self.forget(header.locations)
+        return moved
+
+    def mark(self, damaged: Mapping[str, tuple[Location, str]]) -> None:
+        """Make damaged entries misses, with their reason, unless their rows have changed."""
+        if self.read_only:
+            for key, (location, reason) in damaged.items():
+                self._unwritten[key] = (location.to_text(), reason)
+                self.markers[key] = reason
+            self.forget(damaged)
+            return
+        with self._writable().transaction() as rows:
+            for key, (location, reason) in damaged.items():
+                if rows.get(key) == location.to_text():
+                    mark_row(rows, key, reason)
+                    self.markers[key] = reason
+        self.forget(damaged)
+
+    def remove(self, keys: Collection[str]) -> int:
+        """Remove entries and their markers. Returns how many entries there were."""
+        num_removed = 0
+        with self._writable().transaction() as rows:
+            for key in keys:
+                num_removed += rows.remove(key)
+                rows.remove(DAMAGED_PREFIX + key)
+        self.forget(keys)
+        for key in keys:
+            self.markers.pop(key, None)
+        return num_removed
+
+    def drop_packs(self, packs: Collection[str]) -> None:
+        """Delete packs that no entry lies in: the file first, so that a crash leaves a row that the next call sees."""
+        for pack in packs:
+            self.directory.remove_pack(pack)
+            self.packs.pop(pack, None)
+        self._writable().remove_many([PACK_PREFIX + pack for pack in packs])
+
+    def _writable(self) -> Index:
+        if self.index is None or self.read_only:
+            raise ReadOnlyError(self.directory.path)
+        return self.index
+
+    def close(self) -> None:
+        if self.index is not None:
+            self.index.close()
+
+
+def mark_row(rows: Transaction, key: str, reason: str) -> None:
+    """Replace an entry's row by a marker."""
+    rows.remove(key)
+    rows.put(DAMAGED_PREFIX + key, reason[:_MAX_REASON_CHARS].encode("utf-8", "replace").decode())

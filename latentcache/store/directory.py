@@ -1,0 +1,130 @@
+"""A cache directory: what lies where in it, and whether it is one."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+
+from latentcache.errors import ReadOnlyError, SchemaError, StoreError, UnsafeStoreError
+from latentcache.store.files import open_regular, sealed_file, sweep_temporaries, sync_folder, typed_errors
+from latentcache.store.location import is_pack_id
+from latentcache.store.pack import PACK_SUFFIX
+
+SCHEMA = 1
+"""Version of the directory's layout."""
+MARK = "CACHE.json"
+_MAX_MARK_BYTES = 1 << 16
+
+
+class CacheDirectory:
+    """`CACHE.json` (the schema), `packs/<xx>/<pack>.safetensors`, `index/`, and `upkeep.lock`.
+
+    StoreError: there is no such directory (and `create` is false), or it holds something else. SchemaError: another
+    format. ReadOnlyError: it cannot be written, and `read_only` is false.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, create: bool = True, read_only: bool = False):
+        self.path = Path(path).expanduser().absolute()
+        self.packs = self.path / "packs"
+        self.index = self.path / "index"
+        self.lock = self.path / "upkeep.lock"
+        if not (self.path / MARK).is_file():
+            self._make(create=create and not read_only)
+        self._check_schema()
+        if not read_only:
+            if not os.access(self.path, os.W_OK):
+                raise ReadOnlyError(self.path, "the cache cannot be written; open it with read_only=True to read it")
+            with typed_errors(self.packs, 0):
+                self.packs.mkdir(exist_ok=True)
+
+    def _make(self, *, create: bool) -> None:
+        if self.path.exists() and not self.path.is_dir():
+            raise StoreError(f"{self.path}: is not a directory; a cache is one")
+        # A process that makes the same cache at this moment has a temporary file there.
+        names = [n for n in os.listdir(self.path) if not n.startswith(f".{MARK}.")] if self.path.is_dir() else []
+        if names and not (self.path / MARK).is_file():
+            raise StoreError(
+                f"{self.path}: is not a cache (it has no {MARK}) and is not empty: it holds {sorted(names)[0]!r}. "
+                "Name a cache, or a new directory."
+            )
+        if not create:
+            raise StoreError(
+                f"{self.path}: there is no cache here. `latentcache precache` makes one; check cache.path."
+            )
+        text = json.dumps({"format": "latentcache", "schema": SCHEMA}).encode()
+        with typed_errors(self.path, len(text)):
+            self.path.mkdir(parents=True, exist_ok=True)
+        with sealed_file(self.path / MARK, len(text)) as fd:
+            os.write(fd, text)
+
+    def _check_schema(self) -> None:
+        mark = self.path / MARK
+        try:
+            fd = os.open(mark, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except PermissionError as error:
+            raise StoreError(f"{mark}: cannot be read: {error.strerror}; ask its owner for access") from error
+        try:
+            value = json.loads(os.read(fd, _MAX_MARK_BYTES))
+            found = value.get("schema") if isinstance(value, dict) else value
+        except (ValueError, RecursionError):
+            found = "no JSON"
+        finally:
+            os.close(fd)
+        if type(found) is not int or found != SCHEMA:
+            raise SchemaError(self.path, found, SCHEMA)
+
+    def pack_path(self, pack: str) -> Path:
+        """Where a pack lies. `pack` is an id; UnsafeStoreError for anything that could be a path."""
+        if not is_pack_id(pack):
+            raise UnsafeStoreError(self.packs, f"{pack!r:.80} is not the name of a pack")
+        return self.packs / pack[:2] / f"{pack}{PACK_SUFFIX}"
+
+    def new_pack_path(self, pack: str) -> Path:
+        """As `pack_path`, and its folder is there."""
+        path = self.pack_path(pack)
+        with typed_errors(path, 0):
+            if not path.parent.is_dir():
+                path.parent.mkdir(exist_ok=True)
+                sync_folder(self.packs)
+        return path
+
+    def pack_sizes(self) -> dict[str, int]:
+        """Bytes of each pack's file, by id. Only regular files in regular folders count."""
+        sizes = {}
+        for folder in self._pack_folders():
+            with os.scandir(folder) as entries:
+                for entry in entries:
+                    pack = entry.name.removesuffix(PACK_SUFFIX)
+                    if entry.name == pack or not is_pack_id(pack) or pack[:2] != folder.name:
+                        continue
+                    try:
+                        status = entry.stat(follow_symlinks=False)
+                    except FileNotFoundError:
+                        continue  # compacted away at this moment
+                    if stat.S_ISREG(status.st_mode):
+                        sizes[pack] = status.st_size
+        return sizes
+
+    def remove_pack(self, pack: str) -> None:
+        """Delete a pack's file, if it is there and is a regular file."""
+        path = self.pack_path(pack)
+        try:
+            os.close(open_regular(path))
+            path.unlink()
+        except FileNotFoundError:
+            return  # gone is what was asked for
+        with typed_errors(path, 0):
+            sync_folder(path.parent)
+
+    def sweep(self) -> int:
+        """Remove what dead writers left half written, and count it."""
+        folders = [self.path, *self._pack_folders()]
+        return sum(sweep_temporaries(folder) for folder in folders)
+
+    def _pack_folders(self) -> list[Path]:
+        if not self.packs.is_dir():
+            return []
+        with os.scandir(self.packs) as entries:
+            return [self.packs / e.name for e in entries if len(e.name) == 2 and e.is_dir(follow_symlinks=False)]

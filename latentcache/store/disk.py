@@ -1,0 +1,271 @@
+"""DiskStore: packs, and an index over them."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+import torch
+
+from latentcache.errors import (
+    EntryDamagedError,
+    EntryMissingError,
+    PackError,
+    ReadOnlyError,
+    StoreError,
+    UnsafeStoreError,
+)
+from latentcache.store.base import StoreStats, check_key
+from latentcache.store.catalog import Catalog
+from latentcache.store.directory import CacheDirectory
+from latentcache.store.gather import common_fields, output
+from latentcache.store.location import Location
+from latentcache.store.lock import locked
+from latentcache.store.pack import Header, check_payload, map_pack, new_pack_id, read_header, write_pack
+from latentcache.store.writer import PackWriter, Sealed
+from latentcache.types import Entry, Record
+
+logger = logging.getLogger("latentcache")
+
+_MAX_HEADERS = 32  # a full pack's header is a few MiB
+_ADD_CHUNK = 1024  # keys looked up at once by `add`
+
+
+@dataclass(frozen=True, slots=True)
+class DiskRows:
+    """Keys and where their entries were when they were looked up."""
+
+    keys: tuple[str, ...]
+    locations: tuple[Location, ...]
+
+
+class DiskStore:
+    """A `base.Store` in a directory. Processes and threads may share the directory; forks may share the store.
+
+    `read_only` writes nothing at all, so that a directory without write access can be read. `create=False` wants the
+    cache to be there. StoreError, SchemaError, ReadOnlyError as for `CacheDirectory`.
+
+    A damaged index is made anew from the packs, packs that a dead writer sealed are taken in, and its half-written
+    files are removed, when a store is opened for writing.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, read_only: bool = False, create: bool = True):
+        self.read_only = read_only
+        self.directory = CacheDirectory(path, create=create, read_only=read_only)
+        self.path = self.directory.path
+        self._catalog: Catalog | None = Catalog(self.directory, read_only=read_only)
+        self._maps: dict[str, np.ndarray] = {}
+        self._headers: OrderedDict[str, Header] = OrderedDict()
+        self._verified: dict[str, str] = {}  # key -> the pack in which its bytes were found good
+
+    def __enter__(self) -> DiskStore:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    @property
+    def catalog(self) -> Catalog:
+        """The index's rows, for `upkeep`. StoreError when the store is closed."""
+        self._check_open()
+        assert self._catalog is not None
+        return self._catalog
+
+    def _check_open(self) -> None:
+        if self._catalog is None:
+            raise StoreError(f"{self.path}: the store is closed; open it again")
+
+    def lock_shared(self, operation: str = "precache") -> AbstractContextManager[None]:
+        """Keep rebuild, prune and compact away while the block runs. StoreBusyError if one of them is running."""
+        return self._lock(operation, shared=True)
+
+    def lock_exclusive(self, operation: str) -> AbstractContextManager[None]:
+        """Keep all writers away while the block runs. StoreBusyError if there is one."""
+        return self._lock(operation, shared=False)
+
+    @contextmanager
+    def _lock(self, operation: str, *, shared: bool) -> Iterator[None]:
+        if self.read_only:
+            raise ReadOnlyError(self.path)
+        with locked(self.directory.lock, operation, shared=shared):
+            yield
+
+    def writer(self) -> PackWriter:
+        if self.read_only:
+            raise ReadOnlyError(self.path)
+        return PackWriter(self._seal, self.lock_shared("writing entries"))
+
+    def add(self, entries: Iterable[Entry]) -> int:
+        iterator = iter(entries)
+        with self.writer() as writer:
+            while chunk := list(islice(iterator, _ADD_CHUNK)):
+                present = self.find(entry.record.key for entry in chunk)
+                for entry in chunk:
+                    if entry.record.key not in present:
+                        writer.add(entry)
+        return writer.num_added
+
+    def _seal(self, entries: Sequence[Entry]) -> Sealed:
+        present = self.find(entry.record.key for entry in entries)
+        new = [entry for entry in entries if entry.record.key not in present]
+        if not new:
+            return Sealed(0, 0)
+        header = write_pack(self.directory.new_pack_path(new_pack_id()), new)
+        num_added = self.catalog.add_pack(header)
+        return Sealed(num_added, header.size.file_bytes)
+
+    def find(self, keys: Iterable[str]) -> set[str]:
+        return self.catalog.find(check_key(key) for key in keys)
+
+    def keys(self) -> Iterator[str]:
+        self.catalog.reload()
+        return iter(self.catalog.keys())
+
+    def describe(self, key: str) -> Mapping[str, tuple[str, tuple[int, ...]]]:
+        return dict(self._locate(key).description)
+
+    def get(self, key: str) -> Entry:
+        return Entry(self.record(key), {name: tensor[0] for name, tensor in self.read_batch([key]).items()})
+
+    def record(self, key: str) -> Record:
+        location = self._locate(key)
+        while True:
+            problem = self._header_problem(key, location)
+            if problem is None:
+                return deepcopy(self._headers[location.pack].records[key])
+            location = self._moved_or_damaged(key, location, problem)
+
+    def _header_problem(self, key: str, location: Location) -> str | None:
+        header = self._headers.get(location.pack)
+        if header is None:
+            try:
+                header = read_header(self.directory.pack_path(location.pack))
+            except (PackError, UnsafeStoreError, OSError) as error:
+                return f"its pack's header cannot be read: {error}"
+            self._headers[location.pack] = header
+            while len(self._headers) > _MAX_HEADERS:
+                self._headers.popitem(last=False)
+        self._headers.move_to_end(location.pack)
+        return None if header.locations.get(key) == location else "its pack's header and the index do not agree"
+
+    def resolve(self, keys: Sequence[str]) -> DiskRows:
+        keys = tuple(keys)
+        self.catalog.find(check_key(key) for key in keys)  # one look-up for all that are not in memory
+        return DiskRows(keys, tuple(self._locate(key) for key in keys))
+
+    def read_batch(
+        self, keys: Sequence[str], fields: Sequence[str] | None = None, out: Mapping[str, torch.Tensor] | None = None
+    ) -> dict[str, torch.Tensor]:
+        return self.read_rows(self.resolve(keys), fields, out)
+
+    def read_rows(
+        self, rows: DiskRows, fields: Sequence[str] | None = None, out: Mapping[str, torch.Tensor] | None = None
+    ) -> dict[str, torch.Tensor]:
+        self._check_open()
+        if not rows.keys:
+            return {}
+        wanted = common_fields(rows.keys, [location.description for location in rows.locations], fields)
+        # All are found and verified before the first byte is written to `out`.
+        sources = [self._source(key, location) for key, location in zip(rows.keys, rows.locations, strict=True)]
+        batch = output(wanted, len(sources), out)
+        for name, target in batch.rows.items():
+            for row, (data, location) in zip(target, sources, strict=True):
+                place = location.places[name]
+                np.copyto(row, data[place.offset : place.offset + place.num_bytes])
+        return batch.tensors
+
+    def _locate(self, key: str) -> Location:
+        location = self.catalog.locate(check_key(key))
+        if location is not None:
+            return location
+        reason = self.catalog.reason(key)
+        if reason is not None:
+            raise EntryDamagedError(key, reason)
+        raise EntryMissingError(key)
+
+    def _source(self, key: str, location: Location) -> tuple[np.ndarray, Location]:
+        """The mapped pack in which the entry lies, verified at the first touch, and where it lies now."""
+        while True:
+            data = self._maps.get(location.pack)
+            if data is not None and self._verified.get(key) == location.pack and data.size >= location.end:
+                return data, location
+            problem = self._payload_problem(key, location)
+            if problem is None:
+                self._verified[key] = location.pack
+                return self._maps[location.pack], location
+            location = self._moved_or_damaged(key, location, problem)
+
+    def _payload_problem(self, key: str, location: Location) -> str | None:
+        path = self.directory.pack_path(location.pack)
+        try:
+            if location.pack not in self._maps:
+                self._maps[location.pack] = map_pack(path, location.end)
+            elif path.stat().st_size < location.end:
+                # Touching mapped bytes that a truncation took away would kill the process.
+                return f"its pack was cut short: {path}"
+        except FileNotFoundError:
+            # A mapped file stays readable after its name is gone.
+            if location.pack not in self._maps:
+                return f"its pack is gone: {path}"
+        except (PackError, UnsafeStoreError, OSError) as error:
+            return str(error)
+        return check_payload(self._maps[location.pack], key, location)
+
+    def _moved_or_damaged(self, key: str, location: Location, problem: str) -> Location:
+        """Another place for the entry if the index now has one; otherwise it is damaged, and marked so."""
+        self._verified.pop(key, None)
+        moved = self.catalog.relocate(key)
+        if moved is None:
+            self._locate(key)  # raises: it was removed, or found damaged, elsewhere
+        elif moved != location:
+            return moved
+        self.mark_damaged({key: (location, problem)})
+        raise EntryDamagedError(key, problem)
+
+    def mark_damaged(self, damaged: Mapping[str, tuple[Location, str]]) -> None:
+        """Make entries misses from now on. If that cannot be written it is logged: the caller's error comes first."""
+        try:
+            self.catalog.mark(damaged)
+        except StoreError as error:
+            logger.warning("%s: %d damaged entries could not be marked: %s", self.path, len(damaged), error)
+
+    def release(self, packs: Iterable[str]) -> None:
+        """Let go of packs that were compacted away."""
+        for pack in packs:
+            self._maps.pop(pack, None)
+            self._headers.pop(pack, None)
+
+    def remove(self, keys: Iterable[str]) -> int:
+        return self.catalog.remove([check_key(key) for key in dict.fromkeys(keys)])
+
+    def damaged(self) -> dict[str, str]:
+        self.catalog.reload()
+        return dict(self.catalog.markers)
+
+    def stats(self) -> StoreStats:
+        self.catalog.reload()
+        locations = self.catalog.locations().values()
+        sizes = self.directory.pack_sizes()
+        return StoreStats(
+            num_entries=dict(Counter(location.kind for location in locations)),
+            num_damaged=len(self.catalog.markers),
+            num_packs=len(sizes),
+            payload_bytes=sum(location.num_bytes for location in locations),
+            file_bytes=sum(sizes.values()),
+            index_bytes=sum(file.stat().st_size for file in self.directory.index.glob("cache.db*")),
+        )
+
+    def close(self) -> None:
+        """Let go of files. Tensors that were handed out are copies and stay."""
+        if self._catalog is not None:
+            self._catalog.close()
+        self._catalog = None
+        self._maps.clear()
+        self._headers.clear()

@@ -1,0 +1,151 @@
+"""Files that are either whole or not there: written as a sibling, synced, then renamed into place."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import stat
+import uuid
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from latentcache.errors import ReadOnlyError, StorageFullError, StoreError, UnsafeStoreError
+
+TEMPORARY_SUFFIX = ".tmp"
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
+_MAX_BUFFERS = 512  # below IOV_MAX (1024 on Linux and macOS)
+
+logger = logging.getLogger("latentcache")
+
+
+@contextmanager
+def typed_errors(path: Path, num_bytes: int) -> Iterator[None]:
+    """Turn the operating system's refusals to write `path` into StorageFullError, ReadOnlyError or StoreError."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL:
+            raise StorageFullError(path, num_bytes) from error
+        if error.errno in _FORBIDDEN:
+            raise ReadOnlyError(path, f"cannot be written: {error.strerror}") from error
+        raise StoreError(
+            f"{path}: cannot be written: {error}. Mend the file system and run the same command."
+        ) from error
+
+
+def sync_folder(path: Path) -> None:
+    """Make the names in a folder durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_all(fd: int, buffers: Iterable[bytes | memoryview]) -> None:
+    """Write every buffer (bytes, or a flat view of bytes), in order, without joining them."""
+    pending: list[memoryview] = []
+    for buffer in buffers:
+        pending.append(memoryview(buffer))
+        if len(pending) == _MAX_BUFFERS:
+            _write_some(fd, pending)
+            pending = []
+    if pending:
+        _write_some(fd, pending)
+
+
+def _write_some(fd: int, views: list[memoryview]) -> None:
+    start = 0
+    while start < len(views):
+        written = os.writev(fd, views[start:])
+        while start < len(views) and written >= views[start].nbytes:
+            written -= views[start].nbytes
+            start += 1
+        if written:
+            views[start] = views[start][written:]
+
+
+@contextmanager
+def sealed_file(path: Path, num_bytes: int) -> Iterator[int]:
+    """Give the descriptor of a temporary sibling; on leaving it becomes `path`, durably. On an error nothing is left.
+
+    `num_bytes` is what will be written, for the message of StorageFullError.
+    """
+    with typed_errors(path, num_bytes):
+        fd, temporary = _locked_sibling(path)
+        try:
+            yield fd
+            os.fsync(fd)
+            os.rename(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(fd)
+        sync_folder(path.parent)
+
+
+def _locked_sibling(path: Path) -> tuple[int, Path]:
+    while True:
+        temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}{TEMPORARY_SUFFIX}")
+        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            # A sweep may have come between open and flock, and removed the name.
+            if temporary.exists():
+                return fd, temporary
+        except BaseException:
+            os.close(fd)
+            temporary.unlink(missing_ok=True)
+            raise
+        os.close(fd)
+
+
+def sweep_temporaries(folder: Path) -> int:
+    """Remove the temporary files in `folder` whose writer is dead, and count them. A live writer holds a lock."""
+    num_removed = 0
+    with os.scandir(folder) as entries:
+        names = [e.name for e in entries if e.name.startswith(".") and e.name.endswith(TEMPORARY_SUFFIX)]
+    for name in names:
+        try:
+            fd = os.open(folder / name, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            logger.warning("%s: left alone: %s", folder / name, error)
+            continue
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            (folder / name).unlink(missing_ok=True)
+            num_removed += 1
+        except BlockingIOError:
+            continue
+        finally:
+            os.close(fd)
+    return num_removed
+
+
+def open_regular(path: Path) -> int:
+    """Open a regular file for reading, and nothing else: UnsafeStoreError for links, pipes and devices.
+
+    The folder must not be a link either. FileNotFoundError is passed on. The caller closes the descriptor.
+    """
+    try:
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            # O_NONBLOCK: opening a pipe must not wait for its other end.
+            fd = os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+        finally:
+            os.close(folder)
+    except OSError as error:
+        if error.errno in {errno.ELOOP, errno.ENOTDIR, errno.ENXIO}:
+            raise UnsafeStoreError(path, "is a link or a device; remove it, then run `latentcache rebuild`") from error
+        raise
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise UnsafeStoreError(path, "is not a regular file; remove it, then run `latentcache rebuild`")
+    return fd

@@ -1,0 +1,338 @@
+"""The index: a durable map of text to text in SQLite, by way of diskcache. Only this file imports either.
+
+diskcache trusts its database: by default it unpickles what it finds there, runs its settings as SQL, and reads and
+deletes files that rows name. So rows are text or they are refused, and a database is looked through first.
+No connection outlives the call that made it: nothing is carried across a fork, and other processes never wait for an
+idle one.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import stat
+import threading
+import weakref
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import diskcache
+from diskcache.core import DBNAME, DEFAULT_SETTINGS, METADATA, MODE_RAW
+
+from latentcache.errors import IndexDamagedError, ReadOnlyError, StorageFullError, StoreBusyError, StoreError
+from latentcache.store.lock import locked
+
+TIMEOUT_S = 60.0
+MAX_TEXT_BYTES = 1 << 20
+_PAGE_BYTES = 4096
+_CHUNK = 500  # keys in one SELECT; SQLite allows 999 in old builds
+
+# Before 3.51.3, two processes that write and checkpoint at once can corrupt a database in WAL mode.
+_JOURNAL_MODE = "wal" if sqlite3.sqlite_version_info >= (3, 51, 3) else "delete"
+_SETTINGS: dict[str, Any] = {
+    "statistics": 0,
+    "tag_index": 0,
+    "eviction_policy": "none",
+    "size_limit": 1 << 60,
+    "cull_limit": 0,
+    "sqlite_auto_vacuum": 1,
+    "sqlite_cache_size": 1 << 13,
+    "sqlite_journal_mode": _JOURNAL_MODE,
+    "sqlite_mmap_size": 0,
+    "sqlite_synchronous": 2,  # FULL: a row that was acknowledged survives a power cut
+    "disk_min_file_size": 1 << 60,  # values never go to files
+}
+_SCHEMA = {
+    ("table", "Cache"),
+    ("table", "Settings"),
+    ("index", "Cache_key_raw"),
+    ("index", "Cache_expire_time"),
+    ("index", "sqlite_autoindex_Settings_1"),
+    ("trigger", "Settings_count_insert"),
+    ("trigger", "Settings_count_delete"),
+    ("trigger", "Settings_size_insert"),
+    ("trigger", "Settings_size_update"),
+    ("trigger", "Settings_size_delete"),
+}
+_SUPER_JOURNAL_MAGIC = bytes.fromhex("d9d505f920a163d7")
+_COLUMNS = "key, raw, mode, filename, expire_time, value"
+
+_alive: weakref.WeakSet[Index] = weakref.WeakSet()
+_fork_guard = threading.Lock()
+_fork_guard_registered = False
+
+
+class _TextDisk(diskcache.Disk):
+    """Text in rows, and nothing else: no pickle, no file."""
+
+    def put(self, key: str) -> tuple[str, bool]:
+        return _checked(key), True
+
+    def get(self, key: object, raw: object) -> str:
+        if raw != 1 or type(key) is not str:
+            raise IndexDamagedError(self._directory, "a key is not text")
+        return key
+
+    def store(self, value: str, read: bool, key: object = None) -> tuple[int, int, None, str]:
+        return 0, MODE_RAW, None, _checked(value)
+
+    def fetch(self, mode: object, filename: object, value: object, read: bool) -> str:
+        if mode != MODE_RAW or filename is not None or type(value) is not str:
+            raise IndexDamagedError(self._directory, "a value is not text")
+        return value
+
+    def remove(self, file_path: str) -> None:
+        # diskcache calls this with the file that a row names. None of ours names one.
+        raise IndexDamagedError(self._directory, "a row names a file")
+
+
+class Transaction:
+    """Reads and changes that take effect together, or not at all. Made by `Index.transaction`."""
+
+    def __init__(self, cache: diskcache.Cache):
+        self._cache = cache
+
+    def get(self, key: str) -> str | None:
+        return self._cache.get(key)
+
+    def add(self, key: str, value: str) -> bool:
+        """Add a row unless the key has one. True if it was added."""
+        return self._cache.add(key, value)
+
+    def put(self, key: str, value: str) -> None:
+        """Add or replace a row."""
+        self._cache.set(key, value)
+
+    def remove(self, key: str) -> bool:
+        """Remove a row. True if there was one."""
+        return self._cache.delete(key)
+
+
+class Index:
+    """A map of text to text, kept in the folder `path`. Safe for threads, for forks, and for many processes.
+
+    Keys and values are UTF-8 of at most MAX_TEXT_BYTES; anything else is a StoreError. IndexDamagedError: the database
+    is broken, holds what latentcache did not write, or (read-only) does not exist.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, read_only: bool = False):
+        self.path = Path(path).absolute()
+        self.read_only = read_only
+        self._lock = threading.Lock()
+        self._cache: diskcache.Cache | None = None
+        if read_only:
+            self._inspect()
+        else:
+            with self._typed_errors():
+                self.path.mkdir(parents=True, exist_ok=True)
+                # One at a time: making the tables is not one transaction.
+                with locked(self.path / "open.lock", "opening the index", shared=False, wait=True):
+                    if self._database.exists() or self._database.is_symlink():
+                        self._inspect()
+                    self._cache = diskcache.Cache(str(self.path), timeout=TIMEOUT_S, disk=_TextDisk, **_SETTINGS)
+                    self._cache.close()
+        _guard_fork(self)
+
+    @property
+    def _database(self) -> Path:
+        return self.path / DBNAME
+
+    def get(self, key: str) -> str | None:
+        """The value, or None."""
+        return self.get_many([key]).get(key)
+
+    def get_many(self, keys: Iterable[str]) -> dict[str, str]:
+        """The rows of those keys that have one."""
+        wanted = [_checked(key) for key in dict.fromkeys(keys)]
+        found: dict[str, str] = {}
+        if not wanted:
+            return found
+        with self._reading() as connection:
+            for start in range(0, len(wanted), _CHUNK):
+                chunk = wanted[start : start + _CHUNK]
+                marks = ",".join("?" * len(chunk))
+                query = f"SELECT {_COLUMNS} FROM Cache WHERE raw = 1 AND key IN ({marks})"
+                found.update(self._row(row) for row in connection.execute(query, chunk))
+        return found
+
+    def items(self) -> dict[str, str]:
+        """All rows, oldest first."""
+        with self._reading() as connection:
+            return dict(self._row(row) for row in connection.execute(f"SELECT {_COLUMNS} FROM Cache ORDER BY rowid"))
+
+    def add_many(self, rows: Mapping[str, str], *, remove: Collection[str] = ()) -> set[str]:
+        """Add rows in one transaction; keys that have a row keep it. Returns those added. Rows of `remove` go first."""
+        with self.transaction() as transaction:
+            for key in remove:
+                transaction.remove(key)
+            return {key for key, value in rows.items() if transaction.add(key, value)}
+
+    def replace_many(self, rows: Mapping[str, str], *, remove: Collection[str] = ()) -> None:
+        """Add or replace rows, and remove others, in one transaction."""
+        with self.transaction() as transaction:
+            for key in remove:
+                transaction.remove(key)
+            for key, value in rows.items():
+                transaction.put(key, value)
+
+    def remove_many(self, keys: Iterable[str]) -> int:
+        """Remove rows in one transaction. Returns how many there were."""
+        with self.transaction() as transaction:
+            return sum([transaction.remove(key) for key in keys])
+
+    @contextmanager
+    def transaction(self) -> Iterator[Transaction]:
+        """Hold the database alone. Inside, use the transaction's methods only. Durable when the block is left."""
+        with self._lock, self._typed_errors():
+            if self.read_only:
+                raise ReadOnlyError(self.path)
+            if self._cache is None:
+                raise StoreError(f"{self.path}: the index is closed")
+            try:
+                with self._cache.transact():
+                    yield Transaction(self._cache)
+            finally:
+                self._cache.close()
+
+    def close(self) -> None:
+        """Nothing is open between calls; afterwards changes are refused."""
+        self._cache = None
+
+    @contextmanager
+    def _reading(self) -> Iterator[sqlite3.Connection]:
+        with self._lock, self._typed_errors():
+            connection = self._connect()
+            try:
+                yield connection
+            finally:
+                connection.close()
+
+    def _connect(self) -> sqlite3.Connection:
+        # mode=rw where we may write: only so can what a dead writer left half done be rolled back.
+        mode = "ro" if self.read_only else "rw"
+        if self.read_only and not os.access(self.path, os.W_OK):
+            # SQLite wants to make lock files beside the database. immutable=1 does without, but also without rollback.
+            for suffix in ("-journal", "-wal"):
+                leftover = self.path / (DBNAME + suffix)
+                if leftover.exists() and leftover.stat().st_size:
+                    raise IndexDamagedError(self.path, f"{leftover.name} holds an unfinished change")
+            mode += "&immutable=1"
+        connection = sqlite3.connect(
+            f"{self._database.as_uri()}?mode={mode}", uri=True, timeout=TIMEOUT_S, isolation_level=None
+        )
+        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 2 * MAX_TEXT_BYTES)
+        return connection
+
+    def _row(self, row: tuple[Any, ...]) -> tuple[str, str]:
+        key, raw, mode, filename, expire_time, value = row
+        if type(key) is not str or raw != 1 or mode != MODE_RAW or filename is not None or expire_time is not None:
+            raise IndexDamagedError(self.path, f"row {key!r:.80} was not written by latentcache")
+        if type(value) is not str:
+            raise IndexDamagedError(self.path, f"the value of row {key!r:.80} is not text")
+        return key, value
+
+    def _inspect(self) -> None:
+        """Look through a database before diskcache does: it runs stored settings as SQL."""
+        for name in (DBNAME, f"{DBNAME}-journal", f"{DBNAME}-wal", f"{DBNAME}-shm"):
+            path = self.path / name
+            if path.is_symlink() or (path.exists() and not stat.S_ISREG(path.lstat().st_mode)):
+                raise IndexDamagedError(self.path, f"{name} is not a regular file")
+        if not self._database.exists():
+            raise IndexDamagedError(self.path, "it does not exist")
+        self._inspect_journal()
+        with self._reading() as connection:
+            schema = set(connection.execute("SELECT type, name FROM sqlite_master"))
+            if not schema <= _SCHEMA:
+                raise IndexDamagedError(self.path, f"it holds {sorted(schema - _SCHEMA)!r:.200}")
+            if ("table", "Settings") in schema:
+                for name, value in connection.execute("SELECT key, value FROM Settings"):
+                    self._inspect_setting(name, value)
+
+    def _inspect_setting(self, name: object, value: object) -> None:
+        known = type(name) is str and (name in DEFAULT_SETTINGS or name in METADATA)
+        if known and not name.startswith("sqlite_"):
+            known = type(value) in (int, float) or (type(value) is str and name == "eviction_policy")
+        elif known:
+            # An index may move between machines with an older and a newer SQLite.
+            known = value in (("delete", "wal") if name == "sqlite_journal_mode" else (_SETTINGS[name],))
+        if not known:
+            raise IndexDamagedError(self.path, f"setting {name!r:.80} = {value!r:.80} was not written by latentcache")
+
+    def _inspect_journal(self) -> None:
+        # A journal may name a super-journal, which SQLite then deletes. Ours never do.
+        journal = self.path / f"{DBNAME}-journal"
+        try:
+            with journal.open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - len(_SUPER_JOURNAL_MAGIC)))
+                if file.read() == _SUPER_JOURNAL_MAGIC:
+                    raise IndexDamagedError(self.path, f"{journal.name} names another file")
+        except FileNotFoundError:
+            return  # the usual case: no writer died
+
+    @contextmanager
+    def _typed_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except diskcache.Timeout as error:
+            # diskcache hides why a transaction could not begin behind its Timeout.
+            raise self._typed(error.__context__ or error) from error
+        except (sqlite3.Error, OSError) as error:
+            raise self._typed(error) from error
+
+    def _typed(self, error: BaseException) -> StoreError:
+        code = getattr(error, "sqlite_errorcode", None)
+        primary = None if code is None else code & 0xFF
+        if isinstance(error, diskcache.Timeout) or primary in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+            return StoreBusyError(
+                self.path, f"another process held the index for more than {TIMEOUT_S:.0f} s; try again"
+            )
+        if primary == sqlite3.SQLITE_FULL:
+            return StorageFullError(self.path, _PAGE_BYTES)
+        if primary in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM) or isinstance(error, PermissionError):
+            return ReadOnlyError(self.path, f"the index cannot be written: {error}")
+        if primary in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_NOMEM) or isinstance(
+            error, OSError
+        ):
+            return StoreError(f"{self.path}: the index cannot be reached: {error}")
+        return IndexDamagedError(self.path, str(error))
+
+
+def _checked(text: str) -> str:
+    if type(text) is not str:
+        raise StoreError(f"the index holds text only, got {type(text).__name__}")
+    try:
+        num_bytes = len(text.encode("utf-8"))
+    except UnicodeEncodeError as error:
+        raise StoreError(f"the index holds UTF-8 only: {text!r:.100} ({error.reason}); use its digest") from error
+    if num_bytes > MAX_TEXT_BYTES:
+        raise StoreError(f"the index holds texts of at most {MAX_TEXT_BYTES:,} bytes, got {num_bytes:,}")
+    return text
+
+
+def _guard_fork(index: Index) -> None:
+    """No fork in the middle of a call: the child would inherit a lock, or a database in a half-done change."""
+    global _fork_guard_registered
+    with _fork_guard:
+        if not _fork_guard_registered:
+            os.register_at_fork(before=_hold_all, after_in_parent=_release_all, after_in_child=_release_all)
+            _fork_guard_registered = True
+        _alive.add(index)
+
+
+_held: list[Index] = []
+
+
+def _hold_all() -> None:
+    _fork_guard.acquire()
+    _held.extend(sorted(_alive, key=id))
+    for index in _held:
+        index._lock.acquire()
+
+
+def _release_all() -> None:
+    for index in _held:
+        index._lock.release()
+    _held.clear()
+    _fork_guard.release()

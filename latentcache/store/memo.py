@@ -1,0 +1,88 @@
+"""A memo of digests: what a file was when it was last read. Disposable, like every memo."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+from collections.abc import Iterator, MutableMapping
+from pathlib import Path
+
+from latentcache.errors import IndexDamagedError
+from latentcache.fingerprint import digest
+from latentcache.store.index import Index
+
+FLUSH_ROWS = 1000
+
+logger = logging.getLogger("latentcache")
+
+
+class Memo(MutableMapping[str, str]):
+    """Text by name, in memory and in an index on disk. Rows are written in groups, and by `flush` and `close`.
+
+    Names may be any text (paths with broken encodings too): the index holds their digests. A damaged memo is thrown
+    away, as all it costs is reading files again. Threads may share one.
+    """
+
+    def __init__(self, path: str | Path, *, read_only: bool = False):
+        self._lock = threading.Lock()
+        self._new: dict[str, str] = {}
+        self._index: Index | None = None
+        self._rows: dict[str, str] = {}
+        if read_only and not Path(path).exists():
+            return
+        try:
+            self._index = Index(path, read_only=read_only)
+            self._rows = self._index.items()
+        except IndexDamagedError as error:
+            if read_only:
+                logger.warning("memo of digests not used: %s", error)
+                return
+            logger.warning("memo of digests thrown away, files will be read again: %s", error)
+            shutil.rmtree(path)
+            self._index = Index(path)
+
+    def __getitem__(self, name: str) -> str:
+        return self._rows[_row_of(name)]
+
+    def __setitem__(self, name: str, value: str) -> None:
+        row = _row_of(name)
+        with self._lock:
+            if self._rows.get(row) == value:
+                return
+            self._rows[row] = self._new[row] = value
+            if len(self._new) >= FLUSH_ROWS:
+                self._flush()
+
+    def __delitem__(self, name: str) -> None:
+        row = _row_of(name)
+        with self._lock:
+            del self._rows[row]
+            self._new.pop(row, None)
+            if self._index is not None and not self._index.read_only:
+                self._index.remove_many([row])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def flush(self) -> None:
+        """Write what is new. A memo opened for reading keeps it in memory only."""
+        with self._lock:
+            self._flush()
+
+    def close(self) -> None:
+        self.flush()
+        if self._index is not None:
+            self._index.close()
+
+    def _flush(self) -> None:
+        if self._new and self._index is not None and not self._index.read_only:
+            self._index.replace_many(self._new)
+        self._new = {}
+
+
+def _row_of(name: str) -> str:
+    return digest(name.encode("utf-8", "surrogatepass"))

@@ -1,0 +1,134 @@
+"""MemoryStore: the CPU tier. Nothing outlives the process."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from copy import deepcopy
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from latentcache.errors import EntryMissingError, StoreError
+from latentcache.store.base import StoreStats, check_key, dtype_name, flat_bytes
+from latentcache.store.gather import common_fields, output
+from latentcache.store.writer import PackWriter, Sealed
+from latentcache.types import Entry, Record
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRows:
+    """Keys and their entries."""
+
+    keys: tuple[str, ...]
+    entries: tuple[Entry, ...]
+
+
+class MemoryStore:
+    """A `base.Store` in memory. `pin=True` pins its tensors, which speeds up copies to an accelerator.
+
+    StoreError if `pin` is asked for and there is no accelerator.
+    """
+
+    read_only = False
+
+    def __init__(self, *, pin: bool = False):
+        if pin and not torch.accelerator.is_available():
+            raise StoreError("pin=True needs an accelerator, and torch finds none here; use MemoryStore(pin=False)")
+        self._pin = pin
+        self._entries: dict[str, Entry] | None = {}
+
+    def __enter__(self) -> MemoryStore:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    @property
+    def _open(self) -> dict[str, Entry]:
+        if self._entries is None:
+            raise StoreError("the store is closed; its entries are gone")
+        return self._entries
+
+    def writer(self) -> PackWriter:
+        return PackWriter(self._seal, nullcontext())
+
+    def add(self, entries: Iterable[Entry]) -> int:
+        with self.writer() as writer:
+            for entry in entries:
+                if check_key(entry.record.key) not in self._open:
+                    writer.add(entry)
+        return writer.num_added
+
+    def _seal(self, entries: Sequence[Entry]) -> Sealed:
+        new = [entry for entry in entries if entry.record.key not in self._open]
+        for entry in new:
+            tensors = {name: t.pin_memory() if self._pin else t for name, t in entry.tensors.items()}
+            self._open[entry.record.key] = Entry(entry.record, tensors)
+        return Sealed(len(new), sum(entry.num_bytes for entry in new))
+
+    def find(self, keys: Iterable[str]) -> set[str]:
+        return {key for key in keys if check_key(key) in self._open}
+
+    def keys(self) -> Iterator[str]:
+        return iter(list(self._open))
+
+    def _entry(self, key: str) -> Entry:
+        entry = self._open.get(check_key(key))
+        if entry is None:
+            raise EntryMissingError(key)
+        return entry
+
+    def get(self, key: str) -> Entry:
+        entry = self._entry(key)
+        return Entry(deepcopy(entry.record), {name: tensor.clone() for name, tensor in entry.tensors.items()})
+
+    def record(self, key: str) -> Record:
+        return deepcopy(self._entry(key).record)
+
+    def describe(self, key: str) -> Mapping[str, tuple[str, tuple[int, ...]]]:
+        return {name: (dtype_name(tensor), tuple(tensor.shape)) for name, tensor in self._entry(key).tensors.items()}
+
+    def resolve(self, keys: Sequence[str]) -> MemoryRows:
+        return MemoryRows(tuple(keys), tuple(self._entry(key) for key in keys))
+
+    def read_batch(
+        self, keys: Sequence[str], fields: Sequence[str] | None = None, out: Mapping[str, torch.Tensor] | None = None
+    ) -> dict[str, torch.Tensor]:
+        return self.read_rows(self.resolve(keys), fields, out)
+
+    def read_rows(
+        self, rows: MemoryRows, fields: Sequence[str] | None = None, out: Mapping[str, torch.Tensor] | None = None
+    ) -> dict[str, torch.Tensor]:
+        if not rows.keys:
+            return {}
+        wanted = common_fields(rows.keys, [self.describe(key) for key in rows.keys], fields)
+        batch = output(wanted, len(rows.keys), out)
+        for name, target in batch.rows.items():
+            for row, entry in zip(target, rows.entries, strict=True):
+                np.copyto(row, flat_bytes(entry.tensors[name]))
+        return batch.tensors
+
+    def remove(self, keys: Iterable[str]) -> int:
+        return sum([self._open.pop(check_key(key), None) is not None for key in dict.fromkeys(keys)])
+
+    def damaged(self) -> dict[str, str]:
+        """Always empty: memory is not checked."""
+        return {}
+
+    def stats(self) -> StoreStats:
+        entries = self._open.values()
+        return StoreStats(
+            num_entries=dict(Counter(entry.record.kind for entry in entries)),
+            num_damaged=0,
+            num_packs=0,
+            payload_bytes=sum(entry.num_bytes for entry in entries),
+            file_bytes=0,
+            index_bytes=0,
+        )
+
+    def close(self) -> None:
+        """Drop all entries."""
+        self._entries = None

@@ -1,0 +1,77 @@
+"""From packs back to an index."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+
+from latentcache.errors import PackError, UnsafeStoreError
+from latentcache.store.directory import CacheDirectory
+from latentcache.store.location import Location, PackSize
+from latentcache.store.pack import check_payload, map_pack, read_header
+
+PACK_PREFIX = "pack:"
+DAMAGED_PREFIX = "damaged:"
+"""Index rows: `<key>` -> location; `pack:<id>` -> its sizes; `damaged:<key>` -> reason."""
+
+
+@dataclass(slots=True)
+class Scan:
+    """What packs say: one location per key, sizes by pack, and what could not be used, with the reason."""
+
+    locations: dict[str, Location] = field(default_factory=dict)
+    packs: dict[str, PackSize] = field(default_factory=dict)
+    damaged: dict[str, str] = field(default_factory=dict)
+    unreadable: dict[str, str] = field(default_factory=dict)
+
+    def rows(self) -> dict[str, str]:
+        """The index rows for it, packs first."""
+        rows = {PACK_PREFIX + pack: size.to_text() for pack, size in self.packs.items()}
+        return rows | {key: location.to_text() for key, location in self.locations.items()}
+
+
+def scan_packs(directory: CacheDirectory, packs: Iterable[str], suspects: Collection[str] = ()) -> Scan:
+    """Read the headers of packs.
+
+    Of two packs with one key, the one whose payload verifies is taken. The payload of `suspects` is verified too.
+    """
+    scan = Scan()
+    candidates: dict[str, list[Location]] = {}
+    for pack in sorted(packs):
+        path = directory.pack_path(pack)
+        try:
+            header = read_header(path)
+        except (PackError, UnsafeStoreError) as error:
+            scan.unreadable[str(path)] = str(error)
+            continue
+        except FileNotFoundError:
+            continue  # compacted away since it was listed
+        scan.packs[pack] = header.size
+        for key, location in header.locations.items():
+            candidates.setdefault(key, []).append(location)
+    for key, found in candidates.items():
+        if len(found) == 1 and key not in suspects:
+            scan.locations[key] = found[0]
+            continue
+        problems = []
+        for location in found:
+            problem = payload_problem(directory, key, location)
+            if problem is None:
+                scan.locations[key] = location
+                break
+            problems.append(problem)
+        else:
+            scan.damaged[key] = problems[0]
+    return scan
+
+
+def payload_problem(directory: CacheDirectory, key: str, location: Location) -> str | None:
+    """Why an entry's bytes are not those that were stored, or None if they are. Reads them."""
+    path = directory.pack_path(location.pack)
+    try:
+        data = map_pack(path, location.end)
+    except (PackError, UnsafeStoreError) as error:
+        return str(error)
+    except FileNotFoundError:
+        return f"its pack is gone: {path}"
+    return check_payload(data, key, location)
