@@ -69,10 +69,12 @@ _DECODER_ERRORS = (
     KeyError,
     IndexError,
     AttributeError,
-    OverflowError,
+    ArithmeticError,
+    RuntimeError,
     EOFError,
     struct.error,
     zlib.error,
+    ImageCms.PyCMSError,
     UserWarning,
 )
 
@@ -205,6 +207,8 @@ def _checked_format(data: bytes, path: str) -> str:
 
 def _check_limits(size: Size, path: str, policy: ImagePolicy) -> None:
     num_pixels = size.height * size.width
+    if num_pixels < 1:
+        raise ImageRefused(path, "corrupt", f"its header gives a size of {size}")
     if num_pixels > policy.max_pixels:
         raise ImageRefused(
             path, "too-many-pixels", f"{size} is {num_pixels:,} pixels; max_pixels is {policy.max_pixels:,}"

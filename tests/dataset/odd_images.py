@@ -455,6 +455,11 @@ CORPUS: dict[str, Callable[[], Odd]] = {
     "truncated-avif": lambda: Odd(save(Image.fromarray(photo()), "AVIF")[:-60], "t.avif", "truncated"),
     "corrupt-png": _flipped_bit,
     "corrupt-png-no-pixels": lambda: Odd(raw_png((0, 0), 8, 2, b""), "zero.png", "corrupt"),
+    "corrupt-webp-no-pixels": lambda: Odd(
+        b"RIFF" + struct.pack("<I", 30) + b"WEBPVP8 " + struct.pack("<I", 18) + b"\x30\x01\x00\x9d\x01\x2a" + bytes(12),
+        "zero.webp",
+        "corrupt",
+    ),
     "corrupt-jpeg": lambda: Odd(b"\xff\xd8\xff\xe0" + bytes(range(200)) + b"\xff\xd9", "c.jpg", "corrupt"),
     "empty": lambda: Odd(b"", "empty.jpg", "empty"),
     "text": lambda: Odd(b"<html>404 Not Found</html>", "text.jpg", "not-an-image"),
