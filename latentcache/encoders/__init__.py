@@ -1,0 +1,1 @@
+"""Models -> tensors: loading and identifying SDXL's frozen encoders, and running them."""

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from diffusers import StableDiffusionXLPipeline
+
+from latentcache.encoders.clip import encode_captions, num_tokens, token_limit
+from latentcache.encoders.models import ModelLoader
+from latentcache.encoders.tiny import tiny_pipeline
+from latentcache.errors import ModelError
+
+LONG = "a very long caption " * 20
+CAPTIONS = ["a photo of a cat", "", "日本の猫 🙂 café", LONG, "  Mixed CASE,  punctuation!? "]
+
+
+@pytest.fixture(scope="module")
+def text():
+    return ModelLoader("tiny").text(torch.float32)
+
+
+@pytest.fixture(scope="module")
+def pipeline(parts) -> StableDiffusionXLPipeline:
+    return tiny_pipeline(parts)
+
+
+@pytest.mark.parametrize("clip_skip", [0, 1])
+@pytest.mark.parametrize("captions", [*([caption] for caption in CAPTIONS), CAPTIONS], ids=lambda c: str(len(c[0])))
+def test_embeddings_are_bit_equal_to_the_pipelines(text, pipeline, captions, clip_skip):
+    ours = encode_captions(text, captions, clip_skip=clip_skip)
+    with torch.no_grad():
+        expected = pipeline.encode_prompt(captions, device="cpu", clip_skip=clip_skip or None)
+    assert torch.equal(ours["prompt_embeds"], expected[0])
+    assert torch.equal(ours["pooled_prompt_embeds"], expected[2])
+    assert ours["prompt_embeds"].shape == (len(captions), 77, 72)
+    assert ours["pooled_prompt_embeds"].shape == (len(captions), 40)
+    assert not ours["prompt_embeds"].requires_grad
+
+
+def test_clip_skip_changes_the_embeddings(text):
+    first, second = (encode_captions(text, ["a cat"], clip_skip=skip)["prompt_embeds"] for skip in (0, 1))
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("negative", ["", "blurry, low quality"])
+def test_a_negative_prompt_is_encoded_like_a_caption_without_clip_skip(text, pipeline, negative):
+    with torch.no_grad():
+        _, embeds, _, pooled = pipeline.encode_prompt(
+            "a cat", device="cpu", negative_prompt=negative, do_classifier_free_guidance=True, clip_skip=1
+        )
+    ours = encode_captions(text, [negative])
+    assert torch.equal(ours["prompt_embeds"], embeds)
+    assert torch.equal(ours["pooled_prompt_embeds"], pooled)
+
+
+def test_a_surrounding_autocast_does_not_count(text):
+    expected = encode_captions(text, ["a cat"])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = encode_captions(text, ["a cat"])
+    assert all(torch.equal(inside[name], expected[name]) for name in expected)
+
+
+def test_both_results_go_to_the_asked_device(text):
+    results = encode_captions(text, ["a cat"], device="meta")
+    assert {tensor.device.type for tensor in results.values()} == {"meta"}
+
+
+@pytest.mark.parametrize("clip_skip", [-1, 2, 99])
+def test_a_clip_skip_beyond_the_layers_names_the_allowed_range(text, clip_skip):
+    with pytest.raises(ModelError, match=rf"clip_skip is {clip_skip}, but these text encoders allow 0 to 1"):
+        encode_captions(text, ["a cat"], clip_skip=clip_skip)
+
+
+def test_no_captions_are_refused(text):
+    with pytest.raises(ValueError, match="no captions"):
+        encode_captions(text, [])
+
+
+def test_tokens_are_counted_uncut(text):
+    assert token_limit(text) == 77
+    counts = num_tokens(text, ["", "ab", LONG])
+    assert counts[:2] == [2, 4]
+    assert counts[2] == 2 + len(LONG.replace(" ", ""))
+    assert num_tokens(text, []) == []
+
+
+def test_counting_tokens_does_not_change_later_encodings(text):
+    before = encode_captions(text, ["a cat"])
+    num_tokens(text, [LONG])
+    after = encode_captions(text, ["a cat"])
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_only_the_truncation_warning_is_silenced_and_only_inside(text, pipeline):
+    heard = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())
+    logger = logging.getLogger("diffusers.pipelines.stable_diffusion_xl.pipeline_stable_diffusion_xl")
+    logger.addHandler(handler)
+    filters = list(logger.filters)
+    try:
+        encode_captions(text, [LONG])
+        assert heard == []
+        pipeline.encode_prompt(LONG, device="cpu")
+        assert any("truncated" in message for message in heard)
+        assert logger.filters == filters
+    finally:
+        logger.removeHandler(handler)
