@@ -205,6 +205,13 @@ class Catalog:
         """All entries, by key, oldest first."""
         return {key: location for key in list(self._texts) if (location := self.locate(key)) is not None}
 
+    def by_pack(self) -> dict[str, dict[str, Location]]:
+        """The entries of each pack that has some."""
+        packs: dict[str, dict[str, Location]] = {}
+        for key, location in self.locations().items():
+            packs.setdefault(location.pack, {})[key] = location
+        return packs
+
     def keys(self) -> list[str]:
         return list(self._texts)
 

@@ -6,6 +6,7 @@ deleted. A new pack without the switch is taken in at the next opening as one th
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,7 +15,6 @@ from latentcache.errors import PackError, UnsafeStoreError
 from latentcache.store.disk import DiskStore
 from latentcache.store.location import Location
 from latentcache.store.pack import check_payload, map_pack, new_pack_id, read_entry, read_header, write_pack
-from latentcache.store.upkeep import StoreOrPath, by_pack, opened
 from latentcache.store.writer import PACK_BYTES, PACK_ENTRIES
 from latentcache.types import Entry
 
@@ -41,15 +41,15 @@ class CompactReport:
         return asdict(self)
 
 
-def compact(store: StoreOrPath, *, dry_run: bool = False) -> CompactReport:
+def compact(store: DiskStore | str | os.PathLike[str], *, dry_run: bool = False) -> CompactReport:
     """Rewrite packs that are mostly dead, or small, into full ones, and delete those that hold nothing live.
 
     Each entry is verified as it is copied; damaged ones are marked instead. With `dry_run` the figures after are
     estimates, and nothing is read. Readers may go on: a pack that they have mapped stays readable.
     """
-    with opened(store) as disk, disk.lock_exclusive("compact"):
+    with DiskStore.opened(store) as disk, disk.lock_exclusive("compact"):
         disk.catalog.reload()
-        live = by_pack(disk.catalog)
+        live = disk.catalog.by_pack()
         empty = disk.catalog.packs.keys() - live.keys()
         chosen = _choose(disk, live)
         before = disk.directory.pack_sizes()

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -64,6 +65,17 @@ class DiskStore:
         self._maps: dict[str, np.ndarray] = {}
         self._headers: OrderedDict[str, Header] = OrderedDict()
         self._verified: dict[str, str] = {}  # key -> the pack in which its bytes were found good
+
+    @classmethod
+    @contextmanager
+    def opened(cls, store: DiskStore | str | os.PathLike[str]) -> Iterator[DiskStore]:
+        """The store itself, or one opened for the block: read-only if the directory cannot be written."""
+        if isinstance(store, DiskStore):
+            yield store
+            return
+        path = Path(store).expanduser()
+        with cls(path, create=False, read_only=path.exists() and not os.access(path, os.W_OK)) as disk:
+            yield disk
 
     def __enter__(self) -> DiskStore:
         return self

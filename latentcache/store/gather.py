@@ -26,7 +26,7 @@ class Batch:
 def common_fields(
     keys: Sequence[str], descriptions: Sequence[Description], fields: Sequence[str] | None
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """The fields asked for. All entries must have them with one dtype and one shape; StoreError names those that differ."""
+    """The fields asked for. StoreError if entries lack one, or differ in its dtype or shape."""
     first = descriptions[0]
     names = list(first) if fields is None else list(dict.fromkeys(fields))
     for name in names:

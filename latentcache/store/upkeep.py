@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
 from latentcache.errors import IndexDamagedError, PackError, StoreError, UnsafeStoreError
 from latentcache.store.base import check_key
-from latentcache.store.catalog import Catalog
+from latentcache.store.compaction import CompactReport, compact
 from latentcache.store.directory import CacheDirectory
 from latentcache.store.disk import DiskStore
 from latentcache.store.index import Index
@@ -25,6 +24,17 @@ from latentcache.store.location import Location
 from latentcache.store.lock import locked
 from latentcache.store.pack import check_payload, map_pack, read_header
 from latentcache.store.recovery import DAMAGED_PREFIX, scan_packs
+
+__all__ = [
+    "CompactReport",
+    "PruneReport",
+    "RebuildReport",
+    "VerifyReport",
+    "compact",
+    "prune",
+    "rebuild",
+    "verify",
+]
 
 StoreOrPath = DiskStore | str | os.PathLike[str]
 Progress = Callable[[int, int], None]
@@ -77,25 +87,6 @@ class PruneReport:
         return asdict(self)
 
 
-@contextmanager
-def opened(store: StoreOrPath) -> Iterator[DiskStore]:
-    """The store, or one opened for the block: read-only if the directory cannot be written."""
-    if isinstance(store, DiskStore):
-        yield store
-        return
-    path = Path(store).expanduser()
-    with DiskStore(path, create=False, read_only=path.exists() and not os.access(path, os.W_OK)) as disk:
-        yield disk
-
-
-def by_pack(catalog: Catalog) -> dict[str, dict[str, Location]]:
-    """The live entries of each pack."""
-    packs: dict[str, dict[str, Location]] = {}
-    for key, location in catalog.locations().items():
-        packs.setdefault(location.pack, {})[key] = location
-    return packs
-
-
 def verify(
     store: StoreOrPath, *, subset: tuple[int, int] | None = None, progress: Progress | None = None
 ) -> VerifyReport:
@@ -106,9 +97,9 @@ def verify(
     """
     if subset is not None and not 1 <= subset[0] <= subset[1]:
         raise StoreError(f"subset {subset[0]}/{subset[1]}: give n/t with 1 <= n <= t")
-    with opened(store) as disk, nullcontext() if disk.read_only else disk.lock_shared("verify"):
+    with DiskStore.opened(store) as disk, nullcontext() if disk.read_only else disk.lock_shared("verify"):
         disk.catalog.reload()
-        sizes, live = disk.directory.pack_sizes(), by_pack(disk.catalog)
+        sizes, live = disk.directory.pack_sizes(), disk.catalog.by_pack()
         packs = sorted(pack for pack in sizes.keys() | live.keys() if _in_subset(pack, subset))
         found: dict[str, tuple[Location, str]] = {}
         unreadable: dict[str, str] = {}
@@ -198,11 +189,11 @@ def _old_markers(directory: CacheDirectory) -> dict[str, str]:
 def prune(store: StoreOrPath, keep: Collection[str], *, dry_run: bool = False) -> PruneReport:
     """Remove the entries whose keys are not in `keep`, and packs in which nothing is left. `compact` frees the rest."""
     kept = {check_key(key) for key in keep}
-    with opened(store) as disk, disk.lock_exclusive("prune"):
+    with DiskStore.opened(store) as disk, disk.lock_exclusive("prune"):
         catalog = disk.catalog
         catalog.reload()
         gone = {key: location for key, location in catalog.locations().items() if key not in kept}
-        live = {pack for pack, entries in by_pack(catalog).items() if entries.keys() - gone.keys()}
+        live = {pack for pack, entries in catalog.by_pack().items() if entries.keys() - gone.keys()}
         empty = catalog.packs.keys() - live
         sizes = disk.directory.pack_sizes()
         if not dry_run:
