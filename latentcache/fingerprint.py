@@ -8,6 +8,7 @@ must get a row in `tests/test_staleness.py`; a test sees to that.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -108,6 +109,18 @@ class TextEncoding:
     clip_skip: int = 0
 
 
+@functools.lru_cache(maxsize=64)
+def encoding_json(encoding: ImageEncoding | TextEncoding) -> dict[str, Any]:
+    """The encoding as JSON. One object for all entries of a run (a plan makes millions): do not change it."""
+    return dataclasses.asdict(encoding)
+
+
+def _identity_json(identity: ImageIdentity | TextIdentity) -> dict[str, Any]:
+    value = {field.name: getattr(identity, field.name) for field in dataclasses.fields(identity)}
+    value["encoding"] = encoding_json(identity.encoding)
+    return value
+
+
 @dataclass(frozen=True, slots=True)
 class ImageIdentity:
     """Everything that determines an image entry's value."""
@@ -120,7 +133,7 @@ class ImageIdentity:
     schema: int = SCHEMA
 
     def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        return _identity_json(self) | {"preparation": dataclasses.asdict(self.preparation)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +147,7 @@ class TextIdentity:
     schema: int = SCHEMA
 
     def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        return _identity_json(self)
 
 
 def caption_digest(caption: str) -> str:

@@ -28,6 +28,9 @@ RefusalReason = Literal[
     "extreme-aspect",  # longer than max_aspect times its shorter side
     "bad-output",  # the encoder gave NaN, Inf or all zeros, in float32 too
     "out-of-memory",  # one image alone does not fit on the device
+    "duplicate",  # another sample of the dataset has the same sample_id
+    "changed",  # the file changed while the run was reading it
+    "bad-caption",  # the caption cannot be read, or cannot be encoded
 ]
 
 
@@ -49,6 +52,11 @@ class Crop(NamedTuple):
 
 
 Bucket = Size
+
+
+def prompt_id(text: str, *, negative: bool = False) -> str:
+    """The sample_id of a validation prompt in the manifest of prompts."""
+    return f"{'negative ' if negative else ''}prompt: {text}"
 
 
 @dataclass(frozen=True, slots=True)

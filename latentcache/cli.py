@@ -1,0 +1,394 @@
+"""The command line: parse, call, print. Results go to stdout, logs and progress to stderr.
+
+Exit codes: 0 done; 1 done, with refusals or damage; 2 could not run; 130 and 143 stopped by Ctrl-C or SIGTERM.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import App, CycloptsError, Parameter
+from pydantic import BaseModel, ConfigDict, Field, create_model
+
+import latentcache
+from latentcache.config import Config, is_list, is_scalar, load_config, section_of, settings_from_environment
+from latentcache.errors import ConfigError, LatentCacheError, StoreError
+
+DONE, DONE_WITH_FAULTS, COULD_NOT_RUN = 0, 1, 2
+
+
+def _flags(section: type[BaseModel], *, only: Sequence[str] | None = None) -> type[BaseModel]:
+    """A model whose fields are the section's scalar settings, all optional: cyclopts makes a flag of each.
+
+    Flags are read as text: the schema itself checks and converts them, in one place for file, variable and flag.
+    """
+    fields: dict[str, Any] = {}
+    for name, field in section.model_fields.items():
+        if only is not None and name not in only:
+            continue
+        child = section_of(field.annotation)
+        if child is not None and is_list(field.annotation):
+            fields[name] = (dict[str, _flags(child)] | None, None)  # type: ignore[misc]
+        elif child is not None:
+            fields[name] = (_flags(child) | None, None)
+        elif is_scalar(field.annotation):
+            fields[name] = (str | None, Field(None, description=field.description))
+    return create_model(f"{section.__name__}Flags", __config__=ConfigDict(extra="forbid"), **fields)
+
+
+Settings = Annotated[_flags(Config) | None, Parameter(name="*", group="Settings")]  # type: ignore[valid-type]
+CacheSettings = Annotated[_flags(Config, only=["cache"]) | None, Parameter(name="*", group="Settings")]  # type: ignore[valid-type]
+Switch = Annotated[bool, Parameter(negative="")]
+AsJson = Annotated[bool, Parameter(name="--json", negative="", help="One JSON document on stdout.")]
+
+app = App(
+    name="latentcache",
+    help="A device-aware cache of VAE latents and CLIP text embeddings for diffusion fine-tuning.",
+    version=latentcache.__version__,
+    result_action="return_value",
+)
+
+
+@app.command
+def precache(
+    config: Path,
+    /,
+    *,
+    dry_run: Switch = False,
+    verify_sources: Switch = False,
+    as_json: AsJson = False,
+    settings: Settings = None,
+) -> int:
+    """Encode what is not cached yet.
+
+    Parameters
+    ----------
+    config
+        The config: YAML, TOML or JSON. configs/ holds complete examples.
+    dry_run
+        Tell hits, misses by reason, bytes and time; encode and write nothing.
+    verify_sources
+        Read and hash every image, also those that look unchanged.
+    settings
+        Any setting of the config; a dataset goes by its name or number.
+    """
+    from latentcache.precache.progress import default_progress
+    from latentcache.precache.run import run_precache
+
+    loaded = load_config(config, overrides=_given(settings))
+    stop = threading.Event()
+    with _stop_on_signals(stop) as caught:
+        report = run_precache(
+            loaded, dry_run=dry_run, verify_sources=verify_sources, progress=default_progress(), stop=stop
+        )
+    _print(report.to_json(), report.to_text, as_json)
+    if report.interrupted and caught:
+        return 128 + caught[0]
+    return DONE_WITH_FAULTS if report.num_refused else DONE
+
+
+@app.command
+def status(
+    target: Path | None = None,
+    /,
+    *,
+    config: Path | None = None,
+    as_json: AsJson = False,
+    settings: CacheSettings = None,
+) -> int:
+    """What the cache holds: entries, bytes, manifests, damage.
+
+    Parameters
+    ----------
+    target
+        The cache's directory, or a config.
+    config
+        A config that names the cache.
+    """
+    from latentcache.retrieve.inspection import status as describe
+
+    found = describe(_cache_path(target, config, settings))
+    _print(found.to_json(), found.to_text, as_json)
+    return DONE_WITH_FAULTS if found.num_damaged or found.num_lost or found.num_refused else DONE
+
+
+@app.command
+def explain(sample: str, /, config: Path, *, as_json: AsJson = False, settings: Settings = None) -> int:
+    """Why a sample is a hit or a miss, and which entries it has.
+
+    Parameters
+    ----------
+    sample
+        Its sample_id: the path relative to the dataset's folder, or its key in a tar or table.
+    config
+        The config that the sample belongs to.
+    """
+    from latentcache.precache.explain import explain as explain_sample
+
+    found = explain_sample(load_config(config, overrides=_given(settings)), sample)
+    _print(found.to_json(), found.to_text, as_json)
+    return DONE_WITH_FAULTS if found.is_refused else DONE
+
+
+@app.command
+def show(
+    key_or_sample: str,
+    target: Path | None = None,
+    /,
+    *,
+    config: Path | None = None,
+    as_json: AsJson = False,
+    settings: CacheSettings = None,
+) -> int:
+    """The record of an entry, or those of a sample: what it was made from and by, and what it holds.
+
+    Parameters
+    ----------
+    key_or_sample
+        A key, its first digits (at least 6), or a sample_id.
+    target
+        The cache's directory, or a config.
+    config
+        A config that names the cache.
+    """
+    from latentcache.retrieve.inspection import show as describe
+
+    found = describe(_cache_path(target, config, settings), key_or_sample)
+    _print(found, lambda: json.dumps(found, indent=2, ensure_ascii=False), as_json)
+    return DONE
+
+
+@app.command
+def verify(
+    target: Path | None = None,
+    /,
+    *,
+    config: Path | None = None,
+    subset: str | None = None,
+    as_json: AsJson = False,
+    settings: CacheSettings = None,
+) -> int:
+    """Read every entry and compare it with its digest. Damaged entries become misses: precache mends them.
+
+    Parameters
+    ----------
+    target
+        The cache's directory, or a config.
+    config
+        A config that names the cache.
+    subset
+        n/t reads the n-th of t parts, e.g. 1/7 on Mondays.
+    """
+    from latentcache.precache.progress import default_progress
+    from latentcache.store.disk import DiskStore
+    from latentcache.store.upkeep import verify as verify_store
+
+    path = _cache_path(target, config, settings)
+    progress = default_progress()
+
+    def advance(done: int, total: int) -> None:
+        if done == 1:
+            progress.start("verify packs", total)
+        progress.advance()
+
+    # A cache that cannot be written is checked all the same; only the marks are missing then.
+    with DiskStore(path, read_only=not os.access(path, os.W_OK), create=False) as store:
+        report = verify_store(store, subset=_subset(subset), progress=advance)
+    progress.finish()
+    return _finish(report, as_json)
+
+
+@app.command
+def rebuild(
+    target: Path | None = None,
+    /,
+    *,
+    config: Path | None = None,
+    as_json: AsJson = False,
+    settings: CacheSettings = None,
+) -> int:
+    """Make the index anew from the packs.
+
+    Parameters
+    ----------
+    target
+        The cache's directory, or a config.
+    config
+        A config that names the cache.
+    """
+    from latentcache.store.upkeep import rebuild as rebuild_store
+
+    return _finish(rebuild_store(_cache_path(target, config, settings)), as_json)
+
+
+@app.command
+def prune(
+    target: Path | None = None,
+    /,
+    *,
+    config: Path | None = None,
+    dry_run: Switch = False,
+    as_json: AsJson = False,
+    settings: CacheSettings = None,
+) -> int:
+    """Remove the entries that no manifest refers to.
+
+    Parameters
+    ----------
+    target
+        The cache's directory, or a config.
+    config
+        A config that names the cache.
+    dry_run
+        Tell how many entries and bytes; remove nothing.
+    """
+    from latentcache.dataset.manifest import ManifestFolder
+    from latentcache.store.upkeep import prune as prune_store
+
+    path = _cache_path(target, config, settings)
+    manifests = ManifestFolder(path / "manifests")
+
+    def keep() -> set[str]:
+        if not manifests.names():
+            # An unfinished first run has entries but no manifest yet: everything would go.
+            raise StoreError(f"{path}: has no manifest, so prune would remove every entry; finish a precache run first")
+        return {key for name in manifests.names() if (manifest := manifests.read(name)) for key in manifest.keys()}
+
+    return _finish(prune_store(path, keep, dry_run=dry_run), as_json)
+
+
+@app.command
+def compact(
+    target: Path | None = None,
+    /,
+    *,
+    config: Path | None = None,
+    dry_run: Switch = False,
+    as_json: AsJson = False,
+    settings: CacheSettings = None,
+) -> int:
+    """Rewrite packs that are small or hold much dead weight, and give their space back.
+
+    Parameters
+    ----------
+    target
+        The cache's directory, or a config.
+    config
+        A config that names the cache.
+    dry_run
+        Tell what would be rewritten; write nothing.
+    """
+    from latentcache.store.upkeep import compact as compact_store
+
+    return _finish(compact_store(_cache_path(target, config, settings), dry_run=dry_run), as_json)
+
+
+def _given(settings: BaseModel | None) -> dict[str, Any]:
+    return {} if settings is None else settings.model_dump(exclude_none=True)
+
+
+def _cache_path(target: Path | None, config: Path | None, settings: BaseModel | None) -> Path:
+    """The cache that a command is about: a flag, else the target, else the config, else the environment."""
+    flag = _given(settings).get("cache", {}).get("path")
+    if flag is not None:
+        return Path(flag)
+    file = target if target is not None and not target.is_dir() else config
+    if target is not None and target.is_dir():
+        return target
+    if file is not None:
+        if not file.exists():
+            raise ConfigError("no such cache directory and no such config", source=str(file))
+        return load_config(file).cache.path
+    path = settings_from_environment(os.environ).get("cache", {}).get("path")
+    if path is None:
+        raise ConfigError("which cache? Give its directory, a config, --cache.path, or set LATENTCACHE_CACHE_PATH")
+    return Path(path)
+
+
+def _subset(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    part, _, total = text.partition("/")
+    if not (part.isdecimal() and total.isdecimal()):
+        raise ConfigError(f"--subset is {text!r}; give n/t, e.g. 1/7")
+    return int(part), int(total)
+
+
+def _finish(report: Any, as_json: bool) -> int:
+    """Print an upkeep report; damage makes the exit code 1."""
+    document = report.to_json()
+    _print(document, lambda: "\n".join(_lines(document)), as_json)
+    return DONE_WITH_FAULTS if document.get("damaged") or document.get("unreadable") else DONE
+
+
+def _lines(document: dict[str, Any]) -> Iterator[str]:
+    for name, value in document.items():
+        if isinstance(value, dict):
+            yield f"{name:<12} {len(value)}"
+            yield from (f"             {key}: {reason}" for key, reason in value.items())
+        elif isinstance(value, list):
+            yield f"{name:<12} {len(value)}"
+            yield from (f"             {item}" for item in value)
+        else:
+            yield f"{name:<12} {value:,}" if type(value) is int else f"{name:<12} {value}"
+
+
+def _print(document: Any, text: Callable[[], str], as_json: bool) -> None:
+    print(json.dumps(document, ensure_ascii=True) if as_json else text())
+
+
+@contextmanager
+def _stop_on_signals(stop: threading.Event) -> Iterator[list[int]]:
+    """The first Ctrl-C or SIGTERM sets `stop` and is listed; a second Ctrl-C interrupts at once."""
+    caught: list[int] = []
+
+    def handle(number: int, frame: object) -> None:
+        if caught:
+            raise KeyboardInterrupt
+        caught.append(number)
+        stop.set()
+        logging.getLogger("latentcache").warning("stopping: sealing what is done (once more stops at once)")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield caught
+        return
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    # Their notes on optional packages are not ours to print; errors still are.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
+    as_json = "--json" in arguments
+    try:
+        result = app(arguments, exit_on_error=False, print_error=False)
+    except (LatentCacheError, CycloptsError) as error:
+        print(f"latentcache: {error}", file=sys.stderr)
+        if as_json:
+            print(json.dumps({"error": str(error), "type": type(error).__name__}))
+        return COULD_NOT_RUN
+    except KeyboardInterrupt:
+        print("latentcache: interrupted; sealed entries are safe", file=sys.stderr)
+        return 128 + signal.SIGINT
+    return result if isinstance(result, int) else DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,301 @@
+"""One schema for YAML, TOML and JSON. Unknown settings are errors. Precedence: flag > environment > file > default.
+
+Relative paths in a config are relative to the working directory, as in every trainer.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import tomllib
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+
+from latentcache.errors import ConfigError
+
+ENV_PREFIX = "LATENTCACHE_"
+PROMPTS_MANIFEST = "validation-prompts"
+"""The manifest of the cached validation prompts: no dataset may have this name."""
+
+Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+DtypeName = Literal["auto", "float32", "float16", "bfloat16"]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class CacheConfig(_Section):
+    path: Path = Path("cache/sdxl")
+    """Directory of the cache. Several datasets, models and runs may share one."""
+    store: Literal["disk", "cpu"] = "disk"
+    """`disk`: packs on disk. `cpu`: CPU memory of this process only; gone when it ends."""
+    salt: str = ""
+    """Part of every key. Change it to disown all entries made so far."""
+
+
+class SourceConfig(_Section):
+    kind: Literal["folder", "imagefolder", "webdataset", "parquet"] = "folder"
+    """`folder`: images with caption files beside them. `imagefolder`: metadata.jsonl. `webdataset`: tar. `parquet`."""
+    path: Path
+    """Folder or file of the dataset."""
+    caption_extension: str = ".txt"
+    """`folder` only: suffix of the caption files; each line that is not empty is one caption."""
+    caption_columns: tuple[str, ...] | None = None
+    """`imagefolder`, `webdataset`, `parquet`: columns that hold captions. Default: `text`, else `caption`."""
+    image_column: str = "image"
+    """`parquet` only: the column that holds the encoded image."""
+
+
+class BucketsConfig(_Section):
+    area: int = Field(1024 * 1024, ge=64)
+    """Largest number of pixels of a bucket. SDXL: 1048576."""
+    step: int = Field(64, ge=8, multiple_of=8)
+    """Height and width of a bucket are multiples of this many pixels."""
+    max_aspect: float = Field(2.0, ge=1.0)
+    """Longest side of a bucket divided by its shortest, at most."""
+
+
+class ImagesConfig(_Section):
+    alpha_colour: str = Field("#ffffff", pattern=r"^#[0-9a-fA-F]{6}$")
+    """Transparent images are composited on this colour (#rrggbb)."""
+    animated: Literal["refuse", "first-frame"] = "refuse"
+    """What to do with images of several frames."""
+    max_pixels: int = Field(100_000_000, ge=1)
+    """Images with more pixels are refused before they are decoded."""
+    max_aspect: float = Field(8.0, ge=1.0)
+    """Images longer than this many times their shorter side are refused."""
+    min_side: int = Field(16, ge=1)
+    """Images with a shorter side are refused, in pixels."""
+
+
+class DatasetConfig(_Section):
+    name: Name
+    """Name of the manifest: letters, digits, dot, dash, underscore."""
+    role: Literal["train", "validation"] = "train"
+    """What the dataset is for; kept in its manifest."""
+    repeats: int = Field(1, ge=1)
+    """How often an epoch visits each sample. Costs no space."""
+    source: SourceConfig
+    """Where the samples are."""
+    buckets: BucketsConfig = BucketsConfig()
+    """The sizes that images are resized and cropped to."""
+    images: ImagesConfig = ImagesConfig()
+    """How images are decoded, and which are refused."""
+    flip: bool = False
+    """Also cache each image mirrored left to right, as its own entry."""
+
+
+class ModelConfig(_Section):
+    family: Literal["sdxl"] = "sdxl"
+    """Which model family the parts belong to."""
+    path: str = "stabilityai/stable-diffusion-xl-base-1.0"
+    """Hub id, diffusers folder, one .safetensors checkpoint, or `tiny` (a tiny SDXL built in code, for trials)."""
+    vae: str | None = None
+    """A VAE to use in place of the model's own: hub id, folder or .safetensors file."""
+    config: str | None = None
+    """For a .safetensors checkpoint: folder or hub id with its configs and tokenizers. Default: diffusers infers it."""
+
+
+class EncodeConfig(_Section):
+    device: str = "auto"
+    """`auto` (the accelerator if there is one), `cpu`, `cuda`, `cuda:1`, `mps`, ..."""
+    vae_dtype: DtypeName = "auto"
+    """Computation of the VAE. `auto`: float32 where the VAE overflows in float16 (SDXL's does) and on the CPU."""
+    text_dtype: DtypeName = "auto"
+    """Computation of the text encoders. `auto`: float16 on an accelerator, float32 on the CPU."""
+    store_dtype: DtypeName = "auto"
+    """What is stored. `auto`: the dtype of the computation, bit by bit. float16 halves a float32 cache."""
+    batch_size: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
+    """Images per encoder call; halved when memory runs out."""
+    image_output: Literal["moments", "mean", "sample"] = "moments"
+    """`moments`: the whole posterior, drawn anew at each read. `mean`: its mean. `sample`: one seeded draw."""
+    clip_skip: int = Field(0, ge=0)
+    """Layers skipped before the penultimate one, as diffusers counts them."""
+    seed: int = 0
+    """Seed of `image_output: sample`."""
+    num_workers: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
+    """Threads that decode images. `auto`: one per core."""
+
+
+class ValidationConfig(_Section):
+    prompts: tuple[str, ...] = ()
+    """Prompts of validation images: cached too, so that sampling needs no text encoder."""
+    negative_prompt: str = ""
+    """The negative prompt of validation images. The empty prompt is always cached."""
+
+
+class Config(_Section):
+    cache: CacheConfig = CacheConfig()
+    datasets: tuple[DatasetConfig, ...]
+    model: ModelConfig = ModelConfig()
+    encode: EncodeConfig = EncodeConfig()
+    validation: ValidationConfig = ValidationConfig()
+
+    @model_validator(mode="after")
+    def _names_are_unique(self) -> Config:
+        names = [dataset.name for dataset in self.datasets]
+        if not names:
+            raise ValueError("datasets: is empty; at least one dataset is needed")
+        if PROMPTS_MANIFEST in names:
+            raise ValueError(f"a dataset may not be named {PROMPTS_MANIFEST!r}: that manifest holds the prompts")
+        # Manifests are files, and some file systems ignore case.
+        twice = sorted({name for name in names if [n.lower() for n in names].count(name.lower()) > 1})
+        if twice:
+            raise ValueError(f"datasets need different names, but {', '.join(twice)} occur twice")
+        return self
+
+
+def load_config(
+    path: str | Path, *, overrides: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None
+) -> Config:
+    """Read a config file and apply the environment and `overrides` (a nested mapping, as flags give it).
+
+    Environment variables are named LATENTCACHE_ and the setting, e.g. LATENTCACHE_CACHE_PATH; the settings of
+    `datasets` have none. In `overrides["datasets"]` a dataset goes by its name or its number. Raises ConfigError.
+    """
+    settings = read_file(Path(path))
+    _merge(settings, settings_from_environment(os.environ if environ is None else environ))
+    given = dict(overrides or {})
+    _merge_datasets(settings, given.pop("datasets", None) or {}, str(path))
+    _merge(settings, given)
+    return parse_config(settings, source=str(path))
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML, TOML or JSON file, unchecked. Raises ConfigError."""
+    readers = {".yaml": yaml.safe_load, ".yml": yaml.safe_load, ".toml": tomllib.loads, ".json": json.loads}
+    reader = readers.get(path.suffix.lower())
+    if reader is None:
+        raise ConfigError(f"unknown suffix {path.suffix!r}; a config ends in {', '.join(readers)}", source=str(path))
+    try:
+        value = reader(path.read_text(encoding="utf-8-sig"))
+    except FileNotFoundError:
+        raise ConfigError("no such file; configs/ holds complete examples", source=str(path)) from None
+    except OSError as error:
+        raise ConfigError(f"cannot be read: {error.strerror}", source=str(path)) from error
+    except (yaml.YAMLError, ValueError) as error:  # TOML, JSON and Unicode errors are ValueErrors
+        raise ConfigError(f"is not valid {path.suffix[1:].upper()}: {error}", source=str(path)) from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"holds {type(value).__name__}, not settings by name", source=str(path))
+    return value
+
+
+def parse_config(settings: Mapping[str, Any], *, source: str | None = None) -> Config:
+    """Check settings against the schema. Every fault is in the one ConfigError, a line each."""
+    try:
+        return Config.model_validate(settings)
+    except ValidationError as error:
+        faults = error.errors(include_url=False, include_context=False)
+        first = ".".join(str(part) for part in faults[0]["loc"])
+        raise ConfigError("\n  ".join(_describe(fault) for fault in faults), source=source, key=first) from None
+
+
+def _describe(fault: Mapping[str, Any]) -> str:
+    """One validation fault as a sentence: setting, value met, what is allowed."""
+    # A union adds its member types to the location ("encode.batch_size.constrained-int"): they name no setting.
+    location = [part for part in fault["loc"] if isinstance(part, int) or str(part).isidentifier()]
+    dotted = ".".join(str(part) for part in location) or "config"
+    if fault["type"] == "extra_forbidden":
+        return f"{dotted}: unknown setting{suggest(dotted, known_settings())}"
+    if fault["type"] == "missing":
+        return f"{dotted}: is required"
+    if fault["type"] == "value_error":
+        return str(fault["msg"]).removeprefix("Value error, ")
+    return f"{dotted}: {fault['msg']} (met: {fault['input']!r})"
+
+
+def suggest(word: str, known: typing.Iterable[str]) -> str:
+    """ "; did you mean 'x'?" for the nearest known word, or "" when none is near. Numbers in a path are kept."""
+    parts = word.split(".")
+    numbers = [part for part in parts if part.isdigit()]
+    pattern = ".".join("N" if part.isdigit() else part for part in parts)
+    near = difflib.get_close_matches(pattern, known, n=1, cutoff=0.6)
+    if not near:
+        return ""
+    for number in numbers:
+        near[0] = near[0].replace("N", number, 1)
+    return f"; did you mean {near[0]!r}?"
+
+
+def known_settings(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
+    """The dotted names of all settings and sections; the number of a dataset is written N."""
+    for name, field in section.model_fields.items():
+        child = section_of(field.annotation)
+        dotted = f"{prefix}{name}"
+        yield dotted
+        if child is not None:
+            yield from known_settings(child, f"{dotted}.N." if is_list(field.annotation) else f"{dotted}.")
+
+
+def is_list(annotation: Any) -> bool:
+    """Whether a field of this annotation holds several values."""
+    return typing.get_origin(annotation) in (tuple, list)
+
+
+def section_of(annotation: Any) -> type[BaseModel] | None:
+    """The section that a field holds (one, or a list of them), or None for a plain value."""
+    candidates = (annotation, *typing.get_args(annotation))
+    return next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
+
+
+def is_scalar(annotation: Any) -> bool:
+    """Whether one flag or one variable can give the whole value."""
+    members = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+    return section_of(annotation) is None and not any(is_list(member) for member in members)
+
+
+def settings_from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    """LATENTCACHE_CACHE_PATH=x gives {"cache": {"path": "x"}}. An unknown LATENTCACHE_ name is a ConfigError."""
+    names = {}
+    for section_name, field in Config.model_fields.items():
+        section = section_of(field.annotation)
+        if section is not None and not is_list(field.annotation):
+            for name, child in section.model_fields.items():
+                if is_scalar(child.annotation):
+                    names[f"{ENV_PREFIX}{section_name}_{name}".upper()] = (section_name, name)
+    settings: dict[str, Any] = {}
+    for variable in sorted(variable for variable in environ if variable.startswith(ENV_PREFIX)):
+        if variable not in names:
+            raise ConfigError(f"no such setting{suggest(variable, names)}", source=variable)
+        section_name, name = names[variable]
+        settings.setdefault(section_name, {})[name] = _from_text(environ[variable])
+    return settings
+
+
+def _from_text(value: Any) -> Any:
+    """Text from a flag or a variable. pydantic reads numbers and booleans from text, but has no text for None."""
+    return None if isinstance(value, str) and value.lower() in ("null", "none") else value
+
+
+def _merge(settings: dict[str, Any], changes: Mapping[str, Any]) -> None:
+    for name, value in changes.items():
+        if isinstance(value, Mapping):
+            section = settings.setdefault(name, {})
+            if isinstance(section, dict):  # anything else is a fault in the file, which parse_config reports
+                _merge(section, value)
+        else:
+            settings[name] = _from_text(value)
+
+
+def _merge_datasets(settings: dict[str, Any], changes: Mapping[str, Any], source: str) -> None:
+    datasets = settings.get("datasets")
+    if not changes or not isinstance(datasets, list):
+        return
+    by_name = {d["name"]: d for d in datasets if isinstance(d, dict) and isinstance(d.get("name"), str)}
+    by_number = {str(number): d for number, d in enumerate(datasets) if isinstance(d, dict)}
+    for which, change in changes.items():
+        dataset = by_name.get(which, by_number.get(which))
+        if dataset is None:
+            known = [*by_name, *by_number]
+            raise ConfigError(
+                f"--datasets.{which}: no such dataset; there are {', '.join(known)}", source=source, key="datasets"
+            )
+        _merge(dataset, change)

@@ -1,0 +1,193 @@
+"""The named list of a dataset's samples: which keys they resolve to, their geometry, their captions.
+
+On disk a manifest is `<name>.jsonl`: a header line, then one line per sample. It is replaced as a whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from filelock import FileLock
+
+from latentcache.errors import DatasetError, ReadOnlyError
+from latentcache.types import Geometry, Refusal
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ImageRef:
+    """One image entry of a sample."""
+
+    key: str
+    geometry: Geometry
+
+
+@dataclass(frozen=True, slots=True)
+class CaptionRef:
+    """One text entry of a sample."""
+
+    text: str
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One sample. `images` holds the image and, if the dataset flips, its mirrored twin. `source` is the digest of
+    the image's bytes. A refused sample has a refusal and keeps what was known before it was refused."""
+
+    sample_id: str
+    path: str
+    source: str | None
+    images: tuple[ImageRef, ...]
+    captions: tuple[CaptionRef, ...]
+    refusal: Refusal | None = None
+
+    def keys(self) -> Iterator[str]:
+        yield from (ref.key for ref in self.images)
+        yield from (ref.key for ref in self.captions)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "sample_id": self.sample_id,
+            "path": self.path,
+            "source": self.source,
+            "images": [{"key": ref.key, **ref.geometry.to_json()} for ref in self.images],
+            "captions": [{"key": ref.key, "text": ref.text} for ref in self.captions],
+            "refusal": None if self.refusal is None else self.refusal.to_json(),
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Row:
+        return cls(
+            sample_id=value["sample_id"],
+            path=value["path"],
+            source=value["source"],
+            images=tuple(ImageRef(image["key"], Geometry.from_json(image)) for image in value["images"]),
+            captions=tuple(CaptionRef(caption["text"], caption["key"]) for caption in value["captions"]),
+            refusal=None if value["refusal"] is None else Refusal(**value["refusal"]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """All samples of one dataset, by sample_id, and what their keys have in common.
+
+    `common` holds the parts of the identities that all samples share (salt, schema, policy, image and text
+    encoding), as JSON: with them a later plan can say why a key changed.
+    """
+
+    name: str
+    role: Literal["train", "validation", "prompts"]
+    repeats: int
+    common: Mapping[str, Any]
+    rows: Mapping[str, Row] = field(default_factory=dict)
+
+    def keys(self) -> set[str]:
+        return {key for row in self.rows.values() for key in row.keys()}
+
+
+class Manifests(Protocol):
+    """Where manifests are kept: a folder, or memory."""
+
+    def names(self) -> list[str]: ...
+    def read(self, name: str) -> Manifest | None: ...
+    def write(self, manifest: Manifest) -> None: ...
+    def lock(self, name: str) -> AbstractContextManager[Any]: ...
+
+
+class ManifestMemory:
+    """Manifests of this process, for the CPU store."""
+
+    def __init__(self) -> None:
+        self._manifests: dict[str, Manifest] = {}
+
+    def names(self) -> list[str]:
+        return sorted(self._manifests)
+
+    def read(self, name: str) -> Manifest | None:
+        return self._manifests.get(name)
+
+    def write(self, manifest: Manifest) -> None:
+        self._manifests[manifest.name] = manifest
+
+    def lock(self, name: str) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+
+class ManifestFolder:
+    """Manifests as `<name>.jsonl` files in a folder."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+
+    def names(self) -> list[str]:
+        return sorted(file.stem for file in self.path.glob("*.jsonl"))
+
+    def lock(self, name: str) -> AbstractContextManager[Any]:
+        """Held while one process reads, changes and writes a manifest that others may change too."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        return FileLock(self.path / f".{name}.lock")
+
+    def read(self, name: str) -> Manifest | None:
+        """The manifest, or None if there is none. Raises DatasetError when the file is not a manifest."""
+        file = self.path / f"{name}.jsonl"
+        try:
+            lines = file.read_bytes().splitlines()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise DatasetError(file, f"cannot be read: {error.strerror}") from error
+        try:
+            header = json.loads(lines[0])
+            if header["format"] != FORMAT:
+                raise DatasetError(file, f"manifest format {header['format']!r}, but this version reads {FORMAT}")
+            rows = [Row.from_json(json.loads(line)) for line in lines[1:]]
+            if len(rows) != header["num_samples"]:
+                raise ValueError(f"{len(rows)} samples instead of {header['num_samples']}")
+            return Manifest(
+                header["name"], header["role"], header["repeats"], header["common"], {r.sample_id: r for r in rows}
+            )
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            raise DatasetError(
+                file, f"is not a whole manifest ({error}); run precache again to write it anew"
+            ) from error
+
+    def write(self, manifest: Manifest) -> None:
+        """Replace the manifest's file: a sibling is written, synced and renamed."""
+        header = {
+            "format": FORMAT,
+            "name": manifest.name,
+            "role": manifest.role,
+            "repeats": manifest.repeats,
+            "num_samples": len(manifest.rows),
+            "common": manifest.common,
+        }
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            handle, temporary = tempfile.mkstemp(dir=self.path, prefix=f".{manifest.name}.", suffix=".tmp")
+        except PermissionError as error:
+            raise ReadOnlyError(self.path, f"cannot be written: {error.strerror}") from error
+        try:
+            with os.fdopen(handle, "wb") as file:
+                # ASCII, so that captions with lone surrogates or odd line ends stay one line each.
+                file.write(json.dumps(header).encode() + b"\n")
+                file.writelines(json.dumps(row.to_json()).encode() + b"\n" for row in manifest.rows.values())
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, self.path / f"{manifest.name}.jsonl")
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+        folder = os.open(self.path, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)

@@ -1,0 +1,131 @@
+"""Where tensors and modules go: the asking device, and the placement of an encoder with the reason for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from typing import TypeAlias
+
+import torch
+
+from latentcache.errors import DeviceError
+
+Asker: TypeAlias = "torch.device | str | torch.Tensor | torch.nn.Module"
+"""Who asks for tensors: a device, its name, or something that lives on it."""
+
+VAE_BYTES_PER_PIXEL = 128 * 5
+"""Peak activations of the SDXL VAE's encoder, in elements per pixel: 128 channels at full resolution, of which about
+five copies live at once (input, norm, activation, convolution output and workspace). A start value only: when it
+proves too high the batch is halved."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A device, a dtype, a batch size, and the reason for them."""
+
+    device: torch.device
+    dtype: torch.dtype
+    batch_size: int
+    reason: str
+
+
+def device_named(name: str) -> torch.device:
+    """The device of this name; `auto` is the accelerator if there is one, else the CPU.
+
+    Raises DeviceError for unknown names and for devices that this machine does not have.
+    """
+    if name == "auto":
+        return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise DeviceError(f"device {name!r} is unknown; use auto, cpu, cuda, cuda:1, mps, xpu, ...") from error
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.type == "meta":
+        raise DeviceError("device 'meta' holds no values; name the device that the model runs on")
+    module = torch.get_device_module(device)
+    if not module.is_available():
+        have = torch.accelerator.current_accelerator(check_available=True)
+        raise DeviceError(f"device {name!r} is not available here; there is {have or 'only the CPU'}")
+    if device.index is not None and device.index >= module.device_count():
+        raise DeviceError(f"device {name!r} does not exist: this machine has {module.device_count()} of that type")
+    return device
+
+
+def device_of(asker: Asker) -> torch.device:
+    """The device of the asker. A module under an offload hook asks for its execution device.
+
+    Raises DeviceError for a module whose parameters and buffers lie on several devices, on `meta`, or that has none.
+    """
+    if isinstance(asker, torch.Tensor):
+        return device_of_tensor("tensor", asker)
+    if not isinstance(asker, torch.nn.Module):
+        return device_named(str(asker))
+    if any(hasattr(module, "_hf_hook") or hasattr(module, "_diffusers_hook") for module in asker.modules()):
+        # Offloaded parameters wait on the CPU or on meta: only the hook knows where the forward will run.
+        from diffusers.utils.torch_utils import get_module_execution_device
+
+        return torch.device(get_module_execution_device(asker))
+    first: dict[torch.device, str] = {}
+    for name, tensor in chain(asker.named_parameters(), asker.named_buffers()):
+        first.setdefault(tensor.device, name)
+    if not first:
+        raise DeviceError(f"{type(asker).__name__} has no parameters and no buffers: name the device instead")
+    if len(first) > 1:
+        found = ", ".join(f"{name} on {device}" for device, name in first.items())
+        raise DeviceError(f"{type(asker).__name__} lies on {len(first)} devices ({found}): move it to one first")
+    device, name = next(iter(first.items()))
+    if device.type == "meta":
+        raise DeviceError(f"{type(asker).__name__}.{name} is on meta and holds no values: load the module first")
+    return device
+
+
+def device_of_tensor(name: str, tensor: torch.Tensor) -> torch.device:
+    """The tensor's device; DeviceError if it is meta."""
+    if tensor.device.type == "meta":
+        raise DeviceError(f"{name} is on meta and holds no values: name the device instead")
+    return tensor.device
+
+
+def dtype_of(asker: Asker) -> torch.dtype | None:
+    """The floating dtype that the asker computes in, or None when it has none (a device, an integer tensor)."""
+    if isinstance(asker, torch.Tensor):
+        return asker.dtype if asker.is_floating_point() else None
+    if isinstance(asker, torch.nn.Module):
+        floating = (t.dtype for t in chain(asker.parameters(), asker.buffers()) if t.is_floating_point())
+        return next(floating, None)
+    return None
+
+
+def vae_batch_size(device: torch.device, dtype: torch.dtype, num_pixels: int) -> tuple[int, str]:
+    """How many images of `num_pixels` a VAE encodes at once, and why."""
+    if device.type == "cpu":
+        return 4, "4 images: on a CPU larger batches are no faster"
+    free_bytes = free_memory(device)
+    if free_bytes is None:
+        return 1, f"1 image: {device} does not tell how much memory is free"
+    image_bytes = num_pixels * VAE_BYTES_PER_PIXEL * dtype.itemsize
+    size = max(1, min(16, int(free_bytes * 0.8) // image_bytes))
+    return size, f"{size} images: about {image_bytes / 1e9:.1f} GB each, {free_bytes / 1e9:.1f} GB free on {device}"
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Free bytes on an accelerator, or None where its module cannot tell."""
+    mem_get_info = getattr(torch.get_device_module(device), "mem_get_info", None)
+    return None if mem_get_info is None else mem_get_info(device)[0]
+
+
+@contextmanager
+def placed(module: torch.nn.Module, device: torch.device) -> Iterator[torch.nn.Module]:
+    """The module on `device` and in eval mode; its own device and every training flag come back afterwards."""
+    home = device_of(module)
+    training = [(part, part.training) for part in module.modules()]
+    try:
+        yield module.to(device).eval()
+    finally:
+        module.to(home)
+        for part, flag in training:
+            part.training = flag

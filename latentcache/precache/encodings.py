@@ -1,0 +1,105 @@
+"""How this run encodes: the models' identities, dtypes and batch sizes, each with its reason."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import MutableMapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from latentcache.config import Config
+from latentcache.devices.placement import Placement, device_named, vae_batch_size
+from latentcache.encoders.models import Models
+from latentcache.encoders.vae import DTYPES, text_dtype, vae_dtype
+from latentcache.fingerprint import ImageEncoding, TextEncoding
+from latentcache.types import Bucket
+
+
+@dataclass(frozen=True, slots=True)
+class Encodings:
+    """The encodings that go in the keys, and the placements that do not (but for their dtype).
+
+    `negative` is the encoding of negative prompts: diffusers applies clip_skip to positive prompts only.
+    """
+
+    image: ImageEncoding
+    text: TextEncoding
+    negative: TextEncoding
+    vae: Placement
+    text_encoders: Placement
+    latent_channels: int
+    downscale: int
+    text_bytes: int
+    """Bytes of one text entry."""
+
+    def image_bytes(self, bucket: Bucket) -> int:
+        """Bytes of one image entry of this bucket."""
+        channels = self.latent_channels * (2 if self.image.output == "moments" else 1)
+        num_pixels = math.prod(bucket) // self.downscale**2
+        return channels * num_pixels * DTYPES[self.image.store_dtype].itemsize
+
+
+TEXT_BATCH_SIZE = 16
+"""Captions per encoder call: beyond this the encoders gain little, and memory use stays small beside a VAE's."""
+
+
+def choose_encodings(config: Config, models: Models, memo: MutableMapping[str, str]) -> Encodings:
+    """Resolve every `auto` of the config for these models and this machine.
+
+    Loads a part only if what is needed of it is not in `memo`. Raises ConfigError, DeviceError or ModelError.
+    """
+    encode = config.encode
+    device = device_named(encode.device)
+    vae_config = models.vae_config()
+    vae_type, vae_reason = vae_dtype(encode.vae_dtype, vae_config, device)
+    text_type, text_reason = text_dtype(encode.text_dtype, device)
+    if encode.batch_size == "auto":
+        largest = max(dataset.buckets.area for dataset in config.datasets)
+        image_batch_size, batch_reason = vae_batch_size(device, vae_type, largest)
+    else:
+        image_batch_size, batch_reason = encode.batch_size, f"{encode.batch_size} images were asked for"
+    text = TextEncoding(
+        text_encoder=models.identity("text_encoder", text_type),
+        text_encoder_2=models.identity("text_encoder_2", text_type),
+        tokenizer=models.identity("tokenizer", text_type),
+        tokenizer_2=models.identity("tokenizer_2", text_type),
+        compute_dtype=dtype_name(text_type),
+        store_dtype=dtype_name(text_type) if encode.store_dtype == "auto" else encode.store_dtype,
+        clip_skip=encode.clip_skip,
+    )
+    image = ImageEncoding(
+        vae=models.identity("vae", vae_type),
+        compute_dtype=dtype_name(vae_type),
+        output=encode.image_output,
+        store_dtype=dtype_name(vae_type) if encode.store_dtype == "auto" else encode.store_dtype,
+        scaling_factor=vae_config["scaling_factor"],
+        shift_factor=vae_config["shift_factor"],
+        seed=encode.seed if encode.image_output == "sample" else 0,
+    )
+    return Encodings(
+        image=image,
+        text=text,
+        negative=replace(text, clip_skip=0),
+        vae=Placement(device, vae_type, image_batch_size, f"{vae_reason} {batch_reason}"),
+        text_encoders=Placement(device, text_type, TEXT_BATCH_SIZE, text_reason),
+        latent_channels=vae_config["latent_channels"],
+        downscale=vae_config["downscale_factor"],
+        text_bytes=_text_width(models, text_type, text, memo) * DTYPES[text.store_dtype].itemsize,
+    )
+
+
+def _text_width(models: Models, dtype: torch.dtype, encoding: TextEncoding, memo: MutableMapping[str, str]) -> int:
+    """Numbers in one text entry: prompt_embeds [T, D] and pooled_prompt_embeds [P]."""
+    name = f"text width {encoding.text_encoder.name} {encoding.text_encoder_2.name} {encoding.tokenizer.name}"
+    if name not in memo:
+        parts = models.text(dtype)
+        first, second = parts.text_encoder.config, parts.text_encoder_2.config
+        hidden_size = first.hidden_size + second.hidden_size
+        memo[name] = str(parts.tokenizer.model_max_length * hidden_size + second.projection_dim)
+    return int(memo[name])
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float16` for torch.float16."""
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,228 @@
+"""Makes the plan: reads the datasets, gives every sample its keys, and says why each miss is one."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from typing import Any
+
+from latentcache.config import PROMPTS_MANIFEST, Config, DatasetConfig
+from latentcache.dataset.buckets import assign, bucket_table, fit
+from latentcache.dataset.images import ImagePolicy, probe
+from latentcache.dataset.manifest import CaptionRef, ImageRef, Manifest, Manifests, Row
+from latentcache.dataset.sources import Sample, open_source
+from latentcache.errors import DatasetError, ImageRefused
+from latentcache.fingerprint import (
+    SCHEMA,
+    ImageIdentity,
+    Preparation,
+    TextEncoding,
+    TextIdentity,
+    caption_digest,
+    digest,
+    encoding_json,
+    key_of,
+)
+from latentcache.precache.encodings import Encodings
+from latentcache.precache.plan import ImageTask, Plan, PlanBuilder
+from latentcache.precache.progress import NoProgress, Progress
+from latentcache.precache.reasons import History
+from latentcache.precache.shard import Shard
+from latentcache.precache.window import windowed
+from latentcache.precache.workspace import Workspace
+from latentcache.types import Geometry, Refusal, Size, prompt_id
+
+CHUNK = 1024
+"""Samples whose keys are looked up together."""
+SETTLED_NS = 2_000_000_000
+"""A file that changed less than this long ago may change again without a new time stamp ("racy git"): its digest is
+not remembered."""
+
+logger = logging.getLogger("latentcache")
+
+
+def make_plan(
+    config: Config,
+    workspace: Workspace,
+    encodings: Encodings,
+    *,
+    shard: Shard | None = None,
+    verify_sources: bool = False,
+    only: frozenset[str] | None = None,
+    progress: Progress | None = None,
+) -> Plan:
+    """Plan a run: read-only, but for the memo of digests.
+
+    One bad file is a refusal; DatasetError is for a dataset that cannot be read at all. `only` restricts the plan to
+    these sample ids. `verify_sources` reads and hashes every image, also those whose files look unchanged.
+    """
+    builder = PlanBuilder(workspace.store, encodings, config.cache.salt, shard or Shard())
+    progress = progress or NoProgress()
+    _plan_prompts(builder, config, workspace)
+    num_workers = config.encode.num_workers
+    with ThreadPoolExecutor(os.cpu_count() if num_workers == "auto" else num_workers) as executor:
+        for dataset in config.datasets:
+            progress.start(f"plan {dataset.name}", None)
+            _DatasetPlanner(builder, dataset, workspace, verify_sources, only).run(executor, progress)
+            progress.finish()
+    return builder.finish()
+
+
+def _plan_prompts(builder: PlanBuilder, config: Config, workspace: Workspace) -> None:
+    """The validation prompts. diffusers applies clip_skip to positive prompts only, so the empty prompt is two."""
+    encodings, validation = builder.encodings, config.validation
+    common = _common(builder) | {
+        "text_encoding": encoding_json(encodings.text),
+        "negative_encoding": encoding_json(encodings.negative),
+    }
+    history = History(_last_manifest(workspace.manifests, PROMPTS_MANIFEST), builder.damaged)
+    rows = {}
+    for negative, texts in ((False, ("", *validation.prompts)), (True, ("", validation.negative_prompt))):
+        encoding = encodings.negative if negative else encodings.text
+        name = "negative_encoding" if negative else "text_encoding"
+        for text in dict.fromkeys(texts):
+            ref = CaptionRef(text, _text_key(builder, text, encoding))
+            sample_id = prompt_id(text, negative=negative)
+            row = rows[sample_id] = Row(sample_id, sample_id, None, (), (ref,))
+            before = history.row(sample_id, None)
+            why = partial(history.why_text, before, ref, common, name)
+            builder.add_text(row, ref, encoding, builder.find([ref.key]), why)
+    builder.plan.manifests.append(Manifest(PROMPTS_MANIFEST, "prompts", 1, common, rows))
+
+
+class _DatasetPlanner:
+    """One dataset's part of the plan."""
+
+    def __init__(
+        self,
+        builder: PlanBuilder,
+        dataset: DatasetConfig,
+        workspace: Workspace,
+        verify_sources: bool,
+        only: frozenset[str] | None,
+    ):
+        self._builder, self._dataset, self._workspace = builder, dataset, workspace
+        self._verify_sources, self._only = verify_sources, only
+        self._policy = ImagePolicy(**dataset.images.model_dump())
+        # What was probed under one policy says nothing about another, which may refuse the image.
+        self._policy_digest = digest(dataset.images.model_dump_json().encode())
+        self._table = bucket_table(**dataset.buckets.model_dump())
+        source = dataset.source.model_dump()
+        self._source = open_source(source.pop("kind"), source.pop("path"), **source)
+        self._common = _common(builder) | {
+            "policy": self._policy.identity(),
+            "image_encoding": encoding_json(builder.encodings.image),
+            "text_encoding": encoding_json(builder.encodings.text),
+        }
+
+    def run(self, executor: ThreadPoolExecutor, progress: Progress) -> None:
+        name = self._dataset.name
+        history = History(_last_manifest(self._workspace.manifests, name), self._builder.damaged)
+        rows: dict[str, Row] = {}
+        samples = self._samples(executor)
+        while chunk := list(islice(samples, CHUNK)):
+            present = self._builder.find(key for _, row in chunk for key in row.keys())
+            for sample, row in chunk:
+                rows[row.sample_id] = row
+                if sample is not None:
+                    self._add(sample, row, history, present)
+            progress.advance(len(chunk))
+        manifest = Manifest(name, self._dataset.role, self._dataset.repeats, self._common, rows)
+        self._builder.plan.manifests.append(manifest)
+
+    def _samples(self, executor: ThreadPoolExecutor) -> Iterator[tuple[Sample | None, Row]]:
+        """Each sample with its row; a refused one as a row alone."""
+        plan = self._builder.plan
+        seen: set[str] = set()
+        items = (item for item in self._source.samples() if self._only is None or item.sample_id in self._only)
+        for item, future in windowed(executor, self._facts, items, 2 * CHUNK):
+            plan.num_samples += 1
+            facts = future.result()
+            if item.sample_id in seen:
+                # Two rows cannot have one name, and dropping either silently would hide it.
+                detail = f"sample id {item.sample_id!r} occurs twice in this dataset; rename one"
+                plan.refused.append(Refusal(item.sample_id, item.path, "duplicate", detail))
+                continue
+            seen.add(item.sample_id)
+            if isinstance(facts, Refusal):
+                plan.refused.append(facts)
+                yield None, Row(item.sample_id, item.path, None, (), (), facts)
+                continue
+            plan.num_missing_captions += not item.has_caption
+            yield item, self._row(item, *facts)
+
+    def _facts(self, item: Sample | Refusal) -> tuple[str, Size] | Refusal:
+        """Digest of the image's bytes and its upright size; remembered as long as the file is unchanged."""
+        if isinstance(item, Refusal):
+            return item
+        memo, signature = self._workspace.memo, item.signature
+        name = f"image {self._policy_digest} {signature.to_text() if signature else ''} {item.path}"
+        if signature is not None and not self._verify_sources:
+            known = memo.get(name)
+            if known is not None:
+                source, height, width = json.loads(known)
+                return source, Size(height, width)
+        try:
+            data = self._source.read(item)
+            size = probe(data, item.path, self._policy).size
+        except ImageRefused as refused:
+            return Refusal(item.sample_id, refused.path, refused.reason, refused.detail)
+        source = digest(data)
+        if signature is not None and time.time_ns() - max(signature.mtime_ns, signature.ctime_ns) > SETTLED_NS:
+            memo[name] = json.dumps([source, *size])
+        return source, size
+
+    def _row(self, sample: Sample, source: str, size: Size) -> Row:
+        geometry = fit(size, assign(size, self._table))
+        geometries = (geometry, replace(geometry, flip=True)) if self._dataset.flip else (geometry,)
+        images = tuple(ImageRef(key_of(self._identity(source, g).to_json()), g) for g in geometries)
+        encoding = self._builder.encodings.text
+        captions = tuple(
+            CaptionRef(text, _text_key(self._builder, text, encoding)) for text in dict.fromkeys(sample.captions)
+        )
+        return Row(sample.sample_id, sample.path, source, images, captions)
+
+    def _identity(self, source: str, geometry: Geometry) -> ImageIdentity:
+        preparation = Preparation.of(self._policy.identity(), geometry)
+        return ImageIdentity(source, preparation, self._builder.encodings.image, self._builder.salt)
+
+    def _add(self, sample: Sample, row: Row, history: History, present: set[str]) -> None:
+        before = history.row(row.sample_id, row.source)
+        source = str(row.source)
+        for image in row.images:
+            self._builder.add_image(
+                image,
+                present,
+                why=partial(history.why_image, before, source, image, self._common),
+                task=partial(self._task, sample, source, image),
+            )
+        for caption in row.captions:
+            why = partial(history.why_text, before, caption, self._common, "text_encoding")
+            self._builder.add_text(row, caption, self._builder.encodings.text, present, why)
+
+    def _task(self, sample: Sample, source: str, ref: ImageRef) -> ImageTask:
+        return ImageTask(ref.key, self._identity(source, ref.geometry), sample, self._source, self._policy)
+
+
+def _common(builder: PlanBuilder) -> dict[str, Any]:
+    return {"schema": SCHEMA, "salt": builder.salt}
+
+
+def _text_key(builder: PlanBuilder, text: str, encoding: TextEncoding) -> str:
+    return key_of(TextIdentity(caption_digest(text), encoding, builder.salt).to_json())
+
+
+def _last_manifest(manifests: Manifests, name: str) -> Manifest | None:
+    """The manifest of the last run. A broken one only costs the reasons: this run replaces it."""
+    try:
+        return manifests.read(name)
+    except DatasetError as error:
+        logger.warning("%s; misses are called new", error)
+        return None

@@ -1,0 +1,93 @@
+"""Progress of a run: a bar on a terminal, one log line every few seconds elsewhere."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from typing import Protocol
+
+from tqdm import tqdm
+
+LOG_INTERVAL_S = 10.0
+
+logger = logging.getLogger("latentcache")
+
+
+class Progress(Protocol):
+    """Told of a stage's start, each step, and its end. Stages follow one another."""
+
+    def start(self, stage: str, total: int | None) -> None: ...
+    def advance(self, count: int = 1) -> None: ...
+    def finish(self) -> None: ...
+
+
+class NoProgress:
+    """For callers that want silence."""
+
+    def start(self, stage: str, total: int | None) -> None: ...
+    def advance(self, count: int = 1) -> None: ...
+    def finish(self) -> None: ...
+
+
+class BarProgress:
+    """A bar on stderr."""
+
+    def __init__(self) -> None:
+        self._bar: tqdm | None = None
+
+    def start(self, stage: str, total: int | None) -> None:
+        self.finish()
+        self._bar = tqdm(desc=stage, total=total, file=sys.stderr, dynamic_ncols=True)
+
+    def advance(self, count: int = 1) -> None:
+        if self._bar is not None:
+            self._bar.update(count)
+
+    def finish(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+class LogProgress:
+    """A log line when a stage starts, every `interval_s` seconds, and when it ends."""
+
+    def __init__(self, interval_s: float = LOG_INTERVAL_S):
+        self._interval_s = interval_s
+        self._stage: str | None = None
+        self._total: int | None = None
+        self._done = 0
+        self._started = self._logged = 0.0
+
+    def start(self, stage: str, total: int | None) -> None:
+        self.finish()
+        self._stage, self._total, self._done = stage, total, 0
+        self._started = self._logged = time.monotonic()
+
+    def advance(self, count: int = 1) -> None:
+        self._done += count
+        if time.monotonic() - self._logged >= self._interval_s:
+            self._log()
+
+    def finish(self) -> None:
+        if self._stage is not None:
+            self._log()
+            self._stage = None
+
+    def _log(self) -> None:
+        self._logged = time.monotonic()
+        elapsed_s = max(self._logged - self._started, 1e-9)
+        rate = self._done / elapsed_s
+        text = f"{self._stage}: {self._done}"
+        if self._total is not None:
+            text += f" of {self._total}"
+        text += f", {rate:.1f}/s"
+        if self._total is not None and 0 < self._done < self._total:
+            text += f", {(self._total - self._done) / rate:.0f} s left"
+        logger.info(text)
+
+
+def default_progress() -> Progress:
+    """A bar when stderr is a terminal, log lines otherwise."""
+    return BarProgress() if sys.stderr.isatty() else LogProgress()

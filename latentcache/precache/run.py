@@ -1,0 +1,386 @@
+"""One precache run: plan, then decode | encode | write, then the manifests.
+
+The order makes every crash harmless. Entries become visible pack by pack; the manifests, which say what the dataset
+is, are replaced only after every entry of theirs was stored or refused. A run that was stopped is simply run again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from latentcache.config import Config
+from latentcache.dataset.images import decode, prepare
+from latentcache.dataset.manifest import Manifest, Row
+from latentcache.devices.placement import Placement, placed
+from latentcache.encoders.batching import BatchRunner
+from latentcache.encoders.clip import encode_captions, num_tokens, token_limit
+from latentcache.encoders.models import ModelLoader, Models
+from latentcache.encoders.vae import DTYPES, encode_images, keep_output, problems
+from latentcache.errors import EncodeError, ImageRefused
+from latentcache.fingerprint import digest
+from latentcache.precache.encodings import Encodings, choose_encodings, dtype_name
+from latentcache.precache.plan import ImageTask, Plan, TextTask
+from latentcache.precache.planner import make_plan
+from latentcache.precache.progress import NoProgress, Progress
+from latentcache.precache.report import Report
+from latentcache.precache.shard import Shard
+from latentcache.precache.window import windowed
+from latentcache.precache.workspace import Workspace, open_workspace
+from latentcache.provenance import Provenance
+from latentcache.store.base import Writer
+from latentcache.types import Entry, Record, Refusal
+
+logger = logging.getLogger("latentcache")
+
+
+def run_precache(
+    config: Config,
+    *,
+    models: Models | None = None,
+    workspace: Workspace | None = None,
+    dry_run: bool = False,
+    verify_sources: bool = False,
+    progress: Progress | None = None,
+    stop: threading.Event | None = None,
+    shard: Shard | None = None,
+) -> Report:
+    """Encode what is not cached yet, and say what was done.
+
+    `models` are the caller's own (`encoders.models.LoadedModels`); by default they load from the config. `workspace`
+    is where entries go; by default the config's cache. `stop` ends the run at the next batch: what is done is sealed.
+    `shard` is this process's share; by default RANK and WORLD_SIZE. Bad images are refused and listed in the report.
+    Raises ConfigError, DatasetError (a dataset that cannot be read at all), DeviceError, ModelError, StoreError.
+    """
+    started = time.monotonic()
+    opened = workspace is None
+    workspace = workspace or open_workspace(config.cache, read_only=dry_run)
+    try:
+        models = models or ModelLoader(
+            config.model.path, vae=config.model.vae, config=config.model.config, memo=workspace.memo
+        )
+        shard = shard or Shard.from_environment()
+        run = _Run(config, workspace, models, shard, progress or NoProgress(), stop or threading.Event())
+        with workspace.in_use():
+            run.plan(verify_sources)
+            run.report.dry_run = dry_run
+            if not dry_run:
+                run.encode()
+        run.report.seconds["total"] = time.monotonic() - started
+        return run.report
+    finally:
+        if opened:
+            workspace.close()
+
+
+class _Run:
+    """The state of one run."""
+
+    def __init__(
+        self,
+        config: Config,
+        workspace: Workspace,
+        models: Models,
+        shard: Shard,
+        progress: Progress,
+        stop: threading.Event,
+    ):
+        self.config, self.workspace, self.models = config, workspace, models
+        self.shard, self.progress, self.stop = shard, progress, stop
+        self.report = Report(rank=shard.rank, world_size=shard.world_size)
+        self._failed: dict[str, tuple[str, str]] = {}
+        """Key of an entry that cannot be made -> reason and detail."""
+        self._plan = Plan()
+        self._encodings: Encodings
+        self._writer: Writer
+
+    def plan(self, verify_sources: bool) -> None:
+        """Plan, and put what the plan tells into the report."""
+        with self._stage("load"):
+            self._encodings = encodings = choose_encodings(self.config, self.models, self.workspace.memo)
+        with self._stage("plan"):
+            self._plan = plan = make_plan(
+                self.config,
+                self.workspace,
+                encodings,
+                shard=self.shard,
+                verify_sources=verify_sources,
+                progress=self.progress,
+            )
+        report = self.report
+        report.num_samples, report.num_hits, report.num_misses = plan.num_samples, plan.num_hits, plan.num_misses
+        report.num_missing_captions = plan.num_missing_captions
+        report.misses_by_reason = dict(plan.misses_by_reason)
+        report.estimate = {"bytes": plan.miss_bytes, "seconds": self._estimate_seconds()}
+        report.placement = {"vae": _describe(encodings.vae), "text": _describe(encodings.text_encoders)}
+        for refusal in plan.refused:
+            report.refuse(refusal)
+        self._describe_cache()
+
+    def encode(self) -> None:
+        """Encode this shard's misses, store them, and replace the manifests."""
+        if self._plan.text_batches or self._plan.image_batches:
+            try:
+                with self.workspace.store.writer() as self._writer:
+                    self._encode_texts()
+                    self._encode_images()
+                    with self._stage("write"):
+                        self._writer.seal()
+            finally:
+                # Also after an error: what was sealed is there, and the caller may want to know.
+                self.report.bytes_written = self._writer.bytes_written
+                self.report.num_encoded = self._writer.num_added
+                self.models.release()
+        with self._stage("write"):
+            self._write_manifests()
+        self._describe_cache()
+
+    # Text
+
+    def _encode_texts(self) -> None:
+        batches = self._plan.text_batches
+        if not batches:
+            return
+        placement = self._encodings.text_encoders
+        with self._stage("load"), ExitStack() as stack:
+            parts = self.models.text(placement.dtype)
+            stack.enter_context(placed(parts.text_encoder, placement.device))
+            stack.enter_context(placed(parts.text_encoder_2, placement.device))
+            undo = stack.pop_all()
+        with undo:
+            self.progress.start("encode captions", sum(map(len, batches)))
+            runner: BatchRunner[TextTask, dict[str, torch.Tensor]] = BatchRunner(
+                "text_encoder", placement.batch_size, placement.device
+            )
+
+            def encode(tasks: Sequence[TextTask]) -> dict[str, torch.Tensor]:
+                captions = [task.caption for task in tasks]
+                clip_skip = tasks[0].identity.encoding.clip_skip  # a batch has one: it is formed by it
+                return encode_captions(parts, captions, clip_skip=clip_skip, device=placement.device)
+
+            done = 0
+            for batch in self._until_stopped(batches):
+                with self._stage("text"):
+                    for tasks, outputs in runner.run(batch, encode, self._out_of_memory):
+                        lengths = num_tokens(parts, [task.caption for task in tasks])
+                        limit = token_limit(parts)
+                        self.report.num_truncated_captions += sum(length > limit for length in lengths)
+                        self._keep_texts(tasks, outputs, lengths)
+                done += len(batch)
+                self.progress.advance(len(batch))
+            self._remember_rate("text", self.report.seconds.get("text", 0.0), done)
+        self.progress.finish()
+        self.models.release("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")  # room for the VAE
+
+    def _keep_texts(self, tasks: Sequence[TextTask], outputs: dict[str, torch.Tensor], lengths: Sequence[int]) -> None:
+        dtype = DTYPES[self._encodings.text.store_dtype]
+        tensors = {name: tensor.to(dtype) for name, tensor in outputs.items()}
+        faults = list(zip(*(problems(tensor) for tensor in tensors.values()), strict=True))
+        tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
+        for number, task in enumerate(tasks):
+            fault = next((fault for fault in faults[number] if fault), None)
+            if fault is not None:
+                self._failed[task.key] = ("bad-output", f"the text encoders gave {fault} for caption {task.caption!r}")
+                continue
+            provenance = Provenance(
+                sample_id=task.sample_id,
+                source_path=task.path,
+                models={part: self.models.origin(part) for part in ("text_encoder", "text_encoder_2")},
+                device=str(self._encodings.text_encoders.device),
+                computed_dtype=self._encodings.text.compute_dtype,
+                num_tokens=lengths[number],
+            )
+            record = Record(task.key, "text", task.identity.to_json(), provenance.to_json())
+            self._writer.add(Entry(record, {name: tensor[number] for name, tensor in tensors.items()}))
+
+    # Images
+
+    def _encode_images(self) -> None:
+        batches = self._plan.image_batches
+        if batches and self.stop.is_set():
+            self.report.interrupted = True
+        if not batches or self.report.interrupted:
+            return
+        placement = self._encodings.vae
+        with self._stage("load"):
+            vae = self.models.vae(placement.dtype)
+        num_workers = self.config.encode.num_workers
+        num_threads = (os.cpu_count() or 1) if num_workers == "auto" else num_workers
+        runner: BatchRunner[tuple[ImageTask, np.ndarray], torch.Tensor] = BatchRunner(
+            "vae", placement.batch_size, placement.device
+        )
+
+        def encode(items: Sequence[tuple[ImageTask, np.ndarray]]) -> torch.Tensor:
+            return encode_images(vae, np.stack([pixels for _, pixels in items]))
+
+        self.progress.start("encode images", sum(map(len, batches)))
+        num_pixels = 0
+        with placed(vae, placement.device), ThreadPoolExecutor(num_threads) as executor:
+            tasks = (task for batch in batches for task in batch)
+            decoded = windowed(executor, _decode, tasks, num_threads + 2 * placement.batch_size)
+            for batch in self._until_stopped(batches):
+                with self._stage("decode"):
+                    items = [item for _ in batch if (item := self._decoded(decoded)) is not None]
+                with self._stage("encode"):
+                    for done, moments in runner.run(items, encode, self._out_of_memory):
+                        self._keep_images(vae, [task for task, _ in done], [pixels for _, pixels in done], moments)
+                num_pixels += sum(pixels.shape[0] * pixels.shape[1] for _, pixels in items)
+                self.progress.advance(len(batch))
+            decoded.close()
+        self._remember_rate("image", self.report.seconds["encode"], num_pixels)
+        self.progress.finish()
+
+    def _decoded(self, decoded: Iterator) -> tuple[ImageTask, np.ndarray] | None:
+        """The next decoded image, or None when it was refused."""
+        task, future = next(decoded)
+        try:
+            return task, future.result()
+        except ImageRefused as refused:
+            self._failed[task.key] = (refused.reason, refused.detail)
+            return None
+
+    def _keep_images(
+        self, vae: torch.nn.Module, tasks: Sequence[ImageTask], pixels: Sequence[np.ndarray], moments: torch.Tensor
+    ) -> None:
+        tensors, faults = self._finish_images(tasks, moments)
+        for number, task in enumerate(tasks):
+            outputs = {name: tensor[number] for name, tensor in tensors.items()}
+            computed, note = self._encodings.image.compute_dtype, None
+            if faults[number] is not None and self._encodings.vae.dtype != torch.float32:
+                note = f"the VAE gave {faults[number]} in {computed}: encoded again in float32"
+                logger.warning("%s: %s", task.sample.path, note)
+                retried, again = self._finish_images([task], _encode_in_float32(vae, pixels[number]))
+                outputs = {name: tensor[0] for name, tensor in retried.items()}
+                faults[number], computed = again[0], "float32"
+                self.report.num_retried_in_float32 += faults[number] is None
+            if faults[number] is not None:
+                stored = self._encodings.image.store_dtype
+                detail = f"the VAE gave {faults[number]}, computed in {computed} and stored as {stored}"
+                self._failed[task.key] = ("bad-output", detail)
+                continue
+            provenance = Provenance(
+                sample_id=task.sample.sample_id,
+                source_path=task.sample.path,
+                models={"vae": self.models.origin("vae")},
+                device=str(self._encodings.vae.device),
+                computed_dtype=computed,
+                note=note,
+            )
+            record = Record(task.key, "image", task.identity.to_json(), provenance.to_json())
+            self._writer.add(Entry(record, outputs))
+
+    def _finish_images(
+        self, tasks: Sequence[ImageTask], moments: torch.Tensor
+    ) -> tuple[dict[str, torch.Tensor], list[str | None]]:
+        """What is stored of the moments, on the CPU, and what is wrong with each item."""
+        encoding = self._encodings.image
+        seeds = [int(task.key[:15], 16) for task in tasks]  # the key holds the seed of the config and the image
+        kept = keep_output(moments, encoding.output, seeds)
+        tensors = {name: tensor.to(DTYPES[encoding.store_dtype]) for name, tensor in kept.items()}
+        faults = [problems(tensor) for tensor in (moments, *tensors.values())]
+        worst = [next((fault for fault in item if fault), None) for item in zip(*faults, strict=True)]
+        return {name: tensor.cpu() for name, tensor in tensors.items()}, worst
+
+    def _out_of_memory(self, item: TextTask | tuple[ImageTask, np.ndarray], error: EncodeError) -> None:
+        task = item[0] if isinstance(item, tuple) else item
+        self._failed[task.key] = ("out-of-memory", str(error))
+
+    # Manifests and figures
+
+    def _write_manifests(self) -> None:
+        for manifest in self._plan.manifests:
+            with self.workspace.manifests.lock(manifest.name):
+                rows = {row.sample_id: self._marked(row) for row in manifest.rows.values()}
+                if self.shard.world_size > 1:
+                    self._keep_refusals_of_others(manifest, rows)
+                if not self.report.interrupted:
+                    self.workspace.manifests.write(replace(manifest, rows=rows))
+
+    def _marked(self, row: Row) -> Row:
+        """The row, refused if one of its entries could not be made."""
+        fault = next((self._failed[key] for key in row.keys() if key in self._failed), None)
+        if fault is None:
+            return row
+        refusal = Refusal(row.sample_id, row.path, *fault)
+        self.report.refuse(refusal)
+        return replace(row, refusal=refusal)
+
+    def _keep_refusals_of_others(self, manifest: Manifest, rows: dict[str, Row]) -> None:
+        """What other ranks refused in this run stays refused: only they know, and the manifest is one for all."""
+        before = self.workspace.manifests.read(manifest.name)
+        if before is None:
+            return
+        for sample_id, old in before.rows.items():
+            row = rows.get(sample_id)
+            if row is None or row.refusal is not None or old.refusal is None or set(row.keys()) != set(old.keys()):
+                continue
+            if self.workspace.store.find(row.keys()) != set(row.keys()):
+                rows[sample_id] = replace(row, refusal=old.refusal)
+
+    def _until_stopped(self, batches: Sequence[list]) -> Iterator[list]:
+        for batch in batches:
+            if self.stop.is_set():
+                self.report.interrupted = True
+                return
+            yield batch
+
+    @contextmanager
+    def _stage(self, name: str) -> Iterator[None]:
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self.report.seconds[name] = self.report.seconds.get(name, 0.0) + time.monotonic() - started
+
+    def _rate_name(self, kind: str) -> str:
+        placement = self._encodings.vae if kind == "image" else self._encodings.text_encoders
+        part = self._encodings.image.vae if kind == "image" else self._encodings.text.text_encoder_2
+        return f"rate {kind} {placement.device} {dtype_name(placement.dtype)} {part.name}"
+
+    def _remember_rate(self, kind: str, seconds: float, amount: int) -> None:
+        if amount and seconds > 0:
+            self.workspace.memo[self._rate_name(kind)] = repr(seconds / amount)
+
+    def _estimate_seconds(self) -> float | None:
+        """Seconds for this shard's misses, at the rate of the last run with these models on this device."""
+        amounts = {"text": self._plan.num_captions_to_encode, "image": self._plan.num_pixels_to_encode}
+        total = 0.0
+        for kind, amount in amounts.items():
+            rate = self.workspace.memo.get(self._rate_name(kind))
+            if amount and rate is None:
+                return None
+            total += amount * float(rate or 0.0)
+        return round(total, 1)
+
+    def _describe_cache(self) -> None:
+        path = self.workspace.path
+        self.report.cache = {"path": None if path is None else str(path), **self.workspace.store.stats().to_json()}
+
+
+def _decode(task: ImageTask) -> np.ndarray:
+    """The pixels that the encoder sees. The very bytes that are decoded are hashed: the entry is what it says."""
+    data = task.source.read(task.sample)
+    if digest(data) != task.identity.source:
+        raise ImageRefused(task.sample.path, "changed", "the file changed during the run; run precache again")
+    return prepare(decode(data, task.sample.path, task.policy), task.identity.preparation.geometry)
+
+
+def _encode_in_float32(vae: torch.nn.Module, pixels: np.ndarray) -> torch.Tensor:
+    dtype = next(vae.parameters()).dtype
+    try:
+        return encode_images(vae.to(torch.float32), pixels[None])
+    finally:
+        vae.to(dtype)  # exact: these weights came from this dtype
+
+
+def _describe(placement: Placement) -> str:
+    return f"{placement.device} {dtype_name(placement.dtype)}: {placement.reason}"

@@ -1,0 +1,69 @@
+"""How an entry was MADE: where, when, from what and by which versions. Never part of the key."""
+
+from __future__ import annotations
+
+import functools
+import platform
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import latentcache
+
+PACKAGES = ("torch", "diffusers", "transformers", "safetensors", "Pillow", "numpy")
+
+
+@functools.cache
+def software_versions() -> Mapping[str, str]:
+    """Versions of Python, latentcache and the packages that touch an entry's value. Missing packages are left out."""
+    versions = {"python": platform.python_version(), "latentcache": latentcache.__version__}
+    for name in PACKAGES:
+        try:
+            versions[name.lower()] = version(name)
+        except PackageNotFoundError:
+            continue
+    return versions
+
+
+def now() -> str:
+    """The time in UTC, ISO 8601, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """Where one entry came from. `computed_dtype` differs from the identity's after a retry in float32.
+
+    `source_path` and `sample_id` name the first sample that had these bytes; others may share the entry.
+    """
+
+    sample_id: str
+    source_path: str
+    models: Mapping[str, str]
+    """Part of the model -> the path or hub id that it was loaded from."""
+    device: str
+    computed_dtype: str
+    num_tokens: int | None = None
+    """Text entries: tokens of the caption, with start and end. More than the tokenizer's limit were cut off."""
+    note: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The provenance with host, time and versions of this moment."""
+        value: dict[str, Any] = {
+            "sample_id": self.sample_id,
+            "source_path": self.source_path,
+            "models": dict(self.models),
+            "device": self.device,
+            "computed_dtype": self.computed_dtype,
+            "host": socket.gethostname(),
+            "created": now(),
+            "software": dict(software_versions()),
+        }
+        if self.num_tokens is not None:
+            value["num_tokens"] = self.num_tokens
+        if self.note is not None:
+            value["note"] = self.note
+        return value

@@ -1,0 +1,115 @@
+"""A torch Dataset over a manifest: CPU tensors, ready for a DataLoader in this process or in workers."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch.utils.data import Dataset
+
+from latentcache.devices.placement import Asker
+from latentcache.dataset.manifest import Row
+from latentcache.errors import StoreError
+from latentcache.retrieve.batches import Batch, LatentCache, Wanted, place
+from latentcache.types import Bucket
+
+SIZES = ("original_size", "resized_size", "crop_top_left", "target_size")
+
+
+class LatentDataset(Dataset[Batch]):
+    """The samples of one manifest, without the refused ones, each `repeats` times.
+
+    An item is a dict of CPU tensors as they are stored: `moments` [2C, h, w] or `latents` [C, h, w], `prompt_embeds`
+    [T, D], `pooled_prompt_embeds` [P], `add_time_ids` [6] float32, the sizes as int64 [2], and the strings `sample_id`
+    and `caption`. torch's default collate stacks them. `place` then moves a batch to the asking model and draws
+    latents from moments. Batches must not mix buckets: use `BucketBatchSampler`.
+
+    `flips` adds the mirrored entries as items of their own. `caption` is the number of the caption, or "random": one
+    drawn anew at each visit with torch's global generator, which a DataLoader seeds for each worker.
+    Each process opens the cache for itself, so fork and spawn both work.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        manifest: str | None = None,
+        *,
+        flips: bool = False,
+        caption: int | Literal["random"] = 0,
+    ):
+        self.path = Path(path)
+        self.caption = caption
+        self._cache: LatentCache | None = None
+        self._pid = -1
+        names = self.cache.dataset_names()
+        if manifest is None and len(names) != 1:
+            raise StoreError(f"{path}: name the manifest; there are: {', '.join(names) or 'none'}")
+        self.manifest_name = manifest or names[0]
+        manifest_ = self.cache.manifest(self.manifest_name)
+        self.scaling = self.cache.scaling(manifest_)
+        rows = [row for row in manifest_.rows.values() if row.refusal is None]
+        once: list[tuple[Row, bool]] = [(row, False) for row in rows]
+        if flips:
+            once += [(row, True) for row in rows]
+        self._items = once * manifest_.repeats
+
+    @property
+    def cache(self) -> LatentCache:
+        """This process's own cache."""
+        if self._cache is None or self._pid != os.getpid():
+            self._cache, self._pid = LatentCache(self.path), os.getpid()
+        return self._cache
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_cache": None, "_pid": -1}
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def bucket(self, index: int) -> Bucket:
+        """The bucket of an item, without reading it."""
+        row, _ = self._items[index]
+        return row.images[0].geometry.target_size
+
+    def __getitem__(self, index: int) -> Batch:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: list[int]) -> list[Batch]:
+        """Several items in one read; a DataLoader calls this. They may lie in different buckets."""
+        wanted = [self._wanted(index) for index in indices]
+        groups: dict[Bucket, list[int]] = {}
+        for position, index in enumerate(indices):
+            groups.setdefault(self.bucket(index), []).append(position)
+        items: list[Batch] = [{} for _ in indices]
+        for positions in groups.values():
+            batch = self.cache.gather([wanted[position] for position in positions])
+            for name in SIZES:
+                batch[name] = torch.tensor(batch[name], dtype=torch.int64)
+            for number, position in enumerate(positions):
+                items[position] = {name: values[number] for name, values in batch.items()}
+        return items
+
+    def place(
+        self,
+        batch: Batch,
+        *,
+        device: Asker,
+        dtype: torch.dtype | None = None,
+        output: Literal["latents", "moments"] = "latents",
+        scaled: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> Batch:
+        """A collated batch on the asking device; the arguments are those of `LatentCache.batch`."""
+        sizes = {name: batch[name] for name in SIZES}
+        rest = {name: value for name, value in batch.items() if name not in SIZES}
+        scaling = self.scaling if scaled else None
+        return place(rest, device, dtype=dtype, output=output, scaling=scaling, generator=generator) | sizes
+
+    def _wanted(self, index: int) -> Wanted:
+        row, flip = self._items[index]
+        number = self.caption
+        if number == "random":
+            number = int(torch.randint(len(row.captions), ()))
+        return Wanted.of(row, caption=number, flip=flip)

@@ -1,0 +1,48 @@
+"""Makes .venv and installs the project in it. Standard library only: this runs before anything is installed."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+STAMP = VENV / "latentcache-installed"
+PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+
+
+def wanted_stamp() -> str:
+    """What the environment was made from. It is made anew when this changes."""
+    digest = hashlib.sha256(f"{sys.version_info[:2]} {ROOT}".encode())
+    for name in ("pyproject.toml", "constraints.txt"):
+        digest.update((ROOT / name).read_bytes())
+    return digest.hexdigest()
+
+
+def install() -> None:
+    """Make the environment, unless it is there and up to date."""
+    if sys.version_info < (3, 11):
+        sys.exit(f"latentcache needs Python 3.11 or newer, but this is {sys.version.split()[0]}")
+    if STAMP.exists() and STAMP.read_text() == wanted_stamp():
+        return
+    print("installing into .venv (a few minutes the first time) ...", file=sys.stderr, flush=True)
+    venv.create(VENV, with_pip=True, clear=VENV.exists())
+    pip = [str(PYTHON), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    # pip's own output is kept off stdout, which belongs to the job (--json).
+    subprocess.run([*pip, "-c", "constraints.txt", "-e", ".[test]"], cwd=ROOT, check=True, stdout=sys.stderr)
+    STAMP.write_text(wanted_stamp())
+
+
+def inside() -> None:
+    """Go on only inside the environment: outside, make it, run this script again in it, and exit with its code."""
+    if Path(sys.prefix).resolve() == VENV.resolve():
+        return
+    try:
+        install()
+    except subprocess.CalledProcessError as error:
+        sys.exit(f"installing failed (pip exited with {error.returncode}); its messages are above")
+    sys.exit(subprocess.run([str(PYTHON), *sys.argv], check=False).returncode)

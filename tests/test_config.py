@@ -1,0 +1,148 @@
+"""One schema for three formats; precedence; every fault named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from latentcache.config import Config, known_settings, load_config, parse_config
+from latentcache.errors import ConfigError
+
+CONFIGS = sorted((Path(__file__).parent.parent / "configs").iterdir())
+MINIMAL = {"datasets": [{"name": "photos", "source": {"path": "photos"}}]}
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(MINIMAL | {"cache": {"path": "from-file"}, "encode": {"batch_size": 2}}))
+    return path
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_shipped_configs_load(path: Path) -> None:
+    assert load_config(path, environ={}).datasets
+
+
+def test_there_are_the_promised_configs() -> None:
+    assert {path.name for path in CONFIGS} >= {"quickstart.yaml", "sdxl.yaml", "low_vram.yaml"}
+
+
+def test_the_sdxl_config_shows_every_setting() -> None:
+    """It is the reference that users copy: a setting that it does not show is not known to them."""
+    settings = yaml.safe_load((CONFIGS[0].parent / "sdxl.yaml").read_text())
+
+    def shown(value: object, prefix: str) -> set[str]:
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            return {prefix} | shown(value[0], f"{prefix}.N")
+        if not isinstance(value, dict):
+            return {prefix}
+        found = {prefix} if prefix else set()
+        for name, child in value.items():
+            found |= shown(child, f"{prefix}.{name}" if prefix else name)
+        return found
+
+    assert set(known_settings()) <= shown(settings, "")
+
+
+def test_the_schema_has_the_fixed_names() -> None:
+    fixed = """cache.path cache.store datasets.N.name datasets.N.role datasets.N.repeats datasets.N.source.kind
+    datasets.N.source.path datasets.N.source.caption_extension datasets.N.buckets.area datasets.N.buckets.step
+    datasets.N.buckets.max_aspect datasets.N.flip model.family model.path model.vae encode.device encode.vae_dtype
+    encode.text_dtype encode.batch_size encode.image_output encode.clip_skip validation.prompts"""
+    assert set(fixed.split()) <= set(known_settings())
+
+
+def test_yaml_toml_and_json_say_the_same(tmp_path: Path) -> None:
+    toml = '[[datasets]]\nname = "photos"\n[datasets.source]\npath = "photos"\n'
+    files = {"a.yaml": yaml.safe_dump(MINIMAL), "a.toml": toml, "a.json": json.dumps(MINIMAL)}
+    loaded = []
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+        loaded.append(load_config(tmp_path / name, environ={}))
+    assert loaded[0] == loaded[1] == loaded[2] == parse_config(MINIMAL)
+
+
+def test_precedence_is_flag_environment_file_default(config_file: Path) -> None:
+    assert parse_config(MINIMAL).cache.path == Path("cache/sdxl")
+    assert load_config(config_file, environ={}).cache.path == Path("from-file")
+    environ = {"LATENTCACHE_CACHE_PATH": "from-variable", "OTHER": "x"}
+    assert load_config(config_file, environ=environ).cache.path == Path("from-variable")
+    flags = {"cache": {"path": "from-flag"}}
+    assert load_config(config_file, environ=environ, overrides=flags).cache.path == Path("from-flag")
+
+
+def test_text_from_flags_and_variables_becomes_numbers_and_none(config_file: Path) -> None:
+    environ = {"LATENTCACHE_ENCODE_BATCH_SIZE": "4", "LATENTCACHE_MODEL_VAE": "null"}
+    flags = {"encode": {"clip_skip": "1"}, "datasets": {"photos": {"flip": "true"}, "0": {"repeats": "3"}}}
+    config = load_config(config_file, environ=environ, overrides=flags)
+    assert (config.encode.batch_size, config.model.vae, config.encode.clip_skip) == (4, None, 1)
+    assert config.datasets[0].flip is True and config.datasets[0].repeats == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"encode": {"batch_sise": 4}}, r"encode\.batch_sise: unknown setting; did you mean 'encode\.batch_size'\?"),
+        ({"encode": {"vae_dtype": "fp16"}}, r"encode\.vae_dtype: .*'float16'.*met: 'fp16'"),
+        ({"encode": {"batch_size": 0}}, r"encode\.batch_size: .*greater than or equal to 1.*met: 0"),
+        ({"cash": {}}, r"cash: unknown setting; did you mean 'cache'\?"),
+        ({"datasets": []}, "at least one dataset"),
+        ({"datasets": [{"name": "a/b", "source": {"path": "x"}}]}, r"datasets\.0\.name"),
+        ({"datasets": [{"name": "a"}]}, r"datasets\.0\.source: is required"),
+        ({"datasets": MINIMAL["datasets"] * 2}, "occur twice"),
+        ({"datasets": [{"name": "validation-prompts", "source": {"path": "x"}}]}, "may not be named"),
+        (
+            {"datasets": [{"name": "a", "source": {"path": "x"}, "buckets": {"aria": 1}}]},
+            r"'datasets\.0\.buckets\.area'",
+        ),
+    ],
+)
+def test_faults_are_named(change: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_config(MINIMAL | change)
+
+
+def test_all_faults_are_told_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(MINIMAL | {"encode": {"clip_skip": -1, "seeed": 1}}, source="run.yaml")
+    assert "run.yaml" in str(caught.value) and "clip_skip" in str(caught.value) and "'encode.seed'" in str(caught.value)
+
+
+def test_unknown_variable_and_unknown_dataset(config_file: Path) -> None:
+    with pytest.raises(
+        ConfigError, match="LATENTCACHE_CACHE_PATHS: no such setting; did you mean 'LATENTCACHE_CACHE_PATH'"
+    ):
+        load_config(config_file, environ={"LATENTCACHE_CACHE_PATHS": "x"})
+    with pytest.raises(ConfigError, match=r"--datasets\.cats: no such dataset; there are photos, 0"):
+        load_config(config_file, environ={}, overrides={"datasets": {"cats": {"flip": "true"}}})
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("run.yaml", "a: [", "is not valid YAML"),
+        ("run.toml", "a = ", "is not valid TOML"),
+        ("run.json", "{", "is not valid JSON"),
+        ("run.yaml", "- 1", "holds list"),
+        ("run.ini", "", "unknown suffix '.ini'"),
+    ],
+)
+def test_broken_files(tmp_path: Path, name: str, text: str, message: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_config(tmp_path / name, environ={})
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such file"):
+        load_config(tmp_path / "none.yaml", environ={})
+
+
+def test_configs_are_frozen() -> None:
+    config = Config.model_validate(MINIMAL)
+    with pytest.raises(ValueError, match="frozen"):
+        config.encode = None  # type: ignore[misc]
