@@ -25,7 +25,7 @@ def wanted_stamp() -> str:
 
 def install() -> None:
     """Make the environment, unless it is there and up to date."""
-    if sys.version_info < (3, 11):
+    if sys.version_info < (3, 11):  # noqa: UP036 - this script is what an older Python runs first
         sys.exit(f"latentcache needs Python 3.11 or newer, but this is {sys.version.split()[0]}")
     if STAMP.exists() and STAMP.read_text() == wanted_stamp():
         return

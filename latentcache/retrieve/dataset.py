@@ -9,8 +9,8 @@ from typing import Any, Literal
 import torch
 from torch.utils.data import Dataset
 
-from latentcache.devices.placement import Asker
 from latentcache.dataset.manifest import Row
+from latentcache.devices.placement import Asker
 from latentcache.errors import StoreError
 from latentcache.retrieve.batches import Batch, LatentCache, Wanted, place
 from latentcache.types import Bucket

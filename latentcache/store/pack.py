@@ -193,7 +193,7 @@ def read_header(path: Path) -> Header:
         with safe_open(f"/dev/fd/{fd}", framework="numpy") as file:
             metadata = file.metadata() or {}
             listed = {}
-            for name in file.keys():  # noqa: SIM118 (not a mapping)
+            for name in file.keys():
                 part = file.get_slice(name)
                 listed[name] = (part.get_dtype(), tuple(part.get_shape()))
     except (SafetensorError, OSError) as error:
