@@ -121,19 +121,19 @@ class Index:
         self.path = Path(path).absolute()
         self.read_only = read_only
         self._lock = threading.Lock()
+        self._closed = False
         self._cache: diskcache.Cache | None = None
+        _guard_fork(self)
         if read_only:
             self._inspect()
-        else:
-            with self._typed_errors():
-                self.path.mkdir(parents=True, exist_ok=True)
-                # One at a time: making the tables is not one transaction.
-                with locked(self.path / "open.lock", "opening the index", shared=False, wait=True):
-                    if self._database.exists() or self._database.is_symlink():
-                        self._inspect()
-                    self._cache = diskcache.Cache(str(self.path), timeout=TIMEOUT_S, disk=_TextDisk, **_SETTINGS)
-                    self._cache.close()
-        _guard_fork(self)
+            return
+        with self._typed_errors():
+            self.path.mkdir(parents=True, exist_ok=True)
+            # One at a time: making the tables is not one transaction.
+            with locked(self.path / "open.lock", "opening the index", shared=False, wait=True):
+                fresh = not self._database.exists() and not self._database.is_symlink()
+                if fresh or self._inspect() != _SCHEMA:
+                    self._open_cache().close()
 
     @property
     def _database(self) -> Path:
@@ -188,17 +188,24 @@ class Index:
         with self._lock, self._typed_errors():
             if self.read_only:
                 raise ReadOnlyError(self.path)
-            if self._cache is None:
+            if self._closed:
                 raise StoreError(f"{self.path}: the index is closed")
+            cache = self._open_cache()
             try:
-                with self._cache.transact():
-                    yield Transaction(self._cache)
+                with cache.transact():
+                    yield Transaction(cache)
             finally:
-                self._cache.close()
+                cache.close()
 
     def close(self) -> None:
         """Nothing is open between calls; afterwards changes are refused."""
-        self._cache = None
+        self._closed = True
+
+    def _open_cache(self) -> diskcache.Cache:
+        # As late as possible: opening one writes all its settings, row by row.
+        if self._cache is None:
+            self._cache = diskcache.Cache(str(self.path), timeout=TIMEOUT_S, disk=_TextDisk, **_SETTINGS)
+        return self._cache
 
     @contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
@@ -233,8 +240,8 @@ class Index:
             raise IndexDamagedError(self.path, f"the value of row {key!r:.80} is not text")
         return key, value
 
-    def _inspect(self) -> None:
-        """Look through a database before diskcache does: it runs stored settings as SQL."""
+    def _inspect(self) -> set[tuple[str, str]]:
+        """Look through a database before diskcache does: it runs stored settings as SQL. Returns (type, name) in it."""
         for name in (DBNAME, f"{DBNAME}-journal", f"{DBNAME}-wal", f"{DBNAME}-shm"):
             path = self.path / name
             if path.is_symlink() or (path.exists() and not stat.S_ISREG(path.lstat().st_mode)):
@@ -249,6 +256,7 @@ class Index:
             if ("table", "Settings") in schema:
                 for name, value in connection.execute("SELECT key, value FROM Settings"):
                     self._inspect_setting(name, value)
+        return schema
 
     def _inspect_setting(self, name: object, value: object) -> None:
         known = type(name) is str and (name in DEFAULT_SETTINGS or name in METADATA)

@@ -1,0 +1,261 @@
+"""What every store must do. A store's test class inherits `StoreContract` and gives the fixture `store`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from latentcache.errors import EntryMissingError, StoreError
+from latentcache.fingerprint import key_of
+from latentcache.types import Entry, Record
+
+DTYPES = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
+DTYPES += [torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32, torch.float64]
+ABSENT = "0" * 64
+
+
+def random_tensor(shape, dtype, seed):
+    generator = torch.Generator().manual_seed(seed)
+    bits = torch.randint(0, 256, (*shape, dtype.itemsize), dtype=torch.uint8, generator=generator)
+    return bits.bool()[..., 0] if dtype == torch.bool else bits.view(dtype)[..., 0].clone()
+
+
+def make_entry(number, kind="image", shape=(4, 3, 5), dtype=torch.float16, field="moments", seed=None):
+    identity = {"source": f"sample {number}", "encoding": {"vae": "a1b2c3" * 10, "dtype": "float16"}, "salt": ""}
+    provenance = {"path": f"photos/{number}.jpg", "software": {"torch": "2.13.0", "latentcache": "0.1.0", "os": "any"}}
+    tensors = {field: random_tensor(shape, dtype, number if seed is None else seed)}
+    if kind == "text":
+        tensors["pooled"] = random_tensor((7,), dtype, number + 1)
+    return Entry(Record(key_of(identity), kind, identity, provenance), tensors)
+
+
+def bits(tensor):
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def same(left, right):
+    return left.dtype == right.dtype and left.shape == right.shape and torch.equal(bits(left), bits(right))
+
+
+def assert_holds(store, entry):
+    found = store.get(entry.record.key)
+    assert found.record == entry.record
+    assert found.tensors.keys() == entry.tensors.keys()
+    for name, tensor in entry.tensors.items():
+        assert same(found.tensors[name], tensor)
+
+
+class StoreContract:
+    def test_what_was_added_is_given_back(self, store):
+        entries = [make_entry(1), make_entry(2, kind="text"), make_entry(3, shape=())]
+        assert store.add(entries) == 3
+        for entry in entries:
+            assert_holds(store, entry)
+            assert store.record(entry.record.key) == entry.record
+        assert set(store.keys()) == {entry.record.key for entry in entries}
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    def test_every_dtype(self, store, dtype):
+        entries = [make_entry(number, dtype=dtype) for number in range(3)]
+        store.add(entries)
+        batch = store.read_batch([entry.record.key for entry in entries])["moments"]
+        assert same(batch, torch.stack([entry.tensors["moments"] for entry in entries]))
+
+    def test_entries_are_immutable(self, store):
+        first, other = make_entry(1, seed=1), make_entry(1, seed=2)
+        assert store.add([first, other]) == 1
+        assert store.add([other]) == 0
+        assert_holds(store, first)
+
+    def test_tensors_are_copied_both_ways(self, store):
+        entry = make_entry(1, dtype=torch.float32)
+        expected = make_entry(1, dtype=torch.float32)
+        with store.writer() as writer:
+            writer.add(entry)
+            entry.tensors["moments"].zero_()
+        store.get(entry.record.key).tensors["moments"].zero_()
+        store.get(entry.record.key).record.identity["source"] = "changed"
+        assert_holds(store, expected)
+
+    def test_views_and_parameters_are_stored_as_plain_tensors(self, store):
+        entry = make_entry(1)
+        weight = torch.nn.Parameter(torch.arange(12.0).reshape(3, 4))
+        store.add([dataclasses.replace(entry, tensors={"moments": weight.t()})])
+        found = store.get(entry.record.key).tensors["moments"]
+        assert torch.equal(found, weight.detach().t()) and not found.requires_grad
+
+    def test_find(self, store):
+        entries = [make_entry(number) for number in range(3)]
+        store.add(entries)
+        keys = {entry.record.key for entry in entries}
+        assert store.find([*keys, ABSENT]) == keys
+        assert store.find([]) == set()
+
+    def test_missing(self, store):
+        for call in (store.get, store.record, store.describe):
+            with pytest.raises(EntryMissingError) as caught:
+                call(ABSENT)
+            assert caught.value.key == ABSENT
+        with pytest.raises(EntryMissingError):
+            store.read_batch([ABSENT])
+        with pytest.raises(EntryMissingError):
+            store.resolve([ABSENT])
+
+    @pytest.mark.parametrize("key", ["", "../" * 20 + "abcd", "A" * 64, "0" * 63, "0" * 65, "0" * 63 + "\n", None, 7])
+    def test_what_is_no_key_is_refused(self, store, key):
+        for call in (
+            lambda: store.get(key),
+            lambda: store.record(key),
+            lambda: store.describe(key),
+            lambda: store.find([key]),
+            lambda: store.read_batch([key]),
+            lambda: store.remove([key]),
+            lambda: store.add([Entry(Record(key, "image", {}, {}), make_entry(1).tensors)]),
+        ):
+            with pytest.raises(StoreError, match="not a key"):
+                call()
+
+    def test_a_batch_is_stacked_in_order_and_keys_may_repeat(self, store):
+        entries = [make_entry(number) for number in range(4)]
+        store.add(entries)
+        order = [2, 0, 3, 2, 2, 1]
+        batch = store.read_batch([entries[i].record.key for i in order])
+        assert same(batch["moments"], torch.stack([entries[i].tensors["moments"] for i in order]))
+        assert batch["moments"].data_ptr() % 64 == 0
+        assert store.read_batch([]) == {}
+
+    def test_resolved_rows_give_what_keys_give(self, store):
+        entries = [make_entry(number, kind="text") for number in range(3)]
+        store.add(entries)
+        keys = [entry.record.key for entry in entries]
+        rows = store.resolve(keys)
+        assert rows.keys == tuple(keys)
+        for _ in range(2):
+            assert same(store.read_rows(rows)["pooled"], store.read_batch(keys)["pooled"])
+
+    def test_fields_and_out(self, store):
+        entries = [make_entry(number, kind="text") for number in range(3)]
+        store.add(entries)
+        keys = [entry.record.key for entry in entries]
+        out = torch.empty((3, 7), dtype=torch.float16)
+        batch = store.read_batch(keys, fields=["pooled"], out={"pooled": out})
+        assert list(batch) == ["pooled"] and batch["pooled"] is out
+        assert same(out, torch.stack([entry.tensors["pooled"] for entry in entries]))
+
+    @pytest.mark.parametrize(
+        "out",
+        [
+            torch.empty((2, 7), dtype=torch.float16),
+            torch.empty((3, 7), dtype=torch.bfloat16),
+            torch.empty((7, 3), dtype=torch.float16).t(),
+            torch.empty((3, 7), dtype=torch.float16, device="meta"),
+        ],
+        ids=["rows", "dtype", "strides", "device"],
+    )
+    def test_an_output_that_does_not_fit_is_refused(self, store, out):
+        entries = [make_entry(number, kind="text") for number in range(3)]
+        store.add(entries)
+        with pytest.raises(StoreError, match=r"out\['pooled'\]"):
+            store.read_batch([entry.record.key for entry in entries], fields=["pooled"], out={"pooled": out})
+
+    def test_unequal_entries_are_not_a_batch(self, store):
+        first, wide, other = make_entry(1), make_entry(2, shape=(4, 3, 6)), make_entry(3, dtype=torch.bfloat16)
+        text = make_entry(4, kind="text")
+        store.add([first, wide, other, text])
+        for entry in (wide, other):
+            with pytest.raises(StoreError, match=entry.record.key) as caught:
+                store.read_batch([first.record.key, entry.record.key])
+            assert first.record.key in str(caught.value)
+        with pytest.raises(StoreError, match="same fields"):
+            store.read_batch([first.record.key, text.record.key])
+        with pytest.raises(StoreError, match="no field 'latents'"):
+            store.read_batch([first.record.key], fields=["latents"])
+        assert store.read_batch([first.record.key, text.record.key], fields=["moments"])["moments"].shape[0] == 2
+
+    def test_describe(self, store):
+        entry = make_entry(1, kind="text", dtype=torch.bfloat16)
+        store.add([entry])
+        assert store.describe(entry.record.key) == {"moments": ("bfloat16", (4, 3, 5)), "pooled": ("bfloat16", (7,))}
+
+    def test_remove(self, store):
+        entries = [make_entry(number) for number in range(3)]
+        store.add(entries)
+        assert store.remove([entries[0].record.key, entries[0].record.key, ABSENT]) == 1
+        assert store.find(entry.record.key for entry in entries) == {entry.record.key for entry in entries[1:]}
+        with pytest.raises(EntryMissingError):
+            store.get(entries[0].record.key)
+        assert store.add([entries[0]]) == 1
+        assert_holds(store, entries[0])
+
+    def test_the_writer_keeps_what_was_added_before_an_exception(self, store):
+        entries = [make_entry(number) for number in range(5)]
+        writer = store.writer()
+        with pytest.raises(KeyboardInterrupt), writer:
+            for entry in entries[:3]:
+                writer.add(entry)
+            raise KeyboardInterrupt
+        assert writer.num_added == 3 and writer.bytes_written > 0
+        for entry in entries[:3]:
+            assert_holds(store, entry)
+        assert store.find([entries[3].record.key]) == set()
+
+    def test_sealed_entries_are_there_at_once(self, store):
+        with store.writer() as writer:
+            writer.add(make_entry(1))
+            writer.add(make_entry(1))
+            writer.seal()
+            assert_holds(store, make_entry(1))
+            assert writer.num_added == 1
+            writer.seal()
+        with pytest.raises(StoreError, match="not open"):
+            writer.add(make_entry(2))
+
+    def test_bad_entries_are_refused(self, store):
+        good = make_entry(1)
+        key, record = good.record.key, good.record
+        bad = {
+            "identity gives": Entry(dataclasses.replace(record, identity={"other": 1}), good.tensors),
+            "kind": Entry(dataclasses.replace(record, kind="sound"), good.tensors),
+            "must be JSON": Entry(dataclasses.replace(record, provenance={"x": float("nan")}), good.tensors),
+            "its record has": Entry(dataclasses.replace(record, provenance={"x": "y" * (1 << 20)}), good.tensors),
+            "no tensor": Entry(record, {}),
+            "no element": Entry(record, {"moments": torch.empty(0)}),
+            "dtype": Entry(record, {"moments": torch.zeros(2, dtype=torch.complex64)}),
+            "on meta": Entry(record, {"moments": torch.zeros(2, device="meta")}),
+            "a name has": Entry(record, {"a/b": torch.zeros(2)}),
+        }
+        for message, entry in bad.items():
+            with pytest.raises(StoreError, match=message):
+                store.add([entry])
+        assert store.find([key]) == set()
+
+    def test_odd_text_in_records_survives(self, store):
+        identity = {"caption": '雪\u202e\x00\ud800 "quoted" \\ 🦊', "list": [1, 2.5, None, True, {"deep": ["x" * 40]}]}
+        entry = Entry(Record(key_of(identity), "text", identity, {"path": "\udcff.jpg"}), {"pooled": torch.ones(3)})
+        store.add([entry])
+        assert store.record(entry.record.key) == entry.record
+
+    def test_stats(self, store):
+        store.add([make_entry(1), make_entry(2), make_entry(3, kind="text")])
+        stats = store.stats()
+        assert stats.num_entries == {"image": 2, "text": 1}
+        assert stats.payload_bytes == 3 * 60 * 2 + 7 * 2
+        assert stats.num_damaged == 0 and store.damaged() == {}
+        assert stats.to_json()["num_entries"] == {"image": 2, "text": 1}
+
+    def test_a_closed_store_says_so(self, store):
+        store.add([make_entry(1)])
+        rows = store.resolve([make_entry(1).record.key])
+        batch = store.read_rows(rows)
+        store.close()
+        assert same(batch["moments"][0], make_entry(1).tensors["moments"])
+        for call in (
+            lambda: store.get(make_entry(1).record.key),
+            lambda: store.find([ABSENT]),
+            lambda: store.read_rows(rows),
+            lambda: store.add([make_entry(2)]),
+        ):
+            with pytest.raises(StoreError, match="closed"):
+                call()
