@@ -27,7 +27,8 @@ def encode_captions(
 
     It IS `StableDiffusionXLPipeline.encode_prompt`, so the bits are its own for the same batch, device and dtype. The
     encoders run where they are; both results are on `device` (default: the first encoder's). `clip_skip` 0 is the
-    penultimate layer. The batch counts: the same caption in a batch of another size may differ in the last bits.
+    penultimate layer. The same caption may differ in the last bits in a batch of another size (measured on the CPU:
+    the pooled output does).
     Raises ModelError if the encoders have fewer layers than `clip_skip` needs, ValueError without captions.
     """
     if not captions:

@@ -54,7 +54,8 @@ def encode_images(vae: torch.nn.Module, pixels: np.ndarray | torch.Tensor) -> to
     """The posterior's parameters (mean, log-variance), unscaled: [B, 2*C, h, w], on the VAE's device, in its dtype.
 
     `pixels` are uint8 [B, H, W, 3], upright sRGB. They become `pixels / 127.5 - 1` in float32, then the VAE's dtype.
-    The VAE is used as it stands (device, mode, slicing, tiling), under no_grad and without autocast.
+    The VAE is used as it stands (device, mode, slicing, tiling), under no_grad and without autocast. The same image
+    may differ in the last bits in a batch of another size, and on a CPU with another number of threads.
     Raises ModelError if the pixels are not of this form, or the VAE has no Gaussian posterior.
     """
     if isinstance(pixels, np.ndarray):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 from single_file import save_checkpoint, save_vae
 from transformers import CLIPTokenizer
@@ -350,6 +351,77 @@ def test_a_hub_id_that_is_not_in_the_cache_is_refused_offline(tmp_path, monkeypa
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(ModelError, match=r"someone/sdxl is no local path.*Download it once while online"):
         ModelLoader("someone/sdxl").vae(F32)
+
+
+@pytest.fixture
+def hub_cache(folder, tmp_path, monkeypatch) -> Path:
+    """A hub cache that holds the tiny model as someone/sdxl, and its VAE alone as someone/vae."""
+    for name, content in (("sdxl", folder), ("vae", folder / "vae")):
+        repository = tmp_path / f"models--someone--{name}"
+        shutil.copytree(content, repository / "snapshots" / ("c0ffee" * 7)[:40])
+        (repository / "refs").mkdir()
+        (repository / "refs" / "main").write_text(("c0ffee" * 7)[:40])
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def test_a_hub_id_in_the_cache_is_the_same_model_and_its_commit_is_its_origin(hub_cache, folder, checkpoint):
+    expected = identities(ModelLoader(str(folder)))
+    loader = ModelLoader("someone/sdxl", vae="someone/vae")
+    assert identities(loader) == expected
+    assert loader.origin("vae") == "someone/vae@" + ("c0ffee" * 7)[:40]
+    assert loader.origin("tokenizer") == "someone/sdxl@" + ("c0ffee" * 7)[:40]
+    assert identities(ModelLoader("someone/sdxl", vae="someone/sdxl")) == expected
+    assert identities(ModelLoader(str(checkpoint), config="someone/sdxl")) == expected
+
+
+# An excerpt of the files of stabilityai/stable-diffusion-xl-base-1.0.
+SDXL_FILES = [
+    ".gitattributes",
+    "README.md",
+    "model_index.json",
+    "sd_xl_base_1.0.safetensors",
+    "sd_xl_offset_example-lora_1.0.safetensors",
+    "scheduler/scheduler_config.json",
+    "text_encoder/config.json",
+    "text_encoder/model.fp16.safetensors",
+    "text_encoder/model.onnx",
+    "text_encoder/model.safetensors",
+    "text_encoder_2/config.json",
+    "text_encoder_2/model.fp16.safetensors",
+    "text_encoder_2/model.safetensors",
+    "text_encoder_2/openvino_model.bin",
+    "tokenizer/merges.txt",
+    "tokenizer/tokenizer_config.json",
+    "tokenizer/vocab.json",
+    "tokenizer_2/merges.txt",
+    "tokenizer_2/vocab.json",
+    "unet/config.json",
+    "unet/diffusion_pytorch_model.safetensors",
+    "vae/config.json",
+    "vae/diffusion_pytorch_model.fp16.safetensors",
+    "vae/diffusion_pytorch_model.safetensors",
+    "vae_1_0/config.json",
+    "vae_1_0/diffusion_pytorch_model.safetensors",
+]
+
+
+@pytest.mark.parametrize(("variant", "infix", "other"), [(None, "", ".fp16"), ("fp16", ".fp16", "")])
+def test_only_the_needed_files_are_downloaded(variant, infix, other, folder, monkeypatch):
+    asked = {}
+    monkeypatch.setattr(sources, "snapshot_download", lambda name, **kw: asked.update(kw, name=name) or str(folder))
+    ModelLoader("stabilityai/sdxl", variant=variant).origin("vae")
+    wanted = set(
+        filter_repo_objects(
+            SDXL_FILES, allow_patterns=asked["allow_patterns"], ignore_patterns=asked["ignore_patterns"]
+        )
+    )
+    weights = {f"{part}/{stem}{infix}.safetensors" for part, stem in sources.WEIGHTS.items()}
+    assert {name for name in wanted if name.endswith(".safetensors")} == weights
+    settings = {"model_index.json", "text_encoder/config.json", "tokenizer/merges.txt", "tokenizer_2/vocab.json"}
+    assert settings <= wanted
+    assert not any(name.startswith(("unet", "vae_1_0", "sd_xl")) for name in wanted)
+    assert f"vae/diffusion_pytorch_model{other}.safetensors" not in wanted
 
 
 @pytest.mark.parametrize(
