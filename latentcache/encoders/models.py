@@ -46,7 +46,7 @@ class Models(Protocol):
 
     def text(self, dtype: torch.dtype) -> TextParts: ...
 
-    def release(self) -> None: ...
+    def release(self, *parts: str) -> None: ...
 
 
 @contextmanager
@@ -141,10 +141,12 @@ class ModelLoader:
         encoders = self._module("text_encoder", dtype), self._module("text_encoder_2", dtype)
         return TextParts(*encoders, *self._load_tokenizers())
 
-    def release(self) -> None:
-        """Forget the loaded parts, so that their memory is freed; the next call loads them again."""
-        self._modules.clear()
-        self._tokenizers = None
+    def release(self, *parts: str) -> None:
+        """Forget these parts (default: all), so that their memory is freed; the next call loads them again."""
+        gone = set(parts or PARTS)
+        self._modules = {key: module for key, module in self._modules.items() if key[0] not in gone}
+        if gone & {"tokenizer", "tokenizer_2"}:
+            self._tokenizers = None
 
     def _source(self, part: str) -> Source:
         if part not in PARTS:
@@ -232,9 +234,10 @@ class LoadedModels:
             self._part("tokenizer_2"),
         )
 
-    def release(self) -> None:
-        """Forget the copies. The caller's parts stay."""
-        self._copies.clear()
+    def release(self, *parts: str) -> None:
+        """Forget the copies of these parts (default: all). The caller's parts stay."""
+        gone = set(parts or PARTS)
+        self._copies = {key: module for key, module in self._copies.items() if key[0] not in gone}
 
     def _part(self, part: str) -> Any:
         if self._parts.get(part) is None:
