@@ -1,0 +1,163 @@
+"""One training item of the user's dataset, and what every reader of a dataset shares."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
+
+from latentcache.errors import DatasetError, ImageRefused
+from latentcache.types import Refusal, RefusalReason
+
+MAX_CAPTION_BYTES = 1 << 20
+"""A longer caption file is none: CLIP reads 77 tokens."""
+
+
+class CaptionError(ValueError):
+    """A caption is there but cannot be used. Readers turn it into a Refusal: a wrong caption is worse than none."""
+
+
+def captions_in_text(data: bytes) -> tuple[str, ...]:
+    """The captions of a caption file: UTF-8, with or without a byte order mark, one a line; empty lines are none.
+
+    Raises CaptionError.
+    """
+    if len(data) > MAX_CAPTION_BYTES:
+        raise CaptionError(f"it has {len(data):,} bytes; a caption file may have {MAX_CAPTION_BYTES:,}")
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise CaptionError(f"it is not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8") from error
+    # Not str.splitlines, which also splits at characters that may be part of a caption.
+    return _stripped(re.split(r"[\r\n]+", text))
+
+
+def captions_in_columns(row: Mapping[str, Any], columns: tuple[str, ...] | None) -> tuple[str, ...]:
+    """The captions in a row's columns: a string is one caption, a list of strings several, None is none.
+
+    Without `columns`: `text`, else `caption`. A column that the row lacks gives none. Raises CaptionError.
+    """
+    if columns is None:
+        columns = ("text",) if "text" in row else ("caption",)
+    found: list[str] = []
+    for column in columns:
+        value = row.get(column)
+        values = value if isinstance(value, list) else [value]
+        for caption in values:
+            if caption is not None and not isinstance(caption, str):
+                raise CaptionError(f"column {column!r} holds a {type(caption).__name__}; a caption is a string")
+            found.append(caption or "")
+    return _stripped(found)
+
+
+def is_hidden(name: str) -> bool:
+    """Whether users do not see it: `.git`, `.ipynb_checkpoints`, macOS's `._photo.jpg`."""
+    return name.startswith(".")
+
+
+def walk(root: str) -> Iterator[tuple[str, list[str]] | Refusal]:
+    """(folder relative to `root`, its file names) for `root` and each folder below it: depth first, sorted by name.
+
+    What is hidden is skipped. Links to folders are followed, but a folder that is reached twice is read once, so that
+    a loop of links ends. A folder that cannot be read is a Refusal; if it is the root, DatasetError is raised.
+    """
+    seen: set[tuple[int, int]] = set()
+    pending = [""]
+    while pending:
+        folder = pending.pop()
+        path = os.path.join(root, folder)
+        try:
+            status = os.stat(path)
+            if (status.st_dev, status.st_ino) in seen:
+                continue
+            seen.add((status.st_dev, status.st_ino))
+            with os.scandir(path) as entries:
+                visible = [(entry.name, _is_folder(entry)) for entry in entries if not is_hidden(entry.name)]
+        except OSError as error:
+            if not folder:
+                raise DatasetError(root, f"cannot be read: {error.strerror}") from error
+            yield Refusal(folder, path, "unreadable", f"the folder cannot be read: {error.strerror}")
+            continue
+        yield folder, sorted(name for name, is_folder in visible if not is_folder)
+        folders = sorted((name for name, is_folder in visible if is_folder), reverse=True)
+        pending += [f"{folder}/{name}" if folder else name for name in folders]
+
+
+def refuse_read(path: str, error: OSError) -> NoReturn:
+    """The ImageRefused for an error of the operating system."""
+    reason: RefusalReason = "missing" if isinstance(error, FileNotFoundError) else "unreadable"
+    raise ImageRefused(path, reason, error.strerror or str(error)) from error
+
+
+def read_range(path: str, offset: int, num_bytes: int) -> bytes:
+    """Bytes of a file; fewer where it ends. Raises OSError. A handle of its own makes it thread-safe everywhere."""
+    with open(path, "rb", buffering=0) as file:
+        file.seek(offset)
+        parts = []
+        while num_bytes > 0 and (part := file.read(num_bytes)):
+            parts.append(part)
+            num_bytes -= len(part)
+        return b"".join(parts)
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    # DirEntry.is_dir raises for a link to itself, which would cost the whole folder.
+    return entry.is_dir(follow_symlinks=False) or (entry.is_symlink() and os.path.isdir(entry.path))
+
+
+def _stripped(captions: Iterable[str]) -> tuple[str, ...]:
+    return tuple(caption.strip() for caption in captions if caption.strip())
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """When a file is surely still the same. Of the file that holds the bytes: the tar, not its member."""
+
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+    inode: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> Signature:
+        return cls(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
+
+    def to_text(self) -> str:
+        return f"{self.size} {self.mtime_ns} {self.ctime_ns} {self.inode}"
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One training item: where its image's bytes are, and its captions.
+
+    `sample_id` is the image's path relative to the dataset's root with `/`, `<tar>/<key>`, or `<file>#<row>`. `path`
+    is for people: the real path, with `#member` or `#row`. `captions` are stripped and never empty: a missing caption
+    is `("",)`, and `has_caption` is False. `locator` belongs to the source that made it.
+    """
+
+    sample_id: str
+    path: str
+    captions: tuple[str, ...]
+    has_caption: bool
+    signature: Signature | None
+    locator: Any
+
+    @classmethod
+    def of(
+        cls, sample_id: str, path: str, captions: tuple[str, ...], signature: Signature | None, locator: Any
+    ) -> Sample:
+        return cls(sample_id, path, captions or ("",), bool(captions), signature, locator)
+
+
+class Source(Protocol):
+    """A dataset as the user keeps it. Both methods may be called from several threads."""
+
+    def samples(self) -> Iterator[Sample | Refusal]:
+        """All samples, in the same order each time. What cannot be used is a Refusal, and never ends the iteration."""
+        ...
+
+    def read(self, sample: Sample) -> bytes:
+        """The bytes of the sample's image. Raises ImageRefused."""
+        ...

@@ -1,0 +1,655 @@
+"""The four readers: one suite over the same photos, then what is odd in each."""
+
+from __future__ import annotations
+
+import builtins
+import io
+import json
+import logging
+import os
+import tarfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import odd_images
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from latentcache.dataset.sources import KINDS, Sample, Source, open_source
+from latentcache.errors import ConfigError, DatasetError, ImageRefused
+from latentcache.types import Refusal
+
+Captions = tuple[str, ...]
+
+PHOTOS: dict[str, tuple[bytes, Captions]] = {
+    name: (odd_images.png(odd_images.photo(20 + number, 30)), captions)
+    for number, (name, captions) in enumerate(
+        {
+            "a": ("a cat",),
+            "b": ("a dog", "a good dog"),
+            "c": (),
+            "d": ("ein Bär, 熊 🐻",),
+            "e": ("last",),
+        }.items()
+    )
+}
+
+
+def samples(source: Source) -> list[Sample]:
+    items = list(source.samples())
+    assert all(isinstance(item, Sample) for item in items), items
+    return items
+
+
+def refusals(source: Source) -> list[tuple[str, str]]:
+    return [(item.sample_id, item.reason) for item in source.samples() if isinstance(item, Refusal)]
+
+
+def ids(source: Source) -> list[str]:
+    return [item.sample_id for item in source.samples() if isinstance(item, Sample)]
+
+
+def write_tar(path: Path, members: dict[str, bytes]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as tar:
+        for name, data in members.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    return path
+
+
+def write_parquet(path: Path, columns: dict[str, list], row_group_size: int = 2) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table(columns), path, row_group_size=row_group_size)
+    return path
+
+
+def make_folder(root: Path) -> None:
+    for name, (data, captions) in PHOTOS.items():
+        (root / f"{name}.png").write_bytes(data)
+        if captions:
+            (root / f"{name}.txt").write_text("\n".join(captions) + "\n", encoding="utf-8")
+
+
+def make_imagefolder(root: Path) -> None:
+    lines = []
+    for name, (data, captions) in PHOTOS.items():
+        (root / f"{name}.png").write_bytes(data)
+        text = {"text": captions[0] if len(captions) == 1 else list(captions)} if captions else {}
+        lines.append(json.dumps({"file_name": f"{name}.png"} | text, ensure_ascii=False))
+    (root / "metadata.jsonl").write_text("\n".join(lines), encoding="utf-8")
+
+
+def make_webdataset(root: Path) -> None:
+    for shard, names in (("shard-0.tar", "abc"), ("shard-1.tar", "de")):
+        members = {}
+        for name in names:
+            data, captions = PHOTOS[name]
+            members[f"{name}.png"] = data
+            if captions:
+                members[f"{name}.txt"] = "\n".join(captions).encode()
+        write_tar(root / shard, members)
+
+
+def make_parquet(root: Path) -> None:
+    for file, names in (("part-0.parquet", "abc"), ("part-1.parquet", "de")):
+        images = [{"bytes": PHOTOS[name][0], "path": f"{name}.png"} for name in names]
+        write_parquet(root / file, {"image": images, "text": [list(PHOTOS[name][1]) for name in names]})
+
+
+@dataclass(frozen=True)
+class Layout:
+    make: Callable[[Path], None]
+    ids: list[str]
+
+
+LAYOUTS = {
+    "folder": Layout(make_folder, [f"{name}.png" for name in "abcde"]),
+    "imagefolder": Layout(make_imagefolder, [f"{name}.png" for name in "abcde"]),
+    "webdataset": Layout(make_webdataset, ["shard-0.tar/a", "shard-0.tar/b", "shard-0.tar/c", "shard-1.tar/d"]),
+    "parquet": Layout(make_parquet, [f"part-0.parquet#{row}" for row in range(3)] + ["part-1.parquet#0"]),
+}
+LAYOUTS["webdataset"].ids.append("shard-1.tar/e")
+LAYOUTS["parquet"].ids.append("part-1.parquet#1")
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def source(kind: str, tmp_path: Path) -> Source:
+    LAYOUTS[kind].make(tmp_path)
+    return open_source(kind, tmp_path)
+
+
+class TestAllSources:
+    def test_the_same_photos_and_captions(self, kind: str, source: Source) -> None:
+        found = samples(source)
+        assert [sample.sample_id for sample in found] == LAYOUTS[kind].ids
+        for sample, (data, captions) in zip(found, PHOTOS.values(), strict=True):
+            assert source.read(sample) == data
+            assert sample.captions == (captions or ("",))
+            assert sample.has_caption == bool(captions)
+
+    def test_twice_the_same(self, source: Source) -> None:
+        assert list(source.samples()) == list(source.samples())
+
+    def test_paths_are_real_and_signatures_are_of_the_file(self, kind: str, source: Source, tmp_path: Path) -> None:
+        for sample in samples(source):
+            file = sample.path.split("#")[0]
+            status = os.stat(file)
+            assert sample.path.startswith(str(tmp_path)) and ("#" in sample.path) == (kind in ("webdataset", "parquet"))
+            assert sample.signature is not None
+            assert sample.signature.to_text() == (
+                f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns} {status.st_ino}"
+            )
+
+    def test_reading_in_any_order_from_threads(self, source: Source) -> None:
+        found = samples(source)
+        wanted = [data for data, _ in PHOTOS.values()]
+        with ThreadPoolExecutor(8) as pool:
+            for shift in range(len(found)):
+                order = (list(range(shift, len(found))) + list(range(shift))) * 10
+                assert list(pool.map(source.read, [found[i] for i in order])) == [wanted[i] for i in order]
+
+    def test_a_vanished_file_is_refused_as_missing(self, source: Source) -> None:
+        sample = samples(source)[0]
+        os.unlink(sample.path.split("#")[0])
+        with pytest.raises(ImageRefused) as caught:
+            source.read(sample)
+        assert caught.value.reason == "missing" and caught.value.path == sample.path
+
+    def test_a_missing_root_and_an_empty_one_are_errors(self, kind: str, tmp_path: Path) -> None:
+        with pytest.raises(DatasetError, match="does not exist"):
+            open_source(kind, tmp_path / "nowhere")
+        (tmp_path / "notes.md").write_text("no images here")
+        with pytest.raises(DatasetError, match=r"holds no|has no"):
+            open_source(kind, tmp_path)
+
+    def test_the_root_may_be_relative(
+        self, kind: str, source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path.parent)
+        relative = open_source(kind, tmp_path.name)
+        monkeypatch.chdir("/")
+        assert list(relative.samples()) == list(source.samples())
+
+    def test_a_sample_is_small_and_frozen(self, source: Source) -> None:
+        sample = samples(source)[0]
+        assert not hasattr(sample, "__dict__")
+        with pytest.raises(AttributeError):
+            sample.sample_id = "other"  # type: ignore[misc]
+
+
+def test_unknown_kinds_and_settings_are_refused(tmp_path: Path) -> None:
+    make_folder(tmp_path)
+    with pytest.raises(ConfigError, match="folder, imagefolder, webdataset, parquet"):
+        open_source("lmdb", tmp_path)
+    for extension in ("txt", ".png", ""):
+        with pytest.raises(ConfigError, match="caption_extension"):
+            open_source("folder", tmp_path, caption_extension=extension)
+    for columns in ("text", ()):
+        with pytest.raises(ConfigError, match="caption_columns"):
+            open_source("imagefolder", tmp_path, caption_columns=columns)
+
+
+# --- folder ----------------------------------------------------------------------------------------------------------
+
+IMAGE = PHOTOS["a"][0]
+
+
+def write(root: Path, *names: str) -> None:
+    for name in names:
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(IMAGE)
+
+
+class TestFolder:
+    def test_recursive_sorted_and_without_what_is_hidden(self, tmp_path: Path) -> None:
+        write(tmp_path, "b/2.png", "b/1.JPG", "a/x/y.webp", "z.png", ".git/o.png", "b/._1.jpg", "c.txt", "b.avif")
+        source = open_source("folder", tmp_path)
+        assert ids(source) == ["b.avif", "z.png", "a/x/y.webp", "b/1.JPG", "b/2.png"]
+
+    def test_formats_that_are_refused_later_are_listed(self, tmp_path: Path) -> None:
+        write(tmp_path, "a.gif", "b.tiff", "c.bmp", "d.heic", "e.txt", "f.safetensors")
+        assert ids(open_source("folder", tmp_path)) == ["a.gif", "b.tiff", "c.bmp", "d.heic"]
+
+    def test_captions_pair_by_the_whole_stem(self, tmp_path: Path) -> None:
+        write(tmp_path, "aaa.bbb.png", "aaa.ccc.png", "cat.png", "cat.jpg", "sub/cat.png")
+        (tmp_path / "aaa.bbb.txt").write_text("bbb")
+        (tmp_path / "aaa.txt").write_text("wrong")
+        (tmp_path / "cat.txt").write_text("cat")
+        found = {sample.sample_id: sample.captions for sample in samples(open_source("folder", tmp_path))}
+        assert found == {
+            "aaa.bbb.png": ("bbb",),
+            "aaa.ccc.png": ("",),
+            "cat.jpg": ("cat",),
+            "cat.png": ("cat",),
+            "sub/cat.png": ("",),
+        }
+
+    @pytest.mark.parametrize(
+        ("text", "captions"),
+        [
+            (b"", ("",)),
+            (b"  \n\t\n", ("",)),
+            (b"\xef\xbb\xbfwith a mark\n", ("with a mark",)),
+            (b"one\r\n\r\n  two  \r\n", ("one", "two")),
+            (b"one\rtwo", ("one", "two")),
+            ("a\u2028b\x0bc".encode(), ("a\u2028b\x0bc",)),
+            (b"twice\ntwice", ("twice", "twice")),
+        ],
+    )
+    def test_caption_files(self, tmp_path: Path, text: bytes, captions: Captions) -> None:
+        write(tmp_path, "a.png")
+        (tmp_path / "a.caption").write_bytes(text)
+        (sample,) = samples(open_source("folder", tmp_path, caption_extension=".caption"))
+        assert sample.captions == captions
+        assert sample.has_caption == (captions != ("",))
+
+    @pytest.mark.parametrize("text", [b"caf\xe9", "UTF-16".encode("utf-16"), b"x" * (1 << 20) + b"x"])
+    def test_a_caption_file_that_cannot_be_used_refuses_its_image_alone(self, tmp_path: Path, text: bytes) -> None:
+        write(tmp_path, "a.png", "b.png")
+        (tmp_path / "a.txt").write_bytes(text)
+        source = open_source("folder", tmp_path)
+        assert refusals(source) == [("a.png", "bad-caption")]
+        assert ids(source) == ["b.png"]
+        (refusal,) = [item for item in source.samples() if isinstance(item, Refusal)]
+        assert refusal.path == str(tmp_path / "a.txt")
+
+    def test_links_are_followed_and_loops_end(self, tmp_path: Path) -> None:
+        root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
+        write(root, "a/1.png")
+        write(elsewhere, "2.png")
+        (root / "a" / "up").symlink_to(root)
+        (root / "b").symlink_to(root / "a")
+        (root / "linked").symlink_to(elsewhere)
+        (root / "self.png").symlink_to(root / "self.png")
+        (root / "gone.png").symlink_to(root / "nothing")
+        source = open_source("folder", root)
+        assert ids(source) == ["a/1.png", "linked/2.png"]
+        assert refusals(source) == [("gone.png", "missing"), ("self.png", "unreadable")]
+
+    def test_what_is_no_regular_file_is_refused_and_not_waited_for(self, tmp_path: Path) -> None:
+        write(tmp_path, "a.png", "b.png", "d.jpg/inside.png")
+        os.mkfifo(tmp_path / "pipe.png")
+        os.mkfifo(tmp_path / "b.txt")
+        source = open_source("folder", tmp_path)
+        assert ids(source) == ["a.png", "d.jpg/inside.png"]
+        assert refusals(source) == [("b.png", "unreadable"), ("pipe.png", "unreadable")]
+
+    @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+    def test_what_may_not_be_read_is_refused(self, tmp_path: Path) -> None:
+        write(tmp_path, "a.png", "b.png", "locked/c.png")
+        (tmp_path / "b.txt").write_text("b")
+        (tmp_path / "b.txt").chmod(0)
+        (tmp_path / "locked").chmod(0)
+        (tmp_path / "a.png").chmod(0)
+        source = open_source("folder", tmp_path)
+        try:
+            assert refusals(source) == [("b.png", "unreadable"), ("locked", "unreadable")]
+            with pytest.raises(ImageRefused) as caught:
+                source.read(next(item for item in source.samples() if isinstance(item, Sample)))
+            assert caught.value.reason == "unreadable"
+        finally:
+            (tmp_path / "locked").chmod(0o700)
+
+    def test_odd_names_survive(self, tmp_path: Path) -> None:
+        names = [
+            "new\nline.png",
+            "ünïcode 熊.png",
+            "u\u0308.png",
+            "\u202egnp.png",
+            "a b.png",
+            "CON.png",
+            "x" * 200 + ".png",
+        ]
+        write(tmp_path, *names)
+        with open(os.fsencode(tmp_path) + b"/latin-\xe9.png", "wb") as file:
+            file.write(IMAGE)
+        source = open_source("folder", tmp_path)
+        assert set(ids(source)) == {*names, os.fsdecode(b"latin-\xe9.png")}
+        assert all(source.read(sample) == IMAGE for sample in samples(source))
+
+    def test_a_file_is_no_folder(self, tmp_path: Path) -> None:
+        write(tmp_path, "a.png")
+        with pytest.raises(DatasetError, match="is not a folder"):
+            open_source("folder", tmp_path / "a.png")
+
+
+# --- imagefolder -----------------------------------------------------------------------------------------------------
+
+
+def metadata(root: Path, *lines: object) -> None:
+    root.mkdir(parents=True, exist_ok=True)
+    texts = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]
+    (root / "metadata.jsonl").write_bytes(b"\n".join(texts))
+
+
+class TestImageFolder:
+    def test_each_folder_may_have_its_own_metadata(self, tmp_path: Path) -> None:
+        write(tmp_path, "a.png", "train/b.png", "train/deep/c.png")
+        metadata(tmp_path, {"file_name": "a.png", "text": "a"})
+        metadata(tmp_path / "train", {"file_name": "deep/../deep/c.png", "text": "c"}, {"file_name": "./b.png"})
+        source = open_source("imagefolder", tmp_path)
+        assert ids(source) == ["a.png", "train/deep/c.png", "train/b.png"]
+
+    @pytest.mark.parametrize(
+        ("row", "columns", "captions"),
+        [
+            ({"text": "t", "caption": "c"}, None, ("t",)),
+            ({"caption": "c"}, None, ("c",)),
+            ({"text": None, "caption": "c"}, None, ("",)),
+            ({"text": "t", "caption": "c"}, ("caption", "text"), ("c", "t")),
+            ({"short": "s", "long": ["l", " ", None, "m "]}, ("short", "long"), ("s", "l", "m")),
+            ({"text": "two\nlines"}, None, ("two\nlines",)),
+            ({"text": "t"}, ("prompt",), ("",)),
+        ],
+    )
+    def test_caption_columns(
+        self, tmp_path: Path, row: dict, columns: tuple[str, ...] | None, captions: Captions
+    ) -> None:
+        write(tmp_path, "a.png")
+        metadata(tmp_path, {"file_name": "a.png"} | row)
+        (sample,) = samples(open_source("imagefolder", tmp_path, caption_columns=columns))
+        assert sample.captions == captions and sample.has_caption == (captions != ("",))
+
+    def test_bad_lines_are_refused_by_number_and_the_rest_goes_on(self, tmp_path: Path) -> None:
+        write(tmp_path, "a.png", "b.png", "c.png")
+        metadata(
+            tmp_path,
+            {"file_name": "a.png"},
+            b"{broken",
+            b"",
+            b"[1]",
+            {"text": "no name"},
+            {"file_name": "gone.png"},
+            {"file_name": "b.png", "text": 7},
+            b'{"file_name": "\xff.png"}',
+            b"[" * 100_000,
+            {"file_name": "c.png"},
+        )
+        source = open_source("imagefolder", tmp_path)
+        assert ids(source) == ["a.png", "c.png"]
+        assert refusals(source) == [
+            ("metadata.jsonl:2", "corrupt"),
+            ("metadata.jsonl:4", "corrupt"),
+            ("metadata.jsonl:5", "corrupt"),
+            ("gone.png", "missing"),
+            ("b.png", "bad-caption"),
+            ("metadata.jsonl:8", "corrupt"),
+            ("metadata.jsonl:9", "corrupt"),
+        ]
+
+    @pytest.mark.parametrize("name", ["../secret.png", "a/../../secret.png", "/etc/hostname", "..", "b/../.."])
+    def test_names_that_lead_out_of_the_dataset_are_refused(self, tmp_path: Path, name: str) -> None:
+        write(tmp_path, "secret.png", "root/a.png")
+        metadata(tmp_path / "root", {"file_name": name}, {"file_name": str(tmp_path / "secret.png")})
+        source = open_source("imagefolder", tmp_path / "root")
+        assert refusals(source) == [("metadata.jsonl:1", "unreadable"), ("metadata.jsonl:2", "unreadable")]
+        assert ids(source) == []
+
+    @pytest.mark.parametrize("name", ["nul\0.png", "\ud800.png", "x" * 5000, "."])
+    def test_names_that_are_no_file_names_are_refused(self, tmp_path: Path, name: str) -> None:
+        metadata(tmp_path, {"file_name": name})
+        source = open_source("imagefolder", tmp_path)
+        assert [reason for _, reason in refusals(source)] in (["unreadable"], ["missing"])
+
+    def test_images_without_metadata_are_left_out_and_logged(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        write(tmp_path, "a.png", "b.png", "other/c.png")
+        metadata(tmp_path, {"file_name": "a.png"})
+        with caplog.at_level(logging.WARNING, logger="latentcache"):
+            assert ids(open_source("imagefolder", tmp_path)) == ["a.png"]
+        assert "2 images" in caplog.text
+
+
+# --- webdataset ------------------------------------------------------------------------------------------------------
+
+
+class TestWebDataset:
+    def test_keys_end_at_the_first_dot_of_the_file_name(self, tmp_path: Path) -> None:
+        members = {"./dir.v1/x.png": IMAGE, "./dir.v1/x.txt": b"x", "y.left.png": IMAGE, "y.json": b'{"caption": "y"}'}
+        write_tar(tmp_path / "s.tar", members)
+        found = samples(open_source("webdataset", tmp_path))
+        assert [(sample.sample_id, sample.captions) for sample in found] == [
+            ("s.tar/dir.v1/x", ("x",)),
+            ("s.tar/y", ("y",)),
+        ]
+
+    def test_members_of_a_key_may_be_apart(self, tmp_path: Path) -> None:
+        write_tar(tmp_path / "s.tar", {"a.txt": b"a", "b.png": IMAGE, "a.png": IMAGE, "b.txt": b"b"})
+        found = samples(open_source("webdataset", tmp_path))
+        assert [(sample.sample_id, sample.captions) for sample in found] == [("s.tar/a", ("a",)), ("s.tar/b", ("b",))]
+
+    @pytest.mark.parametrize(("columns", "captions"), [(None, ("t",)), (("caption", "tags"), ("c", "1"))])
+    def test_json_comes_first_if_columns_are_configured(
+        self, tmp_path: Path, columns: tuple[str, ...] | None, captions: Captions
+    ) -> None:
+        members = {"a.png": IMAGE, "a.txt": b"t", "a.json": b'{"caption": "c", "tags": ["1"]}'}
+        write_tar(tmp_path / "s.tar", members)
+        (sample,) = samples(open_source("webdataset", tmp_path, caption_columns=columns))
+        assert sample.captions == captions
+
+    def test_one_tar_a_folder_and_a_glob(self, tmp_path: Path) -> None:
+        make_webdataset(tmp_path)
+        assert len(ids(open_source("webdataset", tmp_path))) == 5
+        assert ids(open_source("webdataset", tmp_path / "shard-1.tar")) == ["shard-1.tar/d", "shard-1.tar/e"]
+        assert len(ids(open_source("webdataset", tmp_path / "shard-*.tar"))) == 5
+        with pytest.raises(DatasetError, match="glob"):
+            open_source("webdataset", tmp_path / "shard-{0..1}.tar")
+        with pytest.raises(DatasetError, match="holds no"):
+            open_source("webdataset", tmp_path / "other-*.tar")
+
+    def test_bad_members_are_refused_and_the_rest_goes_on(self, tmp_path: Path) -> None:
+        path = tmp_path / "s.tar"
+        with tarfile.open(path, "w") as tar:
+            for name, data in {
+                "a.png": IMAGE,
+                "a.webp": IMAGE,
+                "b.png": IMAGE,
+                "b.txt": b"\xff",
+                "c.png": IMAGE,
+                "c.json": b"{",
+                "d.png": IMAGE,
+                "d.json": b"[]",
+                "f.png": IMAGE,
+                "f.txt": b"x" * (1 << 20) + b"x",
+                "g.png": IMAGE,
+                "._g.png": IMAGE,
+            }.items():
+                member = tarfile.TarInfo(name)
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+            link = tarfile.TarInfo("e.png")
+            link.type, link.linkname = tarfile.SYMTYPE, "/etc/hostname"
+            tar.addfile(link)
+        source = open_source("webdataset", path)
+        assert ids(source) == ["s.tar/a", "s.tar/g"]
+        assert refusals(source) == [
+            ("s.tar/a", "duplicate"),
+            ("s.tar/b", "bad-caption"),
+            ("s.tar/c", "bad-caption"),
+            ("s.tar/d", "bad-caption"),
+            ("s.tar/f", "bad-caption"),
+            ("s.tar/e", "unreadable"),
+        ]
+
+    def test_a_cut_tar_gives_what_is_whole_and_says_so(self, tmp_path: Path) -> None:
+        members = {f"{i}.{suffix}": data for i in range(4) for suffix, data in (("png", IMAGE), ("txt", b"caption"))}
+        whole = write_tar(tmp_path / "whole.tar", members).read_bytes()
+        write_tar(tmp_path / "z.tar", {"last.png": IMAGE})
+        with tarfile.open(tmp_path / "whole.tar") as tar:
+            end = max(member.offset_data + 512 for member in tar)
+        cut = tmp_path / "cut.tar"
+        (tmp_path / "whole.tar").unlink()
+        for length in range(1, end, 97):
+            cut.write_bytes(whole[:length])
+            items = list(open_source("webdataset", tmp_path).samples())
+            found = [item for item in items if isinstance(item, Sample)]
+            refused = [item for item in items if isinstance(item, Refusal)]
+            assert found[-1].sample_id == "z.tar/last"
+            assert [sample.sample_id for sample in found[:-1]] == [f"cut.tar/{i}" for i in range(len(found) - 1)]
+            # Never an image whose caption was cut off.
+            assert all(sample.captions == ("caption",) for sample in found[:-1])
+            assert refused[-1].sample_id == "cut.tar" and refused[-1].reason == "truncated"
+
+    def test_a_damaged_header_in_the_middle_is_not_taken_for_the_end(self, tmp_path: Path) -> None:
+        path = write_tar(tmp_path / "s.tar", {"a.png": IMAGE, "b.png": IMAGE, "c.png": IMAGE})
+        data = bytearray(path.read_bytes())
+        data[data.index(b"c.png") + 1] ^= 1
+        path.write_bytes(data)
+        source = open_source("webdataset", path)
+        assert ids(source) == ["s.tar/a"]
+        assert refusals(source) == [("s.tar/b", "truncated"), ("s.tar", "corrupt")]
+
+    @pytest.mark.parametrize(("name", "mode"), [("s.tar.gz", "w:gz"), ("s.tar", "w:bz2"), ("s.tar.xz", "w:xz")])
+    def test_a_compressed_tar_is_an_error_that_says_what_to_do(self, tmp_path: Path, name: str, mode: str) -> None:
+        with tarfile.open(tmp_path / name, mode) as tar:  # type: ignore[call-overload]
+            tar.addfile(tarfile.TarInfo("a.png"))
+        for path in (tmp_path, tmp_path / name):
+            with pytest.raises(DatasetError, match="decompress it"):
+                open_source("webdataset", path)
+
+    def test_a_tar_that_changes_is_refused(self, tmp_path: Path) -> None:
+        path = write_tar(tmp_path / "s.tar", {"a.png": IMAGE})
+        source = open_source("webdataset", path)
+        (sample,) = samples(source)
+        write_tar(path, {"other.txt": b"x" * 5000, "a.png": IMAGE})
+        with pytest.raises(ImageRefused) as caught:
+            source.read(sample)
+        assert caught.value.reason == "changed"
+
+    @given(data=st.data())
+    @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    def test_damaged_tars_never_raise(self, tmp_path: Path, data: st.DataObject) -> None:
+        path = tmp_path / "s.tar"
+        long = "long/" * 30
+        mutated = bytearray(write_tar(path, {"a.png": IMAGE, f"{long}b.png": b"1", f"{long}b.txt": b"b"}).read_bytes())
+        for _ in range(data.draw(st.integers(1, 8))):
+            at = data.draw(st.integers(0, len(mutated) // 3 * 2))
+            mutated[at] = data.draw(st.integers(0, 255))
+        path.write_bytes(mutated)
+        try:
+            source = open_source("webdataset", path)
+        except DatasetError:
+            return
+        for item in source.samples():
+            if isinstance(item, Sample):
+                source.read(item)
+
+
+# --- parquet ---------------------------------------------------------------------------------------------------------
+
+
+class TestParquet:
+    @pytest.mark.parametrize("kind_of_bytes", [pa.binary(), pa.large_binary(), pa.struct([("bytes", pa.binary())])])
+    def test_kinds_of_image_columns(self, tmp_path: Path, kind_of_bytes: pa.DataType) -> None:
+        value = {"bytes": IMAGE} if pa.types.is_struct(kind_of_bytes) else IMAGE
+        columns = {"jpg": pa.array([value, None], kind_of_bytes), "caption": pa.array(["one", None])}
+        file = write_parquet(tmp_path / "p.parquet", columns)
+        source = open_source("parquet", file, image_column="jpg")
+        first, second = samples(source)
+        assert (first.captions, second.captions) == (("one",), ("",))
+        assert source.read(first) == IMAGE
+        with pytest.raises(ImageRefused) as caught:
+            source.read(second)
+        assert caught.value.reason == "missing"
+
+    def test_a_struct_with_a_path_but_no_bytes_is_missing(self, tmp_path: Path) -> None:
+        write_parquet(
+            tmp_path / "p.parquet", {"image": [{"bytes": None, "path": "a.png"}, {"bytes": IMAGE, "path": ""}]}
+        )
+        source = open_source("parquet", tmp_path)
+        first, second = samples(source)
+        with pytest.raises(ImageRefused, match="missing"):
+            source.read(first)
+        assert source.read(second) == IMAGE
+
+    def test_several_caption_columns_and_none(self, tmp_path: Path) -> None:
+        write_parquet(tmp_path / "p.parquet", {"image": [IMAGE], "short": ["s"], "long": [["l", "m"]]})
+        (sample,) = samples(open_source("parquet", tmp_path, caption_columns=("long", "short")))
+        assert sample.captions == ("l", "m", "s")
+        (sample,) = samples(open_source("parquet", tmp_path))
+        assert sample.captions == ("",) and not sample.has_caption
+
+    @pytest.mark.parametrize(
+        ("columns", "options", "message"),
+        [
+            ({"photo": [IMAGE]}, {}, "no column 'image', but: photo"),
+            ({"image": [IMAGE], "text": ["t"]}, {"caption_columns": ["captoin"]}, "no column 'captoin'"),
+            ({"image": ["a.png"]}, {}, "must hold the bytes"),
+            ({"image": [{"path": "a.png"}]}, {}, "needs a field `bytes`"),
+        ],
+    )
+    def test_wrong_columns_are_errors(self, tmp_path: Path, columns: dict, options: dict, message: str) -> None:
+        write_parquet(tmp_path / "p.parquet", columns)
+        with pytest.raises(DatasetError, match=message):
+            open_source("parquet", tmp_path, **options)
+
+    def test_a_bad_file_or_caption_is_refused_and_the_rest_goes_on(self, tmp_path: Path) -> None:
+        write_parquet(tmp_path / "a.parquet", {"image": [IMAGE], "text": ["a"]})
+        (tmp_path / "b.parquet").write_bytes(b"PAR1 not really PAR1")
+        write_parquet(tmp_path / "c.parquet", {"photo": [IMAGE]})
+        write_parquet(tmp_path / "d.parquet", {"image": [IMAGE], "text": [7]})
+        write_parquet(tmp_path / "sub/e.parquet", {"image": [IMAGE], "text": ["e"]})
+        source = open_source("parquet", tmp_path)
+        assert ids(source) == ["a.parquet#0", "sub/e.parquet#0"]
+        assert refusals(source) == [
+            ("b.parquet", "corrupt"),
+            ("c.parquet", "unreadable"),
+            ("d.parquet#0", "bad-caption"),
+        ]
+
+    def test_damaged_pages_are_refused(self, tmp_path: Path) -> None:
+        noise = [os.urandom(2000) for _ in range(4)]
+        file = write_parquet(tmp_path / "p.parquet", {"image": noise, "text": [f"caption {i}" for i in range(4)]})
+        source = open_source("parquet", file)
+        found = samples(source)
+        start = pq.ParquetFile(file).metadata.row_group(1).column(0).data_page_offset
+        data = bytearray(file.read_bytes())
+        data[start : start + 60] = b"\xff" * 60
+        file.write_bytes(data)
+        assert source.read(found[0]) == noise[0]
+        with pytest.raises(ImageRefused) as caught:
+            source.read(found[2])
+        assert caught.value.reason == "corrupt"
+
+    def test_row_groups_are_kept_up_to_a_size(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("latentcache.dataset.tables.CACHE_BYTES", 2500)
+        images = [bytes([i]) * 1000 for i in range(6)]
+        source = open_source("parquet", write_parquet(tmp_path / "p.parquet", {"image": images}, row_group_size=1))
+        found = samples(source)
+        opened: list[int] = []
+        read = pq.ParquetFile.read_row_group
+        monkeypatch.setattr(
+            pq.ParquetFile, "read_row_group", lambda self, i, **options: (opened.append(i), read(self, i, **options))[1]
+        )
+        for row in (0, 1, 0, 1, 2, 1, 0):
+            assert source.read(found[row]) == images[row]
+        assert opened == [0, 1, 2, 0]
+
+    def test_without_pyarrow_the_error_says_what_to_install(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        make_parquet(tmp_path)
+        genuine = builtins.__import__
+
+        def without(name: str, *arguments: object, **options: object) -> object:
+            if name.split(".")[0] == "pyarrow":
+                raise ImportError(name)
+            return genuine(name, *arguments, **options)
+
+        monkeypatch.setattr(builtins, "__import__", without)
+        with pytest.raises(ConfigError, match=r"pip install 'latentcache\[parquet\]'"):
+            open_source("parquet", tmp_path)
