@@ -85,9 +85,9 @@ class CacheDirectory:
         """As `pack_path`, and its folder is there."""
         path = self.pack_path(pack)
         with typed_errors(path, 0):
-            if not path.parent.is_dir():
-                path.parent.mkdir(exist_ok=True)
-                sync_folder(self.packs)
+            path.parent.mkdir(exist_ok=True)
+            # Each time: whoever made the folder may not have come to this.
+            sync_folder(self.packs)
         return path
 
     def pack_sizes(self) -> dict[str, int]:

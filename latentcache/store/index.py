@@ -286,7 +286,7 @@ class Index:
         except diskcache.Timeout as error:
             # diskcache hides why a transaction could not begin behind its Timeout.
             raise self._typed(error.__context__ or error) from error
-        except (sqlite3.Error, OSError) as error:
+        except (sqlite3.Error, UnicodeDecodeError, OSError) as error:
             raise self._typed(error) from error
 
     def _typed(self, error: BaseException) -> StoreError:
@@ -298,6 +298,9 @@ class Index:
             )
         if primary == sqlite3.SQLITE_FULL:
             return StorageFullError(self.path, _PAGE_BYTES)
+        if primary == sqlite3.SQLITE_READONLY and not self.read_only and os.access(self._database, os.W_OK):
+            # The files can be written, so it is the database's header that says no.
+            return IndexDamagedError(self.path, str(error))
         if primary in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM) or isinstance(error, PermissionError):
             return ReadOnlyError(self.path, f"the index cannot be written: {error}")
         if primary in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_NOMEM) or isinstance(

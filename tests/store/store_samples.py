@@ -1,0 +1,67 @@
+"""Small entries, and what lies in a cache directory."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+
+import torch
+
+from latentcache.fingerprint import key_of
+from latentcache.types import Entry, Record
+
+fork = multiprocessing.get_context("fork")
+spawn = multiprocessing.get_context("spawn")
+
+
+def sample(number, shape=(4, 8, 8), dtype=torch.float16, **more):
+    identity = {"number": number, "encoding": {"vae": "a1b2c3" * 10, "store_dtype": "float16"}}
+    provenance = {"path": f"photos/{number}.jpg", "software": {"torch": "2.13.0", "diffusers": "0.42.1", "os": "x"}}
+    generator = torch.Generator().manual_seed(number)
+    tensors = {"moments": torch.randn(shape, generator=generator).to(dtype), **more}
+    return Entry(Record(key_of(identity), "image", identity, provenance), tensors)
+
+
+def samples(*numbers):
+    return [sample(number) for number in numbers]
+
+
+def key(number):
+    return sample(number).record.key
+
+
+def same(left, right):
+    return (
+        left.record == right.record
+        and left.tensors.keys() == right.tensors.keys()
+        and all(torch.equal(bits(left.tensors[name]), bits(right.tensors[name])) for name in left.tensors)
+    )
+
+
+def bits(tensor):
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def listing(root):
+    """Every file below `root`, packs by number instead of by name, without SQLite's own."""
+    names = []
+    for folder, _, files in os.walk(root):
+        names += [os.path.relpath(os.path.join(folder, file), root) for file in files]
+    packs = [name for name in names if name.startswith("packs/") and name.endswith(".safetensors")]
+    return [*sorted(set(names) - set(packs)), f"{len(packs)} packs"]
+
+
+CLEAN = ["CACHE.json", "index/cache.db", "index/open.lock", "upkeep.lock"]
+
+
+def packs(store):
+    return sorted(store.directory.packs.glob("*/*.safetensors"))
+
+
+def run(target, *args, context=fork):
+    """Run in another process and return its exit code."""
+    process = context.Process(target=target, args=args)
+    process.start()
+    process.join(60)
+    assert process.exitcode is not None
+    return process.exitcode

@@ -1,0 +1,510 @@
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import random
+import shutil
+import signal
+
+import pytest
+import torch
+from store_samples import CLEAN, fork, key, listing, packs, run, same, sample, samples, spawn
+
+from latentcache.errors import (
+    EntryDamagedError,
+    EntryMissingError,
+    ReadOnlyError,
+    SchemaError,
+    StorageFullError,
+    StoreBusyError,
+    StoreError,
+)
+from latentcache.store import DiskStore
+from latentcache.store import writer as writer_module
+
+
+@pytest.fixture
+def root(tmp_path):
+    return tmp_path / "cache"
+
+
+def assert_holds(store, *numbers):
+    for number in numbers:
+        assert same(store.get(key(number)), sample(number))
+
+
+def test_a_cache_holds_what_it_should_and_nothing_else(root):
+    with DiskStore(root) as store:
+        store.add(samples(*range(4)))
+        store.add(samples(*range(2, 6)))
+        assert listing(root) == [*CLEAN, "2 packs"]
+    with DiskStore(root, create=False) as store:
+        assert_holds(store, *range(6))
+        assert store.stats().num_packs == 2
+    assert json.loads((root / "CACHE.json").read_text())["schema"] == 1
+    assert listing(root) == [*CLEAN, "2 packs"]
+
+
+def test_adding_what_is_there_writes_no_pack(root):
+    with DiskStore(root) as store:
+        store.add(samples(0, 1))
+        with store.writer() as writer:
+            writer.add(sample(1))
+        assert writer.num_added == writer.bytes_written == 0
+        assert listing(root) == [*CLEAN, "1 packs"]
+
+
+def test_a_pack_is_sealed_when_it_is_full(root, monkeypatch):
+    monkeypatch.setattr(writer_module, "PACK_BYTES", 3 * sample(0).num_bytes)
+    with DiskStore(root) as store:
+        with store.writer() as writer:
+            for number in range(10):
+                writer.add(sample(number))
+        assert writer.num_added == 10 and len(packs(store)) == 4
+        assert writer.bytes_written == store.stats().file_bytes
+        assert_holds(store, *range(10))
+
+
+@pytest.mark.parametrize(("limit", "value"), [("PACK_ENTRIES", 2), ("PACK_RECORD_BYTES", 300), ("PACK_AGE_S", 0.0)])
+def test_a_pack_is_sealed_when_it_is_long_or_old(root, monkeypatch, limit, value):
+    monkeypatch.setattr(writer_module, limit, value)
+    with DiskStore(root) as store:
+        store.add(samples(*range(6)))
+        assert len(packs(store)) >= 3
+        assert_holds(store, *range(6))
+
+
+def test_directories_that_are_no_caches(root, tmp_path):
+    with pytest.raises(StoreError, match="there is no cache here"):
+        DiskStore(root, create=False)
+    with pytest.raises(StoreError, match="there is no cache here"):
+        DiskStore(root, read_only=True)
+    assert not root.exists()
+    photos = tmp_path / "photos"
+    photos.mkdir()
+    (photos / "1.jpg").write_bytes(b"jpeg")
+    with pytest.raises(StoreError, match="is not a cache"):
+        DiskStore(photos)
+    assert listing(photos) == ["1.jpg", "0 packs"]
+    with pytest.raises(StoreError, match="not a directory"):
+        DiskStore(photos / "1.jpg")
+    root.mkdir()
+    DiskStore(root).close()
+    assert listing(root) == [*CLEAN, "0 packs"]
+
+
+@pytest.mark.parametrize("mark", ['{"schema": 2}', '{"schema": "1"}', "{}", "[1]", "no json", "", "[" * 5000])
+def test_other_formats_are_refused(root, mark):
+    DiskStore(root).close()
+    (root / "CACHE.json").write_text(mark)
+    for read_only in (False, True):
+        with pytest.raises(SchemaError) as caught:
+            DiskStore(root, read_only=read_only)
+        assert caught.value.supported == 1
+    assert (root / "CACHE.json").read_text() == mark
+
+
+def test_two_stores_on_one_directory_see_each_other(root):
+    with DiskStore(root) as one, DiskStore(root) as two:
+        one.add(samples(0))
+        two.add(samples(1))
+        assert_holds(one, 0, 1)
+        assert_holds(two, 0, 1)
+        one.remove([key(0)])
+        assert set(two.keys()) == {key(1)}
+
+
+def write_some(root, numbers, barrier):
+    with DiskStore(root) as store:
+        barrier.wait(60)
+        with store.writer() as writer:
+            for number in numbers:
+                writer.add(sample(number))
+                if number % 5 == 0:
+                    writer.seal()
+        assert_holds(store, *numbers)
+
+
+@pytest.mark.parametrize("context", [fork, spawn], ids=["fork", "spawn"])
+def test_processes_write_and_read_at_once(root, context):
+    barrier = context.Barrier(2)
+    orders = [random.Random(seed).sample(range(30), 30) for seed in range(2)]
+    processes = [context.Process(target=write_some, args=(root, order, barrier)) for order in orders]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(100)
+        assert process.exitcode == 0
+    with DiskStore(root) as store:
+        assert set(store.keys()) == {key(number) for number in range(30)}
+        assert_holds(store, *range(30))
+
+
+def test_forks_share_a_store(root):
+    with DiskStore(root) as store:
+        store.add(samples(0, 1))
+        assert_holds(store, 0)
+
+        def child():
+            assert_holds(store, 0, 1)
+            store.add(samples(2))
+
+        assert run(child) == 0
+        assert_holds(store, 0, 1, 2)
+
+
+# Deaths ------------------------------------------------------------------------------------------------------------
+
+
+def die_at(root, name, call):
+    """Add an entry, and be killed before the `call`-th call of os.<name>."""
+    calls, real = iter(range(1, 1000)), getattr(os, name)
+
+    def deadly(*args, **kwargs):
+        if next(calls) == call:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*args, **kwargs)
+
+    setattr(os, name, deadly)
+    with DiskStore(root) as store:
+        store.add(samples(1))
+
+
+@pytest.mark.parametrize(
+    ("name", "call", "survives"),
+    [
+        ("writev", 1, False),  # the temporary file is empty
+        ("fsync", 1, False),  # the folder is not durable
+        ("fsync", 2, False),  # written, not synced
+        ("rename", 1, False),  # synced, not renamed
+        ("fsync", 3, True),  # renamed: the pack is whole, the index does not know it
+    ],
+)
+def test_a_death_at_each_step(root, name, call, survives):
+    with DiskStore(root) as store:
+        store.add(samples(0))
+    assert run(die_at, root, name, call) == -signal.SIGKILL
+    with DiskStore(root) as store:
+        assert listing(root) == [*CLEAN, f"{1 + survives} packs"]
+        assert_holds(store, 0)
+        assert store.find([key(1)]) == ({key(1)} if survives else set())
+        assert store.add(samples(1)) == (0 if survives else 1)
+        assert_holds(store, 0, 1)
+
+
+def kill_soon(root, numbers):
+    with DiskStore(root) as store, store.writer() as writer:
+        for number in numbers:
+            writer.add(sample(number))
+            writer.seal()
+            (root.parent / "acknowledged").open("a").write(f"{number}\n")
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_kills_at_random_lose_nothing_that_was_acknowledged(root):
+    source = random.Random(3)
+    for attempt in range(5):
+        process = fork.Process(target=kill_soon, args=(root, range(attempt * 1000, attempt * 1000 + 1000)))
+        process.start()
+        process.join(source.uniform(0.05, 0.4))
+        process.kill()
+        process.join(60)
+    acknowledged = [int(line) for line in (root.parent / "acknowledged").read_text().split()]
+    assert acknowledged
+    with DiskStore(root) as store:
+        assert_holds(store, *acknowledged)
+        assert len(store.find(store.keys())) <= len(acknowledged) + 5
+        names = [name for name in listing(root)[:-1] if name != "index/cache.db-journal"]
+        assert names == CLEAN
+
+
+def test_a_live_writers_temporary_file_is_left_alone(root):
+    with DiskStore(root) as store:
+        store.add(samples(0))
+        folder = packs(store)[0].parent
+        dead = folder / ".0.safetensors.0.tmp"
+        dead.write_bytes(b"half")
+        alive = folder / ".1.safetensors.1.tmp"
+        with alive.open("wb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            DiskStore(root).close()
+            assert alive.exists() and not dead.exists()
+        DiskStore(root).close()
+        assert not alive.exists()
+
+
+# A full disk and other refusals ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EACCES])
+@pytest.mark.parametrize(("name", "call"), [("writev", 1), ("writev", 2), ("fsync", 1), ("fsync", 2), ("rename", 1)])
+def test_a_refused_write_leaves_nothing_behind(root, monkeypatch, number, name, call):
+    monkeypatch.setattr("latentcache.store.files._MAX_BUFFERS", 2)
+    with DiskStore(root) as store:
+        store.add(samples(0))
+        calls, real = iter(range(1, 1000)), getattr(os, name)
+
+        def refuse(*args):
+            if next(calls) == call:
+                raise OSError(number, os.strerror(number))
+            return real(*args)
+
+        monkeypatch.setattr(os, name, refuse)
+        with pytest.raises(StoreError) as caught:
+            store.add(samples(1, 2, 3))
+        monkeypatch.setattr(os, name, real)
+        full = number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        assert isinstance(caught.value, StorageFullError) == full
+        assert isinstance(caught.value, ReadOnlyError) == (number == errno.EACCES)
+        assert listing(root) == [*CLEAN, "1 packs"]
+        assert store.find([key(1), key(2)]) == set()
+        assert_holds(store, 0)
+        assert store.add(samples(1, 2, 3)) == 3
+        assert_holds(store, 0, 1, 2, 3)
+
+
+def test_a_disk_that_is_full_for_the_index_only(root, monkeypatch):
+    with DiskStore(root) as store:
+        monkeypatch.setattr(store.catalog.index, "add_many", lambda *_, **__: raise_(StorageFullError(root, 4096)))
+        with pytest.raises(StorageFullError):
+            store.add(samples(0))
+        assert store.find([key(0)]) == set()
+    with DiskStore(root) as store:  # the pack is whole, so its work is not lost
+        assert_holds(store, 0)
+
+
+def raise_(error):
+    raise error
+
+
+def test_short_writes_are_finished(root, monkeypatch):
+    real = os.writev
+    monkeypatch.setattr(os, "writev", lambda fd, views: os.write(fd, views[0][:100]) if views else real(fd, views))
+    with DiskStore(root) as store:
+        store.add(samples(0, 1))
+        monkeypatch.undo()
+        assert_holds(store, 0, 1)
+
+
+def test_the_writers_thread_reports_and_the_first_error_wins(root, monkeypatch):
+    monkeypatch.setattr(writer_module, "PACK_ENTRIES", 1)
+
+    def full(fd, views):
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(os, "writev", full)
+    with DiskStore(root) as store:
+        with pytest.raises(StorageFullError), store.writer() as writer:
+            for number in range(5):
+                writer.add(sample(number))
+        assert number <= 2
+        with pytest.raises(ValueError, match="mine") as caught, store.writer() as writer:
+            writer.add(sample(7))
+            raise ValueError("mine")
+        assert "sealing failed too" in caught.value.__notes__[0]
+        monkeypatch.undo()
+        assert store.add(samples(0)) == 1
+
+
+def read_as_nobody(root):
+    os.setgid(65534)
+    os.setuid(65534)
+    with DiskStore(root, read_only=True) as store:
+        assert_holds(store, 0, 1)
+        assert store.read_batch([key(0), key(1)])["moments"].shape == (2, 4, 8, 8)
+        assert store.stats().num_entries == {"image": 2}
+        for call in (lambda: store.add(samples(2)), store.writer, lambda: store.remove([key(0)])):
+            with pytest.raises(ReadOnlyError):
+                call()
+    with pytest.raises(ReadOnlyError, match="read_only=True"):
+        DiskStore(root)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs another user")
+def test_another_user_reads_and_changes_nothing(root):
+    with DiskStore(root) as store:
+        store.add(samples(0, 1))
+    for parent in [root, *root.parents][:4]:
+        parent.chmod(0o755)
+    before = {path: path.stat().st_mtime_ns for path in root.rglob("*")}
+    assert run(read_as_nobody, root) == 0
+    shutil.rmtree(root / "index")
+    before = {path: before[path] for path in before if path.exists()}
+    assert run(read_as_nobody, root) == 0
+    assert {path: path.stat().st_mtime_ns for path in root.rglob("*")} == before
+
+
+def test_read_only_without_another_user(root):
+    with DiskStore(root) as store:
+        store.add(samples(0))
+    with DiskStore(root, read_only=True) as store:
+        for call in (lambda: store.add(samples(2)), store.writer, lambda: store.remove([key(0)]), store.lock_shared):
+            with pytest.raises(ReadOnlyError), call() or pytest.fail("no error"):
+                pass
+        assert_holds(store, 0)
+
+
+# Damage ------------------------------------------------------------------------------------------------------------
+
+
+def flip(path, offset):
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+
+
+def payload_offset(store, number):
+    return store.catalog.locate(key(number)).places["moments"].offset
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_a_damaged_entry_is_an_error_once_and_then_a_miss(root, read_only):
+    with DiskStore(root) as store:
+        store.add(samples(0, 1))
+        flip(packs(store)[0], payload_offset(store, 0))
+    with DiskStore(root, read_only=read_only) as store:
+        out = torch.zeros((2, 4, 8, 8), dtype=torch.float16)
+        with pytest.raises(EntryDamagedError, match="digest") as caught:
+            store.read_batch([key(1), key(0)], out={"moments": out})
+        assert caught.value.key == key(0) and not out.any()
+        assert store.find([key(0), key(1)]) == {key(1)}
+        assert list(store.damaged()) == [key(0)] and set(store.keys()) == {key(1)}
+        with pytest.raises(EntryDamagedError):
+            store.get(key(0))
+        assert store.stats().num_damaged == 1
+        assert_holds(store, 1)
+    with DiskStore(root) as store:
+        assert store.find([key(0)]) == (set() if not read_only else {key(0)})
+        with pytest.raises(EntryDamagedError):
+            store.get(key(0))
+        assert store.add(samples(0)) == 1
+        assert store.damaged() == {}
+        assert_holds(store, 0, 1)
+
+
+def test_damage_found_by_one_process_is_known_to_another(root):
+    with DiskStore(root) as one:
+        one.add(samples(0))
+        with DiskStore(root) as two:
+            flip(packs(one)[0], payload_offset(one, 0))
+            with pytest.raises(EntryDamagedError):
+                two.get(key(0))
+            two.add(samples(0))
+        assert_holds(one, 0)  # its row points to the damaged pack; the index knows better
+
+
+@pytest.mark.parametrize("how", ["gone", "short", "empty"])
+def test_entries_of_a_lost_pack_are_misses_at_the_next_opening(root, how, caplog):
+    with DiskStore(root) as store:
+        store.add(samples(0, 1))
+        lost = packs(store)[0]
+        store.add(samples(2))
+        assert_holds(store, 2)
+    if how == "gone":
+        lost.unlink()
+    else:
+        os.truncate(lost, 0 if how == "empty" else lost.stat().st_size - 1)
+    with DiskStore(root) as store:
+        assert store.find([key(0), key(1), key(2)]) == {key(2)}
+        assert store.damaged().keys() == {key(0), key(1)}
+        assert "2 entries are lost" in caplog.text
+        assert store.add(samples(0, 1)) == 2
+        assert_holds(store, 0, 1, 2)
+
+
+@pytest.mark.parametrize("how", ["gone", "short", "short after a read"])
+def test_a_pack_that_is_lost_while_a_store_is_open(root, how):
+    with DiskStore(root) as store:
+        store.add(samples(0, 1))
+        path = packs(store)[0]
+        if how == "short after a read":
+            assert_holds(store, 0)
+        if how == "gone":
+            path.unlink()
+        else:
+            os.truncate(path, payload_offset(store, 1))
+        with pytest.raises(EntryDamagedError):
+            store.get(key(1))
+        assert store.find([key(1)]) == set()
+        assert store.add(samples(1)) == 1
+        assert_holds(store, 1)
+
+
+@pytest.mark.parametrize("how", ["deleted", "garbage", "cut", "emptied", "flipped rows"])
+def test_a_lost_index_is_made_anew(root, how, caplog):
+    with DiskStore(root) as store:
+        store.add(samples(*range(5)))
+        store.add(samples(*range(5, 8)))
+    database = root / "index" / "cache.db"
+    if how == "deleted":
+        shutil.rmtree(root / "index")
+    elif how == "garbage":
+        database.write_bytes(random.Random(4).randbytes(30_000))
+    elif how == "cut":
+        os.truncate(database, 5000)
+    elif how == "emptied":
+        os.truncate(database, 0)
+    else:
+        database.write_bytes(database.read_bytes().replace(b'"pack":"', b'"puck":"'))
+    with DiskStore(root, read_only=True) as store:
+        assert_holds(store, *range(8))
+    with caplog.at_level(logging.INFO, "latentcache"), DiskStore(root) as store:
+        assert set(store.keys()) == {key(number) for number in range(8)}
+        assert_holds(store, *range(8))
+        assert store.add(samples(3)) == 0
+    aside = [name for name in os.listdir(root) if name.startswith("index.damaged-")]
+    assert len(aside) == (how not in ("deleted", "emptied"))
+    assert ("moved to" in caplog.text) == bool(aside)
+
+
+def test_flips_anywhere_in_the_index_are_never_a_wrong_tensor(root):
+    with DiskStore(root) as store:
+        store.add(samples(*range(6)))
+    database = root / "index" / "cache.db"
+    clean, source = database.read_bytes(), random.Random(5)
+    for _ in range(40):
+        data = bytearray(clean)
+        for _ in range(10):
+            data[source.randrange(len(data))] ^= 1 << source.randrange(8)
+        database.write_bytes(data)
+        with DiskStore(root, read_only=True) as store:
+            for number in range(6):
+                try:
+                    assert_holds(store, number)
+                except (EntryDamagedError, EntryMissingError):
+                    continue
+        database.write_bytes(data)
+        try:
+            with DiskStore(root) as store:
+                store.add(samples(*range(6)))
+                for number in range(6):
+                    if store.find([key(number)]):
+                        try:
+                            assert_holds(store, number)
+                        except (EntryDamagedError, EntryMissingError):
+                            continue
+        except StoreError as error:
+            assert "index" in str(error)
+        for name in os.listdir(root):
+            if name.startswith("index.damaged-"):
+                shutil.rmtree(root / name)
+        shutil.rmtree(root / "index")
+        (root / "index").mkdir()
+
+
+def test_locks(root):
+    with DiskStore(root) as one, DiskStore(root) as two:
+        with one.lock_shared("precache"), two.lock_shared():
+            busy = pytest.raises(StoreBusyError, match=rf"prune cannot start: precache \(process {os.getpid()}")
+            with busy, two.lock_exclusive("prune"):
+                pass
+            assert one.add(samples(0)) == 1
+        with one.lock_exclusive("compact"):
+            with pytest.raises(StoreBusyError, match="compact"), two.writer():
+                pass
+            assert_holds(two, 0)
+            DiskStore(root).close()
+        assert two.add(samples(1)) == 1

@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from store_samples import key, samples
+
+from latentcache.errors import StoreError
+from latentcache.store import MemoryStore
+
+
+def test_stores_do_not_share_entries():
+    with MemoryStore() as one, MemoryStore() as two:
+        one.add(samples(0))
+        assert two.find([key(0)]) == set()
+
+
+def test_closing_drops_the_entries():
+    store = MemoryStore()
+    store.add(samples(0))
+    store.close()
+    with pytest.raises(StoreError, match="closed"):
+        store.keys()
+
+
+def test_pinning_needs_an_accelerator(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    with pytest.raises(StoreError, match="pin=True needs an accelerator"):
+        MemoryStore(pin=True)
+
+
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
+def test_pinned_entries_are_pinned():
+    with MemoryStore(pin=True) as store:
+        store.add(samples(0))
+        assert store.resolve([key(0)]).entries[0].tensors["moments"].is_pinned()
+        assert torch.equal(store.get(key(0)).tensors["moments"], samples(0)[0].tensors["moments"])
+
+
+def test_pinning_pins_what_is_added(monkeypatch):
+    pinned = []
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
+    with MemoryStore(pin=True) as store:
+        store.add(samples(0, 1))
+    assert len(pinned) == 2

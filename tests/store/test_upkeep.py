@@ -1,0 +1,312 @@
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+
+import pytest
+from store_samples import CLEAN, key, listing, packs, run, same, sample, samples
+
+from latentcache.errors import StoreBusyError, StoreError
+from latentcache.store import DiskStore, compaction
+from latentcache.store.pack import new_pack_id
+from latentcache.store.upkeep import compact, prune, rebuild, verify
+
+
+@pytest.fixture
+def root(tmp_path):
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def store(root):
+    with DiskStore(root) as store:
+        yield store
+
+
+def assert_holds(store, *numbers):
+    for number in numbers:
+        assert same(store.get(key(number)), sample(number))
+
+
+def add_packs(store, *groups):
+    for group in groups:
+        store.add(samples(*group))
+
+
+def flip(store, number):
+    location = store.catalog.locate(key(number))
+    path = store.directory.pack_path(location.pack)
+    data = bytearray(path.read_bytes())
+    data[location.places["moments"].offset] ^= 1
+    path.write_bytes(data)
+
+
+# verify ------------------------------------------------------------------------------------------------------------
+
+
+def test_verify_finds_nothing_in_a_sound_cache(store):
+    add_packs(store, range(3), range(3, 5))
+    calls = []
+    report = verify(store, progress=lambda done, total: calls.append((done, total)))
+    assert report.ok and report.num_entries == 5 and report.num_packs == 2
+    assert report.bytes_read == 5 * sample(0).num_bytes
+    assert calls == [(1, 2), (2, 2)]
+    assert json.loads(json.dumps(report.to_json()))["ok"] is True
+
+
+def test_verify_marks_what_is_damaged(store, root):
+    add_packs(store, range(3))
+    flip(store, 1)
+    report = verify(root)  # by path: read-write, as the directory is
+    assert not report.ok and report.damaged.keys() == {key(1)} and "digest" in report.damaged[key(1)]
+    assert store.damaged().keys() == {key(1)}
+    assert verify(store).ok
+    assert store.add(samples(1)) == 1
+    assert_holds(store, 0, 1, 2)
+
+
+def test_verify_of_a_reader_changes_nothing(store, root):
+    add_packs(store, range(3))
+    flip(store, 1)
+    before = {path: path.stat().st_mtime_ns for path in root.rglob("*")}
+    with DiskStore(root, read_only=True) as reader:
+        assert verify(reader).damaged.keys() == {key(1)}
+    assert {path: path.stat().st_mtime_ns for path in root.rglob("*")} == before
+
+
+def test_verify_reports_packs_that_are_gone_unreadable_or_unknown(store, root):
+    add_packs(store, [0], [1], [2])
+    gone, broken, _ = (store.directory.pack_path(store.catalog.locate(key(n)).pack) for n in range(3))
+    gone.unlink()
+    header = bytearray(broken.read_bytes())
+    header[20] ^= 1
+    broken.write_bytes(header)
+    with DiskStore(root.parent / "other") as other:
+        other.add(samples(7))
+        (orphan,) = packs(other)
+    home = store.directory.new_pack_path(orphan.stem)
+    shutil.copy(orphan, home)
+    report = verify(store)
+    assert report.damaged.keys() == {key(0), key(1)} and report.orphans == (orphan.stem,)
+    assert report.unreadable.keys() == {gone.stem, broken.stem}
+    assert store.find([key(0), key(1), key(2)]) == {key(2)}
+
+
+def test_verify_finds_a_row_that_points_to_the_wrong_place(store):
+    add_packs(store, range(2))
+    index = store.catalog.index
+    rows = index.get_many([key(0), key(1)])
+    index.replace_many({key(0): rows[key(1)]})
+    assert "do not agree" in verify(store).damaged[key(0)]
+    assert rebuild(store).damaged == {}
+    assert_holds(store, 0, 1)
+
+
+def test_subsets_together_are_everything(store):
+    add_packs(store, *([n] for n in range(8)))
+    reports = [verify(store, subset=(n, 3)) for n in (1, 2, 3)]
+    assert sum(report.num_packs for report in reports) == sum(report.num_entries for report in reports) == 8
+    for subset in ((0, 3), (4, 3), (1, 0)):
+        with pytest.raises(StoreError, match="subset"):
+            verify(store, subset=subset)
+
+
+# rebuild -----------------------------------------------------------------------------------------------------------
+
+
+def test_rebuild_brings_everything_back(store, root):
+    add_packs(store, range(4), range(4, 6))
+    shutil.rmtree(root / "index")
+    report = rebuild(root)
+    assert report.num_entries == 6 and report.num_packs == 2 and not report.damaged and not report.unreadable
+    assert_holds(store, *range(6))
+    with DiskStore(root) as again:
+        assert_holds(again, *range(6))
+    assert listing(root) == [*CLEAN, "2 packs"]
+
+
+def test_rebuild_takes_the_copy_that_verifies(store, root):
+    add_packs(store, range(3))
+    (first,) = packs(store)
+    second = store.directory.new_pack_path(new_pack_id())
+    shutil.copy(first, second)
+    for damaged in (first, second):
+        clean = damaged.read_bytes()
+        data = bytearray(clean)
+        data[-1] ^= 1  # in the payload of the last entry
+        damaged.write_bytes(data)
+        assert rebuild(store).num_entries == 3
+        assert_holds(store, 0, 1, 2)
+        assert verify(store).ok
+        damaged.write_bytes(clean)
+
+
+def test_rebuild_keeps_markers_of_what_is_still_damaged(store):
+    add_packs(store, range(3))
+    flip(store, 0)
+    verify(store)
+    report = rebuild(store)
+    assert report.damaged.keys() == {key(0)} == store.damaged().keys()
+    assert set(store.keys()) == {key(1), key(2)}
+
+
+def test_rebuild_skips_what_it_cannot_read(store, root):
+    add_packs(store, [0], [1])
+    path = store.directory.pack_path(store.catalog.locate(key(0)).pack)
+    path.write_bytes(b"not a pack")
+    report = rebuild(store)
+    assert list(report.unreadable) == [str(path)] and report.num_entries == 1
+    assert store.find([key(0)]) == set() and store.damaged().keys() == report.damaged.keys() == {key(0)}
+    assert store.add(samples(0)) == 1
+    assert_holds(store, 0, 1)
+
+
+# prune -------------------------------------------------------------------------------------------------------------
+
+
+def test_prune(store, root):
+    add_packs(store, range(3), range(3, 5), range(5, 8))
+    keep = [key(n) for n in (0, 5, 6, 7)]
+    planned = prune(store, keep, dry_run=True)
+    assert planned.dry_run and len(store.find(key(n) for n in range(8))) == 8
+    report = prune(root, keep)
+    assert report.num_entries == 4 and report.num_bytes == 4 * sample(0).num_bytes and report.num_packs == 1
+    assert {**report.to_json(), "dry_run": True} == planned.to_json()
+    assert set(store.keys()) == set(keep)
+    assert_holds(store, 0, 5, 6, 7)
+    assert listing(root) == [*CLEAN, "2 packs"]
+    assert prune(store, keep).num_entries == 0
+    with pytest.raises(StoreError, match="not a key"):
+        prune(store, ["photo.jpg"])
+
+
+def test_prune_drops_markers_of_what_is_not_kept(store):
+    add_packs(store, range(2))
+    flip(store, 0)
+    flip(store, 1)
+    verify(store)
+    prune(store, [key(1)])
+    assert store.damaged().keys() == {key(1)}
+
+
+# compact -----------------------------------------------------------------------------------------------------------
+
+
+def test_compact_joins_small_packs(store, root):
+    add_packs(store, *([n] for n in range(5)))
+    assert compact(store, dry_run=True).num_packs_after == 1
+    assert listing(root) == [*CLEAN, "5 packs"]
+    report = compact(root)
+    assert report.num_entries == 5 and report.num_packs_before == 5 and report.num_packs_after == 1
+    assert report.file_bytes_after < report.file_bytes_before
+    assert listing(root) == [*CLEAN, "1 packs"]
+    assert_holds(store, *range(5))  # this store still had the old places
+    assert verify(store).ok
+    again = compact(store)
+    assert again.num_entries == 0 and again.num_packs_after == 1
+
+
+def test_compact_drops_dead_rows(store, monkeypatch):
+    monkeypatch.setattr(compaction, "SMALL_FILE_BYTES", 0)
+    add_packs(store, range(10), range(10, 20))
+    store.remove([key(n) for n in range(4)])
+    store.remove([key(n) for n in range(10, 12)])  # a fifth: not worth it
+    before = packs(store)
+    report = compact(store)
+    assert report.num_entries == 6 and len(set(packs(store)) & set(before)) == 1
+    assert store.find([key(0)]) == set()
+    assert_holds(store, *range(4, 10), *range(12, 20))
+    assert rebuild(store).num_entries == 6 + 10
+
+
+def test_compact_fills_packs(store, monkeypatch):
+    monkeypatch.setattr(compaction, "PACK_ENTRIES", 4)
+    add_packs(store, *([n] for n in range(10)))
+    compact(store)
+    assert len(packs(store)) == 3
+    assert_holds(store, *range(10))
+
+
+def test_compact_never_copies_damage(store):
+    add_packs(store, [0, 1], [2])
+    flip(store, 1)
+    report = compact(store)
+    assert report.damaged.keys() == {key(1)} and report.num_packs_after == 1
+    assert store.damaged().keys() == {key(1)} and store.find([key(1)]) == set()
+    assert_holds(store, 0, 2)
+    assert verify(store).ok
+
+
+def test_compact_leaves_a_pack_that_it_cannot_read(store):
+    add_packs(store, [0], [1], [2])
+    path = store.directory.pack_path(store.catalog.locate(key(0)).pack)
+    data = bytearray(path.read_bytes())
+    data[20] ^= 1
+    path.write_bytes(data)
+    report = compact(store)
+    assert report.unreadable.keys() == {path.stem} and path.exists() and report.num_packs_after == 2
+    assert_holds(store, 1, 2)
+
+
+def test_readers_go_on_while_packs_move(store, root):
+    add_packs(store, *([n] for n in range(6)))
+    with DiskStore(root) as warm, DiskStore(root) as cold, DiskStore(root, read_only=True) as reader:
+        rows = warm.resolve([key(n) for n in range(6)])
+        first = warm.read_rows(rows)
+        stale = cold.resolve([key(n) for n in range(6)])
+        compact(store)
+        for found in (warm.read_rows(rows), cold.read_rows(stale)):
+            assert found["moments"].equal(first["moments"])
+        assert_holds(reader, *range(6))
+        assert reader.damaged() == cold.damaged() == {}
+
+
+def die_in_compaction(root, name, call):
+    calls, real = iter(range(1, 1000)), getattr(os, name)
+
+    def deadly(*args, **kwargs):
+        if next(calls) == call:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*args, **kwargs)
+
+    with DiskStore(root) as store:
+        compaction.PACK_ENTRIES = 3
+        setattr(os, name, deadly)
+        compact(store)
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [("writev", 1), ("rename", 1), ("fsync", 3), ("rename", 2), ("unlink", 1), ("unlink", 2), ("unlink", 5)],
+)
+def test_a_death_in_compaction_loses_nothing(root, name, call):
+    with DiskStore(root) as store:
+        add_packs(store, *([n] for n in range(6)))
+        store.remove([key(5)])
+    assert run(die_in_compaction, root, name, call) == -signal.SIGKILL
+    with DiskStore(root) as store:
+        assert set(store.keys()) == {key(n) for n in range(5)}
+        assert_holds(store, *range(5))
+        assert verify(store).ok
+        compact(store)
+        assert_holds(store, *range(5))
+        assert listing(root) == [*CLEAN, "1 packs"]
+
+
+def test_upkeep_and_writers_keep_out_of_each_others_way(store, root):
+    add_packs(store, range(3))
+    with DiskStore(root) as other, other.writer() as writer:
+        writer.add(sample(9))
+        for call in (lambda: rebuild(root), lambda: prune(store, []), lambda: compact(store)):
+            with pytest.raises(StoreBusyError, match="writing entries"):
+                call()
+    assert_holds(store, 0, 1, 2, 9)
+
+
+def test_upkeep_wants_a_cache(tmp_path):
+    for call in (verify, rebuild, compact, lambda path: prune(path, [])):
+        with pytest.raises(StoreError, match="no cache here"):
+            call(tmp_path / "none")
+    assert not (tmp_path / "none").exists()
