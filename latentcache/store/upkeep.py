@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 from shutil import rmtree
 from typing import Any
 
-from latentcache.errors import IndexDamagedError, PackError, StoreError, UnsafeStoreError
-from latentcache.store.base import check_key
+from latentcache.errors import IndexDamagedError, PackError, ReadOnlyError, StoreError, UnsafeStoreError
+from latentcache.store.base import check_key, is_key
 from latentcache.store.compaction import CompactReport, compact
 from latentcache.store.directory import CacheDirectory
 from latentcache.store.disk import DiskStore
@@ -160,9 +160,10 @@ def rebuild(store: StoreOrPath) -> RebuildReport:
         directory.sweep()
         for leftover in directory.path.glob("index.replaced-*"):
             rmtree(leftover)
-        markers = _old_markers(directory)
+        entries, markers = _old_rows(directory)
         scan = scan_packs(directory, directory.pack_sizes(), markers.keys())
-        lost = {key: reason for key, reason in markers.items() if key not in scan.locations} | scan.damaged
+        lost = dict.fromkeys(entries, "no pack that can be read holds it") | markers | scan.damaged
+        lost = {key: reason for key, reason in lost.items() if key not in scan.locations}
         aside = directory.path / f"index.replaced-{uuid.uuid4().hex[:8]}"
         if directory.index.is_symlink():
             directory.index.unlink()
@@ -178,12 +179,15 @@ def rebuild(store: StoreOrPath) -> RebuildReport:
     return RebuildReport(len(scan.locations), len(scan.packs), lost, scan.unreadable)
 
 
-def _old_markers(directory: CacheDirectory) -> dict[str, str]:
+def _old_rows(directory: CacheDirectory) -> tuple[list[str], dict[str, str]]:
+    """The keys of entries, and the damage, that the index to be replaced knows of."""
     try:
         rows = Index(directory.index, read_only=True).items()
-    except IndexDamagedError:
-        return {}  # it is replaced because it cannot be read
-    return {name.removeprefix(DAMAGED_PREFIX): value for name, value in rows.items() if name.startswith(DAMAGED_PREFIX)}
+    except (IndexDamagedError, ReadOnlyError):
+        return [], {}  # it is replaced because it cannot be read
+    prefix = DAMAGED_PREFIX
+    markers = {name.removeprefix(prefix): value for name, value in rows.items() if name.startswith(prefix)}
+    return [name for name in rows if is_key(name)], {key: value for key, value in markers.items() if is_key(key)}
 
 
 def prune(store: StoreOrPath, keep: Collection[str], *, dry_run: bool = False) -> PruneReport:
