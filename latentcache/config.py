@@ -102,6 +102,8 @@ class ModelConfig(_Section):
     """A VAE to use in place of the model's own: hub id, folder or .safetensors file."""
     config: str | None = None
     """For a .safetensors checkpoint: folder or hub id with its configs and tokenizers. Default: diffusers infers it."""
+    variant: str | None = None
+    """For a hub id or folder: the variant of the weight files, e.g. `fp16`."""
 
 
 class EncodeConfig(_Section):

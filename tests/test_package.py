@@ -36,7 +36,7 @@ OWNERS = {
     "sqlite3": ("store/index.py",),
     "safetensors": ("store/pack.py",),
     "PIL": ("dataset/images.py", "encoders/tiny.py", "validation/", "service/"),
-    "pyarrow": ("dataset/sources.py", "dataset/parquet.py"),
+    "pyarrow": ("dataset/tables.py",),
     # devices/placement.py asks diffusers where an offloaded module runs; only diffusers knows its hooks.
     "diffusers": ("encoders/", "devices/placement.py", "integrations/diffusers.py"),
     "transformers": ("encoders/", "integrations/diffusers.py"),

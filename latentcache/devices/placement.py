@@ -64,11 +64,9 @@ def device_of(asker: Asker) -> torch.device:
         return device_of_tensor("tensor", asker)
     if not isinstance(asker, torch.nn.Module):
         return device_named(str(asker))
-    if any(hasattr(module, "_hf_hook") or hasattr(module, "_diffusers_hook") for module in asker.modules()):
-        # Offloaded parameters wait on the CPU or on meta: only the hook knows where the forward will run.
-        from diffusers.utils.torch_utils import get_module_execution_device
-
-        return torch.device(get_module_execution_device(asker))
+    device = _execution_device(asker)
+    if device is not None:
+        return device
     first: dict[torch.device, str] = {}
     for name, tensor in chain(asker.named_parameters(), asker.named_buffers()):
         first.setdefault(tensor.device, name)
@@ -81,6 +79,21 @@ def device_of(asker: Asker) -> torch.device:
     if device.type == "meta":
         raise DeviceError(f"{type(asker).__name__}.{name} is on meta and holds no values: load the module first")
     return device
+
+
+def _execution_device(module: torch.nn.Module) -> torch.device | None:
+    """Where an offloaded module runs: its parameters wait on the CPU or on meta, and only the hook knows."""
+    for part in module.modules():
+        if hasattr(part, "_diffusers_hook"):
+            from diffusers.utils.torch_utils import get_module_execution_device
+
+            return torch.device(get_module_execution_device(module))
+        hook = getattr(part, "_hf_hook", None)
+        # accelerate chains hooks in a SequentialHook, into which diffusers 0.42's own search does not look.
+        for single in getattr(hook, "hooks", (hook,)):
+            if getattr(single, "execution_device", None) is not None:
+                return torch.device(single.execution_device)
+    return None
 
 
 def device_of_tensor(name: str, tensor: torch.Tensor) -> torch.device:
@@ -103,7 +116,7 @@ def dtype_of(asker: Asker) -> torch.dtype | None:
 def vae_batch_size(device: torch.device, dtype: torch.dtype, num_pixels: int) -> tuple[int, str]:
     """How many images of `num_pixels` a VAE encodes at once, and why."""
     if device.type == "cpu":
-        return 4, "4 images: on a CPU larger batches are no faster"
+        return 1, "1 image: on a CPU batches are no faster, and alone its bits do not depend on its neighbours"
     free_bytes = free_memory(device)
     if free_bytes is None:
         return 1, f"1 image: {device} does not tell how much memory is free"

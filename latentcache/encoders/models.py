@@ -56,27 +56,6 @@ def inference(device: torch.device) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def placed(module: torch.nn.Module, device: torch.device) -> Iterator[torch.nn.Module]:
-    """The module on `device` and in eval mode; its device and all training flags are put back, also after an error.
-
-    Raises ModelError if the module's tensors are spread over several devices: it could not be put back.
-    """
-    devices = {tensor.device for tensor in [*module.parameters(), *module.buffers()]}
-    if len(devices) > 1:
-        raise ModelError(
-            f"{type(module).__name__} is spread over {', '.join(sorted(map(str, devices)))}. "
-            "Put it on one device, and remove offloading hooks, before it is used for caching."
-        )
-    modes = {child: child.training for child in module.modules()}
-    try:
-        yield module.eval().to(device)
-    finally:
-        module.to(next(iter(devices), device))
-        for child, training in modes.items():
-            child.training = training
-
-
 class ModelLoader:
     """Loads the parts of an SDXL model on the CPU, frozen and in eval mode; never its UNet.
 
@@ -187,9 +166,10 @@ class ModelLoader:
 class LoadedModels:
     """Parts that the caller has already, e.g. a trainer's: the same interface as `ModelLoader`.
 
-    A part is handed out as it is; move it with `placed`, which puts it back. Asked for another dtype, a CPU copy is
-    made and kept until `release()`, because a cast there and back would change the caller's weights. Each use checks
-    that the part is frozen (TrainableEncoderError). Weights may change between calls, so identities are not kept.
+    A part is handed out as it is; move it with `devices.placement.placed`, which puts it back. Asked for another
+    dtype, a CPU copy is made and kept until `release()`, because a cast there and back would change the caller's
+    weights. Each use checks that the part is frozen (TrainableEncoderError). Weights may change between calls, so
+    identities are not kept.
     """
 
     def __init__(

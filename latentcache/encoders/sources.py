@@ -67,7 +67,8 @@ class TinySource:
         return dict(tiny_sdxl()["vae"].config)
 
     def load_vae(self, dtype: torch.dtype) -> torch.nn.Module:
-        return tiny_sdxl()["vae"].to(dtype)
+        # torch's own `to`: diffusers' warns of modules to keep in float32, of which this VAE has none.
+        return torch.nn.Module.to(tiny_sdxl()["vae"], dtype)
 
     def load_text_encoders(self, dtype: torch.dtype) -> tuple[torch.nn.Module, torch.nn.Module]:
         parts = tiny_sdxl()

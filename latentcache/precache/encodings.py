@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from latentcache.config import Config
+from latentcache.config import Config, ModelConfig
 from latentcache.devices.placement import Placement, device_named, vae_batch_size
-from latentcache.encoders.models import Models
+from latentcache.encoders.models import ModelLoader, Models
 from latentcache.encoders.vae import DTYPES, text_dtype, vae_dtype
 from latentcache.fingerprint import ImageEncoding, TextEncoding
 from latentcache.types import Bucket
@@ -41,7 +41,14 @@ class Encodings:
 
 
 TEXT_BATCH_SIZE = 16
-"""Captions per encoder call: beyond this the encoders gain little, and memory use stays small beside a VAE's."""
+"""Captions per encoder call on an accelerator: beyond this the encoders gain little. On a CPU it is one: there the
+last bits of pooled_prompt_embeds depend on the batch (up to 2e-6), and a caption should give what encode_prompt gives
+for it alone."""
+
+
+def load_models(config: ModelConfig, memo: MutableMapping[str, str]) -> ModelLoader:
+    """The models that the config names; nothing is loaded before it is needed."""
+    return ModelLoader(config.path, vae=config.vae, config=config.config, variant=config.variant, memo=memo)
 
 
 def choose_encodings(config: Config, models: Models, memo: MutableMapping[str, str]) -> Encodings:
@@ -82,7 +89,7 @@ def choose_encodings(config: Config, models: Models, memo: MutableMapping[str, s
         text=text,
         negative=replace(text, clip_skip=0),
         vae=Placement(device, vae_type, image_batch_size, f"{vae_reason} {batch_reason}"),
-        text_encoders=Placement(device, text_type, TEXT_BATCH_SIZE, text_reason),
+        text_encoders=Placement(device, text_type, 1 if device.type == "cpu" else TEXT_BATCH_SIZE, text_reason),
         latent_channels=vae_config["latent_channels"],
         downscale=vae_config["downscale_factor"],
         text_bytes=_text_width(models, text_type, text, memo) * DTYPES[text.store_dtype].itemsize,

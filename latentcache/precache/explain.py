@@ -8,9 +8,9 @@ from typing import Any
 
 from latentcache.config import PROMPTS_MANIFEST, Config
 from latentcache.dataset.manifest import Row
-from latentcache.encoders.models import ModelLoader, Models
+from latentcache.encoders.models import Models
 from latentcache.errors import SampleError
-from latentcache.precache.encodings import choose_encodings
+from latentcache.precache.encodings import choose_encodings, load_models
 from latentcache.precache.planner import make_plan
 from latentcache.precache.workspace import open_workspace
 
@@ -76,9 +76,7 @@ def explain(config: Config, sample_id: str, *, models: Models | None = None) -> 
     Raises SampleError, naming the nearest sample_id, when no dataset of the config has it.
     """
     with open_workspace(config.cache, read_only=True) as workspace:
-        models = models or ModelLoader(
-            config.model.path, vae=config.model.vae, config=config.model.config, memo=workspace.memo
-        )
+        models = models or load_models(config.model, workspace.memo)
         encodings = choose_encodings(config, models, workspace.memo)
         plan = make_plan(config, workspace, encodings, only=frozenset([sample_id]))
         rows = tuple(

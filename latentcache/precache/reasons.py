@@ -30,7 +30,12 @@ SETTINGS = {
     "seed": "seed",
     "clip_skip": "clip skip",
 }
-GEOMETRY = {"target_size": "bucket", "resized_size": "resized size", "crop_top_left": "crop"}
+GEOMETRY = {
+    "target_size": "bucket",
+    "original_size": "original size",
+    "resized_size": "resized size",
+    "crop_top_left": "crop",
+}
 
 
 class History:

@@ -24,11 +24,11 @@ from latentcache.dataset.manifest import Manifest, Row
 from latentcache.devices.placement import Placement, placed
 from latentcache.encoders.batching import BatchRunner
 from latentcache.encoders.clip import encode_captions, num_tokens, token_limit
-from latentcache.encoders.models import ModelLoader, Models
+from latentcache.encoders.models import Models
 from latentcache.encoders.vae import DTYPES, encode_images, keep_output, problems
 from latentcache.errors import EncodeError, ImageRefused
 from latentcache.fingerprint import digest
-from latentcache.precache.encodings import Encodings, choose_encodings, dtype_name
+from latentcache.precache.encodings import Encodings, choose_encodings, dtype_name, load_models
 from latentcache.precache.plan import ImageTask, Plan, TextTask
 from latentcache.precache.planner import make_plan
 from latentcache.precache.progress import NoProgress, Progress
@@ -65,9 +65,7 @@ def run_precache(
     opened = workspace is None
     workspace = workspace or open_workspace(config.cache, read_only=dry_run)
     try:
-        models = models or ModelLoader(
-            config.model.path, vae=config.model.vae, config=config.model.config, memo=workspace.memo
-        )
+        models = models or load_models(config.model, workspace.memo)
         shard = shard or Shard.from_environment()
         run = _Run(config, workspace, models, shard, progress or NoProgress(), stop or threading.Event())
         with workspace.in_use():
@@ -232,7 +230,7 @@ class _Run:
                     items = [item for _ in batch if (item := self._decoded(decoded)) is not None]
                 with self._stage("encode"):
                     for done, moments in runner.run(items, encode, self._out_of_memory):
-                        self._keep_images(vae, [task for task, _ in done], [pixels for _, pixels in done], moments)
+                        self._keep_images([task for task, _ in done], [pixels for _, pixels in done], moments)
                 num_pixels += sum(pixels.shape[0] * pixels.shape[1] for _, pixels in items)
                 self.progress.advance(len(batch))
             decoded.close()
@@ -248,9 +246,7 @@ class _Run:
             self._failed[task.key] = (refused.reason, refused.detail)
             return None
 
-    def _keep_images(
-        self, vae: torch.nn.Module, tasks: Sequence[ImageTask], pixels: Sequence[np.ndarray], moments: torch.Tensor
-    ) -> None:
+    def _keep_images(self, tasks: Sequence[ImageTask], pixels: Sequence[np.ndarray], moments: torch.Tensor) -> None:
         tensors, faults = self._finish_images(tasks, moments)
         for number, task in enumerate(tasks):
             outputs = {name: tensor[number] for name, tensor in tensors.items()}
@@ -258,7 +254,7 @@ class _Run:
             if faults[number] is not None and self._encodings.vae.dtype != torch.float32:
                 note = f"the VAE gave {faults[number]} in {computed}: encoded again in float32"
                 logger.warning("%s: %s", task.sample.path, note)
-                retried, again = self._finish_images([task], _encode_in_float32(vae, pixels[number]))
+                retried, again = self._finish_images([task], self._encode_in_float32(pixels[number]))
                 outputs = {name: tensor[0] for name, tensor in retried.items()}
                 faults[number], computed = again[0], "float32"
                 self.report.num_retried_in_float32 += faults[number] is None
@@ -277,6 +273,11 @@ class _Run:
             )
             record = Record(task.key, "image", task.identity.to_json(), provenance.to_json())
             self._writer.add(Entry(record, outputs))
+
+    def _encode_in_float32(self, pixels: np.ndarray) -> torch.Tensor:
+        # Loaded anew, or a copy: weights that were rounded to half precision do not come back by a cast.
+        with placed(self.models.vae(torch.float32), self._encodings.vae.device) as vae:
+            return encode_images(vae, pixels[None])
 
     def _finish_images(
         self, tasks: Sequence[ImageTask], moments: torch.Tensor
@@ -372,14 +373,6 @@ def _decode(task: ImageTask) -> np.ndarray:
     if digest(data) != task.identity.source:
         raise ImageRefused(task.sample.path, "changed", "the file changed during the run; run precache again")
     return prepare(decode(data, task.sample.path, task.policy), task.identity.preparation.geometry)
-
-
-def _encode_in_float32(vae: torch.nn.Module, pixels: np.ndarray) -> torch.Tensor:
-    dtype = next(vae.parameters()).dtype
-    try:
-        return encode_images(vae.to(torch.float32), pixels[None])
-    finally:
-        vae.to(dtype)  # exact: these weights came from this dtype
 
 
 def _describe(placement: Placement) -> str:

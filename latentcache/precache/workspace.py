@@ -34,7 +34,9 @@ class Workspace:
 
     def in_use(self) -> AbstractContextManager[Any]:
         """Held during a run: nobody prunes or compacts the cache meanwhile."""
-        return self.store.lock_shared() if isinstance(self.store, DiskStore) else nullcontext()
+        if isinstance(self.store, DiskStore) and not self.store.read_only:
+            return self.store.lock_shared()
+        return nullcontext()
 
     def close(self) -> None:
         if isinstance(self.memo, Memo):

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from latentcache.encoders import sources
 from latentcache.encoders.clip import encode_captions
-from latentcache.encoders.models import PARTS, LoadedModels, ModelLoader, placed
+from latentcache.encoders.models import PARTS, LoadedModels, ModelLoader
 from latentcache.encoders.tiny import tiny_sdxl
 from latentcache.encoders.vae import encode_images
 from latentcache.errors import ModelError, TrainableEncoderError
@@ -173,21 +173,3 @@ def test_offloaded_weights_are_refused():
     vae = tiny_sdxl()["vae"].to("meta")
     with pytest.raises(ModelError, match="meta device"):
         LoadedModels(vae=vae).identity("vae", F32)
-
-
-def test_placed_puts_device_and_training_flags_back():
-    vae = tiny_sdxl()["vae"]
-    vae.train()
-    vae.decoder.eval()
-    before = [child.training for child in vae.modules()]
-    with pytest.raises(RuntimeError, match="stop"), placed(vae, torch.device("cpu")) as inside:
-        assert not any(child.training for child in inside.modules())
-        raise RuntimeError("stop")
-    assert [child.training for child in vae.modules()] == before
-
-
-def test_placed_refuses_a_module_on_several_devices():
-    vae = tiny_sdxl()["vae"]
-    vae.decoder.to("meta")
-    with pytest.raises(ModelError, match="spread over cpu, meta"), placed(vae, torch.device("cpu")):
-        pass

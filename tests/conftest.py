@@ -1,0 +1,68 @@
+"""Small datasets and configs for the whole suite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from photo_files import write_photo
+
+from latentcache.config import Config, parse_config
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A developer's own variables must not change what the tests see."""
+    for name in ("RANK", "WORLD_SIZE", "LATENTCACHE_CACHE_PATH"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """Five photos in two buckets: two captions, one caption, a shared one, none; one in a subfolder."""
+    folder = tmp_path / "photos"
+    for number, (name, size, captions) in enumerate(
+        [
+            ("a.png", (96, 128), ["a red house", "a house in the rain"]),
+            ("b.png", (96, 128), ["a blue car"]),
+            ("c.png", (128, 96), ["a blue car"]),
+            ("d.png", (128, 96), None),
+            ("sub/e.png", (96, 128), ["a tree"]),
+        ]
+    ):
+        path = write_photo(folder / name, number, size)
+        if captions is not None:
+            path.with_suffix(".txt").write_text("\n".join(captions) + "\n", encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def make_config(tmp_path: Path, photos: Path) -> Iterator[Callable[..., Config]]:
+    """A config over `photos` with the tiny model. Changes go by dotted name: make_config(**{"encode.clip_skip": 1})."""
+
+    def make(**changes: Any) -> Config:
+        settings: dict[str, Any] = {
+            "cache": {"path": tmp_path / "cache"},
+            "datasets": [
+                {
+                    "name": "photos",
+                    "source": {"kind": "folder", "path": photos},
+                    "buckets": {"area": 96 * 96, "step": 32},
+                    "images": {"min_side": 8},
+                }
+            ],
+            "model": {"path": "tiny"},
+            "encode": {"device": "cpu", "batch_size": 2, "num_workers": 2},
+            "validation": {"prompts": ["a validation prompt"], "negative_prompt": "ugly"},
+        }
+        for dotted, value in changes.items():
+            *sections, name = dotted.split(".")
+            target: Any = settings
+            for section in sections:
+                target = target[int(section)] if section.isdigit() else target.setdefault(section, {})
+            target[name] = value
+        return parse_config(settings)
+
+    yield make

@@ -1,0 +1,92 @@
+"""Who asks, and where tensors go."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from accelerate import cpu_offload
+from accelerate.hooks import remove_hook_from_module
+
+from latentcache.devices.placement import device_named, device_of, dtype_of, placed, vae_batch_size
+from latentcache.errors import DeviceError
+
+
+def test_a_device_its_name_a_tensor_and_a_module_ask_alike() -> None:
+    cpu = torch.device("cpu")
+    for asker in ("cpu", cpu, torch.zeros(1), torch.nn.Linear(1, 1)):
+        assert device_of(asker) == cpu
+
+
+def test_auto_is_the_accelerator_or_the_cpu() -> None:
+    expected = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    assert device_named("auto") == expected
+
+
+@pytest.mark.parametrize("name", ["gpu", "cuda:x", "", "meta"])
+def test_unknown_names_are_refused(name: str) -> None:
+    with pytest.raises(DeviceError, match=f"device {name!r}"):
+        device_named(name)
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
+def test_a_device_that_is_not_there_is_refused() -> None:
+    with pytest.raises(DeviceError, match="'cuda' is not available here; there is only the CPU"):
+        device_named("cuda")
+
+
+def test_dtype_follows_the_asker() -> None:
+    assert dtype_of(torch.nn.Linear(1, 1).half()) == torch.float16
+    assert dtype_of(torch.zeros(1, dtype=torch.bfloat16)) == torch.bfloat16
+    assert dtype_of(torch.zeros(1, dtype=torch.int64)) is None
+    assert dtype_of("cpu") is None
+    assert dtype_of(torch.nn.ReLU()) is None
+
+
+def test_a_module_on_two_devices_names_a_tensor_of_each() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1, device="meta"))
+    with pytest.raises(DeviceError, match=r"0\.weight on cpu, 1\.weight on meta"):
+        device_of(module)
+
+
+def test_buffers_count() -> None:
+    module = torch.nn.Linear(1, 1)
+    module.register_buffer("ids", torch.zeros(1, device="meta"))
+    with pytest.raises(DeviceError, match="ids on meta"):
+        device_of(module)
+
+
+@pytest.mark.parametrize(
+    ("asker", "message"),
+    [
+        (torch.nn.ReLU(), "ReLU has no parameters and no buffers"),
+        (torch.nn.Linear(1, 1, device="meta"), r"Linear\.weight is on meta"),
+        (torch.zeros(1, device="meta"), "tensor is on meta"),
+    ],
+)
+def test_who_cannot_ask(asker: object, message: str) -> None:
+    with pytest.raises(DeviceError, match=message):
+        device_of(asker)  # type: ignore[arg-type]
+
+
+def test_an_offloaded_module_asks_for_its_execution_device() -> None:
+    module = torch.nn.Linear(1, 1)
+    cpu_offload(module, execution_device=torch.device("cpu"))
+    assert module.weight.device.type == "meta"
+    assert device_of(module) == torch.device("cpu")
+    remove_hook_from_module(module)
+
+
+def test_placed_puts_back_device_and_every_training_flag() -> None:
+    module = torch.nn.Sequential(torch.nn.Dropout(), torch.nn.Linear(1, 1)).train()
+    module[0].eval()
+    weight = module[1].weight
+    with pytest.raises(RuntimeError, match="inside"), placed(module, torch.device("cpu")) as inside:
+        assert not any(part.training for part in inside.modules())
+        raise RuntimeError("inside")
+    assert [part.training for part in module.modules()] == [True, False, True]
+    assert module[1].weight is weight
+
+
+def test_a_batch_size_comes_with_its_reason() -> None:
+    size, reason = vae_batch_size(torch.device("cpu"), torch.float32, 1024 * 1024)
+    assert size >= 1 and "CPU" in reason

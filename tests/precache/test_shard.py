@@ -1,0 +1,72 @@
+"""Every miss has one owner, whatever is cached already, and a fresh run of several ranks has a single one's batches."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from latentcache.errors import ConfigError
+from latentcache.precache.shard import Batches, Shard
+
+GROUPS = st.sampled_from(["square", "wide", "tall"])
+
+
+def batches_of(members: list[tuple[str, int, bool]], shard: Shard, size: int) -> list[list[int]]:
+    batches: Batches[int] = Batches(shard)
+    for group, number, is_hit in members:
+        batches.add(group, size, None if is_hit else number)
+    return batches.finish()
+
+
+@given(st.lists(st.tuples(GROUPS, st.booleans())), st.integers(1, 5), st.integers(1, 4))
+def test_every_miss_has_exactly_one_owner(items: list[tuple[str, bool]], size: int, world_size: int) -> None:
+    members = [(group, number, is_hit) for number, (group, is_hit) in enumerate(items)]
+    groups = {number: group for group, number, _ in members}
+    done = []
+    for rank in range(world_size):
+        for batch in batches_of(members, Shard(rank, world_size), size):
+            assert 0 < len(batch) <= size
+            assert len({groups[number] for number in batch}) == 1
+            done += batch
+    assert sorted(done) == [number for _, number, is_hit in members if not is_hit]
+
+
+@given(st.lists(GROUPS), st.integers(1, 5), st.integers(1, 4))
+def test_ranks_have_the_batches_of_a_single_process(groups: list[str], size: int, world_size: int) -> None:
+    members = [(group, number, False) for number, group in enumerate(groups)]
+    single = batches_of(members, Shard(), size)
+    shared = [batch for rank in range(world_size) for batch in batches_of(members, Shard(rank, world_size), size)]
+    assert sorted(shared) == sorted(single)
+
+
+def test_a_rank_that_starts_late_does_not_take_the_work_of_others() -> None:
+    """The first rank has stored its share before the second one plans."""
+    members = [("square", number, False) for number in range(12)]
+    first = batches_of(members, Shard(0, 2), 2)
+    stored = {number for batch in first for number in batch}
+    late = batches_of([(g, n, n in stored) for g, n, _ in members], Shard(1, 2), 2)
+    assert late == batches_of(members, Shard(1, 2), 2)
+
+
+def test_left_over_misses_are_joined() -> None:
+    members = [("square", number, number % 4 != 0) for number in range(16)]
+    assert batches_of(members, Shard(), 4) == [[0, 4, 8, 12]]
+
+
+def test_the_environment_names_the_shard() -> None:
+    assert Shard.from_environment({}) == Shard(0, 1)
+    assert Shard.from_environment({"RANK": "1", "WORLD_SIZE": "2"}) == Shard(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK: 'x' is not a number"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "less than WORLD_SIZE 2"),
+        ({"RANK": "1"}, "less than WORLD_SIZE 1"),
+    ],
+)
+def test_a_wrong_environment_is_named(environ: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Shard.from_environment(environ)

@@ -1,0 +1,414 @@
+"""The staleness matrix: every input of a key, changed alone, is a miss with its reason; everything else is a hit."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from photo_files import write_photo
+from PIL import Image
+
+import latentcache.fingerprint as fingerprint
+from latentcache.config import Config
+from latentcache.dataset.images import ImagePolicy
+from latentcache.encoders.models import LoadedModels
+from latentcache.encoders.tiny import tiny_sdxl
+from latentcache.precache import planner
+from latentcache.precache.report import Report
+from latentcache.precache.run import run_precache
+
+
+@dataclass(frozen=True)
+class Change:
+    """One input changed alone. `fields` are the fields of the identities that carry it."""
+
+    name: str
+    fields: tuple[str, ...]
+    reason: str
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    edit: Callable[[Path], None] | None = None
+    models: Callable[[dict[str, Any]], None] | None = None
+    patch: Callable[[pytest.MonkeyPatch], None] | None = None
+    base: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def one_pixel(photos: Path) -> None:
+    image = Image.open(photos / "a.png")
+    image.putpixel((3, 4), (1, 2, 3))
+    image.save(photos / "a.png")
+
+
+def exif_turn(photos: Path) -> None:
+    image = Image.open(photos / "a.png")
+    exif = image.getexif()
+    exif[0x0112] = 3
+    image.save(photos / "a.png", exif=exif)
+
+
+def same_size_and_mtime(photos: Path) -> None:
+    path = photos / "a.png"
+    data, stat = bytearray(path.read_bytes()), path.stat()
+    other = write_photo(photos.parent / "other.bmp", 99, (96, 128))
+    Image.open(other).save(path)
+    new = path.read_bytes()
+    path.write_bytes((new + bytes(len(data)))[: max(len(data), len(new))])
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+def caption_byte(photos: Path) -> None:
+    (photos / "b.txt").write_text("a blue cat\n")
+
+
+def more_captions(photos: Path) -> None:
+    (photos / "b.txt").write_text("a blue car\nseen from behind\n")
+
+
+def no_caption(photos: Path) -> None:
+    (photos / "sub" / "e.txt").write_text("another tree")
+
+
+def new_photo(photos: Path) -> None:
+    write_photo(photos / "new.png", 77)
+
+
+def one_bit(part: str) -> Callable[[dict[str, Any]], None]:
+    def change(parts: dict[str, Any]) -> None:
+        weight = next(parts[part].parameters())
+        weight.data.view(torch.int32).reshape(-1)[0] ^= 1
+
+    return change
+
+
+def config_of(part: str, name: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    def change(parts: dict[str, Any]) -> None:
+        config = parts[part].config
+        if hasattr(config, "to_dict"):
+            setattr(config, name, value)
+        else:
+            parts[part].register_to_config(**{name: value})
+
+    return change
+
+
+def tokenizer_of(part: str) -> Callable[[dict[str, Any]], None]:
+    def change(parts: dict[str, Any]) -> None:
+        parts[part].model_max_length = 76
+
+    return change
+
+
+def policy(name: str, value: str) -> Callable[[pytest.MonkeyPatch], None]:
+    """Policies that have one value today: another release may have another."""
+    identity = ImagePolicy.identity
+
+    def patch(monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(ImagePolicy, "identity", lambda self: identity(self) | {name: value})
+
+    return patch
+
+
+def geometry(**changes: Any) -> Callable[[pytest.MonkeyPatch], None]:
+    fit = planner.fit
+
+    def patch(monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(planner, "fit", lambda *a, **k: dataclasses.replace(fit(*a, **k), **changes))
+
+    return patch
+
+
+def schema(monkeypatch: pytest.MonkeyPatch) -> None:
+    for identity in (fingerprint.ImageIdentity, fingerprint.TextIdentity):
+        init = identity.__init__
+        monkeypatch.setattr(
+            identity, "__init__", lambda self, *a, _init=init, **k: _init(self, *a, **{"schema": 2, **k})
+        )
+    monkeypatch.setattr(planner, "SCHEMA", 2)
+
+
+def kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No input changes a kind; the key must hold it all the same, or an image could be taken for a caption."""
+    for identity in (fingerprint.ImageIdentity, fingerprint.TextIdentity):
+        to_json = identity.to_json
+        monkeypatch.setattr(identity, "to_json", lambda self, _json=to_json: _json(self) | {"kind": "other"})
+
+
+CHANGES = [
+    Change("one pixel", ("image.source",), "image changed", edit=one_pixel),
+    Change("EXIF turn", ("image.source",), "image changed", edit=exif_turn),
+    Change("image of the same size and mtime", ("image.source",), "image changed", edit=same_size_and_mtime),
+    Change("a new image", ("image.source",), "new", edit=new_photo),
+    Change("one caption byte", ("text.source",), "caption changed", edit=caption_byte),
+    Change("one caption more", ("text.source",), "caption changed", edit=more_captions),
+    Change("caption in a subfolder", ("text.source",), "caption changed", edit=no_caption),
+    Change("a new prompt", ("text.source",), "new", settings={"validation.prompts": ["a validation prompt", "b"]}),
+    Change("EXIF policy", ("preparation.exif",), "exif policy changed", patch=policy("exif", "ignored")),
+    Change("colour policy", ("preparation.colour",), "colour policy changed", patch=policy("colour", "other")),
+    Change("decoder", ("preparation.decoder",), "decoder policy changed", patch=policy("decoder", "other")),
+    Change("resize filter", ("preparation.resample",), "resample policy changed", patch=policy("resample", "other")),
+    Change(
+        "alpha colour",
+        ("preparation.alpha",),
+        "alpha policy changed",
+        settings={"datasets.0.images": {"min_side": 8, "alpha_colour": "#000000"}},
+    ),
+    Change(
+        "bucket area",
+        ("preparation.target_size", "preparation.resized_size"),
+        "bucket changed (96x96 -> 64x64)",
+        settings={"datasets.0.buckets": {"area": 64 * 64, "step": 32, "max_aspect": 1.0}},
+        base={"datasets.0.buckets": {"area": 96 * 96, "step": 32, "max_aspect": 1.0}},
+    ),
+    Change(
+        "bucket step",
+        ("preparation.target_size",),
+        "bucket changed",
+        settings={"datasets.0.buckets": {"area": 96 * 96, "step": 16}},
+    ),
+    Change(
+        "bucket aspect",
+        ("preparation.target_size",),
+        "bucket changed",
+        settings={"datasets.0.buckets": {"area": 96 * 96, "step": 16, "max_aspect": 1.0}},
+        base={"datasets.0.buckets": {"area": 96 * 96, "step": 16, "max_aspect": 2.0}},
+    ),
+    Change("crop", ("preparation.crop_top_left",), "crop changed", patch=geometry(crop_top_left=(0, 1))),
+    Change(
+        "resized size", ("preparation.resized_size",), "resized size changed", patch=geometry(resized_size=(99, 132))
+    ),
+    Change(
+        "original size",
+        ("preparation.original_size",),
+        "original size changed",
+        patch=geometry(original_size=(97, 129)),
+    ),
+    Change("flip", ("preparation.flip",), "flip added", settings={"datasets.0.flip": True}),
+    Change("one VAE weight bit", ("image_encoding.vae", "part.weights"), "vae changed (", models=one_bit("vae")),
+    Change(
+        "VAE config",
+        ("image_encoding.vae", "part.config"),
+        "vae changed (",
+        models=config_of("vae", "norm_num_groups", 4),
+    ),
+    Change(
+        "VAE class",
+        ("image_encoding.vae", "part.class_name"),
+        "vae changed (",
+        models=lambda parts: setattr(
+            parts["vae"], "__class__", type("OtherVae", (type(parts["vae"]),), {"__module__": __name__})
+        ),
+    ),
+    Change(
+        "scaling factor",
+        ("image_encoding.scaling_factor",),
+        "scaling factor changed (0.13025 -> 0.18215)",
+        models=config_of("vae", "scaling_factor", 0.18215),
+    ),
+    Change(
+        "shift factor",
+        ("image_encoding.shift_factor",),
+        "shift factor changed (None -> 0.5)",
+        models=config_of("vae", "shift_factor", 0.5),
+    ),
+    Change(
+        "VAE dtype",
+        ("image_encoding.compute_dtype",),
+        "encoder dtype changed (float32 -> bfloat16)",
+        settings={"encode.vae_dtype": "bfloat16", "encode.store_dtype": "float32"},
+        base={"encode.store_dtype": "float32"},
+    ),
+    Change(
+        "output",
+        ("image_encoding.output",),
+        "output changed (moments -> mean)",
+        settings={"encode.image_output": "mean"},
+    ),
+    Change(
+        "seed of the sample",
+        ("image_encoding.seed",),
+        "seed changed (0 -> 1)",
+        settings={"encode.image_output": "sample", "encode.seed": 1},
+        base={"encode.image_output": "sample"},
+    ),
+    Change(
+        "stored dtype",
+        ("image_encoding.store_dtype", "text_encoding.store_dtype"),
+        "stored dtype changed (float32 -> float16)",
+        settings={"encode.store_dtype": "float16"},
+    ),
+    Change(
+        "text dtype",
+        ("text_encoding.compute_dtype",),
+        "encoder dtype changed (float32 -> bfloat16)",
+        settings={"encode.text_dtype": "bfloat16", "encode.store_dtype": "float32"},
+        base={"encode.store_dtype": "float32"},
+    ),
+    Change("text encoder", ("text_encoding.text_encoder",), "text encoder changed (", models=one_bit("text_encoder")),
+    Change(
+        "text encoder 2",
+        ("text_encoding.text_encoder_2",),
+        "text encoder 2 changed (",
+        models=one_bit("text_encoder_2"),
+    ),
+    Change(
+        "text encoder's config",
+        ("text_encoding.text_encoder", "part.config"),
+        "text encoder changed (",
+        models=config_of("text_encoder", "hidden_act", "gelu"),
+    ),
+    Change("tokenizer", ("text_encoding.tokenizer",), "tokenizer changed (", models=tokenizer_of("tokenizer")),
+    Change("tokenizer 2", ("text_encoding.tokenizer_2",), "tokenizer 2 changed (", models=tokenizer_of("tokenizer_2")),
+    Change("clip skip", ("text_encoding.clip_skip",), "clip skip changed (0 -> 1)", settings={"encode.clip_skip": 1}),
+    Change("salt", ("image.salt", "text.salt"), "salt changed ('' -> 'x')", settings={"cache.salt": "x"}),
+    Change("schema", ("image.schema", "text.schema"), "schema changed (1 -> 2)", patch=schema),
+    Change("kind", ("image.kind", "text.kind"), "entry lost", patch=kind),
+]
+
+
+def leaves(prefix: str, identity: type) -> Iterator[str]:
+    nested = {"preparation", "encoding"}
+    yield from (f"{prefix}.{field.name}" for field in dataclasses.fields(identity) if field.name not in nested)
+
+
+def test_every_field_of_an_identity_has_a_row() -> None:
+    """A field that is added to an identity must get a row above."""
+    fields = {
+        *leaves("image", fingerprint.ImageIdentity),
+        *leaves("text", fingerprint.TextIdentity),
+        *leaves("preparation", fingerprint.Preparation),
+        *leaves("image_encoding", fingerprint.ImageEncoding),
+        *leaves("text_encoding", fingerprint.TextEncoding),
+        *leaves("part", fingerprint.PartIdentity),
+    }
+    covered = {field for change in CHANGES for field in change.fields}
+    assert fields == covered
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.name)
+def test_each_input_changed_alone_is_a_miss_with_its_reason(
+    change: Change, make_config: Callable[..., Config], photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = make_config(**change.base)
+    first = run_precache(base, models=LoadedModels(**tiny_sdxl()))
+    assert first.num_refused == 0 and plan(base).num_misses == 0, "an unchanged run must be all hits"
+
+    if change.edit is not None:
+        change.edit(photos)
+    if change.patch is not None:
+        change.patch(monkeypatch)
+    parts = tiny_sdxl()
+    if change.models is not None:
+        change.models(parts)
+    report = run_precache(make_config(**change.base | change.settings), models=LoadedModels(**parts), dry_run=True)
+    assert report.num_misses > 0
+    reasons = {reason for reason in report.misses_by_reason if change.reason in reason}
+    assert reasons == set(report.misses_by_reason), report.misses_by_reason
+    assert report.num_hits + report.num_misses >= first.num_encoded
+
+
+def plan(config: Config, parts: dict[str, Any] | None = None) -> Report:
+    return run_precache(config, models=LoadedModels(**(parts or tiny_sdxl())), dry_run=True)
+
+
+def touched(photos: Path) -> None:
+    for path in photos.rglob("*"):
+        os.utime(path)
+
+
+def renamed(photos: Path) -> None:
+    for suffix in (".png", ".txt"):
+        (photos / "a").with_suffix(suffix).rename((photos / "renamed").with_suffix(suffix))
+
+
+def copied(photos: Path) -> None:
+    shutil.copytree(photos, photos.parent / "copy")
+    shutil.rmtree(photos)
+    (photos.parent / "copy").rename(photos)
+
+
+def duplicated(photos: Path) -> None:
+    shutil.copy(photos / "a.png", photos / "twin.png")
+    shutil.copy(photos / "a.txt", photos / "twin.txt")
+
+
+IRRELEVANT: dict[str, dict[str, Any]] = {
+    "mtime": {"edit": touched},
+    "file name": {"edit": renamed},
+    "a copy of the dataset": {"edit": copied},
+    "an equal image under another name": {"edit": duplicated},
+    "path of the dataset": {"settings": {"datasets.0.source": {"kind": "folder", "path": "moved"}}, "move": True},
+    "name of the dataset": {"settings": {"datasets.0.name": "other"}},
+    "batch size": {"settings": {"encode.batch_size": 5}},
+    "number of threads": {"settings": {"encode.num_workers": 1}},
+    "repeats": {"settings": {"datasets.0.repeats": 7}},
+    "role": {"settings": {"datasets.0.role": "validation"}},
+    "device by another name": {"settings": {"encode.device": "cpu:0"}},
+    "a refusal limit": {"settings": {"datasets.0.images": {"min_side": 9, "max_pixels": 10_000_000}}},
+    "seed without a sample": {"settings": {"encode.seed": 5}},
+    "where the config was read": {"settings": {"model.path": "elsewhere"}},
+    "rank": {"environ": {"RANK": "1", "WORLD_SIZE": "2"}},
+    "caption order": {"edit": lambda photos: (photos / "a.txt").write_text("a house in the rain\na red house\n")},
+    "blank lines and spaces": {"edit": lambda photos: (photos / "b.txt").write_text("\n  a blue car \n\n")},
+}
+
+
+@pytest.mark.parametrize("name", IRRELEVANT)
+def test_what_does_not_change_a_value_is_a_hit(
+    name: str, make_config: Callable[..., Config], photos: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    case = IRRELEVANT[name]
+    run_precache(make_config(), models=LoadedModels(**tiny_sdxl()))
+    if "edit" in case:
+        case["edit"](photos)
+    if case.get("move"):
+        photos.rename(tmp_path / "moved")
+        monkeypatch.chdir(tmp_path)
+    for variable, value in case.get("environ", {}).items():
+        monkeypatch.setenv(variable, value)
+    report = plan(make_config(**case.get("settings", {})))
+    assert (report.num_misses, report.misses_by_reason) == (0, {})
+    assert report.num_samples >= 5 and report.num_refused == 0
+
+
+def test_a_caption_edit_leaves_the_latents_alone_and_a_vae_swap_the_embeddings(
+    make_config: Callable[..., Config], photos: Path
+) -> None:
+    config = make_config()
+    run_precache(config, models=LoadedModels(**tiny_sdxl()))
+    caption_byte(photos)
+    report = run_precache(config, models=LoadedModels(**tiny_sdxl()))
+    assert report.misses_by_reason == {"caption changed": 1} and report.num_encoded == 1
+
+    parts = tiny_sdxl()
+    one_bit("vae")(parts)
+    report = run_precache(config, models=LoadedModels(**parts))
+    assert list(report.misses_by_reason.values()) == [5] and report.num_encoded == 5
+    assert next(iter(report.misses_by_reason)).startswith("vae changed (")
+
+
+def test_several_causes_are_all_named(make_config: Callable[..., Config], photos: Path) -> None:
+    run_precache(make_config(), models=LoadedModels(**tiny_sdxl()))
+    one_pixel(photos)
+    report = plan(make_config(**{"encode.image_output": "mean"}))
+    assert report.misses_by_reason == {
+        "image changed, output changed (moments -> mean)": 1,
+        "output changed (moments -> mean)": 4,
+    }
+
+
+def test_an_image_changed_within_the_same_time_stamp_is_noticed(
+    make_config: Callable[..., Config], photos: Path
+) -> None:
+    """Digests of files that have just changed are not remembered: they may change again within the clock's step."""
+    config = make_config()
+    run_precache(config, models=LoadedModels(**tiny_sdxl()))
+    stat = (photos / "a.png").stat()
+    one_pixel(photos)
+    os.utime(photos / "a.png", ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert plan(config).misses_by_reason == {"image changed": 1}
