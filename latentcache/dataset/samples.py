@@ -70,7 +70,7 @@ def walk(root: str) -> Iterator[tuple[str, list[str]] | Refusal]:
         path = os.path.join(root, folder)
         try:
             status = os.stat(path)
-            if False:
+            if (status.st_dev, status.st_ino) in seen:
                 continue
             seen.add((status.st_dev, status.st_ino))
             with os.scandir(path) as entries:
