@@ -158,6 +158,17 @@ def wide_profile() -> bytes:
     return _profile(b"RGB ", b"XYZ ", b"mntr", tags | dict.fromkeys((b"rTRC", b"gTRC", b"bTRC"), _gamma(WIDE_GAMMA)))
 
 
+def nearly_srgb_profile() -> bytes:
+    """sRGB whose curve is 0.6 of a step too bright, so that about half of the levels move by one."""
+    levels = np.minimum(srgb_decode(np.arange(1024) / 1023 * 255 + 0.6), 1)
+    curve = b"curv" + bytes(4) + struct.pack(">I1024H", 1024, *np.round(levels * 65535).astype(int))
+    tags = {
+        name: b"XYZ " + bytes(4) + _s15fixed16(SRGB_TO_XYZ_D50[:, i])
+        for i, name in enumerate((b"rXYZ", b"gXYZ", b"bXYZ"))
+    }
+    return _profile(b"RGB ", b"XYZ ", b"mntr", tags | dict.fromkeys((b"rTRC", b"gTRC", b"bTRC"), curve))
+
+
 def grey_profile(gamma: float) -> bytes:
     return _profile(b"GRAY", b"XYZ ", b"mntr", {b"kTRC": _gamma(gamma)})
 
@@ -197,13 +208,14 @@ def _lab16(srgb: np.ndarray) -> bytes:
 
 
 def cmyk_profile() -> bytes:
-    """A press whose table has two points a side: lut16Type, CMYK -> Lab."""
+    """A press whose table has two points a side: lut16Type, CMYK -> Lab. Other intents than perceptual print grey."""
     corners = [(c, m, y, k) for c in (0, 1) for m in (0, 1) for y in (0, 1) for k in (0, 1)]
     identity = struct.pack(">9i", *(65536 if i % 4 == 0 else 0 for i in range(9)))
     ramp = struct.pack(">2H", 0, 65535)
-    lut = b"mft2" + bytes(4) + bytes([4, 3, 2, 0]) + identity + struct.pack(">2H", 2, 2) + ramp * 4
-    lut += b"".join(_lab16(ink_colour(corner)) for corner in corners) + ramp * 3
-    return _profile(b"CMYK", b"Lab ", b"prtr", {b"A2B0": lut})
+    head = b"mft2" + bytes(4) + bytes([4, 3, 2, 0]) + identity + struct.pack(">2H", 2, 2) + ramp * 4
+    perceptual = head + b"".join(_lab16(ink_colour(corner)) for corner in corners) + ramp * 3
+    other = head + _lab16(np.full(3, 128.0)) * len(corners) + ramp * 3
+    return _profile(b"CMYK", b"Lab ", b"prtr", {b"A2B0": perceptual, b"A2B1": other, b"A2B2": other})
 
 
 # --- the corpus ------------------------------------------------------------------------------------------------------
@@ -259,7 +271,8 @@ def _grey_with_colour_key(depth: int) -> Odd:
 
 
 def _rgb_with_colour_key(depth: int) -> Odd:
-    pixels = photo().astype(np.uint16) * (257 if depth == 16 else 1)
+    # The low bytes are the same in all pixels, and differ from the high ones.
+    pixels = photo().astype(np.uint16) * (256 if depth == 16 else 1) + (7 if depth == 16 else 0)
     key = pixels[20, 30]
     data = raw_png(
         (HEIGHT, WIDTH),
@@ -339,10 +352,15 @@ def _text_bomb(kind: bytes) -> Odd:
     )
 
 
-def _flipped_bit() -> Odd:
-    data = bytearray(raw_png((HEIGHT, WIDTH), 8, 2, filtered(photo())))
-    data[data.index(b"IDAT") + 200] ^= 4
-    return Odd(bytes(data), "flipped.png", reason="corrupt")
+def _flipped_bit(path: str, *, split: bool) -> Odd:
+    """A flipped bit of a pixel. If zlib's own checksum is in a chunk apart, Pillow's load never gets to it."""
+    body = bytearray(zlib.compress(filtered(photo()), 0))
+    parts = (body[:-4], body[-4:]) if split else (body,)
+    chunks = [bytearray(chunk(b"IDAT", bytes(part))) for part in parts]
+    chunks[0][3000] ^= 4
+    data = raw_png((HEIGHT, WIDTH), 8, 2, b"")
+    start = data.index(b"IDAT") - 4
+    return Odd(data[:start] + b"".join(chunks) + chunk(b"IEND", b""), path, reason="corrupt")
 
 
 def _zero_padded() -> Odd:
@@ -421,6 +439,7 @@ CORPUS: dict[str, Callable[[], Odd]] = {
     "icc-wide": _wide_gamut,
     "icc-wide-alpha": _wide_rgba,
     "icc-wide-grey": _wide_grey,
+    "icc-nearly-srgb": lambda: _pixels(png(photo(), icc_profile=nearly_srgb_profile()), "nearly.png", 0),
     "icc-linear-grey": _linear_grey,
     "icc-of-grey-on-rgb": lambda: _pixels(png(photo(), icc_profile=grey_profile(1.0)), "mismatch.png", 0),
     "icc-broken": lambda: _pixels(png(photo(), icc_profile=b"not a profile at all"), "icc.png", 0),
@@ -453,7 +472,8 @@ CORPUS: dict[str, Callable[[], Odd]] = {
     "truncated-png-end": lambda: Odd(png(photo())[:-12], "te.png", "truncated"),
     "truncated-webp": lambda: Odd(save(Image.fromarray(photo()), "WEBP")[:-60], "t.webp", "truncated"),
     "truncated-avif": lambda: Odd(save(Image.fromarray(photo()), "AVIF")[:-60], "t.avif", "truncated"),
-    "corrupt-png": _flipped_bit,
+    "corrupt-png": lambda: _flipped_bit("flipped.png", split=False),
+    "corrupt-png-split": lambda: _flipped_bit("flipped2.png", split=True),
     "corrupt-png-no-pixels": lambda: Odd(raw_png((0, 0), 8, 2, b""), "zero.png", "corrupt"),
     "corrupt-webp-no-pixels": lambda: Odd(
         b"RIFF" + struct.pack("<I", 30) + b"WEBPVP8 " + struct.pack("<I", 18) + b"\x30\x01\x00\x9d\x01\x2a" + bytes(12),
@@ -483,7 +503,7 @@ CORPUS: dict[str, Callable[[], Odd]] = {
     "bomb-icc": lambda: _text_bomb(b"iCCP"),
     "bomb-ztxt": lambda: _text_bomb(b"zTXt"),
     "bomb-webp": lambda: Odd(
-        b"RIFF" + struct.pack("<I", 4096) + b"WEBPVP8X\x0a\x00\x00\x00" + bytes(4) + b"\xfe\x3f\x00" * 2 + bytes(4096),
+        b"RIFF" + struct.pack("<I", 4096) + b"WEBPVP8X\x0a\x00\x00\x00" + bytes(4) + b"\xdf\x2e\x00" * 2 + bytes(4096),
         "bomb.webp",
         "too-many-pixels",
     ),

@@ -111,6 +111,12 @@ def test_ties_go_to_the_larger_area_then_the_smaller_height() -> None:
     assert assign(Size(500, 500), (Size(1216, 832), Size(832, 1216))) == Size(832, 1216)
 
 
+@given(st.integers(1, 20_000), sizes)
+def test_a_square_is_as_near_to_portrait_as_to_landscape(side: int, bucket: Size) -> None:
+    both = (Size(max(bucket), min(bucket)), Size(min(bucket), max(bucket)))
+    assert assign(Size(side, side), both) == both[1]
+
+
 @pytest.mark.parametrize(
     ("size", "bucket"),
     [

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from odd_images import CORPUS, HEIGHT, WIDTH, over, photo
-from PIL import Image
+from PIL import Image, ImageCms
 from skimage.transform import resize as reference_resize
 
 from latentcache.dataset.images import ImagePolicy, decode, prepare, probe
@@ -128,6 +128,15 @@ def test_an_animation_gives_its_first_frame_if_asked(name: str) -> None:
     assert difference(pixels, photo()) <= 30
 
 
+def test_an_animation_without_a_time_scale_is_corrupt() -> None:
+    """Pillow divides by it."""
+    data = bytearray(odd_images.odd("animated-avif").data)
+    scale = data.index(b"mdhd") + 4 + 4 + 8 + 8
+    assert data[scale : scale + 4] == (1000).to_bytes(4, "big")
+    data[scale : scale + 4] = bytes(4)
+    assert verdict(bytes(data), "a.avif", ImagePolicy(animated="first-frame")) == "corrupt"
+
+
 def test_alpha_is_composited_on_the_declared_colour() -> None:
     odd = odd_images.odd("rgba")
     pixels = decode(odd.data, odd.path, ImagePolicy(alpha_colour="#10C0f0"))
@@ -135,8 +144,6 @@ def test_alpha_is_composited_on_the_declared_colour() -> None:
 
 
 def test_a_profile_that_is_srgb_changes_nothing() -> None:
-    from PIL import ImageCms
-
     profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
     assert difference(decode(odd_images.png(photo(), icc_profile=profile), "s.png", POLICY), photo()) == 0
 

@@ -287,13 +287,14 @@ class TestFolder:
         assert ids(source) == ["a.png", "d.jpg/inside.png"]
         assert refusals(source) == [("b.png", "unreadable"), ("pipe.png", "unreadable")]
 
-    @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
     def test_what_may_not_be_read_is_refused(self, tmp_path: Path) -> None:
         write(tmp_path, "a.png", "b.png", "locked/c.png")
         (tmp_path / "b.txt").write_text("b")
         (tmp_path / "b.txt").chmod(0)
         (tmp_path / "locked").chmod(0)
         (tmp_path / "a.png").chmod(0)
+        if os.access(tmp_path / "a.png", os.R_OK):
+            pytest.skip("this user may read everything")
         source = open_source("folder", tmp_path)
         try:
             assert refusals(source) == [("b.png", "unreadable"), ("locked", "unreadable")]
