@@ -25,11 +25,11 @@ def photos(tmp_path: Path) -> Path:
     folder = tmp_path / "photos"
     for number, (name, size, captions) in enumerate(
         [
-            ("a.png", (96, 128), ["a red house", "a house in the rain"]),
-            ("b.png", (96, 128), ["a blue car"]),
-            ("c.png", (128, 96), ["a blue car"]),
-            ("d.png", (128, 96), None),
-            ("sub/e.png", (96, 128), ["a tree"]),
+            ("a.png", (80, 144), ["a red house", "a house in the rain"]),
+            ("b.png", (80, 144), ["a blue car"]),
+            ("c.png", (144, 80), ["a blue car"]),
+            ("d.png", (144, 80), None),
+            ("sub/e.png", (80, 144), ["a tree"]),
         ]
     ):
         path = write_photo(folder / name, number, size)
@@ -54,7 +54,7 @@ def make_config(tmp_path: Path, photos: Path) -> Iterator[Callable[..., Config]]
                 }
             ],
             "model": {"path": "tiny"},
-            "encode": {"device": "cpu", "batch_size": 2, "num_workers": 2},
+            "encode": {"device": "cpu", "num_workers": 2},
             "validation": {"prompts": ["a validation prompt"], "negative_prompt": "ugly"},
         }
         for dotted, value in changes.items():

@@ -190,10 +190,15 @@ def _old_rows(directory: CacheDirectory) -> tuple[list[str], dict[str, str]]:
     return [name for name in rows if is_key(name)], {key: value for key, value in markers.items() if is_key(key)}
 
 
-def prune(store: StoreOrPath, keep: Collection[str], *, dry_run: bool = False) -> PruneReport:
-    """Remove the entries whose keys are not in `keep`, and packs in which nothing is left. `compact` frees the rest."""
-    kept = {check_key(key) for key in keep}
+def prune(
+    store: StoreOrPath, keep: Collection[str] | Callable[[], Collection[str]], *, dry_run: bool = False
+) -> PruneReport:
+    """Remove the entries whose keys are not in `keep`, and packs in which nothing is left. `compact` frees the rest.
+
+    If `keep` is a function, it is asked when no writer can add to the cache any more.
+    """
     with DiskStore.opened(store) as disk, disk.lock_exclusive("prune"):
+        kept = {check_key(key) for key in (keep() if callable(keep) else keep)}
         catalog = disk.catalog
         catalog.reload()
         gone = {key: location for key, location in catalog.locations().items() if key not in kept}

@@ -55,7 +55,7 @@ def exif_turn(photos: Path) -> None:
 def same_size_and_mtime(photos: Path) -> None:
     path = photos / "a.png"
     data, stat = bytearray(path.read_bytes()), path.stat()
-    other = write_photo(photos.parent / "other.bmp", 99, (96, 128))
+    other = write_photo(photos.parent / "other.bmp", 99, (80, 144))
     Image.open(other).save(path)
     new = path.read_bytes()
     path.write_bytes((new + bytes(len(data)))[: max(len(data), len(new))])
@@ -169,7 +169,7 @@ CHANGES = [
         "bucket step",
         ("preparation.target_size",),
         "bucket changed",
-        settings={"datasets.0.buckets": {"area": 96 * 96, "step": 16}},
+        settings={"datasets.0.buckets": {"area": 96 * 96, "step": 24}},
     ),
     Change(
         "bucket aspect",
@@ -180,13 +180,13 @@ CHANGES = [
     ),
     Change("crop", ("preparation.crop_top_left",), "crop changed", patch=geometry(crop_top_left=(0, 1))),
     Change(
-        "resized size", ("preparation.resized_size",), "resized size changed", patch=geometry(resized_size=(99, 132))
+        "resized size", ("preparation.resized_size",), "resized size changed", patch=geometry(resized_size=(99, 178))
     ),
     Change(
         "original size",
         ("preparation.original_size",),
         "original size changed",
-        patch=geometry(original_size=(97, 129)),
+        patch=geometry(original_size=(81, 145)),
     ),
     Change("flip", ("preparation.flip",), "flip added", settings={"datasets.0.flip": True}),
     Change("one VAE weight bit", ("image_encoding.vae", "part.weights"), "vae changed (", models=one_bit("vae")),

@@ -1,0 +1,427 @@
+"""The main job through its public API: what is encoded, what is refused, and what is left after a failure."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import AutoencoderKL
+from photo_files import write_photo
+from PIL import Image
+
+from latentcache import LatentCache
+from latentcache.config import Config
+from latentcache.dataset.images import ImagePolicy, decode, prepare
+from latentcache.dataset.manifest import ManifestFolder
+from latentcache.encoders.models import LoadedModels
+from latentcache.encoders.tiny import tiny_pipeline, tiny_sdxl
+from latentcache.encoders.vae import encode_images
+from latentcache.errors import DatasetError, ModelError, SampleError, TrainableEncoderError
+from latentcache.precache.progress import NoProgress
+from latentcache.precache.run import run_precache
+from latentcache.precache.shard import Shard
+from latentcache.precache.workspace import Workspace
+
+
+def test_a_run_encodes_each_thing_once_and_a_second_run_nothing(make_config: Callable[..., Config]) -> None:
+    config = make_config()
+    first = run_precache(config)
+    # 5 images; 4 captions and the empty one (also a prompt); 2 prompts.
+    assert (first.num_samples, first.num_hits, first.num_misses) == (5, 0, 12)
+    assert first.num_encoded == 12 and first.misses_by_reason == {"new": 12}
+    assert first.num_missing_captions == 1 and first.num_refused == 0 and first.refused == []
+    assert first.bytes_written > first.estimate["bytes"] > 0
+    assert first.cache["path"] == str(config.cache.path)
+    assert {"load", "plan", "text", "decode", "encode", "write", "total"} <= set(first.seconds)
+
+    second = run_precache(config)
+    assert (second.num_hits, second.num_misses, second.num_encoded, second.bytes_written) == (12, 0, 0, 0)
+
+
+def test_the_estimate_is_the_payload(make_config: Callable[..., Config]) -> None:
+    config = make_config(**{"datasets.0.flip": True})
+    told = run_precache(config, dry_run=True)
+    assert not config.cache.path.exists(), "a dry run writes nothing"
+    assert told.dry_run and told.num_encoded == 0 and told.estimate["seconds"] is None
+    done = run_precache(config)
+    assert done.cache["payload_bytes"] == told.estimate["bytes"]
+    (config.datasets[0].source.path / "b.txt").write_text("something new")
+    assert run_precache(config, dry_run=True).estimate["seconds"] is not None
+
+
+def test_the_report_is_json_with_the_promised_names(make_config: Callable[..., Config], photos: Path) -> None:
+    (photos / "bad.jpg").write_bytes(b"")
+    document = json.loads(json.dumps(run_precache(make_config()).to_json()))
+    promised = "num_samples num_hits num_encoded num_refused refused misses_by_reason bytes_written seconds cache"
+    assert set(promised.split()) <= set(document)
+    assert [(r["path"], r["reason"]) for r in document["refused"]] == [(str(photos / "bad.jpg"), "empty")]
+
+
+def test_stored_values_are_those_of_the_live_encoders(make_config: Callable[..., Config], photos: Path) -> None:
+    """0 ULP: moments of the VAE and the pipeline's own encode_prompt, on the same device and dtype."""
+    run_precache(make_config())
+    parts = tiny_sdxl()
+    pipeline = tiny_pipeline(parts)
+    with LatentCache(make_config().cache.path) as cache:
+        for sample_id in ("a.png", "c.png"):
+            manifest, row = cache.row(sample_id)
+            data = (photos / sample_id).read_bytes()
+            policy = ImagePolicy(min_side=8)
+            pixels = prepare(decode(data, sample_id, policy), row.images[0].geometry)
+            live = encode_images(parts["vae"], pixels[None])[0]
+            assert torch.equal(cache.get(row.images[0].key).tensors["moments"], live)
+            for caption in row.captions:
+                embeds, _, pooled, _ = pipeline.encode_prompt(caption.text, device="cpu")
+                entry = cache.get(caption.key)
+                assert torch.equal(entry.tensors["prompt_embeds"], embeds[0])
+                assert torch.equal(entry.tensors["pooled_prompt_embeds"], pooled[0])
+
+
+def test_prompts_are_cached_with_and_without_clip_skip(make_config: Callable[..., Config]) -> None:
+    config = make_config(**{"encode.clip_skip": 1})
+    run_precache(config)
+    pipeline = tiny_pipeline(tiny_sdxl())
+    with LatentCache(config.cache.path) as cache:
+        for text, negative in (("a validation prompt", False), ("", False), ("ugly", True), ("", True)):
+            found = cache.prompt(text, device="cpu", negative=negative)
+            embeds, negative_embeds, pooled, negative_pooled = pipeline.encode_prompt(
+                "x" if negative else text, negative_prompt=text if negative else "x", clip_skip=1, device="cpu"
+            )
+            assert torch.equal(found["prompt_embeds"], negative_embeds if negative else embeds)
+            assert torch.equal(found["pooled_prompt_embeds"], negative_pooled if negative else pooled)
+        with pytest.raises(SampleError, match=r"'prompt: unheard' is not cached|prompt: unheard.*is not cached"):
+            cache.prompt("unheard", device="cpu")
+
+
+def test_a_record_says_what_the_entry_was_made_from_and_by(make_config: Callable[..., Config], photos: Path) -> None:
+    config = make_config(**{"datasets.0.flip": True})
+    run_precache(config)
+    with LatentCache(config.cache.path) as cache:
+        manifest, row = cache.row("a.png")
+        record = cache.get(row.images[1].key).record
+        assert record.identity["source"] == row.source
+        assert record.identity["preparation"]["flip"] is True
+        assert record.identity["preparation"]["original_size"] == [80, 144]
+        assert record.identity["encoding"]["scaling_factor"] == 0.13025
+        assert set(record.identity["encoding"]["vae"]) == {"class_name", "weights", "config"}
+        made = record.provenance
+        assert made["source_path"] == str(photos / "a.png") and made["models"] == {"vae": "tiny"}
+        assert made["device"] == "cpu" and made["computed_dtype"] == "float32"
+        assert {"latentcache", "torch", "diffusers", "transformers"} <= set(made["software"])
+        assert made["created"].endswith("+00:00") and made["host"]
+        text = cache.get(row.captions[0].key).record
+        assert text.provenance["num_tokens"] == len("aredhouse") + 2
+
+
+def test_one_bad_file_never_stops_the_run(make_config: Callable[..., Config], photos: Path) -> None:
+    whole = (photos / "a.png").read_bytes()
+    (photos / "cut.png").write_bytes(whole[: len(whole) // 2])
+    (photos / "empty.png").write_bytes(b"")
+    (photos / "text.jpg").write_text("hello")
+    Image.new("RGB", (30, 400)).save(photos / "thin.png")
+    config = make_config()
+    report = run_precache(config)
+    assert {Path(r.path).name: r.reason for r in report.refused} == {
+        "cut.png": "truncated",
+        "empty.png": "empty",
+        "text.jpg": "not-an-image",
+        "thin.png": "extreme-aspect",
+    }
+    assert report.num_encoded == 12 and report.num_refused == 4 and report.num_samples == 9
+    assert run_precache(config).num_refused == 4, "they are told again as long as they are there"
+    with LatentCache(config.cache.path) as cache:
+        assert len(cache.sample_ids()) == 5
+        with pytest.raises(SampleError, match=r"'cut\.png'.*refused \(truncated\).*cut\.png.*latentcache precache"):
+            cache.batch(["cut.png"], device="cpu")
+
+
+def test_pixels_that_are_cut_are_found_when_they_are_decoded(make_config: Callable[..., Config], photos: Path) -> None:
+    """The header is whole, so only the decoder can tell; the twin with the same bytes is refused with it."""
+    write_photo(photos / "big.jpg", 5, (200, 200), quality=95)
+    data = bytearray((photos / "big.jpg").read_bytes())
+    cut = bytes(data[: len(data) * 2 // 3])
+    for name in ("big.jpg", "twin.jpg"):
+        (photos / name).write_bytes(cut)
+    report = run_precache(make_config())
+    assert {Path(r.path).name for r in report.refused} == {"big.jpg", "twin.jpg"}
+    assert report.num_refused == 2 == len(report.refused)
+
+
+def test_a_file_that_changes_during_the_run_is_refused_and_encoded_by_the_next(
+    make_config: Callable[..., Config], photos: Path
+) -> None:
+    class ChangesAFile(NoProgress):
+        def start(self, stage: str, total: int | None) -> None:
+            if stage == "encode captions":
+                write_photo(photos / "a.png", 1234)
+
+    report = run_precache(make_config(), progress=ChangesAFile())
+    assert [(Path(r.path).name, r.reason) for r in report.refused] == [("a.png", "changed")]
+    report = run_precache(make_config())
+    assert report.num_refused == 0 and report.misses_by_reason == {"image changed": 1} and report.num_encoded == 1
+
+
+def test_duplicate_sample_ids_are_refused_by_name(make_config: Callable[..., Config], tmp_path: Path) -> None:
+    folder = tmp_path / "listed"
+    write_photo(folder / "x.png", 1)
+    lines = [json.dumps({"file_name": "x.png", "text": text}) for text in ("one", "two")]
+    (folder / "metadata.jsonl").write_text("\n".join(lines))
+    report = run_precache(make_config(**{"datasets.0.source": {"kind": "imagefolder", "path": folder}}))
+    assert report.num_refused == 1 and "twice" in report.refused[0].detail
+
+
+class Doctored(AutoencoderKL):
+    """A VAE that spoils images: `spoil` gets the moments and the dtype."""
+
+    spoil: Callable[[torch.Tensor, torch.Tensor], None]
+
+    def encode(self, x: torch.Tensor, return_dict: bool = True) -> Any:
+        output = super().encode(x, return_dict)
+        Doctored.spoil(output.latent_dist.parameters, x)
+        return output
+
+
+@pytest.fixture
+def doctored() -> LoadedModels:
+    parts = tiny_sdxl()
+    parts["vae"].__class__ = Doctored
+    return LoadedModels(**parts)
+
+
+def spoil_bright(value: float, dtypes: set[torch.dtype]) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    def spoil(moments: torch.Tensor, images: torch.Tensor) -> None:
+        for moment, image in zip(moments, images, strict=True):
+            if image.mean() > 0.99 and image.dtype in dtypes:
+                moment[0, 0, 0] = value if value else 0.0
+                if not value:
+                    moment.zero_()
+
+    return spoil
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0])
+def test_bad_numbers_are_encoded_again_in_float32(
+    value: float, make_config: Callable[..., Config], photos: Path, doctored: LoadedModels
+) -> None:
+    Image.new("RGB", (128, 96), "white").save(photos / "white.png")
+    Doctored.spoil = staticmethod(spoil_bright(value, {torch.bfloat16}))
+    config = make_config(**{"encode.vae_dtype": "bfloat16"})
+    report = run_precache(config, models=doctored)
+    assert (report.num_retried_in_float32, report.num_refused, report.num_encoded) == (1, 0, 13)
+    with LatentCache(config.cache.path) as cache:
+        record = cache.get(cache.row("white.png")[1].images[0].key).record
+        assert record.provenance["computed_dtype"] == "float32" and "encoded again" in record.provenance["note"]
+        other = cache.get(cache.row("a.png")[1].images[0].key).record
+        assert other.provenance["computed_dtype"] == "bfloat16" and "note" not in other.provenance
+
+
+@pytest.mark.parametrize(("value", "name"), [(float("nan"), "nan"), (float("inf"), "inf"), (0.0, "all-zero")])
+def test_bad_numbers_in_float32_too_refuse_the_image_by_name(
+    value: float, name: str, make_config: Callable[..., Config], photos: Path, doctored: LoadedModels
+) -> None:
+    Image.new("RGB", (128, 96), "white").save(photos / "white.png")
+    Doctored.spoil = staticmethod(spoil_bright(value, {torch.bfloat16, torch.float32}))
+    report = run_precache(make_config(**{"encode.vae_dtype": "bfloat16"}), models=doctored)
+    assert [(Path(r.path).name, r.reason) for r in report.refused] == [("white.png", "bad-output")]
+    assert name in report.refused[0].detail and report.num_encoded == 12
+
+
+def test_numbers_too_large_for_the_stored_dtype_are_not_stored(
+    make_config: Callable[..., Config], photos: Path, doctored: LoadedModels
+) -> None:
+    Image.new("RGB", (128, 96), "white").save(photos / "white.png")
+    Doctored.spoil = staticmethod(spoil_bright(1e6, {torch.float32}))
+    report = run_precache(make_config(**{"encode.store_dtype": "float16"}), models=doctored)
+    assert [r.reason for r in report.refused] == ["bad-output"] and "stored as float16" in report.refused[0].detail
+
+
+def test_bad_text_output_refuses_the_samples_that_use_it(make_config: Callable[..., Config]) -> None:
+    parts = tiny_sdxl()
+    tokens = parts["tokenizer"]("a blue car").input_ids
+    # Poison the embedding of one token of the caption.
+    parts["text_encoder"].get_input_embeddings().weight.data[tokens[3]] = float("nan")
+    config = make_config()
+    report = run_precache(config, models=LoadedModels(**parts))
+    assert {Path(r.path).name for r in report.refused} >= {"b.png", "c.png"}
+    assert {r.reason for r in report.refused} == {"bad-output"}
+    assert any("gave nan for caption 'a blue car'" in r.detail for r in report.refused)
+
+
+def test_out_of_memory_halves_the_batch_and_everything_completes(
+    make_config: Callable[..., Config], doctored: LoadedModels
+) -> None:
+    sizes = []
+
+    def spoil(moments: torch.Tensor, images: torch.Tensor) -> None:
+        sizes.append(len(images))
+        if len(images) > 1:
+            raise torch.OutOfMemoryError("injected")
+
+    Doctored.spoil = staticmethod(spoil)
+    report = run_precache(make_config(**{"encode.batch_size": 4}), models=doctored)
+    assert report.num_refused == 0 and report.num_encoded == 12
+    assert max(sizes) > 1 and sizes.count(1) == 5
+
+
+def test_an_image_that_does_not_fit_alone_is_refused(make_config: Callable[..., Config], doctored: LoadedModels) -> None:
+    def spoil(moments: torch.Tensor, images: torch.Tensor) -> None:
+        if images.shape[2] > images.shape[3]:
+            raise torch.OutOfMemoryError("injected")
+
+    Doctored.spoil = staticmethod(spoil)
+    report = run_precache(make_config(), models=doctored)
+    assert {(Path(r.path).name, r.reason) for r in report.refused} == {
+        ("c.png", "out-of-memory"),
+        ("d.png", "out-of-memory"),
+    }
+    assert report.num_encoded == 10
+
+
+def test_an_encoder_that_is_trained_is_refused(make_config: Callable[..., Config]) -> None:
+    parts = tiny_sdxl()
+    parts["text_encoder_2"].text_projection.requires_grad_(True)
+    with pytest.raises(TrainableEncoderError, match=r"text_encoder_2\.text_projection\.weight requires grad"):
+        run_precache(make_config(), models=LoadedModels(**parts))
+
+
+def test_the_callers_models_come_back_as_they_were(make_config: Callable[..., Config]) -> None:
+    parts = tiny_sdxl()
+    parts["vae"].train()
+    weights = {name: [p for p in parts[name].parameters()] for name in ("vae", "text_encoder", "text_encoder_2")}
+    run_precache(make_config(**{"encode.vae_dtype": "bfloat16"}), models=LoadedModels(**parts))
+    assert parts["vae"].training and not parts["text_encoder"].training
+    for name, before in weights.items():
+        after = list(parts[name].parameters())
+        assert all(a is b and a.dtype == torch.float32 for a, b in zip(after, before, strict=True))
+
+
+def test_a_stopped_run_keeps_what_is_done_and_the_next_one_goes_on(make_config: Callable[..., Config]) -> None:
+    stop = threading.Event()
+
+    class StopsAfterTwoImages(NoProgress):
+        stage, done = "", 0
+
+        def start(self, stage: str, total: int | None) -> None:
+            self.stage = stage
+
+        def advance(self, count: int = 1) -> None:
+            if self.stage == "encode images":
+                self.done += count
+                if self.done == 2:
+                    stop.set()
+
+    config = make_config(**{"encode.batch_size": 1})
+    first = run_precache(config, progress=StopsAfterTwoImages(), stop=stop)
+    assert first.interrupted and first.num_encoded == 7 + 2
+    assert ManifestFolder(config.cache.path / "manifests").names() == []
+    second = run_precache(config)
+    assert not second.interrupted and (second.num_hits, second.num_encoded) == (9, 3)
+
+
+def test_an_error_in_the_middle_keeps_what_is_done(make_config: Callable[..., Config], doctored: LoadedModels) -> None:
+    seen = []
+
+    def spoil(moments: torch.Tensor, images: torch.Tensor) -> None:
+        seen.append(1)
+        if len(seen) == 3:
+            raise ZeroDivisionError("a bug")
+
+    Doctored.spoil = staticmethod(spoil)
+    config = make_config(**{"encode.batch_size": 1})
+    with pytest.raises(ZeroDivisionError):
+        run_precache(config, models=doctored)
+    Doctored.spoil = staticmethod(lambda moments, images: None)
+    assert run_precache(config, models=doctored).num_hits == 7 + 2
+
+
+def test_two_ranks_build_what_one_process_builds(make_config: Callable[..., Config], photos: Path, tmp_path: Path) -> None:
+    for number in range(7):
+        write_photo(photos / f"more{number}.png", 50 + number).with_suffix(".txt").write_text(f"photo {number}")
+    (photos / "cut.png").write_bytes((photos / "a.png").read_bytes()[:-40])
+    single = make_config(**{"cache.path": tmp_path / "one"})
+    shared = make_config(**{"cache.path": tmp_path / "two"})
+    run_precache(single)
+    reports = [run_precache(shared, shard=Shard(rank, 2)) for rank in (0, 1)]
+    assert all(report.num_encoded > 0 for report in reports)
+    with LatentCache(single.cache.path) as one, LatentCache(shared.cache.path) as two:
+        keys = sorted(one.store.keys())
+        assert keys == sorted(two.store.keys())
+        assert sum(report.num_encoded for report in reports) == len(keys)
+        for key in keys:
+            a, b = one.get(key).tensors, two.get(key).tensors
+            assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+        for name in one.manifests.names():
+            assert one.manifest(name).rows == two.manifest(name).rows, "refusals of either rank are in the manifest"
+
+
+def test_the_cpu_tier(make_config: Callable[..., Config]) -> None:
+    workspace = Workspace()
+    report = run_precache(make_config(**{"cache.store": "cpu"}), workspace=workspace)
+    assert report.num_encoded == 12 and report.cache["path"] is None
+    cache = LatentCache(store=workspace.store, manifests=workspace.manifests)
+    assert cache.batch(["a.png", "b.png"], device="cpu")["latents"].shape == (2, 4, *cache_size(cache, "a.png"))
+    assert run_precache(make_config(), workspace=workspace).num_encoded == 0
+
+
+def cache_size(cache: LatentCache, sample_id: str) -> tuple[int, int]:
+    height, width = cache.row(sample_id)[1].images[0].geometry.target_size
+    return height // 8, width // 8
+
+
+def test_outputs_mean_and_sample(make_config: Callable[..., Config]) -> None:
+    drawn = {}
+    for output, seed in (("moments", 0), ("mean", 0), ("sample", 0), ("sample", 1)):
+        config = make_config(**{"encode.image_output": output, "encode.seed": seed, "encode.batch_size": 1 + seed})
+        run_precache(config)
+        with LatentCache(config.cache.path) as cache:
+            entry = cache.get(cache.row("a.png")[1].images[0].key)
+            drawn[output, seed] = next(iter(entry.tensors.values()))
+            assert set(entry.tensors) == ({"moments"} if output == "moments" else {"latents"})
+    mean = drawn["moments", 0][:4]
+    assert torch.equal(drawn["mean", 0], mean)
+    assert not torch.equal(drawn["sample", 0], mean) and not torch.equal(drawn["sample", 0], drawn["sample", 1])
+
+
+def test_flipped_entries_are_those_of_the_mirrored_image(make_config: Callable[..., Config], photos: Path) -> None:
+    config = make_config(**{"datasets.0.flip": True})
+    assert run_precache(config).num_encoded == 12 + 5
+    with LatentCache(config.cache.path) as cache:
+        _, row = cache.row("a.png")
+        plain, flipped = (cache.get(ref.key).tensors["moments"] for ref in row.images)
+        pixels = prepare(decode((photos / "a.png").read_bytes(), "a", ImagePolicy(min_side=8)), row.images[0].geometry)
+        live = encode_images(tiny_sdxl()["vae"], np.ascontiguousarray(pixels[:, ::-1])[None])[0]
+        assert torch.equal(flipped, live) and not torch.equal(plain, flipped)
+        assert [ref.geometry.flip for ref in row.images] == [False, True]
+
+
+def test_a_dataset_that_is_not_there(make_config: Callable[..., Config], tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match="does not exist"):
+        run_precache(make_config(**{"datasets.0.source": {"kind": "folder", "path": tmp_path / "none"}}))
+
+
+def test_a_model_that_is_not_there(make_config: Callable[..., Config], tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="none"):
+        run_precache(make_config(**{"model.path": str(tmp_path / "none")}))
+
+
+def test_a_broken_manifest_costs_the_reasons_only(make_config: Callable[..., Config]) -> None:
+    config = make_config()
+    run_precache(config)
+    manifest = config.cache.path / "manifests" / "photos.jsonl"
+    manifest.write_bytes(manifest.read_bytes()[:-50])
+    with pytest.raises(DatasetError, match="not a whole manifest"), LatentCache(config.cache.path) as cache:
+        cache.batch(["a.png"], device="cpu")
+    assert run_precache(config).num_hits == 12
+    with LatentCache(config.cache.path) as cache:
+        assert len(cache.sample_ids()) == 5
+
+
+def test_long_captions_are_counted(make_config: Callable[..., Config], photos: Path) -> None:
+    (photos / "b.txt").write_text("word " * 100)
+    assert run_precache(make_config()).num_truncated_captions == 1
