@@ -1,0 +1,48 @@
+"""What the README shows works as it is shown."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from latentcache.cli import app
+from latentcache.config import load_config
+from latentcache.precache.run import run_precache
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_python_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    monkeypatch.chdir(tmp_path)
+    import quickstart
+
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    config = load_config("configs/quickstart.yaml")
+    quickstart.copy_photos(config.datasets[0].source.path)
+    assert run_precache(config).num_samples >= 10
+    blocks = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
+    sys.modules.pop("quickstart")
+
+
+def test_every_command_is_in_the_readme() -> None:
+    commands = {name for name in app if not name.startswith("-")}
+    assert commands == set(re.findall(r"^\| `([a-z]+)", README, flags=re.MULTILINE)) - {
+        "folder",
+        "imagefolder",
+        "webdataset",
+        "parquet",
+    }
+    assert len(commands) == 8
+
+
+def test_the_two_commands_are_on_the_first_screen() -> None:
+    first_screen = "\n".join(README.splitlines()[:24])
+    assert "python3 scripts/quickstart.py" in first_screen and "python3 scripts/test.py" in first_screen
