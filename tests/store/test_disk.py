@@ -433,6 +433,19 @@ def test_a_pack_that_is_lost_while_a_store_is_open(root, how):
         assert_holds(store, 1)
 
 
+def test_a_mapped_pack_that_is_cut_short_does_not_kill_the_process(root):
+    def child():
+        large = [sample(number, shape=(64, 64, 4)) for number in range(2)]
+        with DiskStore(root) as store:
+            store.add(large)
+            assert same(store.get(key(0)), large[0])
+            os.truncate(packs(store)[0], 4096)
+            with pytest.raises(EntryDamagedError, match="cut short"):
+                store.read_batch([key(1)])
+
+    assert run(child) == 0  # -SIGBUS if the missing pages are touched
+
+
 @pytest.mark.parametrize("how", ["deleted", "garbage", "cut", "emptied", "flipped rows"])
 def test_a_lost_index_is_made_anew(root, how, caplog):
     with DiskStore(root) as store:

@@ -310,3 +310,17 @@ def test_upkeep_wants_a_cache(tmp_path):
         with pytest.raises(StoreError, match="no cache here"):
             call(tmp_path / "none")
     assert not (tmp_path / "none").exists()
+
+
+def test_what_is_removed_during_a_compaction_stays_removed(store, root, monkeypatch):
+    add_packs(store, range(3), range(3, 6))
+    write = compaction.write_pack
+
+    def write_and_remove(path, entries):
+        with DiskStore(root) as other:
+            other.remove([key(1)])
+        return write(path, entries)
+
+    monkeypatch.setattr(compaction, "write_pack", write_and_remove)
+    assert compact(store).num_entries == 5
+    assert set(store.keys()) == {key(n) for n in (0, 2, 3, 4, 5)}
