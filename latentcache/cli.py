@@ -26,15 +26,13 @@ from latentcache.errors import ConfigError, LatentCacheError, StoreError
 DONE, DONE_WITH_FAULTS, COULD_NOT_RUN = 0, 1, 2
 
 
-def _flags(section: type[BaseModel], *, only: Sequence[str] | None = None) -> type[BaseModel]:
+def _flags(section: type[BaseModel]) -> type[BaseModel]:
     """A model whose fields are the section's scalar settings, all optional: cyclopts makes a flag of each.
 
     Flags are read as text: the schema itself checks and converts them, in one place for file, variable and flag.
     """
     fields: dict[str, Any] = {}
     for name, field in section.model_fields.items():
-        if only is not None and name not in only:
-            continue
         child = section_of(field.annotation)
         if child is not None and is_list(field.annotation):
             fields[name] = (dict[str, _flags(child)] | None, None)  # type: ignore[misc]
@@ -46,7 +44,9 @@ def _flags(section: type[BaseModel], *, only: Sequence[str] | None = None) -> ty
 
 
 Settings = Annotated[_flags(Config) | None, Parameter(name="*", group="Settings")]  # type: ignore[valid-type]
-CacheSettings = Annotated[_flags(Config, only=["cache"]) | None, Parameter(name="*", group="Settings")]  # type: ignore[valid-type]
+CachePath = Annotated[Path | None, Parameter(name="--cache.path", help="The cache's directory.")]
+Target = Annotated[Path | None, Parameter(help="The cache's directory, or a config.")]
+NamedConfig = Annotated[Path | None, Parameter(help="A config that names the cache.")]
 Switch = Annotated[bool, Parameter(negative="")]
 AsJson = Annotated[bool, Parameter(name="--json", negative="", help="One JSON document on stdout.")]
 
@@ -98,25 +98,17 @@ def precache(
 
 @app.command
 def status(
-    target: Path | None = None,
+    target: Target = None,
     /,
     *,
-    config: Path | None = None,
+    config: NamedConfig = None,
     as_json: AsJson = False,
-    settings: CacheSettings = None,
+    settings: CachePath = Annotated[Path | None, Parameter(name="--cache.path", help="The cache's directory.")],
 ) -> int:
-    """What the cache holds: entries, bytes, manifests, damage.
-
-    Parameters
-    ----------
-    target
-        The cache's directory, or a config.
-    config
-        A config that names the cache.
-    """
+    """What the cache holds: entries, bytes, manifests, damage."""
     from latentcache.retrieve.inspection import status as describe
 
-    found = describe(_cache_path(target, config, settings))
+    found = describe(_cache_of(target, config, cache_path))
     _print(found.to_json(), found.to_text, as_json)
     return DONE_WITH_FAULTS if found.num_damaged or found.num_lost or found.num_refused else DONE
 
@@ -142,12 +134,12 @@ def explain(sample: str, /, config: Path, *, as_json: AsJson = False, settings: 
 @app.command
 def show(
     key_or_sample: str,
-    target: Path | None = None,
+    target: Target = None,
     /,
     *,
-    config: Path | None = None,
+    config: NamedConfig = None,
     as_json: AsJson = False,
-    settings: CacheSettings = None,
+    settings: CachePath = Annotated[Path | None, Parameter(name="--cache.path", help="The cache's directory.")],
 ) -> int:
     """The record of an entry, or those of a sample: what it was made from and by, and what it holds.
 
@@ -155,36 +147,28 @@ def show(
     ----------
     key_or_sample
         A key, its first digits (at least 6), or a sample_id.
-    target
-        The cache's directory, or a config.
-    config
-        A config that names the cache.
     """
     from latentcache.retrieve.inspection import show as describe
 
-    found = describe(_cache_path(target, config, settings), key_or_sample)
+    found = describe(_cache_of(target, config, cache_path), key_or_sample)
     _print(found, lambda: json.dumps(found, indent=2, ensure_ascii=False), as_json)
     return DONE
 
 
 @app.command
 def verify(
-    target: Path | None = None,
+    target: Target = None,
     /,
     *,
-    config: Path | None = None,
+    config: NamedConfig = None,
     subset: str | None = None,
     as_json: AsJson = False,
-    settings: CacheSettings = None,
+    settings: CachePath = Annotated[Path | None, Parameter(name="--cache.path", help="The cache's directory.")],
 ) -> int:
     """Read every entry and compare it with its digest. Damaged entries become misses: precache mends them.
 
     Parameters
     ----------
-    target
-        The cache's directory, or a config.
-    config
-        A config that names the cache.
     subset
         n/t reads the n-th of t parts, e.g. 1/7 on Mondays.
     """
@@ -192,7 +176,7 @@ def verify(
     from latentcache.store.disk import DiskStore
     from latentcache.store.upkeep import verify as verify_store
 
-    path = _cache_path(target, config, settings)
+    path = _cache_of(target, config, cache_path)
     progress = default_progress()
 
     def advance(done: int, total: int) -> None:
@@ -209,52 +193,40 @@ def verify(
 
 @app.command
 def rebuild(
-    target: Path | None = None,
+    target: Target = None,
     /,
     *,
-    config: Path | None = None,
+    config: NamedConfig = None,
     as_json: AsJson = False,
-    settings: CacheSettings = None,
+    settings: CachePath = Annotated[Path | None, Parameter(name="--cache.path", help="The cache's directory.")],
 ) -> int:
-    """Make the index anew from the packs.
-
-    Parameters
-    ----------
-    target
-        The cache's directory, or a config.
-    config
-        A config that names the cache.
-    """
+    """Make the index anew from the packs."""
     from latentcache.store.upkeep import rebuild as rebuild_store
 
-    return _finish(rebuild_store(_cache_path(target, config, settings)), as_json)
+    return _finish(rebuild_store(_cache_of(target, config, cache_path)), as_json)
 
 
 @app.command
 def prune(
-    target: Path | None = None,
+    target: Target = None,
     /,
     *,
-    config: Path | None = None,
+    config: NamedConfig = None,
     dry_run: Switch = False,
     as_json: AsJson = False,
-    settings: CacheSettings = None,
+    settings: CachePath = Annotated[Path | None, Parameter(name="--cache.path", help="The cache's directory.")],
 ) -> int:
     """Remove the entries that no manifest refers to.
 
     Parameters
     ----------
-    target
-        The cache's directory, or a config.
-    config
-        A config that names the cache.
     dry_run
         Tell how many entries and bytes; remove nothing.
     """
     from latentcache.dataset.manifest import ManifestFolder
     from latentcache.store.upkeep import prune as prune_store
 
-    path = _cache_path(target, config, settings)
+    path = _cache_of(target, config, cache_path)
     manifests = ManifestFolder(path / "manifests")
 
     def keep() -> set[str]:
@@ -268,42 +240,37 @@ def prune(
 
 @app.command
 def compact(
-    target: Path | None = None,
+    target: Target = None,
     /,
     *,
-    config: Path | None = None,
+    config: NamedConfig = None,
     dry_run: Switch = False,
     as_json: AsJson = False,
-    settings: CacheSettings = None,
+    settings: CachePath = Annotated[Path | None, Parameter(name="--cache.path", help="The cache's directory.")],
 ) -> int:
     """Rewrite packs that are small or hold much dead weight, and give their space back.
 
     Parameters
     ----------
-    target
-        The cache's directory, or a config.
-    config
-        A config that names the cache.
     dry_run
         Tell what would be rewritten; write nothing.
     """
     from latentcache.store.upkeep import compact as compact_store
 
-    return _finish(compact_store(_cache_path(target, config, settings), dry_run=dry_run), as_json)
+    return _finish(compact_store(_cache_of(target, config, cache_path), dry_run=dry_run), as_json)
 
 
 def _given(settings: BaseModel | None) -> dict[str, Any]:
     return {} if settings is None else settings.model_dump(exclude_none=True)
 
 
-def _cache_path(target: Path | None, config: Path | None, settings: BaseModel | None) -> Path:
+def _cache_of(target: Path | None, config: Path | None, cache_path: Path | None) -> Path:
     """The cache that a command is about: a flag, else the target, else the config, else the environment."""
-    flag = _given(settings).get("cache", {}).get("path")
-    if flag is not None:
-        return Path(flag)
-    file = target if target is not None and not target.is_dir() else config
+    if cache_path is not None:
+        return cache_path
     if target is not None and target.is_dir():
         return target
+    file = target or config
     if file is not None:
         if not file.exists():
             raise ConfigError("no such cache directory and no such config", source=str(file))

@@ -219,7 +219,7 @@ def test_prune_and_compact(config_file: Path, run_json: Any, photos: Path) -> No
     assert run_json("verify", config_file)[1]["ok"]
 
 
-def test_prune_does_not_empty_a_cache_whose_first_run_is_unfinished(config_file: Path, run: Any, tmp_path: Path) -> None:
+def test_prune_does_not_empty_a_cache_without_a_manifest(config_file: Path, run: Any, tmp_path: Path) -> None:
     run("precache", config_file)
     shutil.rmtree(tmp_path / "cache" / "manifests")
     code, _, err = run("prune", config_file)
@@ -239,7 +239,8 @@ def test_logs_and_progress_stay_off_stdout(config_file: Path) -> None:
 def test_version_and_help(run: Any) -> None:
     assert run("--version")[1].strip() == latentcache.__version__
     out = run("--help")[1]
-    assert all(command in out for command in "precache status explain show verify rebuild prune compact".split())
+    for command in ("precache", "status", "explain", "show", "verify", "rebuild", "prune", "compact"):
+        assert command in out
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -174,6 +174,8 @@ class LatentCache:
 
     def gather(self, wanted: Sequence[Wanted]) -> Batch:
         """The stored tensors of these samples on the CPU, stacked, with their sizes. One bucket only."""
+        if not wanted:
+            raise StoreError("no samples were asked for: a batch has at least one")
         buckets = {item.geometry.target_size for item in wanted if item.geometry is not None}
         if len(buckets) > 1:
             raise StoreError(

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
+import tarfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 from diffusers import AutoencoderKL
@@ -70,7 +74,7 @@ def test_stored_values_are_those_of_the_live_encoders(make_config: Callable[...,
     pipeline = tiny_pipeline(parts)
     with LatentCache(make_config().cache.path) as cache:
         for sample_id in ("a.png", "c.png"):
-            manifest, row = cache.row(sample_id)
+            _, row = cache.row(sample_id)
             data = (photos / sample_id).read_bytes()
             policy = ImagePolicy(min_side=8)
             pixels = prepare(decode(data, sample_id, policy), row.images[0].geometry)
@@ -103,7 +107,7 @@ def test_a_record_says_what_the_entry_was_made_from_and_by(make_config: Callable
     config = make_config(**{"datasets.0.flip": True})
     run_precache(config)
     with LatentCache(config.cache.path) as cache:
-        manifest, row = cache.row("a.png")
+        _, row = cache.row("a.png")
         record = cache.get(row.images[1].key).record
         assert record.identity["source"] == row.source
         assert record.identity["preparation"]["flip"] is True
@@ -174,6 +178,63 @@ def test_duplicate_sample_ids_are_refused_by_name(make_config: Callable[..., Con
     (folder / "metadata.jsonl").write_text("\n".join(lines))
     report = run_precache(make_config(**{"datasets.0.source": {"kind": "imagefolder", "path": folder}}))
     assert report.num_refused == 1 and "twice" in report.refused[0].detail
+
+
+def as_webdataset(photos: Path, root: Path) -> dict[str, Any]:
+    root.mkdir()
+    with tarfile.open(root / "shard-0.tar", "w") as tar:
+        for path in sorted(photos.rglob("*.*")):
+            tar.add(path, path.relative_to(photos).as_posix().replace("/", "_"))
+    return {"kind": "webdataset", "path": root}
+
+
+def as_imagefolder(photos: Path, root: Path) -> dict[str, Any]:
+    shutil.copytree(photos, root)
+    lines = [
+        {"file_name": path.relative_to(photos).as_posix(), "text": captions_of(path)} for path in images_in(photos)
+    ]
+    (root / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return {"kind": "imagefolder", "path": root}
+
+
+def as_parquet(photos: Path, root: Path) -> dict[str, Any]:
+    root.mkdir()
+    paths = images_in(photos)
+    table = {"image": [path.read_bytes() for path in paths], "text": [captions_of(path) for path in paths]}
+    pyarrow.parquet.write_table(pyarrow.table(table), root / "part-0.parquet")
+    return {"kind": "parquet", "path": root}
+
+
+def images_in(photos: Path) -> list[Path]:
+    return sorted(photos.rglob("*.png"))
+
+
+def captions_of(path: Path) -> list[str]:
+    text = path.with_suffix(".txt")
+    return text.read_text().splitlines() if text.exists() else []
+
+
+@pytest.mark.parametrize("layout", [as_webdataset, as_imagefolder, as_parquet])
+def test_another_layout_of_the_same_dataset_is_all_hits(
+    layout: Callable[[Path, Path], dict[str, Any]], make_config: Callable[..., Config], photos: Path, tmp_path: Path
+) -> None:
+    run_precache(make_config())
+    source = layout(photos, tmp_path / "other")
+    config = make_config(**{"datasets.0.source": source, "datasets.0.name": "other"})
+    report = run_precache(config)
+    assert (report.num_samples, report.num_hits, report.num_misses, report.num_refused) == (5, 12, 0, 0)
+    assert report.num_missing_captions == 1
+    with LatentCache(config.cache.path, manifest="other") as cache:
+        assert len(cache.batch(cache.sample_ids()[:1], device="cpu")["latents"]) == 1
+
+
+@pytest.mark.parametrize("layout", [as_webdataset, as_imagefolder, as_parquet])
+def test_a_bad_image_in_every_layout(
+    layout: Callable[[Path, Path], dict[str, Any]], make_config: Callable[..., Config], photos: Path, tmp_path: Path
+) -> None:
+    (photos / "bad.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(50))
+    report = run_precache(make_config(**{"datasets.0.source": layout(photos, tmp_path / "other")}))
+    assert report.num_refused == 1 and report.num_encoded == 12
 
 
 class Doctored(AutoencoderKL):
@@ -269,7 +330,9 @@ def test_out_of_memory_halves_the_batch_and_everything_completes(
     assert max(sizes) > 1 and sizes.count(1) == 5
 
 
-def test_an_image_that_does_not_fit_alone_is_refused(make_config: Callable[..., Config], doctored: LoadedModels) -> None:
+def test_an_image_that_does_not_fit_alone_is_refused(
+    make_config: Callable[..., Config], doctored: LoadedModels
+) -> None:
     def spoil(moments: torch.Tensor, images: torch.Tensor) -> None:
         if images.shape[2] > images.shape[3]:
             raise torch.OutOfMemoryError("injected")
@@ -340,7 +403,9 @@ def test_an_error_in_the_middle_keeps_what_is_done(make_config: Callable[..., Co
     assert run_precache(config, models=doctored).num_hits == 7 + 2
 
 
-def test_two_ranks_build_what_one_process_builds(make_config: Callable[..., Config], photos: Path, tmp_path: Path) -> None:
+def test_two_ranks_build_what_one_process_builds(
+    make_config: Callable[..., Config], photos: Path, tmp_path: Path
+) -> None:
     for number in range(7):
         write_photo(photos / f"more{number}.png", 50 + number).with_suffix(".txt").write_text(f"photo {number}")
     (photos / "cut.png").write_bytes((photos / "a.png").read_bytes()[:-40])

@@ -131,8 +131,10 @@ def test_a_missing_caption_is_the_empty_prompt(cache: LatentCache) -> None:
 
 
 def test_buckets_do_not_mix(cache: LatentCache) -> None:
-    with pytest.raises(StoreError, match="lie in 128x64, 64x128: batch them with .*BucketBatchSampler"):
+    with pytest.raises(StoreError, match=r"lie in 128x64, 64x128: batch them with .*BucketBatchSampler"):
         cache.batch(["a.png", "c.png"], device="cpu")
+    with pytest.raises(StoreError, match="no samples were asked for"):
+        cache.batch([], device="cpu")
 
 
 def test_unknown_and_ambiguous_samples(make_config: Callable[..., Config], cache: LatentCache) -> None:
@@ -140,9 +142,9 @@ def test_unknown_and_ambiguous_samples(make_config: Callable[..., Config], cache
         cache.batch(["none.png"], device="cpu")
     other = make_config(**{"datasets.0.name": "other"})
     run_precache(other)
-    with LatentCache(other.cache.path) as both:
-        with pytest.raises(SampleError, match=r"is in several manifests: other, photos.*manifest=NAME"):
-            both.batch(["a.png"], device="cpu")
+    ambiguous = pytest.raises(SampleError, match=r"is in several manifests: other, photos.*manifest=NAME")
+    with LatentCache(other.cache.path) as both, ambiguous:
+        both.batch(["a.png"], device="cpu")
     with LatentCache(other.cache.path, manifest="other") as one:
         assert one.batch(["a.png"], device="cpu")["sample_id"] == ["a.png"]
     with pytest.raises(StoreError, match="no manifest 'nothing'; there are: other, photos"):
@@ -163,7 +165,7 @@ def test_damage_is_named_and_mended(config: Config) -> None:
         needle = cache.get(key).tensors["moments"].numpy().tobytes()[:64]
     damage(config.cache.path, needle)
     with LatentCache(config.cache.path) as cache:
-        with pytest.raises(SampleError, match=r"sample 'b\.png': is damaged: .*run `latentcache precache CONFIG` again"):
+        with pytest.raises(SampleError, match=r"'b\.png': is damaged: .*run `latentcache precache CONFIG` again"):
             cache.batch(["a.png", "b.png"], device="cpu")
         assert cache.batch(["a.png"], device="cpu")["sample_id"] == ["a.png"]
         with pytest.raises(EntryDamagedError):
@@ -182,7 +184,7 @@ def test_a_reader_that_may_not_write_says_how_to_mend(config: Config, monkeypatc
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
     with LatentCache(config.cache.path) as cache:
         assert cache.store.read_only
-        with pytest.raises(SampleError, match=r"is damaged: .*run `latentcache verify .*`, then run `latentcache precache"):
+        with pytest.raises(SampleError, match=r"is damaged: .*`latentcache verify .*`, then run `latentcache precache"):
             cache.batch(["c.png"], device="cpu")
 
 
