@@ -103,7 +103,7 @@ def status(
     *,
     config: NamedConfig = None,
     as_json: AsJson = False,
-    settings: CachePath = Annotated[Path | None, Parameter(name="--cache.path", help="The cache's directory.")],
+    cache_path: CachePath = None,
 ) -> int:
     """What the cache holds: entries, bytes, manifests, damage."""
     from latentcache.retrieve.inspection import status as describe
@@ -139,7 +139,7 @@ def show(
     *,
     config: NamedConfig = None,
     as_json: AsJson = False,
-    settings: CachePath = Annotated[Path | None, Parameter(name="--cache.path", help="The cache's directory.")],
+    cache_path: CachePath = None,
 ) -> int:
     """The record of an entry, or those of a sample: what it was made from and by, and what it holds.
 
@@ -163,7 +163,7 @@ def verify(
     config: NamedConfig = None,
     subset: str | None = None,
     as_json: AsJson = False,
-    settings: CachePath = Annotated[Path | None, Parameter(name="--cache.path", help="The cache's directory.")],
+    cache_path: CachePath = None,
 ) -> int:
     """Read every entry and compare it with its digest. Damaged entries become misses: precache mends them.
 
@@ -198,7 +198,7 @@ def rebuild(
     *,
     config: NamedConfig = None,
     as_json: AsJson = False,
-    settings: CachePath = Annotated[Path | None, Parameter(name="--cache.path", help="The cache's directory.")],
+    cache_path: CachePath = None,
 ) -> int:
     """Make the index anew from the packs."""
     from latentcache.store.upkeep import rebuild as rebuild_store
@@ -214,7 +214,7 @@ def prune(
     config: NamedConfig = None,
     dry_run: Switch = False,
     as_json: AsJson = False,
-    settings: CachePath = Annotated[Path | None, Parameter(name="--cache.path", help="The cache's directory.")],
+    cache_path: CachePath = None,
 ) -> int:
     """Remove the entries that no manifest refers to.
 
@@ -246,7 +246,7 @@ def compact(
     config: NamedConfig = None,
     dry_run: Switch = False,
     as_json: AsJson = False,
-    settings: CachePath = Annotated[Path | None, Parameter(name="--cache.path", help="The cache's directory.")],
+    cache_path: CachePath = None,
 ) -> int:
     """Rewrite packs that are small or hold much dead weight, and give their space back.
 
