@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -64,7 +65,8 @@ def main() -> int:
     arguments = parser.parse_args()
     bootstrap.inside()
 
-    import os
+    # Their notes on optional packages are not part of this story; errors still are.
+    os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "DIFFUSERS_VERBOSITY": "error"}
 
     from latentcache import load_config, run_precache
     from latentcache.precache.progress import default_progress
