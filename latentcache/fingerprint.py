@@ -44,6 +44,16 @@ def short(value: str) -> str:
     return value[:6]
 
 
+@functools.cache
+def _field_names(values: type) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(values))
+
+
+def _values(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass, not nested ones: a plan makes millions, and dataclasses.asdict is slow."""
+    return {name: getattr(value, name) for name in _field_names(type(value))}
+
+
 @dataclass(frozen=True, slots=True)
 class PartIdentity:
     """One part of a model. Tokenizers have no weights: `weights` is the digest of their vocabulary and merges."""
@@ -76,7 +86,7 @@ class Preparation:
     @classmethod
     def of(cls, policy: Mapping[str, str], geometry: Geometry) -> Preparation:
         """`policy` gives exif, colour, alpha, decoder and resample (`dataset.images.ImagePolicy.identity`)."""
-        return cls(**policy, **{field.name: getattr(geometry, field.name) for field in dataclasses.fields(geometry)})
+        return cls(**policy, **_values(geometry))
 
     @property
     def geometry(self) -> Geometry:
@@ -115,12 +125,6 @@ def encoding_json(encoding: ImageEncoding | TextEncoding) -> dict[str, Any]:
     return dataclasses.asdict(encoding)
 
 
-def _identity_json(identity: ImageIdentity | TextIdentity) -> dict[str, Any]:
-    value = {field.name: getattr(identity, field.name) for field in dataclasses.fields(identity)}
-    value["encoding"] = encoding_json(identity.encoding)
-    return value
-
-
 @dataclass(frozen=True, slots=True)
 class ImageIdentity:
     """Everything that determines an image entry's value."""
@@ -133,7 +137,8 @@ class ImageIdentity:
     schema: int = SCHEMA
 
     def to_json(self) -> dict[str, Any]:
-        return _identity_json(self) | {"preparation": dataclasses.asdict(self.preparation)}
+        nested = {"preparation": _values(self.preparation), "encoding": encoding_json(self.encoding)}
+        return _values(self) | nested
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +152,7 @@ class TextIdentity:
     schema: int = SCHEMA
 
     def to_json(self) -> dict[str, Any]:
-        return _identity_json(self)
+        return _values(self) | {"encoding": encoding_json(self.encoding)}
 
 
 def caption_digest(caption: str) -> str:

@@ -142,7 +142,7 @@ class _DatasetPlanner:
         plan = self._builder.plan
         seen: set[str] = set()
         items = (item for item in self._source.samples() if self._only is None or item.sample_id in self._only)
-        for item, future in windowed(executor, self._facts, items, 2 * CHUNK):
+        for item, future in windowed(executor, self._facts, items, 2 * CHUNK, self._known_facts):
             plan.num_samples += 1
             facts = future.result()
             if item.sample_id in seen:
@@ -158,26 +158,31 @@ class _DatasetPlanner:
             plan.num_missing_captions += not item.has_caption
             yield item, self._row(item, *facts)
 
-    def _facts(self, item: Sample | Refusal) -> tuple[str, Size] | Refusal:
-        """Digest of the image's bytes and its upright size; remembered as long as the file is unchanged."""
+    def _known_facts(self, item: Sample | Refusal) -> tuple[str, Size] | Refusal | None:
+        """What is known of an image without reading it: its refusal, or what it was when its file was last read."""
         if isinstance(item, Refusal):
             return item
-        memo, signature = self._workspace.memo, item.signature
-        name = f"image {self._policy_digest} {signature.to_text() if signature else ''} {item.path}"
-        if signature is not None and not self._verify_sources:
-            known = memo.get(name)
-            if known is not None:
-                source, height, width = json.loads(known)
-                return source, Size(height, width)
+        known = None if self._verify_sources else self._workspace.memo.get(self._memo_name(item))
+        if known is None:
+            return None
+        source, height, width = json.loads(known)
+        return source, Size(height, width)
+
+    def _facts(self, item: Sample) -> tuple[str, Size] | Refusal:
+        """Digest of the image's bytes and its upright size; remembered until the file changes."""
         try:
             data = self._source.read(item)
             size = probe(data, item.path, self._policy).size
         except ImageRefused as refused:
             return Refusal(item.sample_id, refused.path, refused.reason, refused.detail)
-        source = digest(data)
+        source, signature = digest(data), item.signature
         if signature is not None and time.time_ns() - max(signature.mtime_ns, signature.ctime_ns) > SETTLED_NS:
-            memo[name] = json.dumps([source, *size])
+            self._workspace.memo[self._memo_name(item)] = json.dumps([source, *size])
         return source, size
+
+    def _memo_name(self, sample: Sample) -> str:
+        signature = sample.signature.to_text() if sample.signature is not None else "unsigned"
+        return f"image {self._policy_digest} {signature} {sample.path}"
 
     def _row(self, sample: Sample, source: str, size: Size) -> Row:
         geometry = fit(size, assign(size, self._table))

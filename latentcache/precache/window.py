@@ -12,16 +12,27 @@ Result = TypeVar("Result")
 
 
 def windowed(
-    executor: Executor, function: Callable[[Item], Result], items: Iterable[Item], size: int
+    executor: Executor,
+    function: Callable[[Item], Result],
+    items: Iterable[Item],
+    size: int,
+    known: Callable[[Item], Result | None] = lambda item: None,
 ) -> Iterator[tuple[Item, Future[Result]]]:
     """Yield each item with the finished future of `function(item)`; `.result()` gives its value or its error.
 
-    `Executor.map` would submit a whole dataset at once, and its pixels would fill the memory.
+    Where `known(item)` has the result already, no thread is asked. `Executor.map` would submit a whole dataset at once,
+    and its pixels would fill the memory.
     """
     waiting: deque[tuple[Item, Future[Result]]] = deque()
     try:
         for item in items:
-            waiting.append((item, executor.submit(function, item)))
+            result = known(item)
+            if result is None:
+                waiting.append((item, executor.submit(function, item)))
+            else:
+                future: Future[Result] = Future()
+                future.set_result(result)
+                waiting.append((item, future))
             if len(waiting) >= size:
                 yield _finished(waiting)
         while waiting:
