@@ -13,14 +13,12 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 
 import numpy as np
 import torch
 
 from latentcache.config import Config
 from latentcache.dataset.images import decode, prepare
-from latentcache.dataset.manifest import Manifest, Row
 from latentcache.devices.placement import Placement, placed
 from latentcache.encoders.batching import BatchRunner
 from latentcache.encoders.clip import encode_captions, num_tokens, token_limit
@@ -29,6 +27,7 @@ from latentcache.encoders.vae import DTYPES, encode_images, keep_output, problem
 from latentcache.errors import EncodeError, ImageRefused
 from latentcache.fingerprint import digest
 from latentcache.precache.encodings import Encodings, choose_encodings, dtype_name, load_models
+from latentcache.precache.faults import Faults, write_manifests
 from latentcache.precache.plan import ImageTask, Plan, TextTask
 from latentcache.precache.planner import make_plan
 from latentcache.precache.progress import NoProgress, Progress
@@ -38,7 +37,7 @@ from latentcache.precache.window import windowed
 from latentcache.precache.workspace import Workspace, open_workspace
 from latentcache.provenance import Provenance
 from latentcache.store.base import Writer
-from latentcache.types import Entry, Record, Refusal
+from latentcache.types import Entry, Record
 
 logger = logging.getLogger("latentcache")
 
@@ -95,8 +94,7 @@ class _Run:
         self.config, self.workspace, self.models = config, workspace, models
         self.shard, self.progress, self.stop = shard, progress, stop
         self.report = Report(rank=shard.rank, world_size=shard.world_size)
-        self._failed: dict[str, tuple[str, str]] = {}
-        """Key of an entry that cannot be made -> reason and detail."""
+        self._faults = Faults()
         self._plan = Plan()
         self._encodings: Encodings
         self._writer: Writer
@@ -138,8 +136,11 @@ class _Run:
                 self.report.bytes_written = self._writer.bytes_written
                 self.report.num_encoded = self._writer.num_added
                 self.models.release()
-        with self._stage("write"):
-            self._write_manifests()
+        for refusal in self._faults.refusals(self._plan.manifests):
+            self.report.refuse(refusal)
+        if not self.report.interrupted:
+            with self._stage("write"):
+                write_manifests(self.workspace, self._plan.manifests, self._faults)
         self._describe_cache()
 
     # Text
@@ -187,7 +188,7 @@ class _Run:
         for number, task in enumerate(tasks):
             fault = next((fault for fault in faults[number] if fault), None)
             if fault is not None:
-                self._failed[task.key] = ("bad-output", f"the text encoders gave {fault} for caption {task.caption!r}")
+                self._faults.add(task.key, "bad-output", f"the text encoders gave {fault} for caption {task.caption!r}")
                 continue
             provenance = Provenance(
                 sample_id=task.sample_id,
@@ -243,7 +244,7 @@ class _Run:
         try:
             return task, future.result()
         except ImageRefused as refused:
-            self._failed[task.key] = (refused.reason, refused.detail)
+            self._faults.add(task.key, refused.reason, refused.detail)
             return None
 
     def _keep_images(self, tasks: Sequence[ImageTask], pixels: Sequence[np.ndarray], moments: torch.Tensor) -> None:
@@ -261,7 +262,7 @@ class _Run:
             if faults[number] is not None:
                 stored = self._encodings.image.store_dtype
                 detail = f"the VAE gave {faults[number]}, computed in {computed} and stored as {stored}"
-                self._failed[task.key] = ("bad-output", detail)
+                self._faults.add(task.key, "bad-output", detail)
                 continue
             provenance = Provenance(
                 sample_id=task.sample.sample_id,
@@ -293,39 +294,9 @@ class _Run:
 
     def _out_of_memory(self, item: TextTask | tuple[ImageTask, np.ndarray], error: EncodeError) -> None:
         task = item[0] if isinstance(item, tuple) else item
-        self._failed[task.key] = ("out-of-memory", str(error))
+        self._faults.add(task.key, "out-of-memory", str(error))
 
     # Manifests and figures
-
-    def _write_manifests(self) -> None:
-        for manifest in self._plan.manifests:
-            with self.workspace.manifests.lock(manifest.name):
-                rows = {row.sample_id: self._marked(row) for row in manifest.rows.values()}
-                if self.shard.world_size > 1:
-                    self._keep_refusals_of_others(manifest, rows)
-                if not self.report.interrupted:
-                    self.workspace.manifests.write(replace(manifest, rows=rows))
-
-    def _marked(self, row: Row) -> Row:
-        """The row, refused if one of its entries could not be made."""
-        fault = next((self._failed[key] for key in row.keys() if key in self._failed), None)
-        if fault is None:
-            return row
-        refusal = Refusal(row.sample_id, row.path, *fault)
-        self.report.refuse(refusal)
-        return replace(row, refusal=refusal)
-
-    def _keep_refusals_of_others(self, manifest: Manifest, rows: dict[str, Row]) -> None:
-        """What other ranks refused in this run stays refused: only they know, and the manifest is one for all."""
-        before = self.workspace.manifests.read(manifest.name)
-        if before is None:
-            return
-        for sample_id, old in before.rows.items():
-            row = rows.get(sample_id)
-            if row is None or row.refusal is not None or old.refusal is None or set(row.keys()) != set(old.keys()):
-                continue
-            if self.workspace.store.find(row.keys()) != set(row.keys()):
-                rows[sample_id] = replace(row, refusal=old.refusal)
 
     def _until_stopped(self, batches: Sequence[list]) -> Iterator[list]:
         for batch in batches:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import threading
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping
 from pathlib import Path
 
 from latentcache.errors import IndexDamagedError
@@ -44,6 +44,12 @@ class Memo(MutableMapping[str, str]):
 
     def __getitem__(self, name: str) -> str:
         return self._rows[_row_of(name)]
+
+    def reread(self, names: Iterable[str]) -> dict[str, str]:
+        """Those of the names that any process has written by now."""
+        rows = {_row_of(name): name for name in names}
+        found = self._rows if self._index is None else self._index.get_many(rows)
+        return {name: found[row] for row, name in rows.items() if row in found}
 
     def __setitem__(self, name: str, value: str) -> None:
         row = _row_of(name)

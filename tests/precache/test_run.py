@@ -490,3 +490,20 @@ def test_a_broken_manifest_costs_the_reasons_only(make_config: Callable[..., Con
 def test_long_captions_are_counted(make_config: Callable[..., Config], photos: Path) -> None:
     (photos / "b.txt").write_text("word " * 100)
     assert run_precache(make_config()).num_truncated_captions == 1
+
+
+def test_manifests_are_left_alone_until_the_last_rank_is_done(
+    make_config: Callable[..., Config], photos: Path, tmp_path: Path
+) -> None:
+    config = make_config()
+    run_precache(config)
+    (photos / "b.txt").write_text("a green car")
+    (photos / "c.txt").write_text("a white car")
+    before = (config.cache.path / "manifests" / "photos.jsonl").read_bytes()
+    reports = [run_precache(config, shard=Shard(rank, 2)) for rank in (0, 1)]
+    assert [report.num_encoded for report in reports] == [1, 1]
+    # The first rank did not replace the manifest: the second one still knows why its misses are some.
+    assert reports[1].misses_by_reason == {"caption changed": 1}
+    assert (config.cache.path / "manifests" / "photos.jsonl").read_bytes() != before
+    with LatentCache(config.cache.path) as cache:
+        assert cache.batch(["b.png"], device="cpu")["caption"] == ["a green car"]

@@ -1,0 +1,56 @@
+"""The memo of digests: remembered across processes, disposable, and never in the way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from latentcache.store.memo import FLUSH_ROWS, Memo
+
+
+def test_what_was_remembered_is_there_next_time(tmp_path: Path) -> None:
+    memo = Memo(tmp_path / "memo")
+    memo["name"] = "value"
+    memo["odd \udcff name"] = "kept too"
+    assert memo["name"] == "value" and len(memo) == 2 and "other" not in memo
+    memo.close()
+    again = Memo(tmp_path / "memo")
+    assert again["name"] == "value" and again["odd \udcff name"] == "kept too"
+    del again["name"]
+    assert "name" not in again
+    again.close()
+    assert "name" not in Memo(tmp_path / "memo")
+
+
+def test_rows_are_written_in_groups_without_a_flush(tmp_path: Path) -> None:
+    memo = Memo(tmp_path / "memo")
+    for number in range(FLUSH_ROWS + 1):
+        memo[str(number)] = "x"
+    assert len(Memo(tmp_path / "memo", read_only=True)) == FLUSH_ROWS
+
+
+def test_reread_sees_what_others_wrote(tmp_path: Path) -> None:
+    first, second = Memo(tmp_path / "memo"), Memo(tmp_path / "memo")
+    first["told"] = "news"
+    first.flush()
+    assert "told" not in second
+    assert second.reread(["told", "untold"]) == {"told": "news"}
+
+
+def test_reading_only_writes_nothing(tmp_path: Path) -> None:
+    memo = Memo(tmp_path / "none", read_only=True)
+    memo["name"] = "kept in memory"
+    memo.close()
+    assert memo["name"] == "kept in memory" and not (tmp_path / "none").exists()
+
+
+def test_a_damaged_memo_is_thrown_away(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    memo = Memo(tmp_path / "memo")
+    memo["name"] = "value"
+    memo.close()
+    (tmp_path / "memo" / "cache.db").write_bytes(b"nonsense" * 100)
+    assert "name" not in Memo(tmp_path / "memo", read_only=True)
+    assert (tmp_path / "memo" / "cache.db").read_bytes().startswith(b"nonsense"), "a reader leaves it alone"
+    assert "name" not in Memo(tmp_path / "memo")
+    assert "thrown away" in caplog.text
