@@ -6,7 +6,7 @@ import logging
 import uuid
 from collections.abc import Collection, Iterable, Mapping
 
-from latentcache.errors import IndexDamagedError, ReadOnlyError, StoreBusyError
+from latentcache.errors import IndexDamagedError, ReadOnlyError, StoreBusyError, StoreError
 from latentcache.store.base import is_key
 from latentcache.store.directory import CacheDirectory
 from latentcache.store.index import Index, Transaction
@@ -114,8 +114,10 @@ class Catalog:
 
     def _reconcile(self, index: Index) -> None:
         """Bring index and packs together: take in sealed packs that have no row, mark what lies in lost ones."""
+        # Rows first, then files: a pack that another writer seals from here on is in neither.
+        known = dict(self.packs)
         sizes = self.directory.pack_sizes()
-        unknown = sizes.keys() - self.packs.keys()
+        unknown = sizes.keys() - known.keys()
         if unknown:
             scan = scan_packs(self.directory, unknown)
             for reason in scan.unreadable.values():
@@ -125,9 +127,16 @@ class Catalog:
             stale = [DAMAGED_PREFIX + key for key in scan.locations if key in self.markers]
             index.add_many(scan.rows(), remove=stale)
             self._load(index.items())
-        lost = {pack for pack, size in self.packs.items() if sizes.get(pack) != size.file_bytes}
+        lost = {p for p, size in known.items() if sizes.get(p) != size.file_bytes and self._is_lost(p, size)}
         if lost:
             self._mark_lost(index, lost)
+
+    def _is_lost(self, pack: str, size: PackSize) -> bool:
+        try:
+            return self.directory.pack_size(pack) != size.file_bytes
+        except StoreError as error:
+            logger.warning("%s", error)
+            return False
 
     def _mark_lost(self, index: Index, lost: Collection[str]) -> None:
         gone, num_lost = {}, 0
@@ -172,6 +181,12 @@ class Catalog:
                 self.markers.pop(key, None)
             found |= rows.keys()
         return found
+
+    def refresh(self, keys: Iterable[str]) -> set[str]:
+        """Those that the index has now: what memory says of these keys is corrected."""
+        wanted = set(keys)
+        self.forget(wanted)
+        return self.find(wanted)
 
     def locate(self, key: str) -> Location | None:
         """Where the entry lies, or None if it is not there."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from latentcache.errors import PackError, UnsafeStoreError
+from latentcache.errors import StoreError
 from latentcache.store.disk import DiskStore
 from latentcache.store.location import Location
 from latentcache.store.pack import check_payload, map_pack, new_pack_id, read_entry, read_header, write_pack
@@ -48,7 +48,6 @@ def compact(store: DiskStore | str | os.PathLike[str], *, dry_run: bool = False)
     estimates, and nothing is read. Readers may go on: a pack that they have mapped stays readable.
     """
     with DiskStore.opened(store) as disk, disk.lock_exclusive("compact"):
-        disk.catalog.reload()
         live = disk.catalog.by_pack()
         empty = disk.catalog.packs.keys() - live.keys()
         chosen = _choose(disk, live)
@@ -144,7 +143,7 @@ def _copies(
         try:
             header = read_header(path)
             data = map_pack(path, header.size.file_bytes)
-        except (PackError, UnsafeStoreError, FileNotFoundError) as error:
+        except (StoreError, FileNotFoundError) as error:
             unreadable[pack] = str(error)  # left as it is: `verify` marks what it holds
             continue
         for key, location in entries.items():

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import stat
 from pathlib import Path
 
 from latentcache.errors import ReadOnlyError, SchemaError, StoreError, UnsafeStoreError
-from latentcache.store.files import open_regular, sealed_file, sweep_temporaries, sync_folder, typed_errors
+from latentcache.files import open_regular, sweep_temporaries, sync_folder, typed_errors, unreadable, write_sealed
 from latentcache.store.location import is_pack_id
 from latentcache.store.pack import PACK_SUFFIX
 
@@ -17,9 +18,11 @@ SCHEMA = 1
 MARK = "CACHE.json"
 _MAX_MARK_BYTES = 1 << 16
 
+logger = logging.getLogger("latentcache")
+
 
 class CacheDirectory:
-    """`CACHE.json` (the schema), `packs/<xx>/<pack>.safetensors`, `index/`, and `upkeep.lock`.
+    """`CACHE.json` (the schema), `packs/<xx>/<pack>.safetensors`, `index/`, `manifests/`, and `upkeep.lock`.
 
     StoreError: there is no such directory (and `create` is false), or it holds something else. SchemaError: another
     format. ReadOnlyError: it cannot be written, and `read_only` is false.
@@ -29,6 +32,7 @@ class CacheDirectory:
         self.path = Path(path).expanduser().absolute()
         self.packs = self.path / "packs"
         self.index = self.path / "index"
+        self.manifests = self.path / "manifests"
         self.lock = self.path / "upkeep.lock"
         if not (self.path / MARK).is_file():
             self._make(create=create and not read_only)
@@ -37,7 +41,7 @@ class CacheDirectory:
             if not os.access(self.path, os.W_OK):
                 raise ReadOnlyError(self.path, "the cache cannot be written; open it with read_only=True to read it")
             with typed_errors(self.packs, 0):
-                self.packs.mkdir(exist_ok=True)
+                _make_folder(self.packs)
 
     def _make(self, *, create: bool) -> None:
         if self.path.exists() and not self.path.is_dir():
@@ -55,16 +59,15 @@ class CacheDirectory:
             )
         text = json.dumps({"format": "latentcache", "schema": SCHEMA}).encode()
         with typed_errors(self.path, len(text)):
-            self.path.mkdir(parents=True, exist_ok=True)
-        with sealed_file(self.path / MARK, len(text)) as fd:
-            os.write(fd, text)
+            _make_folder(self.path)
+        write_sealed(self.path / MARK, text)
 
     def _check_schema(self) -> None:
         mark = self.path / MARK
         try:
             fd = os.open(mark, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        except PermissionError as error:
-            raise StoreError(f"{mark}: cannot be read: {error.strerror}; ask its owner for access") from error
+        except OSError as error:
+            raise unreadable(mark, error) from error
         try:
             value = json.loads(os.read(fd, _MAX_MARK_BYTES))
             found = value.get("schema") if isinstance(value, dict) else value
@@ -91,40 +94,72 @@ class CacheDirectory:
         return path
 
     def pack_sizes(self) -> dict[str, int]:
-        """Bytes of each pack's file, by id. Only regular files in regular folders count."""
+        """Bytes of each pack's file, by id. Only regular files in regular folders count.
+
+        A folder that may not be listed is left out, with a warning: ask `pack_size` before a pack is called lost.
+        """
         sizes = {}
         for folder in self._pack_folders():
-            with os.scandir(folder) as entries:
-                for entry in entries:
-                    pack = entry.name.removesuffix(PACK_SUFFIX)
-                    if entry.name == pack or not is_pack_id(pack) or pack[:2] != folder.name:
-                        continue
-                    try:
-                        status = entry.stat(follow_symlinks=False)
-                    except FileNotFoundError:
-                        continue  # compacted away at this moment
-                    if stat.S_ISREG(status.st_mode):
-                        sizes[pack] = status.st_size
+            try:
+                names = os.listdir(folder)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                logger.warning("%s: its packs cannot be listed: %s", folder, error)
+                continue
+            for name in names:
+                pack = name.removesuffix(PACK_SUFFIX)
+                if name == pack or not is_pack_id(pack) or pack[:2] != folder.name:
+                    continue
+                try:
+                    num_bytes = self.pack_size(pack)
+                except StoreError as error:
+                    logger.warning("%s", error)
+                    continue
+                if num_bytes is not None:
+                    sizes[pack] = num_bytes
         return sizes
+
+    def pack_size(self, pack: str) -> int | None:
+        """Bytes of a pack's file now, or None if it is not there or no regular file. StoreError: it is unclear."""
+        path = self.pack_path(pack)
+        try:
+            status = path.lstat()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise unreadable(path, error) from error
+        return status.st_size if stat.S_ISREG(status.st_mode) and not path.parent.is_symlink() else None
 
     def remove_pack(self, pack: str) -> None:
         """Delete a pack's file, if it is there and is a regular file."""
         path = self.pack_path(pack)
         try:
             os.close(open_regular(path))
-            path.unlink()
         except FileNotFoundError:
             return  # gone is what was asked for
         with typed_errors(path, 0):
+            path.unlink(missing_ok=True)
             sync_folder(path.parent)
 
     def sweep(self) -> int:
         """Remove what dead writers left half written, and count it."""
-        folders = [self.path, *self._pack_folders()]
-        return sum(sweep_temporaries(folder) for folder in folders)
+        manifests = [self.manifests] if self.manifests.is_dir() and not self.manifests.is_symlink() else []
+        return sum(sweep_temporaries(folder) for folder in [self.path, *manifests, *self._pack_folders()])
 
     def _pack_folders(self) -> list[Path]:
-        if not self.packs.is_dir():
+        try:
+            with os.scandir(self.packs) as entries:
+                return [self.packs / e.name for e in entries if len(e.name) == 2 and e.is_dir(follow_symlinks=False)]
+        except FileNotFoundError:
             return []
-        with os.scandir(self.packs) as entries:
-            return [self.packs / e.name for e in entries if len(e.name) == 2 and e.is_dir(follow_symlinks=False)]
+        except OSError as error:
+            raise unreadable(self.packs, error) from error
+
+
+def _make_folder(path: Path) -> None:
+    """Make a folder, and those above it, and make their names durable."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in reversed(missing):
+        sync_folder(folder.parent)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from latentcache.errors import (
     StoreError,
     UnsafeStoreError,
 )
+from latentcache.files import unreadable
 from latentcache.store.base import StoreStats, check_key
 from latentcache.store.catalog import Catalog
 from latentcache.store.directory import CacheDirectory
@@ -63,7 +65,7 @@ class DiskStore:
         self.path = self.directory.path
         self._catalog: Catalog | None = Catalog(self.directory, read_only=read_only)
         self._maps: dict[str, np.ndarray] = {}
-        self._headers: OrderedDict[str, Header] = OrderedDict()
+        self._read_header = lru_cache(_MAX_HEADERS)(read_header)
         self._verified: dict[str, str] = {}  # key -> the pack in which its bytes were found good
 
     @classmethod
@@ -107,31 +109,38 @@ class DiskStore:
         if self.read_only:
             raise ReadOnlyError(self.path)
         with locked(self.directory.lock, operation, shared=shared):
+            # What was in memory may be older than the lock: nothing is removed or moved from here on.
+            self.catalog.reload()
             yield
 
     def writer(self) -> PackWriter:
         if self.read_only:
             raise ReadOnlyError(self.path)
-        return PackWriter(self._seal, self.lock_shared("writing entries"))
+        # Without reading all rows again: each pack that is sealed asks the index for its keys.
+        return PackWriter(self._seal, locked(self.directory.lock, "writing entries", shared=True))
 
     def add(self, entries: Iterable[Entry]) -> int:
         iterator = iter(entries)
         with self.writer() as writer:
             while chunk := list(islice(iterator, _ADD_CHUNK)):
-                present = self.find(entry.record.key for entry in chunk)
+                present = self._present(entry.record.key for entry in chunk)
                 for entry in chunk:
                     if entry.record.key not in present:
                         writer.add(entry)
         return writer.num_added
 
     def _seal(self, entries: Sequence[Entry]) -> Sealed:
-        present = self.find(entry.record.key for entry in entries)
+        present = self._present(entry.record.key for entry in entries)
         new = [entry for entry in entries if entry.record.key not in present]
         if not new:
             return Sealed(0, 0)
         header = write_pack(self.directory.new_pack_path(new_pack_id()), new)
         num_added = self.catalog.add_pack(header)
         return Sealed(num_added, header.size.file_bytes)
+
+    def _present(self, keys: Iterable[str]) -> set[str]:
+        """Those that the index has now. Memory is not enough: another process may have removed or marked an entry."""
+        return self.catalog.refresh(check_key(key) for key in keys)
 
     def find(self, keys: Iterable[str]) -> set[str]:
         return self.catalog.find(check_key(key) for key in keys)
@@ -149,23 +158,21 @@ class DiskStore:
     def record(self, key: str) -> Record:
         location = self._locate(key)
         while True:
-            problem = self._header_problem(key, location)
-            if problem is None:
-                return deepcopy(self._headers[location.pack].records[key])
+            header, problem = self._header(location.pack)
+            if header is not None and header.locations.get(key) == location:
+                return deepcopy(header.records[key])
+            problem = problem or "its pack's header and the index do not agree"
             location = self._moved_or_damaged(key, location, problem)
 
-    def _header_problem(self, key: str, location: Location) -> str | None:
-        header = self._headers.get(location.pack)
-        if header is None:
-            try:
-                header = read_header(self.directory.pack_path(location.pack))
-            except (PackError, UnsafeStoreError, OSError) as error:
-                return f"its pack's header cannot be read: {error}"
-            self._headers[location.pack] = header
-            while len(self._headers) > _MAX_HEADERS:
-                self._headers.popitem(last=False)
-        self._headers.move_to_end(location.pack)
-        return None if header.locations.get(key) == location else "its pack's header and the index do not agree"
+    def _header(self, pack: str) -> tuple[Header | None, str]:
+        """A pack's header, or why there is none: the file is gone or is not what was written."""
+        path = self.directory.pack_path(pack)
+        try:
+            return self._read_header(path), ""
+        except FileNotFoundError:
+            return None, f"its pack is gone: {path}"
+        except (PackError, UnsafeStoreError) as error:
+            return None, f"its pack's header cannot be read: {error}"
 
     def resolve(self, keys: Sequence[str]) -> DiskRows:
         keys = tuple(keys)
@@ -215,20 +222,27 @@ class DiskStore:
             location = self._moved_or_damaged(key, location, problem)
 
     def _payload_problem(self, key: str, location: Location) -> str | None:
+        """Why the entry's bytes are not those that were stored, or None if they are.
+
+        A plain StoreError: they cannot be read now, which says nothing about them.
+        """
         path = self.directory.pack_path(location.pack)
+        data = self._maps.get(location.pack)
         try:
-            if location.pack not in self._maps:
-                self._maps[location.pack] = map_pack(path, location.end)
+            if data is None:
+                data = self._maps.setdefault(location.pack, map_pack(path, location.end))
             elif path.stat().st_size < location.end:
                 # Touching mapped bytes that a truncation took away would kill the process.
                 return f"its pack was cut short: {path}"
         except FileNotFoundError:
             # A mapped file stays readable after its name is gone.
-            if location.pack not in self._maps:
+            if data is None:
                 return f"its pack is gone: {path}"
-        except (PackError, UnsafeStoreError, OSError) as error:
+        except (PackError, UnsafeStoreError) as error:
             return str(error)
-        return check_payload(self._maps[location.pack], key, location)
+        except OSError as error:
+            raise unreadable(path, error) from error
+        return check_payload(data, key, location)
 
     def _moved_or_damaged(self, key: str, location: Location, problem: str) -> Location:
         """Another place for the entry if the index now has one; otherwise it is damaged, and marked so."""
@@ -252,7 +266,6 @@ class DiskStore:
         """Let go of packs that were compacted away."""
         for pack in packs:
             self._maps.pop(pack, None)
-            self._headers.pop(pack, None)
 
     def remove(self, keys: Iterable[str]) -> int:
         return self.catalog.remove([check_key(key) for key in dict.fromkeys(keys)])
@@ -280,4 +293,4 @@ class DiskStore:
             self._catalog.close()
         self._catalog = None
         self._maps.clear()
-        self._headers.clear()
+        self._read_header.cache_clear()

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from latentcache.errors import StoreBusyError
-from latentcache.store.files import typed_errors
+from latentcache.files import typed_errors
 
 _MAX_NOTE_BYTES = 4096
 

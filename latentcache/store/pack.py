@@ -20,9 +20,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from latentcache.errors import PackError
+from latentcache.files import open_regular, sealed_file, unreadable, write_all
 from latentcache.fingerprint import digest
 from latentcache.store.base import DTYPES, dtype_name, entry_digest, flat_bytes, payload_digest
-from latentcache.store.files import open_regular, sealed_file, write_all
 from latentcache.store.location import Location, PackSize, Place
 from latentcache.store.records import Column, PackedRecord, decode_records, encode_records
 from latentcache.types import Entry, Record
@@ -183,7 +183,8 @@ def _header(
 def read_header(path: Path) -> Header:
     """Read and check a pack's header, not its payload. PackError if anything is not as `write_pack` leaves it.
 
-    UnsafeStoreError for a link or a device; FileNotFoundError if there is no such file.
+    UnsafeStoreError for a link or a device; FileNotFoundError if there is no such file. A plain StoreError says that
+    the file cannot be read now, and nothing about what it holds.
     """
     fd = open_regular(path)
     try:
@@ -196,8 +197,11 @@ def read_header(path: Path) -> Header:
             for name in file.keys():
                 part = file.get_slice(name)
                 listed[name] = (part.get_dtype(), tuple(part.get_shape()))
-    except (SafetensorError, OSError) as error:
+    except SafetensorError as error:
         raise PackError(path, f"not a pack: {error}") from error
+    except (OSError, MemoryError) as error:
+        # Also a FileNotFoundError: safetensors calls every failure to open a file that.
+        raise unreadable(path, error) from error
     finally:
         os.close(fd)
     if metadata.get("latentcache") != PACK_FORMAT:
@@ -219,7 +223,7 @@ def map_pack(path: Path, min_bytes: int) -> np.ndarray:
     """The whole file as a mapped, flat uint8 array. It must not be written to.
 
     PackError if it is shorter than `min_bytes`: touching what is missing would kill the process (SIGBUS).
-    UnsafeStoreError, FileNotFoundError as for `read_header`.
+    UnsafeStoreError, FileNotFoundError and StoreError as for `read_header`.
     """
     fd = open_regular(path)
     try:
@@ -229,8 +233,8 @@ def map_pack(path: Path, min_bytes: int) -> np.ndarray:
         # Not mmap.mmap: it keeps a descriptor per pack open, and a large cache has more packs than descriptors.
         # The mapping is private, so a stray write could not reach the file.
         return torch.from_file(f"/dev/fd/{fd}", shared=False, size=file_bytes, dtype=torch.uint8).numpy()
-    except RuntimeError as error:
-        raise PackError(path, f"cannot be mapped: {error}") from error
+    except (RuntimeError, OSError, MemoryError) as error:
+        raise unreadable(path, error) from error
     finally:
         os.close(fd)
 

@@ -20,10 +20,10 @@ from latentcache.store.compaction import CompactReport, compact
 from latentcache.store.directory import CacheDirectory
 from latentcache.store.disk import DiskStore
 from latentcache.store.index import Index
-from latentcache.store.location import Location
+from latentcache.store.location import Location, looks_like_location
 from latentcache.store.lock import locked
 from latentcache.store.pack import check_payload, map_pack, read_header
-from latentcache.store.recovery import DAMAGED_PREFIX, scan_packs
+from latentcache.store.recovery import DAMAGED_PREFIX, PACK_PREFIX, scan_packs
 
 __all__ = [
     "CompactReport",
@@ -98,7 +98,8 @@ def verify(
     if subset is not None and not 1 <= subset[0] <= subset[1]:
         raise StoreError(f"subset {subset[0]}/{subset[1]}: give n/t with 1 <= n <= t")
     with DiskStore.opened(store) as disk, nullcontext() if disk.read_only else disk.lock_shared("verify"):
-        disk.catalog.reload()
+        if disk.read_only:
+            disk.catalog.reload()
         sizes, live = disk.directory.pack_sizes(), disk.catalog.by_pack()
         packs = sorted(pack for pack in sizes.keys() | live.keys() if _in_subset(pack, subset))
         found: dict[str, tuple[Location, str]] = {}
@@ -141,6 +142,8 @@ def _verify_pack(
         return dict.fromkeys(entries, f"its pack cannot be read: {error}"), str(error)
     except FileNotFoundError:
         return dict.fromkeys(entries, f"its pack is gone: {path}"), f"{path}: is gone" if entries else None
+    except StoreError as error:
+        return {}, str(error)  # it cannot be read now: that says nothing about its entries
     problems = {}
     for key, location in entries.items():
         if header.locations.get(key) != location:
@@ -160,17 +163,24 @@ def rebuild(store: StoreOrPath) -> RebuildReport:
         directory.sweep()
         for leftover in directory.path.glob("index.replaced-*"):
             rmtree(leftover)
-        entries, markers = _old_rows(directory)
+        entries, markers, packs = _old_rows(directory)
         scan = scan_packs(directory, directory.pack_sizes(), markers.keys())
+        # A pack that cannot be read now may be whole: what the old index says of it stays.
+        kept = {
+            key: text
+            for key, text in entries.items()
+            if key not in scan.locations and any(pack in text for pack in scan.unreachable)
+        }
+        kept |= {PACK_PREFIX + pack: packs[pack] for pack in scan.unreachable & packs.keys()}
         lost = dict.fromkeys(entries, "no pack that can be read holds it") | markers | scan.damaged
-        lost = {key: reason for key, reason in lost.items() if key not in scan.locations}
+        lost = {key: reason for key, reason in lost.items() if key not in scan.locations and key not in kept}
         aside = directory.path / f"index.replaced-{uuid.uuid4().hex[:8]}"
         if directory.index.is_symlink():
             directory.index.unlink()
         elif directory.index.exists():
             # A death from here on leaves no index, or an empty one: the next opening fills it from the packs.
             directory.index.rename(aside)
-        rows = scan.rows() | {DAMAGED_PREFIX + key: reason for key, reason in lost.items()}
+        rows = scan.rows() | kept | {DAMAGED_PREFIX + key: reason for key, reason in lost.items()}
         Index(directory.index).add_many(rows)
         if aside.exists():
             rmtree(aside)
@@ -179,15 +189,20 @@ def rebuild(store: StoreOrPath) -> RebuildReport:
     return RebuildReport(len(scan.locations), len(scan.packs), lost, scan.unreadable)
 
 
-def _old_rows(directory: CacheDirectory) -> tuple[list[str], dict[str, str]]:
-    """The keys of entries, and the damage, that the index to be replaced knows of."""
+def _old_rows(directory: CacheDirectory) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
+    """The entries, the damage, and the packs that the index to be replaced knows of."""
     try:
         rows = Index(directory.index, read_only=True).items()
     except (IndexDamagedError, ReadOnlyError):
-        return [], {}  # it is replaced because it cannot be read
-    prefix = DAMAGED_PREFIX
-    markers = {name.removeprefix(prefix): value for name, value in rows.items() if name.startswith(prefix)}
-    return [name for name in rows if is_key(name)], {key: value for key, value in markers.items() if is_key(key)}
+        return {}, {}, {}  # it is replaced because it cannot be read
+    entries = {name: text for name, text in rows.items() if is_key(name) and looks_like_location(text)}
+    markers = {
+        key: reason
+        for name, reason in rows.items()
+        if name.startswith(DAMAGED_PREFIX) and is_key(key := name.removeprefix(DAMAGED_PREFIX))
+    }
+    packs = {name.removeprefix(PACK_PREFIX): text for name, text in rows.items() if name.startswith(PACK_PREFIX)}
+    return entries, markers, packs
 
 
 def prune(
@@ -200,7 +215,6 @@ def prune(
     with DiskStore.opened(store) as disk, disk.lock_exclusive("prune"):
         kept = {check_key(key) for key in (keep() if callable(keep) else keep)}
         catalog = disk.catalog
-        catalog.reload()
         gone = {key: location for key, location in catalog.locations().items() if key not in kept}
         live = {pack for pack, entries in catalog.by_pack().items() if entries.keys() - gone.keys()}
         empty = catalog.packs.keys() - live

@@ -242,7 +242,7 @@ def test_a_live_writers_temporary_file_is_left_alone(root):
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EACCES])
 @pytest.mark.parametrize(("name", "call"), [("writev", 1), ("writev", 2), ("fsync", 1), ("fsync", 2), ("rename", 1)])
 def test_a_refused_write_leaves_nothing_behind(root, monkeypatch, number, name, call):
-    monkeypatch.setattr("latentcache.store.files._MAX_BUFFERS", 2)
+    monkeypatch.setattr("latentcache.files._MAX_BUFFERS", 2)
     with DiskStore(root) as store:
         store.add(samples(0))
         calls, real = iter(range(1, 1000)), getattr(os, name)
@@ -295,8 +295,8 @@ def test_the_writers_thread_reports_and_the_first_error_wins(root, monkeypatch):
     def full(fd, views):
         raise OSError(errno.ENOSPC, "full")
 
-    monkeypatch.setattr(os, "writev", full)
     with DiskStore(root) as store:
+        monkeypatch.setattr(os, "writev", full)
         with pytest.raises(StorageFullError), store.writer() as writer:
             for number in range(5):
                 writer.add(sample(number))

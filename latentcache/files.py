@@ -37,6 +37,11 @@ def typed_errors(path: Path, num_bytes: int) -> Iterator[None]:
         ) from error
 
 
+def unreadable(path: Path, error: Exception) -> StoreError:
+    """The error for a file that cannot be read now, for a reason that may pass: rights, descriptors, memory, a disk."""
+    return StoreError(f"{path}: cannot be read now: {error}. It is left as it is: mend the cause and try again.")
+
+
 def sync_folder(path: Path) -> None:
     """Make the names in a folder durable."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -85,8 +90,17 @@ def sealed_file(path: Path, num_bytes: int) -> Iterator[int]:
             temporary.unlink(missing_ok=True)
             raise
         finally:
-            os.close(fd)
+            unlock_and_close(fd)
         sync_folder(path.parent)
+
+
+def write_sealed(path: Path, data: bytes) -> None:
+    """Make `path` hold `data`, durably; a file that is there is replaced whole. The mode follows the umask.
+
+    StorageFullError, ReadOnlyError, or another StoreError: the file is as it was.
+    """
+    with sealed_file(path, len(data)) as fd:
+        write_all(fd, [data])
 
 
 def _locked_sibling(path: Path) -> tuple[int, Path]:
@@ -99,17 +113,30 @@ def _locked_sibling(path: Path) -> tuple[int, Path]:
             if temporary.exists():
                 return fd, temporary
         except BaseException:
-            os.close(fd)
+            unlock_and_close(fd)
             temporary.unlink(missing_ok=True)
             raise
-        os.close(fd)
+        unlock_and_close(fd)
+
+
+def unlock_and_close(fd: int) -> None:
+    """Let go of the `flock` on a descriptor, and close it."""
+    # Closing alone is not enough: a child forked meanwhile holds the same lock until it exits.
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    os.close(fd)
 
 
 def sweep_temporaries(folder: Path) -> int:
-    """Remove the temporary files in `folder` whose writer is dead, and count them. A live writer holds a lock."""
+    """Remove the temporary files in `folder` whose writer is dead, and count them. A live writer holds a lock.
+
+    What may not be listed or removed is left alone, with a warning.
+    """
     num_removed = 0
-    with os.scandir(folder) as entries:
-        names = [e.name for e in entries if e.name.startswith(".") and e.name.endswith(TEMPORARY_SUFFIX)]
+    try:
+        names = [n for n in os.listdir(folder) if n.startswith(".") and n.endswith(TEMPORARY_SUFFIX)]
+    except OSError as error:
+        logger.warning("%s: not looked through for half-written files: %s", folder, error)
+        return 0
     for name in names:
         try:
             fd = os.open(folder / name, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -124,6 +151,8 @@ def sweep_temporaries(folder: Path) -> int:
             num_removed += 1
         except BlockingIOError:
             continue
+        except OSError as error:
+            logger.warning("%s: left alone: %s", folder / name, error)
         finally:
             os.close(fd)
     return num_removed
@@ -132,7 +161,8 @@ def sweep_temporaries(folder: Path) -> int:
 def open_regular(path: Path) -> int:
     """Open a regular file for reading, and nothing else: UnsafeStoreError for links, pipes and devices.
 
-    The folder must not be a link either. FileNotFoundError is passed on. The caller closes the descriptor.
+    The folder must not be a link either. FileNotFoundError is passed on; any other refusal is a plain StoreError,
+    which says nothing about the file's bytes. The caller closes the descriptor.
     """
     try:
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -144,7 +174,9 @@ def open_regular(path: Path) -> int:
     except OSError as error:
         if error.errno in {errno.ELOOP, errno.ENOTDIR, errno.ENXIO}:
             raise UnsafeStoreError(path, "is a link or a device; remove it, then run `latentcache rebuild`") from error
-        raise
+        if isinstance(error, FileNotFoundError):
+            raise
+        raise unreadable(path, error) from error
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise UnsafeStoreError(path, "is not a regular file; remove it, then run `latentcache rebuild`")

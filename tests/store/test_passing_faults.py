@@ -1,0 +1,184 @@
+"""Faults that pass, and other processes at work: nothing good is marked, nothing that was asked for is left out."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+
+import pytest
+from store_samples import key, packs, run, same, sample, samples
+
+from latentcache.errors import EntryDamagedError, StoreError
+from latentcache.store import DiskStore, catalog, pack
+from latentcache.store.base import own_entry
+from latentcache.store.pack import new_pack_id, write_pack
+from latentcache.store.upkeep import compact, rebuild, verify
+
+
+@pytest.fixture
+def root(tmp_path):
+    return tmp_path / "cache"
+
+
+def assert_holds(store, *numbers):
+    for number in numbers:
+        assert same(store.get(key(number)), sample(number))
+
+
+def leave_an_unknown_pack(store, number):
+    """As a writer that dies between sealing and the index."""
+    write_pack(store.directory.new_pack_path(new_pack_id()), [own_entry(sample(number))])
+
+
+# Other processes -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("moment", ["while headers are read", "before files are listed"])
+def test_what_another_writer_seals_during_an_opening_is_not_lost(root, monkeypatch, moment):
+    with DiskStore(root) as writer:
+        writer.add(samples(0))
+        leave_an_unknown_pack(writer, 1)
+        target = catalog if moment == "while headers are read" else catalog.CacheDirectory
+        name = "scan_packs" if moment == "while headers are read" else "pack_sizes"
+        real = getattr(target, name)
+
+        def slow(*args):
+            found = real(*args)
+            writer.add(samples(2))
+            return found
+
+        monkeypatch.setattr(target, name, slow)
+        with DiskStore(root) as opened:
+            monkeypatch.undo()
+            assert opened.damaged() == {}
+            assert_holds(opened, 0, 1, 2)
+
+
+def test_what_another_process_removed_or_marked_is_stored_again(root):
+    with DiskStore(root) as store, DiskStore(root) as other:
+        store.add(samples(0, 1))
+        assert_holds(store, 0, 1)
+        other.remove([key(0)])
+        other.mark_damaged({key(1): (other.catalog.locate(key(1)), "a test")})
+        assert store.add(samples(0, 1)) == 2
+        assert other.find([key(0), key(1)]) == {key(0), key(1)} and other.damaged() == {}
+        assert_holds(other, 0, 1)
+        other.remove([key(0)])
+        with store.writer() as writer:
+            writer.add(sample(0))
+        assert writer.num_added == 1
+
+
+def test_a_lock_shows_what_is_there_once_it_is_held(root):
+    with DiskStore(root) as store, DiskStore(root) as other:
+        store.add(samples(0, 1))
+        other.remove([key(0)])
+        with store.lock_shared():
+            assert store.find([key(0), key(1)]) == {key(1)}
+
+
+# Passing faults ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.EACCES, errno.ESTALE])
+@pytest.mark.parametrize("read_only", [False, True])
+@pytest.mark.parametrize("call", ["get", "record", "read_rows"])
+def test_a_pack_that_cannot_be_opened_now_is_not_damaged(root, monkeypatch, number, read_only, call):
+    with DiskStore(root) as store:
+        store.add(samples(0))
+    with DiskStore(root, read_only=read_only) as store:
+        real = os.open
+
+        def refuse(path, *args, **kwargs):
+            if str(path).endswith(".safetensors"):
+                raise OSError(number, os.strerror(number))
+            return real(path, *args, **kwargs)
+
+        argument = store.resolve([key(0)]) if call == "read_rows" else key(0)
+        monkeypatch.setattr(os, "open", refuse)
+        with pytest.raises(StoreError, match="cannot be read now") as caught:
+            getattr(store, call)(argument)
+        assert type(caught.value) is StoreError
+        monkeypatch.undo()
+        assert store.damaged() == {}
+        assert_holds(store, 0)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("unable to mmap: Cannot allocate memory (12)"), MemoryError("none")])
+def test_a_pack_that_cannot_be_mapped_now_is_not_damaged(root, monkeypatch, error):
+    with DiskStore(root) as store:
+        store.add(samples(0))
+        monkeypatch.setattr(pack.torch, "from_file", lambda *_, **__: (_ for _ in ()).throw(error))
+        with pytest.raises(StoreError, match="cannot be read now"):
+            store.read_batch([key(0)])
+        report = verify(store)
+        assert not report.ok and report.damaged == {} and len(report.unreadable) == 1
+        monkeypatch.undo()
+        assert verify(store).ok
+        assert_holds(store, 0)
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError("No such file or directory: /dev/fd/7"), MemoryError("none")])
+def test_a_header_that_cannot_be_read_now_is_not_damaged(root, monkeypatch, error):
+    with DiskStore(root) as store:
+        store.add(samples(0, 1))
+        monkeypatch.setattr(pack, "safe_open", lambda *_, **__: (_ for _ in ()).throw(error))
+        with pytest.raises(StoreError, match="cannot be read now"):
+            store.record(key(0))
+        assert not verify(store).ok
+        report = rebuild(store)
+        assert report.damaged == {} and len(report.unreadable) == 1
+        monkeypatch.undo()
+        assert store.damaged() == {}
+        assert_holds(store, 0, 1)
+        with DiskStore(root) as again:
+            assert_holds(again, 0, 1)
+
+
+def test_what_is_gone_or_cut_short_is_damaged(root):
+    """The other side of the tests above: evidence marks."""
+    with DiskStore(root) as store:
+        store.add(samples(0))
+        path = packs(store)[0]
+        os.truncate(path, path.stat().st_size - 8)
+        with pytest.raises(EntryDamagedError):
+            store.record(key(0))
+        assert store.damaged().keys() == {key(0)}
+
+
+def use_as_nobody(root, forbidden, allowed):
+    os.setgid(65534)
+    os.setuid(65534)
+    with DiskStore(root) as store:
+        assert_holds(store, allowed)
+        for call in (store.get, store.record, lambda name: store.read_batch([name])):
+            with pytest.raises(StoreError, match="Permission denied"):
+                call(key(forbidden))
+        assert store.damaged() == {}
+        assert len(verify(store).unreadable) == 1
+        assert len(compact(store).unreadable) == 1
+        assert len(rebuild(store).unreadable) == 1
+        assert store.damaged() == {}
+    shutil.rmtree(root / "index")
+    with DiskStore(root) as store:
+        assert_holds(store, allowed)
+        assert store.find([key(forbidden)]) == set() and store.damaged() == {}
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs another user")
+def test_a_pack_of_another_user_is_reported_and_not_marked(root):
+    before = os.umask(0)
+    try:
+        with DiskStore(root) as store:
+            store.add(samples(0))
+            store.add(samples(1))
+            store.directory.pack_path(store.catalog.locate(key(0)).pack).chmod(0o600)
+    finally:
+        os.umask(before)
+    (root / "index" / "cache.db").chmod(0o666)
+    for parent in [root, *root.parents][:4]:
+        parent.chmod(0o777)
+    assert run(use_as_nobody, root, 0, 1) == 0
+    with DiskStore(root) as store:
+        assert_holds(store, 0, 1)
