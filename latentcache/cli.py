@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +23,8 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 import latentcache
 from latentcache.config import Config, is_list, is_scalar, load_config, section_of, settings_from_environment
 from latentcache.errors import ConfigError, LatentCacheError, StoreError
+
+logger = logging.getLogger("latentcache")
 
 DONE, DONE_WITH_FAULTS, COULD_NOT_RUN = 0, 1, 2
 
@@ -85,6 +88,8 @@ def precache(
     from latentcache.precache.run import run_precache
 
     loaded = load_config(config, overrides=_given(settings))
+    if loaded.cache.store == "cpu" and not dry_run:
+        logger.warning("cache.store is cpu: entries live in this process only, and are gone when this command ends")
     stop = threading.Event()
     with _stop_on_signals(stop) as caught:
         report = run_precache(
@@ -213,6 +218,7 @@ def prune(
     *,
     config: NamedConfig = None,
     dry_run: Switch = False,
+    unfinished: Switch = False,
     as_json: AsJson = False,
     cache_path: CachePath = None,
 ) -> int:
@@ -220,6 +226,8 @@ def prune(
 
     Parameters
     ----------
+    unfinished
+        Also remove what runs that did not finish have encoded. Without it, prune waits until they have.
     dry_run
         Tell how many entries and bytes; remove nothing.
     """
@@ -233,6 +241,12 @@ def prune(
         if not manifests.names():
             # An unfinished first run has entries but no manifest yet: everything would go.
             raise StoreError(f"{path}: has no manifest, so prune would remove every entry; finish a precache run first")
+        if manifests.unfinished() and not unfinished:
+            runs = ", ".join(f"{name} (begun {begun})" for name, begun in manifests.unfinished().items())
+            raise StoreError(
+                f"{path}: not finished: {runs}. What was encoded for them is in no manifest yet, and would be removed: "
+                "run precache again to finish, or give --unfinished to remove it"
+            )
         return {key for name in manifests.names() if (manifest := manifests.read(name)) for key in manifest.keys()}
 
     return _finish(prune_store(path, keep, dry_run=dry_run), as_json)
@@ -267,7 +281,7 @@ def _given(settings: BaseModel | None) -> dict[str, Any]:
 def _cache_of(target: Path | None, config: Path | None, cache_path: Path | None) -> Path:
     """The cache that a command is about: a flag, else the target, else the config, else the environment."""
     if cache_path is not None:
-        return cache_path
+        return cache_path.expanduser()
     if target is not None and target.is_dir():
         return target
     file = target or config
@@ -278,7 +292,7 @@ def _cache_of(target: Path | None, config: Path | None, cache_path: Path | None)
     path = settings_from_environment(os.environ).get("cache", {}).get("path")
     if path is None:
         raise ConfigError("which cache? Give its directory, a config, --cache.path, or set LATENTCACHE_CACHE_PATH")
-    return Path(path)
+    return Path(path).expanduser()
 
 
 def _subset(text: str | None) -> tuple[int, int] | None:
@@ -323,7 +337,7 @@ def _stop_on_signals(stop: threading.Event) -> Iterator[list[int]]:
             raise KeyboardInterrupt
         caught.append(number)
         stop.set()
-        logging.getLogger("latentcache").warning("stopping: sealing what is done (once more stops at once)")
+        logger.warning("stopping: sealing what is done (once more stops at once)")
 
     if threading.current_thread() is not threading.main_thread():
         yield caught
@@ -343,18 +357,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Their notes on optional packages are not ours to print; errors still are.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
+    if isinstance(sys.stdout, TextIOWrapper):
+        # A file name need not be text in the terminal's encoding; printing it must not lose a report.
+        sys.stdout.reconfigure(errors="backslashreplace")
     as_json = "--json" in arguments
     try:
         result = app(arguments, exit_on_error=False, print_error=False)
+        sys.stdout.flush()
+        return result if isinstance(result, int) else DONE
     except (LatentCacheError, CycloptsError) as error:
         print(f"latentcache: {error}", file=sys.stderr)
-        if as_json:
-            print(json.dumps({"error": str(error), "type": type(error).__name__}))
-        return COULD_NOT_RUN
+        return _fail(error, as_json)
     except KeyboardInterrupt:
         print("latentcache: interrupted; sealed entries are safe", file=sys.stderr)
         return 128 + signal.SIGINT
-    return result if isinstance(result, int) else DONE
+    except BrokenPipeError:
+        # Whoever read the output has gone. Python flushes once more at exit: let it flush into nothing.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except Exception as error:
+        # A fault of ours: not swallowed, but a script must not take Python's exit code 1 for "done, with refusals".
+        logger.exception("this should not happen; please report it")
+        return _fail(error, as_json)
+
+
+def _fail(error: BaseException, as_json: bool) -> int:
+    if as_json:
+        print(json.dumps({"error": str(error), "type": type(error).__name__}))
+    return COULD_NOT_RUN
 
 
 if __name__ == "__main__":

@@ -16,16 +16,27 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
 from latentcache.errors import ConfigError
 
 ENV_PREFIX = "LATENTCACHE_"
-PROMPTS_MANIFEST = "validation-prompts"
-"""The manifest of the cached validation prompts: no dataset may have this name."""
+PROMPTS_PREFIX = "validation-prompts"
+"""Begins the names of the manifests of cached validation prompts: no dataset's name may begin so."""
 
-Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
+UserPath = Annotated[Path, AfterValidator(Path.expanduser)]
+UserText = Annotated[str, AfterValidator(os.path.expanduser)]
+"""A path or a hub id; `~` is the home directory."""
 DtypeName = Literal["auto", "float32", "float16", "bfloat16"]
+
+
+def _encodable(prompt: str) -> str:
+    prompt.encode()  # a lone surrogate is a ValueError: tokenizers take UTF-8 only
+    return prompt
+
+
+Prompt = Annotated[str, AfterValidator(_encodable)]
 
 
 class _Section(BaseModel):
@@ -33,7 +44,7 @@ class _Section(BaseModel):
 
 
 class CacheConfig(_Section):
-    path: Path = Path("cache/sdxl")
+    path: UserPath = Path("cache/sdxl")
     """Directory of the cache. Several datasets, models and runs may share one."""
     store: Literal["disk", "cpu"] = "disk"
     """`disk`: packs on disk. `cpu`: CPU memory of this process only; gone when it ends."""
@@ -44,7 +55,7 @@ class CacheConfig(_Section):
 class SourceConfig(_Section):
     kind: Literal["folder", "imagefolder", "webdataset", "parquet"] = "folder"
     """`folder`: images with caption files beside them. `imagefolder`: metadata.jsonl. `webdataset`: tar. `parquet`."""
-    path: Path
+    path: UserPath
     """Folder or file of the dataset."""
     caption_extension: str = ".txt"
     """`folder` only: suffix of the caption files; each line that is not empty is one caption."""
@@ -78,7 +89,7 @@ class ImagesConfig(_Section):
 
 class DatasetConfig(_Section):
     name: Name
-    """Name of the manifest: letters, digits, dot, dash, underscore."""
+    """Name of the manifest: letters, digits, dash, underscore."""
     role: Literal["train", "validation"] = "train"
     """What the dataset is for; kept in its manifest."""
     repeats: int = Field(1, ge=1)
@@ -96,11 +107,11 @@ class DatasetConfig(_Section):
 class ModelConfig(_Section):
     family: Literal["sdxl"] = "sdxl"
     """Which model family the parts belong to."""
-    path: str = "stabilityai/stable-diffusion-xl-base-1.0"
+    path: UserText = "stabilityai/stable-diffusion-xl-base-1.0"
     """Hub id, diffusers folder, one .safetensors checkpoint, or `tiny` (a tiny SDXL built in code, for trials)."""
-    vae: str | None = None
+    vae: UserText | None = None
     """A VAE to use in place of the model's own: hub id, folder or .safetensors file."""
-    config: str | None = None
+    config: UserText | None = None
     """For a .safetensors checkpoint: folder or hub id with its configs and tokenizers. Default: diffusers infers it."""
     variant: str | None = None
     """For a hub id or folder: the variant of the weight files, e.g. `fp16`."""
@@ -128,9 +139,9 @@ class EncodeConfig(_Section):
 
 
 class ValidationConfig(_Section):
-    prompts: tuple[str, ...] = ()
+    prompts: tuple[Prompt, ...] = ()
     """Prompts of validation images: cached too, so that sampling needs no text encoder."""
-    negative_prompt: str = ""
+    negative_prompt: Prompt = ""
     """The negative prompt of validation images. The empty prompt is always cached."""
 
 
@@ -146,8 +157,11 @@ class Config(_Section):
         names = [dataset.name for dataset in self.datasets]
         if not names:
             raise ValueError("datasets: is empty; at least one dataset is needed")
-        if PROMPTS_MANIFEST in names:
-            raise ValueError(f"a dataset may not be named {PROMPTS_MANIFEST!r}: that manifest holds the prompts")
+        for name in names:
+            if name.lower().startswith(PROMPTS_PREFIX):
+                raise ValueError(
+                    f"datasets: {name!r} may not begin with {PROMPTS_PREFIX!r}: so do the prompts' manifests"
+                )
         # Manifests are files, and some file systems ignore case.
         twice = sorted({name for name in names if [n.lower() for n in names].count(name.lower()) > 1})
         if twice:
@@ -164,11 +178,15 @@ def load_config(
     `datasets` have none. In `overrides["datasets"]` a dataset goes by its name or its number. Raises ConfigError.
     """
     settings = read_file(Path(path))
-    _merge(settings, settings_from_environment(os.environ if environ is None else environ))
+    variables = settings_from_environment(os.environ if environ is None else environ)
     given = dict(overrides or {})
+    source = str(path)
+    if variables or given:
+        source += " with variables and flags"
+    _merge(settings, variables)
     _merge_datasets(settings, given.pop("datasets", None) or {}, str(path))
     _merge(settings, given)
-    return parse_config(settings, source=str(path))
+    return parse_config(settings, source=source)
 
 
 def read_file(path: Path) -> dict[str, Any]:
@@ -183,7 +201,7 @@ def read_file(path: Path) -> dict[str, Any]:
         raise ConfigError("no such file; configs/ holds complete examples", source=str(path)) from None
     except OSError as error:
         raise ConfigError(f"cannot be read: {error.strerror}", source=str(path)) from error
-    except (yaml.YAMLError, ValueError) as error:  # TOML, JSON and Unicode errors are ValueErrors
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # TOML, JSON and Unicode errors are ValueErrors
         raise ConfigError(f"is not valid {path.suffix[1:].upper()}: {error}", source=str(path)) from error
     if not isinstance(value, dict):
         raise ConfigError(f"holds {type(value).__name__}, not settings by name", source=str(path))
@@ -210,7 +228,8 @@ def _describe(fault: Mapping[str, Any]) -> str:
     if fault["type"] == "missing":
         return f"{dotted}: is required"
     if fault["type"] == "value_error":
-        return str(fault["msg"]).removeprefix("Value error, ")
+        message = str(fault["msg"]).removeprefix("Value error, ")
+        return f"{dotted}: {message}" if location else message
     return f"{dotted}: {fault['msg']} (met: {fault['input']!r})"
 
 

@@ -160,7 +160,7 @@ class EntryMissingError(StoreError, KeyError):
 
     def __init__(self, key: str, reason: str = "no such entry"):
         self.key, self.reason = key, reason
-        super().__init__(f"entry {key}: {reason}")
+        super().__init__(f"entry {key}: {reason}; `latentcache precache CONFIG` makes what a dataset needs")
 
     __str__ = Exception.__str__
 
@@ -170,7 +170,7 @@ class EntryDamagedError(StoreError):
 
     def __init__(self, key: str, reason: str):
         self.key, self.reason = key, reason
-        super().__init__(f"entry {key} is damaged: {reason}")
+        super().__init__(f"entry {key} is damaged: {reason}; `latentcache precache CONFIG` makes it anew")
 
 
 class SampleError(StoreError):

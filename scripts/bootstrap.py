@@ -11,6 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
+OURS = VENV / "made-by-latentcache"
 STAMP = VENV / "latentcache-installed"
 PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 
@@ -29,8 +30,11 @@ def install() -> None:
         sys.exit(f"latentcache needs Python 3.11 or newer, but this is {sys.version.split()[0]}")
     if STAMP.exists() and STAMP.read_text() == wanted_stamp():
         return
+    if VENV.exists() and not OURS.exists():
+        sys.exit(f"{VENV} was not made by this script, and is left alone: move it away, or install with its own pip")
     print("installing into .venv (a few minutes the first time) ...", file=sys.stderr, flush=True)
     venv.create(VENV, with_pip=True, clear=VENV.exists())
+    OURS.touch()
     pip = [str(PYTHON), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     # pip's own output is kept off stdout, which belongs to the job (--json).
     subprocess.run([*pip, "-c", "constraints.txt", "-e", ".[test]"], cwd=ROOT, check=True, stdout=sys.stderr)

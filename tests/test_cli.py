@@ -18,6 +18,7 @@ import yaml
 from photo_files import write_photo
 
 import latentcache
+import latentcache.precache.run
 from latentcache.cli import main
 from latentcache.config import known_settings
 
@@ -71,7 +72,7 @@ def test_precache_status_explain_show(config_file: Path, run: Any, run_json: Any
 
     code, status = run_json("status", config_file)
     assert code == 0 and status["store"]["num_entries"] == {"text": 5, "image": 5} and status["num_unused"] == 0
-    assert [m["name"] for m in status["manifests"]] == ["photos", "validation-prompts"]
+    assert [m["role"] for m in status["manifests"]] == ["train", "prompts"]
 
     code, found = run_json("explain", "b.png", config_file)
     assert code == 0 and [e["status"] for e in found["datasets"][0]["entries"]] == ["hit", "hit"]
@@ -224,6 +225,76 @@ def test_prune_does_not_empty_a_cache_without_a_manifest(config_file: Path, run:
     shutil.rmtree(tmp_path / "cache" / "manifests")
     code, _, err = run("prune", config_file)
     assert code == 2 and "has no manifest" in err
+
+
+def test_prune_waits_for_a_run_that_was_stopped(
+    config_file: Path, run: Any, run_json: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run("precache", config_file)
+    with monkeypatch.context() as patch:
+        patch.setattr(latentcache.precache.run, "write_manifests", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            latentcache.run_precache(latentcache.load_config(config_file, overrides={"cache": {"salt": "x"}}))
+    code, error = run_json("prune", config_file)
+    assert code == 2 and "not finished: photos (begun 20" in error["error"] and "--unfinished" in error["error"]
+    assert run_json("precache", config_file, "--cache.salt", "x")[1]["num_hits"] == 10
+    code, report = run_json("prune", config_file)
+    assert code == 0 and report["num_entries"] == 9, "the old images and captions, but not the old empty prompt"
+
+
+def stopped(*arguments: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_prune_can_be_told_to_give_up_unfinished_work(
+    config_file: Path, run: Any, run_json: Any, tmp_path: Path
+) -> None:
+    run("precache", config_file)
+    (tmp_path / "cache" / "manifests" / "photos.unfinished").write_text("2026-01-01T00:00:00+00:00")
+    assert run("prune", config_file)[0] == 2
+    assert run_json("prune", config_file, "--unfinished")[1]["num_entries"] == 0
+
+
+def test_a_fault_of_ours_is_not_taken_for_refusals(
+    config_file: Path, run_json: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(latentcache.precache.run, "choose_encodings", lambda *arguments: 1 / 0)
+    code, document = run_json("precache", config_file)
+    assert code == 2 and document["type"] == "ZeroDivisionError" and "please report it" in caplog.text
+
+
+def test_a_reader_that_goes_away_is_no_traceback(config_file: Path) -> None:
+    command = f"{sys.executable} -m latentcache.cli precache {config_file} --json | true"
+    done = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
+    assert "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr
+
+
+def test_names_that_are_no_text_do_not_lose_the_report(config_file: Path, photos: Path) -> None:
+    (Path(os.fsdecode(os.fsencode(photos) + b"/b\xfed.png"))).write_bytes(b"")
+    done = subprocess.run(
+        [sys.executable, "-m", "latentcache.cli", "precache", str(config_file)],
+        capture_output=True, check=False, env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"},
+    )  # fmt: skip
+    assert done.returncode == 1 and b"b\\udcfed.png: empty" in done.stdout
+
+
+def test_a_memory_store_on_the_command_line_warns(
+    config_file: Path, run: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    code, _, _ = run("precache", config_file, "--cache.store", "cpu")
+    assert code == 0 and "gone when this command ends" in caplog.text
+
+
+def test_the_home_directory_is_expanded(
+    config_file: Path, run_json: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    code, report = run_json("precache", config_file, "--cache.path=~/home-cache")
+    assert code == 0 and report["cache"]["path"] == str(tmp_path / "home-cache")
+    assert (tmp_path / "home-cache" / "manifests").is_dir()
+    assert run_json("status", "--cache.path=~/home-cache")[1]["num_unused"] == 0
 
 
 def test_logs_and_progress_stay_off_stdout(config_file: Path) -> None:

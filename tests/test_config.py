@@ -94,7 +94,9 @@ def test_text_from_flags_and_variables_becomes_numbers_and_none(config_file: Pat
         ({"datasets": [{"name": "a/b", "source": {"path": "x"}}]}, r"datasets\.0\.name"),
         ({"datasets": [{"name": "a"}]}, r"datasets\.0\.source: is required"),
         ({"datasets": MINIMAL["datasets"] * 2}, "occur twice"),
-        ({"datasets": [{"name": "validation-prompts", "source": {"path": "x"}}]}, "may not be named"),
+        ({"datasets": [{"name": "Validation-Prompts", "source": {"path": "x"}}]}, "may not begin with"),
+        ({"datasets": [{"name": "a.b", "source": {"path": "x"}}]}, r"datasets\.0\.name"),
+        ({"validation": {"prompts": ["\ud800"]}}, r"validation\.prompts\.0: .*surrogates"),
         (
             {"datasets": [{"name": "a", "source": {"path": "x"}, "buckets": {"aria": 1}}]},
             r"'datasets\.0\.buckets\.area'",
@@ -127,6 +129,7 @@ def test_unknown_variable_and_unknown_dataset(config_file: Path) -> None:
         ("run.yaml", "a: [", "is not valid YAML"),
         ("run.toml", "a = ", "is not valid TOML"),
         ("run.json", "{", "is not valid JSON"),
+        ("run.json", "[" * 200_000, "is not valid JSON"),
         ("run.yaml", "- 1", "holds list"),
         ("run.ini", "", "unknown suffix '.ini'"),
     ],

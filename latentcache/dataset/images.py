@@ -7,7 +7,9 @@ the format that the first bytes name is called instead, so no other decoder ever
 Metadata that cannot be read does not cost the image. A broken EXIF block means "upright", and a broken ICC profile, or
 one for another kind of image, means "none", as in every browser. The latter is logged.
 
-A JPEG has no checksum: damage inside its scan gives wrong pixels in every decoder, and is not found here either.
+What no decoder notices is not found here either: damage inside a JPEG's scan, which has no checksum, and a PNG or WebP
+that was written whole but holds fewer rows than its header says. Of a 16-bit RGB PNG Pillow gives the high bytes only,
+so a transparent colour of such a file means all colours with the same high bytes.
 """
 
 from __future__ import annotations

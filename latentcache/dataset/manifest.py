@@ -6,20 +6,20 @@ On disk a manifest is `<name>.jsonl`: a header line, then one line per sample. I
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from filelock import FileLock
-
-from latentcache.errors import DatasetError, ReadOnlyError
+from latentcache.config import PROMPTS_PREFIX
+from latentcache.errors import DatasetError
+from latentcache.files import sealed_file, typed_errors, write_all
+from latentcache.fingerprint import canonical_json, digest
 from latentcache.types import Geometry, Refusal
 
 FORMAT = 1
+UNFINISHED = ".unfinished"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +94,27 @@ class Manifest:
         return {key for row in self.rows.values() for key in row.keys()}
 
 
+def prompts_name(common: Mapping[str, Any]) -> str:
+    """The name of the manifest that holds the prompts of datasets with this `common`.
+
+    One for each text encoding: a prompt of another model's encoders must never be handed out in its place.
+    """
+    parts = {name: common[name] for name in ("schema", "salt", "text_encoding")}
+    return f"{PROMPTS_PREFIX}-{digest(canonical_json(parts))[:12]}"
+
+
 class Manifests(Protocol):
-    """Where manifests are kept: a folder, or memory."""
+    """Where manifests are kept: a folder, or memory.
+
+    `begin` notes that a run works towards a manifest, and `write` that it is done; `unfinished` tells the names, with
+    the time, of runs that began and did not finish.
+    """
 
     def names(self) -> list[str]: ...
     def read(self, name: str) -> Manifest | None: ...
     def write(self, manifest: Manifest) -> None: ...
-    def lock(self, name: str) -> AbstractContextManager[Any]: ...
+    def begin(self, name: str) -> None: ...
+    def unfinished(self) -> dict[str, str]: ...
 
 
 class ManifestMemory:
@@ -118,8 +132,11 @@ class ManifestMemory:
     def write(self, manifest: Manifest) -> None:
         self._manifests[manifest.name] = manifest
 
-    def lock(self, name: str) -> AbstractContextManager[Any]:
-        return nullcontext()
+    def begin(self, name: str) -> None:
+        """Nothing outlives this process, so nothing can be left unfinished."""
+
+    def unfinished(self) -> dict[str, str]:
+        return {}
 
 
 class ManifestFolder:
@@ -130,11 +147,6 @@ class ManifestFolder:
 
     def names(self) -> list[str]:
         return sorted(file.stem for file in self.path.glob("*.jsonl"))
-
-    def lock(self, name: str) -> AbstractContextManager[Any]:
-        """Held while one process reads, changes and writes a manifest that others may change too."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        return FileLock(self.path / f".{name}.lock")
 
     def read(self, name: str) -> Manifest | None:
         """The manifest, or None if there is none. Raises DatasetError when the file is not a manifest."""
@@ -155,13 +167,13 @@ class ManifestFolder:
             return Manifest(
                 header["name"], header["role"], header["repeats"], header["common"], {r.sample_id: r for r in rows}
             )
-        except (ValueError, KeyError, TypeError, IndexError) as error:
+        except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
             raise DatasetError(
                 file, f"is not a whole manifest ({error}); run precache again to write it anew"
             ) from error
 
     def write(self, manifest: Manifest) -> None:
-        """Replace the manifest's file: a sibling is written, synced and renamed."""
+        """Replace the manifest's file. ReadOnlyError, StorageFullError or StoreError when that cannot be done."""
         header = {
             "format": FORMAT,
             "name": manifest.name,
@@ -170,24 +182,22 @@ class ManifestFolder:
             "num_samples": len(manifest.rows),
             "common": manifest.common,
         }
-        try:
+        # ASCII, so that captions with odd line ends stay one line each.
+        lines = [json.dumps(header).encode() + b"\n"]
+        lines += [json.dumps(row.to_json()).encode() + b"\n" for row in manifest.rows.values()]
+        self._write(f"{manifest.name}.jsonl", lines)
+        with typed_errors(self.path, 0):
+            (self.path / f"{manifest.name}{UNFINISHED}").unlink(missing_ok=True)
+
+    def begin(self, name: str) -> None:
+        self._write(f"{name}{UNFINISHED}", [datetime.now(UTC).isoformat(timespec="seconds").encode()])
+
+    def unfinished(self) -> dict[str, str]:
+        return {file.stem: file.read_text() for file in sorted(self.path.glob(f"*{UNFINISHED}"))}
+
+    def _write(self, name: str, parts: list[bytes]) -> None:
+        num_bytes = sum(map(len, parts))
+        with typed_errors(self.path, num_bytes):
             self.path.mkdir(parents=True, exist_ok=True)
-            handle, temporary = tempfile.mkstemp(dir=self.path, prefix=f".{manifest.name}.", suffix=".tmp")
-        except PermissionError as error:
-            raise ReadOnlyError(self.path, f"cannot be written: {error.strerror}") from error
-        try:
-            with os.fdopen(handle, "wb") as file:
-                # ASCII, so that captions with lone surrogates or odd line ends stay one line each.
-                file.write(json.dumps(header).encode() + b"\n")
-                file.writelines(json.dumps(row.to_json()).encode() + b"\n" for row in manifest.rows.values())
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, self.path / f"{manifest.name}.jsonl")
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
-        folder = os.open(self.path, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        with sealed_file(self.path / name, num_bytes) as file:
+            write_all(file, parts)

@@ -108,7 +108,13 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def _stripped(captions: Iterable[str]) -> tuple[str, ...]:
-    return tuple(caption.strip() for caption in captions if caption.strip())
+    stripped = tuple(caption.strip() for caption in captions if caption.strip())
+    for caption in stripped:
+        try:
+            caption.encode()
+        except UnicodeEncodeError as error:  # JSON can hold half of a surrogate pair; tokenizers cannot
+            raise CaptionError(f"caption {caption!r:.80} is not Unicode text ({error.reason})") from error
+    return stripped
 
 
 @dataclass(frozen=True, slots=True)

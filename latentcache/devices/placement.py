@@ -31,13 +31,14 @@ class Placement:
     reason: str
 
 
-def device_named(name: str) -> torch.device:
+def device_named(name: str, local_rank: int | None = None) -> torch.device:
     """The device of this name; `auto` is the accelerator if there is one, else the CPU.
 
-    Raises DeviceError for unknown names and for devices that this machine does not have.
+    With a `local_rank`, an accelerator without a number is that one of the machine: each rank has its own. Raises
+    DeviceError for unknown names and for devices that this machine does not have.
     """
     if name == "auto":
-        return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+        name = str(torch.accelerator.current_accelerator(check_available=True) or "cpu")
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -50,8 +51,10 @@ def device_named(name: str) -> torch.device:
     if not module.is_available():
         have = torch.accelerator.current_accelerator(check_available=True)
         raise DeviceError(f"device {name!r} is not available here; there is {have or 'only the CPU'}")
+    if device.index is None and local_rank is not None:
+        device = torch.device(device.type, local_rank)
     if device.index is not None and device.index >= module.device_count():
-        raise DeviceError(f"device {name!r} does not exist: this machine has {module.device_count()} of that type")
+        raise DeviceError(f"device {device} does not exist: this machine has {module.device_count()} of that type")
     return device
 
 
@@ -137,7 +140,14 @@ def placed(module: torch.nn.Module, device: torch.device) -> Iterator[torch.nn.M
     home = device_of(module)
     training = [(part, part.training) for part in module.modules()]
     try:
-        yield module.to(device).eval()
+        try:
+            module.to(device)
+        except torch.OutOfMemoryError as error:
+            raise DeviceError(
+                f"{type(module).__name__} does not fit into the free memory of {device}: "
+                "free some, use a smaller dtype (encode.vae_dtype, encode.text_dtype), or encode.device: cpu"
+            ) from error
+        yield module.eval()
     finally:
         module.to(home)
         for part, flag in training:

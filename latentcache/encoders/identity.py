@@ -27,6 +27,7 @@ IGNORED_CONFIG: Mapping[str, str] = {
     "initializer_range": "for new weights only",
     "label2id": "for classifiers",
     "model_type": "the class is a field of its own",
+    "out_channels": "of the VAE's decoder, which a cache of latents does not use",
     "output_attentions": "which outputs are returned, not their values",
     "output_hidden_states": "which outputs are returned, not their values; encode_prompt passes it",
     "problem_type": "for classifiers",
@@ -36,8 +37,14 @@ IGNORED_CONFIG: Mapping[str, str] = {
     "shift_factor": "a field of its own; encode() does not apply it",
     "torch_dtype": "the weights are digested in the dtype of the computation",
     "transformers_version": "provenance",
+    "up_block_types": "of the VAE's decoder, which a cache of latents does not use",
+    "use_post_quant_conv": "of the VAE's decoder, which a cache of latents does not use",
 }
-"""Config keys that cannot change an encoder's outputs, each with the reason. All other keys count, known or not."""
+"""Config keys that cannot change an encoder's outputs, each with the reason. All other keys count, known or not, unless
+their value is None: with None a later release may fill in a key that this one does not know."""
+
+_ENCODING_WEIGHTS = {"vae": ("encoder.", "quant_conv.")}
+"""Parts of which only these weights make latents. A finetuned decoder gives the same latents."""
 
 _TILE_SETTINGS = ("tile_sample_min_size", "tile_latent_min_size", "tile_overlap_factor")
 
@@ -49,14 +56,27 @@ def check_frozen(part: str, module: torch.nn.Module) -> None:
             raise TrainableEncoderError(part, name)
 
 
+def _check_no_adapters(part: str, module: torch.nn.Module) -> None:
+    """An adapter's scale, and whether it is on, are no weights: two outputs would have one identity."""
+    for name, child in module.named_modules():
+        if hasattr(child, "active_adapters") and hasattr(child, "scaling"):  # peft's tuner layers
+            raise ModelError(
+                f"{part}.{name} has adapters ({', '.join(child.active_adapters) or 'none active'}), whose scale is not "
+                "part of the weights. Merge them (merge_and_unload) or unload them before this part is cached.",
+                part=part,
+            )
+
+
 def module_identity(part: str, module: torch.nn.Module, dtype: torch.dtype) -> PartIdentity:
     """The identity of an encoder that computes in `dtype`: the same on every device, for a folder and a single file.
 
-    Floating weights are digested as they are in `dtype`. Raises ModelError if weights are offloaded (meta tensors).
+    Floating weights are digested as they are in `dtype`; of the VAE those of its encoder. Raises ModelError if weights
+    are offloaded (meta tensors), or if the module has adapters such as LoRA.
     """
+    _check_no_adapters(part, module)
     config = module.config
     values = config.to_dict() if hasattr(config, "to_dict") else dict(config)
-    settings = {key: value for key, value in values.items() if key not in IGNORED_CONFIG}
+    settings = {key: value for key, value in values.items() if key not in IGNORED_CONFIG and value is not None}
     if getattr(module, "use_tiling", False):
         # Tiles are encoded apart and blended: other outputs. Slicing only takes the images one by one.
         settings["tiling"] = {name: getattr(module, name, None) for name in _TILE_SETTINGS}
@@ -90,7 +110,10 @@ def tokenizer_identity(part: str, tokenizer: Any) -> PartIdentity:
 def _weights_digest(part: str, module: torch.nn.Module, dtype: torch.dtype) -> str:
     rows: list[tuple[str, str, list[int], str]] = []
     known: dict[tuple[Any, ...], str] = {}  # tied weights are digested once
+    prefixes = _ENCODING_WEIGHTS.get(part, ("",))
     for name, tensor in sorted(module.state_dict().items()):
+        if not name.startswith(prefixes):
+            continue
         if tensor.device.type == "meta":
             raise ModelError(
                 f"{part}.{name} holds no values (it is on the meta device: offloaded, or missing in the file). "

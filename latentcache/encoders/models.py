@@ -61,7 +61,7 @@ class ModelLoader:
 
     `path` is `tiny`, a hub id, a diffusers folder or one .safetensors checkpoint. `vae` names another VAE: hub id,
     folder or .safetensors file. `config` names a folder or hub id with the configs and tokenizers for a checkpoint
-    (default: what diffusers infers from it). `variant` and `revision` are those of the hub. `memo` remembers
+    (default: what diffusers infers from it). `variant` and `revision` are those of `path`. `memo` remembers
     identities from one process to the next. All failures are ModelError. Nothing is read before the first call.
     """
 
@@ -135,7 +135,7 @@ class ModelLoader:
         if part != "vae" or self.vae_path is None:
             return self._sources["model"]
         if "vae" not in self._sources:
-            self._sources["vae"] = find_vae(self.vae_path, self._sources["model"], self.variant)
+            self._sources["vae"] = find_vae(self.vae_path, self._sources["model"])
         return self._sources["vae"]
 
     def _module(self, part: str, dtype: torch.dtype) -> torch.nn.Module:

@@ -204,10 +204,10 @@ def find_model(path: str, config: str | None, variant: str | None, revision: str
     return _from_hub("model", path, variant, revision)
 
 
-def find_vae(path: str, model: Source, variant: str | None) -> Source:
+def find_vae(path: str, model: Source) -> Source:
     """The source of a separate VAE. A file without a config.json beside it takes the config of `model`'s VAE."""
     if os.path.isdir(path):
-        return _vae_folder(path, Path(path), variant)
+        return _vae_folder(path, Path(path), None)
     if _is_file("vae", path):
         file = Path(path)
         if (file.parent / "config.json").is_file():
@@ -221,7 +221,7 @@ def find_vae(path: str, model: Source, variant: str | None) -> Source:
             "Put the VAE's config.json beside the file.",
             part="vae",
         )
-    return _from_hub("vae", path, variant, None)
+    return _from_hub("vae", path, None, None)
 
 
 def _vae_folder(name: str, folder: Path, variant: str | None) -> FolderSource:

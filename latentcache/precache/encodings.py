@@ -30,6 +30,9 @@ class Encodings:
     text_encoders: Placement
     latent_channels: int
     downscale: int
+    image_group_size: int
+    """Images that are shared out together. Ranks must agree on it, so it does not depend on a machine's memory; each
+    rank encodes a group in as many calls as it needs."""
     text_bytes: int
     """Bytes of one text entry."""
 
@@ -40,6 +43,7 @@ class Encodings:
         return channels * num_pixels * DTYPES[self.image.store_dtype].itemsize
 
 
+AUTO_GROUP_SIZE = 16
 TEXT_BATCH_SIZE = 16
 """Captions per encoder call on an accelerator: beyond this the encoders gain little. On a CPU it is one: there the
 last bits of pooled_prompt_embeds depend on the batch (up to 2e-6), and a caption should give what encode_prompt gives
@@ -51,13 +55,15 @@ def load_models(config: ModelConfig, memo: MutableMapping[str, str]) -> ModelLoa
     return ModelLoader(config.path, vae=config.vae, config=config.config, variant=config.variant, memo=memo)
 
 
-def choose_encodings(config: Config, models: Models, memo: MutableMapping[str, str]) -> Encodings:
+def choose_encodings(
+    config: Config, models: Models, memo: MutableMapping[str, str], local_rank: int | None = None
+) -> Encodings:
     """Resolve every `auto` of the config for these models and this machine.
 
     Loads a part only if what is needed of it is not in `memo`. Raises ConfigError, DeviceError or ModelError.
     """
     encode = config.encode
-    device = device_named(encode.device)
+    device = device_named(encode.device, local_rank)
     vae_config = models.vae_config()
     vae_type, vae_reason = vae_dtype(encode.vae_dtype, vae_config, device)
     text_type, text_reason = text_dtype(encode.text_dtype, device)
@@ -92,6 +98,7 @@ def choose_encodings(config: Config, models: Models, memo: MutableMapping[str, s
         text_encoders=Placement(device, text_type, 1 if device.type == "cpu" else TEXT_BATCH_SIZE, text_reason),
         latent_channels=vae_config["latent_channels"],
         downscale=vae_config["downscale_factor"],
+        image_group_size=AUTO_GROUP_SIZE if encode.batch_size == "auto" else encode.batch_size,
         text_bytes=_text_width(models, text_type, text, memo) * DTYPES[text.store_dtype].itemsize,
     )
 

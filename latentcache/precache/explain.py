@@ -6,12 +6,13 @@ import difflib
 from dataclasses import dataclass
 from typing import Any
 
-from latentcache.config import PROMPTS_MANIFEST, Config
+from latentcache.config import Config
 from latentcache.dataset.manifest import Row
 from latentcache.encoders.models import Models
 from latentcache.errors import SampleError
 from latentcache.precache.encodings import choose_encodings, load_models
 from latentcache.precache.planner import make_plan
+from latentcache.precache.reasons import REFUSED
 from latentcache.precache.workspace import open_workspace
 
 
@@ -43,7 +44,11 @@ class Explanation:
 
     @property
     def is_refused(self) -> bool:
-        return any(row.refusal is not None for _, row, _ in self.rows)
+        """By the plan, or by the last run, which saw more than a header."""
+        return any(
+            row.refusal is not None or any((entry.reason or "").startswith(REFUSED) for entry in entries)
+            for _, row, entries in self.rows
+        )
 
     def to_json(self) -> dict[str, Any]:
         datasets = [
@@ -87,7 +92,7 @@ def explain(config: Config, sample_id: str, *, models: Models | None = None) -> 
         )
         if not rows:
             known = (manifest for name in workspace.manifests.names() if (manifest := workspace.manifests.read(name)))
-            ids = [row_id for manifest in known if manifest.name != PROMPTS_MANIFEST for row_id in manifest.rows]
+            ids = [row_id for manifest in known if manifest.role != "prompts" for row_id in manifest.rows]
             near = difflib.get_close_matches(sample_id, ids, n=1)
             names = ", ".join(dataset.name for dataset in config.datasets)
             remedy = f"did you mean {near[0]!r}?" if near else "a sample_id is a path relative to the dataset's folder"

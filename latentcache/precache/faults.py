@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from latentcache.dataset.manifest import Manifest, Row
+from latentcache.precache.shard import Shard
 from latentcache.precache.workspace import Workspace
 from latentcache.store.memo import Memo
 from latentcache.types import Refusal
@@ -15,22 +16,41 @@ from latentcache.types import Refusal
 logger = logging.getLogger("latentcache")
 
 
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Why an entry could not be made. `reason` is a `types.RefusalReason`; `path` is the image that was tried."""
+
+    reason: str
+    detail: str
+    path: str | None = None
+
+    def refusal(self, row: Row) -> Refusal:
+        """The refusal of a sample that needs the entry. Samples with equal images share one, made from one of them."""
+        other = self.path is not None and self.path != row.path
+        return Refusal(
+            row.sample_id,
+            row.path,
+            self.reason,
+            f"the same image at {self.path}: {self.detail}" if other else self.detail,
+        )
+
+
 class Faults:
-    """Why keys have no entry. Ranks tell each other through the memo, as each sees only its own."""
+    """Faults by key. Ranks tell each other theirs through the memo, as each one sees only its own."""
 
-    def __init__(self) -> None:
-        self._by_key: dict[str, tuple[str, str]] = {}
+    def __init__(self, shard: Shard):
+        self._shard = shard
+        self._by_key: dict[str, Fault] = {}
 
-    def add(self, key: str, reason: str, detail: str) -> None:
-        """`reason` is a `types.RefusalReason`."""
-        self._by_key[key] = (reason, detail)
+    def add(self, key: str, fault: Fault) -> None:
+        self._by_key[key] = fault
 
     def marked(self, row: Row) -> Row:
         """The row, refused if one of its entries could not be made."""
         fault = next((self._by_key[key] for key in row.keys() if key in self._by_key), None)
-        return row if fault is None else replace(row, refusal=Refusal(row.sample_id, row.path, *fault))
+        return row if fault is None else replace(row, refusal=fault.refusal(row))
 
-    def refusals(self, manifests: list[Manifest]) -> Iterator[Refusal]:
+    def refusals(self, manifests: Iterable[Manifest]) -> Iterator[Refusal]:
         """The samples that these faults cost, beyond those that the plan refused."""
         for manifest in manifests:
             for row in manifest.rows.values():
@@ -38,43 +58,54 @@ class Faults:
                 if marked is not row and marked.refusal is not None:
                     yield marked.refusal
 
+    def begin(self, memo: Memo, keys: Iterable[str]) -> None:
+        """Take back what was told of these keys in earlier runs: this rank is about to try them again."""
+        for key in keys:
+            if self._name(key) in memo:
+                del memo[self._name(key)]
+
     def share(self, memo: Memo) -> None:
         """Tell the other ranks."""
-        memo.update({_name(key): json.dumps(fault) for key, fault in self._by_key.items()})
+        for key, fault in self._by_key.items():
+            memo[self._name(key)] = json.dumps([fault.reason, fault.detail, fault.path])
         memo.flush()
 
     def learn(self, memo: Memo, keys: set[str]) -> None:
         """Take over what other ranks told of these keys."""
-        names = {_name(key): key for key in keys}
+        names = {self._name(key): key for key in keys}
         for name, told in memo.reread(names).items():
-            reason, detail = json.loads(told)
-            self.add(names[name], reason, detail)
+            self.add(names[name], Fault(*json.loads(told)))
+
+    def _name(self, key: str) -> str:
+        # The launch is part of it where the launcher names it: what an older launch refused is no news.
+        return f"refused/1 {self._shard.launch} {key}"
 
 
-def write_manifests(workspace: Workspace, manifests: list[Manifest], faults: Faults) -> None:
-    """Replace the manifests whose entries were all stored or refused.
+def write_manifests(workspace: Workspace, manifests: Sequence[Manifest], faults: Faults, shard: Shard) -> list[str]:
+    """Replace the manifests, and return the names of those that had to wait.
 
-    With several ranks the last one to finish finds everything there; the others leave the manifests as they were.
+    With several ranks a manifest waits until each of its entries was stored or refused: the rank that finishes last
+    finds them all there. A single process has seen to all of them.
     """
-    if isinstance(workspace.memo, Memo):
-        faults.share(workspace.memo)
+    waiting = []
+    told = workspace.memo if shard.world_size > 1 and isinstance(workspace.memo, Memo) else None
+    if told is not None:
+        faults.share(told)
     for manifest in manifests:
-        wanted = {key for row in manifest.rows.values() if row.refusal is None for key in row.keys()}
-        absent = wanted - workspace.store.find(wanted)
-        if isinstance(workspace.memo, Memo):
-            faults.learn(workspace.memo, absent)
+        if told is not None:
+            wanted = {key for row in manifest.rows.values() if row.refusal is None for key in row.keys()}
+            faults.learn(told, wanted - workspace.store.find(wanted))
         rows = {row.sample_id: faults.marked(row) for row in manifest.rows.values()}
-        whole = {key for row in rows.values() if row.refusal is None for key in row.keys()}
-        if absent & whole:
-            logger.info(
-                "manifest %s: left to the ranks that are still encoding its other %d entries",
-                manifest.name,
-                len(absent & whole),
-            )
-            continue
-        with workspace.manifests.lock(manifest.name):
-            workspace.manifests.write(replace(manifest, rows=rows))
-
-
-def _name(key: str) -> str:
-    return f"refused {key}"
+        if told is not None:
+            wanted = {key for row in rows.values() if row.refusal is None for key in row.keys()}
+            absent = wanted - workspace.store.find(wanted)
+            if absent:
+                waiting.append(manifest.name)
+                logger.info(
+                    "manifest %s waits for %d entries of other ranks; if no rank is running, run precache again",
+                    manifest.name,
+                    len(absent),
+                )
+                continue
+        workspace.manifests.write(replace(manifest, rows=rows))
+    return waiting

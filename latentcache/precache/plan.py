@@ -11,7 +11,7 @@ from latentcache.dataset.images import ImagePolicy
 from latentcache.dataset.manifest import CaptionRef, ImageRef, Manifest, Row
 from latentcache.dataset.sources import Sample, Source
 from latentcache.fingerprint import ImageIdentity, TextEncoding, TextIdentity, caption_digest
-from latentcache.precache.encodings import Encodings
+from latentcache.precache.encodings import TEXT_BATCH_SIZE, Encodings
 from latentcache.precache.shard import Batches, Shard
 from latentcache.store.base import Store
 from latentcache.types import Refusal
@@ -100,7 +100,7 @@ class PlanBuilder:
         bucket = ref.geometry.target_size
         is_hit = ref.key in present
         self._count(ref.key, is_hit, why, self.encodings.image_bytes(bucket))
-        self._images.add(bucket, self.encodings.vae.batch_size, None if is_hit else task())
+        self._images.add(bucket, self.encodings.image_group_size, None if is_hit else task())
 
     def add_text(
         self, row: Row, ref: CaptionRef, encoding: TextEncoding, present: set[str], why: Callable[[], str]
@@ -115,7 +115,7 @@ class PlanBuilder:
         if not is_hit:
             identity = TextIdentity(caption_digest(ref.text), encoding, self.salt)
             task = TextTask(ref.key, identity, ref.text, row.sample_id, row.path)
-        self._texts.add(encoding.clip_skip, self.encodings.text_encoders.batch_size, task)
+        self._texts.add(encoding.clip_skip, TEXT_BATCH_SIZE, task)
 
     def finish(self) -> Plan:
         self.plan.image_batches = self._images.finish()

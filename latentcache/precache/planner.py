@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,10 +14,10 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from latentcache.config import PROMPTS_MANIFEST, Config, DatasetConfig
+from latentcache.config import Config, DatasetConfig
 from latentcache.dataset.buckets import assign, bucket_table, fit
 from latentcache.dataset.images import ImagePolicy, probe
-from latentcache.dataset.manifest import CaptionRef, ImageRef, Manifest, Manifests, Row
+from latentcache.dataset.manifest import CaptionRef, ImageRef, Manifest, Manifests, Row, prompts_name
 from latentcache.dataset.sources import Sample, open_source
 from latentcache.errors import DatasetError, ImageRefused
 from latentcache.fingerprint import (
@@ -48,6 +49,10 @@ not remembered."""
 logger = logging.getLogger("latentcache")
 
 
+class Stopped(Exception):
+    """The run was asked to stop while it planned."""
+
+
 def make_plan(
     config: Config,
     workspace: Workspace,
@@ -57,11 +62,13 @@ def make_plan(
     verify_sources: bool = False,
     only: frozenset[str] | None = None,
     progress: Progress | None = None,
+    stop: threading.Event | None = None,
 ) -> Plan:
     """Plan a run: read-only, but for the memo of digests.
 
     One bad file is a refusal; DatasetError is for a dataset that cannot be read at all. `only` restricts the plan to
-    these sample ids. `verify_sources` reads and hashes every image, also those whose files look unchanged.
+    these sample ids. `verify_sources` reads and hashes every image, also those whose files look unchanged. Stopped is
+    raised when `stop` is set.
     """
     builder = PlanBuilder(workspace.store, encodings, config.cache.salt, shard or Shard())
     progress = progress or NoProgress()
@@ -70,7 +77,8 @@ def make_plan(
     with ThreadPoolExecutor(os.cpu_count() if num_workers == "auto" else num_workers) as executor:
         for dataset in config.datasets:
             progress.start(f"plan {dataset.name}", None)
-            _DatasetPlanner(builder, dataset, workspace, verify_sources, only).run(executor, progress)
+            planner = _DatasetPlanner(builder, dataset, workspace, verify_sources, only)
+            planner.run(executor, progress, stop or threading.Event())
             progress.finish()
     return builder.finish()
 
@@ -82,19 +90,36 @@ def _plan_prompts(builder: PlanBuilder, config: Config, workspace: Workspace) ->
         "text_encoding": encoding_json(encodings.text),
         "negative_encoding": encoding_json(encodings.negative),
     }
-    history = History(_last_manifest(workspace.manifests, PROMPTS_MANIFEST), builder.damaged)
-    rows = {}
+    name = prompts_name(common)
+    last = _last_prompts(workspace.manifests, config) or _last_manifest(workspace.manifests, name)
+    history = History(last, builder.damaged)
+    rows = _prompts_of_others(builder, workspace.manifests, name)
     for negative, texts in ((False, ("", *validation.prompts)), (True, ("", validation.negative_prompt))):
         encoding = encodings.negative if negative else encodings.text
-        name = "negative_encoding" if negative else "text_encoding"
+        part = "negative_encoding" if negative else "text_encoding"
         for text in dict.fromkeys(texts):
             ref = CaptionRef(text, _text_key(builder, text, encoding))
             sample_id = prompt_id(text, negative=negative)
             row = rows[sample_id] = Row(sample_id, sample_id, None, (), (ref,))
-            before = history.row(sample_id, None)
-            why = partial(history.why_text, before, ref, common, name)
+            why = partial(history.why_text, history.row(sample_id, None), ref, common, part)
             builder.add_text(row, ref, encoding, builder.find([ref.key]), why)
-    builder.plan.manifests.append(Manifest(PROMPTS_MANIFEST, "prompts", 1, common, rows))
+    builder.plan.manifests.append(Manifest(name, "prompts", 1, common, rows))
+
+
+def _last_prompts(manifests: Manifests, config: Config) -> Manifest | None:
+    """The prompts of this config's last run, which may have had other encoders."""
+    last = _last_manifest(manifests, config.datasets[0].name)
+    return None if last is None else _last_manifest(manifests, prompts_name(last.common))
+
+
+def _prompts_of_others(builder: PlanBuilder, manifests: Manifests, name: str) -> dict[str, Row]:
+    """Prompts that other configs with these encoders have cached: they stay."""
+    manifest = _last_manifest(manifests, name)
+    if manifest is None:
+        return {}
+    present = builder.find(manifest.keys())
+    whole = (row for row in manifest.rows.values() if row.refusal is None and present.issuperset(row.keys()))
+    return {row.sample_id: row for row in whole}
 
 
 class _DatasetPlanner:
@@ -122,11 +147,11 @@ class _DatasetPlanner:
             "text_encoding": encoding_json(builder.encodings.text),
         }
 
-    def run(self, executor: ThreadPoolExecutor, progress: Progress) -> None:
+    def run(self, executor: ThreadPoolExecutor, progress: Progress, stop: threading.Event) -> None:
         name = self._dataset.name
         history = History(_last_manifest(self._workspace.manifests, name), self._builder.damaged)
         rows: dict[str, Row] = {}
-        samples = self._samples(executor)
+        samples = self._samples(executor, stop)
         while chunk := list(islice(samples, CHUNK)):
             present = self._builder.find(key for _, row in chunk for key in row.keys())
             for sample, row in chunk:
@@ -134,15 +159,26 @@ class _DatasetPlanner:
                 if sample is not None:
                     self._add(sample, row, history, present)
             progress.advance(len(chunk))
+        lost = history.sources
+        if rows and lost and self._only is None and lost.isdisjoint(row.source for row in rows.values()):
+            logger.warning(
+                "manifest %s listed %d other images, none of which is in %s: it will be replaced, and `prune` will "
+                "remove what only it refers to. Give each dataset a name of its own.",
+                name,
+                len(lost),
+                self._dataset.source.path,
+            )
         manifest = Manifest(name, self._dataset.role, self._dataset.repeats, self._common, rows)
         self._builder.plan.manifests.append(manifest)
 
-    def _samples(self, executor: ThreadPoolExecutor) -> Iterator[tuple[Sample | None, Row]]:
+    def _samples(self, executor: ThreadPoolExecutor, stop: threading.Event) -> Iterator[tuple[Sample | None, Row]]:
         """Each sample with its row; a refused one as a row alone."""
         plan = self._builder.plan
         seen: set[str] = set()
         items = (item for item in self._source.samples() if self._only is None or item.sample_id in self._only)
         for item, future in windowed(executor, self._facts, items, 2 * CHUNK, self._known_facts):
+            if stop.is_set():
+                raise Stopped
             plan.num_samples += 1
             facts = future.result()
             if item.sample_id in seen:
@@ -182,7 +218,7 @@ class _DatasetPlanner:
 
     def _memo_name(self, sample: Sample) -> str:
         signature = sample.signature.to_text() if sample.signature is not None else "unsigned"
-        return f"image {self._policy_digest} {signature} {sample.path}"
+        return f"image/1 {self._policy_digest} {signature} {sample.path}"
 
     def _row(self, sample: Sample, source: str, size: Size) -> Row:
         geometry = fit(size, assign(size, self._table))

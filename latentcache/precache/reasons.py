@@ -12,7 +12,9 @@ from latentcache.types import Geometry
 NEW = "new"
 DAMAGED = "damaged"
 LOST = "entry lost"
-"""The manifest has the key but the store does not: pruned, its pack was deleted, or another rank did not finish."""
+"""The manifest has the key but the store does not: it was removed, or its pack was deleted."""
+REFUSED = "refused before"
+"""The last run refused the sample; this one tries again."""
 
 PARTS = {
     "vae": "vae",
@@ -46,6 +48,12 @@ class History:
         self._damaged = damaged
         self._by_source: dict[str, Row] | None = None
 
+    @property
+    def sources(self) -> set[str]:
+        """Digests of all images that the last manifest lists."""
+        rows = () if self._manifest is None else self._manifest.rows.values()
+        return {row.source for row in rows if row.source is not None}
+
     def row(self, sample_id: str, source: str | None) -> Row | None:
         """The sample's last row, or that of a sample with the same image; None for a new one."""
         if self._manifest is None:
@@ -65,7 +73,7 @@ class History:
         if row is None or self._manifest is None or row.source is None or not row.images:
             return NEW
         if any(ref.key == now.key for ref in row.images):
-            return LOST
+            return LOST if row.refusal is None else f"{REFUSED} ({row.refusal.reason})"
         causes = list(_common_causes(self._manifest.common, common, "image_encoding"))
         causes += _policy_causes(self._manifest.common, common)
         if row.source != source:
@@ -85,7 +93,7 @@ class History:
         if row is None or self._manifest is None:
             return NEW
         if any(ref.key == now.key for ref in row.captions):
-            return LOST
+            return LOST if row.refusal is None else f"{REFUSED} ({row.refusal.reason})"
         causes = list(_common_causes(self._manifest.common, common, encoding))
         if all(ref.text != now.text for ref in row.captions):
             causes.insert(0, "caption changed")

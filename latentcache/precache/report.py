@@ -37,6 +37,8 @@ class Report:
     placement: dict[str, str] = field(default_factory=dict)
     """Part of the model -> device, dtype, and the reason for them."""
     cache: dict[str, Any] = field(default_factory=dict)
+    manifests_waiting: list[str] = field(default_factory=list)
+    """Manifests that were left as they are, because entries of other ranks are not there yet."""
     rank: int = 0
     world_size: int = 1
     dry_run: bool = False
@@ -73,6 +75,7 @@ class Report:
         lines.append(f"seconds   {stages}")
         lines += [f"{part:<9} {placement}" for part, placement in self.placement.items()]
         lines.append(f"cache     {self.cache.get('path', '')}")
+        lines += [f"waiting   manifest {name}: other ranks are not done" for name in self.manifests_waiting]
         if self.interrupted:
             lines.append("stopped before the end: run the same command again to go on from here")
         return "\n".join(lines)

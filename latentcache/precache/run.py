@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import numpy as np
 import torch
@@ -27,9 +28,9 @@ from latentcache.encoders.vae import DTYPES, encode_images, keep_output, problem
 from latentcache.errors import EncodeError, ImageRefused
 from latentcache.fingerprint import digest
 from latentcache.precache.encodings import Encodings, choose_encodings, dtype_name, load_models
-from latentcache.precache.faults import Faults, write_manifests
+from latentcache.precache.faults import Fault, Faults, write_manifests
 from latentcache.precache.plan import ImageTask, Plan, TextTask
-from latentcache.precache.planner import make_plan
+from latentcache.precache.planner import Stopped, make_plan
 from latentcache.precache.progress import NoProgress, Progress
 from latentcache.precache.report import Report
 from latentcache.precache.shard import Shard
@@ -37,6 +38,7 @@ from latentcache.precache.window import windowed
 from latentcache.precache.workspace import Workspace, open_workspace
 from latentcache.provenance import Provenance
 from latentcache.store.base import Writer
+from latentcache.store.memo import Memo
 from latentcache.types import Entry, Record
 
 logger = logging.getLogger("latentcache")
@@ -68,10 +70,14 @@ def run_precache(
         shard = shard or Shard.from_environment()
         run = _Run(config, workspace, models, shard, progress or NoProgress(), stop or threading.Event())
         with workspace.in_use():
-            run.plan(verify_sources)
-            run.report.dry_run = dry_run
-            if not dry_run:
-                run.encode()
+            try:
+                run.plan(verify_sources)
+                run.report.dry_run = dry_run
+                if not dry_run:
+                    run.encode()
+            except Stopped:
+                run.report.interrupted = True
+            run.describe_cache()
         run.report.seconds["total"] = time.monotonic() - started
         return run.report
     finally:
@@ -94,7 +100,7 @@ class _Run:
         self.config, self.workspace, self.models = config, workspace, models
         self.shard, self.progress, self.stop = shard, progress, stop
         self.report = Report(rank=shard.rank, world_size=shard.world_size)
-        self._faults = Faults()
+        self._faults = Faults(shard)
         self._plan = Plan()
         self._encodings: Encodings
         self._writer: Writer
@@ -102,7 +108,9 @@ class _Run:
     def plan(self, verify_sources: bool) -> None:
         """Plan, and put what the plan tells into the report."""
         with self._stage("load"):
-            self._encodings = encodings = choose_encodings(self.config, self.models, self.workspace.memo)
+            self._encodings = encodings = choose_encodings(
+                self.config, self.models, self.workspace.memo, self.shard.local_rank
+            )
         with self._stage("plan"):
             self._plan = plan = make_plan(
                 self.config,
@@ -111,6 +119,7 @@ class _Run:
                 shard=self.shard,
                 verify_sources=verify_sources,
                 progress=self.progress,
+                stop=self.stop,
             )
         report = self.report
         report.num_samples, report.num_hits, report.num_misses = plan.num_samples, plan.num_hits, plan.num_misses
@@ -120,34 +129,44 @@ class _Run:
         report.placement = {"vae": _describe(encodings.vae), "text": _describe(encodings.text_encoders)}
         for refusal in plan.refused:
             report.refuse(refusal)
-        self._describe_cache()
 
     def encode(self) -> None:
         """Encode this shard's misses, store them, and replace the manifests."""
-        if self._plan.text_batches or self._plan.image_batches:
+        plan = self._plan
+        if plan.text_batches or plan.image_batches:
+            self._begin()
+            writer = self.workspace.store.writer()
             try:
-                with self.workspace.store.writer() as self._writer:
+                with writer as self._writer:
                     self._encode_texts()
                     self._encode_images()
                     with self._stage("write"):
-                        self._writer.seal()
+                        writer.seal()
             finally:
                 # Also after an error: what was sealed is there, and the caller may want to know.
-                self.report.bytes_written = self._writer.bytes_written
-                self.report.num_encoded = self._writer.num_added
+                self.report.bytes_written = writer.bytes_written
+                self.report.num_encoded = writer.num_added
                 self.models.release()
-        for refusal in self._faults.refusals(self._plan.manifests):
+        for refusal in self._faults.refusals(plan.manifests):
             self.report.refuse(refusal)
         if not self.report.interrupted:
             with self._stage("write"):
-                write_manifests(self.workspace, self._plan.manifests, self._faults)
-        self._describe_cache()
+                self.report.manifests_waiting = write_manifests(
+                    self.workspace, plan.manifests, self._faults, self.shard
+                )
+
+    def _begin(self) -> None:
+        for manifest in self._plan.manifests:
+            self.workspace.manifests.begin(manifest.name)
+        if self.shard.world_size > 1 and isinstance(self.workspace.memo, Memo):
+            batches = (*self._plan.text_batches, *self._plan.image_batches)
+            self._faults.begin(self.workspace.memo, (task.key for batch in batches for task in batch))
 
     # Text
 
     def _encode_texts(self) -> None:
         batches = self._plan.text_batches
-        if not batches:
+        if not batches or self._is_stopped():
             return
         placement = self._encodings.text_encoders
         with self._stage("load"), ExitStack() as stack:
@@ -166,16 +185,19 @@ class _Run:
                 clip_skip = tasks[0].identity.encoding.clip_skip  # a batch has one: it is formed by it
                 return encode_captions(parts, captions, clip_skip=clip_skip, device=placement.device)
 
-            done = 0
-            for batch in self._until_stopped(batches):
+            done, limit = 0, token_limit(parts)
+            for batch in batches:
                 with self._stage("text"):
                     for tasks, outputs in runner.run(batch, encode, self._out_of_memory):
                         lengths = num_tokens(parts, [task.caption for task in tasks])
-                        limit = token_limit(parts)
                         self.report.num_truncated_captions += sum(length > limit for length in lengths)
                         self._keep_texts(tasks, outputs, lengths)
-                done += len(batch)
-                self.progress.advance(len(batch))
+                        done += len(tasks)
+                        self.progress.advance(len(tasks))
+                        if self._is_stopped():
+                            break
+                if self.report.interrupted:
+                    break
             self._remember_rate("text", self.report.seconds.get("text", 0.0), done)
         self.progress.finish()
         self.models.release("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")  # room for the VAE
@@ -188,7 +210,8 @@ class _Run:
         for number, task in enumerate(tasks):
             fault = next((fault for fault in faults[number] if fault), None)
             if fault is not None:
-                self._faults.add(task.key, "bad-output", f"the text encoders gave {fault} for caption {task.caption!r}")
+                detail = f"the text encoders gave {fault} for caption {task.caption!r}"
+                self._faults.add(task.key, Fault("bad-output", detail))
                 continue
             provenance = Provenance(
                 sample_id=task.sample_id,
@@ -205,9 +228,7 @@ class _Run:
 
     def _encode_images(self) -> None:
         batches = self._plan.image_batches
-        if batches and self.stop.is_set():
-            self.report.interrupted = True
-        if not batches or self.report.interrupted:
+        if not batches or self._is_stopped():
             return
         placement = self._encodings.vae
         with self._stage("load"):
@@ -218,24 +239,27 @@ class _Run:
             "vae", placement.batch_size, placement.device
         )
 
-        def encode(items: Sequence[tuple[ImageTask, np.ndarray]]) -> torch.Tensor:
-            return encode_images(vae, np.stack([pixels for _, pixels in items]))
-
+        encode = partial(_encode_pixels, vae)
         self.progress.start("encode images", sum(map(len, batches)))
         num_pixels = 0
         with placed(vae, placement.device), ThreadPoolExecutor(num_threads) as executor:
             tasks = (task for batch in batches for task in batch)
             decoded = windowed(executor, _decode, tasks, num_threads + 2 * placement.batch_size)
-            for batch in self._until_stopped(batches):
+            for batch in batches:
                 with self._stage("decode"):
                     items = [item for _ in batch if (item := self._decoded(decoded)) is not None]
+                self.progress.advance(len(batch) - len(items))
                 with self._stage("encode"):
                     for done, moments in runner.run(items, encode, self._out_of_memory):
                         self._keep_images([task for task, _ in done], [pixels for _, pixels in done], moments)
-                num_pixels += sum(pixels.shape[0] * pixels.shape[1] for _, pixels in items)
-                self.progress.advance(len(batch))
+                        num_pixels += sum(pixels.shape[0] * pixels.shape[1] for _, pixels in done)
+                        self.progress.advance(len(done))
+                        if self._is_stopped():
+                            break
+                if self._is_stopped():
+                    break
             decoded.close()
-        self._remember_rate("image", self.report.seconds["encode"], num_pixels)
+        self._remember_rate("image", self.report.seconds.get("encode", 0.0), num_pixels)
         self.progress.finish()
 
     def _decoded(self, decoded: Iterator) -> tuple[ImageTask, np.ndarray] | None:
@@ -244,7 +268,7 @@ class _Run:
         try:
             return task, future.result()
         except ImageRefused as refused:
-            self._faults.add(task.key, refused.reason, refused.detail)
+            self._faults.add(task.key, Fault(refused.reason, refused.detail, refused.path))
             return None
 
     def _keep_images(self, tasks: Sequence[ImageTask], pixels: Sequence[np.ndarray], moments: torch.Tensor) -> None:
@@ -255,14 +279,15 @@ class _Run:
             if faults[number] is not None and self._encodings.vae.dtype != torch.float32:
                 note = f"the VAE gave {faults[number]} in {computed}: encoded again in float32"
                 logger.warning("%s: %s", task.sample.path, note)
-                retried, again = self._finish_images([task], self._encode_in_float32(pixels[number]))
-                outputs = {name: tensor[0] for name, tensor in retried.items()}
-                faults[number], computed = again[0], "float32"
+                retried = self._encode_in_float32(task, pixels[number])
+                if retried is None:
+                    continue
+                outputs, faults[number], computed = *retried, "float32"
                 self.report.num_retried_in_float32 += faults[number] is None
             if faults[number] is not None:
                 stored = self._encodings.image.store_dtype
                 detail = f"the VAE gave {faults[number]}, computed in {computed} and stored as {stored}"
-                self._faults.add(task.key, "bad-output", detail)
+                self._faults.add(task.key, Fault("bad-output", detail, task.sample.path))
                 continue
             provenance = Provenance(
                 sample_id=task.sample.sample_id,
@@ -275,10 +300,19 @@ class _Run:
             record = Record(task.key, "image", task.identity.to_json(), provenance.to_json())
             self._writer.add(Entry(record, outputs))
 
-    def _encode_in_float32(self, pixels: np.ndarray) -> torch.Tensor:
+    def _encode_in_float32(
+        self, task: ImageTask, pixels: np.ndarray
+    ) -> tuple[dict[str, torch.Tensor], str | None] | None:
+        """What is stored of one image, and what is wrong with it; None when it does not fit into memory."""
+        device = self._encodings.vae.device
         # Loaded anew, or a copy: weights that were rounded to half precision do not come back by a cast.
-        with placed(self.models.vae(torch.float32), self._encodings.vae.device) as vae:
-            return encode_images(vae, pixels[None])
+        with placed(self.models.vae(torch.float32), device) as vae:
+            runner: BatchRunner[tuple[ImageTask, np.ndarray], torch.Tensor] = BatchRunner("vae", 1, device)
+            encode = partial(_encode_pixels, vae)
+            for _, moments in runner.run([(task, pixels)], encode, self._out_of_memory):
+                tensors, faults = self._finish_images([task], moments)
+                return {name: tensor[0] for name, tensor in tensors.items()}, faults[0]
+        return None
 
     def _finish_images(
         self, tasks: Sequence[ImageTask], moments: torch.Tensor
@@ -294,16 +328,14 @@ class _Run:
 
     def _out_of_memory(self, item: TextTask | tuple[ImageTask, np.ndarray], error: EncodeError) -> None:
         task = item[0] if isinstance(item, tuple) else item
-        self._faults.add(task.key, "out-of-memory", str(error))
+        self._faults.add(task.key, Fault("out-of-memory", str(error)))
 
     # Manifests and figures
 
-    def _until_stopped(self, batches: Sequence[list]) -> Iterator[list]:
-        for batch in batches:
-            if self.stop.is_set():
-                self.report.interrupted = True
-                return
-            yield batch
+    def _is_stopped(self) -> bool:
+        """Whether to leave the rest to the next run."""
+        self.report.interrupted |= self.stop.is_set()
+        return self.report.interrupted
 
     @contextmanager
     def _stage(self, name: str) -> Iterator[None]:
@@ -333,7 +365,8 @@ class _Run:
             total += amount * float(rate or 0.0)
         return round(total, 1)
 
-    def _describe_cache(self) -> None:
+    def describe_cache(self) -> None:
+        """What the cache holds now, for the report."""
         path = self.workspace.path
         self.report.cache = {"path": None if path is None else str(path), **self.workspace.store.stats().to_json()}
 
@@ -344,6 +377,10 @@ def _decode(task: ImageTask) -> np.ndarray:
     if digest(data) != task.identity.source:
         raise ImageRefused(task.sample.path, "changed", "the file changed during the run; run precache again")
     return prepare(decode(data, task.sample.path, task.policy), task.identity.preparation.geometry)
+
+
+def _encode_pixels(vae: torch.nn.Module, items: Sequence[tuple[ImageTask, np.ndarray]]) -> torch.Tensor:
+    return encode_images(vae, np.stack([pixels for _, pixels in items]))
 
 
 def _describe(placement: Placement) -> str:

@@ -19,23 +19,33 @@ Task = TypeVar("Task")
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Rank `rank` of `world_size` processes that share one cache."""
+    """Rank `rank` of `world_size` processes that share one cache.
+
+    `local_rank` chooses the device among those of a machine; None leaves it to torch. `launch` tells one launch of the
+    ranks from another, where the launcher has a name for it.
+    """
 
     rank: int = 0
     world_size: int = 1
+    local_rank: int | None = None
+    launch: str = ""
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Shard:
-        """RANK and WORLD_SIZE, as torchrun sets them; one process without them. Raises ConfigError."""
+        """RANK, WORLD_SIZE and LOCAL_RANK, as torchrun sets them; one process without them. Raises ConfigError."""
         environ = os.environ if environ is None else environ
         texts = {name: environ.get(name, default) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"))}
+        if "LOCAL_RANK" in environ:
+            texts["LOCAL_RANK"] = environ["LOCAL_RANK"]
         for name, text in texts.items():
             if not text.isdecimal():
                 raise ConfigError(f"{text!r} is not a number; torchrun sets it, or unset it", source=name)
         rank, world_size = int(texts["RANK"]), int(texts["WORLD_SIZE"])
         if not 0 <= rank < world_size:
             raise ConfigError(f"RANK {rank} must be at least 0 and less than WORLD_SIZE {world_size}", source="RANK")
-        return cls(rank, world_size)
+        local_rank = int(texts["LOCAL_RANK"]) if "LOCAL_RANK" in texts else None
+        launch = environ.get("TORCHELASTIC_RUN_ID") or environ.get("SLURM_JOB_ID") or ""
+        return cls(rank, world_size, local_rank, launch)
 
 
 class Batches(Generic[Task]):

@@ -46,8 +46,12 @@ class Workspace:
 
 def open_workspace(config: CacheConfig, *, read_only: bool = False) -> Workspace:
     """The workspace of this config. `read_only` writes nothing: a cache that does not exist yet is an empty one."""
-    if config.store == "cpu" or (read_only and not config.path.exists()):
+    if config.store == "cpu" or (read_only and _is_empty(config.path)):
         return Workspace()
     store = DiskStore(config.path, read_only=read_only)
     manifests = ManifestFolder(config.path / "manifests")
     return Workspace(store, manifests, Memo(config.path / "memo", read_only=read_only), config.path)
+
+
+def _is_empty(path: Path) -> bool:
+    return not path.exists() or (path.is_dir() and not any(path.iterdir()))

@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 import torch
 
-from latentcache.config import PROMPTS_MANIFEST
-from latentcache.dataset.manifest import ImageRef, Manifest, ManifestFolder, Manifests, Row
+from latentcache.config import PROMPTS_PREFIX
+from latentcache.dataset.manifest import ImageRef, Manifest, ManifestFolder, Manifests, Row, prompts_name
 from latentcache.devices.placement import Asker, device_of, dtype_of
 from latentcache.errors import EntryDamagedError, EntryMissingError, SampleError, StoreError
 from latentcache.store.base import Store
@@ -39,7 +39,8 @@ class LatentCache:
     """A cache, for reading: `LatentCache("cache/sdxl").batch(sample_ids, device=unet)`.
 
     Give a path, or a store and manifests (the CPU tier). `manifest` restricts sample ids to one dataset; without it a
-    sample_id that occurs in several datasets is an error. The sizes of a batch are integers; its tensors are on the
+    sample_id that occurs in several datasets is an error. `read_only` writes nothing, not even marks of damage; by
+    default it is so where the directory cannot be written. The sizes of a batch are integers; its tensors are on the
     asking device. The cache never moves the model that asks.
     """
 
@@ -48,17 +49,20 @@ class LatentCache:
         path: str | Path | None = None,
         *,
         manifest: str | None = None,
+        read_only: bool | None = None,
         store: Store | None = None,
         manifests: Manifests | None = None,
     ):
         if (path is None) == (store is None) or (store is None) != (manifests is None):
             raise StoreError("LatentCache needs a path, or a store together with its manifests")
-        if path is not None:
-            # A reader that may write marks damage at once, so that the next precache mends it.
-            store = DiskStore(path, read_only=not os.access(path, os.W_OK), create=False)
-            manifests = ManifestFolder(Path(path) / "manifests")
+        self.path = None if path is None else Path(path).expanduser()
+        if self.path is not None:
+            if read_only is None:
+                # A reader that may write marks damage at once, so that the next precache mends it.
+                read_only = not os.access(self.path, os.W_OK)
+            store = DiskStore(self.path, read_only=read_only, create=False)
+            manifests = ManifestFolder(self.path / "manifests")
         assert store is not None and manifests is not None
-        self.path = None if path is None else Path(path)
         self.store: Store = store
         self.manifests: Manifests = manifests
         self._only = manifest
@@ -91,7 +95,7 @@ class LatentCache:
         """Names of the manifests that hold samples."""
         if self._only is not None:
             return [self._only]
-        return [name for name in self.manifests.names() if name != PROMPTS_MANIFEST]
+        return [name for name in self.manifests.names() if not name.startswith(PROMPTS_PREFIX)]
 
     def sample_ids(self) -> list[str]:
         """All samples that can be asked for: those that were not refused, in the order of the manifests."""
@@ -114,7 +118,9 @@ class LatentCache:
 
     def scaling(self, manifest: Manifest) -> Scaling:
         """The scaling of the VAE that this manifest's latents come from."""
-        encoding = manifest.common["image_encoding"]
+        encoding = manifest.common.get("image_encoding")
+        if encoding is None:
+            raise StoreError(f"manifest {manifest.name} holds prompts, not images: use LatentCache.prompt")
         return Scaling(encoding["scaling_factor"], encoding["shift_factor"])
 
     # Tensors
@@ -161,9 +167,19 @@ class LatentCache:
     ) -> dict[str, torch.Tensor]:
         """`prompt_embeds` [1, T, D] and `pooled_prompt_embeds` [1, P] of a cached validation prompt.
 
-        The empty prompt is always there. SampleError names a prompt that is not cached.
+        It comes from the text encoders of this cache's datasets; if they differ, say which with
+        `LatentCache(path, manifest=NAME)`. The empty prompt is always there. SampleError names a prompt that is not
+        cached.
         """
-        manifest = self.manifest(PROMPTS_MANIFEST)
+        names = {prompts_name(self.manifest(name).common) for name in self.dataset_names()}
+        if len(names) > 1:
+            datasets = ", ".join(self.dataset_names())
+            raise StoreError(
+                f"the datasets {datasets} have different text encoders: say whose with LatentCache(path, manifest=NAME)"
+            )
+        if not names:
+            raise StoreError(f"{self.path or 'cpu store'}: no dataset is cached yet; {self._precache}")
+        manifest = self.manifest(next(iter(names)))
         sample_id = prompt_id(text, negative=negative)
         if sample_id not in manifest.rows:
             remedy = f"add it to validation.{'negative_prompt' if negative else 'prompts'} and {self._precache}"

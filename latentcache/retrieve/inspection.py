@@ -71,7 +71,7 @@ class Status:
 
 def status(path: str | Path) -> Status:
     """Count what the cache at `path` holds. Reads the index and the manifests, no payload."""
-    with LatentCache(path) as cache:
+    with LatentCache(path, read_only=True) as cache:
         present = set(cache.store.keys())
         used: set[str] = set()
         manifests = []
@@ -96,7 +96,7 @@ def show(path: str | Path, key_or_sample: str) -> dict[str, Any]:
 
     Raises StoreError when nothing, or more than one thing, goes by that name.
     """
-    with LatentCache(path) as cache:
+    with LatentCache(path, read_only=True) as cache:
         samples = [m for m in map(cache.manifest, cache.manifests.names()) if key_or_sample in m.rows]
         if samples:
             rows = [(manifest.name, manifest.rows[key_or_sample]) for manifest in samples]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from accelerate import cpu_offload
@@ -32,6 +34,33 @@ def test_unknown_names_are_refused(name: str) -> None:
 def test_a_device_that_is_not_there_is_refused() -> None:
     with pytest.raises(DeviceError, match="'cuda' is not available here; there is only the CPU"):
         device_named("cuda")
+
+
+def test_each_rank_has_its_own_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = SimpleNamespace(is_available=lambda: True, device_count=lambda: 2)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
+    assert device_named("auto", 1) == torch.device("cuda:1")
+    assert device_named("cuda", 0) == torch.device("cuda:0")
+    assert device_named("cuda:0", 1) == torch.device("cuda:0"), "a number that is given wins"
+    assert device_named("cpu", 1) == torch.device("cpu")
+    with pytest.raises(DeviceError, match="cuda:2 does not exist: this machine has 2"):
+        device_named("auto", 2)
+
+
+def test_a_module_that_does_not_fit_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Large(torch.nn.Linear):
+        calls = 0
+
+        def to(self, device: torch.device) -> torch.nn.Module:
+            Large.calls += 1
+            if Large.calls == 1:
+                raise torch.OutOfMemoryError("injected")
+            return self
+
+    with pytest.raises(DeviceError, match="Large does not fit into the free memory of cpu"), placed(Large(1, 1), "cpu"):
+        raise AssertionError("never inside")
+    assert Large.calls == 2
 
 
 def test_dtype_follows_the_asker() -> None:

@@ -12,6 +12,7 @@ from transformers import CLIPTokenizer
 
 from latentcache.encoders.models import PARTS, LoadedModels, ModelLoader
 from latentcache.encoders.tiny import tiny_sdxl
+from latentcache.errors import ModelError
 
 
 @pytest.mark.parametrize("part", ["vae", "text_encoder", "text_encoder_2"])
@@ -61,6 +62,8 @@ def test_the_use_of_a_tokenizer_does_not_count(parts):
         ("vae", "a_key_of_the_future", 1, True),
         ("vae", "scaling_factor", 0.5, False),
         ("vae", "sample_size", 1024, False),
+        ("vae", "a_key_of_the_future_without_a_value", None, False),
+        ("vae", "up_block_types", ("UpDecoderBlock2D",), False),
         ("vae", "_name_or_path", "elsewhere", False),
         ("text_encoder", "hidden_act", "gelu", True),
         ("text_encoder", "eos_token_id", 2, True),
@@ -90,6 +93,32 @@ def test_tiling_counts_and_slicing_does_not():
     assert models.identity("vae", F32) == before
     vae.enable_tiling()
     assert models.identity("vae", F32) != before
+
+
+def test_the_decoder_of_the_vae_does_not_count():
+    vae = tiny_sdxl()["vae"]
+    models = LoadedModels(vae=vae)
+    before = models.identity("vae", F32)
+    with torch.no_grad():
+        vae.decoder.conv_out.weight += 1
+        vae.post_quant_conv.weight += 1
+    assert models.identity("vae", F32) == before
+    with torch.no_grad():
+        vae.quant_conv.weight += 1
+    assert models.identity("vae", F32) != before
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # of peft itself
+def test_adapters_are_refused_until_they_are_merged():
+    peft = pytest.importorskip("peft")
+    encoder = tiny_sdxl()["text_encoder"]
+    before = LoadedModels(text_encoder=encoder).identity("text_encoder", F32)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    wrapped = peft.get_peft_model(encoder, config).requires_grad_(False)
+    with pytest.raises(ModelError, match=r"q_proj has adapters \(default\).*merge_and_unload"):
+        LoadedModels(text_encoder=wrapped.base_model.model).identity("text_encoder", F32)
+    merged = wrapped.merge_and_unload()
+    assert LoadedModels(text_encoder=merged).identity("text_encoder", F32) != before
 
 
 def test_strides_and_ties_do_not_count():

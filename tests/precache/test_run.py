@@ -26,11 +26,19 @@ from latentcache.dataset.manifest import ManifestFolder
 from latentcache.encoders.models import LoadedModels
 from latentcache.encoders.tiny import tiny_pipeline, tiny_sdxl
 from latentcache.encoders.vae import encode_images
-from latentcache.errors import DatasetError, ModelError, SampleError, TrainableEncoderError
+from latentcache.errors import (
+    DatasetError,
+    ModelError,
+    ReadOnlyError,
+    SampleError,
+    StoreError,
+    TrainableEncoderError,
+)
+from latentcache.precache import encodings
 from latentcache.precache.progress import NoProgress
 from latentcache.precache.run import run_precache
 from latentcache.precache.shard import Shard
-from latentcache.precache.workspace import Workspace
+from latentcache.precache.workspace import Workspace, open_workspace
 
 
 def test_a_run_encodes_each_thing_once_and_a_second_run_nothing(make_config: Callable[..., Config]) -> None:
@@ -52,6 +60,9 @@ def test_the_estimate_is_the_payload(make_config: Callable[..., Config]) -> None
     config = make_config(**{"datasets.0.flip": True})
     told = run_precache(config, dry_run=True)
     assert not config.cache.path.exists(), "a dry run writes nothing"
+    config.cache.path.mkdir()
+    assert run_precache(config, dry_run=True).num_misses == told.num_misses
+    assert not list(config.cache.path.iterdir())
     assert told.dry_run and told.num_encoded == 0 and told.estimate["seconds"] is None
     done = run_precache(config)
     assert done.cache["payload_bytes"] == told.estimate["bytes"]
@@ -495,15 +506,158 @@ def test_long_captions_are_counted(make_config: Callable[..., Config], photos: P
 def test_manifests_are_left_alone_until_the_last_rank_is_done(
     make_config: Callable[..., Config], photos: Path, tmp_path: Path
 ) -> None:
+    config = make_config(**{"encode.batch_size": 1})
+    run_precache(config)
+    write_photo(photos / "b.png", 77)
+    write_photo(photos / "c.png", 78)
+    manifest = config.cache.path / "manifests" / "photos.jsonl"
+    before = manifest.read_bytes()
+    first = run_precache(config, shard=Shard(0, 2))
+    assert first.num_encoded == 1 and first.manifests_waiting == ["photos"] and manifest.read_bytes() == before
+    second = run_precache(config, shard=Shard(1, 2))
+    # The first rank did not replace the manifest: the second one still knows why its miss is one.
+    assert second.num_encoded == 1 and second.misses_by_reason == {"image changed": 1}
+    assert second.manifests_waiting == [] and manifest.read_bytes() != before
+
+
+def test_ranks_agree_whatever_fits_into_their_memory(
+    make_config: Callable[..., Config], photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`batch_size: auto` depends on free memory, which differs between devices: it must not decide who does what."""
+    for number in range(40):
+        write_photo(photos / f"more{number}.png", 100 + number, (64, 64))
+    config = make_config()
+    reports = []
+    for rank, size in ((0, 2), (1, 3)):
+        monkeypatch.setattr(encodings, "vae_batch_size", lambda *arguments, size=size: (size, "free memory"))
+        reports.append(run_precache(config, shard=Shard(rank, 2)))
+    assert all(report.num_encoded for report in reports)
+    assert reports[1].manifests_waiting == [] and run_precache(config).num_misses == 0
+
+
+def test_what_an_earlier_launch_refused_is_tried_again(make_config: Callable[..., Config], photos: Path) -> None:
+    cut = (photos / "e.png") if (photos / "e.png").exists() else photos / "sub" / "e.png"
+    whole = cut.read_bytes()
+    broken = bytearray(whole)
+    broken[len(whole) // 2] ^= 0xFF  # a checksum inside the file: only decoding finds it
+    cut.write_bytes(broken)
+    config = make_config(**{"encode.batch_size": 1})
+    for rank in (0, 1):
+        report = run_precache(config, shard=Shard(rank, 2))
+    with LatentCache(config.cache.path) as cache:
+        assert len(cache.sample_ids()) == 4
+    assert report.manifests_waiting == []
+    # Nothing changed, so the next launch tries the same bytes again, and says why there is something to do.
+    told = run_precache(config, dry_run=True)
+    assert told.misses_by_reason == {"refused before (corrupt)": 1}
+    first = run_precache(config, shard=Shard(1, 2, launch="another"))
+    assert first.manifests_waiting == ["photos"], "the other rank of this launch has not tried yet"
+
+
+def test_a_prompt_of_other_encoders_is_never_handed_out(make_config: Callable[..., Config]) -> None:
+    one = make_config(**{"datasets.0.name": "one"})
+    run_precache(one)
+    with LatentCache(one.cache.path, manifest="one") as cache:
+        before = cache.prompt("", device="cpu")["prompt_embeds"]
+    other = make_config(**{"datasets.0.name": "other", "encode.clip_skip": 1, "validation.prompts": ["else"]})
+    run_precache(other)
+    with LatentCache(one.cache.path, manifest="one") as cache:
+        assert torch.equal(cache.prompt("", device="cpu")["prompt_embeds"], before)
+        assert cache.prompt("a validation prompt", device="cpu")
+    with LatentCache(one.cache.path, manifest="other") as cache:
+        assert not torch.equal(cache.prompt("", device="cpu")["prompt_embeds"], before)
+    with (
+        LatentCache(one.cache.path) as cache,
+        pytest.raises(StoreError, match="one, other have different text encoders"),
+    ):
+        cache.prompt("", device="cpu")
+
+
+def test_prompts_of_configs_with_the_same_encoders_are_kept(make_config: Callable[..., Config]) -> None:
+    run_precache(make_config())
+    config = make_config(**{"datasets.0.name": "other", "validation.prompts": ["another"]})
+    run_precache(config)
+    with LatentCache(config.cache.path) as cache:
+        assert cache.prompt("a validation prompt", device="cpu") and cache.prompt("another", device="cpu")
+
+
+def test_a_run_stops_while_it_plans(make_config: Callable[..., Config]) -> None:
+    stop = threading.Event()
+    stop.set()
+    config = make_config()
+    report = run_precache(config, stop=stop)
+    assert report.interrupted and report.num_encoded == 0
+    assert run_precache(config).num_encoded == 12
+
+
+def test_a_run_stops_before_the_vae_is_used(make_config: Callable[..., Config]) -> None:
+    stop = threading.Event()
+    models = LoadedModels(**tiny_sdxl())
+    models.vae = lambda dtype, load=models.vae: (stop.set(), load(dtype))[1]  # type: ignore[method-assign]
+    report = run_precache(make_config(), models=models, stop=stop)
+    assert report.interrupted and report.num_encoded >= 7
+
+
+def test_captions_that_are_no_unicode_text_are_refused(make_config: Callable[..., Config], tmp_path: Path) -> None:
+    folder = tmp_path / "listed"
+    captions = {"x.png": "half \ud800 of a pair", "y.png": "line\u2028separator \x00 and \u202e odd ones"}
+    for number, name in enumerate(captions):
+        write_photo(folder / name, number)
+    lines = [json.dumps({"file_name": name, "text": text}) for name, text in captions.items()]
+    (folder / "metadata.jsonl").write_text("\n".join(lines))
+    config = make_config(**{"datasets.0.source": {"kind": "imagefolder", "path": folder}})
+    report = run_precache(config)
+    assert [(r.sample_id, r.reason) for r in report.refused] == [("x.png", "bad-caption")]
+    with LatentCache(config.cache.path) as cache:
+        assert cache.batch(["y.png"], device="cpu")["caption"] == [captions["y.png"]]
+
+
+def test_out_of_memory_in_the_retry_refuses_the_image(
+    make_config: Callable[..., Config], photos: Path, doctored: LoadedModels
+) -> None:
+    Image.new("RGB", (128, 96), "white").save(photos / "white.png")
+
+    def spoil(moments: torch.Tensor, images: torch.Tensor) -> None:
+        if images.dtype == torch.float32:
+            raise torch.OutOfMemoryError("injected")
+        spoil_bright(float("nan"), {torch.bfloat16})(moments, images)
+
+    Doctored.spoil = staticmethod(spoil)
+    report = run_precache(make_config(**{"encode.vae_dtype": "bfloat16"}), models=doctored)
+    assert [(r.sample_id, r.reason) for r in report.refused] == [("white.png", "out-of-memory")]
+    assert report.num_encoded == 12
+
+
+def test_a_dataset_that_takes_anothers_name_is_warned_of(
+    make_config: Callable[..., Config], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_precache(make_config())
+    write_photo(tmp_path / "others" / "x.png", 1)
+    run_precache(make_config(**{"datasets.0.source": {"kind": "folder", "path": tmp_path / "others"}}))
+    assert "manifest photos listed 5 other images" in caplog.text
+
+
+def test_the_path_that_was_tried_is_named_for_equal_images(make_config: Callable[..., Config], photos: Path) -> None:
+    shutil.copy(photos / "a.png", photos / "z.png")
+
+    class RemovesAFile(NoProgress):
+        def start(self, stage: str, total: int | None) -> None:
+            if stage == "encode captions":
+                (photos / "a.png").unlink()
+
+    report = run_precache(make_config(), progress=RemovesAFile())
+    details = {r.sample_id: r.detail for r in report.refused}
+    assert set(details) == {"a.png", "z.png"} and f"the same image at {photos / 'a.png'}" in details["z.png"]
+    assert run_precache(make_config()).num_refused == 0
+
+
+def test_a_cache_that_cannot_be_written(make_config: Callable[..., Config]) -> None:
     config = make_config()
     run_precache(config)
-    (photos / "b.txt").write_text("a green car")
-    (photos / "c.txt").write_text("a white car")
-    before = (config.cache.path / "manifests" / "photos.jsonl").read_bytes()
-    reports = [run_precache(config, shard=Shard(rank, 2)) for rank in (0, 1)]
-    assert [report.num_encoded for report in reports] == [1, 1]
-    # The first rank did not replace the manifest: the second one still knows why its misses are some.
-    assert reports[1].misses_by_reason == {"caption changed": 1}
-    assert (config.cache.path / "manifests" / "photos.jsonl").read_bytes() != before
-    with LatentCache(config.cache.path) as cache:
-        assert cache.batch(["b.png"], device="cpu")["caption"] == ["a green car"]
+    with open_workspace(config.cache, read_only=True) as workspace, pytest.raises(ReadOnlyError):
+        run_precache(make_config(**{"cache.salt": "x"}), workspace=workspace)
+    (config.cache.path / "manifests" / "photos.jsonl").unlink()
+    shutil.rmtree(config.cache.path / "manifests")
+    (config.cache.path / "manifests").write_text("not a folder")
+    with pytest.raises(StoreError, match="manifests"):
+        run_precache(config)

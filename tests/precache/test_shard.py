@@ -57,6 +57,8 @@ def test_left_over_misses_are_joined() -> None:
 def test_the_environment_names_the_shard() -> None:
     assert Shard.from_environment({}) == Shard(0, 1)
     assert Shard.from_environment({"RANK": "1", "WORLD_SIZE": "2"}) == Shard(1, 2)
+    torchrun = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "abc"}
+    assert Shard.from_environment(torchrun) == Shard(5, 8, 1, "abc")
 
 
 @pytest.mark.parametrize(
