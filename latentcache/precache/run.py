@@ -69,14 +69,16 @@ def run_precache(
         models = models or load_models(config.model, workspace.memo)
         shard = shard or Shard.from_environment()
         run = _Run(config, workspace, models, shard, progress or NoProgress(), stop or threading.Event())
+        run.report.dry_run = dry_run
         with workspace.in_use():
             try:
                 run.plan(verify_sources)
-                run.report.dry_run = dry_run
                 if not dry_run:
                     run.encode()
             except Stopped:
                 run.report.interrupted = True
+            finally:
+                run.progress.finish()
             run.describe_cache()
         run.report.seconds["total"] = time.monotonic() - started
         return run.report
@@ -238,13 +240,12 @@ class _Run:
         runner: BatchRunner[tuple[ImageTask, np.ndarray], torch.Tensor] = BatchRunner(
             "vae", placement.batch_size, placement.device
         )
-
         encode = partial(_encode_pixels, vae)
         self.progress.start("encode images", sum(map(len, batches)))
         num_pixels = 0
         with placed(vae, placement.device), ThreadPoolExecutor(num_threads) as executor:
             tasks = (task for batch in batches for task in batch)
-            decoded = windowed(executor, _decode, tasks, num_threads + 2 * placement.batch_size)
+            decoded = windowed(executor, _decode, tasks, num_threads + self._encodings.image_group_size)
             for batch in batches:
                 with self._stage("decode"):
                     items = [item for _ in batch if (item := self._decoded(decoded)) is not None]
