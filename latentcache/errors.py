@@ -4,6 +4,7 @@
     ├── ConfigError             a setting is wrong, unknown or missing
     ├── DatasetError            a dataset cannot be read at all
     │   └── ImageRefused        one image cannot be used; the run goes on without it
+    ├── CheckpointError         a checkpoint cannot be written, read, or does not fit what it is loaded into
     ├── DeviceError             it is unclear, or impossible, where tensors should go
     ├── ModelError              a model cannot be loaded, or must not be used
     │   ├── TrainableEncoderError   a parameter requires grad: its outputs must not be cached
@@ -55,6 +56,16 @@ class ImageRefused(DatasetError):
         self.reason = reason
         super().__init__(path, detail)
         self.args = (f"{path}: refused ({reason}): {detail}",)
+
+
+class CheckpointError(LatentCacheError):
+    """The checkpoint at `path` cannot be written or read, or does not fit. `offenders` names each part that does not."""
+
+    def __init__(self, path: str | Path, detail: str, *, offenders: tuple[str, ...] = ()):
+        self.path, self.detail, self.offenders = str(path), detail, offenders
+        shown = "".join(f"\n  {line}" for line in offenders[:20])
+        more = f"\n  and {len(offenders) - 20} more" if len(offenders) > 20 else ""
+        super().__init__(f"{path}: {detail}{shown}{more}")
 
 
 class DeviceError(LatentCacheError):
