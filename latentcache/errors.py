@@ -6,6 +6,7 @@
     │   └── ImageRefused        one image cannot be used; the run goes on without it
     ├── CheckpointError         a checkpoint cannot be written, read, or does not fit what it is loaded into
     ├── DeviceError             it is unclear, or impossible, where tensors should go
+    │   └── DeviceMismatchError     tensors that are used together lie on different devices
     ├── ModelError              a model cannot be loaded, or must not be used
     │   ├── TrainableEncoderError   a parameter requires grad: its outputs must not be cached
     │   └── EncodeError         an encoder's output is unusable (NaN, Inf, all zero), or it ran out of memory
@@ -70,6 +71,18 @@ class CheckpointError(LatentCacheError):
 
 class DeviceError(LatentCacheError):
     """It is unclear, or impossible, where tensors should go."""
+
+
+class DeviceMismatchError(DeviceError):
+    """Tensors that are used together lie on different devices.
+
+    `module` is the dotted path of the module, or the part, that asks for them; `argument` names the first offender,
+    `found` is its device and `wanted` the device that it should be on.
+    """
+
+    def __init__(self, message: str, *, module: str, argument: str, found: str, wanted: str):
+        self.module, self.argument, self.found, self.wanted = module, argument, found, wanted
+        super().__init__(message)
 
 
 class ModelError(LatentCacheError):

@@ -1,0 +1,34 @@
+"""Where one tensor's values lie, and whether it may be asked to move: shards, partitions, quantised weights."""
+
+from __future__ import annotations
+
+import torch
+
+IMMOVABLE_PACKAGES = ("bitsandbytes", "torchao", "optimum.quanto", "quanto", "hqq")
+"""Packages whose tensor classes keep quantised values and place them themselves."""
+
+
+def device_of_values(tensor: torch.Tensor) -> torch.device:
+    """The device of the values: of this rank's shard for a DTensor, of the partition for a ZeRO-3 parameter."""
+    partition = getattr(tensor, "ds_tensor", None)
+    if tensor.numel() == 0 and isinstance(partition, torch.Tensor):
+        return partition.device
+    local = getattr(tensor, "_local_tensor", None)
+    return local.device if isinstance(local, torch.Tensor) else tensor.device
+
+
+def is_partitioned(tensor: torch.Tensor) -> bool:
+    """Whether DeepSpeed ZeRO-3 manages the tensor: it is empty, or on another device, between forwards."""
+    return hasattr(tensor, "ds_id")
+
+
+def why_immovable(tensor: torch.Tensor) -> str | None:
+    """Why the tensor must not be moved by others, or None if it may be: it is quantised, paged or streamed."""
+    for kind in type(tensor).__mro__:
+        if kind.__module__.startswith(IMMOVABLE_PACKAGES):
+            return f"a {kind.__module__.partition('.')[0]} {type(tensor).__name__}, which its package places"
+    if getattr(tensor, "is_paged", False):
+        return "paged memory of bitsandbytes, which moves by itself"
+    if getattr(tensor, "is_ramtorch", False):
+        return "a RamTorch weight, which is streamed from CPU memory"
+    return None
