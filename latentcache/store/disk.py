@@ -28,10 +28,10 @@ from latentcache.files import unreadable
 from latentcache.store.base import StoreStats, check_key
 from latentcache.store.catalog import Catalog
 from latentcache.store.directory import CacheDirectory
-from latentcache.store.gather import common_fields, output
+from latentcache.store.gather import Source, stack
 from latentcache.store.location import Location
 from latentcache.store.lock import locked
-from latentcache.store.pack import Header, check_payload, map_pack, new_pack_id, read_header, write_pack
+from latentcache.store.pack import Header, check_payload, field_bytes, map_pack, new_pack_id, read_header, write_pack
 from latentcache.store.writer import PackWriter, Sealed
 from latentcache.types import Entry, Record
 
@@ -47,6 +47,13 @@ class DiskRows:
 
     keys: tuple[str, ...]
     locations: tuple[Location, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Verified(Source):
+    """An entry whose bytes in `pack` were found good."""
+
+    pack: str
 
 
 class DiskStore:
@@ -66,7 +73,7 @@ class DiskStore:
         self._catalog: Catalog | None = Catalog(self.directory, read_only=read_only)
         self._maps: dict[str, np.ndarray] = {}
         self._read_header = lru_cache(_MAX_HEADERS)(read_header)
-        self._verified: dict[str, str] = {}  # key -> the pack in which its bytes were found good
+        self._sources: dict[str, _Verified] = {}
 
     @classmethod
     @contextmanager
@@ -188,17 +195,14 @@ class DiskStore:
         self, rows: DiskRows, fields: Sequence[str] | None = None, out: Mapping[str, torch.Tensor] | None = None
     ) -> dict[str, torch.Tensor]:
         self._check_open()
-        if not rows.keys:
-            return {}
-        wanted = common_fields(rows.keys, [location.description for location in rows.locations], fields)
+        sources = []
+        for key, location in zip(rows.keys, rows.locations, strict=True):
+            source = self._sources.get(key)
+            if source is None or source.pack != location.pack:
+                source = self._verify(key, location)
+            sources.append(source)
         # All are found and verified before the first byte is written to `out`.
-        sources = [self._source(key, location) for key, location in zip(rows.keys, rows.locations, strict=True)]
-        batch = output(wanted, len(sources), out)
-        for name, target in batch.rows.items():
-            for row, (data, location) in zip(target, sources, strict=True):
-                place = location.places[name]
-                np.copyto(row, data[place.offset : place.offset + place.num_bytes])
-        return batch.tensors
+        return stack(rows.keys, sources, fields, out)
 
     def _locate(self, key: str) -> Location:
         location = self.catalog.locate(check_key(key))
@@ -209,44 +213,43 @@ class DiskStore:
             raise EntryDamagedError(key, reason)
         raise EntryMissingError(key)
 
-    def _source(self, key: str, location: Location) -> tuple[np.ndarray, Location]:
-        """The mapped pack in which the entry lies, verified at the first touch, and where it lies now."""
+    def _verify(self, key: str, location: Location) -> _Verified:
+        """The entry's bytes, mapped and verified, where they lie now. This is done once for each entry."""
         while True:
-            data = self._maps.get(location.pack)
-            if data is not None and self._verified.get(key) == location.pack and data.size >= location.end:
-                return data, location
-            problem = self._payload_problem(key, location)
-            if problem is None:
-                self._verified[key] = location.pack
-                return self._maps[location.pack], location
+            data, problem = self._map(location)
+            if data is not None:
+                problem = check_payload(data, key, location)
+                if problem is None:
+                    source = _Verified(location.description, field_bytes(data, location), location.pack)
+                    self._sources[key] = source
+                    return source
             location = self._moved_or_damaged(key, location, problem)
 
-    def _payload_problem(self, key: str, location: Location) -> str | None:
-        """Why the entry's bytes are not those that were stored, or None if they are.
+    def _map(self, location: Location) -> tuple[np.ndarray | None, str]:
+        """The mapped pack in which the entry lies, or why there is none: the file is gone, or is not what was written.
 
-        A plain StoreError: they cannot be read now, which says nothing about them.
+        A plain StoreError: it cannot be read now, which says nothing about its bytes.
         """
         path = self.directory.pack_path(location.pack)
         data = self._maps.get(location.pack)
         try:
             if data is None:
-                data = self._maps.setdefault(location.pack, map_pack(path, location.end))
-            elif path.stat().st_size < location.end:
+                return self._maps.setdefault(location.pack, map_pack(path, location.end)), ""
+            if path.stat().st_size < location.end:
                 # Touching mapped bytes that a truncation took away would kill the process.
-                return f"its pack was cut short: {path}"
+                return None, f"its pack was cut short: {path}"
         except FileNotFoundError:
             # A mapped file stays readable after its name is gone.
-            if data is None:
-                return f"its pack is gone: {path}"
+            return data, f"its pack is gone: {path}"
         except (PackError, UnsafeStoreError) as error:
-            return str(error)
+            return None, str(error)
         except OSError as error:
             raise unreadable(path, error) from error
-        return check_payload(data, key, location)
+        return data, ""
 
     def _moved_or_damaged(self, key: str, location: Location, problem: str) -> Location:
         """Another place for the entry if the index now has one; otherwise it is damaged, and marked so."""
-        self._verified.pop(key, None)
+        self._sources.pop(key, None)
         moved = self.catalog.relocate(key)
         if moved is None:
             self._locate(key)  # raises: it was removed, or found damaged, elsewhere
@@ -264,7 +267,11 @@ class DiskStore:
 
     def release(self, packs: Iterable[str]) -> None:
         """Let go of packs that were compacted away."""
-        for pack in packs:
+        gone = set(packs)
+        for key, source in list(self._sources.items()):
+            if source.pack in gone:
+                self._sources.pop(key, None)
+        for pack in gone:
             self._maps.pop(pack, None)
 
     def remove(self, keys: Iterable[str]) -> int:
@@ -275,16 +282,18 @@ class DiskStore:
         return dict(self.catalog.markers)
 
     def stats(self) -> StoreStats:
-        self.catalog.reload()
-        locations = self.catalog.locations().values()
+        specs, num_damaged = self.catalog.specs()
+        num_entries: Counter[str] = Counter()
+        for spec, count in specs:
+            num_entries[spec.kind] += count
         sizes = self.directory.pack_sizes()
         return StoreStats(
-            num_entries=dict(Counter(location.kind for location in locations)),
-            num_damaged=len(self.catalog.markers),
+            num_entries=dict(num_entries),
+            num_damaged=num_damaged,
             num_packs=len(sizes),
-            payload_bytes=sum(location.num_bytes for location in locations),
+            payload_bytes=sum(count * spec.num_bytes for spec, count in specs),
             file_bytes=sum(sizes.values()),
-            index_bytes=sum(file.stat().st_size for file in self.directory.index.glob("cache.db*")),
+            index_bytes=self.directory.index_bytes(),
         )
 
     def close(self) -> None:
@@ -292,5 +301,6 @@ class DiskStore:
         if self._catalog is not None:
             self._catalog.close()
         self._catalog = None
+        self._sources.clear()
         self._maps.clear()
         self._read_header.cache_clear()

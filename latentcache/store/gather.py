@@ -23,6 +23,31 @@ class Batch:
     rows: dict[str, np.ndarray]
 
 
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where one entry's bytes can be read: flat uint8 by field. Entries with equal fields share one description."""
+
+    description: Description
+    fields: Mapping[str, np.ndarray]
+
+
+def stack(
+    keys: Sequence[str],
+    sources: Sequence[Source],
+    fields: Sequence[str] | None,
+    out: Mapping[str, torch.Tensor] | None,
+) -> dict[str, torch.Tensor]:
+    """One tensor per field, a row per source: `base.Store.read_batch`."""
+    if not sources:
+        return {}
+    batch = output(common_fields(keys, [source.description for source in sources], fields), len(sources), out)
+    copy = np.copyto
+    for name, target in batch.rows.items():
+        for row, source in zip(target, sources, strict=True):
+            copy(row, source.fields[name])
+    return batch.tensors
+
+
 def common_fields(
     keys: Sequence[str], descriptions: Sequence[Description], fields: Sequence[str] | None
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -65,8 +90,8 @@ def output(fields: Description, num_rows: int, out: Mapping[str, torch.Tensor] |
             # torch aligns to 64 bytes; numpy may not, and copies are then 2.5 times slower.
             tensors[name] = torch.empty((num_rows, *shape), dtype=DTYPES[dtype])
             continue
-        fits = given.device.type == "cpu" and given.layout == torch.strided and given.is_contiguous()
-        if not fits or dtype_name(given) != dtype or tuple(given.shape) != (num_rows, *shape):
+        fits = given.is_cpu and given.layout == torch.strided and given.is_contiguous()
+        if not fits or given.dtype is not DTYPES[dtype] or given.shape != (num_rows, *shape):
             raise StoreError(
                 f"out[{name!r}] is {dtype_name(given)} {list(given.shape)} on {given.device}; "
                 f"give a contiguous cpu tensor, {dtype} {[num_rows, *shape]}"

@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
-from latentcache.store.base import DTYPES, KINDS
+from latentcache.store.base import DTYPES, KINDS, is_field
 
-_LOCATION = re.compile(r'\{"pack":"[0-9a-f]{32}","kind":"[a-z]+","digest":"[0-9a-f]{32}","fields":\{.+\}\}')
+_LOCATION = re.compile(r'\{"pack":"([0-9a-f]{32})","kind":"([a-z]+)","digest":"([0-9a-f]{32})","fields":(\{.+\})\}')
+_OFFSET = re.compile(r"\],(0|[1-9][0-9]{0,18})\]")
+_MAX_SPECS = 4096  # a real cache has some dozens: fields, buckets and dtypes
 _HEX_32 = re.compile(r"[0-9a-f]{32}")
 
 
@@ -66,27 +70,78 @@ class Place:
     num_bytes: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """What all entries of one kind with equal fields, shapes and dtypes share. `sizes`: bytes of each field in turn."""
+
+    kind: str
+    description: Mapping[str, tuple[str, tuple[int, ...]]]
+    sizes: tuple[int, ...]
+    num_bytes: int
+
+
+@lru_cache(_MAX_SPECS)
+def _spec(kind: str, fields: tuple[tuple[str, str, tuple[int, ...]], ...]) -> Spec:
+    sizes = tuple(count_bytes(dtype, shape) for _, dtype, shape in fields)
+    return Spec(kind, {name: (dtype, shape) for name, dtype, shape in fields}, sizes, sum(sizes))
+
+
+def spec_of(kind: str, description: Mapping[str, tuple[str, tuple[int, ...]]]) -> Spec:
+    """The one spec of these fields: equal ones are the same object."""
+    return _spec(kind, tuple((name, dtype, shape) for name, (dtype, shape) in description.items()))
+
+
+@lru_cache(_MAX_SPECS)
+def _parsed_spec(kind: str, template: str) -> Spec:
+    """The spec in a location's text. `template` is its fields without their offsets."""
+    try:
+        fields = tuple(_field(name, *parts) for name, parts in json.loads(template).items())
+    except (TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"not fields: {template:.100}") from error
+    if kind not in KINDS or not fields:
+        raise ValueError(f"not an entry: kind {kind:.50}, fields {template:.100}")
+    return _spec(kind, fields)
+
+
+def _field(name: str, dtype: str, shape: Any) -> tuple[str, str, tuple[int, ...]]:
+    if not is_field(name) or dtype not in DTYPES:
+        raise ValueError(f"not a field: {name!r:.50}, {dtype!r:.50}")
+    return name, dtype, checked_shape(shape)
+
+
+@dataclass(frozen=True, slots=True)
 class Location:
-    """One entry's bytes: places by field, all in one pack, and the digest over them (`base.payload_digest`)."""
+    """One entry's bytes: an offset per field of `spec`, all in one pack, and the digest over them
+    (`base.payload_digest`). There may be a million of them in memory."""
 
     pack: str
-    kind: str
     digest: str
-    places: Mapping[str, Place]
+    spec: Spec = field(repr=False)
+    offsets: tuple[int, ...]
 
-    @cached_property
+    @property
+    def kind(self) -> str:
+        return self.spec.kind
+
+    @property
+    def places(self) -> dict[str, Place]:
+        """Where each field lies, by name."""
+        fields = zip(self.spec.description.items(), self.offsets, self.spec.sizes, strict=True)
+        return {name: Place(dtype, shape, offset, size) for (name, (dtype, shape)), offset, size in fields}
+
+    @property
     def end(self) -> int:
         """The first byte of the file that the entry does not need."""
-        return max(place.offset + place.num_bytes for place in self.places.values())
+        return max(map(sum, zip(self.offsets, self.spec.sizes, strict=True)))
 
-    @cached_property
+    @property
     def num_bytes(self) -> int:
-        return sum(place.num_bytes for place in self.places.values())
+        return self.spec.num_bytes
 
-    @cached_property
-    def description(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        return {name: (place.dtype, place.shape) for name, place in self.places.items()}
+    @property
+    def description(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
+        """Each field's dtype name and shape. It is shared: copy it before it is handed out."""
+        return self.spec.description
 
     def to_text(self) -> str:
         fields = {name: [place.dtype, list(place.shape), place.offset] for name, place in self.places.items()}
@@ -96,19 +151,23 @@ class Location:
     @classmethod
     def from_text(cls, text: str) -> Location:
         """Read what `to_text` wrote. ValueError for anything else."""
-        try:
-            value = json.loads(text)
-            places = {name: _place(*parts) for name, parts in value["fields"].items()}
-            pack, kind, digest = value["pack"], value["kind"], value["digest"]
-        except (TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise ValueError(f"not a location: {text:.100}") from error
-        if not is_pack_id(pack) or kind not in KINDS or not is_pack_id(digest) or not places:
+        found = _LOCATION.fullmatch(text)
+        if found is None:
             raise ValueError(f"not a location: {text:.100}")
-        return cls(pack, kind, digest, places)
+        pack, kind, digest, fields = found.groups()
+        spec = _parsed_spec(kind, _OFFSET.sub("]]", fields))
+        offsets = tuple(map(int, _OFFSET.findall(fields)))
+        if len(offsets) != len(spec.sizes):
+            raise ValueError(f"not a location: {text:.100}")
+        return cls(sys.intern(pack), digest, spec, offsets)
 
 
-def _place(dtype: str, shape: Any, offset: Any) -> Place:
-    if dtype not in DTYPES or type(offset) is not int or offset < 0:
-        raise ValueError(f"not a place: {dtype!r:.50}, offset {offset!r:.50}")
-    checked = checked_shape(shape)
-    return Place(dtype, checked, offset, count_bytes(dtype, checked))
+def count_specs(texts: Iterable[str]) -> list[tuple[Spec, int]]:
+    """How many of the locations have each spec, without making a `Location` of each. ValueError as for `from_text`."""
+    counts: Counter[tuple[str, str]] = Counter()
+    for text in texts:
+        found = _LOCATION.fullmatch(text)
+        if found is None:
+            raise ValueError(f"not a location: {text:.100}")
+        counts[found[2], _OFFSET.sub("]]", found[4])] += 1
+    return [(_parsed_spec(kind, template), count) for (kind, template), count in counts.items()]

@@ -8,22 +8,22 @@ from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from latentcache.errors import EntryMissingError, StoreError
 from latentcache.store.base import StoreStats, check_key, dtype_name, flat_bytes
-from latentcache.store.gather import common_fields, output
+from latentcache.store.gather import Source, stack
+from latentcache.store.location import spec_of
 from latentcache.store.writer import PackWriter, Sealed
 from latentcache.types import Entry, Record
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryRows:
-    """Keys and their entries."""
+    """Keys, and where their bytes are."""
 
     keys: tuple[str, ...]
-    entries: tuple[Entry, ...]
+    sources: tuple[Source, ...]
 
 
 class MemoryStore:
@@ -89,10 +89,10 @@ class MemoryStore:
         return deepcopy(self._entry(key).record)
 
     def describe(self, key: str) -> Mapping[str, tuple[str, tuple[int, ...]]]:
-        return {name: (dtype_name(tensor), tuple(tensor.shape)) for name, tensor in self._entry(key).tensors.items()}
+        return dict(_source(self._entry(key)).description)
 
     def resolve(self, keys: Sequence[str]) -> MemoryRows:
-        return MemoryRows(tuple(keys), tuple(self._entry(key) for key in keys))
+        return MemoryRows(tuple(keys), tuple(_source(self._entry(key)) for key in keys))
 
     def read_batch(
         self, keys: Sequence[str], fields: Sequence[str] | None = None, out: Mapping[str, torch.Tensor] | None = None
@@ -102,14 +102,8 @@ class MemoryStore:
     def read_rows(
         self, rows: MemoryRows, fields: Sequence[str] | None = None, out: Mapping[str, torch.Tensor] | None = None
     ) -> dict[str, torch.Tensor]:
-        if not rows.keys:
-            return {}
-        wanted = common_fields(rows.keys, [self.describe(key) for key in rows.keys], fields)
-        batch = output(wanted, len(rows.keys), out)
-        for name, target in batch.rows.items():
-            for row, entry in zip(target, rows.entries, strict=True):
-                np.copyto(row, flat_bytes(entry.tensors[name]))
-        return batch.tensors
+        _ = self._open  # a closed store says so
+        return stack(rows.keys, rows.sources, fields, out)
 
     def remove(self, keys: Iterable[str]) -> int:
         return sum([self._open.pop(check_key(key), None) is not None for key in dict.fromkeys(keys)])
@@ -132,3 +126,9 @@ class MemoryStore:
     def close(self) -> None:
         """Drop all entries."""
         self._entries = None
+
+
+def _source(entry: Entry) -> Source:
+    fields = {name: (dtype_name(tensor), tuple(tensor.shape)) for name, tensor in entry.tensors.items()}
+    spec = spec_of(entry.record.kind, fields)
+    return Source(spec.description, {name: flat_bytes(tensor) for name, tensor in entry.tensors.items()})

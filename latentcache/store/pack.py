@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from latentcache.errors import PackError
 from latentcache.files import open_regular, sealed_file, unreadable, write_all
 from latentcache.fingerprint import digest
 from latentcache.store.base import DTYPES, dtype_name, entry_digest, flat_bytes, payload_digest
-from latentcache.store.location import Location, PackSize, Place
+from latentcache.store.location import Location, PackSize, spec_of
 from latentcache.store.records import Column, PackedRecord, decode_records, encode_records
 from latentcache.types import Entry, Record
 
@@ -170,12 +171,10 @@ def _header(
     starts = [data_start + extent.start for extent in extents if extent.column is not None]
     locations = {}
     for item in packed:
-        places = {}
-        for column_index, row in item.rows:
-            column = columns[column_index]
-            offset = starts[column_index] + row * column.row_bytes
-            places[column.field] = Place(column.dtype, column.shape, offset, column.row_bytes)
-        locations[item.record.key] = Location(pack, item.record.kind, item.digest, places)
+        used = [columns[index] for index, _ in item.rows]
+        spec = spec_of(item.record.kind, {column.field: (column.dtype, column.shape) for column in used})
+        offsets = tuple(starts[index] + row * columns[index].row_bytes for index, row in item.rows)
+        locations[item.record.key] = Location(sys.intern(pack), item.digest, spec, offsets)
     size = PackSize(file_bytes, sum(column.num_bytes for column in columns))
     return Header(pack, size, {item.record.key: item.record for item in packed}, locations)
 
@@ -239,12 +238,19 @@ def map_pack(path: Path, min_bytes: int) -> np.ndarray:
         os.close(fd)
 
 
+def field_bytes(data: np.ndarray, location: Location) -> dict[str, np.ndarray]:
+    """Each field's bytes, by name, in what `map_pack` gave. They share its memory."""
+    fields = zip(location.description, location.offsets, location.spec.sizes, strict=True)
+    return {name: data[offset : offset + size] for name, offset, size in fields}
+
+
 def read_entry(data: np.ndarray, record: Record, location: Location) -> Entry:
     """A copy of the entry. `data` is what `map_pack` gave; `check_payload` must have found no fault."""
     tensors = {}
-    for name, place in location.places.items():
-        tensor = torch.empty(place.shape, dtype=DTYPES[place.dtype])
-        np.copyto(flat_bytes(tensor), data[place.offset : place.offset + place.num_bytes])
+    for name, found in field_bytes(data, location).items():
+        dtype, shape = location.description[name]
+        tensor = torch.empty(shape, dtype=DTYPES[dtype])
+        np.copyto(flat_bytes(tensor), found)
         tensors[name] = tensor
     return Entry(record, tensors)
 
@@ -253,9 +259,6 @@ def check_payload(data: np.ndarray, key: str, location: Location) -> str | None:
     """Why these bytes are not the entry's, or None if they are. `data` is what `map_pack` gave."""
     if data.size < location.end:
         return f"its pack has {data.size:,} bytes, the entry ends at {location.end:,}"
-    fields = {
-        name: (place.dtype, place.shape, data[place.offset : place.offset + place.num_bytes])
-        for name, place in location.places.items()
-    }
-    found = payload_digest(key, fields)
+    parts = field_bytes(data, location)
+    found = payload_digest(key, {name: (*location.description[name], part) for name, part in parts.items()})
     return None if found == location.digest else f"digest {found}, stored as {location.digest}"

@@ -14,7 +14,7 @@ from typing import Any
 
 from latentcache.errors import StoreError
 from latentcache.fingerprint import key_of
-from latentcache.store.base import DTYPES, KINDS, check_key
+from latentcache.store.base import DTYPES, KINDS, check_key, is_field
 from latentcache.store.location import checked_shape, count_bytes, is_pack_id
 from latentcache.types import Record
 
@@ -106,7 +106,7 @@ def decode_records(text: str) -> tuple[tuple[Column, ...], tuple[PackedRecord, .
 
 
 def _column(name: str, field: str, dtype: str, shape: Any, num_rows: Any) -> Column:
-    if not isinstance(name, str) or not isinstance(field, str) or dtype not in DTYPES:
+    if not isinstance(name, str) or not is_field(field) or dtype not in DTYPES:
         raise ValueError(f"not a column: {name!r:.100}")
     if type(num_rows) is not int or num_rows < 1:
         raise ValueError(f"column {name!r:.100} has {num_rows!r:.20} rows")

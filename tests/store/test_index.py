@@ -213,3 +213,22 @@ def test_a_file_that_is_no_database(index, data):
             Index(index.path)
     else:
         assert Index(index.path).items() == {}
+
+
+def test_pages_are_all_rows_and_no_row_of_others_passes(index, monkeypatch):
+    rows = {f"key {number}": str(number) for number in range(25)}
+    index.add_many(rows)
+    index.remove_many(["key 3", "key 10"])
+    del rows["key 3"], rows["key 10"]
+    for size in (1, 7, 23, 100):
+        monkeypatch.setattr(index_module, "_PAGE_ROWS", size)
+        pages = list(index.pages())
+        assert [row for page in pages for row in page] == list(rows.items())
+        assert max(map(len, pages)) <= size
+    connection = sqlite3.connect(index.path / "cache.db")
+    with connection:
+        connection.execute("UPDATE Cache SET raw = NULL WHERE key = 'key 20'")
+    connection.close()
+    for call in (index.items, lambda: list(index.pages())):
+        with pytest.raises(IndexDamagedError, match="key 20"):
+            call()
