@@ -1,0 +1,80 @@
+"""The second device of the tests in this folder: simulated, and a CUDA device where there is one.
+
+The simulated device is global and stays until the process ends. So these tests run in a process of their own:
+`pytest -m sim tests/sim`, and on a machine with CUDA once with `-k "not cuda"` and once with `-k cuda`
+(`scripts/test.py` does this).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+HERE = Path(__file__).parent
+
+
+@dataclass
+class Count:
+    """`num` is how many values the host has waited for; it is final when the `with` block has ended."""
+
+    num: int = 0
+
+
+class _CountScalarReads(TorchDispatchMode):
+    def __init__(self, count: Count):
+        super().__init__()
+        self.count = count
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].device.type != "cpu":
+            self.count.num += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.sim)
+
+
+@pytest.fixture(params=["sim", "cuda"])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """A second device, index 0."""
+    if request.param == "cuda":
+        if not torch.cuda.is_available():
+            pytest.skip("this machine has no CUDA device")
+        if hasattr(torch, "sim"):
+            pytest.skip("the simulated device is in this process: run the cuda tests alone, with -k cuda")
+    else:
+        if not hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend"):
+            pytest.skip(f"torch {torch.__version__} has no helper for backends in Python (torch 2.10 has)")
+        from simulated import install
+
+        install()
+    return torch.device(request.param, 0)
+
+
+@pytest.fixture
+def host_syncs(device: torch.device) -> Callable[[], AbstractContextManager[Count]]:
+    """Counts the values that the host reads from the device: `with host_syncs() as count: ...; count.num`."""
+
+    @contextmanager
+    def counting() -> Iterator[Count]:
+        count = Count()
+        if device.type == "sim":
+            calls = torch.get_device_module(device).calls
+            before = calls["_local_scalar_dense"]
+            yield count
+            count.num = calls["_local_scalar_dense"] - before
+            return
+        with _CountScalarReads(count):
+            yield count
+
+    return counting

@@ -1,0 +1,333 @@
+"""A second device, `sim`, for machines without one: real values, CPU memory, and CUDA's rules on mixing devices.
+
+torch's helper for backends in Python makes PrivateUse1 a device. Every operator on it arrives at `_run`, which checks
+the devices as CUDA does (device_rules.py), runs the CPU's kernel on the same memory, and labels the results
+(relabel.py). It is global and cannot be undone: it belongs into a process of its own.
+
+What it cannot do: `torch.Generator(device="sim")`, `pin_memory()`, streams. `device.type` is `sim`, so code that asks
+for `cuda` by name takes its other branch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from device_rules import common_device, kernels_of_their_own
+from relabel import on_cpu, on_device, storage_on_cpu
+from torch.utils._pytree import tree_map_only
+
+NAME, NUM_DEVICES = "sim", 2
+
+AUTOCAST_LOW = """linear matmul mm bmm addmm baddbmm addbmm conv1d conv2d conv3d conv_transpose2d.input
+    scaled_dot_product_attention"""
+AUTOCAST_FLOAT32 = """layer_norm group_norm softmax.int log_softmax.int mse_loss l1_loss smooth_l1_loss nll_loss
+    cross_entropy_loss exp log pow.Tensor_Scalar sum cumsum norm.Scalar"""
+"""The operators of torch's "CUDA Op-Specific Behavior" (docs: torch.amp) that diffusion models use."""
+
+_kept_alive: list[torch.library.Library] = []
+
+
+class SimBackend:
+    """What torch knows as the module `torch.sim`. `calls` counts the operators that arrived, by name."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self.generators = [torch.Generator().manual_seed(1000 + index) for index in range(NUM_DEVICES)]
+        self._current = 0
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def is_available(self) -> bool:
+        return True
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def _lazy_init(self) -> None:
+        """There is nothing to initialise."""
+
+    def device_count(self) -> int:
+        return NUM_DEVICES
+
+    def current_device(self) -> int:
+        return self._current
+
+    def set_device(self, device: torch.device | str | int) -> None:
+        self._current = self.index_of(device)
+
+    def index_of(self, device: torch.device | str | int | None) -> int:
+        if device is None:
+            return self._current
+        index = device if isinstance(device, int) else torch.device(device).index
+        return self._current if index is None else index
+
+    def get_device_name(self, device: torch.device | str | int | None = None) -> str:
+        return f"simulated device {self.index_of(device)}"
+
+    def manual_seed(self, seed: int) -> None:
+        self.generators[self._current].manual_seed(seed)
+
+    def manual_seed_all(self, seed: int) -> None:
+        for generator in self.generators:
+            generator.manual_seed(seed)
+
+    def get_rng_state(self, device: torch.device | str | int | None = None) -> torch.Tensor:
+        return self.generators[self.index_of(device)].get_state()
+
+    def set_rng_state(self, state: torch.Tensor, device: torch.device | str | int | None = None) -> None:
+        self.generators[self.index_of(device)].set_state(state)
+
+    def get_rng_state_all(self) -> list[torch.Tensor]:
+        return [generator.get_state() for generator in self.generators]
+
+    def set_rng_state_all(self, states: Sequence[torch.Tensor]) -> None:
+        for generator, state in zip(self.generators, states, strict=True):
+            generator.set_state(state)
+
+    def synchronize(self, device: torch.device | str | int | None = None) -> None:
+        """Every operator has ended when it returns."""
+
+    def empty_cache(self) -> None:
+        """There is no caching allocator."""
+
+    def memory_allocated(self, device: torch.device | str | int | None = None) -> int:
+        return 0
+
+    def max_memory_allocated(self, device: torch.device | str | int | None = None) -> int:
+        return 0
+
+    def reset_peak_memory_stats(self, device: torch.device | str | int | None = None) -> None:
+        """Nothing is counted."""
+
+    def mem_get_info(self, device: torch.device | str | int | None = None) -> tuple[int, int]:
+        return 1 << 33, 1 << 34
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.float16, torch.bfloat16, torch.float32]
+
+    def is_bf16_supported(self, including_emulation: bool = True) -> bool:
+        return True
+
+
+def install() -> SimBackend:
+    """Make `sim:0` and `sim:1` devices of this process and give their backend; a second call gives the same one."""
+    present = getattr(torch, NAME, None)
+    if present is not None:
+        return present
+    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+    backend = SimBackend()
+    _setup_privateuseone_for_python_backend(NAME, backend_module=backend)
+    # As on CUDA, `Module.to` keeps its Parameter objects and `parameter.data = other` may change the device. Torch
+    # allows the latter for its own devices only, so both go through a swap of what the Python object holds.
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    _let_data_change_device()
+
+    fallback, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
+    _kept_alive.extend((fallback, aten))
+    fallback.fallback(_run, "PrivateUse1")
+    for op in kernels_of_their_own():
+        aten.impl(op._name.partition("::")[2].removesuffix(".default"), functools.partial(_run, op), "PrivateUse1")
+    for name, kernel in _KERNELS.items():
+        aten.impl(name, kernel, "PrivateUse1")
+    _register_autocast(aten)
+    torch.serialization.register_package(5, _location_of, _restore_storage)
+    return backend
+
+
+def _run(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """Check the devices of a call, run the CPU's kernel on the same memory, and label what it gives."""
+    backend = torch.get_device_module(NAME)
+    base = op._schema.name.partition("::")[2]
+    backend.calls[base] += 1
+    if base.startswith("_foreach_") and base not in {"_foreach_copy_", "_foreach_copy"}:
+        return _run_each(op, args, kwargs)
+    device = common_device(op, args, kwargs)
+    if kwargs.get("device") is not None:
+        device = torch.device(kwargs["device"])
+        kwargs["device"] = torch.device("cpu")
+    if kwargs.get("pin_memory"):
+        kwargs["pin_memory"] = False
+    return _labelled(op, args, _with_generator(op, args, kwargs, device), device)
+
+
+def _labelled(op: torch._ops.OpOverload, args: Any, kwargs: dict[str, Any], device: torch.device | None) -> Any:
+    """The CPU kernel's results as tensors of `device`; tensors that were passed in are themselves again."""
+    index = torch.get_device_module(NAME).index_of(device) if device is not None else 0
+    results = {a.name for a in op._schema.arguments if a.kwarg_only and a.alias_info and a.alias_info.is_write}
+    outputs = {name: value for name, value in kwargs.items() if name in results and isinstance(value, torch.Tensor)}
+    memory: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def lent(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in memory:
+            memory[id(tensor)] = (tensor, on_cpu(tensor))
+        return memory[id(tensor)][1]
+
+    cpu_args = tree_map_only(torch.Tensor, lent, args)
+    cpu_kwargs = tree_map_only(torch.Tensor, lent, {k: v for k, v in kwargs.items() if k not in outputs})
+    # An `out=` tensor may be resized, which labelled memory cannot be: the kernel writes to one of its own.
+    fresh = {name: torch.empty(0, dtype=tensor.dtype) for name, tensor in outputs.items()}
+    given = op(*cpu_args, **cpu_kwargs, **fresh)
+
+    for name, output in outputs.items():
+        if fresh[name].shape == output.shape:
+            on_cpu(output).copy_(fresh[name])
+        else:
+            output.data = on_device(fresh[name], index)
+    theirs = {id(fresh[name]): output for name, output in outputs.items()}
+    for tensor, alias in memory.values():
+        theirs[id(alias)] = tensor
+        moved = alias.numel() and tensor.numel() and alias.data_ptr() != tensor.data_ptr()
+        if alias is not tensor and (alias.shape != tensor.shape or alias.stride() != tensor.stride() or moved):
+            tensor.data = on_device(alias, tensor.device.index)
+
+    def labelled(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) in theirs:
+            return theirs[id(tensor)]
+        return tensor if device is None or device.type == "cpu" else on_device(tensor, index)
+
+    return tree_map_only(torch.Tensor, labelled, given)
+
+
+def _run_each(op: torch._ops.OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
+    """A foreach operator, tensor by tensor: across devices CUDA takes its slow path, in which each index is alone."""
+    many = {i for i, value in enumerate(args) if _is_tensor_list(value)}
+    lengths = {len(args[i]) for i in many} | {len(v) for v in kwargs.values() if _is_tensor_list(v)}
+    if len(lengths) != 1:
+        device = common_device(op, args, kwargs)  # torch's own message about the lengths follows from the kernel
+        return _labelled(op, args, kwargs, device)
+    given = []
+    scalars = {i for i, value in enumerate(args) if isinstance(value, list | tuple) and i not in many}
+    names = [argument.name for argument in op._schema.arguments]
+    scalars |= {i for i in range(len(args)) if names[i] == "scalars"}
+    for at in range(lengths.pop()):
+        one = [v[at : at + 1] if i in many or i in scalars else v for i, v in enumerate(args)]
+        one_kwargs = {k: v[at : at + 1] if isinstance(v, list | tuple) else v for k, v in kwargs.items()}
+        device = common_device(op, one, one_kwargs)
+        given.append(_labelled(op, one, one_kwargs, device))
+    if not op._schema.returns:
+        return None
+    return [result[0] for result in given]
+
+
+def _is_tensor_list(value: Any) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and all(isinstance(item, torch.Tensor) for item in value)
+
+
+def _with_generator(op: torch._ops.OpOverload, args: Any, kwargs: Any, device: torch.device | None) -> dict[str, Any]:
+    """Random operators on the device draw from its own stream, unless the caller gave one."""
+    names = [argument.name for argument in op._schema.arguments]
+    if device is None or device.type != NAME or "generator" not in names:
+        return kwargs
+    if len(args) > names.index("generator") or kwargs.get("generator") is not None:
+        return kwargs
+    backend = torch.get_device_module(NAME)
+    return kwargs | {"generator": backend.generators[backend.index_of(device)]}
+
+
+def _copy_(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    torch.get_device_module(NAME).calls["copy_"] += 1
+    on_cpu(self).copy_(on_cpu(source))
+    return self
+
+
+def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    torch.get_device_module(NAME).calls["copy_"] += 1
+    on_cpu(target).copy_(on_cpu(source))
+    return target
+
+
+def _set_storage(self: torch.Tensor, source: Any, offset: int, size: Any, stride: Any = ()) -> torch.Tensor:
+    view = torch.empty(0, dtype=self.dtype).set_(storage_on_cpu(source), offset, tuple(size), tuple(stride))
+    self.data = on_device(view, self.device.index) if view.numel() else view.to(self.device)
+    return self
+
+
+def _set_whole_storage(self: torch.Tensor, source: Any) -> torch.Tensor:
+    return _set_storage(self, source, 0, (source.nbytes() // self.element_size(),), (1,))
+
+
+def _convolution(*args: Any) -> torch.Tensor:
+    return _run(torch.ops.aten.convolution.default, *args)
+
+
+def _convolution_backward(
+    grad: torch.Tensor, input: torch.Tensor, weight: torch.Tensor, *geometry: Any
+) -> tuple[torch.Tensor | None, ...]:
+    *geometry_only, mask = geometry
+    transposed, groups = geometry_only[3], geometry_only[5]
+    bias_sizes = [weight.shape[1] * groups if transposed else weight.shape[0]] if mask[2] else None
+    return _run(torch.ops.aten.convolution_backward.default, grad, input, weight, bias_sizes, *geometry_only, mask)
+
+
+_KERNELS: dict[str, Callable[..., Any]] = {
+    "copy_": _copy_,
+    "_copy_from": _copy_from,
+    "set_.source_Storage": _set_whole_storage,
+    "set_.source_Storage_storage_offset": _set_storage,
+    "convolution_overrideable": _convolution,
+    "convolution_backward_overrideable": _convolution_backward,
+}
+
+
+def _register_autocast(aten: torch.library.Library) -> None:
+    through = torch.library.Library("_", "IMPL")
+    _kept_alive.append(through)
+    through.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    for names, dtype in ((AUTOCAST_LOW, None), (AUTOCAST_FLOAT32, torch.float32)):
+        for name in names.split():
+            base, _, overload = name.partition(".")
+            op = getattr(getattr(torch.ops.aten, base), overload or "default")
+            aten.impl(name, functools.partial(_run_autocast, op, dtype), "AutocastPrivateUse1")
+
+
+def _run_autocast(op: torch._ops.OpOverload, dtype: torch.dtype | None, *args: Any, **kwargs: Any) -> Any:
+    """The operator with its floating tensors cast to `dtype`, or to autocast's own when that is None."""
+    wanted = dtype or torch.get_autocast_dtype(NAME)
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        casts = tensor.is_floating_point() and tensor.device.type == NAME and tensor.dtype != torch.float64
+        return tensor.to(wanted) if casts else tensor
+
+    off = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+    with torch._C._ExcludeDispatchKeyGuard(off):
+        return op(*tree_map_only(torch.Tensor, cast, args), **tree_map_only(torch.Tensor, cast, kwargs))
+
+
+def _let_data_change_device() -> None:
+    base = torch._C.TensorBase.data
+
+    def set_data(self: torch.Tensor, value: torch.Tensor) -> None:
+        if value.device.type == self.device.type or torch._has_compatible_shallow_copy_type(self, value):
+            base.__set__(self, value)
+            return
+        gradient = self.grad if self.is_leaf else None
+        if gradient is not None:
+            self.grad = None
+        # A view of its own: the value's Python object must not be the one that is swapped.
+        new = value.detach().view(value.shape)
+        new.requires_grad_(self.requires_grad)
+        torch._C._swap_tensor_impl(self, new)
+        if gradient is not None:
+            # On CUDA the gradient stays where it was; a swapped tensor refuses one of another device.
+            self.grad = gradient.to(self.device)
+
+    torch.Tensor.data = property(lambda self: base.__get__(self), set_data)
+
+
+def _location_of(storage: Any) -> str | None:
+    return f"{NAME}:{storage.device.index or 0}" if storage.device.type == NAME else None
+
+
+def _restore_storage(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:
+    if not location.startswith(NAME):
+        return None
+    values = torch.empty(0, dtype=torch.uint8)
+    if storage.nbytes():
+        values.set_(storage)
+    return on_device(values, torch.device(location).index or 0).untyped_storage()
