@@ -30,7 +30,8 @@ _PAGE_BYTES = 4096
 _CHUNK = 500  # keys in one SELECT; SQLite allows 999 in old builds
 
 # Before 3.51.3, two processes that write and checkpoint at once can corrupt a database in WAL mode.
-_JOURNAL_MODE = "wal" if sqlite3.sqlite_version_info >= (3, 51, 3) else "delete"
+JOURNAL_MODE = "wal" if sqlite3.sqlite_version_info >= (3, 51, 3) else "delete"
+SQLITE_VERSION = sqlite3.sqlite_version
 _SETTINGS: dict[str, Any] = {
     "statistics": 0,
     "tag_index": 0,
@@ -39,7 +40,7 @@ _SETTINGS: dict[str, Any] = {
     "cull_limit": 0,
     "sqlite_auto_vacuum": 1,
     "sqlite_cache_size": 1 << 13,
-    "sqlite_journal_mode": _JOURNAL_MODE,
+    "sqlite_journal_mode": JOURNAL_MODE,
     "sqlite_mmap_size": 0,
     "sqlite_synchronous": 2,  # FULL: a row that was acknowledged survives a power cut
     "disk_min_file_size": 1 << 60,  # values never go to files
