@@ -12,7 +12,6 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any
@@ -84,6 +83,7 @@ def precache(
     settings
         Any setting of the config; a dataset goes by its name or number.
     """
+    from latentcache.precache.interruption import stop_on_signals
     from latentcache.precache.progress import default_progress
     from latentcache.precache.run import run_precache
 
@@ -91,7 +91,7 @@ def precache(
     if loaded.cache.store == "cpu" and not dry_run:
         logger.warning("cache.store is cpu: entries live in this process only, and are gone when this command ends")
     stop = threading.Event()
-    with _stop_on_signals(stop) as caught:
+    with stop_on_signals(stop) as caught:
         report = run_precache(
             loaded, dry_run=dry_run, verify_sources=verify_sources, progress=default_progress(), stop=stop
         )
@@ -274,6 +274,33 @@ def compact(
     return _finish(compact_store(_cache_of(target, config, cache_path), dry_run=dry_run), as_json)
 
 
+@app.command
+def doctor(
+    *,
+    device: str = "auto",
+    cache_path: CachePath = None,
+    deepspeed: Path | None = None,
+    training: Switch = False,
+    as_json: AsJson = False,
+) -> int:
+    """Look for what makes tensors meet on different devices: versions, driver, devices, the cache's disk.
+
+    Parameters
+    ----------
+    device
+        The device that is meant: auto, cpu, cuda, cuda:1, mps, xpu, ...
+    deepspeed
+        Check this DeepSpeed config too: settings that are ignored, refused or left to be filled in.
+    training
+        Also train a tiny SDXL for one step on the device, and audit where everything is.
+    """
+    from latentcache.validation.doctor import diagnose
+
+    diagnosis = diagnose(device=device, cache_path=_known_cache(cache_path), deepspeed=deepspeed, training=training)
+    _print(diagnosis.to_json(), diagnosis.to_text, as_json)
+    return DONE if diagnosis.ok else DONE_WITH_FAULTS
+
+
 def _given(settings: BaseModel | None) -> dict[str, Any]:
     return {} if settings is None else settings.model_dump(exclude_none=True)
 
@@ -289,10 +316,16 @@ def _cache_of(target: Path | None, config: Path | None, cache_path: Path | None)
         if not file.exists():
             raise ConfigError("no such cache directory and no such config", source=str(file))
         return load_config(file).cache.path
-    path = settings_from_environment(os.environ).get("cache", {}).get("path")
+    path = _known_cache(None)
     if path is None:
         raise ConfigError("which cache? Give its directory, a config, --cache.path, or set LATENTCACHE_CACHE_PATH")
-    return Path(path).expanduser()
+    return path
+
+
+def _known_cache(flag: Path | None) -> Path | None:
+    """The cache's directory as a flag or the environment gives it."""
+    path = flag or settings_from_environment(os.environ).get("cache", {}).get("path")
+    return None if path is None else Path(path).expanduser()
 
 
 def _subset(text: str | None) -> tuple[int, int] | None:
@@ -314,9 +347,8 @@ def _finish(report: Any, as_json: bool) -> int:
 def _lines(document: dict[str, Any]) -> Iterator[str]:
     for name, value in document.items():
         if isinstance(value, dict):
-            yield f"{name:<12} {len(value)}"
-            yield from (f"             {key}: {reason}" for key, reason in value.items())
-        elif isinstance(value, list):
+            value = [f"{key}: {reason}" for key, reason in value.items()]
+        if isinstance(value, list):
             yield f"{name:<12} {len(value)}"
             yield from (f"             {item}" for item in value)
         else:
@@ -325,29 +357,6 @@ def _lines(document: dict[str, Any]) -> Iterator[str]:
 
 def _print(document: Any, text: Callable[[], str], as_json: bool) -> None:
     print(json.dumps(document, ensure_ascii=True) if as_json else text())
-
-
-@contextmanager
-def _stop_on_signals(stop: threading.Event) -> Iterator[list[int]]:
-    """The first Ctrl-C or SIGTERM sets `stop` and is listed; a second Ctrl-C interrupts at once."""
-    caught: list[int] = []
-
-    def handle(number: int, frame: object) -> None:
-        if caught:
-            raise KeyboardInterrupt
-        caught.append(number)
-        stop.set()
-        logger.warning("stopping: sealing what is done (once more stops at once)")
-
-    if threading.current_thread() is not threading.main_thread():
-        yield caught
-        return
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield caught
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,0 +1,34 @@
+"""Stopping a run by Ctrl-C or SIGTERM: what is done is sealed first."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+logger = logging.getLogger("latentcache")
+
+
+@contextmanager
+def stop_on_signals(stop: threading.Event) -> Iterator[list[int]]:
+    """The first Ctrl-C or SIGTERM sets `stop` and is listed; a second Ctrl-C interrupts at once."""
+    caught: list[int] = []
+
+    def handle(number: int, frame: object) -> None:
+        if caught:
+            raise KeyboardInterrupt
+        caught.append(number)
+        stop.set()
+        logger.warning("stopping: sealing what is done (once more stops at once)")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield caught
+        return
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
