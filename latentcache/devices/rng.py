@@ -1,0 +1,65 @@
+"""The state of every random generator that training draws from: Python, NumPy, torch on the CPU and on accelerators."""
+
+from __future__ import annotations
+
+import logging
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+logger = logging.getLogger("latentcache")
+
+
+def rng_state() -> dict[str, Any]:
+    """The global generators' states. `accelerator` holds one state per visible device, or is None without any."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(legacy=False),
+        "torch": torch.get_rng_state(),
+        "accelerator": None if accelerator is None else {"type": accelerator.type, "states": _states(accelerator)},
+    }
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Put back what `rng_state` gave.
+
+    The streams of accelerators that are not here (another type, fewer devices) are left out with a logged warning:
+    another kind of device draws other numbers from the same state.
+    """
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    saved = state["accelerator"]
+    here = torch.accelerator.current_accelerator(check_available=True)
+    if saved is None and here is None:
+        return
+    if saved is None or here is None or saved["type"] != here.type:
+        logger.warning(
+            "random state: saved with %s, here is %s; the random stream of the accelerator is not resumed",
+            "no accelerator" if saved is None else saved["type"],
+            "no accelerator" if here is None else here.type,
+        )
+        return
+    module = torch.get_device_module(here)
+    num_here = _num_streams(here)
+    if num_here != len(saved["states"]):
+        logger.warning("random state: saved with %d %s, here are %d", len(saved["states"]), here.type, num_here)
+    for index, stream in enumerate(saved["states"][:num_here]):
+        if here.type == "mps":
+            module.set_rng_state(stream)
+        else:
+            module.set_rng_state(stream, index)
+
+
+def _num_streams(accelerator: torch.device) -> int:
+    return torch.get_device_module(accelerator).device_count()
+
+
+def _states(accelerator: torch.device) -> list[torch.Tensor]:
+    module = torch.get_device_module(accelerator)
+    if accelerator.type == "mps":
+        return [module.get_rng_state()]  # the one backend whose function takes no device
+    return [module.get_rng_state(index) for index in range(_num_streams(accelerator))]
