@@ -84,9 +84,10 @@ def kernels_of_their_own() -> Iterator[torch._ops.OpOverload]:
         own = "CUDA" in dispatch and any(key.startswith("Composite") for key in dispatch)
         name, _, overload = entry["func"].split("(")[0].partition(".")
         packet = getattr(torch.ops.aten, name, None)
-        if (own or "structured_delegate" in entry) and packet is not None:
-            if (overload or "default") in packet.overloads() and name != "convolution_backward":
-                yield getattr(packet, overload or "default")
+        if packet is None or name == "convolution_backward" or not (own or "structured_delegate" in entry):
+            continue
+        if (overload or "default") in packet.overloads():
+            yield getattr(packet, overload or "default")
 
 
 def _check_indexing(base: str, tensors: list[tuple]) -> None:

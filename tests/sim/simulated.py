@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -153,7 +154,10 @@ def _run(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
         kwargs["device"] = torch.device("cpu")
     if kwargs.get("pin_memory"):
         kwargs["pin_memory"] = False
-    return _labelled(op, args, _with_generator(op, args, kwargs, device), device)
+    if torch.Tag.nondeterministic_seeded in op.tags and device is not None and device.type == NAME:
+        with _stream_of(device):
+            return _labelled(op, args, kwargs, device)
+    return _labelled(op, args, kwargs, device)
 
 
 def _labelled(op: torch._ops.OpOverload, args: Any, kwargs: dict[str, Any], device: torch.device | None) -> Any:
@@ -172,7 +176,7 @@ def _labelled(op: torch._ops.OpOverload, args: Any, kwargs: dict[str, Any], devi
     cpu_kwargs = tree_map_only(torch.Tensor, lent, {k: v for k, v in kwargs.items() if k not in outputs})
     # An `out=` tensor may be resized, which labelled memory cannot be: the kernel writes to one of its own.
     fresh = {name: torch.empty(0, dtype=tensor.dtype) for name, tensor in outputs.items()}
-    given = op(*cpu_args, **cpu_kwargs, **fresh)
+    given = _callable_with_numbers(op, args)(*cpu_args, **cpu_kwargs, **fresh)
 
     for name, output in outputs.items():
         if fresh[name].shape == output.shape:
@@ -192,6 +196,14 @@ def _labelled(op: torch._ops.OpOverload, args: Any, kwargs: dict[str, Any], devi
         return tensor if device is None or device.type == "cpu" else on_device(tensor, index)
 
     return tree_map_only(torch.Tensor, labelled, given)
+
+
+def _callable_with_numbers(op: torch._ops.OpOverload, args: Any) -> Callable[..., Any]:
+    """The operator, or all its overloads if a Python number stands where it wants a tensor (`tensor % 3`)."""
+    for argument, value in zip(op._schema.arguments, args, strict=False):
+        if isinstance(value, int | float | complex) and isinstance(argument.type, torch.TensorType):
+            return op.overloadpacket
+    return op
 
 
 def _run_each(op: torch._ops.OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -219,15 +231,18 @@ def _is_tensor_list(value: Any) -> bool:
     return isinstance(value, list | tuple) and bool(value) and all(isinstance(item, torch.Tensor) for item in value)
 
 
-def _with_generator(op: torch._ops.OpOverload, args: Any, kwargs: Any, device: torch.device | None) -> dict[str, Any]:
-    """Random operators on the device draw from its own stream, unless the caller gave one."""
-    names = [argument.name for argument in op._schema.arguments]
-    if device is None or device.type != NAME or "generator" not in names:
-        return kwargs
-    if len(args) > names.index("generator") or kwargs.get("generator") is not None:
-        return kwargs
-    backend = torch.get_device_module(NAME)
-    return kwargs | {"generator": backend.generators[backend.index_of(device)]}
+@contextmanager
+def _stream_of(device: torch.device) -> Iterator[None]:
+    """Random operators draw from the device's own stream: for so long it is the CPU's default one."""
+    backend, default = torch.get_device_module(NAME), torch.random.default_generator
+    stream = backend.generators[backend.index_of(device)]
+    kept = default.get_state()
+    default.set_state(stream.get_state())
+    try:
+        yield
+    finally:
+        stream.set_state(default.get_state())
+        default.set_state(kept)
 
 
 def _copy_(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
