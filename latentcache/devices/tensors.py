@@ -32,3 +32,13 @@ def why_immovable(tensor: torch.Tensor) -> str | None:
     if getattr(tensor, "is_ramtorch", False):
         return "a RamTorch weight, which is streamed from CPU memory"
     return None
+
+
+def why_left_alone(tensor: torch.Tensor) -> str | None:
+    """Why a check of devices says nothing about the tensor, or None: what manages it moves it in time for its use."""
+    if is_partitioned(tensor) and tensor.numel() == 0:
+        return "partitions of DeepSpeed ZeRO-3, empty between forwards"
+    mesh = getattr(tensor, "device_mesh", None)
+    if mesh is not None and device_of_values(tensor).type == "cpu" != mesh.device_type:
+        return f"shards that FSDP offloads to the CPU and gathers on {mesh.device_type}"
+    return why_immovable(tensor)

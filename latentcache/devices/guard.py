@@ -1,0 +1,151 @@
+"""Checks before the kernel: tensors that are used together lie on one device, or are named."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from latentcache.devices.findings import listed
+from latentcache.devices.leaves import named_tensors
+from latentcache.devices.offload import offload_hook_of
+from latentcache.devices.tensors import device_of_values, why_left_alone
+from latentcache.errors import DeviceMismatchError
+
+CPU = torch.device("cpu")
+
+
+def check_same_device(**tensors: Any) -> torch.device | None:
+    """The one device of all named tensors, or None if there are none; nested batches are looked into.
+
+    0-dim CPU tensors go with any device, as in torch; 0-dim tensors of another device do not. Raises
+    DeviceMismatchError that names every tensor that is not on the device of most, and each on `meta`.
+    """
+    named = [pair for name, value in tensors.items() for pair in named_tensors(value, name)]
+    if not named:
+        return None
+    counts = Counter(device_of_values(tensor) for _, tensor in named if not _goes_anywhere(tensor))
+    counts.pop(torch.device("meta"), None)
+    # In a tie it is the accelerator: a batch is moved to the model, not the model to the batch.
+    wanted = max(counts, key=lambda device: (counts[device], device != CPU), default=CPU)
+    offenders = [
+        (name, tensor) for name, tensor in named if not _goes_anywhere(tensor) and device_of_values(tensor) != wanted
+    ]
+    if not offenders:
+        return wanted
+    headline = f"{len(offenders)} of {len(named)} tensors are not on {wanted}, where the others are; move them there"
+    name, first = offenders[0]
+    raise DeviceMismatchError(
+        listed(headline, (_described(name, tensor) for name, tensor in offenders)),
+        module="",
+        argument=name,
+        found=str(device_of_values(first)),
+        wanted=str(wanted),
+    )
+
+
+@contextmanager
+def guard(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Inside the context each forward of the module, and of any submodule, first checks where its inputs lie.
+
+    Every tensor among the arguments, nested ones too, must be on the device of the (sub)module's parameters and
+    buffers; 0-dim CPU tensors may be anywhere. Otherwise DeviceMismatchError names the submodule's dotted path and
+    each argument by its name in the signature, before any kernel runs. A submodule that is spread over devices is
+    left to its own submodules, and inputs that an offload hook will move are let through. A module that moves its
+    inputs itself is held to the rule all the same.
+
+    The hooks are gone after the context, also after an error. Outside of it nothing is installed.
+    """
+    with ExitStack() as hooks:
+        for path, part in module.named_modules():
+            check = _InputCheck(path)
+            hooks.callback(part.register_forward_pre_hook(check, prepend=True, with_kwargs=True).remove)
+        yield module
+
+
+class _InputCheck:
+    """The forward pre-hook of one submodule."""
+
+    def __init__(self, path: str):
+        self.path = path
+
+    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        placed = _placed(module)
+        devices = set(placed.values())
+        hook = offload_hook_of(module)
+        if hook is not None:
+            # CpuOffload moves the inputs only together with the weights: once these are there, nobody does.
+            if hook.moves_inputs or devices != {hook.execution_device}:
+                return
+        elif not devices or (len(devices) > 1 and any(module.children())):
+            return
+        offenders = [
+            (name, tensor)
+            for name, tensor in _named_arguments(module, args, kwargs)
+            if not _goes_anywhere(tensor) and devices != {device_of_values(tensor)}
+        ]
+        if offenders:
+            self._refuse(module, placed, offenders)
+
+    def _refuse(
+        self, module: torch.nn.Module, placed: dict[str, torch.device], offenders: list[tuple[str, torch.Tensor]]
+    ) -> None:
+        by_device: dict[torch.device, str] = {}
+        for name, device in placed.items():
+            by_device.setdefault(device, name)
+        where = ", ".join(f"{name} is on {device}" for device, name in by_device.items())
+        name, first = offenders[0]
+        found = device_of_values(first)
+        wanted = next((device for device in by_device if device != found), found)
+        who = f"{self.path} ({type(module).__name__})" if self.path else type(module).__name__
+        raise DeviceMismatchError(
+            listed(
+                f"{who}: its {where}; move these inputs there, or the module to them",
+                (_described(*offender) for offender in offenders),
+            ),
+            module=self.path,
+            argument=name,
+            found=str(found),
+            wanted=str(wanted),
+        )
+
+
+def _placed(module: torch.nn.Module) -> dict[str, torch.device]:
+    """The device of each parameter and buffer that decides where inputs go. 0-dim tensors decide only if alone."""
+    held: dict[str, torch.Tensor] = dict(_kept([*module.named_parameters(), *module.named_buffers()]))
+    shaped = {name: tensor for name, tensor in held.items() if tensor.ndim}
+    return {name: device_of_values(tensor) for name, tensor in (shaped or held).items()}
+
+
+def _kept(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in named:
+        if device_of_values(tensor).type != "meta" and not _goes_anywhere(tensor) and not why_left_alone(tensor):
+            yield name, tensor
+
+
+def _named_arguments(
+    module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor among the arguments, by the names of forward's signature: `hidden_states`, `args.0`, `cond.1`."""
+    signature = inspect.signature(module.forward)
+    try:
+        named = signature.bind(*args, **kwargs).arguments
+    except TypeError:  # they do not fit: forward itself will say so
+        named = {"args": args, **kwargs}
+    for name, value in named.items():
+        gathers = name in signature.parameters and signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
+        yield from named_tensors(value, "" if gathers else name)
+
+
+def _goes_anywhere(tensor: torch.Tensor) -> bool:
+    """0-dim CPU tensors are numbers to the kernels of every device."""
+    return tensor.ndim == 0 and tensor.device == CPU
+
+
+def _described(name: str, tensor: torch.Tensor) -> str:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{name} [{', '.join(map(str, tensor.shape))}] {dtype} is on {device_of_values(tensor)}"

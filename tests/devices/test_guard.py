@@ -1,0 +1,150 @@
+"""Checks before the kernel: what they accept, what they name, and that they leave nothing behind.
+
+`meta` stands in for the second device where the kernel is never reached; tests/sim runs the others.
+"""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from latentcache.devices.guard import check_same_device, guard
+from latentcache.errors import DeviceMismatchError
+
+Pair = namedtuple("Pair", ["left", "right"])
+
+
+@dataclass
+class Batch:
+    latents: torch.Tensor
+    cond: dict[str, Any]
+
+
+def hooks_of(module: torch.nn.Module) -> list[tuple[dict[int, Any], dict[int, Any]]]:
+    return [(dict(m._forward_pre_hooks), dict(m._forward_pre_hooks_with_kwargs)) for m in module.modules()]
+
+
+def test_tensors_on_one_device_are_accepted() -> None:
+    batch = Batch(torch.zeros(2), {"embeds": [torch.zeros(1)], "captions": ["a"], "none": None})
+    assert check_same_device(batch=batch, step=torch.tensor(1), lr=0.1) == torch.device("cpu")
+    assert check_same_device(name="text") is None
+
+
+def test_every_offender_is_named_with_its_place_in_the_batch() -> None:
+    batch = {
+        "a": [torch.zeros(2), torch.zeros(3, device="meta")],
+        "b": Pair(torch.zeros(1), torch.zeros(1, 4, device="meta")),
+    }
+    with pytest.raises(DeviceMismatchError) as caught:
+        check_same_device(batch=batch, weight=torch.zeros(1))
+    assert caught.value.argument == "batch.a.1"
+    assert (caught.value.found, caught.value.wanted) == ("meta", "cpu")
+    assert "batch.a.1 [3] float32 is on meta" in str(caught.value)
+    assert "batch.b.right [1, 4] float32 is on meta" in str(caught.value)
+    assert "batch.a.0" not in str(caught.value)
+
+
+def test_meta_is_refused_also_when_everything_is_there() -> None:
+    with pytest.raises(DeviceMismatchError, match="weight .* is on meta"):
+        check_same_device(weight=torch.zeros(1, device="meta"), scale=torch.tensor(1.0))
+
+
+def test_a_container_that_holds_itself_ends() -> None:
+    batch: dict[str, Any] = {"x": torch.zeros(1)}
+    batch["self"] = batch
+    assert check_same_device(batch=batch) == torch.device("cpu")
+
+
+def test_long_lists_are_cut_and_counted() -> None:
+    with pytest.raises(DeviceMismatchError, match=r"and 5 more") as caught:
+        check_same_device(x=torch.zeros(1), many=[torch.zeros(1, device="meta") for _ in range(25)])
+    assert "many.19 " in str(caught.value) and "many.20 " not in str(caught.value)
+
+
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = torch.nn.Linear(2, 2)
+        self.act = torch.nn.ReLU()
+
+    def forward(self, hidden_states: torch.Tensor, *more: torch.Tensor, cond: Any = None, **rest: Any) -> torch.Tensor:
+        return self.act(self.proj(hidden_states))
+
+
+def test_the_guard_names_module_and_argument() -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2), Block())
+    block, x, far = net[1], torch.zeros(1, 2), torch.zeros(1, 2, device="meta")
+    with guard(net):
+        net(x)
+        with pytest.raises(DeviceMismatchError, match=r"Sequential: its 0\.weight is on cpu") as root:
+            net(far)
+        with pytest.raises(DeviceMismatchError, match=r"1 \(Block\)") as first:
+            block(far)
+        with pytest.raises(DeviceMismatchError) as extra:
+            block(x, x, far)
+        with pytest.raises(DeviceMismatchError) as nested:
+            block(x, cond={"embeds": [x, far]})
+        with pytest.raises(DeviceMismatchError) as keyword:
+            block(x, other=far)
+        with pytest.raises(TypeError, match="cond|hidden_states"):
+            block()
+        block(x, cond=torch.nn.Linear(1, 1, device="meta"))
+    errors = [caught.value for caught in (root, first, extra, nested, keyword)]
+    assert [error.module for error in errors] == ["", "1", "1", "1", "1"]
+    assert [e.argument for e in errors] == ["input", "hidden_states", "more.1", "cond.embeds.1", "other"]
+    assert {(error.found, error.wanted) for error in errors} == {("meta", "cpu")}
+
+
+def test_numbers_pass() -> None:
+    class Scaled(torch.nn.Linear):
+        def forward(self, input: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+            return super().forward(input) * scale
+
+    with guard(Scaled(2, 2)) as scaled:
+        scaled(torch.zeros(1, 2), torch.tensor(2.0))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_is_left_behind(fails: bool) -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2), Block())
+    own = net[1].register_forward_pre_hook(lambda module, args: None)
+    before = hooks_of(net)
+    try:
+        with guard(net):
+            assert hooks_of(net) != before
+            if fails:
+                raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        assert fails
+    assert hooks_of(net) == before
+    net(torch.zeros(1, 2))
+    own.remove()
+
+
+def test_guards_nest_and_guard_shared_modules_once() -> None:
+    shared = torch.nn.Linear(2, 2)
+    net = torch.nn.Sequential(shared, shared)
+    before = hooks_of(net)
+    with guard(net), guard(shared), pytest.raises(DeviceMismatchError):
+        net(torch.zeros(1, 2, device="meta"))
+    assert hooks_of(net) == before
+
+
+def test_the_own_hook_runs_after_the_guard() -> None:
+    """A pre-hook that fails on the mismatch itself must not hide the name of the module."""
+    linear = torch.nn.Linear(2, 2)
+    linear.register_forward_pre_hook(lambda module, args: (module.weight @ args[0],))
+    with guard(linear), pytest.raises(DeviceMismatchError, match="Linear"):
+        linear(torch.zeros(1, 2, device="meta"))
+
+
+def test_quantised_and_partitioned_weights_decide_nothing() -> None:
+    linear = torch.nn.Linear(2, 2)
+    for parameter in linear.parameters():
+        parameter.is_ramtorch = True
+    with guard(linear):
+        assert linear(torch.zeros(1, 2, device="meta")).shape == (1, 2)
