@@ -25,6 +25,7 @@ from latentcache.devices.checkpoint_parts import (
     module_state,
     optimizer_differences,
     optimizer_state,
+    partitions,
 )
 from latentcache.devices.optimizer import inner_optimizer
 from latentcache.devices.rng import rng_state, set_rng_state
@@ -83,9 +84,9 @@ def save_checkpoint(
     if orphans:
         detail = "the optimizer has parameters that no module of `model` has; name all trained modules: "
         raise CheckpointError(folder, detail + "model={'unet': unet, ...}", offenders=tuple(orphans))
-    writers = {part: TreeWriter() for part in parts}
-    trees = {part: writers[part].pack(value, part) for part, value in parts.items()}
-    offenders = tuple(line for writer in writers.values() for line in writer.offenders)
+    writers = {part: TreeWriter(part) for part in parts}
+    trees = {part: writers[part].pack(value) for part, value in parts.items()}
+    offenders = (*partitions(model), *(line for writer in writers.values() for line in writer.offenders))
     if offenders:
         raise CheckpointError(folder, "these cannot be written:", offenders=offenders)
     document = {

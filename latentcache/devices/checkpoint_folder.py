@@ -154,7 +154,8 @@ def _write_data(folder: Path, data: Mapping[str, Mapping[str, torch.Tensor]]) ->
             continue
         path = folder / f"{part}-{uuid.uuid4().hex}.safetensors"
         save_file(dict(tensors), path, metadata={"format": "pt"})
-        # safetensors writes, renames and leaves the syncing to others.
+        # safetensors makes files that only their owner may read, and leaves the syncing to others.
+        path.chmod(folder.stat().st_mode & 0o666)
         fd = os.open(path, os.O_RDONLY)
         try:
             os.fsync(fd)

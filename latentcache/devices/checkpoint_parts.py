@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import torch
 
 from latentcache.devices.optimizer import inner_optimizer, load_optimizer_state
+from latentcache.devices.tensors import is_partitioned
 from latentcache.devices.tree import differences
 
 Modules: TypeAlias = "torch.nn.Module | Mapping[str, torch.nn.Module]"
@@ -41,6 +42,16 @@ def load_module_state(modules: Modules, state: Mapping[str, Any]) -> None:
     """Copy the values into the modules' own tensors, wherever these are. The names were compared before."""
     for prefix, module in _by_prefix(modules):
         module.load_state_dict({key: state[prefix + key.replace(_COMPILED, "")] for key in module.state_dict()})
+
+
+def partitions(modules: Modules) -> list[str]:
+    """The parameters that DeepSpeed ZeRO-3 manages: between forwards a process has a part of each, or nothing."""
+    return [
+        f"{prefix}{name}: a partition of DeepSpeed ZeRO-3; save through the engine (engine.save_checkpoint)"
+        for prefix, module in _by_prefix(modules)
+        for name, param in module.named_parameters()
+        if is_partitioned(param)
+    ]
 
 
 def module_differences(saved: Mapping[str, Any], modules: Modules, part: str) -> list[str]:

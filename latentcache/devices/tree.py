@@ -39,14 +39,16 @@ _DTYPES = {
 
 @dataclass(slots=True)
 class TreeWriter:
-    """Collects the tensors of trees, on the CPU, and names what cannot be written."""
+    """Collects the tensors of a part's tree, on the CPU, and names what cannot be written."""
 
+    part: str
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     offenders: list[str] = field(default_factory=list)
     _names: dict[tuple[Any, ...], str] = field(default_factory=dict)
+    _storages: set[int] = field(default_factory=set)
 
-    def pack(self, value: Any, name: str) -> Any:
-        """The JSON form of `value`; `name` is its dotted path. What cannot be written becomes None and an offender."""
+    def pack(self, value: Any, name: str = "") -> Any:
+        """The JSON form of `value`; `name` is its dotted path in the part. What cannot be written becomes None and an offender."""
         kind = type(value)
         if value is None or kind in (bool, int, str):
             return value
@@ -68,7 +70,7 @@ class TreeWriter:
             return {"$counter": self._pairs(value, name)}
         if kind in (dict, OrderedDict, defaultdict):
             if all(type(key) is str and not key.startswith("$") for key in value):
-                return {key: self.pack(inner, f"{name}.{key}") for key, inner in value.items()}
+                return {key: self.pack(inner, _joined(name, key)) for key, inner in value.items()}
             return {"$dict": self._pairs(value, name)}
         if kind is bytes:
             return {"$bytes": value.hex()}
@@ -76,39 +78,46 @@ class TreeWriter:
             return {"$dtype": str(value).removeprefix("torch.")}
         if isinstance(value, torch.device):
             return {"$device": str(value)}
-        self.offenders.append(
-            f"{name}: a {kind.__module__}.{kind.__qualname__}, which is neither tensor nor plain data"
-        )
+        self._refuse(name, f"a {kind.__module__}.{kind.__qualname__}, which is neither tensor nor plain data")
         return None
 
+    def _refuse(self, name: str, problem: str) -> None:
+        self.offenders.append(f"{_joined(self.part, name) if name else self.part}: {problem}")
+
     def _items(self, values: Any, name: str) -> list[Any]:
-        return [self.pack(value, f"{name}.{index}") for index, value in enumerate(values)]
+        return [self.pack(value, _joined(name, index)) for index, value in enumerate(values)]
 
     def _pairs(self, value: Mapping[Any, Any], name: str) -> list[list[Any]]:
-        return [[self.pack(key, f"{name} key"), self.pack(inner, f"{name}.{key}")] for key, inner in value.items()]
+        return [[self.pack(key, f"{name} key"), self.pack(inner, _joined(name, key))] for key, inner in value.items()]
 
     def _tensor(self, tensor: torch.Tensor, name: str) -> dict[str, str]:
         problem = why_unwritable(tensor)
         if problem:
-            self.offenders.append(f"{name}: {problem}")
+            self._refuse(name, problem)
             return {"$tensor": name}
         place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if tensor.numel() and place in self._names:
             return {"$tensor": self._names[place]}
-        unique = name
+        unique = name or self.part
         while unique in self.tensors:
             unique += "'"
         self._names[place] = unique
-        # safetensors writes a tensor's own memory: a view must not bring the rest of its storage.
         cpu = tensor.detach().to("cpu").contiguous()
-        self.tensors[unique] = cpu if cpu.untyped_storage().nbytes() == cpu.nbytes else cpu.clone()
+        storage = cpu.untyped_storage()
+        # safetensors takes no two tensors of one storage, and none that is a part of one.
+        if storage.nbytes() != cpu.nbytes or (storage.nbytes() and storage.data_ptr() in self._storages):
+            cpu = cpu.clone()
+        self._storages.add(cpu.untyped_storage().data_ptr())
+        self.tensors[unique] = cpu
         return {"$tensor": unique}
+
+
+def _joined(name: str, key: object) -> str:
+    return f"{name}.{key}" if name else str(key)
 
 
 def why_unwritable(tensor: torch.Tensor) -> str | None:
     """Why a tensor's values cannot be written as a plain tensor, or None if they can."""
-    if hasattr(tensor, "ds_id"):
-        return "a partition of DeepSpeed ZeRO-3; save through the engine (engine.save_checkpoint)"
     if hasattr(tensor, "full_tensor"):
         return "a sharded DTensor; save with torch.distributed.checkpoint"
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
