@@ -341,7 +341,8 @@ def _finish(report: Any, as_json: bool) -> int:
     """Print an upkeep report; damage makes the exit code 1."""
     document = report.to_json()
     _print(document, lambda: "\n".join(_lines(document)), as_json)
-    return DONE_WITH_FAULTS if document.get("damaged") or document.get("unreadable") else DONE
+    faults = ("damaged", "known_damaged", "unreadable")
+    return DONE_WITH_FAULTS if any(document.get(name) for name in faults) else DONE
 
 
 def _lines(document: dict[str, Any]) -> Iterator[str]:

@@ -186,6 +186,8 @@ def test_verify_finds_damage_and_precache_mends_it(config_file: Path, run: Any, 
     pack.write_bytes(data)
     code, report = run_json("verify", config_file)
     assert code == 1 and len(report["damaged"]) == 1
+    code, again = run_json("verify", config_file)
+    assert code == 1 and not again["ok"] and again["known_damaged"] == report["damaged"]
     assert run_json("status", config_file)[0] == 1
     code, report = run_json("precache", config_file)
     assert code == 0 and report["misses_by_reason"] == {"damaged": 1}
@@ -203,10 +205,14 @@ def test_rebuild_brings_everything_back(config_file: Path, run_json: Any, tmp_pa
     assert run_json("precache", config_file)[1]["num_hits"] == 10
 
 
-def test_prune_and_compact(config_file: Path, run_json: Any, photos: Path) -> None:
+def test_prune_and_compact(config_file: Path, run_json: Any, photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_json("precache", config_file)
     (photos / "a.png").unlink()
     run_json("precache", config_file)
+    with monkeypatch.context() as patch:  # a cache that may only be read is told of all the same
+        patch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
+        assert run_json("compact", config_file, "--dry-run")[0] == 0
+        assert run_json("prune", config_file, "--dry-run")[1]["num_entries"] == 3
     code, told = run_json("prune", config_file, "--dry-run")
     assert code == 0 and told["num_entries"] == 3 and told["num_bytes"] > 0 and told["dry_run"]
     assert run_json("status", config_file)[1]["num_unused"] == 3

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -47,7 +48,7 @@ def compact(store: DiskStore | str | os.PathLike[str], *, dry_run: bool = False)
     Each entry is verified as it is copied; damaged ones are marked instead. With `dry_run` the figures after are
     estimates, and nothing is read. Readers may go on: a pack that they have mapped stays readable.
     """
-    with DiskStore.opened(store) as disk, disk.lock_exclusive("compact"):
+    with DiskStore.opened(store) as disk, nullcontext() if dry_run else disk.lock_exclusive("compact"):
         live = disk.catalog.by_pack()
         empty = disk.catalog.packs.keys() - live.keys()
         chosen = _choose(disk, live)

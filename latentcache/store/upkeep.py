@@ -43,18 +43,20 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """`damaged`: key -> reason, found now. `unreadable`: pack -> reason. `orphans`: packs that the index lacks."""
+    """`damaged`: key -> reason, found now. `known_damaged`: found earlier and not mended since. `unreadable`: pack ->
+    reason. `orphans`: packs that the index lacks."""
 
     num_entries: int
     num_packs: int
     bytes_read: int
     damaged: dict[str, str]
+    known_damaged: dict[str, str]
     unreadable: dict[str, str]
     orphans: tuple[str, ...]
 
     @property
     def ok(self) -> bool:
-        return not self.damaged and not self.unreadable
+        return not self.damaged and not self.known_damaged and not self.unreadable
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"orphans": list(self.orphans), "ok": self.ok}
@@ -100,6 +102,7 @@ def verify(
     with DiskStore.opened(store) as disk, nullcontext() if disk.read_only else disk.lock_shared("verify"):
         if disk.read_only:
             disk.catalog.reload()
+        known = dict(disk.catalog.markers)
         sizes, live = disk.directory.pack_sizes(), disk.catalog.by_pack()
         packs = sorted(pack for pack in sizes.keys() | live.keys() if _in_subset(pack, subset))
         found: dict[str, tuple[Location, str]] = {}
@@ -122,6 +125,7 @@ def verify(
             num_packs=len(packs),
             bytes_read=bytes_read,
             damaged={key: problem for key, (_, problem) in found.items()},
+            known_damaged=known,
             unreadable=unreadable,
             orphans=tuple(pack for pack in packs if pack in sizes and pack not in disk.catalog.packs),
         )
@@ -212,7 +216,7 @@ def prune(
 
     If `keep` is a function, it is asked when no writer can add to the cache any more.
     """
-    with DiskStore.opened(store) as disk, disk.lock_exclusive("prune"):
+    with DiskStore.opened(store) as disk, nullcontext() if dry_run else disk.lock_exclusive("prune"):
         kept = {check_key(key) for key in (keep() if callable(keep) else keep)}
         catalog = disk.catalog
         gone = {key: location for key, location in catalog.locations().items() if key not in kept}

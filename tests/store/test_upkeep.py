@@ -62,9 +62,11 @@ def test_verify_marks_what_is_damaged(store, root):
     report = verify(root)  # by path: read-write, as the directory is
     assert not report.ok and report.damaged.keys() == {key(1)} and "digest" in report.damaged[key(1)]
     assert store.damaged().keys() == {key(1)}
-    assert verify(store).ok
+    again = verify(store)
+    assert not again.ok and not again.damaged and again.known_damaged == report.damaged, "not mended yet"
     assert store.add(samples(1)) == 1
     assert_holds(store, 0, 1, 2)
+    assert verify(store).ok
 
 
 def test_verify_of_a_reader_changes_nothing(store, root):
@@ -236,7 +238,7 @@ def test_compact_never_copies_damage(store):
     assert report.damaged.keys() == {key(1)} and report.num_packs_after == 1
     assert store.damaged().keys() == {key(1)} and store.find([key(1)]) == set()
     assert_holds(store, 0, 2)
-    assert verify(store).ok
+    assert not verify(store).damaged and verify(store).known_damaged.keys() == {key(1)}
 
 
 def test_compact_leaves_a_pack_that_it_cannot_read(store):
