@@ -48,7 +48,8 @@ class RepairReport:
 def repair_optimizer(optimizer: torch.optim.Optimizer) -> RepairReport:
     """Put the optimizer's state where its parameters are now, by its own policy, and say what moved.
 
-    Where that policy is torch's, a `step` that someone moved to the device goes back to the CPU, as `state_rules` says.
+    Where that policy is torch's, a `step` that someone moved to the device goes back to the CPU, as `state_rules` says,
+    and so does NAdam's `mu_product`.
     Call it after `model.to(device)` and after the flags of the groups (fused, capturable, foreach) are final. No dtype
     changes, except that `step` of fused and capturable groups is float32. Tensors that are in place stay the same
     objects. Raises DeviceError for what is not a torch optimizer and for parameters on `meta`.
@@ -135,21 +136,32 @@ def _load(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any], *, co
         if source is not None:
             optimizer.state[param] = _settled(optimizer.state[param], source, copy=copy)
     if type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict:
-        _bring_steps_home(optimizer)
+        on_cpu = {} if copy else {p: source["mu_product"] for p, source in sources if _has_cpu_product(source)}
+        _bring_scalars_home(optimizer, on_cpu)
     for group, own in zip(optimizer.param_groups, tensors, strict=True):
         for key, tensor in own.items():
             group[key] = tensor.copy_(torch.as_tensor(group[key], dtype=tensor.dtype))
 
 
-def _bring_steps_home(optimizer: torch.optim.Optimizer) -> None:
-    # torch's own policy leaves a `step` on the device when neither fused nor capturable wants it there.
+def _has_cpu_product(source: Any) -> bool:
+    product = source.get("mu_product") if isinstance(source, Mapping) else None
+    return isinstance(product, torch.Tensor) and product.device.type == "cpu"
+
+
+def _bring_scalars_home(optimizer: torch.optim.Optimizer, on_cpu: Mapping[torch.Tensor, torch.Tensor]) -> None:
+    # torch's own policy leaves a `step` on the device when neither fused nor capturable wants it there, and it moves
+    # NAdam's `mu_product` there, which NAdam makes on the CPU: two host syncs per parameter and step.
     for group in optimizer.param_groups:
         for param in group["params"]:
-            step = optimizer.state.get(param, {}).get("step")
+            state = optimizer.state.get(param, {})
+            step, mu_product = state.get("step"), state.get("mu_product")
             if isinstance(step, torch.Tensor) and step.ndim == 0:
                 wanted = wanted_state_device(optimizer, group, param, "step", step).device
                 if wanted is not None:
-                    optimizer.state[param]["step"] = step.to(wanted)
+                    state["step"] = step.to(wanted)
+            if isinstance(optimizer, torch.optim.NAdam) and mu_product is not None and not group["capturable"]:
+                own = on_cpu.get(param)
+                state["mu_product"] = mu_product.to("cpu") if own is None else own
 
 
 def _settled(loaded: Any, source: Any, key: str | None = None, *, copy: bool) -> Any:

@@ -48,7 +48,7 @@ class TreeWriter:
     _storages: set[int] = field(default_factory=set)
 
     def pack(self, value: Any, name: str = "") -> Any:
-        """The JSON form of `value`; `name` is its dotted path in the part. What cannot be written becomes None and an offender."""
+        """The JSON form of `value`, at this dotted path in the part. What cannot be written is an offender."""
         kind = type(value)
         if value is None or kind in (bool, int, str):
             return value

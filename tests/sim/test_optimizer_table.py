@@ -1,0 +1,223 @@
+"""Every torch optimizer under every flag: state loaded too early fails, and the optimizer's own policy repairs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._pytree import tree_map_only
+
+from latentcache.devices.optimizer import FLAGS, load_optimizer_state, named_state, repair_optimizer
+from latentcache.devices.state_rules import wanted_state_device
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "Adam": {"amsgrad": True},
+    "AdamW": {},
+    "RAdam": {},
+    "NAdam": {},
+    "Adamax": {},
+    "Adadelta": {},
+    "RMSprop": {"momentum": 0.9, "centered": True},
+    "Rprop": {},
+    "Adafactor": {},
+    "Adagrad": {},
+    "ASGD": {"t0": 0},  # averages from the start: before, its loop only copies `ax`, which no device forbids
+    "SGD": {"momentum": 0.9},
+    "Muon": {},
+}
+SETTINGS: dict[str, dict[str, bool]] = {
+    "default": {},
+    "foreach": {"foreach": True},
+    "loop": {"foreach": False},
+    "fused": {"fused": True},
+    "capturable": {"capturable": True, "foreach": True},
+    "capturable-loop": {"capturable": True, "foreach": False},
+}
+
+
+def taken(name: str, flags: dict[str, bool]) -> bool:
+    """Whether this optimizer has these flags (foreach of Adafactor and Muon is for CUDA only or not there)."""
+    kind = getattr(torch.optim, name, None)
+    if kind is None:
+        return False
+    try:
+        kind([torch.nn.Parameter(torch.zeros(2, 2))], **OPTIMIZERS[name], **flags)
+    except (TypeError, ValueError, RuntimeError):
+        return False
+    return True
+
+
+CASES = [(name, setting) for name in OPTIMIZERS for setting, flags in SETTINGS.items() if taken(name, flags)]
+
+
+def built(name: str, setting: str, device: torch.device) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(3)
+    # Two dimensions each: Muon takes no others.
+    model = torch.nn.Sequential(torch.nn.Linear(4, 6, bias=False), torch.nn.Tanh(), torch.nn.Linear(6, 2, bias=False))
+    model.to(device)
+    kind = getattr(torch.optim, name)
+    return model, kind(model.parameters(), lr=0.01, **OPTIMIZERS[name], **SETTINGS[setting])
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range, device: torch.device) -> None:
+    for step in steps:
+        inputs = torch.linspace(-1, 1, 12).reshape(3, 4) * (step + 1)
+        model(inputs.to(device)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def misplaced(optimizer: torch.optim.Optimizer) -> Iterator[str]:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            for name, value in optimizer.state[param].items():
+                if isinstance(value, torch.Tensor):
+                    rule = wanted_state_device(optimizer, group, param, name, value)
+                    if rule.device not in (None, value.device):
+                        yield f"{name} on {value.device}: {rule.reason}"
+
+
+def saved_state(name: str, setting: str, device: torch.device) -> tuple[Any, Any]:
+    """The state_dicts of a run of three steps on the device, as `torch.load(..., map_location="cpu")` gives them."""
+    model, optimizer = built(name, setting, device)
+    train(model, optimizer, range(3), device)
+    return tree_map_only(torch.Tensor, lambda t: t.detach().cpu(), (model.state_dict(), optimizer.state_dict()))
+
+
+def loaded_too_early(name: str, setting: str, device: torch.device) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """An optimizer whose state was loaded while the model was on the CPU; the model has moved since."""
+    weights, state = saved_state(name, setting, device)
+    model, optimizer = built(name, setting, torch.device("cpu"))
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(state)
+    model.to(device)
+    return model, optimizer
+
+
+def move_everything(optimizer: torch.optim.Optimizer) -> None:
+    """The remedy that is passed around: every tensor of state to the device of its parameter."""
+    for param, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor):
+                state[name] = value.to(param.device)
+
+
+def syncs_of_a_step(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, host_syncs: Callable[[], Any]
+) -> int:
+    with host_syncs() as count:
+        train(model, optimizer, range(3, 4), device)
+    return count.num
+
+
+@pytest.mark.parametrize(("name", "setting"), CASES)
+def test_state_loaded_before_the_move_fails_until_it_is_repaired(
+    name: str, setting: str, device: torch.device, host_syncs: Callable[[], Any]
+) -> None:
+    model, optimizer = loaded_too_early(name, setting, device)
+    flags = [{flag: group.get(flag) for flag in FLAGS} for group in optimizer.param_groups]
+    with pytest.raises((RuntimeError, AssertionError), match=r"device|capturable"):
+        train(model, optimizer, range(3, 4), device)
+    optimizer.zero_grad()
+    # The failed step may have counted: start from the same state again.
+    model, optimizer = loaded_too_early(name, setting, device)
+
+    report = repair_optimizer(optimizer)
+
+    assert report.moved and all(moved.moved_to == device for moved in report.moved)
+    assert list(misplaced(optimizer)) == []
+    assert [{flag: group.get(flag) for flag in FLAGS} for group in optimizer.param_groups] == flags
+    fresh_model, fresh = built(name, setting, device)
+    train(fresh_model, fresh, range(3), device)
+    expected_syncs = syncs_of_a_step(fresh_model, fresh, device, host_syncs)
+    num_syncs = syncs_of_a_step(model, optimizer, device, host_syncs)
+    # Fewer are fine: a fresh ASGD keeps `step` on the device, a loaded one need not.
+    assert num_syncs <= expected_syncs
+    for got, wanted in zip(model.parameters(), fresh_model.parameters(), strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize(("name", "setting"), CASES)
+def test_a_second_repair_moves_nothing(name: str, setting: str, device: torch.device) -> None:
+    _, optimizer = loaded_too_early(name, setting, device)
+    repair_optimizer(optimizer)
+    tensors = {(n, path): tensor for n, path, tensor in named_state(optimizer)}
+    assert repair_optimizer(optimizer).moved == ()
+    assert all(tensors[n, path] is tensor for n, path, tensor in named_state(optimizer))
+
+
+@pytest.mark.parametrize("setting", ["foreach", "loop"])
+def test_moving_everything_costs_host_syncs_and_repair_undoes_it(
+    setting: str, device: torch.device, host_syncs: Callable[[], Any]
+) -> None:
+    model, optimizer = loaded_too_early("AdamW", setting, device)
+    move_everything(optimizer)
+    assert any("step" in line for line in misplaced(optimizer))
+    assert syncs_of_a_step(model, optimizer, device, host_syncs) > 0
+
+    report = repair_optimizer(optimizer)
+
+    assert {moved.moved_to for moved in report.moved} == {torch.device("cpu")}
+    assert list(misplaced(optimizer)) == []
+    assert syncs_of_a_step(model, optimizer, device, host_syncs) == 0
+
+
+@pytest.mark.parametrize("setting", ["default", "fused", "capturable"])
+def test_state_of_a_checkpoint_keeps_the_flags_that_the_caller_built(setting: str, device: torch.device) -> None:
+    """VAR #127: the state came from an optimizer with other flags."""
+    for other in ("default", "fused", "capturable"):
+        _, state = saved_state("AdamW", other, device)
+        model, optimizer = built("AdamW", setting, device)
+        flags = {flag: optimizer.param_groups[0][flag] for flag in FLAGS}
+        state["param_groups"][0]["lr"] = 0.25
+        load_optimizer_state(optimizer, state)
+        assert {flag: optimizer.param_groups[0][flag] for flag in FLAGS} == flags
+        assert optimizer.param_groups[0]["lr"] == 0.25
+        assert list(misplaced(optimizer)) == []
+        train(model, optimizer, range(3, 4), device)
+
+
+def test_torch_alone_takes_the_flags_of_the_file(device: torch.device) -> None:
+    _, state = saved_state("AdamW", "default", device)
+    model, optimizer = built("AdamW", "fused", device)
+    optimizer.load_state_dict(state)
+    assert not optimizer.param_groups[0]["fused"], "torch has made the fused optimizer a plain one"
+    optimizer.param_groups[0]["fused"] = True
+    with pytest.raises(RuntimeError, match="state_steps"):
+        train(model, optimizer, range(1, 2), device)
+    repair_optimizer(optimizer)
+    train(model, optimizer, range(1, 2), device)
+
+
+def test_float32_moments_of_bfloat16_parameters_keep_their_bits(device: torch.device) -> None:
+    model = torch.nn.Linear(3, 2).bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    for param in model.parameters():
+        exact = torch.full_like(param, 1 / 3, dtype=torch.float32)
+        optimizer.state[param] = {"step": torch.tensor(1.0), "exp_avg": exact, "exp_avg_sq": exact.clone()}
+    model.to(device)
+    repair_optimizer(optimizer)
+    for state in optimizer.state.values():
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert (state[name].dtype, state[name].device) == (torch.float32, device)
+            assert state[name].flatten()[0].item() == torch.tensor(1 / 3).item()
+
+
+def test_an_8_bit_optimizer_is_asked_itself(device: torch.device) -> None:
+    bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    if device.type != "cuda":
+        pytest.skip("the kernels of bitsandbytes need a real accelerator")
+    model = torch.nn.Linear(128, 128, bias=False).to(device)
+    optimizer = bitsandbytes.optim.AdamW8bit(model.parameters(), min_8bit_size=1)
+    model(torch.ones(1, 128, device=device)).sum().backward()
+    optimizer.step()
+    state = optimizer.state[model.weight]
+    assert state["state1"].dtype == torch.uint8
+    before = state["state1"].clone()
+    state["state1"] = state["state1"].cpu()
+    repair_optimizer(optimizer)
+    assert optimizer.state[model.weight]["state1"].dtype == torch.uint8
+    assert torch.equal(optimizer.state[model.weight]["state1"], before)
+    optimizer.step()
