@@ -1,0 +1,216 @@
+"""The audit where no second device is needed: `meta` and two-device logic are in tests/sim."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from diffusers.training_utils import EMAModel
+
+from latentcache.devices.audit import audit
+from latentcache.devices.findings import AuditReport, Finding
+from latentcache.errors import DeviceError, DeviceMismatchError
+
+
+def model() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))
+
+
+def trained(net: torch.nn.Module, **flags: Any) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, **flags)
+    net(torch.randn(5, 3)).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+def names(report: AuditReport, kind: str) -> list[str]:
+    return [finding.path for finding in report.findings if finding.kind == kind]
+
+
+@dataclass
+class Batch:
+    latents: torch.Tensor
+    prompts: list[str]
+
+
+def test_a_run_on_one_device_is_clean() -> None:
+    net = model()
+    report = audit(
+        {
+            "net": net,
+            "optimizer": trained(net),
+            "scaler": torch.amp.GradScaler("cpu"),
+            "ema": EMAModel(net.parameters()),
+            "batch": Batch(torch.zeros(2), ["a cat"]),
+            "nested": {"a": [torch.zeros(1), None, 3]},
+        },
+        device="cpu",
+        training={"net": True},
+        dtypes={"net": torch.float32},
+    )
+    assert report.ok and not report.findings and not report.notes
+    report.raise_for_errors()
+    # 6 parameters with gradients, 3 buffers, 6 EMA shadows, 2 in batches, 3 state tensors for each parameter.
+    assert report.num_tensors == 12 + 3 + 6 + 2 + 18
+    assert dict(report.devices) == dict.fromkeys(["net", "optimizer", "scaler", "ema", "batch", "nested"], "cpu")
+
+
+def test_meta_tensors_are_named_each() -> None:
+    net = model()
+    net[2] = torch.nn.Linear(4, 2, device="meta")
+    net.register_buffer("table", torch.zeros(3, device="meta"))
+    report = audit({"net": net})
+    assert names(report, "meta") == ["net.table", "net.2.weight", "net.2.bias"]
+    assert {finding.found for finding in report.errors} == {"meta"}
+
+
+def test_tied_weights_come_once() -> None:
+    net = torch.nn.Sequential(torch.nn.Embedding(4, 2, device="meta"), torch.nn.Linear(2, 4, bias=False))
+    net[1].weight = net[0].weight
+    assert names(audit({"net": net}, device="cpu"), "meta") == ["net.0.weight"]
+
+
+def test_orphans_and_parameters_that_are_never_stepped() -> None:
+    net = model()
+    optimizer = trained(net)
+    net[2] = torch.nn.Linear(4, 2)
+    report = audit({"net": net, "optimizer": optimizer})
+    assert names(report, "orphan") == [
+        "optimizer.param_groups.0.params.4",
+        "optimizer.param_groups.0.params.5",
+        "net.2.weight",
+        "net.2.bias",
+    ]
+    assert [finding.level for finding in report.findings] == ["error", "error", "warning", "warning"]
+    with pytest.raises(DeviceMismatchError, match="no module has it"):
+        report.raise_for_errors()
+
+
+def test_orphans_keep_the_names_that_the_optimizer_was_given() -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.named_parameters(), lr=0.1)
+    net[0] = torch.nn.Linear(3, 4)
+    assert names(audit({"net": net, "optimizer": optimizer}), "orphan")[:2] == [
+        "optimizer.0.weight",
+        "optimizer.0.bias",
+    ]
+
+
+def test_frozen_parameters_and_modules_without_an_optimizer_are_no_orphans() -> None:
+    net, vae = model(), torch.nn.Linear(2, 2)
+    net[0].requires_grad_(False)
+    optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1)
+    assert not audit({"net": net, "vae": vae, "optimizer": optimizer}).findings
+
+
+def test_train_and_eval_flags_are_compared_by_submodule() -> None:
+    net = model()
+    net[1].eval()
+    report = audit({"net": net}, training={"net": True})
+    assert [(f.path, f.kind, f.found, f.wanted) for f in report.errors] == [("net.1", "mode", "eval", "train")]
+    assert audit({"net": net}, training={"net": True, "net.1": False}).ok
+    assert names(audit({"net": net}, training={"net": False}), "mode") == ["net", "net.0", "net.2"]
+
+
+def test_dtype_changes_are_named() -> None:
+    net = model()
+    net[0].half()
+    report = audit({"net": net}, dtypes={"net": torch.float32})
+    assert [(f.path, f.found, f.wanted) for f in report.errors] == [
+        ("net.0.weight", "torch.float16", "torch.float32"),
+        ("net.0.bias", "torch.float16", "torch.float32"),
+    ]
+    assert audit({"net": net}, dtypes={"net": torch.float32, "net.0": torch.float16}).ok
+
+
+@pytest.mark.parametrize("argument", ["device", "training", "dtypes"])
+@pytest.mark.parametrize("key", ["unet", "net.9", "net2"])
+def test_keys_that_name_nothing_are_refused(argument: str, key: str) -> None:
+    value = {"device": "cpu", "training": True, "dtypes": torch.float32}[argument]
+    with pytest.raises(DeviceError, match=key):
+        audit({"net": model()}, **{argument: {key: value}})
+
+
+@pytest.mark.parametrize("part", [torch.optim.lr_scheduler.LambdaLR, object(), "text", 3, [model()], {"a": object()}])
+def test_parts_that_nobody_would_look_into_are_refused(part: object) -> None:
+    with pytest.raises(DeviceError, match="part odd"):
+        audit({"odd": part})
+
+
+def test_a_scaler_for_another_device_is_named() -> None:
+    net = model()
+    scaler = torch.amp.GradScaler("cpu")
+    assert audit({"net": net, "scaler": scaler}).ok
+    scaler.scale(torch.ones(1))
+    assert audit({"net": net, "scaler": scaler}).ok
+    scaler._scale = scaler._scale.to("meta")
+    assert names(audit({"net": net, "scaler": scaler}), "scale") == ["scaler._scale"]
+    scaler._enabled = False
+    assert audit({"net": net, "scaler": scaler}).ok
+
+
+def test_partitions_of_zero_3_are_left_alone() -> None:
+    """DeepSpeed leaves an empty tensor on a device of its own, with the partition in `ds_tensor`."""
+    net = model()
+    for number, parameter in enumerate(net.parameters()):
+        parameter.data = torch.empty(0)
+        parameter.ds_id, parameter.ds_tensor = number, torch.zeros(4, device="meta")
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(8))], lr=0.1)
+    report = audit({"net": net, "optimizer": optimizer}, device="cpu")
+    assert not report.findings
+    assert report.notes == (
+        "net: 6 left where they are, partitions of DeepSpeed ZeRO-3, empty between forwards (the first is 0.weight)",
+    )
+
+
+def test_quantised_weights_are_noted_not_moved() -> None:
+    class Params4bit(torch.nn.Parameter):
+        __module__ = "bitsandbytes.nn.modules"
+
+    net = model()
+    net[0].weight = Params4bit(torch.zeros(4, 3, device="meta"), requires_grad=False)
+    report = audit({"net": net}, device="cpu", dtypes={"net": torch.float32})
+    assert not report.findings
+    assert "a bitsandbytes Params4bit, which its package places (the first is 0.weight)" in report.notes[0]
+
+
+def test_the_report_is_plain_json_and_text() -> None:
+    net = model()
+    net[2] = torch.nn.Linear(4, 2, device="meta")
+    report = audit({"net": net})
+    value = json.loads(json.dumps(report.to_json()))
+    assert value["ok"] is False and value["devices"] == {"net": "cpu"}
+    assert value["findings"][0] == {
+        "part": "net",
+        "name": "2.weight",
+        "kind": "meta",
+        "shape": [2, 4],
+        "found": "meta",
+        "wanted": "cpu",
+        "level": "error",
+        "reason": "it holds no values: load or initialise it",
+    }
+    assert report.to_text().splitlines() == [
+        "error    net.2.weight [2, 4] (meta) is meta, wanted cpu: it holds no values: load or initialise it",
+        "error    net.2.bias [2] (meta) is meta, wanted cpu: it holds no values: load or initialise it",
+        "9 tensors: 2 errors, 0 warnings",
+    ]
+
+
+def test_the_error_lists_twenty_and_counts_the_rest() -> None:
+    findings = tuple(Finding("net", f"{n}.weight", "parameter", (1,), "cpu", "cuda:0", "error") for n in range(23))
+    with pytest.raises(DeviceMismatchError, match="and 3 more") as caught:
+        AuditReport(findings).raise_for_errors()
+    assert str(caught.value).count("wanted cuda:0") == 20
+    error = caught.value
+    assert (error.module, error.argument, error.found, error.wanted) == ("net", "0.weight", "cpu", "cuda:0")
+
+
+def test_warnings_alone_are_ok() -> None:
+    report = AuditReport((Finding("net", "x", "buffer", (), "cpu", "cuda:0", "warning"),))
+    assert report.ok
+    report.raise_for_errors()
