@@ -1,0 +1,318 @@
+"""Four device mismatches that people reported: plain PyTorch fails first, then this project's answer.
+
+Each answer is held to assertions that a wrong answer fails: moving every tensor, looking at the first parameter only,
+evicting every part for a cache fill. The cold cache has a file of its own, test_cold_cache.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from latentcache.devices.audit import audit
+from latentcache.devices.checkpoint import load_checkpoint, save_checkpoint
+from latentcache.devices.guard import check_same_device, guard
+from latentcache.devices.optimizer import repair_optimizer
+from latentcache.devices.versions import check_versions
+from latentcache.errors import DeviceMismatchError
+
+CPU = torch.device("cpu")
+MISMATCH = "Expected all tensors to be on the same device"
+
+
+@dataclass
+class Run:
+    """A small training run: model, optimizer and GradScaler, with noise from the device's own random stream."""
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    device: torch.device
+
+    def step(self) -> float:
+        noise = torch.randn(4, 6, device=self.device)
+        with torch.autocast(self.device.type, dtype=torch.bfloat16):
+            loss = torch.nn.functional.mse_loss(self.model(noise), noise[:, :3])
+        self.optimizer.zero_grad()
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return loss.item()
+
+    def weights(self) -> torch.Tensor:
+        return torch.cat([parameter.detach().cpu().flatten() for parameter in self.model.parameters()])
+
+    def state_dicts(self) -> dict[str, dict]:
+        parts = {"model": self.model, "optimizer": self.optimizer, "scaler": self.scaler}
+        return {name: part.state_dict() for name, part in parts.items()}
+
+
+def built(device: torch.device, *, model_on: torch.device | None = None, **flags: object) -> Run:
+    """New objects, as a new process makes them. `model_on` CPU: the script has not called `model.to(device)` yet."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(6, 8), torch.nn.LayerNorm(8), torch.nn.GELU(), torch.nn.Linear(8, 3)]
+    model = torch.nn.Sequential(*layers).to(model_on or device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, **flags)
+    return Run(model, optimizer, torch.amp.GradScaler(device.type, init_scale=1024.0), device)
+
+
+def saved_run(device: torch.device, path: Path, **flags: object) -> tuple[Path, torch.Tensor, list[float]]:
+    """Three steps, a checkpoint, three more. Gives the plain checkpoint, and the whole run's weights and losses."""
+    run = built(device, **flags)
+    losses = [run.step() for _ in range(3)]
+    save_checkpoint(path / "ours", model=run.model, optimizer=run.optimizer, scaler=run.scaler, step=3)
+    torch.save(run.state_dicts() | {"rng": torch.get_device_module(device).get_rng_state(device)}, path / "plain.pt")
+    losses += [run.step() for _ in range(3)]
+    return path / "plain.pt", run.weights(), losses
+
+
+def resumed(device: torch.device, path: Path, **flags: object) -> Run:
+    """A resume that loads while the model is on the CPU, and only then moves it."""
+    file = torch.load(path, map_location="cpu", weights_only=True)
+    run = built(device, model_on=CPU, **flags)
+    run.model.load_state_dict(file["model"])
+    run.optimizer.load_state_dict(file["optimizer"])
+    run.scaler.load_state_dict(file["scaler"])
+    run.model.to(device)
+    torch.get_device_module(device).set_rng_state(file["rng"], device)
+    return run
+
+
+def move_everything(optimizer: torch.optim.Optimizer) -> None:
+    """The usual advice, which is wrong for `step`."""
+    for param, state in optimizer.state.items():
+        state.update({k: v.to(param.device) for k, v in state.items() if isinstance(v, torch.Tensor)})
+
+
+def move_moments_only(optimizer: torch.optim.Optimizer) -> None:
+    """What `Optimizer.load_state_dict` did up to torch 2.0: `step` is left where the file was read to."""
+    for param, state in optimizer.state.items():
+        state.update({k: v.to(param.device) for k, v in state.items() if isinstance(v, torch.Tensor) and v.dim()})
+
+
+def assert_continues(
+    run: Run, weights: torch.Tensor, losses: list[float], host_syncs: Callable, num_steps: int = 3
+) -> None:
+    """The optimizer steps without asking the device for numbers, the audit is clean, and every bit is the same."""
+    parts = {"model": run.model, "optimizer": run.optimizer, "scaler": run.scaler}
+    assert audit(parts, device=run.device).findings == ()
+    assert [run.step() for _ in range(num_steps)] == losses[-num_steps:]
+    assert torch.equal(run.weights(), weights)
+    with host_syncs() as count:
+        run.optimizer.step()
+    assert count.num == 0
+
+
+# Scene 1: FoundationVision/VAR #127, https://github.com/FoundationVision/VAR/issues/127
+
+
+def test_var_127_fused_adamw_fails_on_state_steps_after_a_resume(device: torch.device, tmp_path: Path) -> None:
+    path, _, _ = saved_run(device, tmp_path, fused=True)
+    run = built(device, fused=True)
+    run.step()
+    assert not any(isinstance(value, torch.Tensor) for value in run.scaler.state_dict().values())  # not the scaler's
+    run = resumed(device, path, fused=True)
+    with pytest.raises(RuntimeError, match=MISMATCH):
+        run.step()
+    run = resumed(device, path, fused=True)
+    move_moments_only(run.optimizer)
+    with pytest.raises(RuntimeError, match=f"{MISMATCH}.*state_steps"):
+        run.step()
+
+
+def test_var_127_comes_back_when_flags_are_set_after_the_state(device: torch.device, tmp_path: Path) -> None:
+    """torch 2.13 takes the flags from the path, and decides by them where `step` goes."""
+    path, _, _ = saved_run(device, tmp_path)
+    file = torch.load(path, map_location="cpu", weights_only=True)
+    run = built(device, fused=True)
+    run.model.load_state_dict(file["model"])
+    run.optimizer.load_state_dict(file["optimizer"])
+    assert not run.optimizer.param_groups[0]["fused"]
+    run.optimizer.param_groups[0]["fused"] = True
+    report = audit({"model": run.model, "optimizer": run.optimizer})
+    assert {finding.name.rpartition(".")[2] for finding in report.errors} == {"step"}
+    with pytest.raises(RuntimeError, match=f"{MISMATCH}.*state_steps"):
+        run.step()
+    repair_optimizer(run.optimizer)
+    assert audit({"model": run.model, "optimizer": run.optimizer}).findings == ()
+    run.step()
+
+
+@pytest.mark.parametrize("flags", [{"fused": True}, {}], ids=["fused", "plain"])
+def test_var_127_repaired_continues_bit_identically(
+    flags: dict, device: torch.device, tmp_path: Path, host_syncs: Callable
+) -> None:
+    path, weights, losses = saved_run(device, tmp_path, **flags)
+    run = resumed(device, path, **flags)
+    assert not audit({"model": run.model, "optimizer": run.optimizer}).ok
+    assert repair_optimizer(run.optimizer).moved
+    assert_continues(run, weights, losses, host_syncs)
+
+
+@pytest.mark.parametrize("flags", [{"fused": True}, {}], ids=["fused", "plain"])
+def test_var_127_our_checkpoint_continues_bit_identically(
+    flags: dict, device: torch.device, tmp_path: Path, host_syncs: Callable
+) -> None:
+    _, weights, losses = saved_run(device, tmp_path, **flags)
+    run = built(device, **flags)
+    state = load_checkpoint(tmp_path / "ours", model=run.model, optimizer=run.optimizer, scaler=run.scaler)
+    assert state.step == 3 and bool(run.optimizer.param_groups[0]["fused"]) == flags.get("fused", False)
+    assert_continues(run, weights, losses, host_syncs)
+
+
+@pytest.mark.parametrize(
+    ("remedy", "flags"), [(move_everything, {}), (move_moments_only, {"fused": True})], ids=["everything", "moments"]
+)
+def test_var_127_wrong_remedies_fail_the_same_assertions(
+    remedy: Callable, flags: dict, device: torch.device, tmp_path: Path, host_syncs: Callable
+) -> None:
+    path, weights, losses = saved_run(device, tmp_path, **flags)
+    run = resumed(device, path, **flags)
+    remedy(run.optimizer)
+    with pytest.raises(AssertionError):
+        assert_continues(run, weights, losses, host_syncs)
+
+
+def test_moving_everything_costs_host_syncs(device: torch.device, tmp_path: Path, host_syncs: Callable) -> None:
+    path, _, _ = saved_run(device, tmp_path)
+    costs = []
+    for remedy in (repair_optimizer, move_everything):
+        run = resumed(device, path)
+        remedy(run.optimizer)
+        run.model.zero_grad()
+        run.model(torch.ones(1, 6, device=device)).sum().backward()
+        with host_syncs() as count:
+            run.optimizer.step()
+        costs.append(count.num)
+    assert costs[0] == 0 and costs[1] >= len([*run.model.parameters()])
+
+
+# Scene 2: rasbt/LLMs-from-scratch #172, https://github.com/rasbt/LLMs-from-scratch/issues/172
+
+
+class Classifier(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok_emb = torch.nn.Embedding(16, 4)
+        self.register_buffer("mask", torch.ones(5, 1))
+        self.out_head = torch.nn.Linear(4, 16)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.out_head(self.tok_emb(tokens) * self.mask)
+
+
+def first_parameter_offenders(model: torch.nn.Module, device: torch.device) -> set[str]:
+    """The article's check, as an audit: it looks at `next(model.parameters())`."""
+    name, parameter = next(model.named_parameters())
+    return set() if parameter.device == device else {name}
+
+
+def audit_offenders(model: torch.nn.Module, device: torch.device) -> set[str]:
+    return {finding.name for finding in audit({"model": model}, device=device).errors}
+
+
+def broken_classifier(device: torch.device) -> Classifier:
+    model = Classifier().to(device)
+    model.out_head = torch.nn.Linear(4, 2)  # the fine-tuning chapter's new head, made after `.to`
+    return model
+
+
+def assert_names_the_head(offenders: Callable, device: torch.device) -> None:
+    assert offenders(broken_classifier(device), device) == {"out_head.weight", "out_head.bias"}
+
+
+def test_llms_from_scratch_172_a_head_made_after_to(device: torch.device) -> None:
+    model, tokens = broken_classifier(device), torch.zeros(2, 5, dtype=torch.long, device=device)
+    with pytest.raises(RuntimeError, match=MISMATCH):
+        model(tokens)
+    assert next(model.parameters()).device == device  # the article's assert passes on the broken model
+    assert_names_the_head(audit_offenders, device)
+    with guard(model), pytest.raises(DeviceMismatchError) as caught:
+        model(tokens)
+    assert (caught.value.module, caught.value.argument) == ("out_head", "input")
+    model.to(device)
+    assert audit({"model": model}, device=device).findings == ()
+    with guard(model):
+        assert model(tokens).device == device
+
+
+def test_llms_from_scratch_172_a_first_parameter_check_fails_the_same_assertion(device: torch.device) -> None:
+    with pytest.raises(AssertionError):
+        assert_names_the_head(first_parameter_offenders, device)
+
+
+def test_a_buffer_is_audited_too(device: torch.device) -> None:
+    model = Classifier().to(device)
+    model.mask = model.mask.cpu()
+    with pytest.raises(RuntimeError, match=MISMATCH):
+        model(torch.zeros(2, 5, dtype=torch.long, device=device))
+    assert all(parameter.device == device for parameter in model.parameters())
+    assert audit_offenders(model, device) == {"mask"}
+
+
+def test_an_optimizer_made_before_the_head_trains_an_orphan(device: torch.device) -> None:
+    """No device check can see this one: nothing fails, and the new head is not trained."""
+    model = Classifier().to(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model.out_head = torch.nn.Linear(4, 2).to(device)
+    before = model.out_head.weight.detach().clone()
+    model(torch.zeros(2, 5, dtype=torch.long, device=device)).sum().backward()
+    optimizer.step()
+    assert torch.equal(model.out_head.weight, before)
+    report = audit({"model": model, "optimizer": optimizer}, device=device)
+    assert {(finding.part, finding.kind) for finding in report.errors} == {("optimizer", "orphan")}
+    assert len(report.errors) == 2
+
+
+# Scene 3: rasbt/LLMs-from-scratch #232, https://github.com/rasbt/LLMs-from-scratch/issues/232
+
+
+@pytest.mark.parametrize(
+    "flags", [{"foreach": False}, {"foreach": True}, {"fused": True}, {"capturable": True}], ids=str
+)
+def test_llms_from_scratch_232_state_loaded_while_the_model_was_on_the_cpu(
+    flags: dict, device: torch.device, tmp_path: Path, host_syncs: Callable
+) -> None:
+    path, weights, losses = saved_run(device, tmp_path, **flags)
+    run = resumed(device, path, **flags)
+    report = audit({"model": run.model, "optimizer": run.optimizer}, device=device)
+    assert "optimizer.model.0.weight.exp_avg" in {finding.path for finding in report.errors}
+    # A capturable group is checked by torch.optim itself, with an assert.
+    with pytest.raises((RuntimeError, AssertionError), match=r"device"):
+        run.step()
+    run = resumed(device, path, **flags)
+    repair_optimizer(run.optimizer)
+    step = run.optimizer.state[run.model[0].weight]["step"]
+    assert step.device == (device if "fused" in flags or "capturable" in flags else CPU)
+    assert_continues(run, weights, losses, host_syncs)
+
+
+# Scene 5: OpenBMB/MiniCPM-V #246 and deepspeedai/DeepSpeed #5422, https://github.com/deepspeedai/DeepSpeed/issues/5422
+
+
+def test_minicpm_v_246_an_offloaded_gradient_times_a_scale_on_the_device(device: torch.device) -> None:
+    norms = [torch.tensor(3.0, device=device), torch.tensor(4.0, device=device)]
+    total_norm = torch.norm(torch.stack(norms))  # DeepSpeed 0.14.1: 0-dim, on the device
+    gradient = torch.ones(8)  # of an fp32 partition that ZeRO offloads to the CPU
+    with pytest.raises(RuntimeError, match=MISMATCH):
+        gradient.mul_(1.0 / total_norm)
+    with pytest.raises(DeviceMismatchError, match="gradient"):
+        check_same_device(gradient=gradient, total_norm=total_norm)
+    # What 0.14.3 does. The rule is not symmetric: a number on the CPU goes with tensors anywhere.
+    check_same_device(gradient=gradient, total_norm=total_norm.cpu())
+    gradient.mul_(1.0 / total_norm.cpu())
+    assert gradient.tolist() == pytest.approx([0.2] * 8)
+    assert check_same_device(gradient=gradient.to(device), total_norm=total_norm.cpu()) == device
+
+
+@pytest.mark.parametrize(
+    ("version", "level"), [("0.14.0", "ok"), ("0.14.1", "error"), ("0.14.2", "error"), ("0.14.3", "ok")]
+)
+def test_doctor_names_the_window_of_deepspeed_versions(version: str, level: str) -> None:
+    (finding,) = check_versions({"deepspeed": version})
+    assert (finding.level, finding.subject) == (level, "deepspeed")
+    assert level == "ok" or "0.14.3" in finding.remedy
