@@ -70,7 +70,7 @@ BAD_RANGES = (
         "https://github.com/deepspeedai/DeepSpeed/issues/5422",
     ),
 )
-"""A version is compared without its local part (`2.13.0+cpu`); pre-releases count as what they come before."""
+"""A version is compared without its local part (`2.13.0+cpu`); `0.42.0.dev0` counts as 0.42."""
 
 
 def installed_versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
