@@ -1,0 +1,238 @@
+"""The audit against a second device. Where a step can run, the step is the judge: what fails must be an error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from accelerate import cpu_offload, cpu_offload_with_hook, dispatch_model
+from diffusers.hooks import apply_group_offloading
+from diffusers.training_utils import EMAModel
+
+from latentcache.devices.audit import audit
+from latentcache.devices.findings import AuditReport
+from latentcache.encoders.tiny import tiny_sdxl, tiny_unet
+
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "adamw": (torch.optim.AdamW, {"amsgrad": True}),
+    "adamw-foreach": (torch.optim.AdamW, {"foreach": True}),
+    "adamw-fused": (torch.optim.AdamW, {"fused": True}),
+    "adamw-capturable": (torch.optim.AdamW, {"capturable": True}),
+    "radam": (torch.optim.RAdam, {}),
+    "nadam": (torch.optim.NAdam, {}),
+    "nadam-foreach": (torch.optim.NAdam, {"foreach": True}),
+    "nadam-capturable": (torch.optim.NAdam, {"capturable": True}),
+    "adamax": (torch.optim.Adamax, {}),
+    "adadelta": (torch.optim.Adadelta, {}),
+    "rmsprop": (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}),
+    "rprop": (torch.optim.Rprop, {}),
+    "adafactor": (torch.optim.Adafactor, {}),
+    "adagrad": (torch.optim.Adagrad, {}),
+    "adagrad-fused": (torch.optim.Adagrad, {"fused": True}),
+    "asgd": (torch.optim.ASGD, {}),
+    "asgd-foreach": (torch.optim.ASGD, {"foreach": True}),
+    "sgd": (torch.optim.SGD, {"momentum": 0.9}),
+}
+
+
+def small(device: torch.device) -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2)).to(device)
+
+
+def step(net: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    optimizer.zero_grad()
+    net(torch.ones(5, 3, device=device) * torch.arange(5, device=device)[:, None]).square().sum().backward()
+    optimizer.step()
+
+
+def stepped(name: str, device: torch.device) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    net = small(device)
+    kind, options = OPTIMIZERS[name]
+    optimizer = kind(net.parameters(), lr=0.01, **options)
+    step(net, optimizer, device)
+    return net, optimizer
+
+
+def paths(report: AuditReport, level: str = "error") -> list[str]:
+    return [finding.path for finding in report.findings if finding.level == level]
+
+
+def test_a_head_replaced_after_the_move_is_named(device: torch.device) -> None:
+    """LLMs-from-scratch #172. The check that its discussion proposes passes on the broken model."""
+    net = small(device)
+    net.out_head = torch.nn.Linear(2, 2)
+    assert next(net.parameters()).device == device
+    with pytest.raises(RuntimeError):
+        net(torch.zeros(2, 3, device=device))
+    report = audit({"net": net}, device=device)
+    assert paths(report) == ["net.out_head.weight", "net.out_head.bias"]
+    assert [(finding.shape, finding.found, finding.wanted) for finding in report.errors] == [
+        ((2, 2), "cpu", str(device)),
+        ((2,), "cpu", str(device)),
+    ]
+    assert paths(audit({"net": net})) == paths(report), "inferred from the others"
+
+
+def test_each_tensor_of_an_encoder_is_found_alone(device: torch.device) -> None:
+    encoder = tiny_sdxl()["text_encoder"].to(device)
+    assert not audit({"encoder": encoder}, device=device).findings
+    named = [*encoder.named_parameters(), *encoder.named_buffers()]
+    for name, tensor in named:
+        owner = encoder.get_submodule(name.rpartition(".")[0])
+        moved = tensor.detach().cpu()
+        leaf = name.rpartition(".")[2]
+        if isinstance(tensor, torch.nn.Parameter):
+            setattr(owner, leaf, torch.nn.Parameter(moved, requires_grad=False))
+        else:
+            setattr(owner, leaf, moved)
+        assert paths(audit({"encoder": encoder})) == [f"encoder.{name}"]
+        setattr(owner, leaf, tensor)
+    assert any(isinstance(tensor, torch.nn.Parameter) for _, tensor in named)
+    assert any(not isinstance(tensor, torch.nn.Parameter) for _, tensor in named), "buffers count"
+
+
+def test_scalar_buffers_and_plain_attributes_are_warnings(device: torch.device) -> None:
+    net = small(device)
+    net[1].num_batches_tracked = net[1].num_batches_tracked.cpu()
+    net[2].table = torch.zeros(3)
+    report = audit({"net": net}, device=device)
+    assert report.ok
+    assert paths(report, "warning") == ["net.1.num_batches_tracked", "net.2.table"]
+    net.train()(torch.randn(4, 3).to(device))
+
+
+def test_a_training_step_of_the_tiny_unet_is_clean(device: torch.device) -> None:
+    unet = tiny_unet().to(device)
+    optimizer = torch.optim.AdamW(unet.parameters(), lr=1e-4, fused=True)
+    scaler = torch.amp.GradScaler(device.type)
+    batch = {
+        "sample": torch.zeros(1, 4, 8, 8, device=device),
+        "timestep": torch.tensor(10),
+        "encoder_hidden_states": torch.zeros(1, 77, 72, device=device),
+        "added_cond_kwargs": {
+            "text_embeds": torch.zeros(1, 40, device=device),
+            "time_ids": torch.zeros(1, 6, device=device),
+        },
+    }
+    scaler.scale(unet(**batch).sample.square().mean()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    parts = {"unet": unet, "optimizer": optimizer, "scaler": scaler, "batch": batch, "ema": EMAModel(unet.parameters())}
+    report = audit(parts, device=device, training={"unet": True}, dtypes={"unet": torch.float32})
+    assert not report.findings, report.to_text()
+    batch["added_cond_kwargs"]["text_embeds"] = torch.zeros(1, 40)
+    parts["ema"].to("cpu")
+    parts["scaler"] = torch.amp.GradScaler("cpu")
+    report = audit(parts)
+    assert {path.partition(".")[0] for path in paths(report)} == {"ema", "batch", "scaler"}
+    assert "batch.added_cond_kwargs.text_embeds" in paths(report)
+    assert dict(report.devices)["batch"] == str(device)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_state_that_torch_makes_is_clean(name: str, device: torch.device) -> None:
+    net, optimizer = stepped(name, device)
+    assert not audit({"net": net, "optimizer": optimizer}, device=device).findings
+    optimizer.load_state_dict(optimizer.state_dict())
+    report = audit({"net": net, "optimizer": optimizer}, device=device)
+    assert not report.findings, report.to_text()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_torch_judges_each_misplaced_state(name: str, device: torch.device) -> None:
+    """Each state tensor alone is moved to the other device: the step fails exactly where the audit says error."""
+    net, optimizer = stepped(name, device)
+    tensors = [key for key, value in optimizer.state[net[2].weight].items() if isinstance(value, torch.Tensor)]
+    assert tensors
+    for key in tensors:
+        net, optimizer = stepped(name, device)
+        state = optimizer.state[net[2].weight]
+        state[key] = state[key].to("cpu" if state[key].device == device else device)
+        report = audit({"net": net, "optimizer": optimizer}, device=device)
+        try:
+            step(net, optimizer, device)
+        except (RuntimeError, AssertionError):
+            assert paths(report) == [f"optimizer.net.2.weight.{key}"], f"{key}: the step fails"
+        else:
+            assert report.ok, f"{key}: the step runs, but {report.to_text()}"
+            expected = [f"optimizer.net.2.weight.{key}"] if key == "step" and "asgd" not in name else []
+            assert paths(report, "warning") == expected
+
+
+def test_a_step_on_the_device_costs_host_syncs(device: torch.device, host_syncs: Any) -> None:
+    net, optimizer = stepped("adamw-foreach", device)
+    with host_syncs() as before:
+        step(net, optimizer, device)
+    for state in optimizer.state.values():
+        state["step"] = state["step"].to(device)
+    report = audit({"net": net, "optimizer": optimizer})
+    assert report.ok and len(report.findings) == 6
+    assert all("one host sync per use" in finding.reason for finding in report.findings)
+    with host_syncs() as after:
+        step(net, optimizer, device)
+    assert after.num >= before.num + 6
+
+
+def test_an_optimizer_alone_is_looked_at_too(device: torch.device) -> None:
+    _, optimizer = stepped("sgd", device)
+    assert audit({"optimizer": optimizer}, device=device).ok
+    report = audit({"optimizer": optimizer}, device="cpu")
+    assert paths(report)[0] == "optimizer.param_groups.0.params.0" and len(report.errors) == 6
+
+
+def test_parked_parts_have_a_device_of_their_own(device: torch.device) -> None:
+    net, vae = small(device), small(torch.device("cpu"))
+    assert audit({"net": net, "vae": vae}, device={"vae": "cpu"}).ok
+    assert not audit({"net": net, "vae": vae}, device=device).ok
+    assert not audit({"net": net, "vae": vae}, device={"vae": "cpu", "vae.2": device}).ok
+    vae[2].to(device)
+    assert audit({"net": net, "vae": vae}, device={"vae": "cpu", "vae.2": device}).ok
+    assert paths(audit({"net": net, "vae": vae}, device={"vae": "cpu"})) == ["vae.2.weight", "vae.2.bias"]
+
+
+def test_parked_optimizer_state(device: torch.device) -> None:
+    net, optimizer = stepped("adamw", device)
+    for state in optimizer.state.values():
+        for key in state:
+            state[key] = state[key].cpu()
+    parts = {"net": net, "optimizer": optimizer}
+    assert len(audit(parts, device=device).errors) == 6 * 3
+    assert not audit(parts, device={"net": device, "optimizer": "cpu"}).findings
+
+
+@torch.no_grad()
+def test_offloaded_modules_are_at_home_where_their_hooks_put_them(device: torch.device) -> None:
+    cpu_offloaded, hook = cpu_offload_with_hook(small(torch.device("cpu")).eval(), execution_device=device)
+    sequential = cpu_offload(small(torch.device("cpu")).eval(), execution_device=device)
+    grouped = small(torch.device("cpu")).eval()
+    apply_group_offloading(grouped, onload_device=device, offload_type="leaf_level")
+    for net in (cpu_offloaded, sequential, grouped):
+        for _ in range(2):
+            report = audit({"net": net, "batch": torch.zeros(1, 3, device=device)})
+            assert not report.findings, report.to_text()
+            assert dict(report.devices) == {"net": str(device), "batch": str(device)}
+            assert paths(audit({"net": net, "batch": torch.zeros(1, 3)})) == ["batch"]
+            net(torch.zeros(1, 3, device=device))
+    assert paths(audit({"net": cpu_offloaded}, device={"net": "cpu"})) == [], "loaded or not, the hook fetches it back"
+    hook.offload()
+    assert audit({"net": cpu_offloaded}, device={"net": "cpu"}).ok
+
+
+def test_a_hook_that_runs_a_part_elsewhere_is_named(device: torch.device) -> None:
+    net = cpu_offload(small(torch.device("cpu")), execution_device=device)
+    other = torch.device(device.type, 1)
+    if torch.get_device_module(device).device_count() < 2:
+        pytest.skip("one device of this type only")
+    report = audit({"net": net}, device=other)
+    assert next((finding.kind, finding.found) for finding in report.errors) == ("hook", str(device))
+
+
+def test_a_device_map_places_each_submodule(device: torch.device) -> None:
+    net = dispatch_model(
+        small(torch.device("cpu")), device_map={"0": device, "1": device, "2": "cpu"}, main_device=device
+    )
+    assert not audit({"net": net}).findings
+    net[0].weight = torch.nn.Parameter(net[0].weight.detach().cpu())
+    assert paths(audit({"net": net})) == ["net.0.weight"]
