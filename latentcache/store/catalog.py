@@ -264,7 +264,10 @@ class Catalog:
         return packs
 
     def keys(self) -> list[str]:
-        return list(self._entries)
+        """The keys of all entries that the index has now."""
+        with self._lock:
+            self.reload()
+            return list(self._entries)
 
     def add_pack(self, header: Header) -> int:
         """Record a new pack and those of its entries that are not there yet. Returns how many were not."""
@@ -282,17 +285,18 @@ class Catalog:
 
     def move(self, header: Header, old: Mapping[str, Location]) -> int:
         """Point entries to their copies in a new pack, in one transaction, but for those that changed meanwhile."""
-        index, moved = self._writable(), 0
+        index, moved = self._writable(), {}
         with self._lock:
             with index.transaction() as rows:
                 rows.put(PACK_PREFIX + header.pack, header.size.to_text())
                 for key, location in header.locations.items():
                     if rows.get(key) == old[key].to_text():
                         rows.put(key, location.to_text())
-                        moved += 1
+                        moved[key] = location
             self.packs[header.pack] = header.size
             self.forget(header.locations)
-        return moved
+            self._entries.update(moved)
+        return len(moved)
 
     def mark(self, damaged: Mapping[str, tuple[Location, str]]) -> None:
         """Make damaged entries misses, with their reason, unless their rows have changed."""

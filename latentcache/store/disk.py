@@ -153,7 +153,6 @@ class DiskStore:
         return self.catalog.find(check_key(key) for key in keys)
 
     def keys(self) -> Iterator[str]:
-        self.catalog.reload()
         return iter(self.catalog.keys())
 
     def describe(self, key: str) -> Mapping[str, tuple[str, tuple[int, ...]]]:

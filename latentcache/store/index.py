@@ -12,7 +12,7 @@ import os
 import sqlite3
 import stat
 import threading
-import weakref
+import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +22,7 @@ import diskcache
 from diskcache.core import DBNAME, DEFAULT_SETTINGS, METADATA, MODE_RAW
 
 from latentcache.errors import IndexDamagedError, ReadOnlyError, StorageFullError, StoreBusyError, StoreError
+from latentcache.store.fork import hold_in_forks
 from latentcache.store.lock import locked
 
 TIMEOUT_S = 60.0
@@ -64,10 +65,18 @@ _OURS = (
     "AND filename IS NULL AND expire_time IS NULL"
 )
 _PAGE_ROWS = 20_000
-
-_alive: weakref.WeakSet[Index] = weakref.WeakSet()
-_fork_guard = threading.Lock()
-_fork_guard_registered = False
+_JOURNALS = (f"{DBNAME}-journal", f"{DBNAME}-wal")
+_POLL_S = 0.05
+_PASSING_S = 2.0
+# What SQLite says when it would have to make or change a file to read.
+_NEEDS_WRITING = {
+    sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_READONLY,
+    sqlite3.SQLITE_READONLY_CANTINIT,
+    sqlite3.SQLITE_READONLY_DIRECTORY,
+    sqlite3.SQLITE_READONLY_RECOVERY,
+    sqlite3.SQLITE_READONLY_ROLLBACK,
+}
 
 
 class _TextDisk(diskcache.Disk):
@@ -130,9 +139,10 @@ class Index:
         """Held during each call. Hold it to make one step of several calls, and of what memory keeps of them."""
         self._closed = False
         self._cache: diskcache.Cache | None = None
-        _guard_fork(self)
+        hold_in_forks(self)
         if read_only:
-            self._inspect()
+            with self._typed_errors():
+                self._inspect()
             return
         with self._typed_errors():
             self.path.mkdir(parents=True, exist_ok=True)
@@ -167,7 +177,6 @@ class Index:
     def items(self) -> dict[str, str]:
         """All rows, oldest first."""
         with self._reading() as connection:
-            connection.execute("BEGIN")
             self._check_rows(connection)
             return dict(connection.execute("SELECT key, value FROM Cache ORDER BY rowid"))
 
@@ -176,7 +185,6 @@ class Index:
         last = -(1 << 63)
         while True:
             with self._reading() as connection:
-                connection.execute("BEGIN")
                 query = "SELECT rowid FROM Cache WHERE rowid > ? ORDER BY rowid LIMIT 1 OFFSET ?"
                 end = connection.execute(query, [last, _PAGE_ROWS - 1]).fetchone()
                 part = "rowid > ? AND rowid <= ?", (last, (1 << 63) - 1 if end is None else end[0])
@@ -250,20 +258,53 @@ class Index:
                 connection.close()
 
     def _connect(self) -> sqlite3.Connection:
-        # mode=rw where we may write: only so can what a dead writer left half done be rolled back.
-        mode = "ro" if self.read_only else "rw"
-        if self.read_only and not os.access(self.path, os.W_OK):
-            # SQLite wants to make lock files beside the database. immutable=1 does without, but also without rollback.
-            for suffix in ("-journal", "-wal"):
-                leftover = self.path / (DBNAME + suffix)
-                if leftover.exists() and leftover.stat().st_size:
-                    raise IndexDamagedError(self.path, f"{leftover.name} holds an unfinished change")
-            mode += "&immutable=1"
+        """A connection in a transaction that reads: nothing changes under it any more."""
+        if not self.read_only:
+            # mode=rw: only so can what a dead writer left half done be rolled back.
+            return self._connect_as("rw")
+        until = time.monotonic() + _PASSING_S
+        while True:
+            try:
+                return self._connect_as("ro")
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode not in _NEEDS_WRITING or os.access(self.path, os.W_OK):
+                    raise
+                if self._is_wal():
+                    # SQLite wants to make files beside it. immutable=1 does without, but sees no journal.
+                    self._wait_for_journals()
+                    return self._connect_as("ro&immutable=1")
+                # A live writer's journal can look like a dead one's for a moment.
+                if time.monotonic() >= until:
+                    raise
+            time.sleep(_POLL_S)
+
+    def _connect_as(self, mode: str) -> sqlite3.Connection:
         connection = sqlite3.connect(
             f"{self._database.as_uri()}?mode={mode}", uri=True, timeout=TIMEOUT_S, isolation_level=None
         )
-        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 2 * MAX_TEXT_BYTES)
+        try:
+            connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 2 * MAX_TEXT_BYTES)
+            connection.execute("BEGIN")
+            connection.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()  # the lock is taken here
+        except BaseException:
+            connection.close()
+            raise
         return connection
+
+    def _is_wal(self) -> bool:
+        with self._database.open("rb") as file:
+            return file.read(20)[18:] == b"\x02\x02"  # the file format's read and write version
+
+    def _wait_for_journals(self) -> None:
+        until = time.monotonic() + TIMEOUT_S
+        while names := [name for name in _JOURNALS if _num_bytes(self.path / name)]:
+            if time.monotonic() >= until:
+                raise StoreBusyError(
+                    self.path,
+                    f"{names[0]} holds a change that is not in the index yet: a writer is at work, or died. "
+                    "Try again, or let its owner open the cache for writing once.",
+                )
+            time.sleep(_POLL_S)
 
     def _row(self, row: Sequence[Any]) -> tuple[str, str]:
         key, raw, mode, filename, expire_time, value = row
@@ -275,9 +316,12 @@ class Index:
 
     def _inspect(self) -> set[tuple[str, str]]:
         """Look through a database before diskcache does: it runs stored settings as SQL. Returns (type, name) in it."""
-        for name in (DBNAME, f"{DBNAME}-journal", f"{DBNAME}-wal", f"{DBNAME}-shm"):
-            path = self.path / name
-            if path.is_symlink() or (path.exists() and not stat.S_ISREG(path.lstat().st_mode)):
+        for name in (DBNAME, *_JOURNALS, f"{DBNAME}-shm"):
+            try:
+                mode = (self.path / name).lstat().st_mode
+            except FileNotFoundError:
+                continue  # journals come and go
+            if not stat.S_ISREG(mode):
                 raise IndexDamagedError(self.path, f"{name} is not a regular file")
         if not self._database.exists():
             raise IndexDamagedError(self.path, "it does not exist")
@@ -343,6 +387,13 @@ class Index:
         return IndexDamagedError(self.path, str(error))
 
 
+def _num_bytes(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
 def _checked(text: str) -> str:
     if type(text) is not str:
         raise StoreError(f"the index holds text only, got {type(text).__name__}")
@@ -353,30 +404,3 @@ def _checked(text: str) -> str:
     if num_bytes > MAX_TEXT_BYTES:
         raise StoreError(f"the index holds texts of at most {MAX_TEXT_BYTES:,} bytes, got {num_bytes:,}")
     return text
-
-
-def _guard_fork(index: Index) -> None:
-    """No fork in the middle of a call: the child would inherit a lock, or a database in a half-done change."""
-    global _fork_guard_registered
-    with _fork_guard:
-        if not _fork_guard_registered:
-            os.register_at_fork(before=_hold_all, after_in_parent=_release_all, after_in_child=_release_all)
-            _fork_guard_registered = True
-        _alive.add(index)
-
-
-_held: list[Index] = []
-
-
-def _hold_all() -> None:
-    _fork_guard.acquire()
-    _held.extend(sorted(_alive, key=id))
-    for index in _held:
-        index.lock.acquire()
-
-
-def _release_all() -> None:
-    for index in _held:
-        index.lock.release()
-    _held.clear()
-    _fork_guard.release()

@@ -5,21 +5,25 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from latentcache.errors import StoreBusyError
-from latentcache.files import typed_errors
+from latentcache.errors import StoreBusyError, UnsafeStoreError
+from latentcache.files import typed_errors, unlock_and_close
 
 _MAX_NOTE_BYTES = 4096
 
 
 @contextmanager
 def locked(path: Path, operation: str, *, shared: bool, wait: bool = False) -> Iterator[None]:
-    """Hold the lock on `path` for `operation`. Without `wait`, StoreBusyError says who holds it."""
-    with typed_errors(path, _MAX_NOTE_BYTES):
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    """Hold the lock on `path` for `operation`. Without `wait`, StoreBusyError says who holds it.
+
+    UnsafeStoreError if `path` is not a file of its own.
+    """
+    fd = _open(path)
+    owner = os.getpid()
     try:
         mode = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
         try:
@@ -31,7 +35,21 @@ def locked(path: Path, operation: str, *, shared: bool, wait: bool = False) -> I
         _sign(fd, path, operation)
         yield
     finally:
+        if os.getpid() == owner:
+            unlock_and_close(fd)
+        else:
+            os.close(fd)  # a forked child must not let go of its parent's lock
+
+
+def _open(path: Path) -> int:
+    """Open or make a lock's file. UnsafeStoreError for anything else: the note would overwrite it."""
+    with typed_errors(path, _MAX_NOTE_BYTES):
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
         os.close(fd)
+        raise UnsafeStoreError(path, "is a second name of another file, or no regular file; remove it and try again")
+    return fd
 
 
 def _sign(fd: int, path: Path, operation: str) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import shutil
 import threading
+import uuid
 from collections.abc import Iterable, Iterator, MutableMapping
 from pathlib import Path
 
 from latentcache.errors import IndexDamagedError
+from latentcache.files import typed_errors
 from latentcache.fingerprint import digest
 from latentcache.store.index import Index
+from latentcache.store.lock import locked
 
 FLUSH_ROWS = 1000
 
@@ -38,9 +41,8 @@ class Memo(MutableMapping[str, str]):
             if read_only:
                 logger.warning("memo of digests not used: %s", error)
                 return
-            logger.warning("memo of digests thrown away, files will be read again: %s", error)
-            shutil.rmtree(path)
-            self._index = Index(path)
+            self._index = _replaced(Path(path), error)
+            self._rows = self._index.items()
 
     def __getitem__(self, name: str) -> str:
         return self._rows[_row_of(name)]
@@ -88,6 +90,26 @@ class Memo(MutableMapping[str, str]):
         if self._new and self._index is not None and not self._index.read_only:
             self._index.replace_many(self._new)
         self._new = {}
+
+
+def _replaced(path: Path, error: IndexDamagedError) -> Index:
+    """A new memo in place of a damaged one, or the one that another process has put there by now."""
+    with locked(path.with_name(f"{path.name}.lock"), "replacing a damaged memo", shared=False, wait=True):
+        try:
+            index = Index(path)
+            index.items()
+            return index
+        except IndexDamagedError:
+            logger.warning("memo of digests thrown away, files will be read again: %s", error)
+        with typed_errors(path, 0):
+            if path.is_symlink():
+                path.unlink()
+            else:
+                # First out of the way: another process must never see half of it.
+                aside = path.with_name(f"{path.name}.damaged-{uuid.uuid4().hex[:8]}")
+                path.rename(aside)
+                shutil.rmtree(aside)
+        return Index(path)
 
 
 def _row_of(name: str) -> str:

@@ -4,6 +4,7 @@ import os
 import random
 import sqlite3
 import threading
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -232,3 +233,91 @@ def test_pages_are_all_rows_and_no_row_of_others_passes(index, monkeypatch):
     for call in (index.items, lambda: list(index.pages())):
         with pytest.raises(IndexDamagedError, match="key 20"):
             call()
+
+
+# Readers that may not write ----------------------------------------------------------------------------------------
+
+
+def read_while_a_writer_writes(path, num_reads):
+    os.setgid(65534)
+    os.setuid(65534)
+    index = Index(path, read_only=True)
+    for _ in range(num_reads):
+        rows = index.items()
+        assert len(rows) % 10 == 0 and rows["0"] == "0"  # a transaction is seen whole, or not at all
+
+
+def readable(path):
+    for parent in [path, *path.parents][:4]:
+        parent.chmod(0o755)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs another user")
+@pytest.mark.parametrize("mode", ["delete", "wal"])
+def test_a_reader_without_rights_reads_while_a_writer_writes(index, mode):
+    index.add_many({str(number): str(number) for number in range(10)})
+    connection = sqlite3.connect(index.path / "cache.db")
+    connection.execute(f"PRAGMA journal_mode = {mode}")
+    connection.execute("UPDATE Settings SET value = ? WHERE key = 'sqlite_journal_mode'", [mode])
+    connection.commit()
+    connection.execute("SELECT COUNT(*) FROM Cache").fetchone()  # in WAL mode its files stay while this is open
+    readable(index.path)
+    process = fork.Process(target=read_while_a_writer_writes, args=(index.path, 60))
+    process.start()
+    start = 10
+    while process.is_alive():
+        with connection:
+            connection.execute("BEGIN IMMEDIATE")
+            row = "INSERT INTO Cache (key, raw, store_time, size, mode, value) VALUES (?, 1, 0, 0, 1, '0')"
+            connection.executemany(row, [(str(number),) for number in range(start, start + 10)])
+        start += 10
+        time.sleep(0.005)  # SQLite's locks are not fair
+    connection.close()
+    process.join(60)
+    assert process.exitcode == 0 and start > 20
+
+
+def read_a_database_at_rest(path, expected):
+    os.setgid(65534)
+    os.setuid(65534)
+    index_module.TIMEOUT_S = index_module._PASSING_S = 0.2
+    try:
+        assert Index(path, read_only=True).items() == {"a": "1"}
+    except StoreError as error:
+        assert type(error) is expected, repr(error)
+    else:
+        assert expected is None
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs another user")
+@pytest.mark.parametrize(("leftover", "expected"), [(None, None), ("cache.db-wal", StoreBusyError)])
+def test_a_database_in_wal_mode_that_nobody_has_open(index, leftover, expected):
+    index.add_many({"a": "1"})
+    connection = sqlite3.connect(index.path / "cache.db")
+    connection.execute("PRAGMA journal_mode = wal")
+    connection.execute("UPDATE Settings SET value = 'wal' WHERE key = 'sqlite_journal_mode'")
+    connection.commit()
+    connection.close()
+    if leftover:
+        (index.path / leftover).write_bytes(bytes(100))
+    readable(index.path)
+    assert run(read_a_database_at_rest, index.path, expected) == 0
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs another user")
+def test_a_dead_writers_journal_is_not_damage(index):
+    """It must be rolled back, which is a write."""
+    index.add_many({"a": "1"})
+
+    def die():
+        connection = sqlite3.connect(index.path / "cache.db")
+        connection.execute("PRAGMA cache_size = 1")
+        connection.execute("BEGIN IMMEDIATE")
+        row = "INSERT INTO Cache (key, raw, store_time, size, mode, value) VALUES (?, 1, 0, 0, 1, ?)"
+        connection.executemany(row, [(str(number), "x" * 4000) for number in range(100)])
+        os._exit(0)
+
+    assert run(die) == 0 and (index.path / "cache.db-journal").stat().st_size
+    readable(index.path)
+    assert run(read_a_database_at_rest, index.path, ReadOnlyError) == 0
+    assert index.items() == {"a": "1"}

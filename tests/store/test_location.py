@@ -76,7 +76,7 @@ TEXT = Location("0" * 32, "1" * 32, GOOD, (128,)).to_text()
 def test_other_texts_are_refused(old, new):
     text = TEXT.replace(old, new)
     assert text != TEXT and Location.from_text(TEXT).offsets == (128,)
-    with pytest.raises(ValueError, match="^not "):
+    with pytest.raises(ValueError, match=r"^not "):
         Location.from_text(text)
 
 

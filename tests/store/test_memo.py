@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from latentcache.store import memo as memo_module
 from latentcache.store.memo import FLUSH_ROWS, Memo
 
 
@@ -54,3 +55,34 @@ def test_a_damaged_memo_is_thrown_away(tmp_path: Path, caplog: pytest.LogCapture
     assert (tmp_path / "memo" / "cache.db").read_bytes().startswith(b"nonsense"), "a reader leaves it alone"
     assert "name" not in Memo(tmp_path / "memo")
     assert "thrown away" in caplog.text
+
+
+def test_a_damaged_memo_behind_a_link_is_let_go(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "cache.db").write_bytes(b"nonsense" * 100)
+    (tmp_path / "memo").symlink_to(outside)
+    memo = Memo(tmp_path / "memo")
+    memo["name"] = "value"
+    memo.close()
+    assert not (tmp_path / "memo").is_symlink() and Memo(tmp_path / "memo")["name"] == "value"
+    assert (outside / "cache.db").read_bytes() == b"nonsense" * 100
+
+
+def test_what_another_process_put_in_place_of_a_damaged_memo_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "memo").mkdir()
+    (tmp_path / "memo" / "cache.db").write_bytes(b"nonsense" * 100)
+    real, others = memo_module.locked, []
+
+    def late(*args: object, **kwargs: object) -> object:
+        monkeypatch.undo()
+        others.append(Memo(tmp_path / "memo"))
+        others[0]["name"] = "value"
+        others[0].flush()
+        return real(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(memo_module, "locked", late)
+    assert Memo(tmp_path / "memo")["name"] == "value"
+    assert [path.name for path in tmp_path.glob("memo*")] in (["memo", "memo.lock"], ["memo.lock", "memo"])

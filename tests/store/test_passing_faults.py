@@ -182,3 +182,18 @@ def test_a_pack_of_another_user_is_reported_and_not_marked(root):
     assert run(use_as_nobody, root, 0, 1) == 0
     with DiskStore(root) as store:
         assert_holds(store, 0, 1)
+
+
+def test_an_opening_sweeps_the_manifests_too_and_follows_no_link(root, tmp_path):
+    DiskStore(root).close()
+    outside = tmp_path / "outside"
+    for folder in (root / "manifests", outside):
+        folder.mkdir()
+        (folder / ".train.jsonl.0.tmp").write_text("half")
+        (folder / "train.jsonl").write_text("whole")
+    DiskStore(root).close()
+    assert os.listdir(root / "manifests") == ["train.jsonl"]
+    shutil.rmtree(root / "manifests")
+    (root / "manifests").symlink_to(outside)
+    DiskStore(root).close()
+    assert len(os.listdir(outside)) == 2

@@ -1,0 +1,58 @@
+"""Locks between processes."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from latentcache.errors import StoreBusyError, StoreError, UnsafeStoreError
+from latentcache.store.lock import locked
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "a.lock"
+
+
+def test_a_forked_child_does_not_keep_the_lock(path):
+    with locked(path, "first", shared=False):
+        pid = os.fork()
+        if pid == 0:
+            time.sleep(20)
+            os._exit(0)
+    try:
+        with locked(path, "second", shared=False):
+            pass
+    finally:
+        os.kill(pid, 9)
+        os.waitpid(pid, 0)
+
+
+def test_a_forked_child_does_not_let_go_of_its_parents_lock(path):
+    lock = locked(path, "parent", shared=False)
+    with lock:
+        pid = os.fork()
+        if pid == 0:
+            lock.__exit__(None, None, None)
+            os._exit(0)
+        os.waitpid(pid, 0)
+        with pytest.raises(StoreBusyError, match="parent"), locked(path, "other", shared=True):
+            pass
+
+
+@pytest.mark.parametrize("what", ["hard link", "link", "pipe"])
+def test_a_lock_overwrites_nothing_else(path, tmp_path, what):
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    if what == "hard link":
+        os.link(victim, path)
+    elif what == "link":
+        path.symlink_to(victim)
+    else:
+        os.mkfifo(path)
+    with pytest.raises(StoreError) as caught, locked(path, "attack", shared=False):
+        pass
+    assert isinstance(caught.value, UnsafeStoreError) == (what != "link")
+    assert victim.read_text() == "precious"
