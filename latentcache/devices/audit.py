@@ -35,15 +35,7 @@ def audit(
 
     Nothing is moved. Raises DeviceError for parts of another kind and for keys that name nothing.
     """
-    holdings = [holding for part, value in parts.items() for holding in holdings_of(part, value)]
-    if not any(isinstance(value, torch.nn.Module) for value in parts.values()):
-        # Nobody else holds the parameters of the optimizers, so they are looked at here.
-        holdings += [
-            Holding(part, name, "parameter", param)
-            for part, value in parts.items()
-            if is_optimizer(value)
-            for _, param, name in params_of(value)
-        ]
+    holdings = _holdings(parts)
     states = [state for part, value in parts.items() if is_optimizer(value) for state in states_of(part, value)]
     given = device if isinstance(device, Mapping) else dict.fromkeys(parts, device) if device is not None else {}
     devices = Declared("device", {key: numbered(device_of(asker)) for key, asker in given.items()}, parts)
@@ -80,6 +72,16 @@ def audit(
         devices=tuple((part, str(device)) for part, device in meant if device is not None),
         num_tensors=len(holdings) + len(states),
     )
+
+
+def _holdings(parts: Mapping[str, object]) -> list[Holding]:
+    holdings = [holding for part, value in parts.items() for holding in holdings_of(part, value)]
+    if not any(isinstance(value, torch.nn.Module) for value in parts.values()):
+        # Nobody else holds the parameters of the optimizers, so they are looked at here.
+        for part, value in parts.items():
+            if is_optimizer(value):
+                holdings += [Holding(part, name, "parameter", param) for _, param, name in params_of(value)]
+    return holdings
 
 
 def _inferred(holdings: Iterable[Holding]) -> torch.device | None:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from diffusers.training_utils import EMAModel
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from latentcache.devices.audit import audit
 from latentcache.devices.findings import AuditReport, Finding
@@ -165,6 +170,31 @@ def test_partitions_of_zero_3_are_left_alone() -> None:
     assert report.notes == (
         "net: 6 left where they are, partitions of DeepSpeed ZeRO-3, empty between forwards (the first is 0.weight)",
     )
+
+
+def test_shards_that_fsdp_offloads_are_left_alone() -> None:
+    """A DTensor whose mesh is of another type than the CPU, on which its shard waits."""
+    net = model()
+    for parameter in net.parameters():
+        parameter.device_mesh = SimpleNamespace(device_type="cuda")
+    report = audit({"net": net}, device="cpu")
+    assert not report.findings
+    assert "shards that FSDP offloads to the CPU and gathers on cuda" in report.notes[0]
+
+
+def test_fsdp_shards_are_audited_by_what_this_rank_holds() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        net = model()
+        stale = torch.optim.AdamW(net.parameters(), lr=0.1)
+        fully_shard(net, mesh=init_device_mesh("cpu", (1,)))
+        optimizer = trained(net)
+        assert any(isinstance(value, DTensor) for value in optimizer.state[net[0].weight].values())
+        report = audit({"net": net, "optimizer": optimizer}, device="cpu")
+        assert not report.findings, report.to_text()
+        assert len(names(audit({"net": net, "optimizer": stale}), "orphan")) == 6, "made before the shards were"
+    finally:
+        dist.destroy_process_group()
 
 
 def test_quantised_weights_are_noted_not_moved() -> None:
