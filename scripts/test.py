@@ -1,20 +1,66 @@
-"""Check and test the project: makes .venv if needed, then runs ruff and pytest. Extra arguments go to pytest."""
+"""Check and test the project: makes .venv if needed, then runs ruff and each lane of tests in a process of its own.
+
+Lanes: `default`; `sim`, the tests that need a second device, on a simulated one; `cuda`, the same on a CUDA device
+where there is one; with `--deepspeed` the opt-in lane `deepspeed`, which installs DeepSpeed into .venv and needs a
+C++ compiler. Extra arguments go to pytest in the default lane.
+"""
 
 from __future__ import annotations
 
+import argparse
+import importlib.util
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import bootstrap
 
+CUDA_IS_HERE = "import sys, torch; sys.exit(not torch.cuda.is_available())"
 
-def main() -> int:
+
+def run(*command: str) -> int:
+    """The exit code of a command that runs in the project's root."""
+    return subprocess.run(command, cwd=bootstrap.ROOT, check=False).returncode
+
+
+def lane(name: str, *arguments: str) -> bool:
+    """Whether the lane's tests pass. A lane that finds no test fails too."""
+    print(f"lane {name}", flush=True)
+    passed = run(sys.executable, "-m", "pytest", *arguments) == 0
+    print(f"lane {name}: {'passed' if passed else 'FAILED'}", flush=True)
+    return passed
+
+
+def install_deepspeed() -> bool:
+    """Whether DeepSpeed is in .venv, after installing it if it was not."""
+    if importlib.util.find_spec("deepspeed") is not None:
+        return True
+    print("installing DeepSpeed into .venv ...", file=sys.stderr, flush=True)
+    # It reads the installed torch while it builds.
+    options = ["--quiet", "--disable-pip-version-check", "--no-build-isolation", "-c", "constraints.txt"]
+    return run(sys.executable, "-m", "pip", "install", *options, "-e", ".[test,deepspeed]") == 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--deepspeed", action="store_true", help="run the opt-in lane deepspeed too")
+    known, for_pytest = parser.parse_known_args(arguments)
     bootstrap.inside()
+
     for check in (["check"], ["format", "--check"]):
-        code = subprocess.run([sys.executable, "-m", "ruff", *check, "."], cwd=bootstrap.ROOT, check=False).returncode
+        code = run(sys.executable, "-m", "ruff", *check, ".")
         if code:
             return code
-    return subprocess.run([sys.executable, "-m", "pytest", *sys.argv[1:]], cwd=bootstrap.ROOT, check=False).returncode
+    passed = {"default": lane("default", *for_pytest), "sim": lane("sim", "-m", "sim", "-k", "not cuda", "tests/sim")}
+    if run(sys.executable, "-c", CUDA_IS_HERE) == 0:
+        passed["cuda"] = lane("cuda", "-m", "sim", "-k", "cuda", "tests/sim")
+    else:
+        print("lane cuda: skipped, this machine has no CUDA device", flush=True)
+    if known.deepspeed:
+        passed["deepspeed"] = install_deepspeed() and lane("deepspeed", "-m", "deepspeed", "tests/deepspeed")
+    failed = [name for name, ok in passed.items() if not ok]
+    print(f"lanes: {', '.join(passed)}; {'failed: ' + ', '.join(failed) if failed else 'all passed'}", flush=True)
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
