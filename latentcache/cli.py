@@ -1,6 +1,6 @@
 """The command line: parse, call, print. Results go to stdout, logs and progress to stderr.
 
-Exit codes: 0 done; 1 done, with refusals or damage; 2 could not run; 130 and 143 stopped by Ctrl-C or SIGTERM.
+Exit codes: 0 done; 1 done, with refusals, damage or errors; 2 could not run; 130, 143 stopped by Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
