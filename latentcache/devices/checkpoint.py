@@ -29,7 +29,7 @@ from latentcache.devices.checkpoint_parts import (
 )
 from latentcache.devices.optimizer import inner_optimizer
 from latentcache.devices.rng import rng_state, set_rng_state
-from latentcache.devices.tree import TreeWriter, differences, placed_like, unpack
+from latentcache.devices.tree import TreeWriter, devices_of, differences, place_items, placed, unpack
 from latentcache.errors import CheckpointError
 from latentcache.provenance import now, software_versions
 
@@ -144,7 +144,7 @@ def load_checkpoint(
         load_named_optimizer_state(optimizer, saved["optimizer"], model)
     # After the optimizer: a scheduler's constructor has changed its lr.
     if scheduler is not None:
-        scheduler.load_state_dict(placed_like(saved["scheduler"], scheduler.state_dict()))
+        scheduler.load_state_dict(placed(saved["scheduler"], devices_of(scheduler.state_dict())))
     if scaler is not None:
         scaler.load_state_dict(saved["scaler"])
     if rng:
@@ -198,6 +198,11 @@ def _ema_state(folder: Path, ema: Any) -> dict[str, Any]:
 def _load_ema(ema: Any, saved: Mapping[str, Any]) -> None:
     if isinstance(ema, torch.nn.Module):
         load_module_state(ema, saved)
-    else:
-        # Such classes keep the tensors they are given, so these must be on the right device before.
-        ema.load_state_dict(placed_like(dict(saved), ema.state_dict()))
+        return
+    devices = devices_of(ema.state_dict())
+    # Such classes keep copies of what they are given. Moved one by one afterwards, the device never holds a second set.
+    ema.load_state_dict(saved)
+    place_items(ema.state_dict(), devices)
+    if devices_of(ema.state_dict()) != devices:
+        # Its state_dict does not hand out its own lists.
+        ema.load_state_dict(placed(saved, devices))

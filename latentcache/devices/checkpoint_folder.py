@@ -30,7 +30,7 @@ from safetensors.torch import save_file
 
 from latentcache.errors import CheckpointError, StoreError
 from latentcache.files import TEMPORARY_SUFFIX, sweep_temporaries, sync_folder, unlock_and_close, write_sealed
-from latentcache.fingerprint import canonical_json, digest
+from latentcache.fingerprint import digest
 
 CHECKPOINT_FORMAT = 1
 DOCUMENT = "checkpoint.json"
@@ -67,7 +67,7 @@ def read_document(folder: Path) -> dict[str, Any]:
     found = document.get("format") if isinstance(document, dict) else None
     if found != CHECKPOINT_FORMAT:
         raise CheckpointError(path, f"has format {found!r}, this latentcache reads {CHECKPOINT_FORMAT}")
-    if document.pop("digest", None) != digest(canonical_json(document)):
+    if document.pop("digest", None) != digest(_json_bytes(document)):
         raise CheckpointError(path, "is damaged: its digest is another; use an earlier checkpoint")
     return document
 
@@ -168,7 +168,12 @@ def _write_data(folder: Path, data: Mapping[str, Mapping[str, torch.Tensor]]) ->
 
 def _sealed_bytes(document: Mapping[str, Any]) -> bytes:
     document = {**document, "format": CHECKPOINT_FORMAT}
-    return canonical_json({**document, "digest": digest(canonical_json(document))})
+    return _json_bytes({**document, "digest": digest(_json_bytes(document))})
+
+
+def _json_bytes(document: Mapping[str, Any]) -> bytes:
+    # The order of keys is kept: a state_dict's is part of it. Reading and writing again gives the same bytes.
+    return json.dumps(document, separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
 def _remove_data(folder: Path, keep: set[str]) -> None:

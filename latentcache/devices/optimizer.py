@@ -87,8 +87,10 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state_dict: Mapping[s
 
 def group_as_built(live: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
     """The saved group with the live one's flags, and its choice between tensors and numbers."""
-    group = {key: _as_built(live.get(key), value) for key, value in saved.items() if key not in FLAGS}
-    return {**group, **{flag: live[flag] for flag in FLAGS if flag in live}, "params": saved["params"]}
+    settings = {key: _as_built(live.get(key), value) for key, value in saved.items() if key not in FLAGS}
+    flags = {flag: live[flag] for flag in FLAGS if flag in live}
+    # In the order of the live group: it is part of the next state_dict.
+    return {key: None for key in live if key in settings or key in flags} | settings | flags
 
 
 def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -131,7 +133,11 @@ def _load(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any], *, co
     tensors = [{k: v for k, v in group.items() if isinstance(v, torch.Tensor)} for group in optimizer.param_groups]
     ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
     sources = [(param, state_dict["state"].get(i)) for i, param in zip(ids, params, strict=True)]
-    optimizer.load_state_dict(dict(state_dict))
+    groups = [
+        {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
+        for group in state_dict["param_groups"]
+    ]
+    optimizer.load_state_dict({**state_dict, "param_groups": groups})
     for param, source in sources:
         if source is not None:
             optimizer.state[param] = _settled(optimizer.state[param], source, copy=copy)

@@ -188,16 +188,42 @@ def differences(saved: Any, live: Any, name: str) -> list[str]:
     return []
 
 
-def placed_like(saved: Any, live: Any) -> Any:
-    """`saved` with each tensor on the device of the tensor that `live` has in its place; on the CPU if it has none."""
-    if isinstance(saved, torch.Tensor):
-        return saved.to(live.device) if isinstance(live, torch.Tensor) else saved
-    if isinstance(saved, dict):
-        return {key: placed_like(v, live.get(key) if isinstance(live, Mapping) else None) for key, v in saved.items()}
-    if isinstance(saved, (list, tuple)):
-        others = live if isinstance(live, (list, tuple)) and len(live) == len(saved) else [None] * len(saved)
-        return type(saved)(placed_like(a, b) for a, b in zip(saved, others, strict=True))
-    return saved
+def devices_of(value: Any) -> Any:
+    """The tree with each tensor replaced by its device, and everything else by None."""
+    if isinstance(value, torch.Tensor):
+        return value.device
+    if isinstance(value, Mapping):
+        return {key: devices_of(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [devices_of(inner) for inner in value]
+    return None
+
+
+def placed(value: Any, devices: Any) -> Any:
+    """A copy of the tree with each tensor on the device in its place; where there is none, it stays."""
+    if isinstance(value, torch.Tensor):
+        return value.to(devices) if isinstance(devices, torch.device) else value
+    if isinstance(value, dict):
+        return type(value)({key: placed(inner, _inner(devices, key)) for key, inner in value.items()})
+    if isinstance(value, (list, tuple)):
+        return type(value)(placed(inner, _inner(devices, index)) for index, inner in enumerate(value))
+    return value
+
+
+def place_items(value: Any, devices: Any) -> None:
+    """As `placed`, in the lists and dicts of the tree itself, one tensor after another."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in list(items):
+        if isinstance(inner, torch.Tensor):
+            value[key] = placed(inner, _inner(devices, key))
+        else:
+            place_items(inner, _inner(devices, key))
+
+
+def _inner(devices: Any, key: Any) -> Any:
+    if isinstance(devices, dict):
+        return devices.get(key)
+    return devices[key] if isinstance(devices, list) and key < len(devices) else None
 
 
 def _spec(tensor: torch.Tensor) -> str:
