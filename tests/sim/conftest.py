@@ -1,8 +1,8 @@
 """The second device of the tests in this folder: simulated, and a CUDA device where there is one.
 
 The simulated device is global and stays until the process ends. So these tests run in a process of their own:
-`pytest -m sim tests/sim`, and on a machine with CUDA once with `-k "not cuda"` and once with `-k cuda`
-(`scripts/test.py` does this).
+`pytest -m sim tests/sim`, and on a machine with CUDA once with `-m "sim and not cuda"` and once with
+`-m "sim and cuda"` (`scripts/test.py` does this).
 """
 
 from __future__ import annotations
@@ -42,6 +42,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.sim)
+            callspec = getattr(item, "callspec", None)
+            if callspec is not None and callspec.params.get("device") == "cuda":
+                item.add_marker(pytest.mark.cuda)
 
 
 @pytest.fixture(params=["sim", "cuda"])
@@ -51,7 +54,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
         if not torch.cuda.is_available():
             pytest.skip("this machine has no CUDA device")
         if hasattr(torch, "sim"):
-            pytest.skip("the simulated device is in this process: run the cuda tests alone, with -k cuda")
+            pytest.skip("the simulated device is in this process: run these alone, with -m 'sim and cuda'")
     else:
         if not hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend"):
             pytest.skip(f"torch {torch.__version__} has no helper for backends in Python (torch 2.10 has)")
