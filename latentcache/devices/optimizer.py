@@ -87,10 +87,12 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state_dict: Mapping[s
 
 def group_as_built(live: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
     """The saved group with the live one's flags, and its choice between tensors and numbers."""
-    settings = {key: _as_built(live.get(key), value) for key, value in saved.items() if key not in FLAGS}
+    given = {key: value for key, value in saved.items() if key not in (*FLAGS, "params")}
+    settings = {key: _as_built(live.get(key), value) for key, value in given.items()}
     flags = {flag: live[flag] for flag in FLAGS if flag in live}
     # In the order of the live group: it is part of the next state_dict.
-    return {key: None for key in live if key in settings or key in flags} | settings | flags
+    order = {key: None for key in live if key in settings or key in flags}
+    return {**order, **settings, **flags, "params": saved["params"]}
 
 
 def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
