@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -115,16 +115,12 @@ class _InputCheck:
 
 
 def _placed(module: torch.nn.Module) -> dict[str, torch.device]:
-    """The device of each parameter and buffer that decides where inputs go. 0-dim tensors decide only if alone."""
-    held: dict[str, torch.Tensor] = dict(_kept([*module.named_parameters(), *module.named_buffers()]))
-    shaped = {name: tensor for name, tensor in held.items() if tensor.ndim}
-    return {name: device_of_values(tensor) for name, tensor in (shaped or held).items()}
-
-
-def _kept(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, tensor in named:
-        if device_of_values(tensor).type != "meta" and not _goes_anywhere(tensor) and not why_left_alone(tensor):
-            yield name, tensor
+    """The device of each parameter and buffer that decides where inputs go."""
+    return {
+        name: device_of_values(tensor)
+        for name, tensor in (*module.named_parameters(), *module.named_buffers())
+        if device_of_values(tensor).type != "meta" and not _goes_anywhere(tensor) and not why_left_alone(tensor)
+    }
 
 
 def _named_arguments(
