@@ -37,8 +37,7 @@ OWNERS = {
     "safetensors": ("store/pack.py", "devices/checkpoint_folder.py"),
     "PIL": ("dataset/images.py", "encoders/tiny.py", "validation/", "service/"),
     "pyarrow": ("dataset/tables.py",),
-    # devices/placement.py asks diffusers where an offloaded module runs; only diffusers knows its hooks.
-    "diffusers": ("encoders/", "devices/placement.py", "integrations/diffusers.py"),
+    "diffusers": ("encoders/", "integrations/diffusers.py"),
     "transformers": ("encoders/", "integrations/diffusers.py"),
     "cyclopts": ("cli.py",),
 }

@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 import torch
 
+from latentcache.devices.offload import offload_hook_of
 from latentcache.errors import DeviceError
 
 Asker: TypeAlias = "torch.device | str | torch.Tensor | torch.nn.Module"
@@ -67,9 +68,10 @@ def device_of(asker: Asker) -> torch.device:
         return device_of_tensor("tensor", asker)
     if not isinstance(asker, torch.nn.Module):
         return device_named(str(asker))
-    device = _execution_device(asker)
-    if device is not None:
-        return device
+    hook = next(filter(None, map(offload_hook_of, asker.modules())), None)
+    if hook is not None:
+        # The parameters wait on the CPU or on meta: only the hook knows where the forward will run.
+        return hook.execution_device
     first: dict[torch.device, str] = {}
     for name, tensor in chain(asker.named_parameters(), asker.named_buffers()):
         first.setdefault(tensor.device, name)
@@ -82,21 +84,6 @@ def device_of(asker: Asker) -> torch.device:
     if device.type == "meta":
         raise DeviceError(f"{type(asker).__name__}.{name} is on meta and holds no values: load the module first")
     return device
-
-
-def _execution_device(module: torch.nn.Module) -> torch.device | None:
-    """Where an offloaded module runs: its parameters wait on the CPU or on meta, and only the hook knows."""
-    for part in module.modules():
-        if hasattr(part, "_diffusers_hook"):
-            from diffusers.utils.torch_utils import get_module_execution_device
-
-            return torch.device(get_module_execution_device(module))
-        hook = getattr(part, "_hf_hook", None)
-        # accelerate chains hooks in a SequentialHook, into which diffusers 0.42's own search does not look.
-        for single in getattr(hook, "hooks", (hook,)):
-            if getattr(single, "execution_device", None) is not None:
-                return torch.device(single.execution_device)
-    return None
 
 
 def device_of_tensor(name: str, tensor: torch.Tensor) -> torch.device:
