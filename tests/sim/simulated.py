@@ -4,8 +4,9 @@ torch's helper for backends in Python makes PrivateUse1 a device. Every operator
 the devices as CUDA does (device_rules.py), runs the CPU's kernel on the same memory, and labels the results
 (relabel.py). It is global and cannot be undone: it belongs into a process of its own.
 
-What it cannot do: `torch.Generator(device="sim")`, `pin_memory()`, streams. `device.type` is `sim`, so code that asks
-for `cuda` by name takes its other branch.
+What it cannot do: `torch.Generator(device="sim")`, `torch.UntypedStorage(n, device="sim")`, `pin_memory()`, streams. A
+view has its base's memory but a storage object of its own, so a deep copy of both parts them. `device.type` is `sim`,
+so code that asks for `cuda` by name takes its other branch.
 """
 
 from __future__ import annotations
@@ -128,6 +129,7 @@ def install() -> SimBackend:
     # allows the latter for its own devices only, so both go through a swap of what the Python object holds.
     torch.__future__.set_swap_module_params_on_conversion(True)
     _let_data_change_device()
+    _let_storages_be_cloned()
 
     fallback, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     _kept_alive.extend((fallback, aten))
@@ -333,6 +335,19 @@ def _let_data_change_device() -> None:
             self.grad = gradient.to(self.device)
 
     torch.Tensor.data = property(lambda self: base.__get__(self), set_data)
+
+
+def _let_storages_be_cloned() -> None:
+    """`copy.deepcopy` of a tensor clones its storage, for which torch asks the device's allocator: there is none."""
+    base = torch.UntypedStorage.clone
+
+    def clone(self: torch.UntypedStorage) -> torch.UntypedStorage:
+        if self.device.type != NAME:
+            return base(self)
+        values = torch.empty(0, dtype=torch.uint8).set_(storage_on_cpu(self))
+        return on_device(values.clone(), self.device.index).untyped_storage()
+
+    torch.UntypedStorage.clone = clone
 
 
 def _location_of(storage: Any) -> str | None:

@@ -333,6 +333,13 @@ def test_a_copy_has_memory_of_its_own(device: Device) -> None:
     with torch.no_grad():
         module.weight.zero_()
     assert twin.weight.device == device and bool((twin.weight != 0).any())
+    tensor = numbers(2, 3, on=device)
+    whole, view = copy.deepcopy({"whole": tensor}), copy.deepcopy(tensor.t()[1])
+    tensor.zero_()
+    assert whole["whole"].device == view.device == device
+    torch.testing.assert_close(whole["whole"].cpu(), numbers(2, 3))
+    torch.testing.assert_close(view.cpu(), numbers(2, 3)[:, 1])
+    assert copy.deepcopy(torch.empty(0, device=device)).shape == (0,)
 
 
 def loss_and_gradients(device: Device) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
