@@ -6,6 +6,7 @@ import logging
 import uuid
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 from latentcache.errors import IndexDamagedError, ReadOnlyError, StoreBusyError, StoreError
@@ -124,8 +125,9 @@ class Catalog:
         unknown = sizes.keys() - known.keys()
         if unknown:
             scan = scan_packs(self.directory, unknown)
-            for reason in scan.unreadable.values():
-                logger.warning("%s Its entries are missing; delete it, or move it elsewhere.", reason)
+            for path, reason in scan.unreadable.items():
+                advice = "" if Path(path).stem in scan.unreachable else "; delete it, or move it elsewhere"
+                logger.warning("%s Its entries are missing%s.", reason, advice)
             if scan.packs:
                 logger.info("%s: took in %d packs that the index did not know", self.directory.path, len(scan.packs))
             stale = [DAMAGED_PREFIX + key for key in scan.locations if key in self.markers]

@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import signal
+import time
 
 import pytest
 import torch
@@ -209,6 +210,9 @@ def test_kills_at_random_lose_nothing_that_was_acknowledged(root):
     for attempt in range(5):
         process = fork.Process(target=kill_soon, args=(root, range(attempt * 1000, attempt * 1000 + 1000)))
         process.start()
+        until = time.monotonic() + 30  # the first must come to something, also on a busy machine
+        while not (root.parent / "acknowledged").exists() and time.monotonic() < until:
+            time.sleep(0.01)
         process.join(source.uniform(0.05, 0.4))
         process.kill()
         process.join(60)
