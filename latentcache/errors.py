@@ -60,7 +60,7 @@ class ImageRefused(DatasetError):
 
 
 class CheckpointError(LatentCacheError):
-    """The checkpoint at `path` cannot be written or read, or does not fit. `offenders` names each part that does not."""
+    """The checkpoint at `path` cannot be written or read, or does not fit; `offenders` names the parts that do not."""
 
     def __init__(self, path: str | Path, detail: str, *, offenders: tuple[str, ...] = ()):
         self.path, self.detail, self.offenders = str(path), detail, offenders
