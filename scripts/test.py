@@ -36,8 +36,7 @@ def install_deepspeed() -> bool:
     if importlib.util.find_spec("deepspeed") is not None:
         return True
     print("installing DeepSpeed into .venv ...", file=sys.stderr, flush=True)
-    # It reads the installed torch while it builds.
-    options = ["--quiet", "--disable-pip-version-check", "--no-build-isolation", "-c", "constraints.txt"]
+    options = ["--quiet", "--disable-pip-version-check", "-c", "constraints.txt"]
     return run(sys.executable, "-m", "pip", "install", *options, "-e", ".[test,deepspeed]") == 0
 
 

@@ -14,6 +14,7 @@ import torch.distributed
 
 WORKER = Path(__file__).parent / "fsdp_worker.py"
 ROOT = WORKER.parents[2]
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 WORLD_SIZE = 2
 
 
@@ -27,7 +28,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
+        "GLOO_SOCKET_IFNAME": LOOPBACK,
     }
     processes = [
         subprocess.Popen(

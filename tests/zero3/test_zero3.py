@@ -21,6 +21,7 @@ pytestmark = pytest.mark.deepspeed
 
 WORKER = Path(__file__).parent / "zero3_worker.py"
 ROOT = WORKER.parents[2]
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 OFFLOAD = {"device": "cpu", "pin_memory": False}
 STEP_CONFIG: dict[str, Any] = {
@@ -50,7 +51,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 
 def run_worker(*arguments: str) -> dict[str, Any]:
-    environment = os.environ | {"DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+    environment = os.environ | {"DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": LOOPBACK}
     command = [sys.executable, str(WORKER), *arguments]
     # The first run compiles DeepSpeed's shared-memory communication: about a minute.
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=290, check=False)
