@@ -6,6 +6,7 @@ it makes tensors and plain data, and refuses the rest.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,9 @@ _USUAL_NAMES = {
     "step": ("step", "global_step", "iteration"),
 }
 """Names in use: plain torch, timm, DeepSpeed (module), Lightning (state_dict, optimizer_states, global_step)."""
+
+_NOT_ALLOWED = re.compile(r"GLOBAL (\S+) was not an allowed global")
+_PROBLEM = re.compile(r"WeightsUnpickler error: (.*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +79,12 @@ def _read(path: Path) -> Any:
         raise CheckpointError(path, f"cannot be read: {error}") from error
     # Whatever else the bytes make torch's reader raise (there is no common class), the file cannot be used.
     except Exception as error:
-        needed = _code_needed(path)
+        needed = _code_needed(path) or _NOT_ALLOWED.findall(str(error))
         if not needed:
-            raise CheckpointError(path, f"is damaged, or not written by torch.save: {error}") from error
+            # torch's text goes on to advise reading the file without restrictions.
+            problem = _PROBLEM.search(str(error))
+            detail = problem[1] if problem else f"{type(error).__name__}: {error}".partition("\n")[0]
+            raise CheckpointError(path, f"is damaged, or not written by torch.save: {detail}") from error
         raise CheckpointError(
             path,
             "needs code to be run while it is read, so it is refused: a file can make that code do anything. "

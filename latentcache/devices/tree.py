@@ -64,7 +64,7 @@ class TreeWriter:
             return self._items(value, name)
         if kind in (tuple, torch.Size):
             return {"$tuple": self._items(value, name)}
-        if kind in (set, frozenset):
+        if kind is set:
             return {"$set": self._items(sorted(value, key=repr), name)}
         if kind is Counter:
             return {"$counter": self._pairs(value, name)}

@@ -1,0 +1,123 @@
+"""Loading and repairing optimizer state where no second device is needed: dtypes, flags, memory, what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.state import AcceleratorState, GradientState
+
+from latentcache.devices.optimizer import load_optimizer_state, named_state, repair_optimizer
+from latentcache.errors import CheckpointError, DeviceError
+
+
+def trained(dtype: torch.dtype = torch.float32, **flags: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = torch.nn.Linear(3, 2).to(dtype)
+    optimizer = torch.optim.AdamW(model.named_parameters(), **flags)
+    model(torch.ones(1, 3, dtype=dtype)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def test_state_in_place_stays_the_same_objects() -> None:
+    lr = torch.tensor(0.1)
+    _, optimizer = trained(lr=lr, fused=True)
+    tensors = [tensor for _, _, tensor in named_state(optimizer)]
+    assert repair_optimizer(optimizer).moved == ()
+    assert all(a is b for a, (_, _, b) in zip(tensors, named_state(optimizer), strict=True))
+    assert optimizer.param_groups[0]["lr"] is lr
+    assert {name for name, _, _ in named_state(optimizer)} == {"weight", "bias"}
+
+
+def test_torch_rounds_float32_moments_of_bfloat16_parameters_and_these_do_not() -> None:
+    def with_exact_moments() -> torch.optim.Optimizer:
+        _, optimizer = trained(torch.bfloat16)
+        for param, state in optimizer.state.items():
+            state["exp_avg"] = torch.full_like(param, 1 / 3, dtype=torch.float32)
+        return optimizer
+
+    plain = with_exact_moments()
+    plain.load_state_dict(plain.state_dict())
+    assert {state["exp_avg"].dtype for state in plain.state.values()} == {torch.bfloat16}
+
+    repaired, (_, loaded) = with_exact_moments(), trained(torch.bfloat16)
+    repair_optimizer(repaired)
+    load_optimizer_state(loaded, repaired.state_dict())
+    for optimizer in (repaired, loaded):
+        for state in optimizer.state.values():
+            assert torch.equal(state["exp_avg"], torch.full_like(state["exp_avg"], 1 / 3))
+            assert state["exp_avg"].dtype == torch.float32
+            assert state["exp_avg_sq"].dtype == torch.bfloat16
+
+
+def test_integer_state_keeps_its_dtype() -> None:
+    _, optimizer = trained()
+    for state in optimizer.state.values():
+        state["codes"] = torch.arange(4, dtype=torch.uint8)
+        state["nested"] = {"scales": [torch.ones(2, dtype=torch.float64)]}
+    repair_optimizer(optimizer)
+    for state in optimizer.state.values():
+        assert state["codes"].dtype == torch.uint8
+        assert state["nested"]["scales"][0].dtype == torch.float64
+
+
+@pytest.mark.parametrize("flags", [{}, {"fused": True}], ids=["default", "fused"])
+def test_loaded_state_shares_no_memory_with_its_source(flags: dict[str, Any]) -> None:
+    _, source = trained(**flags)
+    _, optimizer = trained(**flags)
+    load_optimizer_state(optimizer, source.state_dict())
+    addresses = {tensor.data_ptr() for _, _, tensor in named_state(source)}
+    assert addresses.isdisjoint(tensor.data_ptr() for _, _, tensor in named_state(optimizer))
+    values = zip(named_state(source), named_state(optimizer), strict=True)
+    assert all(torch.equal(a, b) for (*_, a), (*_, b) in values)
+
+
+def test_flags_stay_and_settings_come() -> None:
+    _, source = trained(fused=True, lr=0.5, betas=(0.7, 0.8))
+    _, optimizer = trained(foreach=True, lr=0.1)
+    load_optimizer_state(optimizer, source.state_dict())
+    group = optimizer.param_groups[0]
+    assert (group["fused"], group["foreach"], group["lr"], group["betas"]) == (None, True, 0.5, (0.7, 0.8))
+
+
+def test_an_optimizer_that_loads_in_its_own_way_is_asked() -> None:
+    class Own(torch.optim.SGD):
+        loaded = 0
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            self.loaded += 1
+            super().load_state_dict(state_dict)
+
+    optimizer = Own([torch.nn.Parameter(torch.ones(2))], lr=0.1, momentum=0.9)
+    repair_optimizer(optimizer)
+    assert optimizer.loaded == 1
+
+
+def test_the_optimizer_inside_accelerates_wrapper_is_repaired() -> None:
+    try:
+        _, optimizer = trained()
+        wrapper = Accelerator(cpu=True).prepare_optimizer(optimizer)
+        assert isinstance(wrapper, AcceleratedOptimizer)
+        assert repair_optimizer(wrapper).moved == ()
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+
+
+def test_what_cannot_be_repaired_is_named() -> None:
+    with pytest.raises(DeviceError, match=r"Linear is not a torch\.optim\.Optimizer"):
+        repair_optimizer(torch.nn.Linear(1, 1))  # type: ignore[arg-type]
+    optimizer = torch.optim.SGD(torch.nn.Linear(1, 1, device="meta").parameters())
+    with pytest.raises(DeviceError, match="2 of 2 optimizer parameters are on meta"):
+        repair_optimizer(optimizer)
+
+
+def test_other_groups_are_refused_and_nothing_has_changed() -> None:
+    _, source = trained()
+    optimizer = torch.optim.AdamW(torch.nn.Linear(3, 2, bias=False).parameters(), lr=0.7)
+    with pytest.raises(CheckpointError, match=r"has groups of \[2\] parameters, the optimizer has \[1\]"):
+        load_optimizer_state(optimizer, source.state_dict())
+    assert optimizer.param_groups[0]["lr"] == 0.7 and not optimizer.state
