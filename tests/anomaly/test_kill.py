@@ -27,16 +27,22 @@ NUM_PHOTOS = 150
 
 
 class Slowly(NoProgress):
-    """Makes a run long enough for twenty kills, and tells when it begins to encode."""
+    """Makes a run long enough for twenty kills, and tells when it has begun to seal."""
 
     def __init__(self, encoding: Event):
         self.encoding = encoding
 
+        self.num_encoded = 0
+        self.stage = ""
+
     def start(self, stage: str, total: int | None) -> None:
-        if stage.startswith("encode"):
-            self.encoding.set()
+        self.stage = stage
 
     def advance(self, count: int = 1) -> None:
+        if self.stage.startswith("encode"):
+            self.num_encoded += count
+        if self.num_encoded >= 7:  # two packs are full, and the first of them is sealed
+            self.encoding.set()
         time.sleep(0.02)
 
 
