@@ -23,7 +23,7 @@ from latentcache.store.disk import DiskStore
 from latentcache.store.upkeep import verify
 
 NUM_KILLS = 20
-NUM_PHOTOS = 150
+NUM_PHOTOS = 250
 
 
 class Slowly(NoProgress):
@@ -31,7 +31,6 @@ class Slowly(NoProgress):
 
     def __init__(self, encoding: Event):
         self.encoding = encoding
-
         self.num_encoded = 0
         self.stage = ""
 
