@@ -11,6 +11,7 @@ import argparse
 import importlib.util
 import subprocess
 import sys
+import tomllib
 from collections.abc import Sequence
 
 import bootstrap
