@@ -11,7 +11,6 @@ import argparse
 import importlib.util
 import subprocess
 import sys
-import tomllib
 from collections.abc import Sequence
 
 import bootstrap
