@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -333,7 +332,7 @@ def test_ctrl_c_seals_and_the_next_run_goes_on(config_file: Path, run_json: Any,
     for line in process.stderr:
         if "encode captions" in line:
             break
-    time.sleep(0.5)  # some images
+    # Now it encodes images, and has a second or more to go.
     process.send_signal(number)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 128 + number, err
