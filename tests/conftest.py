@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 from photo_files import write_photo
 
+from latentcache.cli import main
 from latentcache.config import Config, parse_config
 
 
@@ -66,3 +68,26 @@ def make_config(tmp_path: Path, photos: Path) -> Iterator[Callable[..., Config]]
         return parse_config(settings)
 
     yield make
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Run the command line: exit code, stdout, stderr."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        code = main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture
+def run_json(run: Callable[..., tuple[int, str, str]]) -> Callable[..., tuple[int, Any]]:
+    """Run the command line with --json: exit code and document."""
+
+    def run_json(*arguments: object) -> tuple[int, Any]:
+        code, out, _ = run(*arguments, "--json")
+        return code, json.loads(out)
+
+    return run_json

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from photo_files import write_photo
 
 import latentcache
 import latentcache.precache.run
-from latentcache.cli import main
 from latentcache.config import known_settings
 
 ROOT = Path(__file__).parent.parent
@@ -42,25 +40,6 @@ def config_file(tmp_path: Path, photos: Path) -> Path:
     }
     path.write_text(yaml.safe_dump(settings))
     return path
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    def run(*arguments: object) -> tuple[int, str, str]:
-        code = main([str(argument) for argument in arguments])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
-
-
-@pytest.fixture
-def run_json(run: Callable[..., tuple[int, str, str]]) -> Callable[..., tuple[int, Any]]:
-    def run_json(*arguments: object) -> tuple[int, Any]:
-        code, out, _ = run(*arguments, "--json")
-        return code, json.loads(out)
-
-    return run_json
 
 
 def test_precache_status_explain_show(config_file: Path, run: Any, run_json: Any, photos: Path) -> None:

@@ -8,6 +8,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,28 +17,14 @@ import torch
 
 import latentcache.devices.environment
 import latentcache.validation.trial
-from latentcache.cli import main
 from latentcache.store.disk import DiskStore
 from latentcache.validation.trial import training_batch, try_training
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    def run(*arguments: object) -> tuple[int, str, str]:
-        code = main(["doctor", *map(str, arguments)])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
-
-
-@pytest.fixture
-def run_json(run: Callable[..., tuple[int, str, str]]) -> Callable[..., tuple[int, Any]]:
-    def run_json(*arguments: object) -> tuple[int, Any]:
-        code, out, _ = run(*arguments, "--json")
-        return code, json.loads(out)
-
-    return run_json
+def run(run: Callable[..., tuple[int, str, str]]) -> Callable[..., tuple[int, str, str]]:
+    """`run` of this file's command; run_json follows it."""
+    return partial(run, "doctor")
 
 
 def subjects(report: dict[str, Any], level: str) -> list[str]:
