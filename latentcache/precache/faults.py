@@ -92,20 +92,24 @@ def write_manifests(workspace: Workspace, manifests: Sequence[Manifest], faults:
     if told is not None:
         faults.share(told)
     for manifest in manifests:
+        absent: set[str] = set()
         if told is not None:
-            wanted = {key for row in manifest.rows.values() if row.refusal is None for key in row.keys()}
-            faults.learn(told, wanted - workspace.store.find(wanted))
-        rows = {row.sample_id: faults.marked(row) for row in manifest.rows.values()}
-        if told is not None:
-            wanted = {key for row in rows.values() if row.refusal is None for key in row.keys()}
+            wanted = _needed(manifest.rows.values())
             absent = wanted - workspace.store.find(wanted)
-            if absent:
-                waiting.append(manifest.name)
-                logger.info(
-                    "manifest %s waits for %d entries of other ranks; if no rank is running, run precache again",
-                    manifest.name,
-                    len(absent),
-                )
-                continue
+            faults.learn(told, absent)
+        rows = {row.sample_id: faults.marked(row) for row in manifest.rows.values()}
+        if absent and (absent := absent & _needed(rows.values())):
+            waiting.append(manifest.name)
+            logger.info(
+                "manifest %s waits for %d entries of other ranks; if no rank is running, run precache again",
+                manifest.name,
+                len(absent),
+            )
+            continue
         workspace.manifests.write(replace(manifest, rows=rows))
     return waiting
+
+
+def _needed(rows: Iterable[Row]) -> set[str]:
+    """The keys of the samples that are not refused."""
+    return {key for row in rows if row.refusal is None for key in row.keys()}
