@@ -141,8 +141,29 @@ class EncodeConfig(_Section):
 class ValidationConfig(_Section):
     prompts: tuple[Prompt, ...] = ()
     """Prompts of validation images: cached too, so that sampling needs no text encoder."""
-    negative_prompt: Prompt = ""
-    """The negative prompt of validation images. The empty prompt is always cached."""
+    negative_prompt: Prompt | None = ""
+    """The negative prompt of validation images; null: zeros, as SDXL's own pipeline has it. The empty prompt is
+    always cached."""
+    path: UserPath = Path("validation")
+    """Folder of the results: one subfolder for each validated step."""
+    num_timesteps: int = Field(8, ge=1, le=1000)
+    """Timesteps of each sample at which the loss is measured: one from each of this many equal parts of the schedule."""
+    snr_gamma: float | None = Field(None, gt=0)
+    """Weight the loss by min-SNR with this gamma (5 is usual); null: every timestep counts the same."""
+    batch_size: int = Field(4, ge=1)
+    """Noised latents per UNet call when the loss is measured."""
+    seed: int = 0
+    """Seed of the noise and timesteps of the loss, and of the first image; image n has this seed plus n."""
+    height: int = Field(1024, ge=64, multiple_of=8)
+    """Height of validation images, in pixels."""
+    width: int = Field(1024, ge=64, multiple_of=8)
+    """Width of validation images, in pixels."""
+    num_inference_steps: int = Field(25, ge=1)
+    """Steps of the sampler."""
+    guidance_scale: float = Field(5.0, ge=0)
+    """Classifier-free guidance, as diffusers counts it: above 1 the negative prompt is used."""
+    scheduler: str | None = None
+    """The sampler: a scheduler class of diffusers, e.g. `DPMSolverMultistepScheduler`. null: the model's own."""
 
 
 class Config(_Section):

@@ -7,6 +7,7 @@
     ├── CheckpointError         a checkpoint cannot be written, read, or does not fit what it is loaded into
     ├── DeviceError             it is unclear, or impossible, where tensors should go
     │   └── DeviceMismatchError     tensors that are used together lie on different devices
+    ├── PhaseError              a phase cannot be entered, or training could not be put back as it was
     ├── ModelError              a model cannot be loaded, or must not be used
     │   ├── TrainableEncoderError   a parameter requires grad: its outputs must not be cached
     │   └── EncodeError         an encoder's output is unusable (NaN, Inf, all zero), or it ran out of memory
@@ -83,6 +84,16 @@ class DeviceMismatchError(DeviceError):
     def __init__(self, message: str, *, module: str, argument: str, found: str, wanted: str):
         self.module, self.argument, self.found, self.wanted = module, argument, found, wanted
         super().__init__(message)
+
+
+class PhaseError(LatentCacheError):
+    """A phase cannot be entered, or training could not be put back as it was; `offenders` names what is to blame."""
+
+    def __init__(self, message: str, *, phase: str, offenders: tuple[str, ...] = ()):
+        self.phase, self.offenders = phase, offenders
+        shown = "".join(f"\n  {line}" for line in offenders[:20])
+        more = f"\n  and {len(offenders) - 20} more" if len(offenders) > 20 else ""
+        super().__init__(f"phase {phase}: {message}{shown}{more}")
 
 
 class ModelError(LatentCacheError):

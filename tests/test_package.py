@@ -21,12 +21,14 @@ LAYERS = [
     {"config", "files", "fingerprint", "provenance"},
     {"dataset", "store", "devices"},
     {"encoders"},
-    {"precache", "retrieve", "validation"},
+    {"precache", "retrieve"},
+    {"validation"},
     {"integrations", "service", "scaleout"},
     {"cli"},
     {"__main__"},
 ]
-"""Design 3: imports go down only. A package of a layer may import itself and lower layers."""
+"""Design 3: imports go down only. A package of a layer may import itself and lower layers. Validation is above
+retrieve and precache: it reads cached batches, and fills a validation set that is not cached yet."""
 
 MAY_MEET = {("provenance", "__init__"), ("cli", "__init__")}
 """`latentcache/__init__.py` holds the version."""
@@ -37,8 +39,9 @@ OWNERS = {
     "safetensors": ("store/pack.py", "devices/checkpoint_folder.py"),
     "PIL": ("dataset/images.py", "encoders/tiny.py", "validation/", "service/"),
     "pyarrow": ("dataset/tables.py",),
-    "diffusers": ("encoders/", "integrations/diffusers.py"),
+    "diffusers": ("encoders/", "validation/", "integrations/diffusers.py"),
     "transformers": ("encoders/", "integrations/diffusers.py"),
+    "matplotlib": ("validation/",),
     "cyclopts": ("cli.py",),
 }
 FORBIDDEN = {"pickle", "dill", "joblib", "cloudpickle", "torchvision", "datasets"}

@@ -94,7 +94,7 @@ def _plan_prompts(builder: PlanBuilder, config: Config, workspace: Workspace) ->
     last = _last_prompts(workspace.manifests, config) or _last_manifest(workspace.manifests, name)
     history = History(last, builder.damaged)
     rows = _prompts_of_others(builder, workspace.manifests, name)
-    for negative, texts in ((False, ("", *validation.prompts)), (True, ("", validation.negative_prompt))):
+    for negative, texts in ((False, ("", *validation.prompts)), (True, ("", validation.negative_prompt or ""))):
         encoding = encodings.negative if negative else encodings.text
         part = "negative_encoding" if negative else "text_encoding"
         for text in dict.fromkeys(texts):
