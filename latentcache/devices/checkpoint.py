@@ -27,14 +27,12 @@ from latentcache.devices.checkpoint_parts import (
     optimizer_state,
     partitions,
 )
+from latentcache.devices.holdings import is_swapped_in
 from latentcache.devices.optimizer import inner_optimizer
 from latentcache.devices.rng import rng_state, set_rng_state
 from latentcache.devices.tree import TreeWriter, devices_of, differences, place_items, placed, unpack
 from latentcache.errors import CheckpointError
 from latentcache.provenance import now, software_versions
-
-_SWAPPED_OUT = ("temp_stored_params", "collected_params")
-"""Where EMA classes (diffusers, torch_ema) keep the trained weights while the averaged ones are in the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +186,7 @@ def _classes(**parts: Any) -> dict[str, str]:
 
 
 def _ema_state(folder: Path, ema: Any) -> dict[str, Any]:
-    if any(getattr(ema, name, None) is not None for name in _SWAPPED_OUT):
+    if is_swapped_in(ema):
         raise CheckpointError(
             folder, "the EMA weights are in the model now, and would be saved as its own; call ema.restore(...) first"
         )

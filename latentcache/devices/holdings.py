@@ -43,6 +43,11 @@ def is_scaler(value: Any) -> bool:
     return isinstance(value, torch.amp.GradScaler)
 
 
+def is_swapped_in(ema: Any) -> bool:
+    """Whether an EMA's weights are in the model now: diffusers' EMAModel and torch_ema keep the trained ones then."""
+    return any(getattr(ema, name, None) is not None for name in ("temp_stored_params", "collected_params"))
+
+
 def holdings_of(part: str, value: Any) -> Iterator[Holding]:
     """Every tensor of a module, an EMA or a nested batch. Optimizers and GradScalers have rules of their own.
 

@@ -55,3 +55,13 @@ def numbered(device: torch.device) -> torch.device:
         return device
     current_device = getattr(torch.get_device_module(device), "current_device", None)
     return torch.device(device.type, 0 if current_device is None else current_device())
+
+
+def replaces_parameters(module: torch.nn.Module) -> bool:
+    """Whether an offload hook on this module itself puts other Parameter objects in the place of its own.
+
+    accelerate's AlignDevicesHook with `offload` does: `enable_sequential_cpu_offload` and `cpu_offload` install it. An
+    optimizer that was built before goes on to train the old objects, which nothing uses any more.
+    """
+    hook = getattr(module, "_hf_hook", None)
+    return any(getattr(single, "offload", False) is True for single in getattr(hook, "hooks", (hook,)))

@@ -1,0 +1,347 @@
+"""The phase switch: which parts of a model are on the device, in which mode, and training given back as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+
+from latentcache.devices.audit import audit
+from latentcache.devices.checkpoint_parts import unwrapped_module
+from latentcache.devices.holdings import is_optimizer, is_scaler
+from latentcache.devices.offload import hooks_by_path, numbered, replaces_parameters
+from latentcache.devices.placement import Asker, device_of
+from latentcache.devices.tensors import is_partitioned, why_immovable
+from latentcache.errors import PhaseError
+from latentcache.validation.interrupts import uninterrupted
+from latentcache.validation.module_state import Hooks, Modes, RequiresGrad, Settings, Structure, submodules
+from latentcache.validation.process_state import Flags, RandomStreams
+from latentcache.validation.standins import EmaWeights, ScheduleFreeMode
+from latentcache.validation.weights import Homes, Weights, named_weights
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """Which parts are on the device, and which of them are in train mode. All other modules are parked, in eval mode.
+
+    `averaged`: an EMA's weights, and those of a schedule-free optimizer's eval mode, stand in for the trained ones.
+    """
+
+    on_device: tuple[str, ...]
+    training: tuple[str, ...] = ()
+    averaged: bool = False
+
+
+class Phases:
+    """Switches the parts of a model between phases.
+
+    `parts` are modules by name (`unet`, `vae`, `text_encoder`, `text_encoder_2`), and what trains them: `optimizer`,
+    `scaler`, `ema`. Modules may be wrapped by DistributedDataParallel, `torch.compile` or accelerate: the eager module
+    inside is what a phase gives (`module`). `device` is where phases put parts, `park` where they put the others.
+
+    By default the parts that have parameters to train, and the UNet, are on the device in all three phases, in train
+    mode only in `train`, and averaged weights stand in outside of it. What other software places is never moved:
+    quantised, FSDP and ZeRO-3 parts, parts under offload hooks, and those named in `immovable` (block swapping).
+    """
+
+    def __init__(
+        self,
+        parts: Mapping[str, Any],
+        *,
+        device: Asker,
+        park: Asker = "cpu",
+        train: Phase | None = None,
+        validate: Phase | None = None,
+        sample: Phase | None = None,
+        immovable: Collection[str] = (),
+    ):
+        self.parts = dict(parts)
+        self.device, self._park = numbered(device_of(device)), numbered(device_of(park))
+        self._wrapped = {name: part for name, part in parts.items() if isinstance(part, torch.nn.Module)}
+        self._modules = {name: unwrapped_module(part) for name, part in self._wrapped.items()}
+        needed = tuple(name for name, module in self._modules.items() if name == "unet" or is_trained(module))
+        self._phases = {
+            "train": train or Phase(needed, tuple(name for name in needed if is_trained(self._modules[name]))),
+            "validate": validate or Phase(needed, averaged=True),
+            "sample": sample or Phase(needed, averaged=True),
+        }
+        for name, phase in self._phases.items():
+            self._check(name, phase)
+        unknown = set(immovable) - self._modules.keys()
+        if unknown:
+            raise PhaseError(f"immovable names {sorted(unknown)}; {self._known()}", phase="train")
+        self._immovable = {name: "declared immovable" for name in immovable}
+        self._base: tuple[str, Phase] | None = None
+        self._frames: list[_Frame] = []
+
+    # What is where
+
+    def module(self, name: str) -> torch.nn.Module:
+        """The eager module of a part, without wrappers. PhaseError if there is no such part."""
+        if name not in self._modules:
+            raise PhaseError(f"there is no part {name!r}; {self._known()}", phase=self.current)
+        return self._modules[name]
+
+    def has(self, *names: str) -> bool:
+        """Whether all these modules are among the parts."""
+        return self._modules.keys() >= set(names)
+
+    @property
+    def current(self) -> str:
+        """The name of the innermost phase."""
+        return self._frames[-1].name if self._frames else self._base[0] if self._base else "none"
+
+    def on_device(self) -> frozenset[str]:
+        """The parts that have a tensor on the device now, whoever put it there."""
+        return frozenset(
+            name
+            for name, module in self._modules.items()
+            if any(tensor.device == self.device for _, tensor in named_weights(module))
+        )
+
+    def why_not_moved(self, name: str) -> str | None:
+        """Why phases leave a part where it is, or None if they move it."""
+        if name in self._immovable:
+            return self._immovable[name]
+        module = self._modules[name]
+        if hooks_by_path(module):
+            return "under offload hooks, which move it"
+        for tensor_name, tensor in named_weights(module):
+            if is_partitioned(tensor):
+                return f"{tensor_name} is a partition of DeepSpeed ZeRO-3"
+            if hasattr(tensor, "device_mesh"):
+                return f"{tensor_name} is a shard of FSDP"
+            reason = why_immovable(tensor)
+            if reason:
+                return f"{tensor_name} is {reason}"
+        return None
+
+    # The switch
+
+    def start(self, name: str = "train") -> None:
+        """Begin a phase that nothing leaves, such as the training itself: place the parts and set their modes.
+
+        DeviceMismatchError if the audit finds a tensor elsewhere; PhaseError if a part cannot be trained as it is.
+        """
+        if self._frames:
+            raise PhaseError("start is for the phase outside of all others; leave this one first", phase=self.current)
+        phase = self._phase(name)
+        self._base = (name, phase)
+        self._check_trainable(name)
+        self._apply(phase, Weights(self._movable()))
+        self._audit(phase)
+
+    @contextmanager
+    def enter(self, phase: str | Phase) -> Iterator[Phases]:
+        """Apply a phase, without gradients; put everything back at the end, whatever ends it.
+
+        Put back are, by object: the training flag of every submodule, requires_grad, device, dtype and memory of every
+        parameter and buffer, structure, hooks, plain settings (LoRA scale and adapters, checkpointing, tiling), random
+        streams, torch's global flags, EMA weights and the mode of a schedule-free optimizer. Gradients, the GradScaler
+        and schedulers are not touched. Ctrl-C waits while state is put back. Phases nest.
+
+        Raises DeviceMismatchError when the audit at the beginning finds a tensor elsewhere, and PhaseError for what
+        cannot be entered, or could not be put back; the rest is put back all the same.
+        """
+        name, phase = (phase, self._phase(phase)) if isinstance(phase, str) else ("custom", phase)
+        self._check(name, phase)
+        frame = None
+        try:
+            with uninterrupted():
+                frame = self._open(name, phase)
+            with torch.no_grad():
+                yield self
+        finally:
+            if frame is not None:
+                with uninterrupted():
+                    self._close(frame)
+
+    @contextmanager
+    def lend(self, *names: str) -> Iterator[None]:
+        """These parts are on the device too, in eval mode: to decode images, or encode a prompt. Then they go home."""
+        for name in names:
+            self.module(name)
+        now = self._phase_now()
+        wanted = replace(now, on_device=tuple(dict.fromkeys((*now.on_device, *names))))
+        with self.enter(wanted):
+            yield
+
+    def place(self) -> None:
+        """Declare the placement of the current phase again: call it after whatever may have moved parts away."""
+        if self._frames:
+            frame = self._frames[-1]
+            frame.structure.restore()
+            self._apply(frame.phase, frame.weights)
+        else:
+            self._apply(self._phase_now(), Weights(self._movable()), modes=False)
+        self._audit(self._phase_now())
+
+    # Inside
+
+    def _open(self, name: str, phase: Phase) -> _Frame:
+        self._check_trainable(name)
+        weights = self._frames[0].weights if self._frames else Weights(self._movable())
+        frame = _Frame(self, name, phase, weights)
+        self._frames.append(frame)
+        try:
+            self._apply(phase, weights)
+            for standin in frame.standins:
+                standin.swap_in()
+            self._audit(phase)
+        except BaseException:
+            self._close(frame)
+            raise
+        return frame
+
+    def _close(self, frame: _Frame) -> None:
+        replaced = [name for name in frame.structure.replaced_parameters() if name in frame.trained]
+        failures = frame.restore()
+        self._frames.remove(frame)
+        if replaced:
+            failures.append(
+                f"{len(replaced)} trained Parameters were replaced, the first is {replaced[0]}: "
+                "enable_sequential_cpu_offload and align_module_device do that, and an optimizer would go on to train "
+                "the old objects. They are put back. Use enable_model_cpu_offload on a part that is not trained, or "
+                "Phases.lend"
+            )
+        failures += frame.changes(outermost=not self._frames)
+        wanted = {part: device for part in frame.homes_of if (device := frame.homes.device_of(part)) is not None}
+        failures += [finding.to_text() for finding in self._findings(wanted)]
+        if failures:
+            raise PhaseError("not everything could be put back as it was:", phase=frame.name, offenders=tuple(failures))
+
+    def _apply(self, phase: Phase, weights: Weights, *, modes: bool = True) -> None:
+        """Parked parts go first: they make room."""
+        for name in weights.parts:
+            if name not in phase.on_device:
+                weights.place(name, self._park)
+        for name in weights.parts:
+            if name in phase.on_device:
+                weights.place(name, self.device)
+        if modes:
+            for name, module in self._modules.items():
+                module.train(name in phase.training)
+            if not phase.training:
+                # The eager module runs: a compiled one would be compiled once more for each shape of validation.
+                for _, module in submodules(self._modules):
+                    if getattr(module, "_compiled_call_impl", None) is not None:
+                        vars(module)["_compiled_call_impl"] = None
+
+    def _audit(self, phase: Phase) -> None:
+        wanted = {name: self.device if name in phase.on_device else self._park for name in self._movable()}
+        training = {name: name in phase.training for name in wanted} if self._frames or not phase.training else {}
+        report = audit(self._audited(wanted), device=wanted, training=training)
+        report.raise_for_errors()
+
+    def _findings(self, wanted: Mapping[str, torch.device]) -> Any:
+        return audit(self._audited(wanted), device=wanted).errors if wanted else ()
+
+    def _audited(self, wanted: Mapping[str, torch.device]) -> dict[str, Any]:
+        """The modules that phases move, and what trains them where all trained parts are where training has them."""
+        audited: dict[str, Any] = {name: self._modules[name] for name in wanted}
+        trained = [name for name, module in self._modules.items() if is_trained(module)]
+        if trained and all(wanted.get(name) == self.device for name in trained):
+            audited |= {name: part for name, part in self.parts.items() if is_optimizer(part) or is_scaler(part)}
+        return audited
+
+    def _movable(self) -> dict[str, torch.nn.Module]:
+        return {name: module for name, module in self._modules.items() if self.why_not_moved(name) is None}
+
+    def _phase(self, name: str) -> Phase:
+        if name not in self._phases:
+            raise PhaseError(f"is unknown; there are {', '.join(self._phases)}", phase=name)
+        return self._phases[name]
+
+    def _phase_now(self) -> Phase:
+        if self._frames:
+            return self._frames[-1].phase
+        return self._base[1] if self._base else self._phases["train"]
+
+    def _check(self, name: str, phase: Phase) -> None:
+        unknown = {*phase.on_device, *phase.training} - self._modules.keys()
+        if unknown:
+            raise PhaseError(f"names {', '.join(sorted(unknown))}; {self._known()}", phase=name)
+        parked = set(phase.training) - set(phase.on_device)
+        if parked:
+            raise PhaseError(f"trains {', '.join(sorted(parked))}, which it parks: add it to on_device", phase=name)
+
+    def _check_trainable(self, name: str) -> None:
+        offenders = tuple(
+            path for path, module in submodules(self._modules) if replaces_parameters(module) and is_trained(module)
+        )
+        if offenders:
+            raise PhaseError(
+                "these are trained and under sequential offload (enable_sequential_cpu_offload, cpu_offload, "
+                "align_module_device), which replaces their Parameters: an optimizer would train objects that nothing "
+                "uses. Call remove_all_hooks() on the pipeline, and build the optimizer anew. The first are:",
+                phase=name,
+                offenders=offenders,
+            )
+
+    def _known(self) -> str:
+        return f"the modules are {', '.join(self._modules) or 'none'}"
+
+
+class _Keeper(Protocol):
+    def restore(self) -> None: ...
+
+    def changes(self) -> Iterator[str]: ...
+
+
+class _Frame:
+    """An open phase: what it declares, and everything that must be as it was when it ends."""
+
+    def __init__(self, phases: Phases, name: str, phase: Phase, weights: Weights):
+        self.name, self.phase, self.weights = name, phase, weights
+        modules = phases._wrapped
+        movable = {part: phases._modules[part] for part in weights.parts}
+        self.trained = {
+            f"{part}.{path}"
+            for part, module in movable.items()
+            for path, parameter in module.named_parameters()
+            if parameter.requires_grad
+        }
+        self.homes_of = tuple(weights.parts)
+        self.homes: Homes = weights.homes(phases._park)
+        # Shards and partitions change their own structure and hooks in a forward: those are left to their software.
+        self.structure = Structure(movable)
+        self.standins: list[EmaWeights | ScheduleFreeMode] = []
+        if phase.averaged:
+            self.standins = [ScheduleFreeMode(part) for part in phases.parts.values() if is_optimizer(part)]
+            if phases.parts.get("ema") is not None and phases.has("unet"):
+                self.standins.append(EmaWeights(phases.parts["ema"], list(phases.module("unet").parameters())))
+        # In the order in which they are put back. Random streams are last: nothing after them may draw.
+        self.keepers: tuple[_Keeper, ...] = (
+            Hooks(movable),
+            self.structure,
+            self.homes,
+            *reversed(self.standins),
+            Modes(modules),
+            RequiresGrad(modules),
+            Settings(movable),
+            Flags(phases.device),
+            RandomStreams(),
+        )
+
+    def restore(self) -> list[str]:
+        """Put everything back; what could not be is told, and does not keep the rest from it."""
+        failures = []
+        for keeper in self.keepers:
+            try:
+                keeper.restore()
+            except Exception as error:
+                failures.append(f"{type(keeper).__name__}: {type(error).__name__}: {error}")
+        return failures
+
+    def changes(self, *, outermost: bool) -> list[str]:
+        """What is not as it was."""
+        found = [line for keeper in self.keepers for line in keeper.changes()]
+        return found + list(self.weights.values_changed()) if outermost else found
+
+
+def is_trained(module: torch.nn.Module) -> bool:
+    """Whether any of the module's parameters requires grad."""
+    return any(parameter.requires_grad for parameter in module.parameters())

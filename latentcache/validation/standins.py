@@ -1,0 +1,96 @@
+"""Weights that stand in for the trained ones during a phase: an EMA's, and the averages of a schedule-free optimizer.
+
+Both are swapped in and out by their own methods. What was swapped out is copied back bit by bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from latentcache.devices.holdings import is_swapped_in
+from latentcache.devices.optimizer import inner_optimizer
+from latentcache.errors import PhaseError
+
+
+class EmaWeights:
+    """The weights of an EMA with `store`, `copy_to` and `restore`, as diffusers' EMAModel has them."""
+
+    def __init__(self, ema: Any, parameters: Sequence[torch.nn.Parameter]):
+        self._ema = ema
+        self._parameters = ema_parameters(ema, parameters)
+        self._was_in = is_swapped_in(ema)
+
+    def swap_in(self) -> None:
+        """Nothing where they are in already: the phase around this one did it."""
+        if not self._was_in:
+            self._ema.store(self._parameters)
+            self._ema.copy_to(self._parameters)
+
+    def restore(self) -> None:
+        if not self._was_in and is_swapped_in(self._ema):
+            self._ema.restore(self._parameters)
+
+    def changes(self) -> Iterator[str]:
+        if is_swapped_in(self._ema) != self._was_in:
+            yield f"ema: its weights are {'in' if is_swapped_in(self._ema) else 'no longer in'} the model"
+
+
+class ScheduleFreeMode:
+    """The mode of a schedule-free optimizer: in `eval` the parameters hold the averaged weights.
+
+    Its own `train()` after `eval()` interpolates back, which rounds: the parameters are copied back besides.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        self._optimizer = inner_optimizer(optimizer)
+        self._was_training = is_training(self._optimizer)
+        self._stored: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def swap_in(self) -> None:
+        """Nothing where the optimizer is in eval mode already, or has no such modes."""
+        if self._was_training:
+            parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+            self._stored = [(parameter, parameter.detach().to("cpu", copy=True)) for parameter in parameters]
+            self._optimizer.eval()  # type: ignore[attr-defined]
+
+    def restore(self) -> None:
+        if self._was_training and not is_training(self._optimizer):
+            self._optimizer.train()  # type: ignore[attr-defined]
+        with torch.no_grad():
+            for parameter, values in self._stored:
+                parameter.data.copy_(values)
+
+    def changes(self) -> Iterator[str]:
+        if is_training(self._optimizer) != self._was_training:
+            yield f"optimizer: is in {'train' if not self._was_training else 'eval'} mode"
+
+
+def ema_parameters(ema: Any, parameters: Sequence[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+    """The parameters that the EMA averages: all of those given, or those that are trained. Raises PhaseError."""
+    missing = [name for name in ("store", "copy_to", "restore") if not callable(getattr(ema, name, None))]
+    if missing:
+        raise PhaseError(
+            f"the ema is a {type(ema).__name__} without {', '.join(missing)}; use one such as diffusers' EMAModel, or "
+            "swap its weights in yourself and leave out ema",
+            phase="validate",
+        )
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    num_averaged = len(ema.shadow_params)
+    for candidates in (list(parameters), trained):
+        if len(candidates) == num_averaged:
+            return candidates
+    raise PhaseError(
+        f"the ema averages {num_averaged} parameters, but the unet has {len(parameters)}, {len(trained)} of them "
+        "trained; build it over one of these",
+        phase="validate",
+    )
+
+
+def is_training(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a schedule-free optimizer is in train mode; False for optimizers that have no such mode."""
+    return any(group.get("train_mode", False) for group in optimizer.param_groups) and callable(
+        getattr(optimizer, "train", None)
+    )
