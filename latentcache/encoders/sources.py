@@ -1,4 +1,4 @@
-"""Where a model's parts come from: code (`tiny`), a diffusers folder, one checkpoint file, or the hub."""
+"""Where a model's frozen parts come from: code (`tiny`), a diffusers folder, one checkpoint file, or the hub."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ _CONVERT = {
     "vae": "diffusers.AutoencoderKL",
     "text_encoder": "transformers.CLIPTextModel",
     "text_encoder_2": "transformers.CLIPTextModelWithProjection",
+    "unet": "diffusers.UNet2DConditionModel",
 }
 
 
@@ -124,24 +125,8 @@ class FolderSource:
 
     def _load(self, part: str, model_class: Any, **dtype: torch.dtype) -> torch.nn.Module:
         folder = _existing(part, self._part(part), self.name)
-        _check_weights(part, folder, self.variant)
-        with loading(part, self.name):
-            module, info = model_class.from_pretrained(
-                folder,
-                use_safetensors=True,
-                variant=self.variant,
-                local_files_only=True,
-                output_loading_info=True,
-                **dtype,
-            )
-        # Both libraries fill what is missing with random values and only warn.
-        absent = sorted(str(key) for kind in ("missing_keys", "mismatched_keys") for key in info[kind])
-        if absent:
-            raise ModelError(
-                f"{part}: {folder} lacks {len(absent)} of the weights of {model_class.__name__}, or has them in "
-                f"another shape, e.g. {absent[0]}. Use a folder written by save_pretrained of that class.",
-                part=part,
-            )
+        check_weights(part, folder, WEIGHTS[part], self.variant)
+        module, _ = load_pretrained(part, folder, model_class, self.variant, **dtype)
         return module
 
 
@@ -193,13 +178,40 @@ class FileSource:
         return self.settings.load_tokenizers()
 
 
+def load_pretrained(
+    part: str, folder: Path, model_class: Any, variant: str | None, **dtype: torch.dtype
+) -> tuple[torch.nn.Module, list[str]]:
+    """The module in a folder of its own, and the names in the file that it has no place for.
+
+    Raises ModelError for a weight that is missing or has another shape.
+    """
+    with loading(part, str(folder)):
+        module, info = model_class.from_pretrained(
+            folder,
+            use_safetensors=True,
+            variant=variant,
+            local_files_only=True,
+            output_loading_info=True,
+            **dtype,
+        )
+    # Both libraries fill what is missing with random values and only warn.
+    absent = sorted(str(key) for kind in ("missing_keys", "mismatched_keys") for key in info[kind])
+    if absent:
+        raise ModelError(
+            f"{part}: {folder} lacks {len(absent)} of the weights of {model_class.__name__}, or has them in "
+            f"another shape, e.g. {absent[0]}. Use a folder written by save_pretrained of that class.",
+            part=part,
+        )
+    return module, sorted(str(key) for key in info["unexpected_keys"])
+
+
 def find_model(path: str, config: str | None, variant: str | None, revision: str | None) -> Source:
     """The source that `path` names: `tiny`, a folder, a .safetensors file, else a hub id (downloaded if need be)."""
     if path == TINY:
         return TinySource()
     if os.path.isdir(path):
         return FolderSource(path, Path(path), variant)
-    if _is_file("model", path):
+    if is_checkpoint("model", path):
         return FileSource(path, Path(path), _checkpoint_settings(path, config))
     return _from_hub("model", path, variant, revision)
 
@@ -208,7 +220,7 @@ def find_vae(path: str, model: Source) -> Source:
     """The source of a separate VAE. A file without a config.json beside it takes the config of `model`'s VAE."""
     if os.path.isdir(path):
         return _vae_folder(path, Path(path), None)
-    if _is_file("vae", path):
+    if is_checkpoint("vae", path):
         file = Path(path)
         if (file.parent / "config.json").is_file():
             return FileSource(path, file, FolderSource(path, file.parent, flat=True))
@@ -228,7 +240,7 @@ def _vae_folder(name: str, folder: Path, variant: str | None) -> FolderSource:
     return FolderSource(name, folder, variant, flat=not (folder / "vae").is_dir())
 
 
-def _is_file(part: str, path: str) -> bool:
+def is_checkpoint(part: str, path: str) -> bool:
     """Whether `path` is a .safetensors file. Raises ModelError if it is, or can only be, another kind of file."""
     suffix = Path(path).suffix.lower()
     if suffix in _PICKLED:
@@ -241,7 +253,7 @@ def _is_file(part: str, path: str) -> bool:
         raise ModelError(f"{part}: {path} is a file, but not a .safetensors one. Name a .safetensors file.", part=part)
     if not os.path.isfile(path) and (suffix == ".safetensors" or not _HUB_ID.fullmatch(path)):
         raise ModelError(
-            f"{part}: there is no file or folder {path}, and it is not a hub id (owner/name). Correct model.path.",
+            f"{part}: there is no file or folder {path}, and it is not a hub id (owner/name). Correct the path.",
             part=part,
         )
     return os.path.isfile(path)
@@ -250,13 +262,11 @@ def _is_file(part: str, path: str) -> bool:
 def _checkpoint_settings(path: str, config: str | None) -> FolderSource:
     """The folder with configs and tokenizers for a checkpoint: `config`, or what diffusers infers from its keys."""
     if config is None:
-        with loading("model", path):
-            config = fetch_diffusers_config(load_single_file_checkpoint(path))["pretrained_model_name_or_path"]
-        step = f"diffusers infers the configs of {config} for it. Set model.config to a local diffusers folder"
+        config, step = checkpoint_configs(path)
     else:
         step = "It was named by model.config. Name a diffusers folder or a hub id of an SDXL model there"
     name = f"{path} (configs: {config})"
-    folder = Path(config) if os.path.isdir(config) else _download("model", config, None, _SETTINGS, step)
+    folder = Path(config) if os.path.isdir(config) else download("model", config, None, _SETTINGS, step)
     lacking = [part for part in ("model_index.json", *WEIGHTS, *TOKENIZERS) if not (folder / part).exists()]
     if lacking:
         raise ModelError(
@@ -264,6 +274,13 @@ def _checkpoint_settings(path: str, config: str | None) -> FolderSource:
             part="model",
         )
     return FolderSource(name, folder)
+
+
+def checkpoint_configs(path: str) -> tuple[str, str]:
+    """The hub id whose configs diffusers infers from a checkpoint's keys, and the next step if it cannot be had."""
+    with loading("model", path):
+        config = fetch_diffusers_config(load_single_file_checkpoint(path))["pretrained_model_name_or_path"]
+    return config, f"diffusers infers the configs of {config} for it. Set model.config to a local diffusers folder"
 
 
 def _from_hub(part: str, path: str, variant: str | None, revision: str | None) -> FolderSource:
@@ -274,21 +291,22 @@ def _from_hub(part: str, path: str, variant: str | None, revision: str | None) -
         patterns = ["config.json", "vae/config.json", f"{stem}{infix}*.safetensors", weights[0], "*.safetensors.index*"]
     else:
         patterns = _SETTINGS + weights
-    folder = _download(part, path, revision, patterns, "Download it once while online, or name a local folder", variant)
+    folder = download(part, path, revision, patterns, "Download it once while online, or name a local folder", variant)
     name = f"{path}@{folder.name}"  # a snapshot's folder is named by its commit
     return _vae_folder(name, folder, variant) if part == "vae" else FolderSource(name, folder, variant)
 
 
-def _download(
+def download(
     part: str, repository: str, revision: str | None, patterns: list[str], step: str, variant: str | None = None
 ) -> Path:
+    """The snapshot folder of these files of a hub repository, from the hub cache if it is there. Raises ModelError."""
     # Without a variant, the variants (model.fp16.safetensors) beside the plain files are not needed.
     ignored = None if variant else ["*.*.safetensors"]
     try:
         return Path(snapshot_download(repository, revision=revision, allow_patterns=patterns, ignore_patterns=ignored))
     except Exception as error:  # huggingface_hub's errors share no base, and httpx's pass through
         raise ModelError(
-            f"{part}: {repository} is no local path, and could not be had from the hub ({_first_line(error)}). {step}.",
+            f"{part}: {repository} is no local path, and could not be had from the hub ({first_line(error)}). {step}.",
             part=part,
         ) from error
 
@@ -301,10 +319,19 @@ def _existing(part: str, folder: Path, name: str) -> Path:
     return folder
 
 
-def _check_weights(part: str, folder: Path, variant: str | None) -> None:
-    stem = WEIGHTS[part] + (f".{variant}" if variant else "")
-    if any(folder.glob(f"{stem}.safetensors")) or any(folder.glob(f"{stem}*.safetensors.index*.json")):
+def has_weights(folder: Path, stem: str, variant: str | None) -> bool:
+    """Whether the folder has the variant's .safetensors weights, in one file or in several with an index."""
+    infix = f".{variant}" if variant else ""
+    # Where an index has its variant depends on the version of the library that wrote it.
+    names = (f"{infix}.safetensors", f"{infix}*.safetensors.index*.json", f".safetensors.index{infix}.json")
+    return any(any(folder.glob(f"{stem}{name}")) for name in names)
+
+
+def check_weights(part: str, folder: Path, stem: str, variant: str | None) -> None:
+    """ModelError if the folder has no such weights: a pickle is named as one, and the weights that are there."""
+    if has_weights(folder, stem, variant):
         return
+    stem += f".{variant}" if variant else ""
     names = sorted(path.name for path in folder.iterdir() if path.suffix in (".safetensors", *_PICKLED))
     pickled = [name for name in names if not name.endswith(".safetensors")]
     if pickled and len(pickled) == len(names):
@@ -333,7 +360,7 @@ def _files_in(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.is_file()) if folder.is_dir() else []
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
@@ -349,7 +376,7 @@ def loading(part: str, name: str) -> Iterator[None]:
         raise
     except Exception as error:  # they raise nearly anything for a damaged or foreign file
         raise ModelError(
-            f"{part}: {name} could not be loaded ({type(error).__name__}: {_first_line(error)}). "
+            f"{part}: {name} could not be loaded ({type(error).__name__}: {first_line(error)}). "
             "Check that the files are whole and belong to an SDXL model.",
             part=part,
         ) from error

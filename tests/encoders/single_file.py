@@ -95,3 +95,62 @@ def _save(tensors: dict[str, torch.Tensor], path: Path, dtype: torch.dtype) -> P
         path,
     )
     return path
+
+
+UNET = "model.diffusion_model."
+
+_UNET_LAYERS = {
+    "time_embedding.linear_1": "time_embed.0",
+    "time_embedding.linear_2": "time_embed.2",
+    "add_embedding.linear_1": "label_emb.0.0",
+    "add_embedding.linear_2": "label_emb.0.2",
+    "conv_in": "input_blocks.0.0",
+    "conv_norm_out": "out.0",
+    "conv_out": "out.2",
+}
+_RESNET_LAYERS = {
+    "norm1": "in_layers.0",
+    "conv1": "in_layers.2",
+    "norm2": "out_layers.0",
+    "conv2": "out_layers.3",
+    "time_emb_proj": "emb_layers.1",
+    "conv_shortcut": "skip_connection",
+}
+
+
+def unet_tensors(unet: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The UNet in the original layout, under `model.diffusion_model.`."""
+    return {UNET + original_unet_name(unet, name): value for name, value in unet.state_dict().items()}
+
+
+def save_unet(unet: torch.nn.Module, path: Path, dtype: torch.dtype = torch.float32, **others: torch.Tensor) -> Path:
+    """The UNet in the original layout, with tensors of other parts beside it."""
+    return _save({**unet_tensors(unet), **others}, path, dtype)
+
+
+def original_unet_name(unet: torch.nn.Module, name: str) -> str:
+    """Stability's name of a diffusers UNet's tensor or layer.
+
+    Stability counts all blocks from the input: `input_blocks` are conv_in, then each level's resnets and its
+    downsampler; `output_blocks` are each level's resnets, the last of which has the upsampler too.
+    """
+    for ours, theirs in _UNET_LAYERS.items():
+        if name == ours or name.startswith(ours + "."):
+            return theirs + name.removeprefix(ours)
+    num_layers = unet.config.layers_per_block
+    parts = name.split(".")
+    block = 0 if parts[0] == "mid_block" else int(parts.pop(1))
+    kind, index, rest = parts[1], int(parts[2]), ".".join(parts[3:])
+    if kind == "resnets":
+        layer = next(layer for layer in _RESNET_LAYERS if rest == layer or rest.startswith(layer + "."))
+        rest = _RESNET_LAYERS[layer] + rest.removeprefix(layer)
+    if parts[0] == "mid_block":
+        return f"middle_block.{2 * index if kind == 'resnets' else 1}.{rest}"
+    if parts[0] == "down_blocks":
+        if kind == "downsamplers":
+            return f"input_blocks.{(block + 1) * (num_layers + 1)}.0.op{rest.removeprefix('conv')}"
+        return f"input_blocks.{1 + block * (num_layers + 1) + index}.{int(kind == 'attentions')}.{rest}"
+    if kind == "upsamplers":
+        has_attention = "CrossAttn" in unet.config.up_block_types[block]
+        return f"output_blocks.{block * (num_layers + 1) + num_layers}.{1 + has_attention}.{rest}"
+    return f"output_blocks.{block * (num_layers + 1) + index}.{int(kind == 'attentions')}.{rest}"
