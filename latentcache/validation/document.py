@@ -1,0 +1,37 @@
+"""JSON documents that any reader takes: no NaN, no Infinity, no broken UTF-8."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from numbers import Integral, Real
+from typing import Any
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def plain(value: Any) -> Any:
+    """The value in JSON's own types: mappings are dicts with text keys, sequences lists, numbers that are not finite
+    null. What reading a document gives equals the `plain` form of what was written. Other types stay as they are.
+    """
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        number = float(value)
+        return number if math.isfinite(number) else None
+    return value
+
+
+def to_bytes(value: Any) -> bytes:
+    """The document as indented UTF-8. TypeError for what JSON has no type for."""
+    text = json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False)
+    # A sample_id from a broken archive may hold lone surrogates, which UTF-8 has no bytes for. JSON can escape them.
+    return _SURROGATE.sub(lambda found: f"\\u{ord(found[0]):04x}", text).encode() + b"\n"
