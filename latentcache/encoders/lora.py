@@ -17,6 +17,7 @@ from diffusers.utils.state_dict_utils import convert_unet_state_dict_to_peft
 
 from latentcache.devices.checkpoint_folder import DOCUMENT
 from latentcache.devices.checkpoint_parts import unwrapped_module
+from latentcache.devices.placement import dtype_of
 from latentcache.encoders.sources import is_checkpoint, loading
 from latentcache.errors import ModelError
 
@@ -46,14 +47,20 @@ def load_lora(unet: UNet2DConditionModel, path: str | Path, *, scale: float = 1.
         state, alphas, metadata = StableDiffusionXLPipeline.lora_state_dict(
             str(file), unet_config=unet.config, use_safetensors=True, local_files_only=True, return_lora_metadata=True
         )
+    # diffusers converts a whole file or nothing, by its first name, and no alphas. Its own save_lora_weights mixes both
+    # ways of naming; what it does not convert it then leaves out, or gives another layer's alpha.
+    state, alphas = convert_unet_state_dict_to_peft(state), convert_unet_state_dict_to_peft(alphas or {})
     prefix = "unet" if any(key.startswith("unet.") for key in state) else None
     _check_fit(str(file), state, prefix, unet)
-    before = dict(unet.named_parameters())
-    requires_grad = {id(parameter): parameter.requires_grad for parameter in before.values()}
+    dtype = dtype_of(unet)
+    requires_grad = {id(parameter): parameter.requires_grad for parameter in unet.parameters()}
     had = set(getattr(unet, "peft_config", {}))
     active = _active_adapters(unet)
     with loading("lora", str(file)), _several_adapters():
-        unet.load_lora_adapter(state, prefix=prefix, network_alphas=alphas, metadata=metadata)
+        # On meta until the values come: an initialisation would draw from the global random state.
+        unet.load_lora_adapter(
+            state, prefix=prefix, network_alphas=alphas or None, metadata=metadata, low_cpu_mem_usage=True
+        )
     (name,) = set(unet.peft_config) - had
     unet.set_adapter([*active, name])
     for layer in _adapted(unet):
@@ -61,6 +68,9 @@ def load_lora(unet: UNet2DConditionModel, path: str | Path, *, scale: float = 1.
         layer.train(unet.training)
     for parameter in unet.parameters():
         parameter.requires_grad_(requires_grad.get(id(parameter), False))
+        if id(parameter) not in requires_grad:
+            # A copy: the file may be replaced while the UNet is in use.
+            parameter.data = parameter.data.to(dtype, copy=True)
     return name
 
 
@@ -152,8 +162,6 @@ def _check_names(file: str, names: list[str]) -> None:
 def _check_fit(file: str, state: Mapping[str, torch.Tensor], prefix: str | None, unet: torch.nn.Module) -> None:
     """ModelError unless every tensor has its place: peft leaves out what has none, at most with a warning."""
     own = {key.removeprefix(f"{prefix}."): value for key, value in state.items()}
-    if not any("lora_A" in key for key in own):
-        own = convert_unet_state_dict_to_peft(own)
     layers = {name.removesuffix(".base_layer"): module for name, module in unet.named_modules()}
     faults = []
     for key, tensor in own.items():

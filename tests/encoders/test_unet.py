@@ -14,46 +14,17 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from single_file import save_checkpoint as save_parts
 from single_file import save_unet, unet_tensors
+from unets import F16, F32, TINY, adapted_unet, check_same, frozen_unet, output, randomise
 
 from latentcache.config import ModelConfig
 from latentcache.devices.checkpoint import save_checkpoint
 from latentcache.encoders import sources
-from latentcache.encoders.lora import load_lora, lora_settings
+from latentcache.encoders.lora import lora_settings
 from latentcache.encoders.tiny import tiny_pipeline, tiny_unet
 from latentcache.encoders.unet import check_conditioning, load_scheduler, load_unet
 from latentcache.errors import ModelError
 
-F16, F32 = torch.float16, torch.float32
-TINY = ModelConfig(path="tiny")
 STEM = "diffusion_pytorch_model"
-
-
-def output(unet: torch.nn.Module) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(3)
-    dtype = next(unet.parameters()).dtype
-    latents, embeds, pooled = (
-        torch.randn(shape, generator=generator).to(dtype) for shape in ((2, 4, 8, 8), (2, 77, 72), (2, 40))
-    )
-    conditions = {"text_embeds": pooled, "time_ids": torch.tensor([[64, 64, 0, 0, 64, 64]] * 2)}
-    with torch.no_grad():
-        return unet(latents, torch.tensor([10, 900]), embeds, added_cond_kwargs=conditions).sample
-
-
-def check_same(found: torch.nn.Module, expected: torch.nn.Module) -> None:
-    """Bit-equal weights and output; on the CPU, in eval mode, frozen."""
-    assert not any(module.training for module in found.modules())
-    assert not any(parameter.requires_grad for parameter in found.parameters())
-    ours, theirs = found.state_dict(), expected.state_dict()
-    assert ours.keys() == theirs.keys()
-    for name, value in ours.items():
-        assert value.device.type == "cpu" and value.dtype == theirs[name].dtype
-        assert torch.equal(value, theirs[name]), name
-    assert torch.equal(output(found), output(expected))
-
-
-def frozen_unet(seed: int, dtype: torch.dtype = F32) -> UNet2DConditionModel:
-    """Frozen, as a loaded one: on the CPU torch takes other float16 kernels for parameters that require grad."""
-    return torch.nn.Module.to(tiny_unet(seed), dtype).eval().requires_grad_(False)
 
 
 @pytest.fixture(scope="module")
@@ -72,21 +43,6 @@ def own_folder(unet, tmp_path_factory) -> Path:
 @pytest.fixture
 def copied(own_folder, tmp_path) -> Path:
     return Path(shutil.copytree(own_folder, tmp_path / "copied"))
-
-
-def adapted_unet(seed: int = 5, **settings) -> UNet2DConditionModel:
-    """A UNet with a trained LoRA: both its matrices are random, and alpha is not the rank."""
-    unet = frozen_unet(seed)
-    unet.add_adapter(LoraConfig(**{"r": 4, "lora_alpha": 10, "target_modules": ["to_q", "conv1"], **settings}))
-    randomise(unet)
-    return unet
-
-
-def randomise(unet: torch.nn.Module) -> None:
-    generator = torch.Generator().manual_seed(11)
-    for name, parameter in unet.named_parameters():
-        if "lora_" in name:
-            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1
 
 
 # Forms.
@@ -443,11 +399,3 @@ def test_a_class_that_is_no_scheduler_is_refused(name, message, folder, tmp_path
 def test_a_model_without_a_scheduler_is_refused(own_folder, tmp_path):
     with pytest.raises(ModelError, match=r"has a scheduler/scheduler_config\.json"):
         load_scheduler(model=ModelConfig(path=str(own_folder)))
-
-
-def test_loading_a_lora_needs_a_loaded_unet(own_folder, tmp_path):
-    adapted = adapted_unet()
-    adapted.save_lora_adapter(tmp_path / "lora")
-    found = load_unet(own_folder, dtype=F32, model=TINY)
-    load_lora(found, tmp_path / "lora")
-    assert torch.equal(output(found), output(adapted))
