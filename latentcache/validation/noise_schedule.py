@@ -1,0 +1,204 @@
+"""The noise schedule that a model was trained with: x_t = signal x_0 + noise, at every timestep of the training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler
+
+from latentcache.errors import ConfigError
+from latentcache.fingerprint import canonical_json, digest
+
+FLOW = "flow_prediction"
+PREDICTION_TYPES = ("epsilon", "v_prediction", "sample", FLOW)
+OFFSET_BITS = 64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NoiseSchedule:
+    """Noise, timesteps and targets of a training, by index: 0 is the cleanest, num_train_timesteps - 1 the noisiest.
+
+    `signal` and `noise_scale` are float32 [num_train_timesteps] on the CPU, and so is `timesteps`: what the UNet is
+    told (int64; float32 for flow). `digest` stands for all of it. An `index` is an int64 tensor [B] on the CPU.
+    """
+
+    prediction_type: str
+    signal: torch.Tensor
+    noise_scale: torch.Tensor
+    timesteps: torch.Tensor
+    digest: str
+
+    @classmethod
+    def of(cls, scheduler: Any) -> NoiseSchedule:
+        """The schedule that a model with this scheduler of diffusers, or scheduler_config.json, was trained with.
+
+        A sampler such as EulerDiscreteScheduler stands for the DDPM training with its betas. Flow is told by the class
+        (FlowMatch...) or by the prediction type. Only the config is read; the scheduler given is not touched. Raises
+        ConfigError for an unknown prediction type and for a scheduler that has neither betas nor flow.
+        """
+        class_names, config = _config_of(scheduler)
+        try:
+            if any(name.startswith("FlowMatch") for name in class_names) or config.get("prediction_type") == FLOW:
+                schedule = cls._of_flow(config)
+            else:
+                schedule = cls._of_betas(class_names[0], config)
+        except (TypeError, ValueError, NotImplementedError) as error:
+            raise ConfigError(f"scheduler {class_names[0]}: its config cannot be used: {error}") from error
+        if not (schedule.signal.isfinite().all() and schedule.noise_scale.isfinite().all()):
+            raise ConfigError(f"scheduler {class_names[0]}: its betas leave [0, 1], so that noising gives NaN")
+        return schedule
+
+    @classmethod
+    def _of_betas(cls, name: str, config: Mapping[str, Any]) -> NoiseSchedule:
+        # diffusers' default: the configs of older models do not name it.
+        prediction_type = config.get("prediction_type", "epsilon")
+        if prediction_type not in PREDICTION_TYPES:
+            allowed = ", ".join(PREDICTION_TYPES)
+            raise ConfigError(
+                f"scheduler {name}: prediction_type is {prediction_type!r}, but one of {allowed} is known"
+            )
+        betas = (
+            ("trained_betas",)
+            if config.get("trained_betas") is not None
+            else ("beta_schedule", "beta_start", "beta_end")
+        )
+        missing = [key for key in betas if key not in config]
+        if missing:
+            raise ConfigError(
+                f"scheduler {name}: its config has no {', '.join(missing)}. A training schedule has betas, or is "
+                "FlowMatch...; give the scheduler itself, or the whole scheduler_config.json with its _class_name"
+            )
+        counting = {
+            "num_train_timesteps": int(config.get("num_train_timesteps", 1000)),
+            "prediction_type": prediction_type,
+            "rescale_betas_zero_snr": bool(config.get("rescale_betas_zero_snr", False)),
+        }
+        if "trained_betas" in betas:
+            counting["trained_betas"] = [float(beta) for beta in config["trained_betas"]]
+            counting["num_train_timesteps"] = len(counting["trained_betas"])
+        else:
+            counting |= {
+                "beta_schedule": config["beta_schedule"],
+                "beta_start": float(config["beta_start"]),
+                "beta_end": float(config["beta_end"]),
+            }
+        alphas_cumprod = DDPMScheduler.from_config(counting).alphas_cumprod
+        return cls(
+            prediction_type=prediction_type,
+            signal=alphas_cumprod**0.5,
+            noise_scale=(1 - alphas_cumprod) ** 0.5,
+            timesteps=torch.arange(counting["num_train_timesteps"]),
+            digest=digest(canonical_json({"kind": "betas", **counting})),
+        )
+
+    @classmethod
+    def _of_flow(cls, config: Mapping[str, Any]) -> NoiseSchedule:
+        """x_t = (1 - sigma) x_0 + sigma noise, as diffusers' examples/dreambooth/train_dreambooth_lora_sd3.py has it.
+
+        With `use_dynamic_shifting` the sigmas are unshifted: that shift is of the sampling.
+        """
+        if config.get("invert_sigmas"):
+            raise ConfigError("scheduler: invert_sigmas is true, but only flow from data (0) to noise (1) is known")
+        # Solvers that sample flow models (UniPC, DPM-Solver) call the shift `flow_shift`.
+        shift = config.get("shift", config.get("flow_shift", 1.0))
+        counting = {
+            "num_train_timesteps": int(config.get("num_train_timesteps", 1000)),
+            "shift": 1.0 if config.get("use_dynamic_shifting") else float(shift),
+        }
+        scheduler = FlowMatchEulerDiscreteScheduler.from_config(counting)
+        sigmas = scheduler.sigmas.flip(0)
+        return cls(
+            prediction_type=FLOW,
+            signal=1 - sigmas,
+            noise_scale=sigmas,
+            timesteps=scheduler.timesteps.flip(0),
+            digest=digest(canonical_json({"kind": "flow", **counting})),
+        )
+
+    @property
+    def num_train_timesteps(self) -> int:
+        return len(self.timesteps)
+
+    def timestep(self, index: torch.Tensor) -> torch.Tensor:
+        """What the UNet is told at `index`, on the CPU."""
+        return self.timesteps[index]
+
+    def noised(self, latents: torch.Tensor, noise: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """x_t of scaled latents [B, C, h, w], in float32: to the bit what diffusers' `add_noise` gives in float32."""
+        signal, noise_scale = self._factors(latents, index)
+        return signal * latents.float() + noise_scale * noise.float()
+
+    def target(self, latents: torch.Tensor, noise: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """What the UNet is trained to predict, in float32. v is diffusers' `get_velocity`."""
+        latents, noise = latents.float(), noise.float()
+        if self.prediction_type == "epsilon":
+            return noise
+        if self.prediction_type == "sample":
+            return latents
+        if self.prediction_type == FLOW:
+            return noise - latents
+        signal, noise_scale = self._factors(latents, index)
+        return signal * noise - noise_scale * latents
+
+    def snr(self, index: torch.Tensor) -> torch.Tensor:
+        """The signal-to-noise ratio, float64 [B] on the CPU: 0 at a zero terminal SNR. ConfigError for flow."""
+        if self.prediction_type == FLOW:
+            raise ConfigError(
+                "min-SNR is defined for schedules with betas, but the scheduler's prediction type is flow: "
+                "set validation.snr_gamma to null",
+                key="validation.snr_gamma",
+            )
+        return (self.signal[index].double() / self.noise_scale[index].double()) ** 2
+
+    def min_snr_weight(self, index: torch.Tensor, gamma: float) -> torch.Tensor:
+        """The min-SNR weight (arXiv 2303.09556) of the loss, float64 [B] on the CPU. ConfigError for flow.
+
+        min(snr, gamma), divided by snr for epsilon and by snr + 1 for v, as diffusers' training scripts do. It is
+        written so that it also holds at snr 0 (epsilon: 1) and where there is no noise (epsilon and v: 0).
+        """
+        snr = self.snr(index)
+        clipped = snr.clamp(max=gamma)
+        if self.prediction_type == "epsilon":
+            return gamma / snr.clamp(min=gamma)
+        return clipped if self.prediction_type == "sample" else clipped / (snr + 1)
+
+    def _factors(self, latents: torch.Tensor, index: torch.Tensor) -> list[torch.Tensor]:
+        shape = (-1, *[1] * (latents.ndim - 1))
+        return [factor[index].reshape(shape).to(latents.device) for factor in (self.signal, self.noise_scale)]
+
+
+def strata(num_train_timesteps: int, num_timesteps: int) -> tuple[range, ...]:
+    """The schedule in `num_timesteps` parts, equal to one step: together they are range(num_train_timesteps).
+
+    ConfigError if there are more parts than steps.
+    """
+    if not 1 <= num_timesteps <= num_train_timesteps:
+        raise ConfigError(
+            f"num_timesteps is {num_timesteps}; the schedule has {num_train_timesteps} timesteps, so 1 to "
+            f"{num_train_timesteps} are allowed",
+            key="validation.num_timesteps",
+        )
+    ends = [number * num_train_timesteps // num_timesteps for number in range(num_timesteps + 1)]
+    return tuple(range(first, end) for first, end in pairwise(ends))
+
+
+def index_in(stratum: range, offset: int) -> int:
+    """The index at `offset`, a fraction of the stratum in units of 2**-OFFSET_BITS."""
+    return stratum[offset * len(stratum) >> OFFSET_BITS]
+
+
+def _config_of(scheduler: Any) -> tuple[list[str], Mapping[str, Any]]:
+    """Names of the scheduler's class and its bases, and its config."""
+    if isinstance(scheduler, Mapping):
+        return [str(scheduler.get("_class_name", "config"))], scheduler
+    config = getattr(scheduler, "config", None)
+    if not isinstance(config, Mapping):
+        raise ConfigError(
+            f"scheduler is {type(scheduler).__name__}, but a diffusers scheduler, or what is in its "
+            "scheduler_config.json, is needed"
+        )
+    return [base.__name__ for base in type(scheduler).__mro__], config
