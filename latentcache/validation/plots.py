@@ -12,12 +12,15 @@ from latentcache.validation.history import MeasuredStep, same_footing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
     from latentcache.validation.loss import Estimate
 
 SIZE_INCHES, DPI = (11.0, 4.5), 110
 MAX_DRAWN = 1e30
 """A larger loss is shown as a gap, like NaN: near the limit of floats no axis can be laid out."""
+MAX_TICKS = 32
+"""More than matplotlib's locator puts on an axis of this size."""
 CURRENT_COLOUR, EARLIER_COLOUR = "tab:blue", "tab:gray"
 
 
@@ -42,6 +45,7 @@ def loss_plot(current: MeasuredStep, history: Sequence[MeasuredStep] = ()) -> by
         over_steps, over_timesteps = figure.subplots(1, 2)
         _draw_steps(over_steps, curve, current, len(others))
         _draw_timesteps(over_timesteps, current, curve[0] if curve[0] is not current else None)
+        _without_latex(figure)
         canvas.print_png(buffer)
     return buffer.getvalue()
 
@@ -93,6 +97,17 @@ def _finish(axes: Axes, means: Sequence[float]) -> None:
     axes.grid(alpha=0.3)
     if not any(map(math.isfinite, means)):
         axes.text(0.5, 0.5, "no finite loss", transform=axes.transAxes, ha="center", va="center")
+
+
+def _without_latex(figure: Figure) -> None:
+    """A user's `text.usetex`, set for papers, must not fail a validation on a machine without LaTeX."""
+    from matplotlib.text import Text
+
+    for axes in figure.axes:
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.get_major_ticks(MAX_TICKS)  # ticks are made when they are needed, with the user's setting
+    for text in figure.findobj(Text):
+        text.set_usetex(False)
 
 
 def _drawable(value: float) -> float:

@@ -116,6 +116,13 @@ def test_no_trace_is_left_in_matplotlib_or_warnings(monkeypatch: pytest.MonkeyPa
     assert matplotlib.rcParams.copy() == before and list(warnings.filters) == filters
 
 
+def test_a_setting_for_latex_needs_no_latex(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setitem(matplotlib.rcParams, "text.usetex", True)
+    far = replace(measured(1), loss=Estimate(3e7, 1e-9, 2))
+    opened(loss_plot(far, [measured(0), measured(123_456_789)]))
+
+
 def test_a_letter_that_the_font_lacks_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     real = Figure.subplots
 
