@@ -17,24 +17,30 @@ from latentcache.types import Bucket
 
 
 @dataclass(frozen=True, slots=True)
-class Encodings:
-    """The encodings that go in the keys, and the placements that do not (but for their dtype).
+class TextEncodings:
+    """How texts are encoded: what goes in the keys, and the placement, of which only the dtype does.
 
     `negative` is the encoding of negative prompts: diffusers applies clip_skip to positive prompts only.
     """
 
-    image: ImageEncoding
     text: TextEncoding
     negative: TextEncoding
-    vae: Placement
     text_encoders: Placement
+    text_bytes: int
+    """Bytes of one text entry."""
+
+
+@dataclass(frozen=True, slots=True)
+class Encodings(TextEncodings):
+    """How texts and images are encoded."""
+
+    image: ImageEncoding
+    vae: Placement
     latent_channels: int
     downscale: int
     image_group_size: int
     """Images that are shared out together. Ranks must agree on it, so it does not depend on a machine's memory; each
     rank encodes a group in as many calls as it needs."""
-    text_bytes: int
-    """Bytes of one text entry."""
 
     def image_bytes(self, bucket: Bucket) -> int:
         """Bytes of one image entry of this bucket."""
@@ -66,21 +72,12 @@ def choose_encodings(
     device = device_named(encode.device, local_rank)
     vae_config = models.vae_config()
     vae_type, vae_reason = vae_dtype(encode.vae_dtype, vae_config, device)
-    text_type, text_reason = text_dtype(encode.text_dtype, device)
     if encode.batch_size == "auto":
         largest = max(dataset.buckets.area for dataset in config.datasets)
         image_batch_size, batch_reason = vae_batch_size(device, vae_type, largest)
     else:
         image_batch_size, batch_reason = encode.batch_size, f"{encode.batch_size} images were asked for"
-    text = TextEncoding(
-        text_encoder=models.identity("text_encoder", text_type),
-        text_encoder_2=models.identity("text_encoder_2", text_type),
-        tokenizer=models.identity("tokenizer", text_type),
-        tokenizer_2=models.identity("tokenizer_2", text_type),
-        compute_dtype=dtype_name(text_type),
-        store_dtype=dtype_name(text_type) if encode.store_dtype == "auto" else encode.store_dtype,
-        clip_skip=encode.clip_skip,
-    )
+    texts = choose_text_encodings(config, models, memo, local_rank)
     image = ImageEncoding(
         vae=models.identity("vae", vae_type),
         compute_dtype=dtype_name(vae_type),
@@ -91,16 +88,45 @@ def choose_encodings(
         seed=encode.seed if encode.image_output == "sample" else 0,
     )
     return Encodings(
+        text=texts.text,
+        negative=texts.negative,
+        text_encoders=texts.text_encoders,
+        text_bytes=texts.text_bytes,
         image=image,
-        text=text,
-        negative=replace(text, clip_skip=0),
         vae=Placement(device, vae_type, image_batch_size, f"{vae_reason} {batch_reason}"),
-        text_encoders=Placement(device, text_type, 1 if device.type == "cpu" else TEXT_BATCH_SIZE, text_reason),
         latent_channels=vae_config["latent_channels"],
         downscale=vae_config["downscale_factor"],
         image_group_size=AUTO_GROUP_SIZE if encode.batch_size == "auto" else encode.batch_size,
+    )
+
+
+def choose_text_encodings(
+    config: Config, models: Models, memo: MutableMapping[str, str], local_rank: int | None = None
+) -> TextEncodings:
+    """The part of `choose_encodings` that texts need: the VAE is not asked for."""
+    encode = config.encode
+    device = device_named(encode.device, local_rank)
+    text_type, reason = text_dtype(encode.text_dtype, device)
+    text = TextEncoding(
+        text_encoder=models.identity("text_encoder", text_type),
+        text_encoder_2=models.identity("text_encoder_2", text_type),
+        tokenizer=models.identity("tokenizer", text_type),
+        tokenizer_2=models.identity("tokenizer_2", text_type),
+        compute_dtype=dtype_name(text_type),
+        store_dtype=dtype_name(text_type) if encode.store_dtype == "auto" else encode.store_dtype,
+        clip_skip=encode.clip_skip,
+    )
+    return TextEncodings(
+        text=text,
+        negative=replace(text, clip_skip=0),
+        text_encoders=Placement(device, text_type, text_batch_size(device), reason),
         text_bytes=_text_width(models, text_type, text, memo) * DTYPES[text.store_dtype].itemsize,
     )
+
+
+def text_batch_size(device: torch.device) -> int:
+    """How many captions are encoded at once: see TEXT_BATCH_SIZE."""
+    return 1 if device.type == "cpu" else TEXT_BATCH_SIZE
 
 
 def _text_width(models: Models, dtype: torch.dtype, encoding: TextEncoding, memo: MutableMapping[str, str]) -> int:

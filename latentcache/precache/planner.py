@@ -19,14 +19,11 @@ from latentcache.dataset.buckets import assign, bucket_table, fit
 from latentcache.dataset.images import ImagePolicy, probe
 from latentcache.dataset.manifest import CaptionRef, ImageRef, Manifest, Manifests, Row, prompts_name
 from latentcache.dataset.sources import Sample, open_source
-from latentcache.errors import DatasetError, ImageRefused
+from latentcache.errors import ImageRefused
 from latentcache.fingerprint import (
     SCHEMA,
     ImageIdentity,
     Preparation,
-    TextEncoding,
-    TextIdentity,
-    caption_digest,
     digest,
     encoding_json,
     key_of,
@@ -34,6 +31,7 @@ from latentcache.fingerprint import (
 from latentcache.precache.encodings import Encodings
 from latentcache.precache.plan import ImageTask, Plan, PlanBuilder
 from latentcache.precache.progress import NoProgress, Progress
+from latentcache.precache.prompts import last_manifest, prompts_manifest, prompts_of_others, text_key
 from latentcache.precache.reasons import History
 from latentcache.precache.shard import Shard
 from latentcache.precache.window import windowed
@@ -86,40 +84,26 @@ def make_plan(
 def _plan_prompts(builder: PlanBuilder, config: Config, workspace: Workspace) -> None:
     """The validation prompts. diffusers applies clip_skip to positive prompts only, so the empty prompt is two."""
     encodings, validation = builder.encodings, config.validation
-    common = _common(builder) | {
-        "text_encoding": encoding_json(encodings.text),
-        "negative_encoding": encoding_json(encodings.negative),
-    }
-    name = prompts_name(common)
-    last = _last_prompts(workspace.manifests, config) or _last_manifest(workspace.manifests, name)
+    positive = [(text, False) for text in ("", *validation.prompts)]
+    negative = [(text, True) for text in ("", validation.negative_prompt or "")]
+    wanted = prompts_manifest([*positive, *negative], encodings, _shared(builder))
+    last = _last_prompts(workspace.manifests, config) or last_manifest(workspace.manifests, wanted.name)
     history = History(last, builder.damaged)
-    rows = _prompts_of_others(builder, workspace.manifests, name)
-    for negative, texts in ((False, ("", *validation.prompts)), (True, ("", validation.negative_prompt or ""))):
-        encoding = encodings.negative if negative else encodings.text
-        part = "negative_encoding" if negative else "text_encoding"
-        for text in dict.fromkeys(texts):
-            ref = CaptionRef(text, _text_key(builder, text, encoding))
-            sample_id = prompt_id(text, negative=negative)
-            row = rows[sample_id] = Row(sample_id, sample_id, None, (), (ref,))
-            why = partial(history.why_text, history.row(sample_id, None), ref, common, part)
-            builder.add_text(row, ref, encoding, builder.find([ref.key]), why)
-    builder.plan.manifests.append(Manifest(name, "prompts", 1, common, rows))
+    for text, is_negative in dict.fromkeys([*positive, *negative]):
+        row = wanted.rows[prompt_id(text, negative=is_negative)]
+        ref = row.captions[0]
+        part = "negative_encoding" if is_negative else "text_encoding"
+        why = partial(history.why_text, history.row(row.sample_id, None), ref, wanted.common, part)
+        encoding = encodings.negative if is_negative else encodings.text
+        builder.add_text(row, ref, encoding, builder.find([ref.key]), why)
+    others = prompts_of_others(workspace.store, workspace.manifests, wanted.name)
+    builder.plan.manifests.append(replace(wanted, rows=others | wanted.rows))
 
 
 def _last_prompts(manifests: Manifests, config: Config) -> Manifest | None:
     """The prompts of this config's last run, which may have had other encoders."""
-    last = _last_manifest(manifests, config.datasets[0].name)
-    return None if last is None else _last_manifest(manifests, prompts_name(last.common))
-
-
-def _prompts_of_others(builder: PlanBuilder, manifests: Manifests, name: str) -> dict[str, Row]:
-    """Prompts that other configs with these encoders have cached: they stay."""
-    manifest = _last_manifest(manifests, name)
-    if manifest is None:
-        return {}
-    present = builder.find(manifest.keys())
-    whole = (row for row in manifest.rows.values() if row.refusal is None and present.issuperset(row.keys()))
-    return {row.sample_id: row for row in whole}
+    last = last_manifest(manifests, config.datasets[0].name)
+    return None if last is None else last_manifest(manifests, prompts_name(last.common))
 
 
 class _DatasetPlanner:
@@ -141,7 +125,7 @@ class _DatasetPlanner:
         self._table = bucket_table(**dataset.buckets.model_dump())
         source = dataset.source.model_dump()
         self._source = open_source(source.pop("kind"), source.pop("path"), **source)
-        self._common = _common(builder) | {
+        self._common = _shared(builder) | {
             "policy": self._policy.identity(),
             "image_encoding": encoding_json(builder.encodings.image),
             "text_encoding": encoding_json(builder.encodings.text),
@@ -149,7 +133,7 @@ class _DatasetPlanner:
 
     def run(self, executor: ThreadPoolExecutor, progress: Progress, stop: threading.Event) -> None:
         name = self._dataset.name
-        history = History(_last_manifest(self._workspace.manifests, name), self._builder.damaged)
+        history = History(last_manifest(self._workspace.manifests, name), self._builder.damaged)
         rows: dict[str, Row] = {}
         samples = self._samples(executor, stop)
         while chunk := list(islice(samples, CHUNK)):
@@ -226,7 +210,7 @@ class _DatasetPlanner:
         images = tuple(ImageRef(key_of(self._identity(source, g).to_json()), g) for g in geometries)
         encoding = self._builder.encodings.text
         captions = tuple(
-            CaptionRef(text, _text_key(self._builder, text, encoding)) for text in dict.fromkeys(sample.captions)
+            CaptionRef(text, text_key(text, encoding, self._builder.salt)) for text in dict.fromkeys(sample.captions)
         )
         return Row(sample.sample_id, sample.path, source, images, captions)
 
@@ -252,18 +236,5 @@ class _DatasetPlanner:
         return ImageTask(ref.key, self._identity(source, ref.geometry), sample, self._source, self._policy)
 
 
-def _common(builder: PlanBuilder) -> dict[str, Any]:
+def _shared(builder: PlanBuilder) -> dict[str, Any]:
     return {"schema": SCHEMA, "salt": builder.salt}
-
-
-def _text_key(builder: PlanBuilder, text: str, encoding: TextEncoding) -> str:
-    return key_of(TextIdentity(caption_digest(text), encoding, builder.salt).to_json())
-
-
-def _last_manifest(manifests: Manifests, name: str) -> Manifest | None:
-    """The manifest of the last run. A broken one only costs the reasons: this run replaces it."""
-    try:
-        return manifests.read(name)
-    except DatasetError as error:
-        logger.warning("%s; misses are called new", error)
-        return None

@@ -79,6 +79,13 @@ class LatentCache:
     def close(self) -> None:
         self.store.close()
 
+    def refresh(self) -> None:
+        """Forget the manifests that were read, so that the next question sees those that were written since.
+
+        Entries need none of it: the store looks up what it does not know, whoever sealed it.
+        """
+        self._loaded.clear()
+
     # Samples
 
     def manifest(self, name: str) -> Manifest:

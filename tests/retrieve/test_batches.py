@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -194,6 +196,41 @@ def test_removed_entries_are_missing(config: Config) -> None:
         with pytest.raises(SampleError, match=r"'b\.png': has no entry: no such entry.*latentcache precache"):
             cache.batch(["b.png"], device="cpu")
     assert run_precache(config).misses_by_reason == {"entry lost": 1}
+
+
+def test_what_another_process_caches_is_seen_after_a_refresh(
+    config: Config, make_config: Callable[..., Config]
+) -> None:
+    with LatentCache(config.cache.path) as cache:
+        assert cache.sample_ids() and cache.prompt("", device="cpu")
+        with pytest.raises(SampleError, match="a late idea"):
+            cache.prompt("a late idea", device="cpu")
+        settings = make_config(**{"validation.prompts": ["a late idea"]}).model_dump_json()
+        code = (
+            "import sys; from latentcache.config import Config; from latentcache.precache.run import run_precache; "
+            "print(run_precache(Config.model_validate_json(sys.argv[1])).num_encoded)"
+        )
+        command = [sys.executable, "-c", code, settings]
+        assert subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip() == "1"
+        with pytest.raises(SampleError, match="a late idea"):
+            cache.prompt("a late idea", device="cpu")
+        cache.refresh()
+        assert cache.prompt("a late idea", device="cpu")["prompt_embeds"].isfinite().all()
+        assert cache.batch(WIDE, device="cpu")["latents"].shape[0] == 3
+
+
+def test_what_another_store_of_this_process_caches_is_seen_after_a_refresh(
+    config: Config, make_config: Callable[..., Config]
+) -> None:
+    with LatentCache(config.cache.path) as cache:
+        known = cache.sample_ids()
+        other = make_config(**{"datasets.0.name": "other", "encode.image_output": "mean"})
+        assert run_precache(other).num_encoded == 5
+        assert cache.dataset_names() == ["other", "photos"], "names are read each time"
+        cache.refresh()
+        assert len(cache.sample_ids()) == 2 * len(known)
+        row = cache.manifest("other").rows["a.png"]
+        assert set(cache.get(row.images[0].key).tensors) == {"latents"}
 
 
 def test_a_cache_that_is_not_there(tmp_path: Path) -> None:

@@ -1,0 +1,176 @@
+"""Sampling on a second device from cached embeddings: the parked parts come in turn, and are parked again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from latentcache import LatentCache
+from latentcache.config import Config
+from latentcache.devices.audit import audit
+from latentcache.encoders import decoding
+from latentcache.encoders.decoding import decode_fitting
+from latentcache.encoders.models import LoadedModels
+from latentcache.encoders.tiny import tiny_pipeline, tiny_sdxl, tiny_unet
+from latentcache.errors import DeviceMismatchError
+from latentcache.precache.prompts import cache_prompts
+from latentcache.precache.run import run_precache
+from latentcache.precache.workspace import open_workspace
+from latentcache.validation.prompts import PromptEmbeddings, prompt_embeddings
+from latentcache.validation.samples import SampleSettings, denoise, generate
+
+# diffusers 0.42's Euler scheduler asks numpy 2 for a tensor's array without a copy.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
+CPU = torch.device("cpu")
+PROMPTS = ["a validation prompt", "a late idea"]
+SETTINGS = SampleSettings(height=64, width=96, num_inference_steps=2, seed=5)
+TEXT_PARTS = ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
+
+
+@pytest.fixture
+def parts() -> dict[str, Any]:
+    return tiny_sdxl()
+
+
+@pytest.fixture
+def config(make_config: Callable[..., Config]) -> Config:
+    """Cached on the CPU, where only the first of the two prompts is known."""
+    config = make_config()
+    run_precache(config)
+    return config
+
+
+@pytest.fixture
+def sampled(config: Config, parts: dict[str, Any]) -> Iterator[Callable[[torch.device], list[np.ndarray]]]:
+    """The whole path with the UNet on a device and everything else parked on the CPU."""
+    models = LoadedModels(**{name: parts[name] for name in TEXT_PARTS})
+    seen: dict[str, set[torch.device]] = {name: set() for name in ("text_encoder", "text_encoder_2", "vae")}
+    for name, devices in seen.items():
+        part = parts[name].decoder if name == "vae" else parts[name]
+        part.register_forward_pre_hook(lambda module, _, to=devices: to.add(next(module.parameters()).device))
+
+    def run(device: torch.device) -> list[np.ndarray]:
+        unet = tiny_unet().to(device)
+        before = {name: [(id(p), p.dtype) for p in parts[name].parameters()] for name in seen}
+
+        def encode(pairs: list[tuple[str, bool]]) -> int:
+            with open_workspace(config.cache) as workspace:
+                return cache_prompts(config, workspace, models, pairs, device=unet)
+
+        with LatentCache(config.cache.path) as cache:
+            embeddings = prompt_embeddings(cache, PROMPTS, "ugly", device=unet, encode=encode)
+        samples = generate(unet, parts["vae"], tiny_pipeline().scheduler, embeddings, SETTINGS)
+        assert seen == {name: {device} for name in seen}
+        assert before == {name: [(id(p), p.dtype) for p in parts[name].parameters()] for name in seen}
+        modules = {name: parts[name] for name in seen}
+        audit(modules | {"unet": unet}, device=dict.fromkeys(seen, CPU) | {"unet": device}).raise_for_errors()
+        return [np.asarray(sample.image) for sample in samples]
+
+    yield run
+
+
+def test_the_whole_path_on_a_device_gives_the_images_of_the_cpu(
+    config: Config, sampled: Callable[[torch.device], list[np.ndarray]], device: torch.device, parts: dict[str, Any]
+) -> None:
+    images = sampled(device)
+    with LatentCache(config.cache.path) as cache:
+        embeddings = prompt_embeddings(cache, PROMPTS, "ugly", device="cpu")
+    expected = generate(tiny_unet(), tiny_sdxl()["vae"], tiny_pipeline().scheduler, embeddings, SETTINGS)
+    assert len(images) == 2
+    for image, sample in zip(images, expected, strict=True):
+        other = np.asarray(sample.image)
+        assert other.std() > 1 and np.abs(image.astype(int) - other).max() <= 2
+
+
+def test_the_global_random_states_stay(device: torch.device) -> None:
+    unet = tiny_unet().to(device)
+    module = torch.get_device_module(device)
+    before = torch.get_rng_state(), module.get_rng_state(0)
+    hook = unet.register_forward_hook(lambda *arguments: (arguments[2][0] + torch.rand_like(arguments[2][0]),))
+    first, second = (denoise(unet, tiny_pipeline().scheduler, made_up(device), SETTINGS) for _ in range(2))
+    hook.remove()
+    assert all(map(torch.equal, before, (torch.get_rng_state(), module.get_rng_state(0))))
+    assert torch.equal(first[0].cpu(), second[0].cpu())
+
+
+def test_a_surrounding_autocast_holds_without_its_cache(device: torch.device) -> None:
+    unet = tiny_unet().to(device)
+    plain = denoise(unet, tiny_pipeline().scheduler, made_up(device), SETTINGS)[0]
+    with torch.autocast(device.type, dtype=torch.float16):
+        sampled = denoise(unet, tiny_pipeline().scheduler, made_up(device), SETTINGS)[0]
+        assert torch.is_autocast_cache_enabled()
+    assert sampled.isfinite().all() and not torch.equal(sampled.cpu(), plain.cpu())
+
+
+def made_up(device: torch.device) -> list[PromptEmbeddings]:
+    shapes = [(1, 77, 72), (1, 40), (1, 77, 72), (1, 40)]
+    return [PromptEmbeddings("made up", "", *(torch.ones(shape, device=device) for shape in shapes))]
+
+
+@pytest.mark.parametrize(
+    "name", ["prompt_embeds", "pooled_prompt_embeds", "negative_prompt_embeds", "negative_pooled_prompt_embeds"]
+)
+def test_one_embedding_elsewhere_is_named(device: torch.device, name: str) -> None:
+    unet = tiny_unet().to(device)
+    (embeddings,) = made_up(device)
+    embeddings = replace(embeddings, **{name: getattr(embeddings, name).cpu()})
+    with pytest.raises(DeviceMismatchError, match=rf"embeddings of 'made up'\.{name} \[1, .*\] float32 is on cpu"):
+        denoise(unet, tiny_pipeline().scheduler, [embeddings], SETTINGS)
+
+
+def test_all_embeddings_elsewhere_are_named_not_the_unet(device: torch.device) -> None:
+    with pytest.raises(DeviceMismatchError, match=rf"4 of \d+ tensors are not on {device}, where the others are"):
+        denoise(tiny_unet().to(device), tiny_pipeline().scheduler, made_up(CPU), SETTINGS)
+
+
+@pytest.mark.parametrize("is_short", [False, True])
+def test_tiles_where_the_device_tells_that_memory_is_short(
+    device: torch.device, parts: dict[str, Any], monkeypatch: pytest.MonkeyPatch, is_short: bool
+) -> None:
+    vae = parts["vae"].to(device)
+    latents = torch.randn(1, 4, 8, 12, generator=torch.Generator().manual_seed(0)).to(device)
+    needed = decoding.decoding_bytes(vae, latents)
+    free_bytes = int(needed / decoding.USABLE) + (-10 if is_short else 10)
+    monkeypatch.setattr(decoding, "free_memory", lambda _: free_bytes)
+    decoded = decode_fitting(vae, latents)
+    assert decoded.tiled is is_short
+    if is_short:
+        assert decoded.reason.startswith("tiles: about 0.0 GB are needed at once") and str(device) in decoded.reason
+    assert {parameter.device for parameter in vae.parameters()} == {device} and not vae.use_tiling
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_half_precision_vae_is_upcast_and_comes_home(
+    device: torch.device, parts: dict[str, Any], monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    vae = parts["vae"].half()
+    before = [(id(p), p.dtype, p.device, p.detach().clone()) for p in vae.parameters()]
+    unet = tiny_unet().half().to(device)
+    embeddings = [
+        replace(each, **{name: tensor.half() for name, tensor in each.tensors().items()}) for each in made_up(device)
+    ]
+    seen = []
+    decode = vae.decode
+
+    def watched(latents: torch.Tensor, **kwargs: Any) -> Any:
+        seen.append((latents.dtype, latents.device, vae.dtype, vae.device))
+        if fails:
+            raise KeyboardInterrupt
+        return decode(latents, **kwargs)
+
+    monkeypatch.setattr(vae, "decode", watched)
+    if fails:
+        with pytest.raises(KeyboardInterrupt):
+            generate(unet, vae, tiny_pipeline().scheduler, embeddings, SETTINGS)
+    else:
+        assert generate(unet, vae, tiny_pipeline().scheduler, embeddings, SETTINGS)[0].image.size == (96, 64)
+    assert seen == [(torch.float32, device, torch.float32, device)]
+    for (number, dtype, home, values), parameter in zip(before, vae.parameters(), strict=True):
+        assert (number, dtype, home) == (id(parameter), parameter.dtype, parameter.device)
+        assert torch.equal(values, parameter)
