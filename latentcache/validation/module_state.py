@@ -118,7 +118,7 @@ class Hooks:
             (f"{name}.{attribute}", value)
             for name, module in modules_by_name
             for attribute, value in vars(module).items()
-            if is_hook_dict(attribute)
+            if is_hook_dict(attribute, value)
         )
         self._attributes = [
             (f"{name}.{attribute}", module, attribute, vars(module).get(attribute, _ABSENT))
@@ -139,7 +139,8 @@ class Hooks:
 
 
 class Settings:
-    """Plain data on every submodule: LoRA adapters' scale and state, gradient checkpointing, tiling and slicing."""
+    """Plain data and functions on every submodule: LoRA adapters' scale and state, gradient checkpointing, tiling and
+    slicing, attention processors."""
 
     def __init__(self, modules: Modules):
         self._kept = [
@@ -164,20 +165,21 @@ class Settings:
             yield from (f"{name}.{key}: was added" for key, _ in _plain_attributes(module) if key not in kept)
 
 
-def is_hook_dict(attribute: str) -> bool:
-    """Whether torch keeps hooks under this name; some have companions such as `_forward_hooks_with_kwargs`."""
-    return attribute.startswith("_") and "_hooks" in attribute
+def is_hook_dict(attribute: str, value: Any) -> bool:
+    """Whether torch keeps hooks in this attribute; some have companions such as `_forward_hooks_with_kwargs`."""
+    return isinstance(value, dict) and attribute.startswith("_") and "_hooks" in attribute
 
 
 def _plain_attributes(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     for key, value in vars(module).items():
-        if key not in ("training", *STRUCTURE, *OFFLOAD_ATTRIBUTES) and not is_hook_dict(key) and _is_plain(value):
+        kept_elsewhere = key in ("training", *STRUCTURE, *OFFLOAD_ATTRIBUTES) or is_hook_dict(key, value)
+        if not kept_elsewhere and _is_plain(value):
             yield key, value
 
 
 def _is_plain(value: Any) -> bool:
     if type(value) not in _CONTAINERS:
-        return isinstance(value, _PLAIN)
+        return isinstance(value, _PLAIN) or callable(value)
     children = (*value.keys(), *value.values()) if isinstance(value, dict) else value
     return all(_is_plain(child) for child in children)
 

@@ -20,7 +20,7 @@ from latentcache.validation.interrupts import uninterrupted
 from latentcache.validation.module_state import Hooks, Modes, RequiresGrad, Settings, Structure, submodules
 from latentcache.validation.process_state import Flags, RandomStreams
 from latentcache.validation.standins import EmaWeights, ScheduleFreeMode
-from latentcache.validation.weights import Homes, Weights, named_weights
+from latentcache.validation.weights import Gradients, Homes, Weights, named_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,6 +318,7 @@ class _Frame:
             Hooks(movable),
             self.structure,
             self.homes,
+            Gradients(movable),
             *reversed(self.standins),
             Modes(modules),
             RequiresGrad(modules),

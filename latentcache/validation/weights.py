@@ -107,6 +107,30 @@ class Homes:
                     yield f"{part}.{name}: is {tensor.dtype} on {tensor.device}, was {dtype} on {device}"
 
 
+class Gradients:
+    """The gradients that wait for the optimizer. Phases leave them alone; `Module.to` inside of one would not."""
+
+    def __init__(self, modules: Mapping[str, torch.nn.Module]):
+        self._kept = [
+            (f"{part}.{name}", parameter, parameter.grad, None if parameter.grad is None else parameter.grad.detach())
+            for part, module in modules.items()
+            for name, parameter in module.named_parameters()
+        ]
+
+    def restore(self) -> None:
+        for _, parameter, gradient, values in self._kept:
+            if gradient is not None and values is not None and not _is_same_memory(gradient, values):
+                gradient.data = values
+            if parameter.grad is not gradient:
+                parameter.grad = gradient
+
+    def changes(self) -> Iterator[str]:
+        for name, parameter, gradient, values in self._kept:
+            moved = gradient is not None and values is not None and not _is_same_memory(gradient, values)
+            if parameter.grad is not gradient or moved:
+                yield f"{name}: has another gradient"
+
+
 def named_weights(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Every parameter and buffer of a module by dotted name, each object once."""
     yield from chain(module.named_parameters(), module.named_buffers())

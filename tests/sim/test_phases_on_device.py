@@ -1,0 +1,99 @@
+"""The phase switch on a second device: what moves away comes back, and training goes on bit by bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from accelerate import cpu_offload, cpu_offload_with_hook
+from phase_disturbances import DISTURBANCES
+from phase_mutations import cases, is_noticed, without
+from phase_runs import CASES, assert_as_without, fill, leave_no_trace, name_of, predict
+from phase_training import Training
+
+from latentcache.errors import PhaseError
+from latentcache.validation.phases import Phase, Phases
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(("variant", "scenario"), CASES, ids=name_of)
+def test_training_goes_on_bit_by_bit(variant: str, scenario: Callable[[Training], None], device: torch.device) -> None:
+    assert_as_without(scenario, device, variant)
+
+
+@pytest.mark.parametrize("variant", ["amp", "lora", "text-encoder"])
+def test_all_disturbances_at_once_are_put_back(variant: str, device: torch.device) -> None:
+    leave_no_trace(device, variant, DISTURBANCES)
+
+
+ON_DEVICE = ("module.set_rng_state(stream, index)", "tensor.data = values", "gradient.data = values")
+
+
+@pytest.mark.parametrize(("owner", "name", "number"), cases(lambda text: text in ON_DEVICE))
+def test_taking_out_a_restore_is_noticed(
+    owner: Any, name: str, number: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, name, without(owner, name, number))
+    assert is_noticed(device)
+
+
+def test_onetrainer_459_without_declaring_the_placement_again(device: torch.device) -> None:
+    training = Training(device, "text-encoder")
+    training.step()
+    with training.phases.enter("validate") as phases:
+        fill(training)
+        with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+            predict(training)
+        phases.place()
+        predict(training)
+    training.step()
+
+
+def test_only_the_parts_of_a_phase_are_on_the_device(device: torch.device) -> None:
+    training = Training(device)
+    phases = training.phases
+    assert phases.on_device() == {"unet"}
+    with phases.enter("validate"):
+        assert phases.on_device() == {"unet"}
+        with phases.lend("text_encoder", "text_encoder_2"):
+            assert phases.on_device() == {"unet", "text_encoder", "text_encoder_2"}
+        with phases.enter(Phase(on_device=("vae",))):
+            assert phases.on_device() == {"vae"}
+        assert phases.on_device() == {"unet"}
+    assert phases.on_device() == {"unet"}
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_sequential_offload_is_refused_on_what_is_trained(trained: bool, device: torch.device) -> None:
+    training = Training(device)
+    training.unet.requires_grad_(trained)
+    parameters = list(training.unet.parameters())
+    refused = pytest.raises(PhaseError, match="align_module_device") if trained else nullcontext()
+    with refused, training.phases.enter("validate"):
+        cpu_offload(training.unet, device)
+        assert next(training.unet.parameters()) is not parameters[0]
+    assert all(a is b for a, b in zip(training.unet.parameters(), parameters, strict=True))
+    assert {parameter.device for parameter in parameters} == {device}
+    if trained:
+        training.step()
+        cpu_offload(training.unet, device)
+        with pytest.raises(PhaseError, match="replaces their Parameters"):
+            training.phases.start("train")
+
+
+def test_offload_hooks_and_declared_parts_are_left_where_they_are(device: torch.device) -> None:
+    training = Training(device)
+    cpu_offload_with_hook(training.parts["vae"], device)
+    phases = Phases(training.parts, device=device, immovable=["text_encoder"])
+    assert "hooks" in str(phases.why_not_moved("vae"))
+    torch.nn.Module.to(training.parts["text_encoder"].embeddings, device)  # as a block swapper does
+    with phases.enter(Phase(on_device=("unet", "vae", "text_encoder_2"))):
+        assert next(training.parts["vae"].parameters()).device == CPU
+        assert training.parts["text_encoder"].embeddings.token_embedding.weight.device == device
+        assert training.parts["text_encoder"].final_layer_norm.weight.device == CPU
+        assert training.parts["vae"](torch.zeros(1, 3, 64, 64)).sample.device == device
+    assert training.parts["text_encoder"].embeddings.token_embedding.weight.device == device
