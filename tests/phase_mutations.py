@@ -32,8 +32,8 @@ def restores() -> list[tuple[Any, str, int]]:
         (process_state.Flags, "restore"),
         (standins.EmaWeights, "restore"),
         (standins.ScheduleFreeMode, "restore"),
-        (weights.Homes, "restore"),
-        (weights.Weights, "put"),
+        (weights.Weights, "restore"),
+        (weights.Values, "put"),
         (weights.Gradients, "restore"),
         (process_state, "set_rng_state"),
     ]

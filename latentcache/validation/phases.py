@@ -20,7 +20,7 @@ from latentcache.validation.interrupts import uninterrupted
 from latentcache.validation.module_state import Hooks, Modes, RequiresGrad, Settings, Structure, submodules
 from latentcache.validation.process_state import Flags, RandomStreams
 from latentcache.validation.standins import EmaWeights, ScheduleFreeMode
-from latentcache.validation.weights import Gradients, Homes, Weights, named_weights
+from latentcache.validation.weights import Gradients, Values, Weights, named_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +76,7 @@ class Phases:
         self._immovable = {name: "declared immovable" for name in immovable}
         self._base: tuple[str, Phase] | None = None
         self._frames: list[_Frame] = []
+        self._values = Values()
 
     # What is where
 
@@ -131,7 +132,7 @@ class Phases:
         phase = self._phase(name)
         self._base = (name, phase)
         self._check_trainable(name)
-        self._apply(phase, Weights(self._movable()))
+        self._apply(phase, self._weights())
         self._audit(phase)
 
     @contextmanager
@@ -176,18 +177,19 @@ class Phases:
             frame.structure.restore()
             self._apply(frame.phase, frame.weights)
         else:
-            self._apply(self._phase_now(), Weights(self._movable()), modes=False)
+            self._apply(self._phase_now(), self._weights(), modes=False)
         self._audit(self._phase_now())
 
     # Inside
 
     def _open(self, name: str, phase: Phase) -> _Frame:
         self._check_trainable(name)
-        weights = self._frames[0].weights if self._frames else Weights(self._movable())
-        frame = _Frame(self, name, phase, weights)
+        frame = _Frame(
+            self, name, phase, Weights(self._movable(), self._values, self._park, outermost=not self._frames)
+        )
         self._frames.append(frame)
         try:
-            self._apply(phase, weights)
+            self._apply(phase, frame.weights)
             for standin in frame.standins:
                 standin.swap_in()
             self._audit(phase)
@@ -200,6 +202,8 @@ class Phases:
         replaced = [name for name in frame.structure.replaced_parameters() if name in frame.trained]
         failures = frame.restore()
         self._frames.remove(frame)
+        if not self._frames:
+            self._values = Values()  # nothing is held while no phase is open
         if replaced:
             failures.append(
                 f"{len(replaced)} trained Parameters were replaced, the first is {replaced[0]}: "
@@ -207,8 +211,9 @@ class Phases:
                 "the old objects. They are put back. Use enable_model_cpu_offload on a part that is not trained, or "
                 "Phases.lend"
             )
-        failures += frame.changes(outermost=not self._frames)
-        wanted = {part: device for part in frame.homes_of if (device := frame.homes.device_of(part)) is not None}
+        failures += frame.changes()
+        weights = frame.weights
+        wanted = {part: device for part in weights.parts if (device := weights.device_of(part)) is not None}
         failures += [finding.to_text() for finding in self._findings(wanted)]
         if failures:
             raise PhaseError("not everything could be put back as it was:", phase=frame.name, offenders=tuple(failures))
@@ -249,6 +254,9 @@ class Phases:
 
     def _movable(self) -> dict[str, torch.nn.Module]:
         return {name: module for name, module in self._modules.items() if self.why_not_moved(name) is None}
+
+    def _weights(self) -> Weights:
+        return Weights(self._movable(), Values(), self._park)
 
     def _phase(self, name: str) -> Phase:
         if name not in self._phases:
@@ -304,8 +312,6 @@ class _Frame:
             for path, parameter in module.named_parameters()
             if parameter.requires_grad
         }
-        self.homes_of = tuple(weights.parts)
-        self.homes: Homes = weights.homes(phases._park)
         # Shards and partitions change their own structure and hooks in a forward: those are left to their software.
         self.structure = Structure(movable)
         self.standins: list[EmaWeights | ScheduleFreeMode] = []
@@ -317,7 +323,7 @@ class _Frame:
         self.keepers: tuple[_Keeper, ...] = (
             Hooks(movable),
             self.structure,
-            self.homes,
+            weights,
             Gradients(movable),
             *reversed(self.standins),
             Modes(modules),
@@ -337,10 +343,9 @@ class _Frame:
                 failures.append(f"{type(keeper).__name__}: {type(error).__name__}: {error}")
         return failures
 
-    def changes(self, *, outermost: bool) -> list[str]:
+    def changes(self) -> list[str]:
         """What is not as it was."""
-        found = [line for keeper in self.keepers for line in keeper.changes()]
-        return found + list(self.weights.values_changed()) if outermost else found
+        return [line for keeper in self.keepers for line in keeper.changes()] + list(self.weights.values_changed())
 
 
 def is_trained(module: torch.nn.Module) -> bool:

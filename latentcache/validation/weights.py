@@ -26,85 +26,83 @@ class Home(NamedTuple):
     spare: torch.Tensor | None
 
 
-class Weights:
-    """All parameters and buffers of some parts, by part. Tied tensors count once, under their first name."""
+class Values:
+    """The memory that each tensor of a model has to hold: its own, or a copy of it where a phase put it.
 
-    def __init__(self, modules: Mapping[str, torch.nn.Module]):
-        self._tensors = {part: dict(named_weights(module)) for part, module in modules.items()}
-        self._values = {id(tensor): tensor.detach() for _, tensor in self._all()}
-        self._sample = _sampled(tensor for _, tensor in self._all())
+    All phases that are open share it. So a tensor that one of them parks leaves nothing behind on the device.
+    """
 
-    def homes(self, park: torch.device) -> Homes:
-        """Where every tensor is now."""
-        return Homes(self, park)
+    def __init__(self) -> None:
+        self._held: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def place(self, part: str, device: torch.device) -> None:
-        """Put every tensor of the part on the device, with the values that it had when this object was made."""
-        for tensor in self._tensors[part].values():
-            self.put(tensor, device)
+    def hold(self, tensor: torch.Tensor) -> None:
+        """From now on the tensor has to hold what it holds now, if it is not known already."""
+        self._held.setdefault(id(tensor), (tensor, tensor.detach()))
 
     def put(self, tensor: torch.Tensor, device: torch.device, spare: torch.Tensor | None = None) -> None:
-        """Put one tensor on the device. `spare` holds its values there already."""
-        values = self._values[id(tensor)]
+        """Put a tensor on the device with the values that it has to hold. `spare` are these, there already."""
+        _, values = self._held[id(tensor)]
         if values.device != device:
-            values = self._values[id(tensor)] = values.to(device) if spare is None else spare
+            values = values.to(device) if spare is None else spare
+            self._held[id(tensor)] = tensor, values
         if not _is_same_memory(tensor, values):
             tensor.data = values
 
+
+class Weights:
+    """All parameters and buffers of some parts: where they were when a phase began. Tied tensors count once."""
+
+    def __init__(
+        self, modules: Mapping[str, torch.nn.Module], values: Values, park: torch.device, *, outermost: bool = False
+    ):
+        self._values = values
+        self._tensors: dict[str, list[tuple[str, torch.Tensor, Home]]] = {part: [] for part in modules}
+        for part, module in modules.items():
+            for name, tensor in named_weights(module):
+                values.hold(tensor)
+                home = Home(tensor.device, tensor.dtype, tensor.detach() if tensor.device == park else None)
+                self._tensors[part].append((f"{part}.{name}", tensor, home))
+        # A phase inside another leaves the comparison to that one.
+        self._sample = _sampled(tensor for _, tensor, _ in self._all()) if outermost else None
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The names of the parts."""
+        return tuple(self._tensors)
+
+    def device_of(self, part: str) -> torch.device | None:
+        """The part's device when the phase began, or None if it lay on several or has no tensors."""
+        devices = {home.device for _, _, home in self._tensors[part]}
+        return devices.pop() if len(devices) == 1 else None
+
+    def place(self, part: str, device: torch.device) -> None:
+        """Put every tensor of the part on the device."""
+        for _, tensor, _ in self._tensors[part]:
+            self._values.put(tensor, device)
+
+    def restore(self) -> None:
+        for _, tensor, home in self._all():
+            self._values.put(tensor, home.device, home.spare)
+            if tensor.dtype != home.dtype:
+                # The phase around this one had cast it.
+                tensor.data = tensor.data.to(home.dtype)
+
+    def changes(self) -> Iterator[str]:
+        for name, tensor, home in self._all():
+            if (tensor.device, tensor.dtype) != (home.device, home.dtype):
+                yield f"{name}: is {tensor.dtype} on {tensor.device}, was {home.dtype} on {home.device}"
+
     def values_changed(self) -> Iterator[str]:
-        """The tensors whose values are others than when this object was made, as far as a few numbers of each show."""
-        now = _sampled(tensor for _, tensor in self._all())
-        for (name, _), before, after in zip(self._all(), self._sample, now, strict=True):
+        """The tensors whose values are others than when the phase began, as far as a few numbers of each show."""
+        if self._sample is None:
+            return
+        now = _sampled(tensor for _, tensor, _ in self._all())
+        for (name, _, _), before, after in zip(self._all(), self._sample, now, strict=True):
             if not torch.equal(before, after):
                 yield f"{name}: its values were changed in place"
 
-    def named(self, part: str) -> Mapping[str, torch.Tensor]:
-        """The part's tensors by dotted name."""
-        return self._tensors[part]
-
-    @property
-    def parts(self) -> Iterable[str]:
-        return self._tensors.keys()
-
-    def _all(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for part, tensors in self._tensors.items():
-            yield from ((f"{part}.{name}", tensor) for name, tensor in tensors.items())
-
-
-class Homes:
-    """The device and dtype of every tensor at the beginning of a phase."""
-
-    def __init__(self, weights: Weights, park: torch.device):
-        self._weights = weights
-        self._homes = {
-            part: {
-                name: Home(tensor.device, tensor.dtype, tensor.detach() if tensor.device == park else None)
-                for name, tensor in weights.named(part).items()
-            }
-            for part in weights.parts
-        }
-
-    def device_of(self, part: str) -> torch.device | None:
-        """The part's device, or None if it lay on several or has no tensors."""
-        devices = {home.device for home in self._homes[part].values()}
-        return devices.pop() if len(devices) == 1 else None
-
-    def restore(self) -> None:
-        for part, homes in self._homes.items():
-            tensors = self._weights.named(part)
-            for name, home in homes.items():
-                tensor = tensors[name]
-                self._weights.put(tensor, home.device, home.spare)
-                if tensor.dtype != home.dtype:
-                    # The phase around this one had cast it.
-                    tensor.data = tensor.data.to(home.dtype)
-
-    def changes(self) -> Iterator[str]:
-        for part, homes in self._homes.items():
-            for name, tensor in self._weights.named(part).items():
-                device, dtype, _ = homes[name]
-                if (tensor.device, tensor.dtype) != (device, dtype):
-                    yield f"{part}.{name}: is {tensor.dtype} on {tensor.device}, was {dtype} on {device}"
+    def _all(self) -> Iterator[tuple[str, torch.Tensor, Home]]:
+        return chain.from_iterable(self._tensors.values())
 
 
 class Gradients:
@@ -159,13 +157,13 @@ def _sampled(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
             values = values.contiguous()
         # Over the memory, in either order of dimensions: a copy of all weights in channels_last would cost seconds.
         step = max(1, values.numel() // NUM_SAMPLED)
-        pieces.append(values.as_strided((num,), (step,), values.storage_offset()))
+        # As bytes: a surrounding autocast leaves these alone.
+        pieces.append(values.as_strided((num,), (step,), values.storage_offset()).contiguous().view(torch.uint8))
     found: dict[int, torch.Tensor] = {}
-    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    groups: dict[torch.device, list[int]] = {}
     for number, piece in enumerate(pieces):
-        groups.setdefault((piece.device, piece.dtype), []).append(number)
+        groups.setdefault(piece.device, []).append(number)
     for numbers in groups.values():
         joined = torch.cat([pieces[number] for number in numbers]).cpu()
-        parts = joined.view(torch.uint8).split([pieces[n].numel() * joined.element_size() for n in numbers])
-        found.update(zip(numbers, parts, strict=True))
+        found.update(zip(numbers, joined.split([pieces[number].numel() for number in numbers]), strict=True))
     return [found[number] for number in range(len(pieces))]
