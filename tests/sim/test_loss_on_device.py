@@ -1,0 +1,110 @@
+"""The validation loss on a second device: the CPU's numbers, nothing moved, and one wait for the device per batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import DDPMScheduler
+from loss_cases import SCHEDULER, make_cache
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from latentcache import LatentCache
+from latentcache.encoders.tiny import tiny_unet
+from latentcache.validation.loss import LossReport, LossSettings, validation_loss
+
+SETTINGS = LossSettings(num_timesteps=2, batch_size=4)
+# Other kernels, other rounding: simulated, the device's are the CPU's; a GPU may use TF32 in convolutions.
+TOLERANCE = {"sim": 1e-5, "cuda": 3e-3}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("loss")
+    make_cache(folder)
+    return folder
+
+
+@pytest.fixture
+def cache(folder: Path) -> Iterator[LatentCache]:
+    with LatentCache(folder / "cache", read_only=True) as cache:
+        yield cache
+
+
+def losses(report: LossReport) -> list[float]:
+    return [loss for samples in report.by_sample.values() for loss in samples.values()]
+
+
+@pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction", "sample", "flow_prediction"])
+def test_the_device_gives_the_cpus_losses(cache: LatentCache, device: torch.device, prediction_type: str) -> None:
+    scheduler = {**SCHEDULER.config, "prediction_type": prediction_type}
+    cpu, other = (
+        validation_loss(tiny_unet(1).eval().to(where), cache, scheduler=scheduler, settings=SETTINGS)
+        for where in ("cpu", device)
+    )
+    assert other.footing == cpu.footing
+    assert losses(other) == pytest.approx(losses(cpu), rel=TOLERANCE[device.type])
+
+
+def test_nothing_is_moved_and_the_device_is_bit_equal_to_itself(cache: LatentCache, device: torch.device) -> None:
+    unet, scheduler = tiny_unet(1).eval().to(device), DDPMScheduler.from_config(SCHEDULER.config)
+    module = torch.get_device_module(device)
+    before = (torch.get_rng_state(), module.get_rng_state(device))
+    one = validation_loss(unet, cache, scheduler=scheduler, settings=SETTINGS)
+    torch.randn(3, device=device)
+    module.set_rng_state(before[1], device)
+    assert validation_loss(unet, cache, scheduler=scheduler, settings=SETTINGS) == one
+    assert torch.get_rng_state().equal(before[0]) and module.get_rng_state(device).equal(before[1])
+    assert {parameter.device for parameter in unet.parameters()} == {device}
+    assert {tensor.device.type for tensor in vars(scheduler).values() if isinstance(tensor, torch.Tensor)} == {"cpu"}
+
+
+def test_autocast_of_the_device(cache: LatentCache, device: torch.device) -> None:
+    unet = tiny_unet(1).eval().to(device)
+    plain = validation_loss(unet, cache, scheduler=SCHEDULER, settings=SETTINGS)
+    given = validation_loss(unet, cache, scheduler=SCHEDULER, settings=replace(SETTINGS, autocast=torch.bfloat16))
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        around = validation_loss(unet, cache, scheduler=SCHEDULER, settings=SETTINGS)
+    assert given == around and given.footing["autocast"] == "bfloat16"
+    assert losses(given) != losses(plain)
+    assert losses(given) == pytest.approx(losses(plain), rel=2e-2)
+
+
+class CountReads(TorchDispatchMode):
+    """Counts what the host reads from the device: values, and copies to the CPU."""
+
+    num = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        on_host = isinstance(result, bool | int | float) or (
+            isinstance(result, torch.Tensor) and result.device.type == "cpu"
+        )
+        self.num += on_host and any(tensor.device.type != "cpu" for tensor in given)
+        return result
+
+
+def test_the_host_waits_once_a_batch(cache: LatentCache, device: torch.device) -> None:
+    class Still(torch.nn.Module):
+        """Waits for nothing itself."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(1, device=device))
+            self.num_calls = 0
+
+        def forward(self, sample: torch.Tensor, timestep: torch.Tensor, **_: Any) -> tuple[torch.Tensor]:
+            assert {sample.device, timestep.device} == {device}
+            self.num_calls += 1
+            return (sample * self.weight,)
+
+    unet = Still()
+    with CountReads() as reads:
+        report = validation_loss(unet, cache, scheduler=SCHEDULER, settings=SETTINGS)
+    assert report.loss.num == 7
+    assert reads.num == unet.num_calls

@@ -1,0 +1,564 @@
+"""The validation loss: its value, what it depends on, and all that it does not depend on."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import math
+import os
+import random
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler
+from diffusers.training_utils import compute_snr
+from loss_cases import OTHERS, PHOTOS, SCHEDULER, make_cache, noise_of, predict, read_sample, timestep_of
+
+from latentcache import LatentCache
+from latentcache.config import ValidationConfig
+from latentcache.dataset.manifest import ManifestMemory
+from latentcache.encoders.tiny import tiny_unet
+from latentcache.errors import ConfigError, ModelError, SampleError, StoreError
+from latentcache.store.memory import MemoryStore
+from latentcache.validation.loss import (
+    BATCH_SIZE_TOLERANCE,
+    Estimate,
+    LossReport,
+    LossSettings,
+    paired_difference,
+    validation_loss,
+)
+
+FEW = LossSettings(num_timesteps=2)
+EDGES = [(0, 500), (500, 1000)]
+TIMESTEPS_OF_A = [404, 904]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("loss")
+    make_cache(folder)
+    return folder
+
+
+@pytest.fixture
+def cache(folder: Path) -> Iterator[LatentCache]:
+    with LatentCache(folder / "cache", read_only=True) as cache:
+        yield cache
+
+
+@pytest.fixture
+def own_cache(folder: Path, tmp_path: Path) -> Path:
+    """A copy of the cache, to be damaged."""
+    return shutil.copytree(folder / "cache", tmp_path / "cache")
+
+
+@pytest.fixture(scope="module")
+def unet() -> torch.nn.Module:
+    return tiny_unet(1).eval()
+
+
+class Recorder(torch.nn.Module):
+    """A UNet that notes the timesteps and sizes of its calls. `answer` replaces its prediction."""
+
+    def __init__(self, unet: torch.nn.Module, answer: Any = None):
+        super().__init__()
+        self.unet, self.answer = unet, answer
+        self.calls: list[tuple[tuple[int, ...], list[float]]] = []
+        self.inputs: list[torch.Tensor] = []
+
+    def forward(self, sample: torch.Tensor, timestep: torch.Tensor, **others: Any) -> Any:
+        self.calls.append((tuple(sample.shape), timestep.tolist()))
+        self.inputs.append(sample.detach().clone())
+        assert not torch.is_grad_enabled()
+        return self.unet(sample, timestep, **others) if self.answer is None else (self.answer(sample, timestep),)
+
+
+class Steps:
+    """A Progress that counts."""
+
+    def __init__(self) -> None:
+        self.stages: list[tuple[str, int | None]] = []
+        self.done = self.finished = 0
+
+    def start(self, stage: str, total: int | None) -> None:
+        self.stages.append((stage, total))
+
+    def advance(self, count: int = 1) -> None:
+        self.done += count
+
+    def finish(self) -> None:
+        self.finished += 1
+
+
+def losses_of(report: LossReport) -> dict[tuple[str, str], float]:
+    return {(name, key): loss for name, losses in report.by_sample.items() for key, loss in losses.items()}
+
+
+# Its value
+
+
+@pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction", "sample", "flow_prediction"])
+@pytest.mark.parametrize("snr_gamma", [None, 5.0])
+def test_the_loss_of_a_sample_is_what_the_training_scripts_compute(
+    cache: LatentCache, unet: torch.nn.Module, prediction_type: str, snr_gamma: float | None
+) -> None:
+    flow = prediction_type == "flow_prediction"
+    ddpm = DDPMScheduler.from_config(SCHEDULER.config, prediction_type="epsilon" if flow else prediction_type)
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0) if flow else ddpm
+    settings = replace(FEW, snr_gamma=snr_gamma)
+    if flow and snr_gamma is not None:
+        with pytest.raises(ConfigError, match="min-SNR"):
+            validation_loss(unet, cache, scheduler=scheduler, settings=settings)
+        return
+    found = validation_loss(unet, cache, scheduler=scheduler, datasets=["photos"], settings=settings)
+    for sample_id in ("a.png", "b.png"):
+        sample, losses = read_sample(cache, sample_id), []
+        latents = sample["latents"]
+        for first, end in EDGES:
+            index = torch.tensor([timestep_of(sample_id, first, end)])
+            noise = noise_of(sample_id, index.item(), latents)
+            if flow:
+                sigma = scheduler.sigmas.flip(0)[index].item()
+                noisy, target = (1 - sigma) * latents + sigma * noise, noise - latents
+                timestep = torch.tensor([1000 * sigma])
+            else:
+                noisy, timestep = ddpm.add_noise(latents, noise, index), index
+                velocity = ddpm.get_velocity(latents, noise, index)
+                target = {"epsilon": noise, "v_prediction": velocity, "sample": latents}[prediction_type]
+            loss = F.mse_loss(predict(unet, noisy, timestep, sample), target).item()
+            if snr_gamma is not None:
+                snr = compute_snr(ddpm, index).item()
+                divisor = {"epsilon": snr, "v_prediction": snr + 1, "sample": 1.0}[prediction_type]
+                loss *= min(snr, snr_gamma) / divisor
+            losses.append(loss)
+        assert found.by_sample["photos"][sample_id] == pytest.approx(np.mean(losses), rel=1e-5)
+
+
+def test_noise_and_timesteps_never_change(cache: LatentCache, unet: torch.nn.Module) -> None:
+    """Written down: other numbers would make a run's earlier validations worthless."""
+    assert [timestep_of("a.png", *edges) for edges in EDGES] == TIMESTEPS_OF_A
+    recorder = Recorder(unet)
+    settings = replace(FEW, batch_size=1)
+    validation_loss(recorder, cache, scheduler=SCHEDULER, datasets=["photos"], settings=settings)
+    assert [timestep for _, (timestep,) in recorder.calls[:2]] == TIMESTEPS_OF_A
+    latents = read_sample(cache, "a.png")["latents"]
+    ddpm = DDPMScheduler.from_config(SCHEDULER.config)
+    for timestep, noisy in zip(TIMESTEPS_OF_A, recorder.inputs, strict=False):
+        expected = ddpm.add_noise(latents, noise_of("a.png", timestep, latents), torch.tensor([timestep]))
+        assert noisy.equal(expected)
+
+
+def test_seeds_give_other_noise_and_other_timesteps(cache: LatentCache, unet: torch.nn.Module) -> None:
+    one, other = (Recorder(unet) for _ in range(2))
+    for recorder, seed in ((one, 0), (other, 1)):
+        settings = replace(FEW, seed=seed)
+        validation_loss(recorder, cache, scheduler=SCHEDULER, datasets=["photos"], settings=settings)
+    assert one.calls[0] != other.calls[0]
+
+
+def test_each_sample_has_one_timestep_in_each_stratum(cache: LatentCache, unet: torch.nn.Module) -> None:
+    recorder = Recorder(unet)
+    settings = LossSettings(num_timesteps=4, batch_size=4)
+    report = validation_loss(recorder, cache, scheduler=SCHEDULER, datasets=["photos"], settings=settings)
+    assert [(part.first, part.end) for part in report.by_timestep] == [(0, 250), (250, 500), (500, 750), (750, 1000)]
+    assert len(recorder.calls) == len(PHOTOS)
+    offsets = set()
+    for _, timesteps in recorder.calls:
+        assert [timestep // 250 for timestep in timesteps] == [0, 1, 2, 3]
+        offsets.add(timesteps[0])
+    assert len(offsets) == len(PHOTOS), "samples cover a stratum, they do not sit on one timestep"
+
+
+def test_datasets_bins_and_standard_errors(cache: LatentCache, unet: torch.nn.Module) -> None:
+    report = validation_loss(unet, cache, scheduler=SCHEDULER, settings=FEW)
+    assert {name: set(losses) for name, losses in report.by_sample.items()} == {
+        "others": set(OTHERS),
+        "photos": set(PHOTOS),
+    }
+    assert report.by_sample["photos"]["a.png"] != report.by_sample["others"]["a.png"]
+    for estimate, values in [
+        (report.loss, list(losses_of(report).values())),
+        *((report.by_dataset[name], list(losses.values())) for name, losses in report.by_sample.items()),
+    ]:
+        assert estimate.num == len(values)
+        assert estimate.mean == pytest.approx(np.mean(values), rel=1e-12)
+        assert estimate.standard_error == pytest.approx(np.std(values, ddof=1) / np.sqrt(len(values)), rel=1e-9)
+    assert [part.loss.num for part in report.by_timestep] == [7, 7]
+    assert np.mean([part.loss.mean for part in report.by_timestep]) == pytest.approx(report.loss.mean, rel=1e-12)
+    assert report.skipped == ()
+
+
+def test_bins_hold_the_losses_of_their_timesteps(cache: LatentCache) -> None:
+    recorder = Recorder(torch.nn.Linear(1, 1), lambda sample, timestep: sample)
+    report = validation_loss(recorder, cache, scheduler=SCHEDULER, settings=LossSettings(batch_size=1, num_timesteps=3))
+    # Little noise: the noisy latents say little of it. Much noise: they nearly are it.
+    losses = [part.loss.mean for part in report.by_timestep]
+    assert losses[0] > losses[1] > losses[2]
+
+
+# What it does not depend on
+
+
+def test_two_runs_are_bit_equal_whatever_happens_between(cache: LatentCache, unet: torch.nn.Module) -> None:
+    one = validation_loss(unet, cache, scheduler=SCHEDULER, settings=FEW)
+    torch.manual_seed(7), random.seed(7), np.random.seed(7)
+    torch.randn(10)
+    assert validation_loss(unet, cache, scheduler=SCHEDULER, settings=FEW) == one
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.filterwarnings("ignore:There are modules in UNet2DConditionModel")
+def test_the_batch_size_does_not_matter(cache: LatentCache, dtype: torch.dtype) -> None:
+    unet = copy.deepcopy(tiny_unet(1)).eval()
+    for parameter in unet.parameters():
+        parameter.data = parameter.data.to(dtype)
+    reports = {
+        size: validation_loss(unet, cache, scheduler=SCHEDULER, settings=LossSettings(num_timesteps=3, batch_size=size))
+        for size in (1, 2, 3, 8)
+    }
+    assert reports[1].footing["dtype"] == str(dtype).removeprefix("torch.")
+    expected = losses_of(reports[1])
+    for size, report in reports.items():
+        assert report.footing == reports[1].footing
+        assert losses_of(report) == pytest.approx(expected, rel=BATCH_SIZE_TOLERANCE[dtype]), size
+
+
+def test_batches_hold_one_bucket_and_are_full(cache: LatentCache, unet: torch.nn.Module) -> None:
+    recorder = Recorder(unet)
+    settings = LossSettings(num_timesteps=3, batch_size=4)
+    validation_loss(recorder, cache, scheduler=SCHEDULER, datasets=["photos"], settings=settings)
+    shapes = [shape for shape, _ in recorder.calls]
+    assert shapes == [(4, 4, 8, 12)] * 2 + [(1, 4, 8, 12)] + [(4, 4, 12, 8)] + [(2, 4, 12, 8)]
+
+
+def test_each_entry_is_read_once(cache: LatentCache, unet: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    read_batch = cache.store.read_batch
+
+    def counted(keys: list[str], *others: Any) -> Any:
+        read.extend(keys)
+        return read_batch(keys, *others)
+
+    monkeypatch.setattr(cache.store, "read_batch", counted)
+    settings = LossSettings(num_timesteps=5, batch_size=3)
+    validation_loss(unet, cache, scheduler=SCHEDULER, datasets=["photos"], settings=settings)
+    assert len(read) == len(set(read)) == 2 * len(PHOTOS)
+
+
+def test_the_order_of_the_manifest_does_not_matter(own_cache: Path, unet: torch.nn.Module) -> None:
+    with LatentCache(own_cache) as cache:
+        one = validation_loss(unet, cache, scheduler=SCHEDULER, settings=FEW)
+        for name in ("photos", "others"):
+            manifest = cache.manifests.read(name)
+            rows = dict(reversed(manifest.rows.items()))
+            assert list(rows) != list(manifest.rows)
+            cache.manifests.write(replace(manifest, rows=rows))
+    with LatentCache(own_cache) as cache:
+        assert list(cache.manifest("photos").rows) == sorted(PHOTOS, reverse=True)
+        assert validation_loss(unet, cache, scheduler=SCHEDULER, settings=FEW) == one
+
+
+def test_other_samples_do_not_matter(cache: LatentCache, unet: torch.nn.Module) -> None:
+    settings = replace(FEW, batch_size=1)
+    both = validation_loss(unet, cache, scheduler=SCHEDULER, settings=settings)
+    alone = validation_loss(unet, cache, scheduler=SCHEDULER, datasets=["others"], settings=settings)
+    assert alone.by_sample["others"] == both.by_sample["others"]
+
+
+def test_the_cpu_tier_gives_the_same(cache: LatentCache, unet: torch.nn.Module) -> None:
+    store, manifests = MemoryStore(), ManifestMemory()
+    for name in cache.manifests.names():
+        manifests.write(cache.manifests.read(name))
+    store.add([cache.store.get(key) for key in cache.store.keys()])
+    with LatentCache(store=store, manifests=manifests) as memory:
+        found = validation_loss(unet, memory, scheduler=SCHEDULER, settings=FEW)
+    assert found == validation_loss(unet, cache, scheduler=SCHEDULER, settings=FEW)
+
+
+# What it leaves alone
+
+
+def test_global_state_is_left_alone(cache: LatentCache) -> None:
+    unet = tiny_unet(1).train()
+    weights = {name: tensor.clone() for name, tensor in unet.state_dict().items()}
+    scheduler = DDPMScheduler.from_config(SCHEDULER.config)
+    scheduler.set_timesteps(3)
+    before = (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist(), dict(scheduler.config))
+    timesteps, alphas = scheduler.timesteps, scheduler.alphas_cumprod
+    validation_loss(unet, cache, scheduler=scheduler, settings=FEW)
+    assert torch.get_rng_state().equal(before[0]) and random.getstate() == before[1]
+    assert np.random.get_state()[1].tolist() == before[2] and dict(scheduler.config) == before[3]
+    assert scheduler.timesteps is timesteps and scheduler.alphas_cumprod is alphas
+    assert torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
+    assert all(module.training for module in unet.modules())
+    assert all(parameter.grad is None and parameter.requires_grad for parameter in unet.parameters())
+    assert all(tensor.equal(weights[name]) for name, tensor in unet.state_dict().items())
+
+
+def test_an_error_in_the_unet_leaves_no_trace(cache: LatentCache) -> None:
+    def fail(*_: Any) -> torch.Tensor:
+        raise KeyboardInterrupt
+
+    progress = Steps()
+    with torch.enable_grad():
+        with pytest.raises(KeyboardInterrupt):
+            validation_loss(
+                Recorder(torch.nn.Linear(1, 1), fail),
+                cache,
+                scheduler=SCHEDULER,
+                settings=LossSettings(autocast=torch.bfloat16),
+                progress=progress,
+            )
+        assert torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
+    assert progress.finished == 1
+
+
+# Autocast
+
+
+def test_autocast_is_that_of_the_settings_else_that_around(cache: LatentCache, unet: torch.nn.Module) -> None:
+    seen: list[tuple[bool, torch.dtype]] = []
+
+    def noting(sample: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
+        seen.append((torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")))
+        return sample
+
+    recorder = Recorder(torch.nn.Linear(1, 1), noting)
+    plain = validation_loss(recorder, cache, scheduler=SCHEDULER, settings=FEW)
+    given = validation_loss(recorder, cache, scheduler=SCHEDULER, settings=replace(FEW, autocast=torch.bfloat16))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        around = validation_loss(recorder, cache, scheduler=SCHEDULER, settings=FEW)
+        assert torch.is_autocast_enabled("cpu") and torch.is_autocast_cache_enabled()
+    num_calls = len(seen) // 3
+    assert [enabled for enabled, _ in seen] == [False] * num_calls + [True] * 2 * num_calls
+    assert {dtype for enabled, dtype in seen if enabled} == {torch.bfloat16}
+    assert [report.footing["autocast"] for report in (plain, given, around)] == [None, "bfloat16", "bfloat16"]
+    assert given == around
+    with pytest.raises(ConfigError, match="autocast is None in one and 'bfloat16' in the other"):
+        paired_difference(plain, given)
+
+
+def test_weights_that_changed_inside_a_surrounding_autocast_are_seen(cache: LatentCache) -> None:
+    """Autocast keeps its casts of weights: an EMA swap in place would go unseen, and be measured as training's."""
+    unet = tiny_unet(1).eval()
+    settings = replace(FEW, num_timesteps=1)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        sample = read_sample(cache, "a.png")
+        conditions = {"text_embeds": sample["pooled_prompt_embeds"], "time_ids": sample["add_time_ids"]}
+        unet(sample["latents"], torch.tensor([5]), sample["prompt_embeds"], added_cond_kwargs=conditions)
+        with torch.no_grad():
+            for parameter in unet.parameters():
+                parameter.mul_(1.5)
+        found = validation_loss(unet, cache, scheduler=SCHEDULER, settings=settings)
+    assert found == validation_loss(
+        unet, cache, scheduler=SCHEDULER, settings=replace(settings, autocast=torch.bfloat16)
+    )
+
+
+# Samples that cannot be read
+
+
+def damage(cache: LatentCache, sample_id: str, dataset: str = "photos") -> None:
+    """Flip one bit of the sample's stored moments."""
+    manifest = cache.manifests.read(dataset)
+    needle = cache.get(manifest.rows[sample_id].images[0].key).tensors["moments"].numpy().tobytes()
+    for pack in cache.path.glob("packs/*/*.safetensors"):
+        data = bytearray(pack.read_bytes())
+        at = data.find(needle[:64])
+        if at >= 0:
+            data[at] ^= 1
+            os.chmod(pack, 0o600)
+            pack.write_bytes(data)
+            return
+    raise AssertionError("no pack holds these bytes")
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_damaged_and_missing_samples_are_skipped_and_listed(
+    own_cache: Path, unet: torch.nn.Module, caplog: pytest.LogCaptureFixture, read_only: bool
+) -> None:
+    settings = LossSettings(num_timesteps=3, batch_size=2)
+    with LatentCache(own_cache) as cache:
+        whole = validation_loss(unet, cache, scheduler=SCHEDULER, settings=settings)
+        damage(cache, "c.png")
+        cache.store.remove([cache.manifest("others").rows["z.png"].captions[0].key])
+    progress = Steps()
+    with LatentCache(own_cache, read_only=read_only) as cache, caplog.at_level(logging.WARNING, "latentcache"):
+        found = validation_loss(unet, cache, scheduler=SCHEDULER, settings=settings, progress=progress)
+    assert [(skipped.dataset, skipped.sample_id) for skipped in found.skipped] == [
+        ("others", "z.png"),
+        ("photos", "c.png"),
+    ]
+    assert "has no entry" in found.skipped[0].reason and "is damaged" in found.skipped[1].reason
+    assert sum("goes on without a sample" in record.message for record in caplog.records) == 2
+    assert str(own_cache) in caplog.text or not read_only, "what to run names the cache"
+    expected = losses_of(whole)
+    del expected["photos", "c.png"], expected["others", "z.png"]
+    assert losses_of(found) == pytest.approx(expected, rel=BATCH_SIZE_TOLERANCE[torch.float32])
+    assert found.loss.num == 5 and {part.loss.num for part in found.by_timestep} == {5}
+    assert progress.stages == [("validation loss", 7 * 3)] and progress.done == 7 * 3
+    assert paired_difference(found, whole).num == 5, "a skipped sample does not change the footing"
+
+
+def test_a_dataset_of_which_nothing_is_left_is_nan(own_cache: Path, unet: torch.nn.Module) -> None:
+    with LatentCache(own_cache) as cache:
+        cache.store.remove([row.images[0].key for row in cache.manifest("others").rows.values()])
+        report = validation_loss(unet, cache, scheduler=SCHEDULER, settings=FEW)
+        assert report.by_sample["others"] == {} and report.loss.num == 5
+        assert report.to_json()["by_dataset"]["others"] == {"mean": None, "standard_error": None, "num": 0}
+        with pytest.raises(SampleError, match=r"'z\.png'.*has no entry") as raised:
+            validation_loss(unet, cache, scheduler=SCHEDULER, datasets=["others"], settings=FEW)
+        assert raised.value.sample_id == "z.png"
+
+
+def test_no_sample_at_all(own_cache: Path, unet: torch.nn.Module) -> None:
+    with LatentCache(own_cache) as cache:
+        cache.manifests.write(replace(cache.manifests.read("others"), rows={}))
+        with pytest.raises(StoreError, match="the manifests others hold no sample"):
+            validation_loss(unet, cache, scheduler=SCHEDULER, datasets=["others"], settings=FEW)
+
+
+# Wrong questions
+
+
+def test_datasets_are_named(own_cache: Path, cache: LatentCache, unet: torch.nn.Module) -> None:
+    def measure(datasets: list[str] | None, cache: LatentCache = cache) -> LossReport:
+        return validation_loss(unet, cache, scheduler=SCHEDULER, datasets=datasets, settings=FEW)
+
+    assert set(measure(["training", "training"]).by_sample) == {"training"}
+    with pytest.raises(StoreError, match=r"no manifest 'nonsense'; there are: .*photos"):
+        measure(["nonsense"])
+    with pytest.raises(StoreError, match="datasets is empty"):
+        measure([])
+    prompts = next(name for name in cache.manifests.names() if name.startswith("validation-prompts"))
+    with pytest.raises(StoreError, match="holds prompts, not images"):
+        measure([prompts])
+    with (
+        LatentCache(own_cache, manifest="training") as only,
+        pytest.raises(StoreError, match=r"no manifest has the role validation; there are: training \(train\)\. Set"),
+    ):
+        measure(None, only)
+    with LatentCache(own_cache, manifest="others") as only:
+        assert set(measure(None, only).by_sample) == {"others"}
+
+
+def test_a_unet_that_does_not_fit_is_named(cache: LatentCache) -> None:
+    recorder = Recorder(torch.nn.Linear(1, 1), lambda sample, timestep: sample[:, :1])
+    with pytest.raises(ModelError, match=r"predicts \[2, 1, 8, 12\] for latents \[2, 4, 8, 12\]"):
+        validation_loss(recorder, cache, scheduler=SCHEDULER, settings=FEW)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_timesteps": 0}, "num_timesteps is 0"),
+        ({"batch_size": 0}, "batch_size is 0"),
+        ({"snr_gamma": 0.0}, r"snr_gamma is 0\.0"),
+        ({"snr_gamma": math.inf}, "snr_gamma is inf"),
+        ({"autocast": torch.float32}, "autocast is torch.float32"),
+    ],
+)
+def test_settings_out_of_range(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LossSettings(**settings)
+
+
+def test_settings_come_from_the_config(cache: LatentCache, unet: torch.nn.Module) -> None:
+    config = ValidationConfig(num_timesteps=3, seed=5, snr_gamma=2.0, batch_size=6)
+    assert LossSettings.of(config, autocast=torch.float16) == LossSettings(3, 5, 2.0, 6, torch.float16)
+    assert LossSettings.of(ValidationConfig()) == LossSettings()
+    with pytest.raises(ConfigError, match="num_timesteps is 1001"):
+        validation_loss(unet, cache, scheduler=SCHEDULER, settings=LossSettings(num_timesteps=1001))
+
+
+# Two models
+
+
+def test_the_paired_difference_sees_what_two_means_do_not(cache: LatentCache, unet: torch.nn.Module) -> None:
+    better = copy.deepcopy(unet)
+    with torch.no_grad():
+        better.conv_out.weight.mul_(0.9)
+    one, other = (validation_loss(model, cache, scheduler=SCHEDULER, settings=FEW) for model in (unet, better))
+    difference = paired_difference(one, other)
+    values = [loss - losses_of(other)[key] for key, loss in losses_of(one).items()]
+    assert difference.num == 7 and difference.mean == pytest.approx(one.loss.mean - other.loss.mean, rel=1e-6)
+    assert difference.standard_error == pytest.approx(np.std(values, ddof=1) / np.sqrt(7), rel=1e-9)
+    assert difference.standard_error < 0.5 * one.loss.standard_error
+    assert paired_difference(one, one) == Estimate(0.0, 0.0, 7)
+
+
+def test_pairs_are_of_the_datasets_that_both_have(cache: LatentCache, unet: torch.nn.Module) -> None:
+    both = validation_loss(unet, cache, scheduler=SCHEDULER, settings=FEW)
+    alone = {
+        name: validation_loss(unet, cache, scheduler=SCHEDULER, datasets=[name], settings=FEW)
+        for name in ("photos", "others")
+    }
+    assert paired_difference(both, alone["photos"]).num == len(PHOTOS)
+    with pytest.raises(ConfigError, match="no sample was measured in both"):
+        paired_difference(alone["photos"], alone["others"])
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"seed": 1}, "seed is 0 in one and 1 in the other"),
+        ({"num_timesteps": 1}, "num_timesteps is 2 in one and 1 in the other"),
+        ({"snr_gamma": 5.0}, r"snr_gamma is None in one and 5\.0 in the other"),
+    ],
+)
+def test_other_footings_are_not_compared(
+    cache: LatentCache, unet: torch.nn.Module, change: dict[str, Any], named: str
+) -> None:
+    one, other = (
+        validation_loss(unet, cache, scheduler=SCHEDULER, datasets=["others"], settings=settings)
+        for settings in (FEW, replace(FEW, **change))
+    )
+    with pytest.raises(ConfigError, match=f"cannot be compared: {named}. Measure both"):
+        paired_difference(one, other)
+
+
+def test_a_dataset_that_changed_is_another_footing(own_cache: Path, cache: LatentCache, unet: torch.nn.Module) -> None:
+    one = validation_loss(unet, cache, scheduler=SCHEDULER, settings=FEW)
+    with LatentCache(own_cache) as changed:
+        manifest = changed.manifests.read("photos")
+        rows = dict(manifest.rows)
+        rows["a.png"] = replace(rows["a.png"], images=rows["c.png"].images)
+        changed.manifests.write(replace(manifest, rows=rows))
+        other = validation_loss(unet, changed, scheduler=SCHEDULER, settings=FEW)
+    with pytest.raises(ConfigError, match="compared: dataset photos has other samples, captions or encoders"):
+        paired_difference(one, other)
+
+
+# As JSON
+
+
+def test_a_report_goes_through_json_and_back(cache: LatentCache, unet: torch.nn.Module) -> None:
+    report = validation_loss(unet, cache, scheduler=SCHEDULER, settings=FEW)
+    document = json.loads(json.dumps(report.to_json(), allow_nan=False))
+    assert document == report.to_json() and LossReport.from_json(document) == report
+
+
+def test_a_loss_that_is_not_finite_is_nan_and_null(own_cache: Path) -> None:
+    def broken(sample: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(sample, torch.inf) if sample.shape[-1] == 12 else torch.zeros_like(sample)
+
+    with LatentCache(own_cache) as cache:
+        recorder = Recorder(torch.nn.Linear(1, 1), broken)
+        report = validation_loss(recorder, cache, scheduler=SCHEDULER, datasets=["photos"], settings=FEW)
+    assert math.isnan(report.loss.mean) and report.loss.standard_error is None and report.loss.num == 5
+    assert {key for key, loss in report.by_sample["photos"].items() if math.isnan(loss)} == {"a.png", "c.png", "e.png"}
+    document = json.loads(json.dumps(report.to_json(), allow_nan=False))
+    assert document["loss"] == {"mean": None, "standard_error": None, "num": 5}
+    assert document["by_sample"]["photos"]["a.png"] is None
+    again = LossReport.from_json(document)
+    assert again.to_json() == document and math.isnan(again.by_sample["photos"]["a.png"])
+    assert math.isnan(paired_difference(report, again).mean)

@@ -1,0 +1,208 @@
+"""The schedule of the training: what diffusers' own schedulers give, whatever sampler stands for it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from diffusers import (
+    DDIMScheduler,
+    DDPMScheduler,
+    DPMSolverMultistepScheduler,
+    EDMEulerScheduler,
+    EulerDiscreteScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    UniPCMultistepScheduler,
+)
+from diffusers.training_utils import compute_snr
+from hypothesis import given
+from hypothesis import strategies as st
+
+from latentcache.errors import ConfigError
+from latentcache.validation.noise_schedule import OFFSET_BITS, NoiseSchedule, index_in, strata
+
+SDXL = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
+INDEX = torch.tensor([0, 1, 499, 998, 999])
+TRAINED_BETAS = torch.linspace(0.001, 0.02, 50).tolist()
+
+
+def randn(seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(5, 4, 3, 2, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+LATENTS, NOISE = randn(0), randn(1)
+
+
+@pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction", "sample"])
+@pytest.mark.parametrize("zero_snr", [False, True], ids=["plain", "zero-terminal-snr"])
+@pytest.mark.parametrize("sampler", [EulerDiscreteScheduler, DDIMScheduler, DDPMScheduler])
+def test_betas_are_those_of_ddpm_whatever_the_sampler(sampler: Any, zero_snr: bool, prediction_type: str) -> None:
+    settings = {**SDXL, "prediction_type": prediction_type, "rescale_betas_zero_snr": zero_snr}
+    schedule, ddpm = NoiseSchedule.of(sampler(**settings)), DDPMScheduler(**settings)
+    assert schedule.num_train_timesteps == 1000 and schedule.prediction_type == prediction_type
+    assert schedule.timestep(INDEX).equal(INDEX)
+    assert schedule.noised(LATENTS, NOISE, INDEX).equal(ddpm.add_noise(LATENTS, NOISE, INDEX))
+    target = {"epsilon": NOISE, "v_prediction": ddpm.get_velocity(LATENTS, NOISE, INDEX), "sample": LATENTS}
+    assert schedule.target(LATENTS, NOISE, INDEX).equal(target[prediction_type])
+
+
+@pytest.mark.parametrize("shift", [1.0, 3.0])
+def test_flow_is_that_of_diffusers(shift: float) -> None:
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=shift)
+    schedule = NoiseSchedule.of(scheduler)
+    timesteps = schedule.timestep(INDEX)
+    assert timesteps.equal(scheduler.timesteps.flip(0)[INDEX]) and timesteps.dtype == torch.float32
+    assert timesteps[-1] == 1000
+    expected = scheduler.scale_noise(LATENTS, timesteps, NOISE)
+    torch.testing.assert_close(schedule.noised(LATENTS, NOISE, INDEX), expected, rtol=0, atol=1e-6)
+    assert schedule.target(LATENTS, NOISE, INDEX).equal(NOISE - LATENTS)
+    assert schedule.noised(LATENTS, NOISE, INDEX)[-1].equal(NOISE[-1]), "the last index is noise alone"
+
+
+@pytest.mark.parametrize("solver", [DPMSolverMultistepScheduler, UniPCMultistepScheduler])
+def test_a_solver_that_samples_flow_stands_for_flow_training(solver: Any) -> None:
+    found = NoiseSchedule.of(solver(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0))
+    expected = NoiseSchedule.of(FlowMatchEulerDiscreteScheduler(shift=3.0))
+    assert found.digest == expected.digest and found.noise_scale.equal(expected.noise_scale)
+
+
+def test_a_subclass_of_a_flow_scheduler_is_flow_and_dynamic_shifting_is_of_the_sampling() -> None:
+    class Mine(FlowMatchEulerDiscreteScheduler):
+        pass
+
+    plain = NoiseSchedule.of(FlowMatchEulerDiscreteScheduler())
+    assert NoiseSchedule.of(Mine()).digest == plain.digest
+    assert (
+        NoiseSchedule.of(FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True)).digest == plain.digest
+    )
+
+
+def test_a_scheduler_config_file_is_enough() -> None:
+    for scheduler in (EulerDiscreteScheduler(**SDXL), FlowMatchEulerDiscreteScheduler(shift=2.0)):
+        config = {**scheduler.config, "_class_name": type(scheduler).__name__}
+        assert NoiseSchedule.of(config).digest == NoiseSchedule.of(scheduler).digest
+    old = {"_class_name": "PNDMScheduler", "num_train_timesteps": 1000, **SDXL}
+    assert NoiseSchedule.of(old).prediction_type == "epsilon", "diffusers' default: old files do not name it"
+
+
+@pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction", "sample"])
+@pytest.mark.parametrize("gamma", [1.0, 5.0])
+def test_min_snr_weights_are_those_of_diffusers_scripts(prediction_type: str, gamma: float) -> None:
+    ddpm = DDPMScheduler(**SDXL, prediction_type=prediction_type)
+    schedule, index = NoiseSchedule.of(ddpm), torch.arange(1000)
+    snr = compute_snr(ddpm, index)
+    torch.testing.assert_close(schedule.snr(index).float(), snr, rtol=1e-6, atol=0)
+    # As in examples/text_to_image/train_text_to_image_sdxl.py.
+    weights = torch.stack([snr, gamma * torch.ones_like(snr)], dim=1).min(dim=1)[0]
+    if prediction_type == "epsilon":
+        weights = weights / snr
+    elif prediction_type == "v_prediction":
+        weights = weights / (snr + 1)
+    torch.testing.assert_close(schedule.min_snr_weight(index, gamma).float(), weights, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(("prediction_type", "limit"), [("epsilon", 1.0), ("v_prediction", 0.0), ("sample", 0.0)])
+def test_zero_terminal_snr_divides_by_nothing(prediction_type: str, limit: float) -> None:
+    schedule = NoiseSchedule.of(DDPMScheduler(**SDXL, rescale_betas_zero_snr=True, prediction_type=prediction_type))
+    last = torch.tensor([999])
+    assert schedule.snr(last).item() == 0 and schedule.min_snr_weight(last, 5.0).item() == limit
+    assert schedule.noised(LATENTS[:1], NOISE[:1], last).equal(NOISE[:1])
+
+
+@pytest.mark.parametrize(("prediction_type", "limit"), [("epsilon", 0.0), ("v_prediction", 0.0), ("sample", 5.0)])
+def test_a_first_step_without_noise_divides_by_nothing(prediction_type: str, limit: float) -> None:
+    schedule = NoiseSchedule.of(DDPMScheduler(trained_betas=[0.0, 0.5], prediction_type=prediction_type))
+    assert schedule.num_train_timesteps == 2
+    assert schedule.min_snr_weight(torch.tensor([0]), 5.0).item() == limit
+
+
+def test_flow_has_no_min_snr() -> None:
+    with pytest.raises(ConfigError, match=r"min-SNR is defined for schedules with betas.*snr_gamma to null"):
+        NoiseSchedule.of(FlowMatchEulerDiscreteScheduler()).min_snr_weight(INDEX, 5.0)
+
+
+@pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction", "sample", "flow_prediction"])
+def test_noising_is_float32_whatever_comes_in(prediction_type: str) -> None:
+    schedule = NoiseSchedule.of({**SDXL, "prediction_type": prediction_type})
+    latents, noise = randn(0, torch.bfloat16), randn(1, torch.bfloat16)
+    for method in (schedule.noised, schedule.target):
+        assert method(latents, noise, INDEX).dtype == torch.float32
+        assert method(latents, noise, INDEX).equal(method(latents.float(), noise.float(), INDEX))
+
+
+@pytest.mark.parametrize("scheduler", [DDPMScheduler(**SDXL), FlowMatchEulerDiscreteScheduler(shift=3.0)])
+def test_the_scheduler_given_is_not_touched(scheduler: Any) -> None:
+    scheduler.set_timesteps(7)
+    before = copy.deepcopy(vars(scheduler))
+    config = dict(scheduler.config)
+    schedule = NoiseSchedule.of(scheduler)
+    schedule.noised(LATENTS, NOISE, INDEX), schedule.target(LATENTS, NOISE, INDEX)
+    assert schedule.num_train_timesteps == 1000, "the seven steps of a sampling are not the training's"
+    assert dict(scheduler.config) == config and vars(scheduler).keys() == before.keys()
+    for name, value in before.items():
+        now = getattr(scheduler, name) if name != "_internal_dict" else scheduler.config
+        assert now.equal(value) if isinstance(value, torch.Tensor) else now == value, name
+
+
+def test_the_digest_stands_for_what_counts_and_nothing_else() -> None:
+    base: dict[str, Any] = {**SDXL, "prediction_type": "epsilon", "num_train_timesteps": 1000}
+    digest = NoiseSchedule.of(base).digest
+    assert (
+        NoiseSchedule.of(EulerDiscreteScheduler(**base, timestep_spacing="trailing", steps_offset=1)).digest == digest
+    )
+    assert NoiseSchedule.of(DDPMScheduler(**base, clip_sample=False)).digest == digest
+    changes: list[dict[str, Any]] = [
+        {"beta_start": 0.001},
+        {"beta_end": 0.02},
+        {"beta_schedule": "linear"},
+        {"trained_betas": TRAINED_BETAS},
+        {"trained_betas": TRAINED_BETAS[:-1]},
+        {"prediction_type": "v_prediction"},
+        {"rescale_betas_zero_snr": True},
+        {"num_train_timesteps": 500},
+        {"prediction_type": "flow_prediction"},
+        {"prediction_type": "flow_prediction", "flow_shift": 2.0},
+        {"prediction_type": "flow_prediction", "num_train_timesteps": 500},
+    ]
+    digests = [NoiseSchedule.of({**base, **change}).digest for change in changes]
+    assert len({digest, *digests}) == len(changes) + 1
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "message"),
+    [
+        ({**SDXL, "prediction_type": "x0"}, "prediction_type is 'x0', but one of epsilon, v_prediction, sample, flow_"),
+        (EDMEulerScheduler(), "EDMEulerScheduler: its config has no beta_schedule, beta_start, beta_end"),
+        (FlowMatchEulerDiscreteScheduler().config, "has no beta_schedule.*with its _class_name"),
+        ({**SDXL, "beta_schedule": "steep"}, "its config cannot be used: steep is not implemented"),
+        ({**SDXL, "beta_end": "high"}, "its config cannot be used: could not convert"),
+        ({**SDXL, "trained_betas": [0.1, 1.5, 0.1]}, r"its betas leave \[0, 1\]"),
+        (FlowMatchEulerDiscreteScheduler(invert_sigmas=True), "invert_sigmas is true"),
+        (torch.nn.Linear(1, 1), "scheduler is Linear, but a diffusers scheduler"),
+        (None, "scheduler is NoneType"),
+    ],
+)
+def test_a_scheduler_that_no_training_has_is_refused(scheduler: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        NoiseSchedule.of(scheduler)
+
+
+@given(data=st.data(), num_train_timesteps=st.integers(1, 2000))
+def test_each_stratum_has_one_timestep_in_range(data: st.DataObject, num_train_timesteps: int) -> None:
+    num_timesteps = data.draw(st.integers(1, num_train_timesteps))
+    offset = data.draw(st.integers(0, (1 << OFFSET_BITS) - 1))
+    parts = strata(num_train_timesteps, num_timesteps)
+    assert [index for part in parts for index in part] == list(range(num_train_timesteps))
+    assert len(parts) == num_timesteps and max(map(len, parts)) - min(map(len, parts)) <= 1
+    for part in parts:
+        assert index_in(part, offset) in part
+        assert index_in(part, 0) == part[0] and index_in(part, (1 << OFFSET_BITS) - 1) == part[-1]
+
+
+@pytest.mark.parametrize("num_timesteps", [0, 11])
+def test_more_strata_than_timesteps_are_refused(num_timesteps: int) -> None:
+    with pytest.raises(ConfigError, match=f"num_timesteps is {num_timesteps}; the schedule has 10 timesteps") as raised:
+        strata(10, num_timesteps)
+    assert raised.value.key == "validation.num_timesteps"
