@@ -34,6 +34,7 @@ from latentcache.precache.planner import Stopped, make_plan
 from latentcache.precache.progress import NoProgress, Progress
 from latentcache.precache.report import Report
 from latentcache.precache.shard import Shard
+from latentcache.precache.texts import placed_texts, text_entries
 from latentcache.precache.window import windowed
 from latentcache.precache.workspace import Workspace, open_workspace
 from latentcache.provenance import Provenance
@@ -172,9 +173,7 @@ class _Run:
             return
         placement = self._encodings.text_encoders
         with self._stage("load"), ExitStack() as stack:
-            parts = self.models.text(placement.dtype)
-            stack.enter_context(placed(parts.text_encoder, placement.device))
-            stack.enter_context(placed(parts.text_encoder_2, placement.device))
+            parts = stack.enter_context(placed_texts(self.models, placement))
             undo = stack.pop_all()
         with undo:
             self.progress.start("encode captions", sum(map(len, batches)))
@@ -205,26 +204,11 @@ class _Run:
         self.models.release("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")  # room for the VAE
 
     def _keep_texts(self, tasks: Sequence[TextTask], outputs: dict[str, torch.Tensor], lengths: Sequence[int]) -> None:
-        dtype = DTYPES[self._encodings.text.store_dtype]
-        tensors = {name: tensor.to(dtype) for name, tensor in outputs.items()}
-        faults = list(zip(*(problems(tensor) for tensor in tensors.values()), strict=True))
-        tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
-        for number, task in enumerate(tasks):
-            fault = next((fault for fault in faults[number] if fault), None)
-            if fault is not None:
-                detail = f"the text encoders gave {fault} for caption {task.caption!r}"
-                self._faults.add(task.key, Fault("bad-output", detail))
-                continue
-            provenance = Provenance(
-                sample_id=task.sample_id,
-                source_path=task.path,
-                models={part: self.models.origin(part) for part in ("text_encoder", "text_encoder_2")},
-                device=str(self._encodings.text_encoders.device),
-                computed_dtype=self._encodings.text.compute_dtype,
-                num_tokens=lengths[number],
-            )
-            record = Record(task.key, "text", task.identity.to_json(), provenance.to_json())
-            self._writer.add(Entry(record, {name: tensor[number] for name, tensor in tensors.items()}))
+        for task, made in text_entries(tasks, outputs, lengths, self._encodings, self.models):
+            if isinstance(made, Fault):
+                self._faults.add(task.key, made)
+            else:
+                self._writer.add(made)
 
     # Images
 
