@@ -11,46 +11,21 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from cyclopts import App, CycloptsError, Parameter
-from pydantic import BaseModel, ConfigDict, Field, create_model
+from cyclopts import App, CycloptsError
+from pydantic import BaseModel
 
 import latentcache
-from latentcache.config import Config, is_list, is_scalar, load_config, section_of, settings_from_environment
+from latentcache.config import load_config, settings_from_environment
+from latentcache.console import DONE, DONE_WITH_FAULTS, fail, finish, print_result
 from latentcache.errors import ConfigError, LatentCacheError, StoreError
+from latentcache.flags import AsJson, CachePath, NamedConfig, Settings, Switch, Target
 
 logger = logging.getLogger("latentcache")
-
-DONE, DONE_WITH_FAULTS, COULD_NOT_RUN = 0, 1, 2
-
-
-def _flags(section: type[BaseModel]) -> type[BaseModel]:
-    """A model whose fields are the section's scalar settings, all optional: cyclopts makes a flag of each.
-
-    Flags are read as text: the schema itself checks and converts them, in one place for file, variable and flag.
-    """
-    fields: dict[str, Any] = {}
-    for name, field in section.model_fields.items():
-        child = section_of(field.annotation)
-        if child is not None and is_list(field.annotation):
-            fields[name] = (dict[str, _flags(child)] | None, None)  # type: ignore[misc]
-        elif child is not None:
-            fields[name] = (_flags(child) | None, None)
-        elif is_scalar(field.annotation):
-            fields[name] = (str | None, Field(None, description=field.description))
-    return create_model(f"{section.__name__}Flags", __config__=ConfigDict(extra="forbid"), **fields)
-
-
-Settings = Annotated[_flags(Config) | None, Parameter(name="*", group="Settings")]  # type: ignore[valid-type]
-CachePath = Annotated[Path | None, Parameter(name="--cache.path", help="The cache's directory.")]
-Target = Annotated[Path | None, Parameter(help="The cache's directory, or a config.")]
-NamedConfig = Annotated[Path | None, Parameter(help="A config that names the cache.")]
-Switch = Annotated[bool, Parameter(negative="")]
-AsJson = Annotated[bool, Parameter(name="--json", negative="", help="One JSON document on stdout.")]
 
 app = App(
     name="latentcache",
@@ -95,10 +70,61 @@ def precache(
         report = run_precache(
             loaded, dry_run=dry_run, verify_sources=verify_sources, progress=default_progress(), stop=stop
         )
-    _print(report.to_json(), report.to_text, as_json)
+    print_result(report.to_json(), report.to_text, as_json)
     if report.interrupted and caught:
         return 128 + caught[0]
     return DONE_WITH_FAULTS if report.num_refused else DONE
+
+
+@app.command
+def validate(
+    config: Path,
+    /,
+    *,
+    unet: str | None = None,
+    lora: str | None = None,
+    lora_scale: float = 1.0,
+    dtype: str = "auto",
+    step: int = 0,
+    against: Path | None = None,
+    as_json: AsJson = False,
+    settings: Settings = None,
+) -> int:
+    """Measure the validation loss of a checkpoint and sample images, from what is cached: no text encoder is loaded.
+
+    Parameters
+    ----------
+    config
+        The config that the cache was made with; its datasets with the role validation are measured.
+    unet
+        The UNet: a diffusers folder, a UNet's own folder, a .safetensors checkpoint, a checkpoint folder of
+        train_lora_sdxl.py, or a hub id. Default: the model's own.
+    lora
+        LoRA weights on top of it: the file or folder that diffusers or kohya wrote.
+    lora_scale
+        The strength of the LoRA.
+    dtype
+        Of the UNet: float32, float16, bfloat16, or auto: float16 on an accelerator, float32 on a CPU.
+    step
+        The number under which the results are kept: validation.path/<step>/.
+    against
+        The metrics.json of another checkpoint: also tell the difference of the losses, sample by sample.
+    """
+    from latentcache.precache.progress import default_progress
+    from latentcache.validation.inference import validate_checkpoint
+
+    found = validate_checkpoint(
+        load_config(config, overrides=_given(settings)),
+        unet=unet,
+        lora=lora,
+        lora_scale=lora_scale,
+        dtype=dtype,
+        step=step,
+        against=against,
+        progress=default_progress(),
+    )
+    print_result(found.to_json(), found.to_text, as_json)
+    return DONE_WITH_FAULTS if found.report.loss is not None and found.report.loss.skipped else DONE
 
 
 @app.command
@@ -114,7 +140,7 @@ def status(
     from latentcache.retrieve.inspection import status as describe
 
     found = describe(_cache_of(target, config, cache_path))
-    _print(found.to_json(), found.to_text, as_json)
+    print_result(found.to_json(), found.to_text, as_json)
     return DONE_WITH_FAULTS if found.num_damaged or found.num_lost or found.num_refused else DONE
 
 
@@ -132,7 +158,7 @@ def explain(sample: str, /, config: Path, *, as_json: AsJson = False, settings: 
     from latentcache.precache.explain import explain as explain_sample
 
     found = explain_sample(load_config(config, overrides=_given(settings)), sample)
-    _print(found.to_json(), found.to_text, as_json)
+    print_result(found.to_json(), found.to_text, as_json)
     return DONE_WITH_FAULTS if found.is_refused else DONE
 
 
@@ -156,7 +182,7 @@ def show(
     from latentcache.retrieve.inspection import show as describe
 
     found = describe(_cache_of(target, config, cache_path), key_or_sample)
-    _print(found, lambda: json.dumps(found, indent=2, ensure_ascii=False), as_json)
+    print_result(found, lambda: json.dumps(found, indent=2, ensure_ascii=False), as_json)
     return DONE
 
 
@@ -193,7 +219,7 @@ def verify(
     with DiskStore(path, read_only=not os.access(path, os.W_OK), create=False) as store:
         report = verify_store(store, subset=_subset(subset), progress=advance)
     progress.finish()
-    return _finish(report, as_json)
+    return finish(report, as_json)
 
 
 @app.command
@@ -208,7 +234,7 @@ def rebuild(
     """Make the index anew from the packs."""
     from latentcache.store.upkeep import rebuild as rebuild_store
 
-    return _finish(rebuild_store(_cache_of(target, config, cache_path)), as_json)
+    return finish(rebuild_store(_cache_of(target, config, cache_path)), as_json)
 
 
 @app.command
@@ -249,7 +275,7 @@ def prune(
             )
         return {key for name in manifests.names() if (manifest := manifests.read(name)) for key in manifest.keys()}
 
-    return _finish(prune_store(path, keep, dry_run=dry_run), as_json)
+    return finish(prune_store(path, keep, dry_run=dry_run), as_json)
 
 
 @app.command
@@ -271,7 +297,7 @@ def compact(
     """
     from latentcache.store.upkeep import compact as compact_store
 
-    return _finish(compact_store(_cache_of(target, config, cache_path), dry_run=dry_run), as_json)
+    return finish(compact_store(_cache_of(target, config, cache_path), dry_run=dry_run), as_json)
 
 
 @app.command
@@ -297,7 +323,7 @@ def doctor(
     from latentcache.validation.doctor import diagnose
 
     diagnosis = diagnose(device=device, cache_path=_known_cache(cache_path), deepspeed=deepspeed, training=training)
-    _print(diagnosis.to_json(), diagnosis.to_text, as_json)
+    print_result(diagnosis.to_json(), diagnosis.to_text, as_json)
     return DONE if diagnosis.ok else DONE_WITH_FAULTS
 
 
@@ -337,29 +363,6 @@ def _subset(text: str | None) -> tuple[int, int] | None:
     return int(part), int(total)
 
 
-def _finish(report: Any, as_json: bool) -> int:
-    """Print an upkeep report; damage makes the exit code 1."""
-    document = report.to_json()
-    _print(document, lambda: "\n".join(_lines(document)), as_json)
-    faults = ("damaged", "known_damaged", "unreadable")
-    return DONE_WITH_FAULTS if any(document.get(name) for name in faults) else DONE
-
-
-def _lines(document: dict[str, Any]) -> Iterator[str]:
-    for name, value in document.items():
-        if isinstance(value, dict):
-            value = [f"{key}: {reason}" for key, reason in value.items()]
-        if isinstance(value, list):
-            yield f"{name:<12} {len(value)}"
-            yield from (f"             {item}" for item in value)
-        else:
-            yield f"{name:<12} {value:,}" if type(value) is int else f"{name:<12} {value}"
-
-
-def _print(document: Any, text: Callable[[], str], as_json: bool) -> None:
-    print(json.dumps(document, ensure_ascii=True) if as_json else text())
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -377,7 +380,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return result if isinstance(result, int) else DONE
     except (LatentCacheError, CycloptsError) as error:
         print(f"latentcache: {error}", file=sys.stderr)
-        return _fail(error, as_json)
+        return fail(error, as_json)
     except KeyboardInterrupt:
         print("latentcache: interrupted; sealed entries are safe", file=sys.stderr)
         return 128 + signal.SIGINT
@@ -388,13 +391,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         # A fault of ours: not swallowed, but a script must not take Python's exit code 1 for "done, with refusals".
         logger.exception("this should not happen; please report it")
-        return _fail(error, as_json)
-
-
-def _fail(error: BaseException, as_json: bool) -> int:
-    if as_json:
-        print(json.dumps({"error": str(error), "type": type(error).__name__}))
-    return COULD_NOT_RUN
+        return fail(error, as_json)
 
 
 if __name__ == "__main__":

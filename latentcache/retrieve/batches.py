@@ -130,6 +130,15 @@ class LatentCache:
             raise StoreError(f"manifest {manifest.name} holds prompts, not images: use LatentCache.prompt")
         return Scaling(encoding["scaling_factor"], encoding["shift_factor"])
 
+    def text_widths(self) -> tuple[int, int] | None:
+        """D and P of the first caption that is cached; None where there is none."""
+        rows = (row for name in self.dataset_names() for row in self.manifest(name).rows.values())
+        key = next((caption.key for row in rows for caption in row.captions), None)
+        if key is None or not self.store.find([key]):
+            return None
+        shapes = [self.store.describe(key)[name][1] for name in TEXT_FIELDS]
+        return shapes[0][-1], shapes[1][-1]
+
     # Tensors
 
     def get(self, key: str, *, device: Asker = "cpu", dtype: torch.dtype | None = None) -> Entry:

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from latentcache.errors import StoreError, UnsafeStoreError
+from latentcache.errors import ConfigError, StoreError, UnsafeStoreError
 from latentcache.files import open_regular
 from latentcache.validation.document import plain
 from latentcache.validation.loss import Estimate, LossReport, TimestepBin
@@ -41,6 +41,30 @@ class MeasuredStep:
     @classmethod
     def of(cls, step: int, loss: LossReport) -> MeasuredStep:
         return cls(step, loss.loss, loss.by_timestep, plain(loss.footing))
+
+
+@dataclass(frozen=True, slots=True)
+class SampleLosses:
+    """The loss of each sample, by dataset, that a metrics.json holds: what `paired_difference` compares."""
+
+    footing: Mapping[str, Any]
+    by_sample: Mapping[str, Mapping[str, float]]
+
+
+def read_losses(path: Path) -> SampleLosses:
+    """The samples' losses in this metrics.json. ConfigError if it cannot be read, or no loss was measured."""
+    try:
+        metrics = _Losses.model_validate(json.loads(path.read_bytes()))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"is no metrics.json of a validation with a loss ({_cause(error)}); name one in validation.path/<step>/",
+            source=str(path),
+        ) from error
+    by_sample = {
+        name: {sample_id: math.nan if loss is None else loss for sample_id, loss in losses.items()}
+        for name, losses in metrics.loss_by_sample.items()
+    }
+    return SampleLosses(metrics.footing, by_sample)
 
 
 def read_history(folder: Path) -> tuple[MeasuredStep, ...]:
@@ -106,6 +130,14 @@ class _Metrics(BaseModel):
     loss_by_timestep: list[_Bin]
     num_samples: _Count
     footing: dict[str, Any] | None
+
+
+class _Losses(BaseModel):
+    """What a comparison needs of metrics.json."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+    footing: dict[str, Any]
+    loss_by_sample: dict[str, dict[str, float | None]]
 
 
 def _read(path: Path) -> MeasuredStep | None:

@@ -5,12 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from latentcache.errors import ConfigError
 
 
-def paired_difference(report: LossReport, other: LossReport) -> Estimate:
+class Losses(Protocol):
+    """What can be compared: a LossReport, or what was read from a metrics.json."""
+
+    @property
+    def footing(self) -> Mapping[str, Any]: ...
+
+    @property
+    def by_sample(self) -> Mapping[str, Mapping[str, float]]: ...
+
+
+def paired_difference(report: Losses, other: Losses) -> Estimate:
     """The mean of `report` minus `other`, sample by sample, over the samples that both have.
 
     Its standard error is that of the differences: far smaller than that of either mean, because what makes a sample

@@ -103,6 +103,11 @@ class Phases:
             if any(tensor.device == self.device for _, tensor in named_weights(module))
         )
 
+    def not_moved(self) -> dict[str, str]:
+        """The parts that phases leave where they are, with the reason."""
+        reasons = {name: self.why_not_moved(name) for name in self._modules}
+        return {name: reason for name, reason in reasons.items() if reason is not None}
+
     def why_not_moved(self, name: str) -> str | None:
         """Why phases leave a part where it is, or None if they move it."""
         if name in self._immovable:

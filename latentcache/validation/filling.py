@@ -1,0 +1,91 @@
+"""A cold cache, filled in the middle of training: with the encoders that the caller has in memory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from latentcache.config import Config, DatasetConfig
+from latentcache.encoders.models import PARTS, LoadedModels
+from latentcache.errors import StoreError
+from latentcache.precache.prompts import cache_prompts
+from latentcache.precache.report import Report
+from latentcache.precache.run import run_precache
+from latentcache.precache.workspace import Workspace, open_workspace
+from latentcache.retrieve.batches import LatentCache
+from latentcache.validation.phases import Phase, Phases
+from latentcache.validation.prompts import Pair
+
+logger = logging.getLogger("latentcache")
+
+FILL = Phase(on_device=())
+"""While a cache is filled every part is parked: the encoders come one after the other, and need the room."""
+
+
+class Filling:
+    """Encodes what validation needs and the cache does not hold. `parts` may lack encoders: then it says so."""
+
+    def __init__(self, parts: Mapping[str, Any], cache: LatentCache, config: Config, phases: Phases):
+        self._parts, self._cache, self._phases = parts, cache, phases
+        encode = config.encode.model_copy(update={"device": str(phases.device)})
+        self._config = config.model_copy(update={"encode": encode})
+        self.num_filled = 0
+
+    @property
+    def missing_parts(self) -> list[str]:
+        """The parts that encoding needs and that were not given."""
+        return [name for name in PARTS if self._parts.get(name) is None]
+
+    def fill_datasets(self) -> list[str]:
+        """Encode the validation sets of which the cache lacks anything; gives what is to be noted of it.
+
+        The manifests decide: a file that changed since they were written is not looked for, that is precache's work.
+        StoreError, with the command to run, where something is missing and the encoders were not given.
+        """
+        cold = [dataset for dataset in self._config.datasets if dataset.role == "validation" and self._is_cold(dataset)]
+        if not cold:
+            return []
+        names = ", ".join(dataset.name for dataset in cold)
+        if self.missing_parts:
+            raise StoreError(
+                f"{self._cache.path or 'cpu store'}: the validation set {names} is not cached, and "
+                f"{', '.join(self.missing_parts)} was not given to encode it: run `latentcache precache CONFIG`"
+            )
+        logger.info("validation set %s is not cached: encoding it", names)
+        with self._filling() as (workspace, models):
+            config = self._config.model_copy(update={"datasets": tuple(cold)})
+            report: Report = run_precache(config, models=models, workspace=workspace)
+        self.num_filled += report.num_encoded
+        return [f"{names}: {report.num_refused} refused"] if report.num_refused else []
+
+    def fill_prompts(self, pairs: Sequence[Pair]) -> None:
+        """Encode these prompts, pairs of a text and whether it is a negative one. For `prompt_embeddings(encode=)`."""
+        logger.info("%d prompts are not cached: encoding them", len(pairs))
+        with self._filling() as (workspace, models):
+            self.num_filled += cache_prompts(self._config, workspace, models, pairs, device=self._phases.device)
+
+    def _is_cold(self, dataset: DatasetConfig) -> bool:
+        if dataset.name not in self._cache.manifests.names():
+            return True
+        keys = self._cache.manifest(dataset.name).keys()
+        return len(self._cache.store.find(keys)) < len(keys)
+
+    @contextmanager
+    def _filling(self) -> Iterator[tuple[Workspace, LoadedModels]]:
+        """A place to write to and the encoders, with everything parked. Then the placement is declared again."""
+        models = LoadedModels(**{name: self._unwrapped(name) for name in PARTS})
+        cache, phases = self._cache, self._phases
+        with phases.enter(FILL):
+            if cache.path is None:
+                yield Workspace(cache.store, cache.manifests), models
+            else:
+                path = cache.path
+                with open_workspace(self._config.cache.model_copy(update={"path": path, "store": "disk"})) as workspace:
+                    yield workspace, models
+        cache.refresh()
+        phases.place()
+
+    def _unwrapped(self, name: str) -> Any:
+        return self._phases.module(name) if self._phases.has(name) else self._parts.get(name)

@@ -1,0 +1,100 @@
+"""Validation of a checkpoint on its own, without a trainer: what `latentcache validate` does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from latentcache.config import Config
+from latentcache.devices.placement import device_named
+from latentcache.encoders.lora import load_lora
+from latentcache.encoders.models import ModelLoader
+from latentcache.encoders.unet import load_scheduler, load_unet
+from latentcache.encoders.vae import DTYPES, vae_dtype
+from latentcache.errors import ConfigError
+from latentcache.precache.progress import Progress
+from latentcache.retrieve.batches import LatentCache
+from latentcache.validation.history import read_losses
+from latentcache.validation.loss_report import Estimate, paired_difference
+from latentcache.validation.phases import Phases
+from latentcache.validation.report import ValidationReport
+from latentcache.validation.results import Paths
+from latentcache.validation.runner import ValidationRunner
+
+
+def validate_checkpoint(
+    config: Config,
+    *,
+    unet: str | None = None,
+    lora: str | None = None,
+    lora_scale: float = 1.0,
+    dtype: str = "auto",
+    step: int = 0,
+    against: Path | None = None,
+    progress: Progress | None = None,
+) -> CheckpointValidation:
+    """Validate a UNet on what the config's cache holds, and write the results.
+
+    `unet` is anything that `encoders.unet.load_unet` reads, by default the model's own; `lora` a LoRA on top of it. The
+    device is `encode.device`, `dtype` that of the UNet: `auto` is float16 on an accelerator, float32 on the CPU. No
+    text encoder is loaded. `against` is the metrics.json of another checkpoint, to tell the difference of the losses.
+    Raises ConfigError, ModelError, DeviceError, and StoreError for what is not cached.
+    """
+    other = None if against is None else read_losses(against)
+    if config.cache.store == "cpu":
+        raise ConfigError("cache.store is cpu: such a cache ends with its process; set it to disk", key="cache.store")
+    device = device_named(config.encode.device)
+    # Opened first: where nothing is cached, no model has to be loaded to say so.
+    with LatentCache(config.cache.path) as cache:
+        model = config.model
+        parts: dict[str, Any] = {
+            "unet": load_unet(unet, dtype=_dtype(dtype, device), model=model),
+            "scheduler": load_scheduler(unet, model=model),
+        }
+        if lora is not None:
+            load_lora(parts["unet"], lora, scale=lora_scale)
+            parts["unet"].requires_grad_(False)
+        if config.validation.prompts:
+            loader = ModelLoader(model.path, vae=model.vae, config=model.config, variant=model.variant)
+            parts["vae"] = loader.vae(vae_dtype(config.encode.vae_dtype, loader.vae_config(), device)[0])
+        phases = Phases(parts, device=device)
+        runner = ValidationRunner(parts, cache, config, phases=phases, progress=progress)
+        report = runner.run(step)
+        assert report is not None and runner.paths is not None, "one process has no other ranks"
+    difference = None if other is None or report.loss is None else paired_difference(report.loss, other)
+    return CheckpointValidation(report, runner.paths, str(against) if against else None, difference)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointValidation:
+    """A report and its files; with the mean difference of the losses to those in `against`, sample by sample."""
+
+    report: ValidationReport
+    paths: Paths
+    against: str | None = None
+    difference: Estimate | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The report's document, its images with paths that open."""
+        compared = None if self.difference is None else {"against": self.against, **self.difference.to_json()}
+        return self.report.to_json(self.paths.folder) | {"difference": compared}
+
+    def to_text(self) -> str:
+        """The report for people."""
+        lines = [self.report.to_text()]
+        if self.difference is not None:
+            lines.append(
+                f"against   {self.against}: {self.difference.mean:+.6g} ± {self.difference.standard_error or 0:.2g}"
+            )
+        return "\n".join((*lines, f"results   {self.paths.folder}"))
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.float16
+    if name not in DTYPES:
+        raise ConfigError(f"--dtype is {name!r}, but one of auto, {', '.join(DTYPES)} is needed")
+    return DTYPES[name]

@@ -1,0 +1,180 @@
+"""Validation in the middle of training: the loss, sample images, results on disk; and training as it was."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from latentcache.config import Config
+from latentcache.encoders.identity import check_frozen
+from latentcache.encoders.unet import check_conditioning
+from latentcache.errors import ConfigError
+from latentcache.precache.progress import Progress
+from latentcache.retrieve.batches import LatentCache
+from latentcache.validation.filling import Filling
+from latentcache.validation.loss import LossReport, LossSettings, validation_loss
+from latentcache.validation.phases import Phases
+from latentcache.validation.prompts import PromptEmbeddings, prompt_embeddings
+from latentcache.validation.report import ValidationReport
+from latentcache.validation.results import Paths, publish
+from latentcache.validation.samples import SampleImage, SampleSettings, decode_samples, denoise
+from latentcache.validation.trackers import recognise
+
+
+class ValidationRunner:
+    """Measures the validation loss and samples images, from what is cached, and gives training back as it was.
+
+    `parts` are those of the training: `unet`, and `scheduler`, whose config is read; `vae` for images; `optimizer`,
+    `scaler` and `ema` where there are, so that they are looked after; `text_encoder`, `text_encoder_2`, `tokenizer`
+    and `tokenizer_2` only to encode what is not cached yet. Modules may be wrapped (DDP, torch.compile, accelerate).
+    `config` names the validation sets (`role: validation`) and has the settings under `validation`. `phases` is the
+    training's own switch; by default one is made, on the device of the UNet. `writer` is a TensorBoard SummaryWriter or
+    a W&B run. `autocast` is the dtype that training computes in under autocast.
+
+    With several processes call `run` in all of them: the first one works and gives the report, the others give None at
+    once, unless the UNet is sharded (FSDP, ZeRO-3), whose forwards need every process.
+
+    Raises ConfigError for parts, config or a writer that it cannot use, TrainableEncoderError when a text encoder is
+    trained: its cached embeddings would be those of an earlier step.
+    """
+
+    def __init__(
+        self,
+        parts: Mapping[str, Any],
+        cache: LatentCache,
+        config: Config,
+        *,
+        phases: Phases | None = None,
+        writer: Any = None,
+        autocast: torch.dtype | None = None,
+        progress: Progress | None = None,
+    ):
+        missing = [name for name in ("unet", "scheduler") if parts.get(name) is None]
+        if missing:
+            given = ", ".join(name for name, part in parts.items() if part is not None) or "none"
+            raise ConfigError(
+                f"validation needs the parts unet and scheduler; {', '.join(missing)} is missing of {given}"
+            )
+        if writer is not None:
+            recognise(writer)
+        self.parts, self.cache, self.config = dict(parts), cache, config
+        self.phases = phases or Phases({k: v for k, v in parts.items() if v is not None}, device=parts["unet"])
+        for name in ("text_encoder", "text_encoder_2", "vae"):
+            if self.phases.has(name):
+                check_frozen(name, self.phases.module(name))
+        self._writer, self._autocast, self._progress = writer, autocast, progress
+        self._filling = Filling(self.parts, cache, config, self.phases)
+        if not config.validation.prompts and not self._measures_loss():
+            raise ConfigError(
+                "there is nothing to validate: give a dataset the role validation, or name validation.prompts",
+                key="validation.prompts",
+            )
+        self.paths: Paths | None = None
+        """The files of the last `run`."""
+
+    def run(self, step: int) -> ValidationReport | None:
+        """Validate at this step of the training, write `validation.path/<step>/`, and log to the writer.
+
+        Cold validation sets and prompts are encoded first, where the encoders are among the parts. Samples that cannot
+        be read are skipped and listed. Raises StoreError where something is not cached and cannot be encoded (it names
+        the command), PhaseError if training could not be put back; training is put back after every other error too.
+        """
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        if rank and not _is_sharded(self.phases):
+            return None
+        timer, placement = _Timer(), {}
+        self._filling.num_filled = 0
+        notes = [f"{name} is not moved: {why}" for name, why in self.phases.not_moved().items()]
+        loss: LossReport | None = None
+        images: tuple[SampleImage, ...] = ()
+        with self.phases.enter("validate"):
+            with timer.stage("fill"):
+                notes += self._filling.fill_datasets()
+            self._check_conditioning()
+            if self._measures_loss():
+                placement["validate"] = tuple(sorted(self.phases.on_device()))
+                with timer.stage("loss"):
+                    loss = self._loss()
+        prompts = self.config.validation.prompts
+        if prompts and self.phases.has("vae"):
+            with self.phases.enter("sample"):
+                with timer.stage("fill"):
+                    embeddings = self._embeddings()
+                placement["sample"] = tuple(sorted(self.phases.on_device()))
+                images = self._images(embeddings, timer)
+        elif prompts:
+            notes.append("no images: the vae is not among the parts")
+        report = ValidationReport(step, loss, images, timer.seconds, placement, tuple(notes), self._filling.num_filled)
+        if rank:
+            return report
+        report, self.paths = publish(report, self.config.validation.path, self._writer)
+        return report
+
+    def _measures_loss(self) -> bool:
+        """Whether the config or, without one of its own, the cache has a validation set."""
+        if any(dataset.role == "validation" for dataset in self.config.datasets):
+            return True
+        return any(self.cache.manifest(name).role == "validation" for name in self.cache.dataset_names())
+
+    def _loss(self) -> LossReport:
+        names = [dataset.name for dataset in self.config.datasets if dataset.role == "validation"]
+        return validation_loss(
+            self.phases.module("unet"),
+            self.cache,
+            scheduler=self.parts["scheduler"],
+            datasets=names or None,
+            settings=LossSettings.of(self.config.validation, autocast=self._autocast),
+            progress=self._progress,
+        )
+
+    def _embeddings(self) -> list[PromptEmbeddings]:
+        validation = self.config.validation
+        return prompt_embeddings(
+            self.cache,
+            validation.prompts,
+            validation.negative_prompt,
+            device=self.phases.module("unet"),
+            encode=None if self._filling.missing_parts else self._filling.fill_prompts,
+        )
+
+    def _images(self, embeddings: list[PromptEmbeddings], timer: _Timer) -> tuple[SampleImage, ...]:
+        settings = SampleSettings.of(self.config.validation)
+        with timer.stage("sample"), self._autocasting():
+            latents = denoise(self.phases.module("unet"), self.parts["scheduler"], embeddings, settings)
+        with timer.stage("decode"), self.phases.lend("vae"):
+            return tuple(decode_samples(self.phases.module("vae"), latents, embeddings, settings))
+
+    def _autocasting(self) -> AbstractContextManager[Any]:
+        if self._autocast is None:
+            return nullcontext()
+        return torch.autocast(self.phases.device.type, dtype=self._autocast, cache_enabled=False)
+
+    def _check_conditioning(self) -> None:
+        """That the UNet takes what is cached: otherwise a matrix product deep inside of it would say so."""
+        unet = self.phases.module("unet")
+        widths = self.cache.text_widths()
+        if widths is not None and hasattr(unet, "config"):
+            check_conditioning(unet, *widths)
+
+
+def _is_sharded(phases: Phases) -> bool:
+    return any(hasattr(p, "device_mesh") or hasattr(p, "ds_id") for p in phases.module("unet").parameters())
+
+
+class _Timer:
+    """Wall time by stage."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - started
