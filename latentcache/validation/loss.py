@@ -98,7 +98,7 @@ def _dataset_names(cache: LatentCache, datasets: Sequence[str] | None) -> list[s
     if datasets is not None:
         if not datasets:
             raise StoreError("datasets is empty: name a manifest, or give None for all with the role validation")
-        return list(dict.fromkeys(datasets))
+        return list(datasets)
     roles = {name: cache.manifest(name).role for name in cache.dataset_names()}
     names = [name for name, role in roles.items() if role == "validation"]
     if not names:
@@ -112,8 +112,7 @@ def _dataset_names(cache: LatentCache, datasets: Sequence[str] | None) -> list[s
 
 def _view(cache: LatentCache, name: str) -> LatentCache:
     """The cache restricted to one manifest: a sample_id may be in several. StoreError for one without images."""
-    view = LatentCache(store=cache.store, manifests=cache.manifests, manifest=name)
-    view.path = cache.path  # messages name it
+    view = cache.restricted(name)
     view.scaling(view.manifest(name))
     return view
 

@@ -28,6 +28,7 @@ from latentcache.dataset.manifest import ManifestMemory
 from latentcache.encoders.tiny import tiny_unet
 from latentcache.errors import ConfigError, ModelError, SampleError, StoreError
 from latentcache.store.memory import MemoryStore
+from latentcache.types import Refusal
 from latentcache.validation.loss import (
     BATCH_SIZE_TOLERANCE,
     Estimate,
@@ -116,8 +117,10 @@ def test_the_loss_of_a_sample_is_what_the_training_scripts_compute(
     scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0) if flow else ddpm
     settings = replace(FEW, snr_gamma=snr_gamma)
     if flow and snr_gamma is not None:
+        recorder = Recorder(unet)
         with pytest.raises(ConfigError, match="min-SNR"):
-            validation_loss(unet, cache, scheduler=scheduler, settings=settings)
+            validation_loss(recorder, cache, scheduler=scheduler, settings=settings)
+        assert recorder.calls == [], "it is known before the work"
         return
     found = validation_loss(unet, cache, scheduler=scheduler, datasets=["photos"], settings=settings)
     for sample_id in ("a.png", "b.png"):
@@ -155,6 +158,19 @@ def test_noise_and_timesteps_never_change(cache: LatentCache, unet: torch.nn.Mod
     for timestep, noisy in zip(TIMESTEPS_OF_A, recorder.inputs, strict=False):
         expected = ddpm.add_noise(latents, noise_of("a.png", timestep, latents), torch.tensor([timestep]))
         assert noisy.equal(expected)
+
+
+def test_noise_is_added_in_float32_to_a_half_precision_unets_inputs(cache: LatentCache) -> None:
+    recorder = Recorder(torch.nn.Linear(1, 1, dtype=torch.bfloat16), lambda sample, timestep: torch.zeros_like(sample))
+    settings = replace(FEW, batch_size=1)
+    report = validation_loss(recorder, cache, scheduler=SCHEDULER, datasets=["photos"], settings=settings)
+    latents, losses = read_sample(cache, "a.png")["latents"], []
+    ddpm = DDPMScheduler.from_config(SCHEDULER.config)
+    for timestep, noisy in zip(TIMESTEPS_OF_A, recorder.inputs, strict=False):
+        noise = noise_of("a.png", timestep, latents)
+        assert noisy.equal(ddpm.add_noise(latents, noise, torch.tensor([timestep])).to(torch.bfloat16))
+        losses.append(noise.square().mean().item())
+    assert report.by_sample["photos"]["a.png"] == pytest.approx(np.mean(losses), rel=1e-6)
 
 
 def test_seeds_give_other_noise_and_other_timesteps(cache: LatentCache, unet: torch.nn.Module) -> None:
@@ -536,6 +552,22 @@ def test_a_dataset_that_changed_is_another_footing(own_cache: Path, cache: Laten
         other = validation_loss(unet, changed, scheduler=SCHEDULER, settings=FEW)
     with pytest.raises(ConfigError, match="compared: dataset photos has other samples, captions or encoders"):
         paired_difference(one, other)
+
+
+def test_what_is_not_measured_is_no_part_of_the_footing(
+    own_cache: Path, cache: LatentCache, unet: torch.nn.Module
+) -> None:
+    one = validation_loss(unet, cache, scheduler=SCHEDULER, settings=FEW)
+    with LatentCache(own_cache) as changed:
+        manifest = changed.manifests.read("photos")
+        row, other = manifest.rows["a.png"], manifest.rows["c.png"].images[0]
+        flip = replace(other, geometry=replace(other.geometry, flip=True))
+        refused = replace(row, sample_id="f.png", refusal=Refusal("f.png", "f.png", "empty", "zero bytes"))
+        more = replace(row, captions=row.captions * 2, images=(*row.images, flip))
+        rows = {**manifest.rows, "a.png": more, "f.png": refused}
+        changed.manifests.write(replace(manifest, rows=rows))
+        other = validation_loss(unet, changed, scheduler=SCHEDULER, settings=FEW)
+    assert other == one, "a second caption, a mirrored twin, a refused sample"
 
 
 # As JSON

@@ -124,9 +124,10 @@ def test_flow_has_no_min_snr() -> None:
 
 
 @pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction", "sample", "flow_prediction"])
-def test_noising_is_float32_whatever_comes_in(prediction_type: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_noising_is_float32_whatever_comes_in(prediction_type: str, dtype: torch.dtype) -> None:
     schedule = NoiseSchedule.of({**SDXL, "prediction_type": prediction_type})
-    latents, noise = randn(0, torch.bfloat16), randn(1, torch.bfloat16)
+    latents, noise = randn(0, dtype), randn(1, dtype)
     for method in (schedule.noised, schedule.target):
         assert method(latents, noise, INDEX).dtype == torch.float32
         assert method(latents, noise, INDEX).equal(method(latents.float(), noise.float(), INDEX))
