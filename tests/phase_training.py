@@ -54,7 +54,7 @@ class Training:
         np.random.seed(2)
         torch.manual_seed(3)
         self.unet = small_unet().train()
-        self.parts: dict[str, Any] = tiny_sdxl(1) | {"unet": self.unet}
+        self.parts: dict[str, Any] = tiny_sdxl() | {"unet": self.unet}
         if variant == "lora":
             self._add_lora()
         if variant == "text-encoder":

@@ -86,6 +86,12 @@ class LatentCache:
         """
         self._loaded.clear()
 
+    def restricted(self, manifest: str) -> LatentCache:
+        """The same cache, of which only this manifest's samples are seen. It shares the store, and is not closed."""
+        view = LatentCache(store=self.store, manifests=self.manifests, manifest=manifest)
+        view.path = self.path  # messages name it
+        return view
+
     # Samples
 
     def manifest(self, name: str) -> Manifest:

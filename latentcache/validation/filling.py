@@ -42,18 +42,24 @@ class Filling:
         """Encode the validation sets of which the cache lacks anything; gives what is to be noted of it.
 
         The manifests decide: a file that changed since they were written is not looked for, that is precache's work.
-        StoreError, with the command to run, where something is missing and the encoders were not given.
+        StoreError, with the command to run, where a whole set is missing and the encoders were not given.
         """
-        cold = [dataset for dataset in self._config.datasets if dataset.role == "validation" and self._is_cold(dataset)]
+        sets = [dataset for dataset in self._config.datasets if dataset.role == "validation"]
+        num_lost = {dataset.name: self._num_lost(dataset) for dataset in sets}
+        cold = [dataset for dataset in sets if num_lost[dataset.name] != 0]
         if not cold:
             return []
-        names = ", ".join(dataset.name for dataset in cold)
         if self.missing_parts:
-            raise StoreError(
-                f"{self._cache.path or 'cpu store'}: the validation set {names} is not cached, and "
-                f"{', '.join(self.missing_parts)} was not given to encode it: run `latentcache precache CONFIG`"
-            )
-        logger.info("validation set %s is not cached: encoding it", names)
+            absent = ", ".join(dataset.name for dataset in cold if num_lost[dataset.name] is None)
+            if absent:
+                raise StoreError(
+                    f"{self._cache.path or 'cpu store'}: the validation set {absent} is not cached, and "
+                    f"{', '.join(self.missing_parts)} was not given to encode it: run `latentcache precache CONFIG`"
+                )
+            # Their samples are skipped and listed: a few that are lost must not stop a validation.
+            return [f"{each.name}: {num_lost[each.name]} entries are lost: run precache again" for each in cold]
+        names = ", ".join(dataset.name for dataset in cold)
+        logger.info("validation set %s is not cached, or not whole: encoding it", names)
         with self._filling() as (workspace, models):
             config = self._config.model_copy(update={"datasets": tuple(cold)})
             report: Report = run_precache(config, models=models, workspace=workspace)
@@ -66,11 +72,12 @@ class Filling:
         with self._filling() as (workspace, models):
             self.num_filled += cache_prompts(self._config, workspace, models, pairs, device=self._phases.device)
 
-    def _is_cold(self, dataset: DatasetConfig) -> bool:
+    def _num_lost(self, dataset: DatasetConfig) -> int | None:
+        """How many entries of the manifest are not in the store; None where there is no manifest."""
         if dataset.name not in self._cache.manifests.names():
-            return True
+            return None
         keys = self._cache.manifest(dataset.name).keys()
-        return len(self._cache.store.find(keys)) < len(keys)
+        return len(keys) - len(self._cache.store.find(keys))
 
     @contextmanager
     def _filling(self) -> Iterator[tuple[Workspace, LoadedModels]]:

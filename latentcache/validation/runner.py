@@ -131,10 +131,16 @@ class ValidationRunner:
             progress=self._progress,
         )
 
+    def _own_cache(self) -> LatentCache:
+        """The cache as the config's datasets see it: others in it may come from other text encoders."""
+        cached = self.cache.manifests.names()
+        own = next((dataset.name for dataset in self.config.datasets if dataset.name in cached), None)
+        return self.cache if own is None else self.cache.restricted(own)
+
     def _embeddings(self) -> list[PromptEmbeddings]:
         validation = self.config.validation
         return prompt_embeddings(
-            self.cache,
+            self._own_cache(),
             validation.prompts,
             validation.negative_prompt,
             device=self.phases.module("unet"),
@@ -156,7 +162,7 @@ class ValidationRunner:
     def _check_conditioning(self) -> None:
         """That the UNet takes what is cached: otherwise a matrix product deep inside of it would say so."""
         unet = self.phases.module("unet")
-        widths = self.cache.text_widths()
+        widths = self._own_cache().text_widths()
         if widths is not None and hasattr(unet, "config"):
             check_conditioning(unet, *widths)
 

@@ -1,0 +1,51 @@
+"""The runner on a second device: encoders come and go, and training stays where and what it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from phase_runs import assert_as_without
+from phase_training import Training
+from runner_runs import precache_training_set, runner_for, validation_config
+
+from latentcache.config import Config
+from latentcache.retrieve.batches import LatentCache
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("variant", ["plain", "lora", "ema"])
+def test_training_goes_on_bit_by_bit_cold_and_warm(
+    variant: str, make_config: Callable[..., Config], photos: Path, device: torch.device
+) -> None:
+    config = validation_config(make_config, photos)
+    precache_training_set(config)
+
+    def validate(training: Training) -> None:
+        with LatentCache(config.cache.path) as cache:
+            runner = runner_for(training, cache, config)
+            cold, warm = runner.run(1), runner.run(2)
+        assert cold is not None and warm is not None
+        assert cold.num_filled > 0 and warm.num_filled == 0
+        assert cold.placement == warm.placement == {"validate": ("unet",), "sample": ("unet",)}
+        assert cold.loss == warm.loss
+        assert training.phases.on_device() == {"unet"}
+
+    assert_as_without(validate, device, variant)
+
+
+def test_the_device_gives_what_the_cpu_gives(
+    make_config: Callable[..., Config], photos: Path, device: torch.device
+) -> None:
+    config = validation_config(make_config, photos)
+    precache_training_set(config)
+    found = []
+    for where in (CPU, device):
+        with LatentCache(config.cache.path) as cache:
+            training = Training(where)
+            found.append(runner_for(training, cache, config).run(1))
+    on_cpu, on_device = found
+    assert on_device.loss.loss.mean == pytest.approx(on_cpu.loss.loss.mean, rel=1e-3)

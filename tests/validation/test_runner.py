@@ -1,0 +1,243 @@
+"""The runner: a validation in the middle of training, cold and warm, with training as it was."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from phase_disturbances import differences, state_of
+from phase_runs import assert_as_without
+from phase_training import VARIANTS, Training
+from PIL import Image
+from runner_runs import precache_training_set, runner_for, validation_config
+
+from latentcache.config import Config
+from latentcache.errors import ConfigError, ModelError, SampleError, StoreError, TrainableEncoderError
+from latentcache.precache.run import run_precache
+from latentcache.precache.workspace import Workspace
+from latentcache.retrieve.batches import LatentCache
+from latentcache.validation import runner as runner_module
+from latentcache.validation.loss import validation_loss
+from latentcache.validation.phases import Phases
+from latentcache.validation.runner import ValidationRunner
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def config(make_config: Callable[..., Config], photos: Path) -> Config:
+    return validation_config(make_config, photos)
+
+
+@pytest.fixture
+def cold(config: Config) -> Iterator[LatentCache]:
+    precache_training_set(config)
+    with LatentCache(config.cache.path) as cache:
+        yield cache
+
+
+@pytest.fixture
+def warm(config: Config) -> Iterator[LatentCache]:
+    run_precache(config)
+    with LatentCache(config.cache.path) as cache:
+        yield cache
+
+
+def without_encoders(training: Training) -> dict[str, Any]:
+    """What a run on a warm cache holds."""
+    kept = ("unet", "vae", "optimizer", "ema", "scaler")
+    return {name: training.parts.get(name) for name in kept} | {"scheduler": training.scheduler}
+
+
+def test_a_warm_validation_leaves_its_results(warm: LatentCache, config: Config) -> None:
+    training = Training(CPU)
+    runner = ValidationRunner(without_encoders(training), warm, config)
+    report = runner.run(7)
+    assert report is not None and report.loss is not None and runner.paths is not None
+    assert report.num_filled == 0 and report.loss.loss.num == 5 and report.loss.skipped == ()
+    assert set(report.loss.by_dataset) == {"held-out"}
+    document = json.loads(runner.paths.metrics.read_text())
+    assert document == json.loads(json.dumps(report.to_json()))
+    assert runner.paths.folder == config.validation.path / "000007"
+    assert document["loss"] == report.loss.loss.mean and len(document["loss_by_timestep"]) == 2
+    assert [image["prompt"] for image in document["images"]] == ["a validation prompt"]
+    with Image.open(runner.paths.images[0]) as image:
+        assert image.size == (96, 64)
+    for path in (runner.paths.grid, runner.paths.plot):
+        with Image.open(path) as picture:
+            picture.verify()
+
+
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if v != "text-encoder"])
+def test_training_goes_on_bit_by_bit_after_a_cold_validation(variant: str, cold: LatentCache, config: Config) -> None:
+    reports = []
+
+    def validate(training: Training) -> None:
+        autocast = torch.float16 if variant == "amp" else None
+        runner = runner_for(training, cold, config, autocast=autocast)
+        reports.extend([runner.run(1), runner.run(2)])
+
+    assert_as_without(validate, CPU, variant)
+    first, second = reports
+    assert first.num_filled > 0 and second.num_filled == 0
+    assert first.loss == second.loss
+    assert [i.image.tobytes() for i in first.images] == [i.image.tobytes() for i in second.images]
+
+
+def test_what_a_cold_validation_encodes_is_what_precache_would(cold: LatentCache, config: Config) -> None:
+    runner_for(Training(CPU), cold, config).run(0)
+    assert run_precache(config).num_encoded == 0
+
+
+@pytest.mark.parametrize("stage", ["validation_loss", "denoise", "decode_samples", "publish"])
+@pytest.mark.parametrize("error", [RuntimeError("boom"), KeyboardInterrupt()])
+def test_training_goes_on_after_a_validation_that_fails(
+    stage: str, error: BaseException, warm: LatentCache, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    def validate(training: Training) -> None:
+        with pytest.raises(type(error)):
+            runner_for(training, warm, config).run(1)
+
+    monkeypatch.setattr(runner_module, stage, fail)
+    assert_as_without(validate, CPU, "ema")
+
+
+def test_the_averaged_weights_are_validated(warm: LatentCache, config: Config) -> None:
+    training = Training(CPU, "ema")
+    for _ in range(3):
+        training.step()
+    before = state_of(training)
+    report = runner_for(training, warm, config).run(1)
+    assert differences(before, state_of(training)) == []
+    training.unet.eval()
+    own = validation_loss(training.unet, warm, scheduler=training.scheduler, datasets=["held-out"])
+    training.ema.copy_to(training.unet.parameters())
+    settings = runner_module.LossSettings.of(config.validation)
+    averaged = validation_loss(
+        training.unet, warm, scheduler=training.scheduler, datasets=["held-out"], settings=settings
+    )
+    assert report is not None and report.loss is not None
+    assert report.loss.by_sample == averaged.by_sample != own.by_sample
+
+
+def test_a_cold_validation_set_without_encoders_names_the_command(cold: LatentCache, config: Config) -> None:
+    training = Training(CPU)
+    runner = ValidationRunner(without_encoders(training), cold, config)
+    before = state_of(training)
+    with pytest.raises(StoreError, match=r"held-out is not cached, and text_encoder.*latentcache precache CONFIG"):
+        runner.run(1)
+    assert differences(before, state_of(training)) == []
+
+
+def test_an_uncached_prompt_without_encoders_is_named_with_the_command(warm: LatentCache, config: Config) -> None:
+    validation = config.validation.model_copy(update={"prompts": ("never seen",)})
+    runner = ValidationRunner(
+        without_encoders(Training(CPU)), warm, config.model_copy(update={"validation": validation})
+    )
+    with pytest.raises(SampleError, match=r"prompt: never seen.*latentcache precache"):
+        runner.run(1)
+
+
+def test_a_new_prompt_is_encoded_once(warm: LatentCache, config: Config) -> None:
+    validation = config.validation.model_copy(update={"prompts": ("never seen", "a validation prompt")})
+    config = config.model_copy(update={"validation": validation})
+    runner = runner_for(Training(CPU), warm, config)
+    reports = [runner.run(step) for step in range(2)]
+    assert [report.num_filled for report in reports if report] == [1, 0]
+    assert run_precache(config).num_encoded == 0
+
+
+def test_an_entry_that_was_lost_is_encoded_again(warm: LatentCache, config: Config) -> None:
+    runner = runner_for(Training(CPU), warm, config)
+    key = next(iter(warm.manifest("held-out").rows.values())).images[0].key
+    warm.store.remove([key])
+    report = runner.run(1)
+    assert report is not None and report.num_filled == 1 and report.loss is not None and report.loss.skipped == ()
+
+
+def test_the_cpu_tier_is_filled_too(config: Config) -> None:
+    with Workspace() as workspace:
+        run_precache(config.model_copy(update={"datasets": config.datasets[:1]}), workspace=workspace)
+        cache = LatentCache(store=workspace.store, manifests=workspace.manifests)
+        report = runner_for(Training(CPU), cache, config).run(1)
+        assert cache.manifest("held-out").role == "validation"
+    # Its images are those of the training set: there is nothing to encode, but a manifest to write.
+    assert report is not None and report.num_filled == 0 and report.loss is not None and report.loss.loss.num == 5
+
+
+def test_wrapped_modules_are_validated_as_the_eager_ones(warm: LatentCache, config: Config) -> None:
+    training = Training(CPU)
+    wanted = runner_for(training, warm, config).run(1)
+    compiled = torch.compile(training.unet, backend="eager")
+    parts = without_encoders(training) | {"unet": compiled}
+    found = ValidationRunner(parts, warm, config, phases=Phases(parts, device=CPU)).run(1)
+    assert found is not None and wanted is not None and found.loss == wanted.loss
+
+
+def test_without_a_vae_there_are_no_images_and_a_note_says_so(warm: LatentCache, config: Config) -> None:
+    parts = without_encoders(Training(CPU)) | {"vae": None}
+    report = ValidationRunner(parts, warm, config).run(1)
+    assert report is not None and report.images == () and report.notes == ("no images: the vae is not among the parts",)
+
+
+def test_without_a_validation_set_there_are_only_images(warm: LatentCache, config: Config) -> None:
+    config = config.model_copy(update={"datasets": config.datasets[:1]})
+    training = Training(CPU)
+    run_precache(config)
+    (config.cache.path / "manifests" / "held-out.jsonl").unlink()
+    warm.refresh()
+    report = ValidationRunner(without_encoders(training), warm, config).run(1)
+    assert report is not None and report.loss is None and len(report.images) == 1
+    nothing = config.model_copy(update={"validation": config.validation.model_copy(update={"prompts": ()})})
+    with pytest.raises(ConfigError, match="nothing to validate"):
+        ValidationRunner(without_encoders(training), warm, nothing)
+
+
+def test_unusable_parts_are_refused_at_once(warm: LatentCache, config: Config) -> None:
+    with pytest.raises(ConfigError, match="scheduler is missing of unet"):
+        ValidationRunner({"unet": Training(CPU).unet}, warm, config)
+    with pytest.raises(TrainableEncoderError, match=r"text_encoder\."):
+        runner_for(Training(CPU, "text-encoder"), warm, config)
+    with pytest.raises(ConfigError, match="SummaryWriter"):
+        runner_for(Training(CPU), warm, config, writer=object())
+
+
+def test_a_unet_of_another_model_is_named_before_its_forward(warm: LatentCache, config: Config) -> None:
+    training = Training(CPU)
+    training.unet.register_to_config(cross_attention_dim=2048)
+    with pytest.raises(ModelError, match="width 2048"):
+        ValidationRunner(without_encoders(training), warm, config).run(1)
+
+
+def test_a_lost_sample_is_skipped_and_listed(warm: LatentCache, config: Config) -> None:
+    row = next(iter(warm.manifest("held-out").rows.values()))
+    warm.store.remove([row.images[0].key])
+    report = ValidationRunner(without_encoders(Training(CPU)), warm, config).run(1)
+    assert report is not None and report.loss is not None
+    assert {skipped.sample_id for skipped in report.loss.skipped} == {row.sample_id}
+    assert report.notes == ("held-out: 1 entries are lost: run precache again",)
+
+
+def test_results_are_logged_to_tensorboard(warm: LatentCache, config: Config) -> None:
+    class Recorder:
+        def __init__(self) -> None:
+            self.scalars: dict[str, float] = {}
+            self.images: list[str] = []
+
+        def add_scalar(self, tag: str, value: float, step: int) -> None:
+            self.scalars[tag] = value
+
+        def add_image(self, tag: str, *_: Any, **__: Any) -> None:
+            self.images.append(tag)
+
+    writer = Recorder()
+    report = runner_for(Training(CPU), warm, config, writer=writer).run(5)
+    assert report is not None and report.loss is not None
+    assert writer.scalars["validation/loss"] == report.loss.loss.mean and writer.images == ["validation/samples"]
