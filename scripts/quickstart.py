@@ -1,6 +1,8 @@
-"""The main job on real photos, from nothing: install, precache twice, read back. `--json` prints one document.
+"""The main job on real photos, from nothing: install, precache twice, read back, train a LoRA, validate it twice.
 
-Uses the photos that come with scikit-image and a tiny SDXL built in code: nothing but the packages is downloaded.
+The first validation finds its photos not cached and encodes them; the second finds them cached. `--json` prints one
+document. Uses the photos that come with scikit-image and a tiny SDXL built in code: nothing but the packages is
+downloaded.
 """
 
 from __future__ import annotations
@@ -11,8 +13,12 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import bootstrap
+
+if TYPE_CHECKING:
+    from latentcache import Config
 
 CAPTIONS = {
     "astronaut.png": ["a photo of an astronaut", "portrait of a smiling woman in an orange space suit"],
@@ -28,28 +34,36 @@ CAPTIONS = {
     "retina.jpg": ["the retina of an eye"],
     "rocket.jpg": ["a rocket on its launch pad at night"],
 }
+HELD_OUT = {
+    "brick.png": ["a brick wall, black and white"],
+    "grass.png": ["grass, black and white"],
+    "gravel.png": ["gravel, black and white"],
+}
+"""The photos of the validation set."""
 
 
 def copy_photos(folder: Path) -> None:
-    """Put the photos and their captions into `folder`, as a user's dataset would be. What is there stays."""
+    """Put photos and captions into `folder`, as a user's dataset would be, and the held-out ones into its neighbour
+    `<folder>-held-out`. What is there stays."""
     import skimage
 
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, captions in CAPTIONS.items():
-        photo = folder / name
-        if not photo.exists():
-            shutil.copy2(Path(skimage.__file__).parent / "data" / name, photo)
-            photo.with_suffix(".txt").write_text("\n".join(captions) + "\n", encoding="utf-8")
+    for place, photos in ((folder, CAPTIONS), (folder.with_name(f"{folder.name}-held-out"), HELD_OUT)):
+        place.mkdir(parents=True, exist_ok=True)
+        for name, captions in photos.items():
+            photo = place / name
+            if not photo.exists():
+                shutil.copy2(Path(skimage.__file__).parent / "data" / name, photo)
+                photo.with_suffix(".txt").write_text("\n".join(captions) + "\n", encoding="utf-8")
 
 
-def read_back(path: Path) -> list[dict[str, object]]:
-    """One pass over the cached set in batches, as a training loop reads it."""
+def read_back(path: Path, name: str) -> list[dict[str, object]]:
+    """One pass over a cached set in batches, as a training loop reads it."""
     from torch.utils.data import DataLoader
 
     from latentcache import LatentDataset
     from latentcache.retrieve.sampler import BucketBatchSampler
 
-    dataset = LatentDataset(path, flips=True)
+    dataset = LatentDataset(path, name, flips=True)
     sampler = BucketBatchSampler(dataset, batch_size=4, seed=1)
     shown = []
     for batch in DataLoader(dataset, batch_sampler=sampler):
@@ -57,6 +71,51 @@ def read_back(path: Path) -> list[dict[str, object]]:
         tensors = ("latents", "prompt_embeds", "pooled_prompt_embeds", "add_time_ids")
         shown.append({name: list(placed[name].shape) for name in tensors} | {"sample_id": placed["sample_id"]})
     return shown
+
+
+def run(config: Config) -> dict[str, Any]:
+    """The whole job, as one document."""
+    from train_lora_sdxl import Options, train
+
+    from latentcache import run_precache
+    from latentcache.precache.progress import default_progress
+
+    photos, folder = config.datasets[0], config.cache.path.with_name("quickstart-lora")
+    copy_photos(photos.source.path)
+    # The held-out set is left out, so that the first validation has to encode it.
+    training_only = config.model_copy(update={"datasets": (photos,)})
+    reports = [run_precache(training_only, progress=default_progress()) for _ in range(2)]
+    batches = read_back(config.cache.path, photos.name)
+    shutil.rmtree(folder, ignore_errors=True)  # an earlier quickstart's
+    training = train(config, Options(steps=20, validate_every=10, learning_rate=1e-3, out=folder))
+    validations = training.pop("validations")
+    last = validations[-1]
+    return {
+        "passes": [report.to_json() for report in reports],
+        "batches": batches,
+        "training": training,
+        "validations": validations,
+        "files": {"grid": last["grid"], "plot": last["plot"], "metrics": f"{last['folder']}/metrics.json"}
+        | {name: training[name] for name in ("lora", "checkpoint")},
+    }
+
+
+def to_text(document: dict[str, Any]) -> str:
+    """The document for people."""
+    lines = []
+    for number, done in enumerate(document["passes"], 1):
+        counts = ", ".join(f"{name} {done[f'num_{name}']}" for name in ("samples", "hits", "misses", "encoded"))
+        lines.append(f"precache, pass {number}: {counts}, refused {done['num_refused']}")
+    lines.append(f"read back: {len(document['batches'])} batches")
+    for batch in document["batches"]:
+        lines.append(f"  latents {batch['latents']}, prompt_embeds {batch['prompt_embeds']}: {batch['sample_id']}")
+    training = document["training"]
+    losses = training["losses"]
+    lines.append(f"trained {training['step']} steps on {training['device']}: loss {losses[0]:.4f} to {losses[-1]:.4f}")
+    for found in document["validations"]:
+        figures = f"loss {found['loss']:.4f}, {found['num_filled']} entries were not cached and encoded first"
+        lines.append(f"validation at step {found['step']}: {figures}")
+    return "\n".join((*lines, *(f"{name}: {path}" for name, path in document["files"].items())))
 
 
 def main() -> int:
@@ -68,23 +127,12 @@ def main() -> int:
     # Their notes on optional packages are not part of this story; errors still are.
     os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "DIFFUSERS_VERBOSITY": "error"}
 
-    from latentcache import load_config, run_precache
-    from latentcache.precache.progress import default_progress
+    from latentcache import load_config
 
     os.chdir(bootstrap.ROOT)
-    config = load_config("configs/quickstart.yaml")
-    copy_photos(config.datasets[0].source.path)
-    reports = [run_precache(config, progress=default_progress()) for _ in range(2)]
-    batches = read_back(config.cache.path)
-    if arguments.json:
-        print(json.dumps({"passes": [report.to_json() for report in reports], "batches": batches}))
-    else:
-        for number, report in enumerate(reports, 1):
-            print(f"--- precache, pass {number}\n{report.to_text()}\n")
-        print(f"--- read back: {len(batches)} batches")
-        for batch in batches:
-            print(f"latents {batch['latents']}, prompt_embeds {batch['prompt_embeds']}: {batch['sample_id']}")
-    return 1 if any(report.num_refused for report in reports) else 0
+    document = run(load_config("configs/quickstart.yaml"))
+    print(json.dumps(document) if arguments.json else to_text(document))
+    return 1 if any(done["num_refused"] for done in document["passes"]) else 0
 
 
 if __name__ == "__main__":

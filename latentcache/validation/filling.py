@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from latentcache.config import Config, DatasetConfig
+from latentcache.devices.placement import device_named
 from latentcache.encoders.models import PARTS, LoadedModels
 from latentcache.errors import StoreError
 from latentcache.precache.prompts import cache_prompts
@@ -29,8 +30,13 @@ class Filling:
 
     def __init__(self, parts: Mapping[str, Any], cache: LatentCache, config: Config, phases: Phases):
         self._parts, self._cache, self._phases = parts, cache, phases
-        encode = config.encode.model_copy(update={"device": str(phases.device)})
-        self._config = config.model_copy(update={"encode": encode})
+        self._config = config
+        self._device = device_named(config.encode.device)
+        if config.encode.device == "auto" and self._device.type == phases.device.type:
+            # Of several accelerators, the one that is trained on. The config's own choice stays: dtypes follow it.
+            self._device = phases.device
+            encode = config.encode.model_copy(update={"device": str(self._device)})
+            self._config = config.model_copy(update={"encode": encode})
         self.num_filled = 0
 
     @property
@@ -70,7 +76,7 @@ class Filling:
         """Encode these prompts, pairs of a text and whether it is a negative one. For `prompt_embeddings(encode=)`."""
         logger.info("%d prompts are not cached: encoding them", len(pairs))
         with self._filling() as (workspace, models):
-            self.num_filled += cache_prompts(self._config, workspace, models, pairs, device=self._phases.device)
+            self.num_filled += cache_prompts(self._config, workspace, models, pairs, device=self._device)
 
     def _num_lost(self, dataset: DatasetConfig) -> int | None:
         """How many entries of the manifest are not in the store; None where there is no manifest."""

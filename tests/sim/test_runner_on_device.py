@@ -17,11 +17,11 @@ from latentcache.retrieve.batches import LatentCache
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("variant", ["plain", "lora", "ema"])
+@pytest.mark.parametrize(("variant", "encode_on"), [("plain", "auto"), ("lora", "auto"), ("ema", "cpu")])
 def test_training_goes_on_bit_by_bit_cold_and_warm(
-    variant: str, make_config: Callable[..., Config], photos: Path, device: torch.device
+    variant: str, encode_on: str, make_config: Callable[..., Config], photos: Path, device: torch.device
 ) -> None:
-    config = validation_config(make_config, photos)
+    config = validation_config(lambda: make_config(**{"encode.device": encode_on}), photos)
     precache_training_set(config)
 
     def validate(training: Training) -> None:
