@@ -30,7 +30,6 @@ def test_it_has_the_settings_of_sdxl(parts):
 
 
 # diffusers 0.42's Euler scheduler asks numpy 2 for a tensor's array without a copy.
-@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 def test_the_pipeline_makes_an_image(parts):
     image = tiny_pipeline(parts)(
         "a cat",

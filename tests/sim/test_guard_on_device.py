@@ -45,7 +45,6 @@ def test_tokens_on_the_other_device_are_named(device: torch.device) -> None:
 
 
 # diffusers 0.42's scheduler hands a CPU tensor to numpy 2 without the copy keyword.
-@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 def test_the_guard_lets_a_whole_pipeline_run(device: torch.device) -> None:
     pipe = tiny_pipeline().to(device)
     with guard(pipe.unet), guard(pipe.text_encoder), guard(pipe.text_encoder_2), guard(pipe.vae.decoder):

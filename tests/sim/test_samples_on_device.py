@@ -25,7 +25,6 @@ from latentcache.validation.prompts import PromptEmbeddings, prompt_embeddings
 from latentcache.validation.samples import SampleSettings, denoise, generate
 
 # diffusers 0.42's Euler scheduler asks numpy 2 for a tensor's array without a copy.
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
 CPU = torch.device("cpu")
 PROMPTS = ["a validation prompt", "a late idea"]

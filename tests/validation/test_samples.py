@@ -23,7 +23,6 @@ from latentcache.validation.prompts import PromptEmbeddings, prompt_embeddings
 from latentcache.validation.samples import SampleSettings, denoise, generate, scheduler_copy
 
 # diffusers 0.42's Euler scheduler asks numpy 2 for a tensor's array without a copy.
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
 PROMPTS = ["a red house", "a blue car in the rain"]
 SETTINGS = SampleSettings(height=64, width=96, num_inference_steps=3, seed=7)
