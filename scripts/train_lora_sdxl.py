@@ -1,0 +1,358 @@
+"""Train a LoRA on SDXL's UNet from cached data alone, with validation in the middle, checkpoints and resume.
+
+    latentcache precache CONFIG
+    python scripts/train_lora_sdxl.py CONFIG --steps 1000 --validate_every 100
+    latentcache validate CONFIG --lora lora
+
+Made to be read from top to bottom, and copied. While it trains, no VAE and no text encoder is on the device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from itertools import count, islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from diffusers import DDPMScheduler, StableDiffusionXLPipeline
+from diffusers.training_utils import cast_training_params
+from diffusers.utils import convert_state_dict_to_diffusers
+from peft import LoraConfig
+from peft.utils import get_peft_model_state_dict
+from torch.utils.data import ConcatDataset, DataLoader
+from tqdm import tqdm
+
+from latentcache import Config, LatentCache, LatentDataset, load_config
+from latentcache.dataset.manifest import ManifestFolder
+from latentcache.devices.checkpoint import load_checkpoint, save_checkpoint
+from latentcache.devices.placement import device_named
+from latentcache.encoders.lora import LORA_FILE, SETTINGS_KEY, lora_settings
+from latentcache.encoders.unet import check_conditioning, load_scheduler, load_unet
+from latentcache.encoders.vae import text_dtype, vae_dtype
+from latentcache.errors import CheckpointError, ConfigError, LatentCacheError, StoreError
+from latentcache.files import write_sealed
+from latentcache.precache.encodings import load_models
+from latentcache.precache.interruption import stop_on_signals
+from latentcache.retrieve.sampler import BucketBatchSampler
+from latentcache.types import Bucket
+from latentcache.validation.document import plain
+from latentcache.validation.phases import Phases
+from latentcache.validation.prompts import prompt_embeddings
+from latentcache.validation.runner import ValidationRunner
+
+TARGET_MODULES = ["to_q", "to_k", "to_v", "to_out.0"]
+"""The layers that get a LoRA: those of diffusers' own script for SDXL."""
+FUSED = ("cpu", "cuda", "mps", "xpu")
+"""Types of devices for which torch has fused optimizer kernels."""
+DTYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The flags. `validate_every` and `checkpoint_every` count steps; 0: only at the end."""
+
+    steps: int = 1000
+    rank: int = 8
+    learning_rate: float = 1e-4
+    batch_size: int = 4
+    validate_every: int = 0
+    checkpoint_every: int = 0
+    out: Path = Path("lora")
+    resume: bool = False
+    mixed_precision: str = "auto"
+    seed: int = 0
+    device: str = "auto"
+
+
+def train(config: Config, options: Options, *, stop: threading.Event | None = None) -> dict[str, Any]:
+    """Train, validate, save the LoRA in `out`; gives what was done as plain data. `stop` ends the run after its step.
+
+    A run that was stopped and resumed gives the same bits as one that was not, and validation changes none of them.
+    torch's global generator is seeded. Raises ConfigError, StoreError, ModelError, DeviceError, CheckpointError.
+    """
+    stop = stop or threading.Event()
+    training = Training(config, options)
+    runner = training.validation_runner()
+    first = training.load() if options.resume else 0
+    # A loader draws a number when it starts. Not from the global generator: a resumed run starts one more.
+    batches = DataLoader(training.dataset, batch_sampler=training.batches(first), generator=torch.Generator())
+    bar = tqdm(range(first + 1, options.steps + 1), desc="train", initial=first, total=options.steps)
+    step, losses, validations = first, [], []
+    for step, batch in zip(bar, batches, strict=False):
+        losses.append(training.step(batch))
+        bar.set_postfix(loss=f"{losses[-1]:.4f}")
+        last = stop.is_set() or step == options.steps
+        if last or is_due(step, options.checkpoint_every):
+            training.save(step)
+        if last:
+            break
+        if runner is not None and is_due(step, options.validate_every):
+            validations.append(validate(runner, step))
+    interrupted = stop.is_set()
+    if not interrupted:
+        if runner is not None:
+            validations.append(validate(runner, step))
+        save_lora(training.unet, options.out)
+    return {
+        "step": step,
+        "resumed_from": first,
+        "interrupted": interrupted,
+        "losses": losses,
+        "device": str(training.device),
+        "dtype": str(training.dtype).removeprefix("torch."),
+        "on_device": sorted(training.phases.on_device()),
+        "validations": validations,
+        "checkpoint": str(training.checkpoint),
+        "lora": None if interrupted else str(options.out / LORA_FILE),
+    }
+
+
+class Training:
+    """The UNet with its LoRA, what trains it, and the data."""
+
+    def __init__(self, config: Config, options: Options):
+        self.config, self.options, self.checkpoint = config, options, options.out / "checkpoint"
+        if min(options.steps, options.rank, options.batch_size) < 1:
+            raise ConfigError("steps, rank and batch_size are at least 1")
+        if self.checkpoint.exists() and not options.resume:
+            raise CheckpointError(self.checkpoint, "is of an earlier run: go on with --resume, or choose another --out")
+        self.device = device_named(options.device)
+        self.dtype = compute_dtype(options.mixed_precision, self.device)
+        self.autocast = None if self.dtype is torch.float32 else self.dtype
+        self.dataset = TrainingSet(config)
+        self.cache = LatentCache(config.cache.path)
+        self.sampler = BucketBatchSampler(self.dataset, options.batch_size, seed=options.seed)
+        self.generator = torch.Generator().manual_seed(options.seed)
+
+        # The UNet is frozen, in the dtype of the computation; the LoRA in it is trained, in float32.
+        torch.manual_seed(options.seed)
+        self.unet = load_unet(dtype=self.dtype, model=config.model)
+        sample = self.dataset[0]
+        check_conditioning(self.unet, sample["prompt_embeds"].shape[-1], sample["pooled_prompt_embeds"].shape[-1])
+        self.unet.add_adapter(LoraConfig(r=options.rank, lora_alpha=options.rank, target_modules=TARGET_MODULES))
+        cast_training_params(self.unet, torch.float32)
+        self.unet.to(self.device)
+        self.parameters = [parameter for parameter in self.unet.parameters() if parameter.requires_grad]
+        fused = self.device.type in FUSED
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=options.learning_rate, fused=fused)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype is torch.float16)
+        self.scheduler = DDPMScheduler.from_config(load_scheduler(model=config.model).config)
+        if self.scheduler.config.prediction_type not in ("epsilon", "v_prediction"):
+            raise ConfigError(
+                f"the model predicts {self.scheduler.config.prediction_type}, not epsilon or v_prediction"
+            )
+
+        # A phase says which parts are on the device. In training it is the UNet alone; the others wait on the CPU.
+        self.parts = {name: getattr(self, name) for name in ("unet", "optimizer", "scaler", "scheduler")}
+        self.parts |= frozen_parts(config, self.cache, self.device)
+        self.phases = Phases(self.parts, device=self.device)
+        self.phases.start("train")
+
+    def step(self, batch: dict[str, Any]) -> float:
+        """One step on a batch from the loader; gives its loss."""
+        with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
+            loss = self.loss(batch)
+        self.scaler.scale(loss).backward()
+        self.scaler.unscale_(self.optimizer)
+        torch.nn.utils.clip_grad_norm_(self.parameters, max_norm=1.0)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        return loss.item()
+
+    def loss(self, batch: dict[str, Any]) -> torch.Tensor:
+        """The mean squared error of the UNet's prediction, at a random timestep of each sample."""
+        # Moments are drawn from anew at each visit; a cache of finished latents has nothing to draw.
+        draw = self.generator if "moments" in batch else None
+        part = self.dataset.datasets[0]  # the samples of all parts are scaled alike
+        batch = part.place(batch, device=self.device, dtype=torch.float32, scaled=True, generator=draw)
+        latents = batch["latents"]
+        # Drawn on the CPU: the numbers are the same whatever the device.
+        noise = torch.randn(latents.shape, generator=self.generator).to(self.device)
+        num_timesteps = self.scheduler.config.num_train_timesteps
+        timesteps = torch.randint(num_timesteps, (len(latents),), generator=self.generator).to(self.device)
+        predicted = self.unet(
+            self.scheduler.add_noise(latents, noise, timesteps).to(self.dtype),
+            timesteps,
+            encoder_hidden_states=batch["prompt_embeds"],
+            added_cond_kwargs={"text_embeds": batch["pooled_prompt_embeds"], "time_ids": batch["add_time_ids"]},
+        ).sample
+        is_velocity = self.scheduler.config.prediction_type == "v_prediction"
+        target = self.scheduler.get_velocity(latents, noise, timesteps) if is_velocity else noise
+        return F.mse_loss(predicted.float(), target)
+
+    def batches(self, step: int) -> Iterator[list[int]]:
+        """The batches after this many steps, without end. The step alone says where in an epoch the run is."""
+        epoch, position = divmod(step, len(self.sampler))
+        for number in count(epoch):
+            self.sampler.set_epoch(number)
+            yield from islice(self.sampler, position if number == epoch else 0, None)
+
+    def validation_runner(self) -> ValidationRunner | None:
+        """None where there is nothing to validate, and nobody asked for it."""
+        has_set = any(dataset.role == "validation" for dataset in self.config.datasets)
+        if not (has_set or self.config.validation.prompts or self.options.validate_every):
+            return None
+        return ValidationRunner(self.parts, self.cache, self.config, phases=self.phases, autocast=self.autocast)
+
+    def settings(self) -> dict[str, Any]:
+        """What must be the same when a run is resumed."""
+        names = ("learning_rate", "batch_size", "seed")
+        return {name: getattr(self.options, name) for name in names} | {"num_items": len(self.dataset)}
+
+    def save(self, step: int) -> None:
+        save_checkpoint(
+            self.checkpoint,
+            model=self.unet,
+            optimizer=self.optimizer,
+            scaler=self.scaler,
+            epoch=step // len(self.sampler),
+            step=step,
+            extra={
+                SETTINGS_KEY: lora_settings(self.unet),
+                "settings": self.settings(),
+                "generator": self.generator.get_state(),
+            },
+        )
+
+    def load(self) -> int:
+        """Load the checkpoint, each tensor to where it is on the device now; gives the step to go on after."""
+        state = load_checkpoint(self.checkpoint, model=self.unet, optimizer=self.optimizer, scaler=self.scaler)
+        here = self.settings()
+        differing = [
+            f"{k}: {v} when it began, {here[k]} now" for k, v in state.extra["settings"].items() if v != here[k]
+        ]
+        if differing:
+            raise CheckpointError(self.checkpoint, "cannot be resumed with other settings:", offenders=tuple(differing))
+        self.generator.set_state(state.extra["generator"])
+        return state.step
+
+
+class TrainingSet(ConcatDataset[dict[str, Any]]):
+    """The cached samples of all training sets of the config. Sets with the role validation are never trained on."""
+
+    def __init__(self, config: Config):
+        sets = [dataset for dataset in config.datasets if dataset.role == "train"]
+        if not sets or config.cache.store == "cpu":
+            raise ConfigError("training needs a dataset with `role: train`, in a cache with `store: disk`")
+        path = config.cache.path
+        missing = {dataset.name for dataset in sets} - set(ManifestFolder(path / "manifests").names())
+        if missing:
+            raise StoreError(f"{path}: {', '.join(sorted(missing))} is not cached: run `latentcache precache CONFIG`")
+        super().__init__([LatentDataset(path, each.name, flips=each.flip, caption="random") for each in sets])
+        self._buckets = [part.bucket(index) for part in self.datasets for index in range(len(part))]
+        if not self._buckets:
+            raise StoreError(f"{path}: every sample was refused: `latentcache precache CONFIG` tells why")
+        if len({part.scaling for part in self.datasets}) > 1:
+            raise StoreError(f"{path}: the training sets come from different VAEs: run `latentcache precache CONFIG`")
+
+    def bucket(self, index: int) -> Bucket:
+        return self._buckets[index]
+
+
+def is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def compute_dtype(mixed_precision: str, device: torch.device) -> torch.dtype:
+    """`auto`: float32 on the CPU, elsewhere bfloat16 where the device computes it, else float16."""
+    if mixed_precision != "auto":
+        return DTYPES[mixed_precision]
+    if device.type == "cpu":
+        return torch.float32
+    has_bf16 = getattr(torch.get_device_module(device), "is_bf16_supported", None)
+    return torch.bfloat16 if has_bf16 and has_bf16(including_emulation=False) else torch.float16
+
+
+def frozen_parts(config: Config, cache: LatentCache, device: torch.device) -> dict[str, Any]:
+    """What validation needs beside the UNet, on the CPU: the VAE for images, the encoders for what is not cached."""
+    models, warm = load_models(config.model, {}), is_warm(config, cache)
+    parts: dict[str, Any] = {}
+    if config.validation.prompts or not warm:
+        parts["vae"] = models.vae(vae_dtype(config.encode.vae_dtype, models.vae_config(), device)[0])
+    if not warm:
+        texts = models.text(text_dtype(config.encode.text_dtype, device)[0])
+        parts |= {field.name: getattr(texts, field.name) for field in fields(texts)}
+    return parts
+
+
+def is_warm(config: Config, cache: LatentCache) -> bool:
+    """Whether all that validation reads is cached."""
+    names = [dataset.name for dataset in config.datasets if dataset.role == "validation"]
+    try:
+        keys = {key for name in names for key in cache.manifest(name).keys()}
+        prompt_embeddings(cache, config.validation.prompts, config.validation.negative_prompt, device="cpu")
+    except StoreError:
+        return False
+    return len(cache.store.find(keys)) == len(keys)
+
+
+def validate(runner: ValidationRunner, step: int) -> dict[str, Any]:
+    """The report as plain data, with the paths of its images, its grid of images and its plot."""
+    report = runner.run(step)
+    assert report is not None and runner.paths is not None, "one process has no other ranks"
+    loss = "not measured" if report.loss is None else f"{report.loss.loss.mean:.4f}"
+    tqdm.write(f"step {step}: validation loss {loss}; results in {runner.paths.folder}", file=sys.stderr)
+    pictures = {"grid": runner.paths.grid, "plot": runner.paths.plot}
+    return report.to_json(runner.paths.folder) | {name: path and str(path) for name, path in pictures.items()}
+
+
+def save_lora(unet: torch.nn.Module, folder: Path) -> None:
+    """Write the LoRA as diffusers does, but whole or not at all."""
+    layers = convert_state_dict_to_diffusers(get_peft_model_state_dict(unet))
+    metadata = unet.peft_config["default"].to_dict()
+    with TemporaryDirectory(dir=folder) as temporary:
+        StableDiffusionXLPipeline.save_lora_weights(
+            temporary, unet_lora_layers=layers, unet_lora_adapter_metadata=metadata
+        )
+        write_sealed(folder / LORA_FILE, (Path(temporary) / LORA_FILE).read_bytes())
+
+
+def parse(arguments: list[str] | None = None) -> tuple[Path, Options, bool]:
+    """The config's path, the options, and whether to print JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", type=Path)
+    for field in fields(Options):
+        kind: dict[str, Any] = {"type": type(field.default), "help": f"default: {field.default}"}
+        if field.name == "resume":
+            kind = {"action": "store_true", "help": "go on from the checkpoint in --out"}
+        elif field.name == "mixed_precision":
+            kind = {"choices": ("auto", *DTYPES), "help": "auto: bf16 or fp16 on an accelerator, no on the CPU"}
+        parser.add_argument(f"--{field.name}", default=field.default, **kind)
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    given = vars(parser.parse_args(arguments))
+    config, as_json = given.pop("config"), given.pop("json")
+    return config, Options(**given), as_json
+
+
+def main() -> int:
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    config, options, as_json = parse()
+    stop = threading.Event()
+    try:
+        with stop_on_signals(stop) as caught:
+            result = train(load_config(config), options, stop=stop)
+    except LatentCacheError as error:
+        print(f"train_lora_sdxl: {error}", file=sys.stderr)
+        if as_json:
+            print(json.dumps({"error": str(error), "type": type(error).__name__}))
+        return 2
+    if as_json:
+        print(json.dumps(plain(result)))
+    else:
+        last_loss = f"{result['losses'][-1]:.4f}" if result["losses"] else "none: nothing was left to train"
+        print(f"step {result['step']}, loss {last_loss}\ncheckpoint {result['checkpoint']}\nLoRA {result['lora']}")
+    return 128 + caught[0] if result["interrupted"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
