@@ -15,8 +15,11 @@ _HOMES = {
     "LatentCache": "latentcache.retrieve.batches",
     "LatentCacheError": "latentcache.errors",
     "LatentDataset": "latentcache.retrieve.dataset",
+    "Phase": "latentcache.validation.phases",
+    "Phases": "latentcache.validation.phases",
     "Report": "latentcache.precache.report",
     "Size": "latentcache.types",
+    "ValidationRunner": "latentcache.validation.runner",
     "load_config": "latentcache.config",
     "run_precache": "latentcache.precache.run",
 }

@@ -26,7 +26,7 @@ def test_python_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     quickstart.copy_photos(config.datasets[0].source.path)
     assert run_precache(config).num_samples >= 10
     blocks = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     for block in blocks:
         exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
     sys.modules.pop("quickstart")
@@ -36,7 +36,7 @@ def test_every_command_is_in_the_readme() -> None:
     commands = {name for name in app if not name.startswith("-")}
     table = README.partition("## The command line")[2].partition("## ")[0]
     assert commands == set(re.findall(r"^\| `([a-z]+)", table, flags=re.MULTILINE))
-    assert len(commands) == 9
+    assert len(commands) == 10
 
 
 def test_the_two_commands_are_on_the_first_screen() -> None:
