@@ -1,0 +1,326 @@
+"""The example of a training script: it trains, validates, resumes bit by bit, and its LoRA can be used."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from photo_files import write_photo
+from torch.utils._pytree import tree_leaves_with_path
+
+from latentcache.config import Config, parse_config
+from latentcache.encoders.lora import load_lora
+from latentcache.encoders.unet import load_unet
+from latentcache.errors import CheckpointError, ConfigError, ModelError, StoreError
+from latentcache.precache.run import run_precache
+
+ROOT = Path(__file__).parent.parent
+SCRIPT = ROOT / "scripts" / "train_lora_sdxl.py"
+NUM_STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def script() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(SCRIPT.parent))
+        import train_lora_sdxl
+
+        yield train_lora_sdxl
+        sys.modules.pop("train_lora_sdxl")
+
+
+@pytest.fixture(scope="module")
+def cached(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """Two training sets and a held-out one, of which only the training sets are cached. Tests read the cache only."""
+    folder = tmp_path_factory.mktemp("photos")
+    for number in range(7):
+        size = (80, 144) if number % 3 else (144, 80)
+        photo = write_photo(folder / ("first", "second", "held-out")[number % 3] / f"{number}.png", number, size)
+        photo.with_suffix(".txt").write_text(f"photo {number}\nanother caption of {number}\n")
+    datasets = [
+        {
+            "name": name,
+            "role": "validation" if name == "held-out" else "train",
+            "source": {"path": folder / name},
+            "buckets": {"area": 64 * 64, "step": 32},
+            "images": {"min_side": 8},
+            "flip": name == "first",
+        }
+        for name in ("held-out", "first", "second")
+    ]
+    validation = {"prompts": ["a tree"], "height": 64, "width": 64, "num_inference_steps": 2, "num_timesteps": 2}
+    config = parse_config(
+        {
+            "cache": {"path": folder / "cache"},
+            "datasets": datasets,
+            "model": {"path": "tiny"},
+            "encode": {"device": "cpu", "num_workers": 2},
+            "validation": validation | {"path": folder / "validation"},
+        }
+    )
+    run_precache(config.model_copy(update={"datasets": config.datasets[1:]}))
+    return config
+
+
+def training_only(config: Config) -> Config:
+    """The same without anything to validate."""
+    validation = config.validation.model_copy(update={"prompts": ()})
+    datasets = tuple(dataset for dataset in config.datasets if dataset.role == "train")
+    return config.model_copy(update={"datasets": datasets, "validation": validation})
+
+
+@pytest.fixture
+def cold(cached: Config, tmp_path: Path) -> Config:
+    """The same with a copy of the cache, to fill."""
+    shutil.copytree(cached.cache.path, tmp_path / "cache")
+    validation = cached.validation.model_copy(update={"path": tmp_path / "validation"})
+    cache = cached.cache.model_copy(update={"path": tmp_path / "cache"})
+    return cached.model_copy(update={"cache": cache, "validation": validation})
+
+
+@pytest.fixture
+def options(script: ModuleType, tmp_path: Path) -> Any:
+    return script.Options(
+        steps=NUM_STEPS, rank=2, learning_rate=1e-2, batch_size=2, out=tmp_path / "run", device="cpu", seed=3
+    )
+
+
+class Outcome:
+    """What a run left behind: its result, the LoRA's weights, and everything of the checkpoint."""
+
+    def __init__(self, script: ModuleType, config: Config, options: Any, **others: Any):
+        built: list[Any] = []
+
+        class Kept(script.Training):  # type: ignore[misc, name-defined]
+            def __init__(self, *arguments: Any):
+                super().__init__(*arguments)
+                built.append(self)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(script, "Training", Kept)
+            self.result = script.train(config, options, **others)
+        self.training = built[0]
+        unet, optimizer, scaler = self.training.unet, self.training.optimizer, self.training.scaler
+        state = [unet.state_dict(), optimizer.state_dict(), scaler.state_dict()]
+        drawn = [torch.get_rng_state(), self.training.generator.get_state()]
+        self.leaves = {str(path): leaf for path, leaf in tree_leaves_with_path([state, drawn])}
+
+
+def assert_equal(found: Outcome, wanted: Outcome) -> None:
+    """To the last bit: weights, optimizer, scaler, random streams."""
+    assert found.leaves.keys() == wanted.leaves.keys()
+    differing = [
+        path
+        for path, leaf in found.leaves.items()
+        if not (
+            torch.equal(leaf, wanted.leaves[path]) if isinstance(leaf, torch.Tensor) else leaf == wanted.leaves[path]
+        )
+    ]
+    assert differing == []
+
+
+@pytest.fixture(scope="module")
+def whole(script: ModuleType, cached: Config, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """A run without validation and without a break."""
+    out = tmp_path_factory.mktemp("whole")
+    flags = {"steps": NUM_STEPS, "rank": 2, "learning_rate": 1e-2, "batch_size": 2, "seed": 3}
+    return Outcome(script, training_only(cached), script.Options(**flags, out=out, device="cpu"))
+
+
+def test_a_run_trains_the_lora_alone(whole: Outcome) -> None:
+    result = whole.result
+    assert (result["step"], result["resumed_from"], result["interrupted"]) == (NUM_STEPS, 0, False)
+    assert len(result["losses"]) == len(set(result["losses"])) == NUM_STEPS
+    assert result["validations"] == []
+    fresh = load_unet(dtype=torch.float32, model=whole.training.config.model).state_dict()
+    for name, value in whole.training.unet.state_dict().items():
+        if "lora_B" in name:
+            assert value.dtype == torch.float32 and value.abs().max() > 0, name
+        elif "lora_A" not in name:
+            assert torch.equal(value, fresh[name.replace(".base_layer", "")]), name
+
+
+def test_only_training_sets_are_trained_on(whole: Outcome) -> None:
+    dataset, sampler = whole.training.dataset, whole.training.sampler
+    assert [part.manifest_name for part in dataset.datasets] == ["first", "second"]
+    items = [index for batch in sampler for index in batch]
+    assert sorted(items) == list(range(len(dataset)))
+    assert {dataset[index]["sample_id"] for index in items} == {"0.png", "1.png", "3.png", "4.png", "6.png"}
+
+
+@pytest.mark.parametrize("mixed_precision", ["no", "fp16"])
+def test_a_resumed_run_is_as_one_without_a_break(
+    script: ModuleType, cached: Config, options: Any, tmp_path: Path, mixed_precision: str, whole: Outcome
+) -> None:
+    config, options = training_only(cached), replace(options, mixed_precision=mixed_precision)
+    if mixed_precision != "no":
+        whole = Outcome(script, config, replace(options, out=tmp_path / "whole"))
+    first = script.train(config, replace(options, steps=3))
+    # Whatever ran in between left other random streams.
+    torch.manual_seed(99)
+    resumed = Outcome(script, config, replace(options, resume=True))
+    assert resumed.result["resumed_from"] == 3
+    assert first["losses"] + resumed.result["losses"] == whole.result["losses"]
+    assert_equal(resumed, whole)
+
+
+def test_validation_in_the_middle_changes_no_bit(
+    script: ModuleType, cold: Config, options: Any, whole: Outcome
+) -> None:
+    validated = Outcome(script, cold, replace(options, validate_every=3))
+    assert_equal(validated, whole)
+    assert validated.result["losses"] == whole.result["losses"]
+    found = validated.result["validations"]
+    assert [each["step"] for each in found] == [3, 6]
+    assert [each["num_filled"] > 0 for each in found] == [True, False]
+    assert {each["num_samples"] for each in found} == {2}
+    assert found[0]["loss"] != found[1]["loss"]
+    for each in found:
+        assert Path(each["grid"]).is_file() and Path(each["plot"]).is_file()
+
+
+def test_the_lora_can_be_loaded_and_changes_the_unet(script: ModuleType, whole: Outcome) -> None:
+    def predict(unet: Any) -> torch.Tensor:
+        batch = next(iter(torch.utils.data.DataLoader(whole.training.dataset, batch_size=1)))
+        placed = whole.training.dataset.datasets[0].place(batch, device="cpu", scaled=True)
+        added = {"text_embeds": placed["pooled_prompt_embeds"], "time_ids": placed["add_time_ids"]}
+        with torch.no_grad():
+            return unet(placed["latents"], 5, placed["prompt_embeds"], added_cond_kwargs=added).sample
+
+    unet = load_unet(dtype=torch.float32, model=whole.training.config.model)
+    without = predict(unet)
+    load_lora(unet, Path(whole.result["lora"]).parent)
+    trained = predict(whole.training.unet.eval())
+    whole.training.unet.train()
+    assert torch.equal(predict(unet), trained)
+    assert not torch.equal(without, trained)
+
+
+def test_a_checkpoint_is_a_unet_for_validation(whole: Outcome) -> None:
+    unet = load_unet(whole.result["checkpoint"], dtype=torch.float32, model=whole.training.config.model)
+    trained = whole.training.unet.state_dict()
+    assert all(torch.equal(value, trained[name]) for name, value in unet.state_dict().items())
+
+
+def test_a_stopped_run_leaves_a_checkpoint_and_goes_on_from_it(
+    script: ModuleType, cached: Config, options: Any, whole: Outcome
+) -> None:
+    stop = threading.Event()
+    stop.set()
+    first = script.train(training_only(cached), options, stop=stop)
+    assert (first["step"], first["interrupted"], first["lora"]) == (1, True, None)
+    assert_equal(Outcome(script, training_only(cached), replace(options, resume=True)), whole)
+
+
+def test_no_encoder_is_loaded_where_everything_is_cached(script: ModuleType, cold: Config, options: Any) -> None:
+    run_precache(cold)
+    training = script.Training(cold, options)
+    assert {name for name in training.parts if name not in ("optimizer", "scaler", "scheduler")} == {"unet", "vae"}
+    assert training.phases.current == "train"
+
+
+@pytest.mark.parametrize(
+    ("prediction_type", "target"),
+    [("epsilon", lambda scheduler, latents, noise, steps: noise), ("v_prediction", None)],
+)
+def test_the_target_follows_the_schedulers_config(
+    script: ModuleType, cached: Config, options: Any, prediction_type: str, target: Callable[..., Any] | None
+) -> None:
+    training = script.Training(training_only(cached), options)
+    training.scheduler.register_to_config(prediction_type=prediction_type)
+    target = target or training.scheduler.get_velocity.__func__
+    batch = next(iter(torch.utils.data.DataLoader(training.dataset, batch_sampler=training.batches(0))))
+    seen = {}
+    hook = training.unet.register_forward_hook(lambda module, given, output: seen.update(output=output.sample))
+    state = training.generator.get_state()
+    loss = training.loss(batch)
+    hook.remove()
+    generator = torch.Generator()
+    generator.set_state(state)
+    part = training.dataset.datasets[0]
+    latents = part.place(batch, device="cpu", scaled=True, generator=generator)["latents"]
+    noise = torch.randn(latents.shape, generator=generator)
+    steps = torch.randint(1000, (len(latents),), generator=generator)
+    expected = (seen["output"] - target(training.scheduler, latents, noise, steps)).square().mean()
+    torch.testing.assert_close(loss, expected)
+
+
+def test_settings_that_do_not_fit_are_refused(
+    script: ModuleType, cached: Config, options: Any, tmp_path: Path, make_config: Callable[..., Config]
+) -> None:
+    config = training_only(cached)
+    with pytest.raises(StoreError, match=r"photos is not cached: run `latentcache precache CONFIG`"):
+        script.train(make_config(), options)
+    with pytest.raises(ConfigError, match="role: train"):
+        script.train(make_config(**{"datasets.0.role": "validation"}), options)
+    run_precache(make_config())
+    with pytest.raises(ConfigError, match="nothing to validate"):
+        script.train(training_only(make_config()), replace(options, validate_every=1))
+    with pytest.raises(ConfigError, match="at least 1"):
+        script.train(config, replace(options, steps=0))
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        script.train(config, replace(options, resume=True))
+    script.train(config, replace(options, steps=1))
+    with pytest.raises(CheckpointError, match="--resume"):
+        script.train(config, options)
+    with pytest.raises(CheckpointError, match=r"learning_rate: 0\.01 when it began, 0\.1 now"):
+        script.train(config, replace(options, resume=True, learning_rate=0.1))
+    with pytest.raises(CheckpointError, match="lora_A"):
+        script.train(config, replace(options, resume=True, rank=3))
+    model = config.model.model_copy(update={"path": str(tmp_path / "none")})
+    with pytest.raises(ModelError):
+        script.train(config.model_copy(update={"model": model}), replace(options, out=tmp_path / "other"))
+
+
+def test_the_command_line_stops_on_a_signal_and_goes_on(
+    script: ModuleType,
+    cached: Config,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(training_only(cached).model_dump_json())
+    command = [str(SCRIPT), str(file), "--out", str(tmp_path / "run"), "--device", "cpu", "--rank", "2", "--json"]
+    process = subprocess.Popen(
+        [sys.executable, *command, "--steps", str(10**6)],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    try:
+        seen = ""
+        while "loss=" not in seen:
+            character = process.stderr.read(1)
+            assert character, seen
+            seen += character
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 143, err
+    stopped = json.loads(out)
+    assert stopped["interrupted"] and stopped["lora"] is None and stopped["step"] == len(stopped["losses"])
+    monkeypatch.setattr(sys, "argv", [*command, "--steps", str(stopped["step"] + 1), "--resume"])
+    assert script.main() == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["resumed_from"], document["step"]) == (stopped["step"], stopped["step"] + 1)
+    assert Path(document["lora"]).is_file()
+    monkeypatch.setattr(sys, "argv", command)
+    assert script.main() == 2  # without --resume the earlier run is left alone
+    assert json.loads(capsys.readouterr().out)["type"] == "CheckpointError"
