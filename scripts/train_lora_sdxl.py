@@ -346,6 +346,9 @@ def main() -> int:
         if as_json:
             print(json.dumps({"error": str(error), "type": type(error).__name__}))
         return 2
+    except KeyboardInterrupt:
+        print("train_lora_sdxl: interrupted at once; the last checkpoint is whole", file=sys.stderr)
+        return 130
     if as_json:
         print(json.dumps(plain(result)))
     else:
