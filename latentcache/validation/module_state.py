@@ -22,6 +22,7 @@ OFFLOAD_ATTRIBUTES = ("_hf_hook", "_old_forward", "forward", "_diffusers_hook", 
 _ABSENT = object()
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _CONTAINERS = (list, tuple, dict, set, OrderedDict)
+_COMPARED = (*_PLAIN, set)
 
 
 def submodules(modules: Modules) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -138,9 +139,29 @@ class Hooks:
                 yield f"{name}: was {'added' if value is _ABSENT else 'changed'}"
 
 
+class CompiledCalls:
+    """How compiled submodules are called: by `module.compile()`, or by `torch.compile` of a submodule."""
+
+    def __init__(self, modules: Modules):
+        self._kept = [
+            (name, module, attribute, vars(module)[attribute])
+            for name, module in submodules(modules)
+            for attribute in _compiled_attributes(module)
+        ]
+
+    def restore(self) -> None:
+        for _, module, attribute, value in self._kept:
+            _put_back(module, attribute, value)
+
+    def changes(self) -> Iterator[str]:
+        for name, module, attribute, value in self._kept:
+            if vars(module).get(attribute) is not value:
+                yield f"{name}: is no longer called as it was compiled"
+
+
 class Settings:
-    """Plain data and functions on every submodule: LoRA adapters' scale and state, gradient checkpointing, tiling and
-    slicing, attention processors."""
+    """Plain data, functions and containers on every submodule: LoRA adapters and their scale, gradient checkpointing,
+    tiling and slicing, attention processors."""
 
     def __init__(self, modules: Modules):
         self._kept = [
@@ -165,23 +186,32 @@ class Settings:
             yield from (f"{name}.{key}: was added" for key, _ in _plain_attributes(module) if key not in kept)
 
 
+def call_eagerly(modules: Modules) -> None:
+    """From now on the compiled submodules run uncompiled."""
+    for _, module in submodules(modules):
+        for attribute in _compiled_attributes(module):
+            # Past OptimizedModule.__setattr__, which sets it on the module inside.
+            vars(module)[attribute] = vars(module)["_modules"]["_orig_mod"].__call__ if attribute == "forward" else None
+
+
 def is_hook_dict(attribute: str, value: Any) -> bool:
     """Whether torch keeps hooks in this attribute; some have companions such as `_forward_hooks_with_kwargs`."""
     return isinstance(value, dict) and attribute.startswith("_") and "_hooks" in attribute
 
 
+def _compiled_attributes(module: torch.nn.Module) -> Iterator[str]:
+    """What a call goes through where it is compiled: `module.compile()` sets the first; torch.compile wraps."""
+    if vars(module).get("_compiled_call_impl") is not None:
+        yield "_compiled_call_impl"
+    if "_orig_mod" in module._modules:
+        yield "forward"
+
+
 def _plain_attributes(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     for key, value in vars(module).items():
         kept_elsewhere = key in ("training", *STRUCTURE, *OFFLOAD_ATTRIBUTES) or is_hook_dict(key, value)
-        if not kept_elsewhere and _is_plain(value):
+        if not kept_elsewhere and (isinstance(value, _PLAIN) or type(value) in _CONTAINERS or callable(value)):
             yield key, value
-
-
-def _is_plain(value: Any) -> bool:
-    if type(value) not in _CONTAINERS:
-        return isinstance(value, _PLAIN) or callable(value)
-    children = (*value.keys(), *value.values()) if isinstance(value, dict) else value
-    return all(_is_plain(child) for child in children)
 
 
 def _copied(value: Any) -> Any:
@@ -205,8 +235,17 @@ def _refill(value: Any, contents: Any) -> None:
 
 
 def _same(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
     # True == 1, and a setting that became another type has changed.
-    return type(one) is type(other) and (one == other or one != one)
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(_same(one[key], other[key]) for key in one)
+    if type(one) in (list, tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    # What a container holds besides, such as peft's LoraConfig, is known by its identity alone.
+    return isinstance(one, _COMPARED) and bool(one == other or one != one)
 
 
 def _put_back(module: torch.nn.Module, attribute: str, value: Any) -> None:

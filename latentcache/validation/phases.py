@@ -12,14 +12,31 @@ import torch
 from latentcache.devices.audit import audit
 from latentcache.devices.checkpoint_parts import unwrapped_module
 from latentcache.devices.holdings import is_optimizer, is_scaler
-from latentcache.devices.offload import hooks_by_path, numbered, replaces_parameters
+from latentcache.devices.offload import numbered
 from latentcache.devices.placement import Asker, device_of
-from latentcache.devices.tensors import is_partitioned, why_immovable
+from latentcache.devices.state_rules import unwrapped
 from latentcache.errors import PhaseError
 from latentcache.validation.interrupts import uninterrupted
-from latentcache.validation.module_state import Hooks, Modes, RequiresGrad, Settings, Structure, submodules
+from latentcache.validation.managed import (
+    GatheredShards,
+    check_current,
+    check_filled,
+    check_trainable,
+    is_trained,
+    why_left,
+    why_rearranged,
+)
+from latentcache.validation.module_state import (
+    CompiledCalls,
+    Hooks,
+    Modes,
+    RequiresGrad,
+    Settings,
+    Structure,
+    call_eagerly,
+)
 from latentcache.validation.process_state import Flags, RandomStreams
-from latentcache.validation.standins import EmaWeights, ScheduleFreeMode
+from latentcache.validation.standins import EmaWeights, ScheduleFreeMode, is_training
 from latentcache.validation.weights import Gradients, Values, Weights, named_weights
 
 
@@ -62,6 +79,7 @@ class Phases:
         self.device, self._park = numbered(device_of(device)), numbered(device_of(park))
         self._wrapped = {name: part for name, part in parts.items() if isinstance(part, torch.nn.Module)}
         self._modules = {name: unwrapped_module(part) for name, part in self._wrapped.items()}
+        self._check_distinct()
         needed = tuple(name for name, module in self._modules.items() if name == "unet" or is_trained(module))
         self._phases = {
             "train": train or Phase(needed, tuple(name for name in needed if is_trained(self._modules[name]))),
@@ -112,18 +130,7 @@ class Phases:
         """Why phases leave a part where it is, or None if they move it."""
         if name in self._immovable:
             return self._immovable[name]
-        module = self._modules[name]
-        if hooks_by_path(module):
-            return "under offload hooks, which move it"
-        for tensor_name, tensor in named_weights(module):
-            if is_partitioned(tensor):
-                return f"{tensor_name} is a partition of DeepSpeed ZeRO-3"
-            if hasattr(tensor, "device_mesh"):
-                return f"{tensor_name} is a shard of FSDP"
-            reason = why_immovable(tensor)
-            if reason:
-                return f"{tensor_name} is {reason}"
-        return None
+        return why_left(self._modules[name])
 
     # The switch
 
@@ -136,7 +143,7 @@ class Phases:
             raise PhaseError("start is for the phase outside of all others; leave this one first", phase=self.current)
         phase = self._phase(name)
         self._base = (name, phase)
-        self._check_trainable(name)
+        self._check_ready(name, phase)
         self._apply(phase, self._weights())
         self._audit(phase)
 
@@ -161,9 +168,14 @@ class Phases:
             with torch.no_grad():
                 yield self
         finally:
-            if frame is not None:
+            try:
                 with uninterrupted():
                     self._close(frame)
+            finally:
+                # Still open if Ctrl-C came on the way into the block above.
+                if frame in self._frames:
+                    with uninterrupted():
+                        self._close(frame)
 
     @contextmanager
     def lend(self, *names: str) -> Iterator[None]:
@@ -188,10 +200,11 @@ class Phases:
     # Inside
 
     def _open(self, name: str, phase: Phase) -> _Frame:
-        self._check_trainable(name)
-        frame = _Frame(
-            self, name, phase, Weights(self._movable(), self._values, self._park, outermost=not self._frames)
-        )
+        self._check_ready(name, phase)
+        # Kept only when the phase is open: what a refused one held would be put back in a later one, however old.
+        values = self._values if self._frames else Values()
+        frame = _Frame(self, name, phase, Weights(self._movable(), values, self._park, outermost=not self._frames))
+        self._values = values
         self._frames.append(frame)
         try:
             self._apply(phase, frame.weights)
@@ -203,7 +216,9 @@ class Phases:
             raise
         return frame
 
-    def _close(self, frame: _Frame) -> None:
+    def _close(self, frame: _Frame | None) -> None:
+        if frame is None:
+            return  # it was not opened
         replaced = [name for name in frame.structure.replaced_parameters() if name in frame.trained]
         failures = frame.restore()
         self._frames.remove(frame)
@@ -235,10 +250,8 @@ class Phases:
             for name, module in self._modules.items():
                 module.train(name in phase.training)
             if not phase.training:
-                # The eager module runs: a compiled one would be compiled once more for each shape of validation.
-                for _, module in submodules(self._modules):
-                    if getattr(module, "_compiled_call_impl", None) is not None:
-                        vars(module)["_compiled_call_impl"] = None
+                # A compiled module would be compiled once more for each shape of validation.
+                call_eagerly(self._modules)
 
     def _audit(self, phase: Phase) -> None:
         wanted = {name: self.device if name in phase.on_device else self._park for name in self._movable()}
@@ -273,6 +286,13 @@ class Phases:
             return self._frames[-1].phase
         return self._base[1] if self._base else self._phases["train"]
 
+    def _check_distinct(self) -> None:
+        names: dict[int, str] = {}
+        for name, module in self._modules.items():
+            other = names.setdefault(id(module), name)
+            if other != name:
+                raise PhaseError(f"{other} and {name} are one module: give it under one name", phase="none")
+
     def _check(self, name: str, phase: Phase) -> None:
         unknown = {*phase.on_device, *phase.training} - self._modules.keys()
         if unknown:
@@ -281,18 +301,13 @@ class Phases:
         if parked:
             raise PhaseError(f"trains {', '.join(sorted(parked))}, which it parks: add it to on_device", phase=name)
 
-    def _check_trainable(self, name: str) -> None:
-        offenders = tuple(
-            path for path, module in submodules(self._modules) if replaces_parameters(module) and is_trained(module)
+    def _check_ready(self, name: str, phase: Phase) -> None:
+        check_trainable(name, self._modules)
+        check_filled(name, {part: self._modules[part] for part in phase.on_device if part not in self._immovable})
+        averages = self.parts.get("ema") is not None or any(
+            is_optimizer(part) and is_training(unwrapped(part)) for part in self.parts.values()
         )
-        if offenders:
-            raise PhaseError(
-                "these are trained and under sequential offload (enable_sequential_cpu_offload, cpu_offload, "
-                "align_module_device), which replaces their Parameters: an optimizer would train objects that nothing "
-                "uses. Call remove_all_hooks() on the pipeline, and build the optimizer anew. The first are:",
-                phase=name,
-                offenders=offenders,
-            )
+        check_current(name, self._modules, averaged=phase.averaged and averages)
 
     def _known(self) -> str:
         return f"the modules are {', '.join(self._modules) or 'none'}"
@@ -310,15 +325,17 @@ class _Frame:
     def __init__(self, phases: Phases, name: str, phase: Phase, weights: Weights):
         self.name, self.phase, self.weights = name, phase, weights
         modules = phases._wrapped
-        movable = {part: phases._modules[part] for part in weights.parts}
+        # What shards, swaps or offloads a part may exchange its tensors and hooks in a forward: it keeps its own.
+        settled = {part: module for part, module in phases._modules.items() if why_rearranged(module) is None}
+        fixed = {part: module for part, module in settled.items() if part not in phases._immovable}
         self.trained = {
             f"{part}.{path}"
-            for part, module in movable.items()
+            for part, module in fixed.items()
             for path, parameter in module.named_parameters()
             if parameter.requires_grad
         }
-        # Shards and partitions change their own structure and hooks in a forward: those are left to their software.
-        self.structure = Structure(movable)
+        self.structure = Structure(fixed)
+        gathered = GatheredShards(phases._modules)  # before anyone asks for parameters: gathered ones are others
         self.standins: list[EmaWeights | ScheduleFreeMode] = []
         if phase.averaged:
             self.standins = [ScheduleFreeMode(part) for part in phases.parts.values() if is_optimizer(part)]
@@ -326,14 +343,16 @@ class _Frame:
                 self.standins.append(EmaWeights(phases.parts["ema"], list(phases.module("unet").parameters())))
         # In the order in which they are put back. Random streams are last: nothing after them may draw.
         self.keepers: tuple[_Keeper, ...] = (
-            Hooks(movable),
+            Hooks(fixed),
+            CompiledCalls(phases._modules),
             self.structure,
+            gathered,
             weights,
-            Gradients(movable),
+            Gradients(settled),
             *reversed(self.standins),
             Modes(modules),
             RequiresGrad(modules),
-            Settings(movable),
+            Settings(settled),
             Flags(phases.device),
             RandomStreams(),
         )
@@ -351,8 +370,3 @@ class _Frame:
     def changes(self) -> list[str]:
         """What is not as it was."""
         return [line for keeper in self.keepers for line in keeper.changes()] + list(self.weights.values_changed())
-
-
-def is_trained(module: torch.nn.Module) -> bool:
-    """Whether any of the module's parameters requires grad."""
-    return any(parameter.requires_grad for parameter in module.parameters())

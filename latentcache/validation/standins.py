@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from latentcache.devices.holdings import is_swapped_in
-from latentcache.devices.optimizer import inner_optimizer
+from latentcache.devices.state_rules import unwrapped
 from latentcache.errors import PhaseError
 
 
@@ -20,8 +20,8 @@ class EmaWeights:
 
     def __init__(self, ema: Any, parameters: Sequence[torch.nn.Parameter]):
         self._ema = ema
-        self._parameters = ema_parameters(ema, parameters)
         self._was_in = is_swapped_in(ema)
+        self._parameters = [] if self._was_in else ema_parameters(ema, parameters)
 
     def swap_in(self) -> None:
         """Nothing where they are in already: the phase around this one did it."""
@@ -44,8 +44,9 @@ class ScheduleFreeMode:
     Its own `train()` after `eval()` interpolates back, which rounds: the parameters are copied back besides.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer):
-        self._optimizer = inner_optimizer(optimizer)
+    def __init__(self, optimizer: Any):
+        # Of any class: schedulefree's wrapper around other optimizers is no torch.optim.Optimizer.
+        self._optimizer = unwrapped(optimizer)
         self._was_training = is_training(self._optimizer)
         self._stored: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -54,11 +55,11 @@ class ScheduleFreeMode:
         if self._was_training:
             parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
             self._stored = [(parameter, parameter.detach().to("cpu", copy=True)) for parameter in parameters]
-            self._optimizer.eval()  # type: ignore[attr-defined]
+            self._optimizer.eval()
 
     def restore(self) -> None:
         if self._was_training and not is_training(self._optimizer):
-            self._optimizer.train()  # type: ignore[attr-defined]
+            self._optimizer.train()
         with torch.no_grad():
             for parameter, values in self._stored:
                 parameter.data.copy_(values)
@@ -71,6 +72,7 @@ class ScheduleFreeMode:
 def ema_parameters(ema: Any, parameters: Sequence[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
     """The parameters that the EMA averages: all of those given, or those that are trained. Raises PhaseError."""
     missing = [name for name in ("store", "copy_to", "restore") if not callable(getattr(ema, name, None))]
+    missing += [] if hasattr(ema, "shadow_params") else ["shadow_params"]
     if missing:
         raise PhaseError(
             f"the ema is a {type(ema).__name__} without {', '.join(missing)}; use one such as diffusers' EMAModel, or "
@@ -89,8 +91,8 @@ def ema_parameters(ema: Any, parameters: Sequence[torch.nn.Parameter]) -> list[t
     )
 
 
-def is_training(optimizer: torch.optim.Optimizer) -> bool:
+def is_training(optimizer: Any) -> bool:
     """Whether a schedule-free optimizer is in train mode; False for optimizers that have no such mode."""
-    return any(group.get("train_mode", False) for group in optimizer.param_groups) and callable(
-        getattr(optimizer, "train", None)
-    )
+    # schedulefree's optimizers keep the mode in each group, its wrapper around other optimizers in itself.
+    modes = (getattr(optimizer, "train_mode", False), *(group.get("train_mode") for group in optimizer.param_groups))
+    return any(modes) and callable(getattr(optimizer, "train", None))

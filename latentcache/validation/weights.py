@@ -42,11 +42,13 @@ class Values:
     def put(self, tensor: torch.Tensor, device: torch.device, spare: torch.Tensor | None = None) -> None:
         """Put a tensor on the device with the values that it has to hold. `spare` are these, there already."""
         _, values = self._held[id(tensor)]
-        if values.device != device:
-            values = values.to(device) if spare is None else spare
-            self._held[id(tensor)] = tensor, values
-        if not _is_same_memory(tensor, values):
-            tensor.data = values
+        # A copy that is made in a caller's inference mode could not be trained with.
+        with torch.inference_mode(False):
+            if values.device != device:
+                values = values.to(device) if spare is None else spare
+                self._held[id(tensor)] = tensor, values
+            if not _is_same_memory(tensor, values):
+                tensor.data = values
 
 
 class Weights:
