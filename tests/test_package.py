@@ -24,7 +24,8 @@ LAYERS = [
     {"precache", "retrieve"},
     {"validation"},
     {"integrations", "service", "scaleout"},
-    {"cli", "console", "flags"},
+    {"console", "flags"},
+    {"cli"},
     {"__main__"},
 ]
 """Design 3: imports go down only. A package of a layer may import itself and lower layers. Validation is above
