@@ -14,6 +14,7 @@ from latentcache.errors import StoreError
 from latentcache.precache.prompts import cache_prompts
 from latentcache.precache.report import Report
 from latentcache.precache.run import run_precache
+from latentcache.precache.shard import Shard
 from latentcache.precache.workspace import Workspace, open_workspace
 from latentcache.retrieve.batches import LatentCache
 from latentcache.validation.phases import Phase, Phases
@@ -26,7 +27,10 @@ FILL = Phase(on_device=())
 
 
 class Filling:
-    """Encodes what validation needs and the cache does not hold. `parts` may lack encoders: then it says so."""
+    """Encodes what validation needs and the cache does not hold.
+
+    Nothing is encoded where `parts` lack encoders, or the cache is read only: then it says so.
+    """
 
     def __init__(self, parts: Mapping[str, Any], cache: LatentCache, config: Config, phases: Phases):
         self._parts, self._cache, self._phases = parts, cache, phases
@@ -40,27 +44,30 @@ class Filling:
         self.num_filled = 0
 
     @property
-    def missing_parts(self) -> list[str]:
-        """The parts that encoding needs and that were not given."""
-        return [name for name in PARTS if self._parts.get(name) is None]
+    def obstacle(self) -> str | None:
+        """Why nothing can be encoded, or None if it can."""
+        missing = [name for name in PARTS if self._parts.get(name) is None]
+        if missing:
+            return f"{', '.join(missing)} {'was' if len(missing) == 1 else 'were'} not given to encode it"
+        return "this cache is open for reading only" if self._cache.store.read_only else None
 
     def fill_datasets(self) -> list[str]:
         """Encode the validation sets of which the cache lacks anything; gives what is to be noted of it.
 
         The manifests decide: a file that changed since they were written is not looked for, that is precache's work.
-        StoreError, with the command to run, where a whole set is missing and the encoders were not given.
+        StoreError, with the command to run, where a whole set is missing and cannot be encoded.
         """
         sets = [dataset for dataset in self._config.datasets if dataset.role == "validation"]
         num_lost = {dataset.name: self._num_lost(dataset) for dataset in sets}
         cold = [dataset for dataset in sets if num_lost[dataset.name] != 0]
         if not cold:
             return []
-        if self.missing_parts:
+        if self.obstacle:
             absent = ", ".join(dataset.name for dataset in cold if num_lost[dataset.name] is None)
             if absent:
                 raise StoreError(
                     f"{self._cache.path or 'cpu store'}: the validation set {absent} is not cached, and "
-                    f"{', '.join(self.missing_parts)} was not given to encode it: run `latentcache precache CONFIG`"
+                    f"{self.obstacle}: run `latentcache precache CONFIG`"
                 )
             # Their samples are skipped and listed: a few that are lost must not stop a validation.
             return [f"{each.name}: {num_lost[each.name]} entries are lost: run precache again" for each in cold]
@@ -68,7 +75,8 @@ class Filling:
         logger.info("validation set %s is not cached, or not whole: encoding it", names)
         with self._filling() as (workspace, models):
             config = self._config.model_copy(update={"datasets": tuple(cold)})
-            report: Report = run_precache(config, models=models, workspace=workspace)
+            # All of it: a process that fills alone must not leave a share to others, which torchrun tells it of.
+            report: Report = run_precache(config, models=models, workspace=workspace, shard=Shard())
         self.num_filled += report.num_encoded
         return [f"{names}: {report.num_refused} refused"] if report.num_refused else []
 

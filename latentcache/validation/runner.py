@@ -144,7 +144,7 @@ class ValidationRunner:
             validation.prompts,
             validation.negative_prompt,
             device=self.phases.module("unet"),
-            encode=None if self._filling.missing_parts else self._filling.fill_prompts,
+            encode=None if self._filling.obstacle else self._filling.fill_prompts,
         )
 
     def _images(self, embeddings: list[PromptEmbeddings], timer: _Timer) -> tuple[SampleImage, ...]:

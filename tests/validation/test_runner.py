@@ -172,6 +172,38 @@ def test_the_cpu_tier_is_filled_too(config: Config) -> None:
     assert report is not None and report.num_filled == 0 and report.loss is not None and report.loss.loss.num == 5
 
 
+def test_the_process_that_validates_fills_the_cache_alone(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    # torchrun's variables, which make a precache run leave a share of the work to the other ranks.
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with Workspace() as workspace:
+        cache = LatentCache(store=workspace.store, manifests=workspace.manifests)
+        report = runner_for(Training(CPU), cache, config).run(1)
+    assert report is not None and report.loss is not None
+    assert report.loss.loss.num == 5 and report.loss.skipped == () and len(report.images) == 1
+
+
+def test_a_cache_that_is_open_for_reading_only_is_never_filled(cold: LatentCache, config: Config) -> None:
+    def files() -> set[Path]:
+        return set(config.cache.path.rglob("*"))
+
+    before = files()
+    with LatentCache(config.cache.path, read_only=True) as cache:
+        with pytest.raises(StoreError, match=r"held-out is not cached, and this cache is open for reading only.*run"):
+            runner_for(Training(CPU), cache, config).run(1)
+    assert files() == before
+    run_precache(config)
+    cold.store.remove([next(iter(cold.manifest("held-out").rows.values())).images[0].key])
+    before = files()
+    with LatentCache(config.cache.path, read_only=True) as cache:
+        report = runner_for(Training(CPU), cache, config).run(1)
+        assert report is not None and report.loss is not None and len(report.loss.skipped) == 1
+        changed = config.validation.model_copy(update={"prompts": ("never seen",)})
+        with pytest.raises(SampleError, match="never seen"):
+            runner_for(Training(CPU), cache, config.model_copy(update={"validation": changed})).run(2)
+    assert files() == before
+
+
 def test_wrapped_modules_are_validated_as_the_eager_ones(warm: LatentCache, config: Config) -> None:
     training = Training(CPU)
     wanted = runner_for(training, warm, config).run(1)
