@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -39,7 +40,7 @@ from latentcache.encoders.lora import LORA_FILE, SETTINGS_KEY, lora_settings
 from latentcache.encoders.unet import check_conditioning, load_scheduler, load_unet
 from latentcache.encoders.vae import text_dtype, vae_dtype
 from latentcache.errors import CheckpointError, ConfigError, LatentCacheError, StoreError
-from latentcache.files import write_sealed
+from latentcache.files import typed_errors, write_sealed
 from latentcache.precache.encodings import load_models
 from latentcache.precache.interruption import stop_on_signals
 from latentcache.retrieve.sampler import BucketBatchSampler
@@ -56,6 +57,12 @@ FUSED = ("cpu", "cuda", "mps", "xpu")
 DTYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
+SWITCHES = {
+    "resume": "go on from the checkpoint in --out",
+    "gradient_checkpointing": "compute activations twice and keep few: less memory, slower; for cards below 24 GB",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """The flags. `validate_every` and `checkpoint_every` count steps; 0: only at the end."""
@@ -69,6 +76,7 @@ class Options:
     out: Path = Path("lora")
     resume: bool = False
     mixed_precision: str = "auto"
+    gradient_checkpointing: bool = False
     seed: int = 0
     device: str = "auto"
 
@@ -99,9 +107,10 @@ def train(config: Config, options: Options, *, stop: threading.Event | None = No
             validations.append(validate(runner, step))
     interrupted = stop.is_set()
     if not interrupted:
+        # First: whatever happens to the validation, the LoRA is there.
+        save_lora(training.unet, options.out)
         if runner is not None:
             validations.append(validate(runner, step))
-        save_lora(training.unet, options.out)
     return {
         "step": step,
         "resumed_from": first,
@@ -123,8 +132,13 @@ class Training:
         self.config, self.options, self.checkpoint = config, options, options.out / "checkpoint"
         if min(options.steps, options.rank, options.batch_size) < 1:
             raise ConfigError("steps, rank and batch_size are at least 1")
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            raise ConfigError("WORLD_SIZE is above 1, but this script trains in one process: start it without torchrun")
         if self.checkpoint.exists() and not options.resume:
             raise CheckpointError(self.checkpoint, "is of an earlier run: go on with --resume, or choose another --out")
+        with typed_errors(options.out, 0):  # that it can be written is found out now, not after the last step
+            options.out.mkdir(parents=True, exist_ok=True)
+            TemporaryDirectory(dir=options.out).cleanup()
         self.device = device_named(options.device)
         self.dtype = compute_dtype(options.mixed_precision, self.device)
         self.autocast = None if self.dtype is torch.float32 else self.dtype
@@ -140,6 +154,8 @@ class Training:
         check_conditioning(self.unet, sample["prompt_embeds"].shape[-1], sample["pooled_prompt_embeds"].shape[-1])
         self.unet.add_adapter(LoraConfig(r=options.rank, lora_alpha=options.rank, target_modules=TARGET_MODULES))
         cast_training_params(self.unet, torch.float32)
+        if options.gradient_checkpointing:
+            self.unet.enable_gradient_checkpointing()
         self.unet.to(self.device)
         self.parameters = [parameter for parameter in self.unet.parameters() if parameter.requires_grad]
         fused = self.device.type in FUSED
@@ -153,7 +169,7 @@ class Training:
 
         # A phase says which parts are on the device. In training it is the UNet alone; the others wait on the CPU.
         self.parts = {name: getattr(self, name) for name in ("unet", "optimizer", "scaler", "scheduler")}
-        self.parts |= frozen_parts(config, self.cache, self.device)
+        self.parts |= frozen_parts(config, self.cache)
         self.phases = Phases(self.parts, device=self.device)
         self.phases.start("train")
 
@@ -273,8 +289,12 @@ def compute_dtype(mixed_precision: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if has_bf16 and has_bf16(including_emulation=False) else torch.float16
 
 
-def frozen_parts(config: Config, cache: LatentCache, device: torch.device) -> dict[str, Any]:
-    """What validation needs beside the UNet, on the CPU: the VAE for images, the encoders for what is not cached."""
+def frozen_parts(config: Config, cache: LatentCache) -> dict[str, Any]:
+    """What validation needs beside the UNet, on the CPU: the VAE for images, the encoders for what is not cached.
+
+    Their dtypes are those of precache, which encodes on `encode.device`: what is cached later is then the same.
+    """
+    device = device_named(config.encode.device)
     models, warm = load_models(config.model, {}), is_warm(config, cache)
     parts: dict[str, Any] = {}
     if config.validation.prompts or not warm:
@@ -288,9 +308,11 @@ def frozen_parts(config: Config, cache: LatentCache, device: torch.device) -> di
 def is_warm(config: Config, cache: LatentCache) -> bool:
     """Whether all that validation reads is cached."""
     names = [dataset.name for dataset in config.datasets if dataset.role == "validation"]
+    # Others in the cache may come from other text encoders.
+    own = cache.restricted(next(dataset.name for dataset in config.datasets if dataset.role == "train"))
     try:
         keys = {key for name in names for key in cache.manifest(name).keys()}
-        prompt_embeddings(cache, config.validation.prompts, config.validation.negative_prompt, device="cpu")
+        prompt_embeddings(own, config.validation.prompts, config.validation.negative_prompt, device="cpu")
     except StoreError:
         return False
     return len(cache.store.find(keys)) == len(keys)
@@ -323,8 +345,8 @@ def parse(arguments: list[str] | None = None) -> tuple[Path, Options, bool]:
     parser.add_argument("config", type=Path)
     for field in fields(Options):
         kind: dict[str, Any] = {"type": type(field.default), "help": f"default: {field.default}"}
-        if field.name == "resume":
-            kind = {"action": "store_true", "help": "go on from the checkpoint in --out"}
+        if isinstance(field.default, bool):
+            kind = {"action": "store_true", "help": SWITCHES[field.name]}
         elif field.name == "mixed_precision":
             kind = {"choices": ("auto", *DTYPES), "help": "auto: bf16 or fp16 on an accelerator, no on the CPU"}
         parser.add_argument(f"--{field.name}", default=field.default, **kind)
@@ -347,7 +369,7 @@ def main() -> int:
             print(json.dumps({"error": str(error), "type": type(error).__name__}))
         return 2
     except KeyboardInterrupt:
-        print("train_lora_sdxl: interrupted at once; the last checkpoint is whole", file=sys.stderr)
+        print("train_lora_sdxl: interrupted at once; the last checkpoint, if any, is whole", file=sys.stderr)
         return 130
     if as_json:
         print(json.dumps(plain(result)))

@@ -231,6 +231,35 @@ def test_no_encoder_is_loaded_where_everything_is_cached(script: ModuleType, col
     assert training.phases.current == "train"
 
 
+def test_other_models_in_the_cache_do_not_matter(script: ModuleType, cold: Config, options: Any) -> None:
+    run_precache(cold)
+    others = (cold.datasets[1].model_copy(update={"name": "of-others"}),)
+    encode = cold.encode.model_copy(update={"clip_skip": 1})
+    run_precache(cold.model_copy(update={"datasets": others, "encode": encode}))
+    assert "text_encoder" not in script.Training(cold, options).parts
+
+
+def test_a_failed_last_validation_does_not_cost_the_lora(
+    script: ModuleType, cold: Config, options: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(runner: Any, step: int) -> None:
+        raise StoreError("the disk is full")
+
+    monkeypatch.setattr(script, "validate", fail)
+    with pytest.raises(StoreError, match="the disk is full"):
+        script.train(cold, replace(options, steps=1))
+    assert (options.out / script.LORA_FILE).is_file()
+
+
+def test_gradient_checkpointing_changes_no_loss(
+    script: ModuleType, cached: Config, options: Any, whole: Outcome
+) -> None:
+    found = Outcome(script, training_only(cached), replace(options, gradient_checkpointing=True))
+    assert found.training.unet.is_gradient_checkpointing
+    assert found.result["losses"] == whole.result["losses"]
+    assert_equal(found, whole)
+
+
 @pytest.mark.parametrize(
     ("prediction_type", "target"),
     [("epsilon", lambda scheduler, latents, noise, steps: noise), ("v_prediction", None)],
@@ -270,6 +299,12 @@ def test_settings_that_do_not_fit_are_refused(
         script.train(training_only(make_config()), replace(options, validate_every=1))
     with pytest.raises(ConfigError, match="at least 1"):
         script.train(config, replace(options, steps=0))
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError, match="file: cannot be written"):
+        script.train(config, replace(options, out=tmp_path / "file"))
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ConfigError, match="in one process"):
+        patch.setenv("WORLD_SIZE", "2")
+        script.train(config, options)
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
         script.train(config, replace(options, resume=True))
     script.train(config, replace(options, steps=1))

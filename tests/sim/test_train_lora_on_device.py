@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,22 +17,35 @@ from latentcache.precache.run import run_precache
 SCRIPTS = Path(__file__).parent.parent.parent / "scripts"
 
 
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    import train_lora_sdxl
+
+    yield train_lora_sdxl
+    sys.modules.pop("train_lora_sdxl")
+
+
+def cold_config(make_config: Callable[..., Config], tmp_path: Path, encode_device: str) -> Config:
+    """A config of which the training set is cached, and the validation set is not."""
+    write_photo(tmp_path / "held-out" / "f.png", 5, (80, 144)).with_suffix(".txt").write_text("a bridge\n")
+    held_out = {"name": "held-out", "role": "validation", "source": {"path": tmp_path / "held-out"}}
+    validation = {"path": tmp_path / "validation", "prompts": ["a tree"], "num_inference_steps": 2, "num_timesteps": 2}
+    config = make_config(**{"validation": validation | {"height": 64, "width": 64}, "encode.device": encode_device})
+    held_out["buckets"] = config.datasets[0].buckets.model_dump()
+    whole = Config.model_validate(config.model_dump() | {"datasets": [*config.model_dump()["datasets"], held_out]})
+    run_precache(config)
+    return whole
+
+
 def test_only_the_unet_is_on_the_device_while_it_trains(
     device: torch.device,
     make_config: Callable[..., Config],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    script: Any,
 ) -> None:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    import train_lora_sdxl as script
-
-    write_photo(tmp_path / "held-out" / "f.png", 5, (80, 144)).with_suffix(".txt").write_text("a bridge\n")
-    held_out = {"name": "held-out", "role": "validation", "source": {"path": tmp_path / "held-out"}}
-    validation = {"path": tmp_path / "validation", "prompts": ["a tree"], "num_inference_steps": 2, "num_timesteps": 2}
-    config = make_config(**{"validation": validation | {"height": 64, "width": 64}, "encode.device": "auto"})
-    held_out["buckets"] = config.datasets[0].buckets.model_dump()
-    whole = Config.model_validate(config.model_dump() | {"datasets": [*config.model_dump()["datasets"], held_out]})
-    run_precache(config)
+    whole = cold_config(make_config, tmp_path, "auto")
     places: list[frozenset[str]] = []
 
     class Watched(script.Training):
@@ -53,4 +67,14 @@ def test_only_the_unet_is_on_the_device_while_it_trains(
         assert found["placement"] == {"validate": ["unet"], "sample": ["unet"]}
         assert len(found["images"]) == 1
     assert result["device"] == str(device)
-    sys.modules.pop("train_lora_sdxl")
+
+
+def test_what_validation_caches_is_what_precache_would_have(
+    device: torch.device, make_config: Callable[..., Config], tmp_path: Path, script: Any
+) -> None:
+    """The dtypes are those of the device that encodes, not of the one that trains."""
+    config = cold_config(make_config, tmp_path, "cpu")
+    options = script.Options(steps=1, rank=2, batch_size=2, out=tmp_path / "run", device=str(device))
+    (validation,) = script.train(config, options)["validations"]
+    assert validation["num_filled"] > 0
+    assert run_precache(config).num_encoded == 0
