@@ -68,6 +68,28 @@ def test_losses_on_another_footing_are_not_compared(
     assert code == 2 and "nothing.json" in error
 
 
+def test_without_a_loss_there_is_nothing_to_compare(
+    make_config: Callable[..., Config], photos: Path, run: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    config = validation_config(make_config, photos)
+    config = config.model_copy(update={"datasets": config.datasets[:1]})
+    run_precache(config)
+    metrics = tmp_path / "metrics.json"
+    metrics.write_text(json.dumps({"footing": {"datasets": {}}, "loss_by_sample": {}}))
+    code, _, error = run("validate", written(config, tmp_path), "--against", metrics)
+    assert code == 2 and "no loss to compare" in error and not config.validation.path.exists()
+
+
+@pytest.mark.parametrize("footing", [{"datasets": []}, {"datasets": {"held-out": 3}}, {}, [], None])
+def test_a_foreign_file_is_not_compared(
+    footing: Any, config_file: Path, run: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    metrics = tmp_path / "metrics.json"
+    metrics.write_text(json.dumps({"footing": footing, "loss_by_sample": {}}))
+    code, _, error = run("validate", config_file, "--against", metrics)
+    assert code == 2 and "no metrics.json of a validation with a loss" in error
+
+
 def test_the_text_names_the_results(config_file: Path, run: Callable[..., tuple[int, str, str]]) -> None:
     code, out, _ = run("validate", config_file, "--step", "12")
     assert code == 0 and "000012" in out.splitlines()[-1] and out.startswith("step      12")

@@ -37,6 +37,13 @@ def offload_hook_of(module: torch.nn.Module) -> OffloadHook | None:
     return None
 
 
+def casting_dtype_of(module: torch.nn.Module) -> torch.dtype | None:
+    """The dtype that diffusers' layerwise casting lets this module itself compute in, or None without it."""
+    registry = getattr(module, "_diffusers_hook", None)
+    found = (getattr(single, "compute_dtype", None) for single in getattr(registry, "hooks", {}).values())
+    return next((dtype for dtype in found if isinstance(dtype, torch.dtype)), None)
+
+
 def hooks_by_path(module: torch.nn.Module) -> dict[str, OffloadHook]:
     """The hook that governs each submodule, by dotted path: its own, else that of the nearest module above it."""
     governing: dict[str, OffloadHook] = {}

@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 import torch
 
-from latentcache.devices.offload import offload_hook_of
+from latentcache.devices.offload import casting_dtype_of, offload_hook_of
 from latentcache.errors import DeviceError
 
 Asker: TypeAlias = "torch.device | str | torch.Tensor | torch.nn.Module"
@@ -94,13 +94,21 @@ def device_of_tensor(name: str, tensor: torch.Tensor) -> torch.device:
 
 
 def dtype_of(asker: Asker) -> torch.dtype | None:
-    """The floating dtype that the asker computes in, or None when it has none (a device, an integer tensor)."""
+    """The floating dtype that the asker computes in, or None when it has none (a device, an integer tensor).
+
+    Nothing computes in the 8-bit floats that weights may be stored in: diffusers' `enable_layerwise_casting` says what
+    its module computes in, and of other modules those tensors do not count.
+    """
     if isinstance(asker, torch.Tensor):
-        return asker.dtype if asker.is_floating_point() else None
+        return asker.dtype if _computes(asker) else None
     if isinstance(asker, torch.nn.Module):
-        floating = (t.dtype for t in chain(asker.parameters(), asker.buffers()) if t.is_floating_point())
-        return next(floating, None)
+        stored = (t.dtype for t in chain(asker.parameters(), asker.buffers()) if _computes(t))
+        return next(chain(filter(None, map(casting_dtype_of, asker.modules())), stored), None)
     return None
+
+
+def _computes(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.dtype.itemsize > 1
 
 
 def vae_batch_size(device: torch.device, dtype: torch.dtype, num_pixels: int) -> tuple[int, str]:

@@ -64,7 +64,7 @@ def read_losses(path: Path) -> SampleLosses:
         name: {sample_id: math.nan if loss is None else loss for sample_id, loss in losses.items()}
         for name, losses in metrics.loss_by_sample.items()
     }
-    return SampleLosses(metrics.footing, by_sample)
+    return SampleLosses(metrics.footing.model_dump(), by_sample)
 
 
 def read_history(folder: Path) -> tuple[MeasuredStep, ...]:
@@ -132,11 +132,16 @@ class _Metrics(BaseModel):
     footing: dict[str, Any] | None
 
 
+class _Footing(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+    datasets: dict[str, str]
+
+
 class _Losses(BaseModel):
     """What a comparison needs of metrics.json."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
-    footing: dict[str, Any]
+    footing: _Footing
     loss_by_sample: dict[str, dict[str, float | None]]
 
 

@@ -20,7 +20,7 @@ from latentcache.retrieve.batches import LatentCache
 from latentcache.validation.history import read_losses
 from latentcache.validation.loss_report import Estimate, paired_difference
 from latentcache.validation.phases import Phases
-from latentcache.validation.report import ValidationReport
+from latentcache.validation.report import ValidationReport, format_estimate
 from latentcache.validation.results import Paths
 from latentcache.validation.runner import ValidationRunner
 
@@ -62,6 +62,12 @@ def validate_checkpoint(
             parts["vae"] = loader.vae(vae_dtype(config.encode.vae_dtype, loader.vae_config(), device)[0])
         phases = Phases(parts, device=device)
         runner = ValidationRunner(parts, cache, config, phases=phases, progress=progress)
+        if other is not None and not runner.measures_loss():
+            raise ConfigError(
+                "there is no loss to compare: no dataset of the config or the cache has the role validation",
+                source=str(against),
+                key="datasets",
+            )
         report = runner.run(step)
         assert report is not None and runner.paths is not None, "one process has no other ranks"
     difference = None if other is None or report.loss is None else paired_difference(report.loss, other)
@@ -86,9 +92,8 @@ class CheckpointValidation:
         """The report for people."""
         lines = [self.report.to_text()]
         if self.difference is not None:
-            lines.append(
-                f"against   {self.against}: {self.difference.mean:+.6g} ± {self.difference.standard_error or 0:.2g}"
-            )
+            sign = "+" if self.difference.mean > 0 else ""
+            lines.append(f"against   {self.against}: {sign}{format_estimate(self.difference)}")
         return "\n".join((*lines, f"results   {self.paths.folder}"))
 
 

@@ -152,6 +152,12 @@ class LossSettings:
         if self.autocast not in (None, torch.float16, torch.bfloat16):
             raise ConfigError(f"autocast is {self.autocast}; torch.float16, torch.bfloat16 or None are allowed")
 
+    def strata(self, schedule: NoiseSchedule) -> tuple[range, ...]:
+        """The parts of the schedule that these settings measure. ConfigError for a schedule that they do not fit."""
+        if self.snr_gamma is not None:
+            schedule.snr(torch.zeros(1, dtype=torch.int64))  # flow has none
+        return strata(schedule.num_train_timesteps, self.num_timesteps)
+
     @classmethod
     def of(cls, config: ValidationConfig, *, autocast: torch.dtype | None = None) -> LossSettings:
         """The settings of a config."""
@@ -177,9 +183,7 @@ class _Measurement:
         self.autocast = settings.autocast
         if self.autocast is None and torch.is_autocast_enabled(self.device.type):
             self.autocast = torch.get_autocast_dtype(self.device.type)
-        self.strata = strata(schedule.num_train_timesteps, settings.num_timesteps)
-        if settings.snr_gamma is not None:
-            schedule.snr(torch.zeros(1, dtype=torch.int64))  # flow has none: say so before any work
+        self.strata = settings.strata(schedule)
         self.skipped: list[SkippedSample] = []
         self.errors: list[SampleError] = []
 

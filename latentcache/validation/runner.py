@@ -17,11 +17,12 @@ from latentcache.precache.progress import Progress
 from latentcache.retrieve.batches import LatentCache
 from latentcache.validation.filling import Filling
 from latentcache.validation.loss import LossReport, LossSettings, validation_loss
+from latentcache.validation.noise_schedule import NoiseSchedule
 from latentcache.validation.phases import Phases
 from latentcache.validation.prompts import PromptEmbeddings, prompt_embeddings
 from latentcache.validation.report import ValidationReport
 from latentcache.validation.results import Paths, publish
-from latentcache.validation.samples import SampleImage, SampleSettings, decode_samples, denoise
+from latentcache.validation.samples import SampleImage, SampleSettings, decode_samples, denoise, scheduler_copy
 from latentcache.validation.trackers import recognise
 
 
@@ -68,11 +69,7 @@ class ValidationRunner:
                 check_frozen(name, self.phases.module(name))
         self._writer, self._autocast, self._progress = writer, autocast, progress
         self._filling = Filling(self.parts, cache, config, self.phases)
-        if not config.validation.prompts and not self._measures_loss():
-            raise ConfigError(
-                "there is nothing to validate: give a dataset the role validation, or name validation.prompts",
-                key="validation.prompts",
-            )
+        self._check_settings()
         self.paths: Paths | None = None
         """The files of the last `run`."""
 
@@ -83,7 +80,7 @@ class ValidationRunner:
         be read are skipped and listed. Raises StoreError where something is not cached and cannot be encoded (it names
         the command), PhaseError if training could not be put back; training is put back after every other error too.
         """
-        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        rank = _rank()
         if rank and not _is_sharded(self.phases):
             return None
         timer, placement = _Timer(), {}
@@ -94,19 +91,18 @@ class ValidationRunner:
         with self.phases.enter("validate"):
             with timer.stage("fill"):
                 notes += self._filling.fill_datasets()
+                # Before the loss, which takes minutes: a prompt that cannot be had must not cost it.
+                embeddings = self._embeddings() if self._samples_images() else []
             self._check_conditioning()
-            if self._measures_loss():
+            if self.measures_loss():
                 placement["validate"] = tuple(sorted(self.phases.on_device()))
                 with timer.stage("loss"):
                     loss = self._loss()
-        prompts = self.config.validation.prompts
-        if prompts and self.phases.has("vae"):
+        if embeddings:
             with self.phases.enter("sample"):
-                with timer.stage("fill"):
-                    embeddings = self._embeddings()
                 placement["sample"] = tuple(sorted(self.phases.on_device()))
                 images = self._images(embeddings, timer)
-        elif prompts:
+        elif self.config.validation.prompts:
             notes.append("no images: the vae is not among the parts")
         report = ValidationReport(step, loss, images, timer.seconds, placement, tuple(notes), self._filling.num_filled)
         if rank:
@@ -114,11 +110,27 @@ class ValidationRunner:
         report, self.paths = publish(report, self.config.validation.path, self._writer)
         return report
 
-    def _measures_loss(self) -> bool:
+    def measures_loss(self) -> bool:
         """Whether the config or, without one of its own, the cache has a validation set."""
         if any(dataset.role == "validation" for dataset in self.config.datasets):
             return True
         return any(self.cache.manifest(name).role == "validation" for name in self.cache.dataset_names())
+
+    def _samples_images(self) -> bool:
+        return bool(self.config.validation.prompts) and self.phases.has("vae")
+
+    def _check_settings(self) -> None:
+        """What can be told without any model: at the first validation it would come hours later."""
+        validation, scheduler = self.config.validation, self.parts["scheduler"]
+        if self.measures_loss():
+            LossSettings.of(validation, autocast=self._autocast).strata(NoiseSchedule.of(scheduler))
+        elif not validation.prompts:
+            raise ConfigError(
+                "there is nothing to validate: give a dataset the role validation, or name validation.prompts",
+                key="validation.prompts",
+            )
+        if self._samples_images():
+            scheduler_copy(scheduler, validation.scheduler)
 
     def _loss(self) -> LossReport:
         names = [dataset.name for dataset in self.config.datasets if dataset.role == "validation"]
@@ -165,6 +177,11 @@ class ValidationRunner:
         widths = self._own_cache().text_widths()
         if widths is not None and hasattr(unet, "config"):
             check_conditioning(unet, *widths)
+
+
+def _rank() -> int:
+    distributed = torch.distributed  # some builds of torch have none of it
+    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
 
 
 def _is_sharded(phases: Phases) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -153,6 +153,8 @@ def scheduler_copy(scheduler: SchedulerMixin, class_name: str | None = None) -> 
 
     Raises ConfigError if there is no such class, or SDXL's pipeline cannot use it, or not with this config.
     """
+    if not isinstance(getattr(scheduler, "config", None), Mapping):
+        raise ConfigError(f"scheduler is {type(scheduler).__name__}, but a scheduler of diffusers is needed")
     found = type(scheduler) if class_name is None else _scheduler_class(class_name)
     try:
         made = found.from_config(copy.deepcopy(dict(scheduler.config)))

@@ -10,6 +10,7 @@ from accelerate import cpu_offload
 from accelerate.hooks import remove_hook_from_module
 
 from latentcache.devices.placement import device_named, device_of, dtype_of, placed, vae_batch_size
+from latentcache.encoders.tiny import tiny_unet
 from latentcache.errors import DeviceError
 
 
@@ -69,6 +70,15 @@ def test_dtype_follows_the_asker() -> None:
     assert dtype_of(torch.zeros(1, dtype=torch.int64)) is None
     assert dtype_of("cpu") is None
     assert dtype_of(torch.nn.ReLU()) is None
+
+
+def test_the_dtype_that_weights_are_only_stored_in_does_not_count() -> None:
+    stored = torch.nn.Sequential(torch.nn.Linear(1, 1).to(torch.float8_e4m3fn), torch.nn.Linear(1, 1).bfloat16())
+    assert dtype_of(stored) == torch.bfloat16
+    assert dtype_of(stored[0]) is None and dtype_of(stored[0].weight) is None
+    unet = tiny_unet()
+    unet.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float16)
+    assert dtype_of(unet) == torch.float16
 
 
 def test_a_module_on_two_devices_names_a_tensor_of_each() -> None:

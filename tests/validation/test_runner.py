@@ -136,7 +136,13 @@ def test_a_cold_validation_set_without_encoders_names_the_command(cold: LatentCa
     assert differences(before, state_of(training)) == []
 
 
-def test_an_uncached_prompt_without_encoders_is_named_with_the_command(warm: LatentCache, config: Config) -> None:
+def test_an_uncached_prompt_without_encoders_is_named_with_the_command(
+    warm: LatentCache, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured_first(*_: object, **__: object) -> None:
+        pytest.fail("the loss was measured, for minutes, and is lost")
+
+    monkeypatch.setattr(runner_module, "validation_loss", measured_first)
     validation = config.validation.model_copy(update={"prompts": ("never seen",)})
     runner = ValidationRunner(
         without_encoders(Training(CPU)), warm, config.model_copy(update={"validation": validation})
@@ -188,9 +194,9 @@ def test_a_cache_that_is_open_for_reading_only_is_never_filled(cold: LatentCache
         return set(config.cache.path.rglob("*"))
 
     before = files()
-    with LatentCache(config.cache.path, read_only=True) as cache:
-        with pytest.raises(StoreError, match=r"held-out is not cached, and this cache is open for reading only.*run"):
-            runner_for(Training(CPU), cache, config).run(1)
+    message = r"held-out is not cached, and this cache is open for reading only: run `latentcache precache"
+    with LatentCache(config.cache.path, read_only=True) as cache, pytest.raises(StoreError, match=message):
+        runner_for(Training(CPU), cache, config).run(1)
     assert files() == before
     run_precache(config)
     cold.store.remove([next(iter(cold.manifest("held-out").rows.values())).images[0].key])
@@ -239,6 +245,48 @@ def test_unusable_parts_are_refused_at_once(warm: LatentCache, config: Config) -
         runner_for(Training(CPU, "text-encoder"), warm, config)
     with pytest.raises(ConfigError, match="SummaryWriter"):
         runner_for(Training(CPU), warm, config, writer=object())
+
+
+@pytest.mark.parametrize(
+    ("changes", "scheduler", "message"),
+    [
+        ({"scheduler": "EulerScheduler"}, None, "validation.scheduler: 'EulerScheduler' is no scheduler"),
+        ({"num_timesteps": 900}, {"num_train_timesteps": 500}, "num_timesteps is 900; the schedule has 500"),
+        ({"snr_gamma": 5.0}, {"prediction_type": "flow_prediction"}, "snr_gamma to null"),
+        ({}, torch.optim.lr_scheduler.LambdaLR, "scheduler is LambdaLR"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_before_the_training(
+    changes: dict[str, Any], scheduler: Any, message: str, warm: LatentCache, config: Config
+) -> None:
+    training = Training(CPU)
+    parts = without_encoders(training)
+    if isinstance(scheduler, dict):
+        parts["scheduler"] = type(training.scheduler).from_config(training.scheduler.config, **scheduler)
+    elif scheduler is not None:
+        parts["scheduler"] = scheduler(training.optimizer, lambda _: 1.0)
+    config = config.model_copy(update={"validation": config.validation.model_copy(update=changes)})
+    with pytest.raises(ConfigError, match=message):
+        ValidationRunner(parts, warm, config)
+
+
+def test_the_loss_of_a_unet_that_is_stored_in_8_bits(warm: LatentCache, config: Config) -> None:
+    training = Training(CPU)
+    parts = without_encoders(training) | {"optimizer": None}
+    training.unet.requires_grad_(False).to(torch.bfloat16)
+    phases = Phases({"unet": training.unet, "vae": parts["vae"]}, device=CPU)
+    wanted = ValidationRunner(parts, warm, config, phases=phases).run(1)
+    training.unet.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.bfloat16)
+    found = ValidationRunner(parts, warm, config, phases=phases).run(1)
+    assert found is not None and found.loss is not None and wanted is not None and wanted.loss is not None
+    assert found.loss.footing == wanted.loss.footing and len(found.images) == 1
+    assert found.loss.loss.mean == pytest.approx(wanted.loss.loss.mean, rel=0.05)
+
+
+def test_torch_may_lack_what_distributes(warm: LatentCache, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
+    monkeypatch.delattr(torch.distributed, "is_initialized")
+    assert ValidationRunner(without_encoders(Training(CPU)), warm, config).run(1) is not None
 
 
 def test_a_unet_of_another_model_is_named_before_its_forward(warm: LatentCache, config: Config) -> None:
