@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import diffusers
@@ -87,6 +88,8 @@ def denoise(
     scheduler: SchedulerMixin,
     embeddings: Sequence[PromptEmbeddings],
     settings: SampleSettings,
+    *,
+    device: torch.device | None = None,
 ) -> list[torch.Tensor]:
     """Scaled latents [1, C, h, w] of each image, on the UNet's device: what the pipeline would decode.
 
@@ -94,7 +97,8 @@ def denoise(
     a CPU generator of its own: so it depends neither on the other prompts nor, but for the arithmetic, on the device.
     The negative embeddings count only where `guidance_scale` is above 1. A surrounding autocast holds.
 
-    The UNet runs where it is, in eval mode. Its training flags, the global random state and `scheduler` are afterwards
+    The UNet runs where it is, in eval mode; name the `device` where its blocks are swapped, so that it lies on several
+    (the pipeline asks its first parameter, which has to be there). Its training flags, the global random state and `scheduler` are afterwards
     as they were, also after an error: the loop has a copy of the scheduler. Raises DeviceMismatchError if UNet and
     embeddings are on different devices, ConfigError for a scheduler that cannot be used, ModelError for a wrapped UNet.
     """
@@ -104,8 +108,8 @@ def denoise(
             "accelerator.unwrap_model(unet) does.",
             part="unet",
         )
-    device = device_of(unet)
-    _check_devices(unet, embeddings)
+    _check_devices(unet, embeddings, device)
+    device = device or device_of(unet)
     latents = []
     with ExitStack() as stack:
         stack.enter_context(_random_state_kept())
@@ -157,13 +161,22 @@ def scheduler_copy(scheduler: SchedulerMixin, class_name: str | None = None) -> 
         raise ConfigError(f"scheduler is {type(scheduler).__name__}, but a scheduler of diffusers is needed")
     found = type(scheduler) if class_name is None else _scheduler_class(class_name)
     try:
-        made = found.from_config(copy.deepcopy(dict(scheduler.config)))
+        made = found.from_config(_settings_of(scheduler))
     except (ImportError, NotImplementedError, TypeError, ValueError) as error:
         raise _refused(f"{found.__name__} cannot be made from the model's scheduler config: {error}") from error
     lacking = [name for name in NEEDED_OF_SCHEDULER if not hasattr(made, name)]
     if lacking:
         raise _refused(f"{found.__name__} has no {', '.join(lacking)}, which SDXL's pipeline needs")
     return made
+
+
+def _settings_of(scheduler: SchedulerMixin) -> dict[str, Any]:
+    """A copy of the config in which only what still is a default is called one: `from_config` leaves those out."""
+    settings = copy.deepcopy(dict(scheduler.config))
+    parameters = inspect.signature(type(scheduler).__init__).parameters
+    called = [name for name in settings.get("_use_default_values", ()) if name in parameters]
+    unchanged = [name for name in called if repr(settings[name]) == repr(parameters[name].default)]
+    return settings | {"_use_default_values": unchanged}
 
 
 def _scheduler_class(name: str) -> Any:
@@ -199,11 +212,13 @@ def _pipeline(unet: torch.nn.Module, scheduler: SchedulerMixin) -> StableDiffusi
     return pipeline
 
 
-def _check_devices(unet: torch.nn.Module, embeddings: Sequence[PromptEmbeddings]) -> None:
+def _check_devices(unet: torch.nn.Module, embeddings: Sequence[PromptEmbeddings], device: torch.device | None) -> None:
     """Before diffusers: there a tensor that is elsewhere ends in an error that names neither it nor the prompt."""
     tensors: dict[str, Any] = {f"embeddings of {each.prompt!r}": each.tensors() for each in embeddings}
-    # Weights that wait elsewhere for their offload hook say nothing about where the UNet will run.
-    if not any(map(offload_hook_of, unet.modules())):
+    if device is not None:
+        tensors["unet"] = dict(islice(unet.named_parameters(), 1))
+    elif not any(map(offload_hook_of, unet.modules())):
+        # Weights that wait elsewhere for their offload hook say nothing about where the UNet will run.
         tensors["unet"] = dict(chain(unet.named_parameters(), unet.named_buffers()))
     check_same_device(**tensors)
 

@@ -224,6 +224,16 @@ def test_the_scheduler_is_a_copy_with_the_same_settings() -> None:
     assert (other.config.beta_schedule, other.config.prediction_type) == ("scaled_linear", "v_prediction")
 
 
+def test_what_was_set_after_the_scheduler_was_made_counts_too() -> None:
+    """diffusers' training scripts set the prediction type so; its from_config goes back to the default then."""
+    scheduler = DDPMScheduler()
+    scheduler.register_to_config(prediction_type="v_prediction")
+    for class_name in (None, "EulerDiscreteScheduler"):
+        assert scheduler_copy(scheduler, class_name).config.prediction_type == "v_prediction"
+    # A default that nobody changed is the other class's own, as in diffusers.
+    assert scheduler_copy(EulerDiscreteScheduler(), "DDIMScheduler").config.timestep_spacing == "leading"
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [
