@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -37,6 +38,8 @@ STEM = "diffusion_pytorch_model"
 """How diffusers names the weights of a UNet."""
 ORIGINAL_PREFIX = "model.diffusion_model."
 """The first part of a UNet's names in a checkpoint of the original layout (Stability's, kohya's, ComfyUI's)."""
+
+logger = logging.getLogger("latentcache")
 
 _SCHEDULER_FILE = "scheduler/scheduler_config.json"
 _HUB_STEP = "Download it once while online, or name a local folder"
@@ -73,15 +76,20 @@ def load_scheduler(path: str | Path | None = None, *, model: ModelConfig | None 
     """A new scheduler, of the class and settings that the model's scheduler_config.json states.
 
     A whole diffusers folder or hub id at `path` has its own. Everything else (a UNet alone, a checkpoint) has none, and
-    takes that of `model`; a checkpoint file's is that of its configs. Raises ModelError.
+    takes that of `model`; a checkpoint file's is that of its configs. The tensors `v_pred` and `ztsnr` in such a file
+    overrule it: by them kohya's and ComfyUI's users mark v-prediction and zero terminal SNR. Raises ModelError.
     """
     model = ModelConfig() if model is None else model
+    marks: dict[str, Any] = {}
     for name in dict.fromkeys((model.path if path is None else str(path), model.path)):
+        marks |= _scheduler_marks(name)
+        scheduler = None
         if name == TINY:
-            return tiny_pipeline().scheduler
-        folder = _scheduler_folder(name, model)
-        if folder is not None:
-            return _read_scheduler(name, folder)
+            scheduler = tiny_pipeline().scheduler
+        elif (folder := _scheduler_folder(name, model)) is not None:
+            scheduler = _read_scheduler(name, folder)
+        if scheduler is not None:
+            return type(scheduler).from_config(scheduler.config, **marks) if marks else scheduler
     raise ModelError(
         f"scheduler: neither {name if path is None else path} nor model.path ({model.path}) has a {_SCHEDULER_FILE}. "
         "Name a whole diffusers folder as model.path, or as model.config of a checkpoint.",
@@ -306,6 +314,22 @@ def _scheduler_folder(name: str, model: ModelConfig) -> Path | None:
     else:
         return None
     return folder / "scheduler" if (folder / _SCHEDULER_FILE).is_file() else None
+
+
+def _scheduler_marks(name: str) -> dict[str, Any]:
+    """Settings of the scheduler that a checkpoint file itself states."""
+    if not os.path.isfile(name) or not is_checkpoint("scheduler", name):
+        return {}
+    with loading("scheduler", name):
+        state = load_single_file_checkpoint(name)
+    if "v_pred" not in state:
+        return {}
+    marks: dict[str, Any] = {"prediction_type": "v_prediction"}
+    if "ztsnr" in state:
+        # "trailing" because only then sampling begins where nothing but noise is left (Lin et al., 2305.08891).
+        marks |= {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
+    logger.info("scheduler: %s is marked as v_pred: %s", name, marks)
+    return marks
 
 
 def _read_scheduler(name: str, folder: Path) -> Any:

@@ -383,6 +383,29 @@ def test_a_folder_with_its_own_scheduler(folder, tmp_path):
     assert load_scheduler(model, model=TINY) is not found
 
 
+@pytest.mark.parametrize("zero_snr", [False, True])
+def test_a_checkpoint_that_is_marked_as_v_prediction(zero_snr, unet, folder, tmp_path, caplog):
+    """No config says so of such a file: trainers and user interfaces go by these two tensors."""
+    marks = {"v_pred": torch.empty(0)} | ({"ztsnr": torch.empty(0)} if zero_snr else {})
+    file = save_unet(unet, tmp_path / "marked.safetensors", **marks)
+    plain = save_unet(unet, tmp_path / "plain.safetensors")
+    caplog.set_level("INFO")
+    model = ModelConfig(path=str(file), config=str(folder))
+    for path, of in ((file, TINY), (None, model), (file, model)):
+        found = load_scheduler(path, model=of).config
+        assert found["prediction_type"] == "v_prediction"
+        assert found["rescale_betas_zero_snr"] == zero_snr
+        assert found["timestep_spacing"] == ("trailing" if zero_snr else "leading")
+    assert "v_pred" in caplog.text
+    assert load_scheduler(plain, model=TINY).config.prediction_type == "epsilon"
+    # What was trained from it is as it; a folder with a scheduler of its own is not.
+    save_checkpoint(tmp_path / "step", model=unet)
+    for path in (plain, tmp_path / "step"):
+        assert load_scheduler(path, model=model).config.prediction_type == "v_prediction"
+    assert load_scheduler(folder, model=model).config.prediction_type == "epsilon"
+    check_same(load_unet(file, dtype=F32, model=TINY), unet)
+
+
 @pytest.mark.parametrize(
     ("name", "message"), [("AutoencoderKL", "no scheduler"), ("Nonsense", "no scheduler"), (None, "None")]
 )
