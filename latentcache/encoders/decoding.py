@@ -78,6 +78,10 @@ def decode_fitting(vae: torch.nn.Module, latents: torch.Tensor) -> Decoded:
     needed = decoding_bytes(vae, latents)
     free_bytes = None if device.type == "cpu" else free_memory(device)
     if free_bytes is not None and needed > free_bytes * USABLE:
+        # Blocks that the allocator keeps do not count as free: after training that is nearly everything.
+        free_cached_memory(device)
+        free_bytes = free_memory(device)
+    if free_bytes is not None and needed > free_bytes * USABLE:
         reason = (
             f"tiles: about {needed / 1e9:.1f} GB are needed at once, {free_bytes / 1e9:.1f} GB are free on {device}"
         )

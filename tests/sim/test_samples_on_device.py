@@ -144,6 +144,25 @@ def test_tiles_where_the_device_tells_that_memory_is_short(
     assert {parameter.device for parameter in vae.parameters()} == {device} and not vae.use_tiling
 
 
+def test_memory_that_only_the_allocator_holds_is_free(
+    device: torch.device, parts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After training the allocator keeps nearly all of the device: that is no reason for tiles."""
+    vae = parts["vae"].to(device)
+    latents = torch.zeros(1, 4, 8, 12, device=device)
+    free_bytes, given_back = [0], []
+    monkeypatch.setattr(decoding, "free_memory", lambda _: free_bytes[0])
+
+    def free_cached_memory(where: torch.device) -> None:
+        given_back.append(where)
+        free_bytes[0] = 2**40
+
+    monkeypatch.setattr(decoding, "free_cached_memory", free_cached_memory)
+    assert not decode_fitting(vae, latents).tiled
+    assert not decode_fitting(vae, latents).tiled
+    assert given_back == [device]
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_half_precision_vae_is_upcast_and_comes_home(
     device: torch.device, parts: dict[str, Any], monkeypatch: pytest.MonkeyPatch, fails: bool
