@@ -59,6 +59,7 @@ def validation_loss(
     datasets: Sequence[str] | None = None,
     settings: LossSettings | None = None,
     progress: Progress | None = None,
+    device: torch.device | None = None,
 ) -> LossReport:
     """The mean squared error of the UNet's prediction on cached samples, without any encoder.
 
@@ -68,8 +69,9 @@ def validation_loss(
     sample_id: one from each of `num_timesteps` equal parts of the schedule, so that many samples cover each part.
 
     The UNet is used where it is and in the mode it is in: call `unet.eval()` first, and give the plain module, not
-    DDP's. A surrounding autocast stays in force. Gradients are off. Two runs with one batch size on one machine are
-    equal to the last bit (if cudnn.benchmark is off: it picks kernels by time); see BATCH_SIZE_TOLERANCE for others.
+    DDP's. Inputs go to its device; name a `device` where its blocks are swapped, so that it lies on several.
+    A surrounding autocast stays in force. Gradients are off. Two runs with one batch size on one machine are equal to
+    the last bit (if cudnn.benchmark is off: it picks kernels by time); see BATCH_SIZE_TOLERANCE for others.
 
     A sample that is missing or damaged is skipped, logged and listed. If none is left, the first SampleError is
     raised. A loss that is not finite is NaN, and so is each mean that it is in.
@@ -77,7 +79,7 @@ def validation_loss(
     settings = settings or LossSettings()
     schedule = NoiseSchedule.of(scheduler)
     views = {name: _view(cache, name) for name in _dataset_names(cache, datasets)}
-    measurement = _Measurement(unet, schedule, settings, progress or NoProgress())
+    measurement = _Measurement(unet, schedule, settings, progress or NoProgress(), device or device_of(unet))
     losses = measurement.run(views)
     rows = [row for samples in losses.values() for row in samples.values()]
     by_sample = {name: {key: mean_of(row) for key, row in samples.items()} for name, samples in losses.items()}
@@ -176,9 +178,16 @@ class _Pair:
 class _Measurement:
     """One run of `validation_loss`."""
 
-    def __init__(self, unet: torch.nn.Module, schedule: NoiseSchedule, settings: LossSettings, progress: Progress):
+    def __init__(
+        self,
+        unet: torch.nn.Module,
+        schedule: NoiseSchedule,
+        settings: LossSettings,
+        progress: Progress,
+        device: torch.device,
+    ):
         self.unet, self.schedule, self.settings, self.progress = unet, schedule, settings, progress
-        self.device = device_of(unet)
+        self.device = device
         self.dtype = dtype_of(unet) or torch.float32
         self.autocast = settings.autocast
         if self.autocast is None and torch.is_autocast_enabled(self.device.type):

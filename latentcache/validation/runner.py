@@ -5,11 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
 
 from latentcache.config import Config
+from latentcache.devices.offload import hooks_by_path
+from latentcache.devices.placement import dtype_of
 from latentcache.encoders.identity import check_frozen
 from latentcache.encoders.unet import check_conditioning
 from latentcache.errors import ConfigError
@@ -33,7 +36,8 @@ class ValidationRunner:
     `scaler` and `ema` where there are, so that they are looked after; `text_encoder`, `text_encoder_2`, `tokenizer`
     and `tokenizer_2` only to encode what is not cached yet. Modules may be wrapped (DDP, torch.compile, accelerate).
     `config` names the validation sets (`role: validation`) and has the settings under `validation`. `phases` is the
-    training's own switch; by default one is made, on the device of the UNet. `writer` is a TensorBoard SummaryWriter or
+    training's own switch; by default one is made, on the device of the UNet. A UNet whose blocks are swapped needs it,
+    with `immovable=("unet",)`. `writer` is a TensorBoard SummaryWriter or
     a W&B run. `autocast` is the dtype that training computes in under autocast.
 
     With several processes call `run` in all of them: the first one works and gives the report, the others give None at
@@ -141,6 +145,7 @@ class ValidationRunner:
             datasets=names or None,
             settings=LossSettings.of(self.config.validation, autocast=self._autocast),
             progress=self._progress,
+            device=self._device(),
         )
 
     def _own_cache(self) -> LatentCache:
@@ -155,16 +160,23 @@ class ValidationRunner:
             self._own_cache(),
             validation.prompts,
             validation.negative_prompt,
-            device=self.phases.module("unet"),
+            device=self._device() or self.phases.module("unet"),
+            dtype=dtype_of(self.phases.module("unet")),
             encode=None if self._filling.obstacle else self._filling.fill_prompts,
         )
 
     def _images(self, embeddings: list[PromptEmbeddings], timer: _Timer) -> tuple[SampleImage, ...]:
-        settings = SampleSettings.of(self.config.validation)
+        unet, settings = self.phases.module("unet"), SampleSettings.of(self.config.validation)
         with timer.stage("sample"), self._autocasting():
-            latents = denoise(self.phases.module("unet"), self.parts["scheduler"], embeddings, settings)
+            latents = denoise(unet, self.parts["scheduler"], embeddings, settings, device=self._device())
         with timer.stage("decode"), self.phases.lend("vae"):
             return tuple(decode_samples(self.phases.module("vae"), latents, embeddings, settings))
+
+    def _device(self) -> torch.device | None:
+        """Where the UNet runs, if it lies on several devices because its blocks are swapped. None: it tells itself."""
+        unet = self.phases.module("unet")
+        spread = len({tensor.device for tensor in chain(unet.parameters(), unet.buffers())}) > 1
+        return self.phases.device if spread and not hooks_by_path(unet) else None
 
     def _autocasting(self) -> AbstractContextManager[Any]:
         if self._autocast is None:

@@ -98,9 +98,10 @@ def denoise(
     The negative embeddings count only where `guidance_scale` is above 1. A surrounding autocast holds.
 
     The UNet runs where it is, in eval mode; name the `device` where its blocks are swapped, so that it lies on several
-    (the pipeline asks its first parameter, which has to be there). Its training flags, the global random state and `scheduler` are afterwards
-    as they were, also after an error: the loop has a copy of the scheduler. Raises DeviceMismatchError if UNet and
-    embeddings are on different devices, ConfigError for a scheduler that cannot be used, ModelError for a wrapped UNet.
+    (the pipeline asks its first parameter, which has to be there). Its training flags, the global random state and
+    `scheduler` are afterwards as they were, also after an error: the loop has a copy of the scheduler. Raises
+    DeviceMismatchError if UNet and embeddings are on different devices, ConfigError for a scheduler that cannot be
+    used, ModelError for a wrapped UNet.
     """
     if not hasattr(unet, "config"):
         raise ModelError(

@@ -12,7 +12,10 @@ from phase_training import Training
 from runner_runs import precache_training_set, runner_for, validation_config
 
 from latentcache.config import Config
+from latentcache.precache.run import run_precache
 from latentcache.retrieve.batches import LatentCache
+from latentcache.validation.phases import Phases
+from latentcache.validation.runner import ValidationRunner
 
 CPU = torch.device("cpu")
 
@@ -35,6 +38,34 @@ def test_training_goes_on_bit_by_bit_cold_and_warm(
         assert training.phases.on_device() == {"unet"}
 
     assert_as_without(validate, device, variant)
+
+
+def swap_blocks(unet: torch.nn.Module, device: torch.device) -> None:
+    """As trainers do for small cards: some blocks wait on the CPU, and come for their forward only."""
+    unet.to(device)
+    for block in unet.up_blocks:
+        block.to(CPU)
+        block.register_forward_pre_hook(lambda module, _: (module.to(device), None)[1])
+        block.register_forward_hook(lambda module, *_: (module.to(CPU), None)[1])
+
+
+def test_a_unet_whose_blocks_are_swapped_is_validated_as_it_is(
+    make_config: Callable[..., Config], photos: Path, device: torch.device
+) -> None:
+    config = validation_config(make_config, photos)
+    run_precache(config)
+    training = Training(CPU)
+    training.unet.requires_grad_(False)
+    parts = {name: training.parts[name] for name in ("unet", "vae")} | {"scheduler": training.scheduler}
+    with LatentCache(config.cache.path) as cache:
+        wanted = ValidationRunner(parts, cache, config).run(1)
+        swap_blocks(training.unet, device)
+        before = [parameter.device for parameter in training.unet.parameters()]
+        phases = Phases({name: parts[name] for name in ("unet", "vae")}, device=device, immovable=("unet",))
+        found = ValidationRunner(parts, cache, config, phases=phases).run(1)
+    assert found.loss.loss.mean == pytest.approx(wanted.loss.loss.mean, rel=1e-3)
+    assert len(found.images) == 1 and found.notes == ("unet is not moved: declared immovable",)
+    assert [parameter.device for parameter in training.unet.parameters()] == before
 
 
 def test_the_device_gives_what_the_cpu_gives(
