@@ -71,6 +71,16 @@ def make_config(tmp_path: Path, photos: Path) -> Iterator[Callable[..., Config]]
 
 
 @pytest.fixture
+def config(make_config: Callable[..., Config]) -> Config:
+    """The config of `make_config`, and its cache filled."""
+    from latentcache.precache.run import run_precache  # imports torch, which most tests do without
+
+    config = make_config()
+    run_precache(config)
+    return config
+
+
+@pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
     """Run the command line: exit code, stdout, stderr."""
 

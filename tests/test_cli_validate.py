@@ -104,18 +104,15 @@ def test_what_is_not_cached_names_the_command(
     assert code == 2 and "held-out is not cached" in error and "latentcache precache CONFIG" in error
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--unet", "nowhere"], "no file or folder nowhere"),
-        (["--dtype", "float8"], "--dtype is 'float8'"),
-        (["--lora", "nowhere"], "nowhere"),
-        (["--validation.scheduler", "EulerScheduler"], "did you mean"),
-        (["--cache.store", "cpu"], "cache.store is cpu"),
-    ],
-)
-def test_bad_input_is_named(
-    arguments: list[str], message: str, config_file: Path, run: Callable[..., tuple[int, str, str]]
-) -> None:
-    code, _, error = run("validate", config_file, *arguments)
-    assert code == 2 and message in error
+def test_bad_input_is_named(config_file: Path, run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+    for *arguments, message in (
+        ("--unet", "nowhere", "no file or folder nowhere"),
+        ("--dtype", "float8", "--dtype is 'float8'"),
+        ("--lora", "nowhere", "no file or folder nowhere"),
+        ("--validation.scheduler", "EulerScheduler", "did you mean"),
+        ("--validation.seed", "-1", "validation.seed"),
+        ("--cache.store", "cpu", "cache.store is cpu"),
+    ):
+        code, _, error = run("validate", config_file, *arguments)
+        assert code == 2 and message in error, (arguments, error)
+    assert not (tmp_path / "validation").exists()

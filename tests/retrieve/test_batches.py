@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+from pack_damage import damage
 
 from latentcache import LatentCache
 from latentcache.config import Config
@@ -23,29 +24,9 @@ WIDE = ["a.png", "b.png", "sub/e.png"]
 
 
 @pytest.fixture
-def config(make_config: Callable[..., Config]) -> Config:
-    config = make_config()
-    run_precache(config)
-    return config
-
-
-@pytest.fixture
 def cache(config: Config) -> LatentCache:
     with LatentCache(config.cache.path) as cache:
         yield cache
-
-
-def damage(path: Path, needle: bytes) -> None:
-    """Flip one bit of these bytes in whatever pack holds them."""
-    for pack in path.glob("packs/*/*.safetensors"):
-        data = bytearray(pack.read_bytes())
-        at = data.find(needle)
-        if at >= 0:
-            data[at] ^= 1
-            os.chmod(pack, 0o600)
-            pack.write_bytes(data)
-            return
-    raise AssertionError("no pack holds these bytes")
 
 
 def test_a_batch_follows_the_asking_module(cache: LatentCache) -> None:

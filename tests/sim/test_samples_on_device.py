@@ -19,7 +19,6 @@ from latentcache.encoders.models import LoadedModels
 from latentcache.encoders.tiny import tiny_pipeline, tiny_sdxl, tiny_unet
 from latentcache.errors import DeviceMismatchError
 from latentcache.precache.prompts import cache_prompts
-from latentcache.precache.run import run_precache
 from latentcache.precache.workspace import open_workspace
 from latentcache.validation.prompts import PromptEmbeddings, prompt_embeddings
 from latentcache.validation.samples import SampleSettings, denoise, generate
@@ -28,6 +27,7 @@ from latentcache.validation.samples import SampleSettings, denoise, generate
 
 CPU = torch.device("cpu")
 PROMPTS = ["a validation prompt", "a late idea"]
+"""The first is cached, the second is not."""
 SETTINGS = SampleSettings(height=64, width=96, num_inference_steps=2, seed=5)
 TEXT_PARTS = ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
 
@@ -35,14 +35,6 @@ TEXT_PARTS = ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
 @pytest.fixture
 def parts() -> dict[str, Any]:
     return tiny_sdxl()
-
-
-@pytest.fixture
-def config(make_config: Callable[..., Config]) -> Config:
-    """Cached on the CPU, where only the first of the two prompts is known."""
-    config = make_config()
-    run_precache(config)
-    return config
 
 
 @pytest.fixture

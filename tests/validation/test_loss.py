@@ -6,7 +6,6 @@ import copy
 import json
 import logging
 import math
-import os
 import random
 import shutil
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ import torch.nn.functional as F
 from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler
 from diffusers.training_utils import compute_snr
 from loss_cases import OTHERS, PHOTOS, SCHEDULER, make_cache, noise_of, predict, read_sample, timestep_of
+from pack_damage import damage
 
 from latentcache import LatentCache
 from latentcache.config import ValidationConfig
@@ -383,19 +383,10 @@ def test_weights_that_changed_inside_a_surrounding_autocast_are_seen(cache: Late
 # Samples that cannot be read
 
 
-def damage(cache: LatentCache, sample_id: str, dataset: str = "photos") -> None:
+def damage_sample(cache: LatentCache, sample_id: str, dataset: str = "photos") -> None:
     """Flip one bit of the sample's stored moments."""
-    manifest = cache.manifests.read(dataset)
-    needle = cache.get(manifest.rows[sample_id].images[0].key).tensors["moments"].numpy().tobytes()
-    for pack in cache.path.glob("packs/*/*.safetensors"):
-        data = bytearray(pack.read_bytes())
-        at = data.find(needle[:64])
-        if at >= 0:
-            data[at] ^= 1
-            os.chmod(pack, 0o600)
-            pack.write_bytes(data)
-            return
-    raise AssertionError("no pack holds these bytes")
+    key = cache.manifests.read(dataset).rows[sample_id].images[0].key
+    damage(cache.path, cache.get(key).tensors["moments"].numpy().tobytes()[:64])
 
 
 @pytest.mark.parametrize("read_only", [False, True])
@@ -405,7 +396,7 @@ def test_damaged_and_missing_samples_are_skipped_and_listed(
     settings = LossSettings(num_timesteps=3, batch_size=2)
     with LatentCache(own_cache) as cache:
         whole = validation_loss(unet, cache, scheduler=SCHEDULER, settings=settings)
-        damage(cache, "c.png")
+        damage_sample(cache, "c.png")
         cache.store.remove([cache.manifest("others").rows["z.png"].captions[0].key])
     progress = Steps()
     with LatentCache(own_cache, read_only=read_only) as cache, caplog.at_level(logging.WARNING, "latentcache"):

@@ -38,13 +38,6 @@ def models(parts: dict[str, Any]) -> LoadedModels:
 
 
 @pytest.fixture
-def config(make_config: Callable[..., Config]) -> Config:
-    config = make_config()
-    run_precache(config)
-    return config
-
-
-@pytest.fixture
 def workspace(config: Config) -> Iterator[Workspace]:
     with open_workspace(config.cache) as workspace:
         yield workspace
