@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,17 @@ from latentcache.validation.document import plain
 if TYPE_CHECKING:
     from latentcache.validation.loss import Estimate, LossReport
     from latentcache.validation.samples import SampleImage
+
+
+def checked_step(step: int) -> int:
+    """The step as an int. ConfigError if it is no whole number, or below 0."""
+    try:
+        number = operator.index(step)
+    except TypeError as error:
+        raise ConfigError(f"a validation of step {step!r}: a step is a whole number") from error
+    if number < 0:
+        raise ConfigError(f"a validation of step {number}: steps are counted from 0")
+    return number
 
 
 def image_name(number: int) -> str:
@@ -37,8 +49,7 @@ class ValidationReport:
     """Entries that were not cached and had to be encoded first."""
 
     def __post_init__(self) -> None:
-        if self.step < 0:
-            raise ConfigError(f"a validation of step {self.step}: steps are counted from 0")
+        checked_step(self.step)
 
     def to_json(self, folder: Path | None = None) -> dict[str, Any]:
         """The `--json` document of `latentcache validate`, and metrics.json. All of it is valid JSON: a loss that is

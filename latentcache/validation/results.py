@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Iterator
@@ -49,6 +50,17 @@ def publish(report: ValidationReport, folder: Path, writer: Any = None) -> tuple
     if logged is not report:
         write_sealed(paths.metrics, to_bytes(logged.to_json()))
     return logged, paths
+
+
+def prepare_folder(folder: Path) -> None:
+    """Make the folder of results. Before a validation: that its results have no place must not be found after it.
+
+    ReadOnlyError or another StoreError names what cannot be written.
+    """
+    with typed_errors(folder, 0):
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
 
 
 def write_results(report: ValidationReport, folder: Path) -> Paths:

@@ -23,8 +23,8 @@ from latentcache.validation.loss import LossReport, LossSettings, validation_los
 from latentcache.validation.noise_schedule import NoiseSchedule
 from latentcache.validation.phases import Phases
 from latentcache.validation.prompts import PromptEmbeddings, prompt_embeddings
-from latentcache.validation.report import ValidationReport
-from latentcache.validation.results import Paths, publish
+from latentcache.validation.report import ValidationReport, checked_step
+from latentcache.validation.results import Paths, prepare_folder, publish
 from latentcache.validation.samples import SampleImage, SampleSettings, decode_samples, denoise, scheduler_copy
 from latentcache.validation.trackers import recognise
 
@@ -41,7 +41,8 @@ class ValidationRunner:
     a W&B run. `autocast` is the dtype that training computes in under autocast.
 
     With several processes call `run` in all of them: the first one works and gives the report, the others give None at
-    once, unless the UNet is sharded (FSDP, ZeRO-3), whose forwards need every process.
+    once, unless the UNet is sharded (FSDP, ZeRO-3), whose forwards need every process. They wait in the next step of
+    the training: `init_process_group(timeout=)` has to be longer than a validation, which NCCL's 10 minutes may not be.
 
     Raises ConfigError for parts, config or a writer that it cannot use, TrainableEncoderError when a text encoder is
     trained: its cached embeddings would be those of an earlier step.
@@ -81,12 +82,15 @@ class ValidationRunner:
         """Validate at this step of the training, write `validation.path/<step>/`, and log to the writer.
 
         Cold validation sets and prompts are encoded first, where the encoders are among the parts. Samples that cannot
-        be read are skipped and listed. Raises StoreError where something is not cached and cannot be encoded (it names
-        the command), PhaseError if training could not be put back; training is put back after every other error too.
+        be read are skipped and listed. Raises ConfigError for a step that is no whole number from 0, StoreError where
+        something is not cached and cannot be encoded (it names the command) or results cannot be written, PhaseError
+        if training could not be put back; training is put back after every other error too.
         """
-        rank = _rank()
+        rank, step = _rank(), checked_step(step)
         if rank and not _is_sharded(self.phases):
             return None
+        if not rank:
+            prepare_folder(self.config.validation.path)
         timer, placement = _Timer(), {}
         self._filling.num_filled = 0
         notes = [f"{name} is not moved: {why}" for name, why in self.phases.not_moved().items()]

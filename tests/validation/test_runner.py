@@ -289,6 +289,28 @@ def test_torch_may_lack_what_distributes(warm: LatentCache, config: Config, monk
     assert ValidationRunner(without_encoders(Training(CPU)), warm, config).run(1) is not None
 
 
+@pytest.mark.parametrize("step", [-1, 1.5, "3", None])
+def test_a_step_is_a_whole_number(step: Any, warm: LatentCache, config: Config) -> None:
+    runner = ValidationRunner(without_encoders(Training(CPU)), warm, config)
+    with pytest.raises(ConfigError, match="a validation of step"):
+        runner.run(step)
+    assert not config.validation.path.exists()
+
+
+def test_a_step_may_be_a_tensor(warm: LatentCache, config: Config) -> None:
+    report = ValidationRunner(without_encoders(Training(CPU)), warm, config).run(torch.tensor(3))  # type: ignore[arg-type]
+    assert report is not None and report.to_json()["step"] == 3
+
+
+def test_results_without_a_place_are_found_before_the_work(
+    warm: LatentCache, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner_module, "validation_loss", lambda *_, **__: pytest.fail("the loss was measured"))
+    config.validation.path.write_text("a file")
+    with pytest.raises(StoreError, match=str(config.validation.path)):
+        ValidationRunner(without_encoders(Training(CPU)), warm, config).run(1)
+
+
 def test_a_unet_of_another_model_is_named_before_its_forward(warm: LatentCache, config: Config) -> None:
     training = Training(CPU)
     training.unet.register_to_config(cross_attention_dim=2048)
