@@ -78,13 +78,41 @@ class Filling:
             # All of it: a process that fills alone must not leave a share to others, which torchrun tells it of.
             report: Report = run_precache(config, models=models, workspace=workspace, shard=Shard())
         self.num_filled += report.num_encoded
-        return [f"{names}: {report.num_refused} refused"] if report.num_refused else []
+        refused = [f"{names}: {report.num_refused} refused"] if report.num_refused else []
+        return refused + self._encoded_otherwise([dataset.name for dataset in cold])
 
     def fill_prompts(self, pairs: Sequence[Pair]) -> None:
         """Encode these prompts, pairs of a text and whether it is a negative one. For `prompt_embeddings(encode=)`."""
         logger.info("%d prompts are not cached: encoding them", len(pairs))
         with self._filling() as (workspace, models):
             self.num_filled += cache_prompts(self._config, workspace, models, pairs, device=self._device)
+
+    def _encoded_otherwise(self, filled: Sequence[str]) -> list[str]:
+        """A note for each dataset of the config that was cached with other encoders than what was filled just now.
+
+        A VAE that a trainer holds in float16 is another one than the float32 VAE of its file, and gives other latents.
+        """
+        cached = set(self._cache.manifests.names())
+        made = self._cache.manifest(filled[0]).common
+        notes = []
+        for dataset in self._config.datasets:
+            if dataset.name in filled or dataset.name not in cached:
+                continue
+            common = self._cache.manifest(dataset.name).common
+            differing = [
+                name
+                for kind in ("image_encoding", "text_encoding")
+                for name, value in made[kind].items()
+                if common[kind].get(name) != value
+            ]
+            if differing:
+                notes.append(
+                    f"{', '.join(filled)} was encoded otherwise than {dataset.name} ({', '.join(differing)}): give the "
+                    "parts that precache had, or run `latentcache precache CONFIG` for both"
+                )
+        for note in notes:
+            logger.warning("%s", note)
+        return notes
 
     def _num_lost(self, dataset: DatasetConfig) -> int | None:
         """How many entries of the manifest are not in the store; None where there is no manifest."""

@@ -178,6 +178,16 @@ def test_the_cpu_tier_is_filled_too(config: Config) -> None:
     assert report is not None and report.num_filled == 0 and report.loss is not None and report.loss.loss.num == 5
 
 
+def test_a_set_that_is_filled_with_another_vae_than_the_training_had_is_noted(
+    cold: LatentCache, config: Config
+) -> None:
+    training = Training(CPU)
+    training.parts["vae"].half().float()
+    report = runner_for(training, cold, config).run(1)
+    assert report is not None and len(report.notes) == 1
+    assert report.notes[0].startswith("held-out was encoded otherwise than photos (vae): give the parts that precache")
+
+
 def test_the_process_that_validates_fills_the_cache_alone(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     # torchrun's variables, which make a precache run leave a share of the work to the other ranks.
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():

@@ -22,8 +22,6 @@ from latentcache.precache.run import run_precache
 from latentcache.validation.prompts import PromptEmbeddings, prompt_embeddings
 from latentcache.validation.samples import SampleSettings, denoise, generate, scheduler_copy
 
-# diffusers 0.42's Euler scheduler asks numpy 2 for a tensor's array without a copy.
-
 PROMPTS = ["a red house", "a blue car in the rain"]
 SETTINGS = SampleSettings(height=64, width=96, num_inference_steps=3, seed=7)
 
@@ -258,6 +256,8 @@ def test_a_scheduler_whose_packages_are_missing(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(diffusers, "DPMSolverSDEScheduler", DPMSolverSDEScheduler)
     with pytest.raises(ConfigError, match="DPMSolverSDEScheduler needs torch and torchsde"):
         scheduler_copy(tiny_pipeline().scheduler, "DPMSolverSDEScheduler")
+    with pytest.raises(ConfigError, match="scheduler is Linear, but a scheduler of diffusers"):
+        scheduler_copy(torch.nn.Linear(1, 1))
 
 
 def test_settings_that_the_scheduler_refuses() -> None:
