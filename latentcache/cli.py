@@ -106,7 +106,7 @@ def validate(
     dtype
         Of the UNet: float32, float16, bfloat16, or auto: float16 on an accelerator, float32 on a CPU.
     step
-        The number under which the results are kept: validation.path/<step>/.
+        The number of the training's step: the results are kept under it, in a subfolder of validation.path.
     against
         The metrics.json of another checkpoint: also tell the difference of the losses, sample by sample.
     """

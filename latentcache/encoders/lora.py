@@ -149,8 +149,9 @@ def _check_names(file: str, names: list[str]) -> None:
             "model as model.path and run precache.",
             part="lora",
         )
-    # diffusers drops this one with a warning, and the file then means something else.
-    others = [name for name in names if not _looks_like_lora(name) or "dora_scale" in name]
+    # diffusers drops dora_scale with a warning, and the file then means something else; of LoHa and LoKr it names none.
+    kinds = ("dora_scale", "hada_", "lokr_")
+    others = [name for name in names if not _looks_like_lora(name) or any(kind in name for kind in kinds)]
     if others or not names:
         raise ModelError(
             f"lora: {file} holds {len(others)} tensors that are not LoRA weights of a UNet, e.g. "

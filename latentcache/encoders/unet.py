@@ -251,8 +251,15 @@ def _configs(model: ModelConfig, patterns: list[str]) -> Path:
 
 
 def _read_settings(folder: Path) -> _Settings:
-    with loading("unet", str(folder)):
-        return UNet2DConditionModel.load_config(folder)
+    return _load_config("unet", str(folder), folder, UNet2DConditionModel)
+
+
+def _load_config(part: str, name: str, folder: Path, config_class: Any) -> _Settings:
+    with loading(part, name):
+        settings = config_class.load_config(folder)
+        if not isinstance(settings, Mapping):
+            raise ValueError(f"its config holds {type(settings).__name__}, not settings by name")
+        return settings
 
 
 def _check_settings(settings: _Settings, name: str) -> None:
@@ -333,9 +340,8 @@ def _scheduler_marks(name: str) -> dict[str, Any]:
 
 
 def _read_scheduler(name: str, folder: Path) -> Any:
-    with loading("scheduler", name):
-        # One class reads the settings of all: they share the file's name.
-        settings = diffusers.EulerDiscreteScheduler.load_config(folder)
+    # One class reads the settings of all: they share the file's name.
+    settings = _load_config("scheduler", name, folder, diffusers.EulerDiscreteScheduler)
     class_name = settings.get("_class_name")
     scheduler_class = getattr(diffusers, str(class_name), None)
     if not (isinstance(scheduler_class, type) and issubclass(scheduler_class, diffusers.SchedulerMixin)):

@@ -218,7 +218,7 @@ def test_without_peft_it_says_so(adapted, tmp_path, monkeypatch):
             "have no place in it.*has no layer",
         ),
         (lambda name: name.replace("unet.", "transformer."), "have no place in it"),
-        (lambda name: name.replace("lora_A", "lokr_w1"), "not a LoRA weight"),
+        (lambda name: name.replace("lora_A", "lokr_w1"), r"not LoRA weights of a UNet, e\.g\. .*lokr_w1"),
         (lambda name: name.replace("lora_A", "weight"), "tensors that are not LoRA weights"),
         (lambda name: name.replace("lora_A", "lora_embedding_A"), "does not fit"),
     ],
@@ -241,6 +241,13 @@ def test_weights_that_do_not_fit_are_refused(which, damage, adapted, tmp_path):
         del tensors[name]
     save_file(tensors, path := tmp_path / "lora.safetensors")
     refused(frozen_unet(5), path, r"does not fit this UNet.*to_q")
+
+
+def test_a_loha_is_named_as_what_it_is_not(adapted, tmp_path):
+    tensors = kohya_tensors(adapted, True, 4)
+    tensors = {name.replace("lora_down.weight", "hada_w1_a"): value for name, value in tensors.items()}
+    save_file(tensors, path := tmp_path / "loha.safetensors")
+    refused(frozen_unet(5), path, r"not LoRA weights of a UNet, e\.g\. .*hada_w1_a")
 
 
 def test_kohyas_dora_is_refused_and_not_read_as_a_lora(adapted, tmp_path):

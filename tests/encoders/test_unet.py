@@ -321,6 +321,17 @@ def test_another_kind_of_unet_is_refused_by_name(change, message, copied):
         load_unet(copied, dtype=F32, model=TINY)
 
 
+@pytest.mark.parametrize("content", ["[]", "null", "{"])
+def test_a_config_without_settings_is_refused(content, copied, folder, tmp_path):
+    (copied / "config.json").write_text(content)
+    with pytest.raises(ModelError, match=r"unet: .* could not be loaded"):
+        load_unet(copied, dtype=F32, model=TINY)
+    model = Path(shutil.copytree(folder / "scheduler", tmp_path / "model" / "scheduler")).parent
+    (model / "scheduler" / "scheduler_config.json").write_text(content)
+    with pytest.raises(ModelError, match=r"scheduler: .* could not be loaded"):
+        load_scheduler(model, model=TINY)
+
+
 def test_files_without_a_unet_are_refused(checkpoint, parts, tmp_path):
     with pytest.raises(ModelError, match="holds no UNet"):
         load_unet(checkpoint, dtype=F32, model=TINY)
