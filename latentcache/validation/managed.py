@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from latentcache.devices.offload import hooks_by_path, replaces_parameters
+from latentcache.devices.offload import offload_hook_of, replaces_parameters
 from latentcache.devices.tensors import is_partitioned, why_immovable
 from latentcache.errors import PhaseError
 from latentcache.validation.weights import named_weights
@@ -23,7 +23,7 @@ class GatheredShards:
     """
 
     def __init__(self, modules: Mapping[str, torch.nn.Module]):
-        self._sharded = [m for module in modules.values() for m in module.modules() if _sharding(m) == "FSDP"]
+        self._sharded = [m for module in modules.values() for m in module.modules() if _sharding(type(m)) == "FSDP"]
         self.restore()
 
     def restore(self) -> None:
@@ -36,12 +36,12 @@ class GatheredShards:
 
 def why_rearranged(module: torch.nn.Module) -> str | None:
     """Why a part's tensors and hooks may change in a forward, by software that owns them, or None."""
-    if hooks_by_path(module):
+    if any(offload_hook_of(submodule) is not None for submodule in module.modules()):
         return "under offload hooks, which move it"
-    for path, submodule in module.named_modules():
-        sharding = _sharding(submodule)
+    for kind in dict.fromkeys(map(type, module.modules())):
+        sharding = _sharding(kind)
         if sharding is not None:
-            return f"{path or type(submodule).__name__} is sharded by {sharding}"
+            return f"{kind.__name__} is sharded by {sharding}"
     for name, tensor in named_weights(module):
         if is_partitioned(tensor):
             return f"{name} is a partition of DeepSpeed ZeRO-3"
@@ -59,16 +59,16 @@ def why_left(module: torch.nn.Module) -> str | None:
         reason = why_immovable(tensor)
         if reason is not None:
             return f"{name} is {reason}"
-    name = empty_tensor(module)
-    return None if name is None else f"{name} is on meta and holds no values"
+        if tensor.device.type == "meta":
+            return f"{name} is on meta and holds no values"
+    return None
 
 
 def empty_tensor(module: torch.nn.Module) -> str | None:
     """The name of a tensor that holds no values and that nobody else will fill, or None."""
-    if why_rearranged(module) is not None:
-        return None
-    tensors = named_weights(module)
-    return next((name for name, t in tensors if t.device.type == "meta" and why_immovable(t) is None), None)
+    names = (name for name, t in named_weights(module) if t.device.type == "meta" and why_immovable(t) is None)
+    name = next(names, None)
+    return None if name is None or why_rearranged(module) is not None else name
 
 
 def is_trained(module: torch.nn.Module) -> bool:
@@ -110,7 +110,7 @@ def check_current(phase: str, modules: Mapping[str, torch.nn.Module], *, average
     offenders = tuple(
         part
         for part, module in modules.items()
-        if any(_sharding(submodule) == "FSDP1" for submodule in module.modules())
+        if any(_sharding(kind) == "FSDP1" for kind in set(map(type, module.modules())))
         and (averaged or any(parameter.grad is not None for parameter in module.parameters()))
     )
     if offenders:
@@ -123,6 +123,6 @@ def check_current(phase: str, modules: Mapping[str, torch.nn.Module], *, average
         )
 
 
-def _sharding(module: torch.nn.Module) -> str | None:
-    kinds = (kind.__name__ for kind in type(module).__mro__)
-    return next((SHARDING_CLASSES[kind] for kind in kinds if kind in SHARDING_CLASSES), None)
+def _sharding(kind: type) -> str | None:
+    names = (base.__name__ for base in kind.__mro__)
+    return next((SHARDING_CLASSES[name] for name in names if name in SHARDING_CLASSES), None)

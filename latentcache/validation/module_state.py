@@ -23,6 +23,7 @@ _ABSENT = object()
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _CONTAINERS = (list, tuple, dict, set, OrderedDict)
 _COMPARED = (*_PLAIN, set)
+_KEPT_ELSEWHERE = frozenset(("training", *STRUCTURE, *OFFLOAD_ATTRIBUTES))
 
 
 def submodules(modules: Modules) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -209,8 +210,11 @@ def _compiled_attributes(module: torch.nn.Module) -> Iterator[str]:
 
 def _plain_attributes(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     for key, value in vars(module).items():
-        kept_elsewhere = key in ("training", *STRUCTURE, *OFFLOAD_ATTRIBUTES) or is_hook_dict(key, value)
-        if not kept_elsewhere and (isinstance(value, _PLAIN) or type(value) in _CONTAINERS or callable(value)):
+        if (
+            key not in _KEPT_ELSEWHERE
+            and not is_hook_dict(key, value)
+            and (isinstance(value, _PLAIN) or type(value) in _CONTAINERS or callable(value))
+        ):
             yield key, value
 
 

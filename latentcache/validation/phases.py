@@ -144,8 +144,9 @@ class Phases:
         phase = self._phase(name)
         self._base = (name, phase)
         self._check_ready(name, phase)
-        self._apply(phase, self._weights())
-        self._audit(phase)
+        weights = self._weights()
+        self._apply(phase, weights)
+        self._audit(phase, weights)
 
     @contextmanager
     def enter(self, phase: str | Phase) -> Iterator[Phases]:
@@ -163,19 +164,19 @@ class Phases:
         self._check(name, phase)
         frame = None
         try:
-            with uninterrupted():
-                frame = self._open(name, phase)
-            with torch.no_grad():
-                yield self
-        finally:
             try:
                 with uninterrupted():
-                    self._close(frame)
+                    frame = self._open(name, phase)
+                with torch.no_grad():
+                    yield self
             finally:
-                # Still open if Ctrl-C came on the way into the block above.
-                if frame in self._frames:
-                    with uninterrupted():
-                        self._close(frame)
+                with uninterrupted():
+                    self._close(frame)
+        finally:
+            # Still open if Ctrl-C came on the way into the block above, before it was held back.
+            if frame in self._frames:
+                with uninterrupted():
+                    self._close(frame)
 
     @contextmanager
     def lend(self, *names: str) -> Iterator[None]:
@@ -192,10 +193,12 @@ class Phases:
         if self._frames:
             frame = self._frames[-1]
             frame.structure.restore()
-            self._apply(frame.phase, frame.weights)
+            weights = frame.weights
+            self._apply(frame.phase, weights)
         else:
-            self._apply(self._phase_now(), self._weights(), modes=False)
-        self._audit(self._phase_now())
+            weights = self._weights()
+            self._apply(self._phase_now(), weights, modes=False)
+        self._audit(self._phase_now(), weights)
 
     # Inside
 
@@ -208,9 +211,9 @@ class Phases:
         self._frames.append(frame)
         try:
             self._apply(phase, frame.weights)
-            for standin in frame.standins:
+            for standin in frame.standins if phase.averaged else ():
                 standin.swap_in()
-            self._audit(phase)
+            self._audit(phase, frame.weights)
         except BaseException:
             self._close(frame)
             raise
@@ -253,8 +256,8 @@ class Phases:
                 # A compiled module would be compiled once more for each shape of validation.
                 call_eagerly(self._modules)
 
-    def _audit(self, phase: Phase) -> None:
-        wanted = {name: self.device if name in phase.on_device else self._park for name in self._movable()}
+    def _audit(self, phase: Phase, weights: Weights) -> None:
+        wanted = {name: self.device if name in phase.on_device else self._park for name in weights.parts}
         training = {name: name in phase.training for name in wanted} if self._frames or not phase.training else {}
         report = audit(self._audited(wanted), device=wanted, training=training)
         report.raise_for_errors()
@@ -326,7 +329,11 @@ class _Frame:
         self.name, self.phase, self.weights = name, phase, weights
         modules = phases._wrapped
         # What shards, swaps or offloads a part may exchange its tensors and hooks in a forward: it keeps its own.
-        settled = {part: module for part, module in phases._modules.items() if why_rearranged(module) is None}
+        settled = {
+            part: module
+            for part, module in phases._modules.items()
+            if part in weights.parts or why_rearranged(module) is None
+        }
         fixed = {part: module for part, module in settled.items() if part not in phases._immovable}
         self.trained = {
             f"{part}.{path}"
@@ -336,11 +343,12 @@ class _Frame:
         }
         self.structure = Structure(fixed)
         gathered = GatheredShards(phases._modules)  # before anyone asks for parameters: gathered ones are others
-        self.standins: list[EmaWeights | ScheduleFreeMode] = []
-        if phase.averaged:
-            self.standins = [ScheduleFreeMode(part) for part in phases.parts.values() if is_optimizer(part)]
-            if phases.parts.get("ema") is not None and phases.has("unet"):
-                self.standins.append(EmaWeights(phases.parts["ema"], list(phases.module("unet").parameters())))
+        self.standins: list[EmaWeights | ScheduleFreeMode] = [
+            ScheduleFreeMode(part) for part in phases.parts.values() if is_optimizer(part)
+        ]
+        if phases.parts.get("ema") is not None and phases.has("unet"):
+            parameters = list(phases.module("unet").parameters())
+            self.standins.append(EmaWeights(phases.parts["ema"], parameters, needed=phase.averaged))
         # In the order in which they are put back. Random streams are last: nothing after them may draw.
         self.keepers: tuple[_Keeper, ...] = (
             Hooks(fixed),

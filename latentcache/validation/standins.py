@@ -16,12 +16,18 @@ from latentcache.errors import PhaseError
 
 
 class EmaWeights:
-    """The weights of an EMA with `store`, `copy_to` and `restore`, as diffusers' EMAModel has them."""
+    """The weights of an EMA with `store`, `copy_to` and `restore`, as diffusers' EMAModel has them.
 
-    def __init__(self, ema: Any, parameters: Sequence[torch.nn.Parameter]):
+    In a phase that does not swap them in they are swapped out if someone else left them in. There an EMA that does not
+    fit is not `needed`; elsewhere it is a PhaseError.
+    """
+
+    def __init__(self, ema: Any, parameters: Sequence[torch.nn.Parameter], *, needed: bool):
         self._ema = ema
         self._was_in = is_swapped_in(ema)
-        self._parameters = [] if self._was_in else ema_parameters(ema, parameters)
+        self._parameters: list[torch.nn.Parameter] = []
+        if not self._was_in and (needed or why_unfit(ema, parameters) is None):
+            self._parameters = ema_parameters(ema, parameters)
 
     def swap_in(self) -> None:
         """Nothing where they are in already: the phase around this one did it."""
@@ -30,7 +36,7 @@ class EmaWeights:
             self._ema.copy_to(self._parameters)
 
     def restore(self) -> None:
-        if not self._was_in and is_swapped_in(self._ema):
+        if self._parameters and is_swapped_in(self._ema):
             self._ema.restore(self._parameters)
 
     def changes(self) -> Iterator[str]:
@@ -71,23 +77,30 @@ class ScheduleFreeMode:
 
 def ema_parameters(ema: Any, parameters: Sequence[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
     """The parameters that the EMA averages: all of those given, or those that are trained. Raises PhaseError."""
+    reason = why_unfit(ema, parameters)
+    if reason is not None:
+        raise PhaseError(reason, phase="validate")
+    if len(ema.shadow_params) == len(parameters):
+        return list(parameters)
+    return [parameter for parameter in parameters if parameter.requires_grad]
+
+
+def why_unfit(ema: Any, parameters: Sequence[torch.nn.Parameter]) -> str | None:
+    """Why the EMA's weights cannot be put into these parameters, or None."""
     missing = [name for name in ("store", "copy_to", "restore") if not callable(getattr(ema, name, None))]
     missing += [] if hasattr(ema, "shadow_params") else ["shadow_params"]
     if missing:
-        raise PhaseError(
+        return (
             f"the ema is a {type(ema).__name__} without {', '.join(missing)}; use one such as diffusers' EMAModel, or "
-            "swap its weights in yourself and leave out ema",
-            phase="validate",
+            "swap its weights in yourself and leave out ema"
         )
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    num_trained = sum(parameter.requires_grad for parameter in parameters)
     num_averaged = len(ema.shadow_params)
-    for candidates in (list(parameters), trained):
-        if len(candidates) == num_averaged:
-            return candidates
-    raise PhaseError(
-        f"the ema averages {num_averaged} parameters, but the unet has {len(parameters)}, {len(trained)} of them "
-        "trained; build it over one of these",
-        phase="validate",
+    if num_averaged in (len(parameters), num_trained):
+        return None
+    return (
+        f"the ema averages {num_averaged} parameters, but the unet has {len(parameters)}, {num_trained} of them "
+        "trained; build it over one of these"
     )
 
 
