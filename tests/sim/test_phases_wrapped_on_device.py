@@ -1,0 +1,162 @@
+"""The phase switch on a second device, over parts that others place, and over weights that others put in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from phase_mutations import text_of, without
+from phase_training import Training
+
+from latentcache.errors import DeviceMismatchError, PhaseError
+from latentcache.validation import weights
+from latentcache.validation.phases import Phase, Phases
+
+CPU = torch.device("cpu")
+
+
+class Params4bit(torch.nn.Parameter):
+    """As bitsandbytes has it."""
+
+    __module__ = "bitsandbytes.nn.modules"
+
+
+def quantised(module: Any) -> None:
+    projection = module.text_projection
+    projection.weight = Params4bit(projection.weight.data, requires_grad=False)
+
+
+def partitioned(module: Any) -> None:
+    for number, parameter in enumerate(module.parameters()):
+        parameter.ds_id = number
+
+
+def sharded(module: Any) -> None:
+    for parameter in module.parameters():
+        parameter.device_mesh = None
+
+
+def as_it_is(module: Any) -> None:
+    """For a part that is declared immovable."""
+
+
+@pytest.mark.parametrize("at_home", [True, False])
+@pytest.mark.parametrize("manage", [quantised, partitioned, sharded, as_it_is])
+def test_what_others_place_is_left_where_it_is(
+    manage: Callable[[Any], None], at_home: bool, device: torch.device
+) -> None:
+    training = Training(device)
+    encoder = training.parts["text_encoder_2"]
+    place = CPU if at_home else device
+    torch.nn.Module.to(encoder, place)
+    manage(encoder)
+    phases = Phases(training.parts, device=device, immovable=("text_encoder_2",) if manage is as_it_is else ())
+    assert list(phases.not_moved()) == ["text_encoder_2"]
+
+    def places() -> set[torch.device]:
+        return {tensor.device for tensor in (*encoder.parameters(), *encoder.buffers())}
+
+    phases.start("train")
+    assert places() == {place}
+    with phases.enter(Phase(on_device=("vae",))):
+        assert places() == {place}
+        assert phases.on_device() == ({"vae"} if at_home else {"vae", "text_encoder_2"})
+        with phases.lend("text_encoder_2"):
+            assert places() == {place}
+    assert places() == {place}
+
+
+def test_a_part_that_its_software_moves_in_a_phase_stays_there(device: torch.device) -> None:
+    training = Training(device)
+    encoder = training.parts["text_encoder"]
+    phases = Phases(training.parts, device=device, immovable=("text_encoder",))
+    with phases.enter("validate"):
+        torch.nn.Module.to(encoder, device)
+    assert encoder.final_layer_norm.weight.device == device
+
+
+def test_weights_that_were_parked_in_inference_mode_can_be_trained(device: torch.device) -> None:
+    training = Training(device)
+    training.step()
+    with training.phases.enter("sample"), torch.inference_mode(), training.phases.enter(Phase(on_device=("vae",))):
+        assert training.phases.on_device() == {"vae"}
+    assert not any(parameter.is_inference() for parameter in training.unet.parameters())
+    training.step()
+
+
+def averages_that_are_parked_for_a_while(device: torch.device) -> None:
+    """The UNet comes from the CPU, its averages come in on the device, and it makes room for the VAE with them in."""
+    training = Training(device, "ema")
+    training.step()
+    training.step()
+    with training.phases.enter(Phase(on_device=())) as phases:
+        trained = training.unet.mid_block.resnets[0].conv1.weight
+        assert trained.device == CPU
+        values = trained.detach().clone()
+        with phases.enter("sample"):
+            average = trained.detach().clone()
+            assert not torch.equal(average.cpu(), values)
+            with phases.enter(Phase(on_device=("vae",), averaged=True)):
+                assert torch.equal(trained, average.cpu())
+            assert torch.equal(trained, average), "the averages are no longer in"
+        assert torch.equal(trained, values)
+    training.step()
+
+
+def test_averages_that_are_parked_come_back(device: torch.device) -> None:
+    averages_that_are_parked_for_a_while(device)
+
+
+def test_taking_out_what_a_move_remembers_is_noticed(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert text_of(weights.Values, "put", 0) == "self._held[id(tensor)] = (tensor, values)"
+    monkeypatch.setattr(weights.Values, "put", without(weights.Values, "put", 0))
+    with pytest.raises((AssertionError, PhaseError)):
+        averages_that_are_parked_for_a_while(device)
+
+
+def test_parts_that_share_a_tensor_cannot_be_apart(device: torch.device) -> None:
+    training = Training(device)
+    one, other = training.parts["text_encoder"], training.parts["text_encoder_2"]
+    other.borrowed = one.embeddings
+    phases = Phases(training.parts, device=device)
+    with (
+        pytest.raises(DeviceMismatchError, match="text_encoder"),
+        phases.enter("validate"),
+        phases.lend("text_encoder"),
+    ):
+        pass
+    assert one.embeddings.token_embedding.weight.device == CPU
+    with phases.enter("validate"), phases.lend("text_encoder", "text_encoder_2"):
+        assert one.embeddings.token_embedding.weight.device == device
+    assert one.embeddings.token_embedding.weight.device == CPU
+
+
+def test_a_refused_phase_leaves_no_old_values_to_a_later_one(device: torch.device) -> None:
+    """What it held is put back nowhere: the weights have been moved and trained since."""
+    training = Training(device)
+    phases = Phases(training.parts | {"ema": Ema()}, device=device)
+    with pytest.raises(PhaseError, match="averages 1 parameters"), phases.enter("validate"):
+        pass
+    torch.nn.Module.to(training.unet, CPU)
+    torch.nn.Module.to(training.unet, device)
+    training.step()
+    trained = [parameter.detach().clone() for parameter in training.unet.parameters()]
+    del phases.parts["ema"]
+    with phases.enter("validate"):
+        pass
+    assert all(torch.equal(a, b) for a, b in zip(training.unet.parameters(), trained, strict=True))
+
+
+class Ema:
+    """Of another model."""
+
+    def __init__(self) -> None:
+        self.shadow_params = [torch.zeros(1)]
+
+    def store(self, parameters: Any) -> None: ...
+
+    def copy_to(self, parameters: Any) -> None: ...
+
+    def restore(self, parameters: Any) -> None: ...
