@@ -33,6 +33,7 @@ def restores() -> list[tuple[Any, str, int]]:
         (standins.EmaWeights, "restore"),
         (standins.ScheduleFreeMode, "restore"),
         (weights.Weights, "restore"),
+        (weights.Weights, "cast_again"),
         (weights.Values, "put"),
         (weights.Gradients, "restore"),
         (process_state, "set_rng_state"),

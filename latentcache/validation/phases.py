@@ -37,7 +37,7 @@ from latentcache.validation.module_state import (
 )
 from latentcache.validation.process_state import Flags, RandomStreams
 from latentcache.validation.standins import EmaWeights, ScheduleFreeMode, is_training
-from latentcache.validation.weights import Gradients, Values, Weights, named_weights
+from latentcache.validation.weights import Casts, Gradients, Values, Weights, named_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,6 +358,7 @@ class _Frame:
             weights,
             Gradients(settled),
             *reversed(self.standins),
+            Casts(weights),
             Modes(modules),
             RequiresGrad(modules),
             Settings(settled),

@@ -85,8 +85,11 @@ class Weights:
     def restore(self) -> None:
         for _, tensor, home in self._all():
             self._values.put(tensor, home.device, home.spare)
+
+    def cast_again(self) -> None:
+        """Give back the dtypes that the phase around this one had cast to. A cast tensor has memory of its own."""
+        for _, tensor, home in self._all():
             if tensor.dtype != home.dtype:
-                # The phase around this one had cast it.
                 tensor.data = tensor.data.to(home.dtype)
 
     def changes(self) -> Iterator[str]:
@@ -105,6 +108,19 @@ class Weights:
 
     def _all(self) -> Iterator[tuple[str, torch.Tensor, Home]]:
         return chain.from_iterable(self._tensors.values())
+
+
+class Casts:
+    """The dtypes of weights. They are put back when averages are swapped out again, of the values that are kept."""
+
+    def __init__(self, weights: Weights):
+        self._weights = weights
+
+    def restore(self) -> None:
+        self._weights.cast_again()
+
+    def changes(self) -> Iterator[str]:
+        yield from ()  # `Weights` tells them
 
 
 class Gradients:
