@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
 
 import bootstrap
 
+NUM_WORKERS = str(min(4, os.cpu_count() or 1))
+"""Processes that share the tests of a lane. The models are tiny: torch's threads would wait for each other."""
 CUDA_IS_HERE = "import sys, torch; sys.exit(not torch.cuda.is_available())"
 
 
@@ -50,7 +53,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = run(sys.executable, "-m", "ruff", *check, ".")
         if code:
             return code
-    passed = {"default": lane("default", *for_pytest), "sim": lane("sim", "-m", "sim and not cuda", "tests/sim")}
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    shared = ("-n", NUM_WORKERS, "--dist", "worksteal")
+    passed = {
+        "default": lane("default", *shared, *for_pytest),
+        "sim": lane("sim", *shared, "-m", "sim and not cuda", "tests/sim"),
+    }
     if run(sys.executable, "-c", CUDA_IS_HERE) == 0:
         passed["cuda"] = lane("cuda", "-m", "sim and cuda", "tests/sim")
     else:

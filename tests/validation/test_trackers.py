@@ -139,7 +139,9 @@ def test_trackers_of_accelerate_are_unwrapped(tmp_path: Path) -> None:
     assert recognise(blank) is None and log_to(blank, report()) == report()
 
 
-@pytest.mark.parametrize("other", [object(), "runs/", logging.getLogger("mine"), print, {}], ids=str)
+@pytest.mark.parametrize(
+    "other", [object(), "runs/", logging.getLogger("mine"), print, {}], ids=lambda value: type(value).__name__
+)
 def test_another_object_is_refused_before_anything_is_written(tmp_path: Path, other: object) -> None:
     with pytest.raises(ConfigError, match="SummaryWriter") as caught:
         publish(report(), tmp_path / "validation", other)
