@@ -12,6 +12,7 @@ import time
 
 import pytest
 import torch
+from other_users import open_to_others
 from store_samples import CLEAN, fork, key, listing, packs, run, same, sample, samples, spawn
 
 from latentcache.errors import (
@@ -331,8 +332,7 @@ def read_as_nobody(root):
 def test_another_user_reads_and_changes_nothing(root):
     with DiskStore(root) as store:
         store.add(samples(0, 1))
-    for parent in [root, *root.parents][:4]:
-        parent.chmod(0o755)
+    open_to_others(root)
     before = {path: path.stat().st_mtime_ns for path in root.rglob("*")}
     assert run(read_as_nobody, root) == 0
     shutil.rmtree(root / "index")

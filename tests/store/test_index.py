@@ -9,6 +9,7 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from other_users import open_to_others
 from store_samples import fork, run, spawn
 
 from latentcache.errors import IndexDamagedError, ReadOnlyError, StoreBusyError, StoreError
@@ -247,11 +248,6 @@ def read_while_a_writer_writes(path, num_reads):
         assert len(rows) % 10 == 0 and rows["0"] == "0"  # a transaction is seen whole, or not at all
 
 
-def readable(path):
-    for parent in [path, *path.parents][:4]:
-        parent.chmod(0o755)
-
-
 @pytest.mark.skipif(os.getuid() != 0, reason="needs another user")
 @pytest.mark.parametrize("mode", ["delete", "wal"])
 def test_a_reader_without_rights_reads_while_a_writer_writes(index, mode):
@@ -261,7 +257,7 @@ def test_a_reader_without_rights_reads_while_a_writer_writes(index, mode):
     connection.execute("UPDATE Settings SET value = ? WHERE key = 'sqlite_journal_mode'", [mode])
     connection.commit()
     connection.execute("SELECT COUNT(*) FROM Cache").fetchone()  # in WAL mode its files stay while this is open
-    readable(index.path)
+    open_to_others(index.path)
     process = fork.Process(target=read_while_a_writer_writes, args=(index.path, 60))
     process.start()
     start = 10
@@ -300,7 +296,7 @@ def test_a_database_in_wal_mode_that_nobody_has_open(index, leftover, expected):
     connection.close()
     if leftover:
         (index.path / leftover).write_bytes(bytes(100))
-    readable(index.path)
+    open_to_others(index.path)
     assert run(read_a_database_at_rest, index.path, expected) == 0
 
 
@@ -318,6 +314,6 @@ def test_a_dead_writers_journal_is_not_damage(index):
         os._exit(0)
 
     assert run(die) == 0 and (index.path / "cache.db-journal").stat().st_size
-    readable(index.path)
+    open_to_others(index.path)
     assert run(read_a_database_at_rest, index.path, ReadOnlyError) == 0
     assert index.items() == {"a": "1"}

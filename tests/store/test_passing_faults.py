@@ -7,6 +7,7 @@ import os
 import shutil
 
 import pytest
+from other_users import open_to_others
 from store_samples import key, packs, run, same, sample, samples
 
 from latentcache.errors import EntryDamagedError, StoreError
@@ -177,8 +178,7 @@ def test_a_pack_of_another_user_is_reported_and_not_marked(root):
     finally:
         os.umask(before)
     (root / "index" / "cache.db").chmod(0o666)
-    for parent in [root, *root.parents][:4]:
-        parent.chmod(0o777)
+    open_to_others(root, 0o777)
     assert run(use_as_nobody, root, 0, 1) == 0
     with DiskStore(root) as store:
         assert_holds(store, 0, 1)
