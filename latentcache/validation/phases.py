@@ -155,7 +155,9 @@ class Phases:
         Put back are, by object: the training flag of every submodule, requires_grad, device, dtype and memory of every
         parameter and buffer, structure, hooks, plain settings (LoRA scale and adapters, checkpointing, tiling), random
         streams, torch's global flags, EMA weights and the mode of a schedule-free optimizer. Gradients, the GradScaler
-        and schedulers are not touched. Ctrl-C waits while state is put back. Phases nest.
+        and schedulers are not touched. Ctrl-C waits while state is put back. Phases nest. Parts of FSDP, ZeRO-3 and
+        offload hooks keep their own tensors, structure, hooks and settings; declared immovable ones their own tensors,
+        structure and hooks.
 
         Raises DeviceMismatchError when the audit at the beginning finds a tensor elsewhere, and PhaseError for what
         cannot be entered, or could not be put back; the rest is put back all the same.

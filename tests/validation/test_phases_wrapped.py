@@ -133,7 +133,7 @@ def compile_in_place(unet: torch.nn.Module, backend: Any) -> Any:
 
 
 def compile_regions_in_place(unet: Any, backend: Any) -> Any:
-    for block in (*unet.down_blocks, unet.mid_block):
+    for block in unet.mid_block.resnets:
         block.compile(backend=backend)
     return unet
 
@@ -141,7 +141,6 @@ def compile_regions_in_place(unet: Any, backend: Any) -> Any:
 def compile_regions_around(unet: Any, backend: Any) -> Any:
     """As accelerate does with `use_regional_compilation`: wrappers take the submodules' places."""
     unet.mid_block = torch.compile(unet.mid_block, backend=backend)
-    unet.down_blocks[1] = torch.compile(unet.down_blocks[1], backend=backend)
     return unet
 
 
@@ -150,7 +149,6 @@ def compile_regions_around(unet: Any, backend: Any) -> Any:
     [
         (compile_whole, ()),
         (compile_in_place, ("unet",)),
-        (compile_regions_in_place, ()),
         (compile_regions_in_place, ("unet",)),
         (compile_regions_around, ()),
     ],
