@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,11 +15,16 @@ from latentcache.config import PROMPTS_PREFIX
 from latentcache.dataset.manifest import ImageRef, Manifest, ManifestFolder, Manifests, Row, prompts_name
 from latentcache.devices.placement import Asker, device_of, dtype_of
 from latentcache.errors import EntryDamagedError, EntryMissingError, SampleError, StoreError
-from latentcache.store.base import Store
+from latentcache.store.base import DTYPES, Store
 from latentcache.store.disk import DiskStore
 from latentcache.types import Entry, Geometry, prompt_id
 
 Batch = dict[str, Any]
+Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+"""Field -> dtype and shape [n, ...] of its rows."""
+Allocate = Callable[[Shapes], Mapping[str, torch.Tensor]]
+"""Gives a contiguous CPU tensor for each field."""
+KeyName = Literal["image_key", "caption_key"]
 IMAGE_FIELDS = ("moments", "latents")
 TEXT_FIELDS = ("prompt_embeds", "pooled_prompt_embeds")
 
@@ -210,8 +216,11 @@ class LatentCache:
         target, dtype = device_of(device), dtype or dtype_of(device)
         return {name: tensor.to(target, dtype) for name, tensor in self._gather([wanted], "caption_key").items()}
 
-    def gather(self, wanted: Sequence[Wanted]) -> Batch:
-        """The stored tensors of these samples on the CPU, stacked, with their sizes. One bucket only."""
+    def gather(self, wanted: Sequence[Wanted], *, allocate: Allocate | None = None) -> Batch:
+        """The stored tensors of these samples on the CPU, stacked, with their sizes. One bucket only.
+
+        `allocate` gives the tensors that they are written to; without it they are new ones.
+        """
         if not wanted:
             raise StoreError("no samples were asked for: a batch has at least one")
         buckets = {item.geometry.target_size for item in wanted if item.geometry is not None}
@@ -220,15 +229,33 @@ class LatentCache:
                 f"a batch has one bucket, but these samples lie in {', '.join(sorted(map(str, buckets)))}: "
                 "batch them with latentcache.retrieve.sampler.BucketBatchSampler"
             )
-        tensors = self._gather(wanted, "image_key") | self._gather(wanted, "caption_key")
-        return tensors | _facts(wanted)
+        out = None if allocate is None else allocate(self.shapes(wanted))
+        tensors = self._gather(wanted, "image_key", out) | self._gather(wanted, "caption_key", out)
+        return tensors | facts(wanted)
 
-    def _gather(self, wanted: Sequence[Wanted], which: Literal["image_key", "caption_key"]) -> dict[str, torch.Tensor]:
-        keys = {getattr(item, which): item.sample_id for item in reversed(wanted)}
+    def shapes(self, wanted: Sequence[Wanted]) -> Shapes:
+        """dtype and shape of each field of a batch of these samples, read off the first one's entries."""
+        shapes: Shapes = {}
+        for key in (wanted[0].image_key, wanted[0].caption_key):
+            with self._naming(wanted):
+                described = self.store.describe(key)
+            shapes |= {name: (DTYPES[dtype], (len(wanted), *shape)) for name, (dtype, shape) in described.items()}
+        return shapes
+
+    def _gather(
+        self, wanted: Sequence[Wanted], which: KeyName, out: Mapping[str, torch.Tensor] | None = None
+    ) -> dict[str, torch.Tensor]:
+        with self._naming(wanted):
+            return self.store.read_batch([getattr(item, which) for item in wanted], out=out)
+
+    @contextmanager
+    def _naming(self, wanted: Sequence[Wanted]) -> Iterator[None]:
+        """Errors about an entry become errors about the first of these samples that needs it."""
         try:
-            return self.store.read_batch([getattr(item, which) for item in wanted])
+            yield
         except (EntryMissingError, EntryDamagedError) as error:
-            sample_id = keys.get(error.key, error.key)
+            users = (item.sample_id for item in wanted if error.key in (item.image_key, item.caption_key))
+            sample_id = next(users, error.key)
             if isinstance(error, EntryMissingError):
                 raise SampleError(sample_id, f"has no entry: {error.reason}", self._precache) from error
             mark = f"run `latentcache verify {self.path}`, then " if self.store.read_only else ""
@@ -267,7 +294,8 @@ def _image_of(row: Row, flip: bool) -> ImageRef:
     raise SampleError(row.sample_id, "has no flipped entry" if flip else "has no image entry", remedy)
 
 
-def _facts(wanted: Sequence[Wanted]) -> Batch:
+def facts(wanted: Sequence[Wanted]) -> Batch:
+    """What the manifest says of these samples: ids, captions, sizes, and the time ids that follow from them."""
     geometries = [item.geometry for item in wanted if item.geometry is not None]
     facts: Batch = {"sample_id": [item.sample_id for item in wanted], "caption": [item.caption for item in wanted]}
     for name in ("original_size", "resized_size", "crop_top_left", "target_size"):

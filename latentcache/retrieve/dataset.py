@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+from bisect import bisect_right
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch.utils.data import Dataset
+from blake3 import blake3
+from torch.utils.data import ConcatDataset, Dataset
 
 from latentcache.dataset.manifest import Row
 from latentcache.devices.placement import Asker
 from latentcache.errors import StoreError
 from latentcache.retrieve.batches import Batch, LatentCache, Wanted, place
+from latentcache.retrieve.draws import Visit
 from latentcache.types import Bucket
 
 SIZES = ("original_size", "resized_size", "crop_top_left", "target_size")
@@ -27,7 +31,8 @@ class LatentDataset(Dataset[Batch]):
     latents from moments. Batches must not mix buckets: use `BucketBatchSampler`.
 
     `flips` adds the mirrored entries as items of their own. `caption` is the number of the caption, or "random": one
-    drawn anew at each visit with torch's global generator, which a DataLoader seeds for each worker.
+    drawn anew at each visit. With `BucketBatchSampler` the draw follows from its seed, the epoch and the position;
+    a plain item number draws with torch's global generator, which a DataLoader seeds for each worker.
     Each process opens the cache for itself, so fork and spawn both work.
     """
 
@@ -73,12 +78,29 @@ class LatentDataset(Dataset[Batch]):
         row, _ = self._items[index]
         return row.images[0].geometry.target_size
 
+    def identity(self) -> str:
+        """A digest of the items in their order: sample_id, bucket and flip of each. 64 hexadecimal digits."""
+        hasher = blake3()
+        for row, flip in self._items:
+            bucket = row.images[0].geometry.target_size
+            hasher.update(f"{len(row.sample_id)} {row.sample_id} {bucket} {flip}\n".encode("utf-8", "surrogatepass"))
+        return hasher.hexdigest()
+
+    def wanted(self, index: int) -> Wanted:
+        """The entries of an item, without reading them."""
+        row, flip = self._items[index]
+        number = self.caption
+        if number == "random":
+            drawn = isinstance(index, Visit)
+            number = index.draw % len(row.captions) if drawn else int(torch.randint(len(row.captions), ()))
+        return Wanted.of(row, caption=number, flip=flip)
+
     def __getitem__(self, index: int) -> Batch:
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: list[int]) -> list[Batch]:
         """Several items in one read; a DataLoader calls this. They may lie in different buckets."""
-        wanted = [self._wanted(index) for index in indices]
+        wanted = [self.wanted(index) for index in indices]
         groups: dict[Bucket, list[int]] = {}
         for position, index in enumerate(indices):
             groups.setdefault(self.bucket(index), []).append(position)
@@ -107,9 +129,58 @@ class LatentDataset(Dataset[Batch]):
         scaling = self.scaling if scaled else None
         return place(rest, device, dtype=dtype, output=output, scaling=scaling, generator=generator) | sizes
 
-    def _wanted(self, index: int) -> Wanted:
-        row, flip = self._items[index]
-        number = self.caption
-        if number == "random":
-            number = int(torch.randint(len(row.captions), ()))
-        return Wanted.of(row, caption=number, flip=flip)
+
+class LatentDatasets(ConcatDataset[Batch]):
+    """Several manifests of one cache as one dataset. Their latents must be scaled alike.
+
+    Raises StoreError if there is none, if they lie in several caches, or if their VAEs scale differently.
+    """
+
+    datasets: list[LatentDataset]
+
+    def __init__(self, datasets: Iterable[LatentDataset]):
+        parts = list(datasets)
+        if not parts:
+            raise StoreError("LatentDatasets needs at least one LatentDataset")
+        super().__init__(parts)
+        paths = {part.path.resolve() for part in parts}
+        if len(paths) > 1:
+            raise StoreError(f"the datasets lie in {len(paths)} caches: {', '.join(sorted(map(str, paths)))}; give one")
+        scalings = {part.scaling for part in parts}
+        if len(scalings) > 1:
+            names = ", ".join(part.manifest_name for part in parts)
+            raise StoreError(f"the VAEs of {names} scale differently ({sorted(map(str, scalings))}): train them apart")
+        self.scaling = parts[0].scaling
+
+    @property
+    def cache(self) -> LatentCache:
+        """This process's own cache."""
+        return self.datasets[0].cache
+
+    def bucket(self, index: int) -> Bucket:
+        part, inner = self._part(index)
+        return part.bucket(inner)
+
+    def identity(self) -> str:
+        """A digest of the items in their order."""
+        return blake3(" ".join(part.identity() for part in self.datasets).encode()).hexdigest()
+
+    def wanted(self, index: int) -> Wanted:
+        part, inner = self._part(index)
+        return part.wanted(inner)
+
+    def __getitem__(self, index: int) -> Batch:
+        part, inner = self._part(index)
+        return part[inner]
+
+    def __getitems__(self, indices: list[int]) -> list[Batch]:
+        return [self[index] for index in indices]
+
+    def place(self, batch: Batch, **options: Any) -> Batch:
+        """As `LatentDataset.place`."""
+        return self.datasets[0].place(batch, **options)
+
+    def _part(self, index: int) -> tuple[LatentDataset, int]:
+        number = bisect_right(self.cumulative_sizes, index)
+        inner = int(index) - (self.cumulative_sizes[number - 1] if number else 0)
+        return self.datasets[number], Visit.of(inner, index.draw) if isinstance(index, Visit) else inner
