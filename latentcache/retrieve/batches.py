@@ -237,7 +237,7 @@ class LatentCache:
         """dtype and shape of each field of a batch of these samples, read off the first one's entries."""
         shapes: Shapes = {}
         for key in (wanted[0].image_key, wanted[0].caption_key):
-            with self._naming(wanted):
+            with self.naming(wanted):
                 described = self.store.describe(key)
             shapes |= {name: (DTYPES[dtype], (len(wanted), *shape)) for name, (dtype, shape) in described.items()}
         return shapes
@@ -245,11 +245,11 @@ class LatentCache:
     def _gather(
         self, wanted: Sequence[Wanted], which: KeyName, out: Mapping[str, torch.Tensor] | None = None
     ) -> dict[str, torch.Tensor]:
-        with self._naming(wanted):
+        with self.naming(wanted):
             return self.store.read_batch([getattr(item, which) for item in wanted], out=out)
 
     @contextmanager
-    def _naming(self, wanted: Sequence[Wanted]) -> Iterator[None]:
+    def naming(self, wanted: Sequence[Wanted]) -> Iterator[None]:
         """Errors about an entry become errors about the first of these samples that needs it."""
         try:
             yield

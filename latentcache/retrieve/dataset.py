@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -95,6 +96,13 @@ class LatentDataset(Dataset[Batch]):
             number = index.draw % len(row.captions) if drawn else int(torch.randint(len(row.captions), ()))
         return Wanted.of(row, caption=number, flip=flip)
 
+    def all_wanted(self) -> Iterator[Wanted]:
+        """The entries of all items, with each caption that may be drawn. They may repeat."""
+        for row, flip in dict.fromkeys(self._items):
+            numbers = range(len(row.captions)) if self.caption == "random" else [self.caption]
+            for number in numbers:
+                yield Wanted.of(row, caption=number, flip=flip)
+
     def __getitem__(self, index: int) -> Batch:
         return self.__getitems__([index])[0]
 
@@ -168,6 +176,10 @@ class LatentDatasets(ConcatDataset[Batch]):
     def wanted(self, index: int) -> Wanted:
         part, inner = self._part(index)
         return part.wanted(inner)
+
+    def all_wanted(self) -> Iterator[Wanted]:
+        """The entries of all items, with each caption that may be drawn. They may repeat."""
+        return chain.from_iterable(part.all_wanted() for part in self.datasets)
 
     def __getitem__(self, index: int) -> Batch:
         part, inner = self._part(index)

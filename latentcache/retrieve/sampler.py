@@ -130,7 +130,9 @@ class BucketBatchSampler(Sampler[list[int]]):
         return self._num_left(0)
 
     def __iter__(self) -> Iterator[list[int]]:
-        cursor = self.begin()
+        return self._drawn(self.begin())
+
+    def _drawn(self, cursor: Cursor) -> Iterator[list[int]]:
         for batch in self.plan(cursor.epoch, cursor.position):
             cursor.position = batch.end
             yield batch.items

@@ -1,0 +1,86 @@
+"""The loader on a second device: what the dataset places there, with streams where there are some."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from loss_cases import make_cache
+
+from latentcache import LatentCache, LatentDataset
+from latentcache.errors import StoreError
+from latentcache.retrieve import resident as resident_module
+from latentcache.retrieve.draws import noise_generator
+from latentcache.retrieve.loader import LatentLoader
+from latentcache.retrieve.sampler import BucketBatchSampler
+
+TENSORS = ("latents", "prompt_embeds", "pooled_prompt_embeds", "add_time_ids")
+TOLERANCE = {"sim": 0.0, "cuda": 1e-6}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("loader")
+    make_cache(folder)
+    return folder / "cache"
+
+
+@pytest.mark.parametrize("where", [None, "cpu", "device"])
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_batches_are_those_of_the_cache(path: Path, device: torch.device, prefetch: int, where: str | None) -> None:
+    unet = torch.nn.Linear(1, 1).to(device, torch.bfloat16)
+    sampler = BucketBatchSampler(LatentDataset(path, "photos"), 2, seed=9)
+    home = str(device) if where == "device" else where
+    with LatentLoader(sampler, device=unet, scaled=True, prefetch=prefetch, resident=home) as loader:
+        held = [*loader]
+    with LatentCache(path, manifest="photos") as cache:
+        for planned, batch in zip(sampler.plan(0), held, strict=True):
+            generator = noise_generator(9, 0, planned.position)
+            direct = cache.batch(batch["sample_id"], device=unet, scaled=True, generator=generator)
+            assert batch.keys() == direct.keys()
+            for name, value in direct.items():
+                if name not in TENSORS:
+                    assert batch[name] == value
+                    continue
+                assert batch[name].device == device and batch[name].dtype == value.dtype
+                assert torch.equal(batch[name].cpu(), value.cpu()), name
+
+
+def test_the_numbers_are_those_of_the_cpu(path: Path, device: torch.device) -> None:
+    def latents(asker: torch.device | str) -> list[torch.Tensor]:
+        sampler = BucketBatchSampler(LatentDataset(path, "photos"), 2, seed=9)
+        return [batch["latents"].cpu() for batch in LatentLoader(sampler, device=asker, scaled=True)]
+
+    for here, there in zip(latents("cpu"), latents(device), strict=True):
+        torch.testing.assert_close(there, here, rtol=TOLERANCE[device.type], atol=TOLERANCE[device.type])
+
+
+def test_how_batches_travel_is_said(path: Path, device: torch.device) -> None:
+    sampler = BucketBatchSampler(LatentDataset(path, "photos"), 2)
+    with LatentLoader(sampler, device=device) as loader, iter(loader) as batches:
+        next(batches)
+        assert loader._pool is not None
+        if device.type == "sim":
+            assert "sim has no streams" in batches.how and not loader._pool.pin
+        else:
+            assert "has streams" in batches.how and loader._pool.pin
+
+
+def test_a_device_that_is_too_small(path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resident_module, "free_memory", lambda device: 1000)
+    sampler = BucketBatchSampler(LatentDataset(path, "photos"), 2)
+    with pytest.raises(StoreError, match=rf"resident='{device}': the dataset has .* are free"):
+        LatentLoader(sampler, device=device, resident=device)
+
+
+def test_held_batches_stay_as_they_are(path: Path, device: torch.device) -> None:
+    sampler = BucketBatchSampler(LatentDataset(path, "photos"), 1)
+    loader = LatentLoader(sampler, device=device, output="moments")
+    held, copies = [], []
+    for batch in loader.forever():
+        assert all(torch.equal(one, other) for one, other in zip(held, copies, strict=True))
+        held.append(batch["moments"])
+        copies.append(batch["moments"].clone())
+        if len(held) == 30:
+            break
