@@ -186,7 +186,17 @@ class LatentDatasets(ConcatDataset[Batch]):
         return part[inner]
 
     def __getitems__(self, indices: list[int]) -> list[Batch]:
-        return [self[index] for index in indices]
+        """Several items, with one read for each manifest and bucket among them."""
+        parts: dict[LatentDataset, list[tuple[int, int]]] = {}
+        for position, index in enumerate(indices):
+            part, inner = self._part(index)
+            parts.setdefault(part, []).append((position, inner))
+        items: list[Batch] = [{} for _ in indices]
+        for part, wanted in parts.items():
+            read = part.__getitems__([inner for _, inner in wanted])
+            for (position, _), item in zip(wanted, read, strict=True):
+                items[position] = item
+        return items
 
     def place(self, batch: Batch, **options: Any) -> Batch:
         """As `LatentDataset.place`."""

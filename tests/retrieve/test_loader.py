@@ -18,12 +18,14 @@ from pathlib import Path
 import pytest
 import torch
 from loading import by_hand, ids, lose_image, make_cache, num_threads, plain, wait_for_no_thread
+from torch.utils.data import DataLoader
 
 from latentcache import LatentDataset
 from latentcache.config import Config
 from latentcache.errors import SampleError, StoreError
 from latentcache.precache.run import run_precache
 from latentcache.retrieve import resident
+from latentcache.retrieve.dataset import LatentDatasets
 from latentcache.retrieve.loader import LatentLoader
 from latentcache.retrieve.sampler import BucketBatchSampler
 
@@ -266,6 +268,31 @@ def test_several_iterations_at_once_and_close(dataset: LatentDataset) -> None:
     for use in (lambda: next(one), lambda: iter(loader)):
         with pytest.raises(StoreError, match="closed"):
             use()
+
+
+def test_several_manifests_as_one_dataset(path: Path, make_config: Callable[..., Config], tmp_path: Path) -> None:
+    run_precache(make_config(**{"datasets.0.name": "other", "cache.path": path}))
+    parts = [LatentDataset(path, name, flips=name == "photos", caption="random") for name in ("photos", "other")]
+    dataset = LatentDatasets(parts)
+    assert len(dataset) == 25 and dataset.bucket(24) == parts[1].bucket(4)
+    assert dataset.identity() not in {part.identity() for part in parts}
+    expected = by_hand(BucketBatchSampler(dataset, 3, seed=5))
+    for where in (None, "cpu"):
+        assert [plain(batch) for batch in loader_of(dataset, resident=where)] == expected
+    sampler = BucketBatchSampler(dataset, 3, seed=5)
+    for num_workers in (0, 2):
+        workers = DataLoader(
+            dataset,
+            batch_sampler=sampler,
+            num_workers=num_workers,
+            multiprocessing_context="spawn" if num_workers else None,
+        )
+        assert [batch["caption"] for batch in workers] == [batch["caption"] for batch in expected]
+    with pytest.raises(StoreError, match="at least one LatentDataset"):
+        LatentDatasets([])
+    elsewhere = shutil.copytree(path, tmp_path / "elsewhere")
+    with pytest.raises(StoreError, match="lie in 2 caches"):
+        LatentDatasets([parts[0], LatentDataset(elsewhere, "photos")])
 
 
 def test_threads_that_consume_share_nothing(dataset: LatentDataset) -> None:
