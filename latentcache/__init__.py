@@ -15,6 +15,7 @@ _HOMES = {
     "LatentCache": "latentcache.retrieve.batches",
     "LatentCacheError": "latentcache.errors",
     "LatentDataset": "latentcache.retrieve.dataset",
+    "LatentLoader": "latentcache.retrieve.loader",
     "Phase": "latentcache.validation.phases",
     "Phases": "latentcache.validation.phases",
     "Report": "latentcache.precache.report",

@@ -26,9 +26,10 @@ def test_python_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     quickstart.copy_photos(config.datasets[0].source.path)
     assert run_precache(config).num_samples >= 10
     blocks = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
+    names = {"__name__": "readme"}
     for block in blocks:
-        exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
+        exec(compile(block, "README.md", "exec"), names)
     sys.modules.pop("quickstart")
 
 

@@ -38,6 +38,11 @@ def why_rearranged(module: torch.nn.Module) -> str | None:
     """Why a part's tensors and hooks may change in a forward, by software that owns them, or None."""
     if any(offload_hook_of(submodule) is not None for submodule in module.modules()):
         return "under offload hooks, which move it"
+    return why_sharded(module)
+
+
+def why_sharded(module: torch.nn.Module) -> str | None:
+    """Which software has a share of the module in each process, so that its forwards need all of them, or None."""
     for kind in dict.fromkeys(map(type, module.modules())):
         sharding = _sharding(kind)
         if sharding is not None:

@@ -61,7 +61,8 @@ class Phases:
 
     By default the parts that have parameters to train, and the UNet, are on the device in all three phases, in train
     mode only in `train`, and averaged weights stand in outside of it. What other software places is never moved:
-    quantised, FSDP and ZeRO-3 parts, parts under offload hooks, and those named in `immovable` (block swapping).
+    quantised, FSDP and ZeRO-3 parts, parts under offload hooks, and those named in `immovable` (block swapping). The
+    averages of an `ema` stay where they are, unless a phase names it in `on_device`: then the others park it.
     """
 
     def __init__(
@@ -88,6 +89,9 @@ class Phases:
         }
         for name, phase in self._phases.items():
             self._check(name, phase)
+        # Averages that no phase wants on the device are moved by nobody.
+        places_ema = any("ema" in phase.on_device for phase in self._phases.values())
+        self._averages = {"ema": self.parts["ema"]} if places_ema else {}
         unknown = set(immovable) - self._modules.keys()
         if unknown:
             raise PhaseError(f"immovable names {sorted(unknown)}; {self._known()}", phase="train")
@@ -117,8 +121,8 @@ class Phases:
         """The parts that have a tensor on the device now, whoever put it there."""
         return frozenset(
             name
-            for name, module in self._modules.items()
-            if any(tensor.device == self.device for _, tensor in named_weights(module))
+            for name, part in (self._modules | self._averages).items()
+            if any(tensor.device == self.device for _, tensor in named_weights(part))
         )
 
     def not_moved(self) -> dict[str, str]:
@@ -260,7 +264,8 @@ class Phases:
 
     def _audit(self, phase: Phase, weights: Weights) -> None:
         wanted = {name: self.device if name in phase.on_device else self._park for name in weights.parts}
-        training = {name: name in phase.training for name in wanted} if self._frames or not phase.training else {}
+        modules = wanted.keys() & self._modules.keys()
+        training = {name: name in phase.training for name in modules} if self._frames or not phase.training else {}
         report = audit(self._audited(wanted), device=wanted, training=training)
         report.raise_for_errors()
 
@@ -269,14 +274,15 @@ class Phases:
 
     def _audited(self, wanted: Mapping[str, torch.device]) -> dict[str, Any]:
         """The modules that phases move, and what trains them where all trained parts are where training has them."""
-        audited: dict[str, Any] = {name: self._modules[name] for name in wanted}
+        audited: dict[str, Any] = {name: (self._modules | self._averages)[name] for name in wanted}
         trained = [name for name, module in self._modules.items() if is_trained(module)]
         if trained and all(wanted.get(name) == self.device for name in trained):
             audited |= {name: part for name, part in self.parts.items() if is_optimizer(part) or is_scaler(part)}
         return audited
 
-    def _movable(self) -> dict[str, torch.nn.Module]:
-        return {name: module for name, module in self._modules.items() if self.why_not_moved(name) is None}
+    def _movable(self) -> dict[str, Any]:
+        modules = {name: module for name, module in self._modules.items() if self.why_not_moved(name) is None}
+        return modules | self._averages
 
     def _weights(self) -> Weights:
         return Weights(self._movable(), Values(), self._park)
@@ -299,7 +305,8 @@ class Phases:
                 raise PhaseError(f"{other} and {name} are one module: give it under one name", phase="none")
 
     def _check(self, name: str, phase: Phase) -> None:
-        unknown = {*phase.on_device, *phase.training} - self._modules.keys()
+        known = self._modules.keys() | ({"ema"} if hasattr(self.parts.get("ema"), "shadow_params") else set())
+        unknown = ({*phase.on_device} - known) | ({*phase.training} - self._modules.keys())
         if unknown:
             raise PhaseError(f"names {', '.join(sorted(unknown))}; {self._known()}", phase=name)
         parked = set(phase.training) - set(phase.on_device)
@@ -308,7 +315,8 @@ class Phases:
 
     def _check_ready(self, name: str, phase: Phase) -> None:
         check_trainable(name, self._modules)
-        check_filled(name, {part: self._modules[part] for part in phase.on_device if part not in self._immovable})
+        placed = [part for part in phase.on_device if part in self._modules and part not in self._immovable]
+        check_filled(name, {part: self._modules[part] for part in placed})
         averages = self.parts.get("ema") is not None or any(
             is_optimizer(part) and is_training(unwrapped(part)) for part in self.parts.values()
         )

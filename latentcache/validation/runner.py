@@ -20,6 +20,7 @@ from latentcache.precache.progress import Progress
 from latentcache.retrieve.batches import LatentCache
 from latentcache.validation.filling import Filling
 from latentcache.validation.loss import LossReport, LossSettings, validation_loss
+from latentcache.validation.managed import why_sharded
 from latentcache.validation.noise_schedule import NoiseSchedule
 from latentcache.validation.phases import Phases
 from latentcache.validation.prompts import PromptEmbeddings, prompt_embeddings
@@ -87,7 +88,7 @@ class ValidationRunner:
         if training could not be put back; training is put back after every other error too.
         """
         rank, step = _rank(), checked_step(step)
-        if rank and not _is_sharded(self.phases):
+        if rank and why_sharded(self.phases.module("unet")) is None:
             return None
         if not rank:
             prepare_folder(self.config.validation.path)
@@ -198,10 +199,6 @@ class ValidationRunner:
 def _rank() -> int:
     distributed = torch.distributed  # some builds of torch have none of it
     return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
-
-
-def _is_sharded(phases: Phases) -> bool:
-    return any(hasattr(p, "device_mesh") or hasattr(p, "ds_id") for p in phases.module("unet").parameters())
 
 
 class _Timer:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -52,15 +52,13 @@ class Values:
 
 
 class Weights:
-    """All parameters and buffers of some parts: where they were when a phase began. Tied tensors count once."""
+    """All parameters and buffers of some modules, and averages of an EMA: where they were when a phase began."""
 
-    def __init__(
-        self, modules: Mapping[str, torch.nn.Module], values: Values, park: torch.device, *, outermost: bool = False
-    ):
+    def __init__(self, parts: Mapping[str, Any], values: Values, park: torch.device, *, outermost: bool = False):
         self._values = values
-        self._tensors: dict[str, list[tuple[str, torch.Tensor, Home]]] = {part: [] for part in modules}
-        for part, module in modules.items():
-            for name, tensor in named_weights(module):
+        self._tensors: dict[str, list[tuple[str, torch.Tensor, Home]]] = {part: [] for part in parts}
+        for part, owner in parts.items():
+            for name, tensor in named_weights(owner):
                 values.hold(tensor)
                 home = Home(tensor.device, tensor.dtype, tensor.detach() if tensor.device == park else None)
                 self._tensors[part].append((f"{part}.{name}", tensor, home))
@@ -147,9 +145,12 @@ class Gradients:
                 yield f"{name}: has another gradient"
 
 
-def named_weights(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every parameter and buffer of a module by dotted name, each object once."""
-    yield from chain(module.named_parameters(), module.named_buffers())
+def named_weights(part: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every parameter and buffer of a module by dotted name, each object once; of an EMA its averaged weights."""
+    if isinstance(part, torch.nn.Module):
+        yield from chain(part.named_parameters(), part.named_buffers())
+    else:
+        yield from ((f"shadow_params.{number}", tensor) for number, tensor in enumerate(part.shadow_params))
 
 
 def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -260,9 +260,9 @@ def test_each_entry_is_read_once(cache: LatentCache, unet: torch.nn.Module, monk
     read: list[str] = []
     read_batch = cache.store.read_batch
 
-    def counted(keys: list[str], *others: Any) -> Any:
+    def counted(keys: list[str], *others: Any, **options: Any) -> Any:
         read.extend(keys)
-        return read_batch(keys, *others)
+        return read_batch(keys, *others, **options)
 
     monkeypatch.setattr(cache.store, "read_batch", counted)
     settings = LossSettings(num_timesteps=5, batch_size=3)

@@ -353,3 +353,21 @@ def test_results_are_logged_to_tensorboard(warm: LatentCache, config: Config) ->
     report = runner_for(Training(CPU), warm, config, writer=writer).run(5)
     assert report is not None and report.loss is not None
     assert writer.scalars["validation/loss"] == report.loss.loss.mean and writer.images == ["validation/samples"]
+
+
+class FullyShardedDataParallel(torch.nn.Module):
+    """Goes by the name of FSDP1's wrapper, whose flat parameters look like any others."""
+
+
+def test_other_ranks_work_only_where_the_unet_is_sharded(
+    warm: LatentCache, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    training = Training(CPU)
+    runner = ValidationRunner(without_encoders(training), warm, config)
+    assert runner.run(1) is None
+    training.unet.add_module("wrapped", FullyShardedDataParallel())
+    report = runner.run(1)
+    assert report is not None and report.loss is not None
+    assert not config.validation.path.exists()
