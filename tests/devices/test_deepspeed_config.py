@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from latentcache.devices.deepspeed_config import check_deepspeed_config, examine_deepspeed_config
@@ -215,6 +215,7 @@ top_names = st.sampled_from(["zero_optimization", "fp16", "bf16", "optimizer", "
 
 
 @given(st.dictionaries(top_names, values, max_size=5))
+@example({"zero_optimization": "auto"})
 def test_any_json_object_gets_an_answer(config: dict[str, Any]) -> None:
     """Whatever stands in the file, each finding names its setting and a remedy, and it never breaks."""
     findings = check_deepspeed_config(config)
