@@ -19,9 +19,10 @@ from latentcache.config import ValidationConfig, suggest
 from latentcache.devices.guard import check_same_device
 from latentcache.devices.offload import offload_hook_of
 from latentcache.devices.placement import device_of, placed
-from latentcache.devices.rng import rng_state, set_rng_state
 from latentcache.encoders.decoding import Decoded, decode_fitting, downscale_factor
 from latentcache.errors import ConfigError, ModelError
+from latentcache.validation.module_state import Modes
+from latentcache.validation.process_state import RandomStreams
 from latentcache.validation.prompts import PromptEmbeddings
 
 PIXELS_PER_LATENT = 8
@@ -113,8 +114,9 @@ def denoise(
     device = device or device_of(unet)
     latents = []
     with ExitStack() as stack:
-        stack.enter_context(_random_state_kept())
-        stack.enter_context(_evaluating(unet))
+        stack.callback(RandomStreams().restore)
+        stack.callback(Modes({"unet": unet}).restore)
+        unet.eval()
         stack.enter_context(_no_weights_cached(device))
         for number, each in enumerate(embeddings):
             pipeline = _pipeline(unet, scheduler_copy(scheduler, settings.scheduler))
@@ -222,27 +224,6 @@ def _check_devices(unet: torch.nn.Module, embeddings: Sequence[PromptEmbeddings]
         # Weights that wait elsewhere for their offload hook say nothing about where the UNet will run.
         tensors["unet"] = dict(chain(unet.named_parameters(), unet.named_buffers()))
     check_same_device(**tensors)
-
-
-@contextmanager
-def _evaluating(module: torch.nn.Module) -> Iterator[None]:
-    """In eval mode; each submodule's own training flag comes back."""
-    training = [(part, part.training) for part in module.modules()]
-    try:
-        module.eval()
-        yield
-    finally:
-        for part, flag in training:
-            part.training = flag
-
-
-@contextmanager
-def _random_state_kept() -> Iterator[None]:
-    state = rng_state()
-    try:
-        yield
-    finally:
-        set_rng_state(state)
 
 
 @contextmanager
