@@ -1,0 +1,336 @@
+"""How fast entries become durable: packs against one file per entry, and whether that stays so as a cache grows.
+
+    python scripts/bench_write.py              # a table; some minutes, 15 GB of disk at a time
+    python scripts/bench_write.py --json       # one document
+    python scripts/bench_write.py --tiny       # for correctness only
+
+Entries are those of 1024x1024 in float16: latents alone (128 KiB), and whole samples (latents, prompt_embeds and
+pooled_prompt_embeds, 438.5 KiB). 1, 2 and 4 processes write at the same time into one cache or folder: a round's time
+is from the first start to the last end, when everything is durable. Opening a cache and making the entries is not
+timed. Each round has fresh folders, nothing is deleted between rounds, and what others left unwritten is synced before
+the clock starts. Durable files are written as a temporary sibling, fsynced and renamed; `files` also fsyncs the folder,
+without which a power cut can take the name away. torch.save and diskcache sync nothing: they are there to show what
+people use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import safetensors.torch
+import torch
+from benchmarking import (
+    FILE_FORMATS,
+    add_arguments,
+    emit,
+    environment,
+    in_turns,
+    parse,
+    pickling_diskcache,
+    ratios,
+    spread,
+)
+
+from latentcache.fingerprint import key_of
+from latentcache.store.disk import DiskStore
+from latentcache.types import Entry, Record
+
+NUM_PROCESSES = (1, 2, 4)
+SIZES = (0, 10_000, 100_000)
+SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
+    "latents": {"latents": (4, 128, 128)},
+    "sample": {"latents": (4, 128, 128), "pooled_prompt_embeds": (1280,), "prompt_embeds": (77, 2048)},
+}
+LABELS = {
+    "packs": "latentcache, durable",
+    "files": "safetensors per file, fsync of file and folder",
+    "files_without_folder": "safetensors per file, fsync of the file only",
+    "torch_save": "torch.save per file, NOT fsynced",
+    "diskcache_pickle": "diskcache, default pickle, NOT fsynced",
+}
+DURABLE = ("packs", "files", "files_without_folder")
+WANTED_TIMES = 4.0
+SETTLE_S = 10.0
+"""After deleting a section's files: with `discard`, the disk is busy with them for a while."""
+
+Write = Callable[[Sequence[Entry]], None]
+
+
+class Task(NamedTuple):
+    """What one process writes: `num_entries` of `kind`, numbered from `first`."""
+
+    method: str
+    folder: Path
+    kind: str
+    first: int
+    num_entries: int
+
+
+@contextmanager
+def into_packs(folder: Path) -> Iterator[Write]:
+    with DiskStore(folder) as store:
+
+        def write(entries: Sequence[Entry]) -> None:
+            with store.writer() as writer:
+                for entry in entries:
+                    writer.add(entry)
+            assert writer.num_added == len(entries)
+
+        yield write
+
+
+@contextmanager
+def into_files(folder: Path, *, sync_folder: bool) -> Iterator[Write]:
+    folder.mkdir(exist_ok=True)
+    folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+
+    def write(entries: Sequence[Entry]) -> None:
+        for entry in entries:
+            temporary, path = folder / f".{entry.record.key}.tmp", folder / f"{entry.record.key}.safetensors"
+            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+            data = safetensors.torch.save(dict(entry.tensors))
+            assert os.write(fd, data) == len(data)
+            os.fsync(fd)
+            os.close(fd)
+            os.rename(temporary, path)
+            if sync_folder:
+                os.fsync(folder_fd)
+
+    try:
+        yield write
+    finally:
+        os.close(folder_fd)
+
+
+@contextmanager
+def into_torch_files(folder: Path) -> Iterator[Write]:
+    folder.mkdir(exist_ok=True)
+    file_format = FILE_FORMATS["torch_load"]
+
+    def write(entries: Sequence[Entry]) -> None:
+        for entry in entries:
+            file_format.save(entry.tensors, folder / f"{entry.record.key}{file_format.suffix}")
+
+    yield write
+
+
+@contextmanager
+def into_diskcache(folder: Path) -> Iterator[Write]:
+    with pickling_diskcache(folder) as cache:
+
+        def write(entries: Sequence[Entry]) -> None:
+            for entry in entries:
+                cache.set(entry.record.key, dict(entry.tensors), retry=True)
+
+        yield write
+
+
+METHODS: dict[str, Callable[[Path], AbstractContextManager[Write]]] = {
+    "packs": into_packs,
+    "files": partial(into_files, sync_folder=True),
+    "files_without_folder": partial(into_files, sync_folder=False),
+    "torch_save": into_torch_files,
+    "diskcache_pickle": into_diskcache,
+}
+
+
+def entries_of(tensors: Mapping[str, torch.Tensor], first: int) -> list[Entry]:
+    """An entry per row, numbered from `first`."""
+    kind = "text" if "prompt_embeds" in tensors else "image"
+    num_rows = len(next(iter(tensors.values())))
+    entries = []
+    for row in range(num_rows):
+        # As much text as a real record has: the encoder is the same in all of them, the source is not.
+        encoding = {"weights": "0f" * 32, "config": "f0" * 32, "compute_dtype": "float32", "store_dtype": "float16"}
+        identity = {"source": f"{first + row:064x}", "encoding": encoding}
+        provenance = {"path": f"photos/{first + row}.jpg", "software": {"torch": torch.__version__}}
+        values = {name: tensor[row].clone() for name, tensor in tensors.items()}
+        entries.append(Entry(Record(key_of(identity), kind, identity, provenance), values))  # type: ignore[arg-type]
+    return entries
+
+
+def serve(connection: Connection, barrier: Barrier, scale: int) -> None:
+    """Do tasks until there is none; send back when each began and ended."""
+    torch.set_num_threads(1)
+    generator = torch.Generator().manual_seed(os.getpid())
+    pools: dict[tuple[str, int], dict[str, torch.Tensor]] = {}
+    while (task := connection.recv()) is not None:
+        pool = pools.get((task.kind, task.num_entries))
+        if pool is None:
+            shapes = {
+                name: (task.num_entries, *shape[:-1], shape[-1] // scale) for name, shape in SHAPES[task.kind].items()
+            }
+            pool = {name: torch.randn(shape, generator=generator).half() for name, shape in shapes.items()}
+            pools[task.kind, task.num_entries] = pool
+        entries = entries_of(pool, task.first)
+        with METHODS[task.method](task.folder) as write:
+            barrier.wait()
+            start = time.monotonic()
+            write(entries)
+            end = time.monotonic()
+        connection.send((start, end))
+
+
+class Workers:
+    """Processes that stay, so that a round starts at once."""
+
+    def __init__(self, num_processes: int, scale: int):
+        context = multiprocessing.get_context("forkserver")
+        # Imported once; torch is not used there, so its forks share no threads.
+        context.set_forkserver_preload(["latentcache.store.disk", "safetensors.torch", "diskcache"])
+        self.barrier = context.Barrier(num_processes)
+        pairs = [context.Pipe() for _ in range(num_processes)]
+        self.connections = [ours for ours, _ in pairs]
+        self.processes = [context.Process(target=serve, args=(theirs, self.barrier, scale)) for _, theirs in pairs]
+        for process, (_, theirs) in zip(self.processes, pairs, strict=True):
+            process.start()
+            theirs.close()
+        self.num_written = 0
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:
+        for connection, process in zip(self.connections, self.processes, strict=True):
+            if exc_type is None:
+                connection.send(None)
+            else:
+                process.kill()  # it may wait for one that failed
+            process.join()
+
+    def write(self, method: str, folder: Path, kind: str, num_entries: int) -> float:
+        """Seconds for `num_entries` from each process, none of which was written before."""
+        os.sync()
+        for connection in self.connections:
+            connection.send(Task(method, folder, kind, self.num_written, num_entries))
+            self.num_written += num_entries
+        times = [connection.recv() for connection in self.connections]
+        return max(end for _, end in times) - min(start for start, _ in times)
+
+
+def us_per_entry(seconds: Sequence[float], num_entries: int) -> dict[str, float]:
+    return spread([value * 1e6 / num_entries for value in seconds])
+
+
+def measure(root: Path, kind: str, num_processes: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Each method's time per entry with so many processes, and how many times the packs are faster."""
+    names = tuple(METHODS) if num_processes == 1 else DURABLE
+    num_entries = options.num_entries[kind]
+    folders = (root / str(number) for number in range(sys.maxsize))
+    with Workers(num_processes, options.scale) as workers:
+
+        def write(name: str) -> float:
+            return workers.write(name, next(folders), kind, num_entries)
+
+        for name in names:
+            write(name)  # imports and first calls
+        seconds = in_turns({name: partial(write, name) for name in names}, options.repetitions, clock=lambda m: m())
+    return {
+        "us_per_entry": {name: us_per_entry(seconds[name], num_entries * num_processes) for name in names},
+        "times_faster": {name: ratios(seconds[name], seconds["packs"]) for name in names if name != "packs"},
+    }
+
+
+def fill(folder: Path, num_entries: int) -> None:
+    """A cache that holds so many entries, of one value each."""
+    with DiskStore(folder) as store:
+        for first in range(0, num_entries, 10_000):
+            numbers = range(first, min(first + 10_000, num_entries))
+            store.add(entries_of({"latents": torch.zeros(len(numbers), 1)}, first + (1 << 40)))
+
+
+def growth(root: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Time per entry in caches that hold many already."""
+    num_entries = options.num_entries["latents"]
+    for size in options.sizes:
+        fill(root / str(size), size)
+    with Workers(1, options.scale) as workers:
+
+        def write(size: int) -> float:
+            return workers.write("packs", root / str(size), "latents", num_entries)
+
+        for size in options.sizes:
+            write(size)
+        methods = {str(size): partial(write, size) for size in options.sizes}
+        seconds = in_turns(methods, options.repetitions, clock=lambda method: method())
+    first, last = str(options.sizes[0]), str(options.sizes[-1])
+    return {
+        "us_per_entry": {name: us_per_entry(values, num_entries) for name, values in seconds.items()},
+        "ratio_largest_to_smallest": ratios(seconds[last], seconds[first]),
+    }
+
+
+@contextmanager
+def section(options: argparse.Namespace) -> Iterator[Path]:
+    """A folder for one set of rounds. It is deleted afterwards, and the disk gets time to come to rest."""
+    with tempfile.TemporaryDirectory(prefix="latentcache-bench-", dir=options.folder) as folder:
+        yield Path(folder)
+    os.sync()
+    time.sleep(0 if options.tiny else SETTLE_S)
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    kinds: dict[str, dict[str, Any]] = {kind: {} for kind in SHAPES}
+    for kind, by_processes in kinds.items():
+        for num_processes in NUM_PROCESSES:
+            with section(options) as root:
+                by_processes[str(num_processes)] = measure(root, kind, num_processes, options)
+    with section(options) as root:
+        grown = growth(root, options)
+    return {
+        "times_faster": {name: value["times_faster"]["files"]["median"] for name, value in kinds["latents"].items()},
+        "wanted_times_faster": WANTED_TIMES,
+        "growth": grown,
+        "kinds": kinds,
+        "environment": environment(folder=options.folder or tempfile.gettempdir()),
+    }
+
+
+def to_text(result: Mapping[str, Any]) -> str:
+    lines = []
+    for kind, by_processes in result["kinds"].items():
+        for num_processes, measured in by_processes.items():
+            lines.append(f"\n{kind}, {num_processes} processes{'us/entry':>38}{'min..max':>20}{'packs faster':>16}")
+            for name, figures in measured["us_per_entry"].items():
+                times = measured["times_faster"].get(name)
+                shown = f"{times['median']:.2f} x" if times else ""
+                extent = f"{figures['min']:.0f}..{figures['max']:.0f}"
+                lines.append(f"{LABELS[name]:50}{figures['median']:>10.0f}{extent:>20}{shown:>16}")
+    lines.append("\nas the cache grows: packs, latents, 1 process, entries that are there already")
+    for size, figures in result["growth"]["us_per_entry"].items():
+        lines.append(f"{int(size):>50,}{figures['median']:>10.0f}{figures['min']:>12.0f}..{figures['max']:.0f}")
+    ratio = result["growth"]["ratio_largest_to_smallest"]
+    lines.append(f"largest to smallest: {ratio['median']:.2f} ({ratio['min']:.2f}..{ratio['max']:.2f})")
+    return "\n".join(lines)
+
+
+def options_from(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    options = parse(parser, arguments)
+    options.scale, options.sizes, options.num_entries = 1, SIZES, {"latents": 1024, "sample": 384}
+    if options.tiny:
+        options.scale, options.sizes, options.num_entries = 64, (0, 100), {"latents": 8, "sample": 8}
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = options_from(arguments)
+    emit(run(options), options, to_text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
