@@ -46,6 +46,8 @@ class Provenance:
     """Part of the model -> the path or hub id that it was loaded from."""
     device: str
     computed_dtype: str
+    compiled: bool = False
+    """Whether torch.compile made the encoder: its last bits differ from the eager one's."""
     num_tokens: int | None = None
     """Text entries: tokens of the caption, with start and end. More than the tokenizer's limit were cut off."""
     note: str | None = None
@@ -62,6 +64,8 @@ class Provenance:
             "created": now(),
             "software": dict(software_versions()),
         }
+        if self.compiled:
+            value["compiled"] = True
         if self.num_tokens is not None:
             value["num_tokens"] = self.num_tokens
         if self.note is not None:

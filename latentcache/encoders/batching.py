@@ -1,11 +1,14 @@
-"""Encode in batches; when memory runs out, halve the batch and go on."""
+"""Encode in batches, launched one ahead of the other; when memory runs out, halve the batch and go on."""
 
 from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from typing import Generic, TypeVar
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Generic, TypeVar
 
 import torch
 from accelerate.utils.memory import should_reduce_batch_size
@@ -15,6 +18,7 @@ from latentcache.errors import EncodeError
 log = logging.getLogger(__name__)
 
 Item = TypeVar("Item")
+Launched = TypeVar("Launched")
 Result = TypeVar("Result")
 
 # What accelerate's list does not name: cuBLAS and cuDNN workspaces, and the CPU allocator of Windows.
@@ -38,6 +42,62 @@ def free_cached_memory(device: torch.device) -> None:
         empty_cache()
 
 
+def _itself(result: Result) -> Result:
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    """What a call gave: its value, the words of a shortage of memory, or another error.
+
+    Of a shortage only the words are kept: its traceback's frames would keep the failed call's tensors alive.
+    """
+
+    value: Any = None
+    shortage: str | None = None
+    error: Exception | None = None
+
+    @property
+    def has_failed(self) -> bool:
+        return self.shortage is not None or self.error is not None
+
+
+def _attempt(function: Callable[[Any], Any], argument: Any) -> _Attempt:
+    try:
+        return _Attempt(function(argument))
+    except Exception as error:  # raised again in its turn, by whoever looks at the attempt
+        if not is_out_of_memory(error):
+            return _Attempt(error=error)
+        return _Attempt(shortage=str(error).splitlines()[0] if str(error) else type(error).__name__)
+
+
+class _Feed(Generic[Item]):
+    """Items of groups, taken a batch at a time; batches that were put back come first."""
+
+    def __init__(self, groups: Iterable[Iterable[Item]]):
+        self._groups = iter(groups)
+        self._group: Iterator[Item] = iter(())
+        self._again: deque[list[Item]] = deque()
+
+    def take(self, size: int) -> list[Item]:
+        """The next items of one group, at most `size`; none at the end."""
+        if self._again:
+            batch = self._again.popleft()
+            if batch[size:]:
+                self._again.appendleft(batch[size:])
+            return batch[:size]
+        while not (batch := list(islice(self._group, size))):
+            group = next(self._groups, None)
+            if group is None:
+                break
+            self._group = iter(group)
+        return batch
+
+    def put_back(self, batches: Iterable[list[Item]]) -> None:
+        """Take these next, in this order."""
+        self._again.extendleft(reversed(list(batches)))
+
+
 class BatchRunner(Generic[Item, Result]):
     """Runs `encode` on batches of at most `batch_size` items; `batch_size` is halved whenever memory runs out.
 
@@ -56,33 +116,56 @@ class BatchRunner(Generic[Item, Result]):
         encode: Callable[[Sequence[Item]], Result],
         on_failure: Callable[[Item, EncodeError], None] | None = None,
     ) -> Iterator[tuple[Sequence[Item], Result]]:
-        """Yield each batch of items with what `encode` made of it, in order.
+        """Yield each batch of items with what `encode` made of it, in order: `run_ahead` with none ahead."""
+        return self.run_ahead([items], encode, _itself, on_failure, num_ahead=0)
 
+    def run_ahead(
+        self,
+        groups: Iterable[Iterable[Item]],
+        launch: Callable[[Sequence[Item]], Launched],
+        fetch: Callable[[Launched], Result],
+        on_failure: Callable[[Item, EncodeError], None] | None = None,
+        *,
+        num_ahead: int = 1,
+    ) -> Iterator[tuple[Sequence[Item], Result]]:
+        """Yield each batch of items with its result, in order. No batch holds items of two groups.
+
+        `launch` starts a batch on the device and need not wait for it, `fetch` waits for its result. When a batch is
+        fetched, `num_ahead` further ones have been launched, so that the device has work meanwhile. Groups and their
+        items are asked for when they are needed.
+
+        Memory may run out in either call. Batches that were launched after that one are dropped and launched again.
         An item that does not fit alone goes to `on_failure` with its EncodeError (problem `out-of-memory`), and the
-        rest goes on; without `on_failure` the error is raised. Other errors of `encode` pass through.
+        rest goes on; without `on_failure` the error is raised. Other errors pass through, after the results of what
+        was launched before.
         """
-        start = 0
-        while start < len(items):
-            batch = items[start : start + self.batch_size]
-            shortage = None
-            try:
-                result = encode(batch)
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                shortage = str(error).splitlines()[0] if str(error) else type(error).__name__
-            if shortage is None:
-                yield batch, result
-                del result  # else two batches' results are alive while the next one is made
-                start += len(batch)
+        feed = _Feed(groups)
+        under_way: deque[tuple[list[Item], _Attempt]] = deque()
+        while True:
+            # After a failure nothing is launched until it has been dealt with, in its turn.
+            while len(under_way) <= num_ahead and not (under_way and under_way[-1][1].has_failed):
+                if not (batch := feed.take(self.batch_size)):
+                    break
+                under_way.append((batch, _attempt(launch, batch)))
+            if not under_way:
+                return
+            batch, attempt = under_way.popleft()
+            if not attempt.has_failed:
+                attempt = _attempt(fetch, attempt.value)
+            if attempt.error is not None:
+                raise attempt.error
+            if attempt.shortage is None:
+                yield batch, attempt.value
+                del attempt  # else one batch's results more are alive while the next ones are made
                 continue
-            # Out of the except block: until then the traceback's frames keep the failed call's tensors alive.
+            feed.put_back(launched for launched, _ in under_way)
+            under_way.clear()
             free_cached_memory(self.device)
             if len(batch) > 1:
                 self._reduce(len(batch))
+                feed.put_back([batch])
             else:
-                self._fail(batch[0], shortage, on_failure)
-                start += 1
+                self._fail(batch[0], attempt.shortage, on_failure)
 
     def _reduce(self, num_items: int) -> None:
         self.batch_size, self.num_reductions = num_items // 2, self.num_reductions + 1

@@ -6,6 +6,8 @@ import logging
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from diffusers import StableDiffusionXLPipeline
@@ -20,34 +22,79 @@ _TRUNCATION = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Captions as both tokenizers read them: int64 [B, T] each, padded and cut; and how long they were.
+
+    `num_tokens` counts as the function `num_tokens` does: uncut, with begin and end.
+    """
+
+    input_ids: torch.Tensor
+    input_ids_2: torch.Tensor
+    num_tokens: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.num_tokens)
+
+    def rows(self) -> list[Tokens]:
+        """Each caption alone."""
+        parts = zip(self.input_ids.split(1), self.input_ids_2.split(1), self.num_tokens, strict=True)
+        return [Tokens(first, second, (length,)) for first, second, length in parts]
+
+
+def join_tokens(rows: Sequence[Tokens]) -> Tokens:
+    """One batch of several."""
+    return Tokens(
+        torch.cat([tokens.input_ids for tokens in rows]),
+        torch.cat([tokens.input_ids_2 for tokens in rows]),
+        tuple(length for tokens in rows for length in tokens.num_tokens),
+    )
+
+
+def tokenize(parts: TextParts, captions: Sequence[str]) -> Tokens:
+    """Tokens on the CPU, as SDXL's `encode_prompt` asks its tokenizers for them. ValueError without captions.
+
+    A fast tokenizer serves one thread at a time ("Already borrowed"): call this in one thread.
+    """
+    if not captions:
+        raise ValueError("no captions: at least one is needed")
+    pipeline = _pipeline(parts, parts.tokenizer, parts.tokenizer_2)
+    (input_ids, lengths), (input_ids_2, lengths_2) = (
+        _tokenize(tokenizer, _with_all_vectors(pipeline, list(captions), tokenizer))
+        for tokenizer in (parts.tokenizer, parts.tokenizer_2)
+    )
+    return Tokens(input_ids, input_ids_2, tuple(map(max, lengths, lengths_2)))
+
+
 def encode_captions(
     parts: TextParts, captions: Sequence[str], *, clip_skip: int = 0, device: torch.device | str | None = None
 ) -> dict[str, torch.Tensor]:
     """`prompt_embeds` [B, T, D] and `pooled_prompt_embeds` [B, P], T = 77, as SDXL's `encode_prompt` gives them.
 
-    It IS `StableDiffusionXLPipeline.encode_prompt`, so the bits are its own for the same batch, device and dtype. The
-    encoders run where they are; both results are on `device` (default: the first encoder's). `clip_skip` 0 is the
-    penultimate layer. The same caption may differ in the last bits in a batch of another size (measured on the CPU:
-    the pooled output does).
-    Raises ModelError if the encoders have fewer layers than `clip_skip` needs, ValueError without captions.
+    `tokenize`, then `encode_tokens`: see there. Raises ModelError if the encoders have fewer layers than `clip_skip`
+    needs, ValueError without captions.
     """
-    if not captions:
-        raise ValueError("no captions: at least one is needed")
+    return encode_tokens(parts, tokenize(parts, captions), clip_skip=clip_skip, device=device)
+
+
+def encode_tokens(
+    parts: TextParts, tokens: Tokens, *, clip_skip: int = 0, device: torch.device | str | None = None
+) -> dict[str, torch.Tensor]:
+    """`prompt_embeds` [B, T, D] and `pooled_prompt_embeds` [B, P], T = 77, as SDXL's `encode_prompt` gives them.
+
+    It IS `StableDiffusionXLPipeline.encode_prompt`, whose tokenizers have their answers ready, so the bits are its own
+    for the same batch, device and dtype. The encoders run where they are; both results are on `device` (default: the
+    first encoder's). `clip_skip` 0 is the penultimate layer. The same caption may differ in the last bits in a batch
+    of another size (measured on the CPU: the pooled output does). The attention kernel is the encoders' own:
+    transformers takes torch's scaled_dot_product_attention unless a config says otherwise.
+    Raises ModelError if the encoders have fewer layers than `clip_skip` needs.
+    """
     _check_clip_skip(parts, clip_skip)
     where = next(parts.text_encoder.parameters()).device
-    pipeline = StableDiffusionXLPipeline(
-        vae=None,
-        text_encoder=parts.text_encoder,
-        text_encoder_2=parts.text_encoder_2,
-        tokenizer=parts.tokenizer,
-        tokenizer_2=parts.tokenizer_2,
-        unet=None,
-        scheduler=None,
-        add_watermarker=False,
-    )
-    with inference(where), _truncation_unsaid():
+    pipeline = _pipeline(parts, _Ready(tokens.input_ids), _Ready(tokens.input_ids_2))
+    with inference(where):
         prompt_embeds, _, pooled_prompt_embeds, _ = pipeline.encode_prompt(
-            list(captions),
+            [""] * len(tokens),
             device=where,
             do_classifier_free_guidance=False,
             clip_skip=clip_skip or None,
@@ -61,17 +108,79 @@ def num_tokens(parts: TextParts, captions: Sequence[str]) -> list[int]:
     """The number of tokens of each caption, uncut, with begin and end; the larger one of the two tokenizers."""
     if not captions:
         return []
-    with _truncation_unsaid():
-        lengths = [
-            [len(ids) for ids in tokenizer(list(captions), truncation=False, padding=False).input_ids]
-            for tokenizer in (parts.tokenizer, parts.tokenizer_2)
-        ]
+    lengths = [_lengths(tokenizer, list(captions)) for tokenizer in (parts.tokenizer, parts.tokenizer_2)]
     return [max(pair) for pair in zip(*lengths, strict=True)]
 
 
 def token_limit(parts: TextParts) -> int:
     """The number of tokens, with begin and end, above which a caption is cut: 77 for SDXL."""
     return min(parts.tokenizer.model_max_length, parts.tokenizer_2.model_max_length)
+
+
+class _Ready:
+    """Stands in for a tokenizer in `encode_prompt`, and answers with the tokens that are known already."""
+
+    def __init__(self, input_ids: torch.Tensor):
+        self.input_ids = input_ids
+        self.model_max_length = input_ids.shape[-1]
+
+    def tokenize(self, text: str) -> list[str]:
+        """No token of several vectors: the captions were written out before."""
+        return []
+
+    def __call__(self, texts: Sequence[str], **options: Any) -> _Ready:
+        return self
+
+
+def _pipeline(parts: TextParts, tokenizer: Any, tokenizer_2: Any) -> StableDiffusionXLPipeline:
+    return StableDiffusionXLPipeline(
+        vae=None,
+        text_encoder=parts.text_encoder,
+        text_encoder_2=parts.text_encoder_2,
+        tokenizer=tokenizer,
+        tokenizer_2=tokenizer_2,
+        unet=None,
+        scheduler=None,
+        add_watermarker=False,
+    )
+
+
+def _with_all_vectors(pipeline: StableDiffusionXLPipeline, captions: list[str], tokenizer: Any) -> list[str]:
+    """The captions with every vector of a textual inversion written out, as `encode_prompt` does it.
+
+    diffusers looks each token up in a table that transformers builds anew for every look: most of what `encode_prompt`
+    does besides running the encoders. Without an added token of several vectors it replaces nothing.
+    """
+    added = tokenizer.added_tokens_encoder
+    if not any(f"{token}_1" in added for token in added):
+        return captions
+    return pipeline.maybe_convert_prompt(captions, tokenizer)
+
+
+def _tokenize(tokenizer: Any, captions: list[str]) -> tuple[torch.Tensor, list[int]]:
+    """Token ids [B, T], padded and cut, and the uncut lengths."""
+    limit = tokenizer.model_max_length
+    made = tokenizer(
+        captions,
+        padding="max_length",
+        max_length=limit,
+        truncation=True,
+        return_attention_mask=True,
+        return_tensors="pt",
+    )
+    lengths = made.attention_mask.sum(1).tolist()
+    # Only a full row may have been cut: that caption is read again, whole.
+    full = [number for number, length in enumerate(lengths) if length >= limit]
+    for number, length in zip(full, _lengths(tokenizer, [captions[number] for number in full]), strict=True):
+        lengths[number] = length
+    return made.input_ids, lengths
+
+
+def _lengths(tokenizer: Any, captions: list[str]) -> list[int]:
+    if not captions:
+        return []
+    with _truncation_unsaid():
+        return [len(ids) for ids in tokenizer(captions, truncation=False, padding=False).input_ids]
 
 
 def _check_clip_skip(parts: TextParts, clip_skip: int) -> None:

@@ -54,9 +54,10 @@ def encode_images(vae: torch.nn.Module, pixels: np.ndarray | torch.Tensor) -> to
     """The posterior's parameters (mean, log-variance), unscaled: [B, 2*C, h, w], on the VAE's device, in its dtype.
 
     `pixels` are uint8 [B, H, W, 3], upright sRGB. They become `pixels / 127.5 - 1` in float32, then the VAE's dtype.
-    The VAE is used as it stands (device, mode, slicing, tiling), under no_grad and without autocast. The same image
-    may differ in the last bits in a batch of another size, and on a CPU with another number of threads.
-    Raises ModelError if the pixels are not of this form, or the VAE has no Gaussian posterior.
+    The VAE is used as it stands (device, mode, memory format, slicing, tiling), under no_grad and without autocast.
+    The same image may differ in the last bits in a batch of another size, in another memory format, and on a CPU with
+    another number of threads. Raises ModelError if the pixels are not of this form, or the VAE has no Gaussian
+    posterior.
     """
     if isinstance(pixels, np.ndarray):
         # torch warns of arrays that are read-only (Pillow's are) and refuses negative strides (a flip): copied then.
@@ -68,13 +69,22 @@ def encode_images(vae: torch.nn.Module, pixels: np.ndarray | torch.Tensor) -> to
     parameter = next(vae.parameters())
     with inference(parameter.device):
         images = pixels.to(parameter.device).permute(0, 3, 1, 2).float().div(127.5).sub(1.0)
-        # Contiguous: convolutions may take another kernel, with other rounding, for channels-last strides.
-        posterior = getattr(vae.encode(images.to(parameter.dtype).contiguous()), "latent_dist", None)
+        # As the weights are: convolutions may take another kernel, with other rounding, for channels-last strides.
+        images = images.to(parameter.dtype).contiguous(memory_format=memory_format_of(vae))
+        posterior = getattr(vae.encode(images), "latent_dist", None)
     if not isinstance(posterior, DiagonalGaussianDistribution):
         raise ModelError(
             f"vae: {type(vae).__name__} has no Gaussian posterior. Use a diffusers.AutoencoderKL.", part="vae"
         )
     return posterior.parameters
+
+
+def memory_format_of(module: torch.nn.Module) -> torch.memory_format:
+    """`channels_last` if a convolution's weight lies in memory so and not otherwise, else `contiguous_format`."""
+    weights = (parameter for parameter in module.parameters() if parameter.ndim == 4)
+    if any(w.is_contiguous(memory_format=torch.channels_last) and not w.is_contiguous() for w in weights):
+        return torch.channels_last
+    return torch.contiguous_format
 
 
 def keep_output(
@@ -109,12 +119,21 @@ def latents_from_moments(moments: torch.Tensor, generator: torch.Generator | Non
     return posterior.mode().contiguous() if generator is None else posterior.sample(generator)
 
 
+def problem_flags(outputs: torch.Tensor) -> torch.Tensor:
+    """What `problem_names` reads: bool [B, 3] for outputs [B, ...], on their device. The host does not wait for it."""
+    items = outputs.reshape(len(outputs), -1)
+    return torch.stack([items.isnan().any(1), items.isinf().any(1), (items == 0).all(1)], dim=1)
+
+
+def problem_names(flags: torch.Tensor) -> list[str | None]:
+    """For each row of `problem_flags` what makes the item unusable: `nan`, `inf`, `all-zero` or None."""
+    names = ("nan", "inf", "all-zero")
+    return [next((name for name, found in zip(names, item, strict=True) if found), None) for item in flags.tolist()]
+
+
 def problems(outputs: torch.Tensor) -> list[str | None]:
     """For each item of [B, ...] what makes it unusable: `nan`, `inf`, `all-zero` or None. One device sync a call."""
-    items = outputs.reshape(len(outputs), -1)
-    flags = torch.stack([items.isnan().any(1), items.isinf().any(1), (items == 0).all(1)])
-    names = ("nan", "inf", "all-zero")
-    return [next((name for name, found in zip(names, item, strict=True) if found), None) for item in flags.T.tolist()]
+    return problem_names(problem_flags(outputs))
 
 
 def _requested(setting: str, requested: str) -> tuple[torch.dtype, str]:

@@ -29,7 +29,7 @@ from latentcache.fingerprint import (
 from latentcache.precache.encodings import TextEncodings, choose_text_encodings, text_batch_size
 from latentcache.precache.faults import Fault
 from latentcache.precache.plan import TextTask
-from latentcache.precache.texts import placed_texts, text_entries
+from latentcache.precache.texts import finished_texts, placed_texts, text_entries
 from latentcache.precache.workspace import Workspace
 from latentcache.store.base import Store
 from latentcache.types import prompt_id
@@ -174,7 +174,8 @@ def _encode(tasks: Sequence[TextTask], encodings: TextEncodings, models: Models,
         for _, group in groupby(tasks, key=_clip_skip):
             for batch, outputs in runner.run(list(group), encode):
                 lengths = num_tokens(parts, [task.caption for task in batch])
-                for number, (task, made) in enumerate(text_entries(batch, outputs, lengths, encodings, models)):
+                made_of_batch = text_entries(batch, finished_texts(outputs, encodings), lengths, encodings, models)
+                for number, (task, made) in enumerate(made_of_batch):
                     if isinstance(made, Fault):
                         raise EncodeError(f"{task.sample_id}: {made.detail}", part="text_encoder", problem=made.reason)
                     if lengths[number] > token_limit(parts):

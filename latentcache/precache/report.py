@@ -31,7 +31,8 @@ class Report:
     misses_by_reason: dict[str, int] = field(default_factory=dict)
     bytes_written: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
-    """Wall time by stage: load, plan, text, decode (waiting for pixels), encode, write (waiting for it), total."""
+    """Wall time of the main thread: load, plan, text (all of that stage), decode (waiting for pixels), encode, write
+    (waiting for it), total. What other threads did meanwhile is not in it."""
     estimate: dict[str, float | int | None] = field(default_factory=dict)
     """Of the misses, before encoding: `bytes` and `seconds`. None where nothing is known yet."""
     placement: dict[str, str] = field(default_factory=dict)

@@ -1,0 +1,63 @@
+"""A thread that works behind the one that encodes."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+logger = logging.getLogger("latentcache")
+
+
+class Behind:
+    """Calls functions in one thread, in the order in which they were given. Use it in a `with` block.
+
+    At most `size` calls are under way or waiting: `call` blocks until there is room. After a call failed, those behind
+    it are not made, and its error comes up at the next `call`, at `finish` or on leaving the block. Leaving waits for
+    all calls, on an exception too: what was handed over is seen to.
+    """
+
+    def __init__(self, size: int, name: str):
+        if size < 1:
+            raise ValueError(f"size is {size}, but at least 1 is needed")
+        self._size = size
+        self._calls: deque[Future[None]] = deque()
+        self._has_failed = False
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"latentcache-{name}")
+
+    def call(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Hand over a call."""
+        while self._calls and (len(self._calls) >= self._size or self._calls[0].done()):
+            self._calls.popleft().result()
+        self._calls.append(self._executor.submit(self._make, function, arguments))
+
+    def finish(self) -> None:
+        """Wait until every call has been made."""
+        while self._calls:
+            self._calls.popleft().result()
+
+    def _make(self, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        if self._has_failed:
+            return
+        try:
+            function(*arguments)
+        except BaseException:
+            self._has_failed = True
+            raise
+
+    def __enter__(self) -> Behind:
+        return self
+
+    def __exit__(self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: object) -> None:
+        try:
+            self.finish()
+        except Exception as error:
+            if exc is None:
+                raise
+            # The first error is the one to report; this one must not hide it, nor be lost.
+            exc.add_note(f"latentcache: what was encoded before could not be kept either: {error}")
+            logger.error("what was encoded before could not be kept: %s", error)
+        finally:
+            self._executor.shutdown()
