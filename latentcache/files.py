@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import logging
+import mmap
 import os
 import stat
 import uuid
@@ -18,6 +19,9 @@ TEMPORARY_SUFFIX = ".tmp"
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
 _MAX_BUFFERS = 512  # below IOV_MAX (1024 on Linux and macOS)
+_BLOCK_BYTES = 4096  # O_DIRECT wants memory, offsets and lengths in the disk's blocks; none in use is larger
+_STAGING_BYTES = 4 << 20
+_DIRECT = getattr(os, "O_DIRECT", 0)  # macOS has none
 
 logger = logging.getLogger("latentcache")
 
@@ -72,6 +76,58 @@ def _write_some(fd: int, views: list[memoryview]) -> None:
             start += 1
         if written:
             views[start] = views[start][written:]
+
+
+def write_past_cache(fd: int, buffers: Iterable[bytes | memoryview]) -> None:
+    """As `write_all` on an empty file, but past the page cache where the file system can do that.
+
+    For large files that are synced at once and read later: filling the page cache only to wait until it is written out
+    costs more than the writing. The descriptor is as it was afterwards; an error may leave O_DIRECT set.
+    """
+    if not _set_direct(fd, True):
+        write_all(fd, buffers)
+        return
+    # Mapped, so that it lies on a page.
+    staging = memoryview(mmap.mmap(-1, _STAGING_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    used = 0
+    for buffer in buffers:
+        rest = memoryview(buffer)
+        while rest:
+            count = min(len(rest), len(staging) - used)
+            staging[used : used + count] = rest[:count]
+            rest, used = rest[count:], used + count
+            if used == len(staging):
+                _write_direct(fd, staging)
+                used = 0
+    num_whole = used - used % _BLOCK_BYTES
+    _write_direct(fd, staging[:num_whole])
+    _set_direct(fd, False)
+    _write_some(fd, [staging[num_whole:used]])
+
+
+def _write_direct(fd: int, view: memoryview) -> None:
+    start = os.lseek(fd, 0, os.SEEK_CUR)
+    try:
+        _write_some(fd, [view])
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        # A file system that takes the flag but wants larger blocks, or no such writes at all.
+        _set_direct(fd, False)
+        os.lseek(fd, start, os.SEEK_SET)
+        _write_some(fd, [view])
+
+
+def _set_direct(fd: int, on: bool) -> bool:
+    """Whether the descriptor now writes as asked."""
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | _DIRECT if on else flags & ~_DIRECT)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return False  # tmpfs, among others
+    return not on or bool(_DIRECT)
 
 
 @contextmanager

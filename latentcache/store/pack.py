@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from latentcache.errors import PackError
-from latentcache.files import open_regular, sealed_file, unreadable, write_all
+from latentcache.files import open_regular, sealed_file, unreadable, write_past_cache
 from latentcache.fingerprint import digest
 from latentcache.store.base import DTYPES, dtype_name, entry_digest, flat_bytes, payload_digest
 from latentcache.store.location import Location, PackSize, spec_of
@@ -148,7 +148,7 @@ def write_pack(path: Path, entries: Sequence[Entry]) -> Header:
             column = columns[column_index]
             members[column.name].append(entry.tensors[column.field])
     with sealed_file(path, len(head) + data_bytes) as fd:
-        write_all(fd, _file_parts(head, extents, members))
+        write_past_cache(fd, _file_parts(head, extents, members))
     return _header(path.stem, len(head) + data_bytes, columns, packed, data_start=len(head))
 
 
