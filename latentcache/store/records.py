@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,9 @@ from latentcache.store.location import checked_shape, count_bytes, is_pack_id
 from latentcache.types import Record
 
 _MIN_SHARED_CHARS = 32  # a shorter value is not worth a reference
+
+# json.dumps makes an encoder for each call, which takes most of its time for small values.
+_text = json.JSONEncoder(separators=(",", ":"), sort_keys=True, allow_nan=False).encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,8 @@ class PackedRecord:
 
 def encode_records(columns: Sequence[Column], records: Sequence[PackedRecord]) -> str:
     """ASCII JSON. `decode_records` is its inverse."""
-    counts = Counter(text for packed in records for _, text in _values(packed.record))
+    texts = [(_texts(packed.record.identity), _texts(packed.record.provenance)) for packed in records]
+    counts = Counter(text for parts in texts for part in parts for text in part.values())
     shared = {
         text: index for index, text in enumerate(t for t, n in counts.items() if n > 1 and len(t) >= _MIN_SHARED_CHARS)
     }
@@ -62,27 +66,20 @@ def encode_records(columns: Sequence[Column], records: Sequence[PackedRecord]) -
             "kind": packed.record.kind,
             "digest": packed.digest,
             "rows": packed.rows,
-            "identity": _split(packed.record.identity, shared),
-            "provenance": _split(packed.record.provenance, shared),
+            "identity": _split(packed.record.identity, identity, shared),
+            "provenance": _split(packed.record.provenance, provenance, shared),
         }
-        for packed in records
+        for packed, (identity, provenance) in zip(records, texts, strict=True)
     ]
     heads = [[c.name, c.field, c.dtype, c.shape, c.num_rows] for c in columns]
     return f'{{"columns":{_text(heads)},"shared":[{table}],"records":{_text(rows)}}}'
 
 
-def _text(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"), sort_keys=True, allow_nan=False)
+def _texts(value: Mapping[str, Any]) -> dict[str, str]:
+    return {name: _text(item) for name, item in value.items()}
 
 
-def _values(record: Record) -> Iterable[tuple[str, str]]:
-    for part in (record.identity, record.provenance):
-        for name, value in part.items():
-            yield name, _text(value)
-
-
-def _split(value: Mapping[str, Any], shared: Mapping[str, int]) -> dict[str, Any]:
-    texts = {name: _text(item) for name, item in value.items()}
+def _split(value: Mapping[str, Any], texts: Mapping[str, str], shared: Mapping[str, int]) -> dict[str, Any]:
     return {
         "own": {name: item for name, item in value.items() if texts[name] not in shared},
         "shared": {name: shared[text] for name, text in texts.items() if text in shared},
