@@ -111,3 +111,100 @@ def test_a_real_shortage_of_the_cpu_allocator_is_recognised():
 def test_a_batch_of_nothing_is_refused():
     with pytest.raises(ValueError, match="at least 1"):
         BatchRunner("vae", 0, "cpu")
+
+
+class Device:
+    """Launches at once and gives results when asked; `memory(call, items)` says when it runs out, and where."""
+
+    def __init__(self, shortage=lambda phase, items: False):
+        self.shortage, self.log, self.most_under_way, self.under_way = shortage, [], 0, 0
+
+    def launch(self, items):
+        self.log.append(("launch", *items))
+        if self.shortage("launch", items):
+            raise torch.OutOfMemoryError("out of memory")
+        self.under_way += 1
+        self.most_under_way = max(self.most_under_way, self.under_way)
+        return items
+
+    def fetch(self, items):
+        self.log.append(("fetch", *items))
+        self.under_way -= 1
+        if self.shortage("fetch", items):
+            raise RuntimeError("CUDA error: out of memory")
+        return [item * 10 for item in items]
+
+
+def test_the_next_batch_is_launched_before_the_last_one_is_fetched():
+    device = Device()
+    results = list(BatchRunner("vae", 2, "cpu").run_ahead([[0, 1, 2], [3, 4]], device.launch, device.fetch))
+    assert results == [([0, 1], [0, 10]), ([2], [20]), ([3, 4], [30, 40])], "no batch holds items of two groups"
+    assert device.log == [
+        ("launch", 0, 1),
+        ("launch", 2),
+        ("fetch", 0, 1),
+        ("launch", 3, 4),
+        ("fetch", 2),
+        ("fetch", 3, 4),
+    ]
+
+
+@given(
+    groups=st.lists(st.lists(st.integers(1, 5), max_size=7), max_size=6),
+    batch_size=st.integers(1, 6),
+    num_ahead=st.integers(0, 3),
+    phase=st.sampled_from(["launch", "fetch"]),
+)
+def test_every_item_completes_in_order_wherever_memory_runs_out(groups, batch_size, num_ahead, phase):
+    """Item n fits into batches of at most `limits[n]`."""
+    limits = [limit for group in groups for limit in group]
+    numbers = iter(range(len(limits)))
+    items = [[next(numbers) for _ in group] for group in groups]
+    group_of = {item: number for number, group in enumerate(items) for item in group}
+    device = Device(lambda at, batch: at == phase and any(limits[item] < len(batch) for item in batch))
+    runner = BatchRunner("vae", batch_size, "cpu")
+    done = list(runner.run_ahead(items, device.launch, device.fetch, num_ahead=num_ahead))
+    assert [item for batch, _ in done for item in batch] == list(range(len(limits)))
+    assert all(result == [item * 10 for item in batch] for batch, result in done)
+    assert all(len({group_of[item] for item in batch}) == 1 for batch, _ in done)
+    assert device.most_under_way <= num_ahead + 1 or phase == "fetch"
+
+
+@pytest.mark.parametrize("phase", ["launch", "fetch"])
+def test_an_item_that_does_not_fit_alone_is_refused_in_either_phase(phase):
+    device, refused = Device(lambda at, items: at == phase and 2 in items), []
+    results = BatchRunner("vae", 2, "cpu").run_ahead(
+        [range(5)], device.launch, device.fetch, lambda item, error: refused.append((item, error.problem))
+    )
+    assert [item for batch, _ in results for item in batch] == [0, 1, 3, 4]
+    assert refused == [(2, "out-of-memory")]
+
+
+@pytest.mark.parametrize("phase", ["launch", "fetch"])
+def test_another_error_comes_after_the_results_of_what_was_launched_before(phase):
+    device, done = Device(), []
+
+    def fails(items):
+        if items == [2]:
+            raise ZeroDivisionError("a bug")
+        return getattr(device, phase)(items)
+
+    calls = {"launch": device.launch, "fetch": device.fetch, phase: fails}
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        for batch, _ in BatchRunner("vae", 1, "cpu").run_ahead([range(5)], calls["launch"], calls["fetch"]):
+            done += batch
+    assert done == [0, 1]
+
+
+def test_groups_are_asked_for_when_they_are_needed():
+    asked = []
+
+    def groups():
+        for number in range(10):
+            asked.append(number)
+            yield [number]
+
+    device = Device()
+    results = BatchRunner("vae", 4, "cpu").run_ahead(groups(), device.launch, device.fetch)
+    next(results)
+    assert asked == [0, 1]

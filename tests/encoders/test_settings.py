@@ -1,0 +1,122 @@
+"""How encoders run while a cache is filled, and that everything comes back."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from latentcache.encoders.clip import encode_captions
+from latentcache.encoders.models import ModelLoader, TextParts
+from latentcache.encoders.settings import text_settings, vae_settings
+from latentcache.encoders.tiny import tiny_sdxl
+from latentcache.encoders.vae import encode_images, memory_format_of
+
+# Importing torch's compiler warns of its own use of torch.jit.
+importing_the_compiler_warns = pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is:DeprecationWarning")
+
+
+@pytest.fixture
+def vae() -> torch.nn.Module:
+    return tiny_sdxl()["vae"]
+
+
+def strides(module: torch.nn.Module) -> list[tuple[int, tuple[int, ...]]]:
+    return [(id(parameter), parameter.stride()) for parameter in module.parameters()]
+
+
+@pytest.mark.parametrize("benchmark", [True, False])
+def test_cudnn_does_not_race_kernels_and_the_flag_comes_back(
+    vae: torch.nn.Module, monkeypatch: pytest.MonkeyPatch, benchmark: bool
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", benchmark)
+    with pytest.raises(KeyboardInterrupt), vae_settings(vae):
+        assert torch.backends.cudnn.benchmark is False
+        raise KeyboardInterrupt
+    assert torch.backends.cudnn.benchmark is benchmark
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_cpu_the_memory_format_stays(vae: torch.nn.Module, dtype: torch.dtype) -> None:
+    vae.to(dtype)
+    with vae_settings(vae):
+        assert memory_format_of(vae) is torch.contiguous_format
+
+
+def test_half_precision_on_an_accelerator_is_channels_last_inside(
+    vae: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`meta` stands for an accelerator: its tensors have strides, and no values are needed."""
+    vae.to("meta", torch.bfloat16)
+    before = strides(vae)
+    with pytest.raises(KeyboardInterrupt), vae_settings(vae):
+        assert memory_format_of(vae) is torch.channels_last
+        raise KeyboardInterrupt
+    assert [stride for _, stride in strides(vae)] == [stride for _, stride in before]
+    vae.to(torch.float32)
+    with vae_settings(vae):
+        assert memory_format_of(vae) is torch.contiguous_format
+
+
+def test_a_vae_that_is_channels_last_stays_so(vae: torch.nn.Module) -> None:
+    vae.to("meta", torch.float16).to(memory_format=torch.channels_last)
+    before = strides(vae)
+    with vae_settings(vae):
+        assert strides(vae) == before
+    assert strides(vae) == before
+
+
+def test_pixels_lie_as_the_weights_do(vae: torch.nn.Module) -> None:
+    seen = []
+    vae.encoder.conv_in.register_forward_pre_hook(
+        lambda module, inputs: seen.append(inputs[0].is_contiguous(memory_format=torch.channels_last))
+    )
+    pixels = torch.randint(0, 256, (1, 16, 24, 3), dtype=torch.uint8)
+    plain = encode_images(vae, pixels)
+    last = encode_images(vae.to(memory_format=torch.channels_last), pixels)
+    assert seen == [False, True]
+    torch.testing.assert_close(last, plain, rtol=1e-4, atol=1e-4)
+
+
+@importing_the_compiler_warns
+def test_compiled_in_place_and_put_back(vae: torch.nn.Module) -> None:
+    """The stance makes torch.compile run the module eagerly: what is tested is who is compiled, and for how long."""
+    pixels = torch.randint(0, 256, (1, 16, 24, 3), dtype=torch.uint8)
+    names, plain = list(vae.state_dict()), encode_images(vae, pixels)
+    with torch.compiler.set_stance("force_eager"), vae_settings(vae, compile=True):
+        assert vae.encoder._compiled_call_impl is not None and list(vae.state_dict()) == names
+        assert torch.equal(encode_images(vae, pixels), plain)
+    assert vae.encoder._compiled_call_impl is None
+    copy.deepcopy(vae)
+
+
+@importing_the_compiler_warns
+def test_text_encoders_are_compiled_and_put_back() -> None:
+    parts = ModelLoader("tiny").text(torch.float32)
+    plain = encode_captions(parts, ["a cat"])
+    with torch.compiler.set_stance("force_eager"), text_settings(parts, compile=True):
+        assert encoders_compiled(parts) == [True, True]
+        inside = encode_captions(parts, ["a cat"])
+    assert encoders_compiled(parts) == [False, False]
+    assert all(torch.equal(inside[name], plain[name]) for name in plain)
+    with text_settings(parts):
+        assert encoders_compiled(parts) == [False, False]
+
+
+@importing_the_compiler_warns
+def test_a_module_that_its_owner_compiled_stays_compiled(vae: torch.nn.Module) -> None:
+    vae.encoder.compile(backend="eager")
+    own = vae.encoder._compiled_call_impl
+    with vae_settings(vae, compile=True):
+        assert vae.encoder._compiled_call_impl is own
+    assert vae.encoder._compiled_call_impl is own
+
+
+def encoders_compiled(parts: TextParts) -> list[bool]:
+    return [encoder._compiled_call_impl is not None for encoder in (parts.text_encoder, parts.text_encoder_2)]
+
+
+def test_attention_is_that_of_torch() -> None:
+    parts = ModelLoader("tiny").text(torch.float32)
+    assert [e.config._attn_implementation for e in (parts.text_encoder, parts.text_encoder_2)] == ["sdpa", "sdpa"]

@@ -1,0 +1,59 @@
+"""A device module with streams for the CPU: it writes down who waits for what, and waits for nothing itself."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+class Streams:
+    """A device module that writes down what is asked of it, and counts events."""
+
+    def __init__(self, *, choice_of_events: bool = True) -> None:
+        self.log: list[str] = []
+        self.num_events = 0
+        self._choice = choice_of_events
+
+    def Stream(self, device: torch.device) -> Side:
+        return Side(self, "side")
+
+    def current_stream(self, device: torch.device) -> Side:
+        return Side(self, "current")
+
+    @contextmanager
+    def stream(self, stream: Side) -> Any:
+        self.log.append(f"on {stream.name}")
+        yield
+        self.log.append(f"off {stream.name}")
+
+    def Event(self, **options: Any) -> Event:
+        if options and not self._choice:
+            raise TypeError("Event() takes no keyword arguments")
+        self.num_events += 1
+        return Event(self, self.num_events, **options)
+
+
+class Side:
+    def __init__(self, streams: Streams, name: str):
+        self.streams, self.name = streams, name
+
+    def record_event(self) -> Event:
+        event = self.streams.Event()
+        event.record(self)
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        self.streams.log.append(f"{self.name} waits for {event.number}")
+
+
+class Event:
+    def __init__(self, streams: Streams, number: int, blocking: bool = False):
+        self.streams, self.number, self.blocking = streams, number, blocking
+
+    def record(self, stream: Side) -> None:
+        self.streams.log.append(f"{stream.name} records {self.number}")
+
+    def synchronize(self) -> None:
+        self.streams.log.append(f"host {'sleeps' if self.blocking else 'spins'} for {self.number}")

@@ -1,0 +1,81 @@
+"""The thread behind: in order, bounded, and its errors are never lost."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from latentcache.errors import StoreError
+from latentcache.precache.overlap import Behind
+
+
+def test_calls_are_made_in_order_in_one_other_thread() -> None:
+    made, threads = [], set()
+
+    def call(number: int) -> None:
+        threads.add(threading.get_ident())
+        made.append(number)
+
+    with Behind(3, "test") as behind:
+        for number in range(50):
+            behind.call(call, number)
+        behind.finish()
+        assert made == list(range(50))
+    assert len(threads) == 1 and threading.get_ident() not in threads
+
+
+def test_no_more_than_size_wait() -> None:
+    given, done, most = 0, 0, 0
+
+    def slow() -> None:
+        nonlocal done
+        time.sleep(0.002)
+        done += 1
+
+    with Behind(2, "test") as behind:
+        for _ in range(30):
+            behind.call(slow)
+            given += 1
+            most = max(most, given - done)
+    assert done == 30 and 1 <= most <= 2
+
+
+def test_an_error_comes_up_and_nothing_is_called_after_it() -> None:
+    made = []
+
+    def call(number: int) -> None:
+        if number == 1:
+            raise StoreError("full")
+        made.append(number)
+
+    behind = Behind(10, "test")
+    with pytest.raises(StoreError, match="full"), behind:
+        for number in range(5):
+            behind.call(call, number)
+    assert made == [0]
+
+
+def test_the_first_error_is_reported_and_the_second_is_noted(caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> None:
+        raise StoreError("full")
+
+    with pytest.raises(ZeroDivisionError) as caught, Behind(2, "test") as behind:
+        behind.call(fail)
+        raise ZeroDivisionError
+    assert any("full" in note for note in caught.value.__notes__) and "full" in caplog.text
+
+
+def test_what_was_handed_over_is_seen_to_after_an_error() -> None:
+    made = []
+    with pytest.raises(ZeroDivisionError), Behind(4, "test") as behind:
+        for number in range(4):
+            behind.call(lambda number: (time.sleep(0.005), made.append(number)), number)
+        raise ZeroDivisionError
+    assert made == [0, 1, 2, 3]
+
+
+def test_a_size_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        Behind(0, "test")

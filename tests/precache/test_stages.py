@@ -1,0 +1,220 @@
+"""The stages overlap: what runs ahead and behind, within which memory, and with the same entries as without."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fake_streams import Streams
+from photo_files import write_photo
+
+from latentcache import LatentCache
+from latentcache.config import Config
+from latentcache.devices.copies import StreamCopies
+from latentcache.encoders.models import LoadedModels
+from latentcache.encoders.tiny import tiny_sdxl
+from latentcache.errors import StoreError
+from latentcache.precache import encodings, images, texts
+from latentcache.precache.progress import NoProgress
+from latentcache.precache.run import run_precache
+from latentcache.precache.workspace import Workspace
+from latentcache.store.memory import MemoryStore
+
+
+@pytest.fixture
+def more_photos(photos: Path) -> int:
+    """Twenty more photos of one bucket, each with a caption; how many images there are."""
+    for number in range(20):
+        path = write_photo(photos / f"more{number:02}.png", 50 + number, (64, 64))
+        path.with_suffix(".txt").write_text(f"photo number {number}")
+    return 25
+
+
+@pytest.fixture
+def beside(monkeypatch: pytest.MonkeyPatch) -> Streams:
+    """The CPU as a device whose copies run beside the computation: batches are launched ahead."""
+    streams = Streams()
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
+    monkeypatch.setattr(StreamCopies, "host", lambda self, shape, dtype: torch.empty(shape, dtype=dtype))
+    for module in (images, texts):
+        monkeypatch.setattr(module, "copies_with", lambda device: StreamCopies(device, streams))
+    return streams
+
+
+def entries(config: Config) -> dict[str, dict[str, torch.Tensor]]:
+    with LatentCache(config.cache.path) as cache:
+        return {key: dict(cache.get(key).tensors) for key in cache.store.keys()}
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_launching_ahead_changes_no_entry(
+    make_config: Callable[..., Config],
+    more_photos: int,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    batch_size: int,
+) -> None:
+    settings = {"encode.batch_size": batch_size, "encode.store_dtype": "float16"}
+    plain, ahead = (make_config(**settings, **{"cache.path": tmp_path / name}) for name in ("plain", "ahead"))
+    first = run_precache(plain)
+    streams = request.getfixturevalue("beside")
+    second = run_precache(ahead)
+    assert "host sleeps for" in " ".join(streams.log)
+    assert (second.num_encoded, second.num_refused) == (first.num_encoded, 0)
+    one, two = entries(plain), entries(ahead)
+    assert one.keys() == two.keys()
+    for key, tensors in one.items():
+        assert all(torch.equal(tensor, two[key][name]) for name, tensor in tensors.items())
+
+
+def test_the_next_batch_is_launched_before_the_last_one_is_fetched(
+    make_config: Callable[..., Config], more_photos: int, beside: Streams
+) -> None:
+    parts = tiny_sdxl()
+    parts["vae"].encoder.register_forward_hook(lambda *arguments: beside.log.append("vae"))
+    parts["text_encoder"].register_forward_hook(lambda *arguments: beside.log.append("text"))
+    run_precache(make_config(**{"encode.batch_size": 4}), models=LoadedModels(**parts))
+    for launched in ("text", "vae"):
+        steps = [step for step in beside.log if step == launched or step.startswith("host")]
+        steps = steps[steps.index(launched) :]
+        assert steps[:5] == [launched, launched, steps[2], launched, steps[4]], steps
+        assert steps[2].startswith("host") and steps[4].startswith("host")
+
+
+@pytest.mark.parametrize("slow", ["encoder", "writer", "decoder"])
+def test_memory_stays_flat(
+    make_config: Callable[..., Config], more_photos: int, beside: Streams, monkeypatch: pytest.MonkeyPatch, slow: str
+) -> None:
+    """The bound of images.py, with T = 2 threads, G = 3 images in a group, B = 3 in a batch."""
+    lock, live, most = threading.Lock(), 0, 0
+
+    def died() -> None:
+        nonlocal live
+        with lock:
+            live -= 1
+
+    def counted(pixels: np.ndarray, geometry: Any, prepare: Callable[..., np.ndarray] = images.prepare) -> np.ndarray:
+        nonlocal live, most
+        prepared = prepare(pixels, geometry)
+        weakref.finalize(prepared, died)
+        with lock:
+            live += 1
+            most = max(most, live)
+        if slow == "decoder":
+            time.sleep(0.004)
+        return prepared
+
+    class Slowly(MemoryStore):
+        def writer(self) -> Any:
+            writer = super().writer()
+            add = writer.add
+            writer.add = lambda entry: (time.sleep(0.005 if slow == "writer" else 0), add(entry))[1]
+            return writer
+
+    monkeypatch.setattr(images, "prepare", counted)
+    parts = tiny_sdxl()
+    if slow == "encoder":
+        parts["vae"].encoder.register_forward_hook(lambda *arguments: time.sleep(0.02))
+    config = make_config(**{"encode.batch_size": 3, "encode.num_workers": 2})
+    report = run_precache(config, models=LoadedModels(**parts), workspace=Workspace(store=Slowly()))
+    assert report.num_refused == 0
+    bound = 2 + 3 + 5 * 3
+    assert most <= bound < more_photos, "the dataset must be larger than the bound"
+    assert live == 0
+
+
+def test_memory_that_runs_out_while_results_are_fetched(
+    make_config: Callable[..., Config], more_photos: int, beside: Streams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = []
+
+    def fetch(self: images.ImageStage, download: Any, fetch: Callable[..., Any] = images.ImageStage._fetch) -> Any:
+        moments = fetch(self, download)
+        sizes.append(len(moments))
+        if len(moments) > 2:
+            raise RuntimeError("CUDA error: out of memory")
+        return moments
+
+    monkeypatch.setattr(images.ImageStage, "_fetch", fetch)
+    config = make_config(**{"encode.batch_size": 8})
+    report = run_precache(config)
+    assert report.num_refused == 0 and max(sizes) > 2
+    assert sum(size for size in sizes if size <= 2) == more_photos
+    assert run_precache(config).num_misses == 0
+
+
+def test_an_error_of_the_writer_ends_the_run(make_config: Callable[..., Config], more_photos: int) -> None:
+    class Full(MemoryStore):
+        def writer(self) -> Any:
+            writer = super().writer()
+            add, added = writer.add, []
+
+            def full(entry: Any) -> None:
+                added.append(entry)
+                if len(added) > 40:
+                    raise StoreError("the disk is full")
+                add(entry)
+
+            writer.add = full
+            return writer
+
+    with pytest.raises(StoreError, match="the disk is full"):
+        run_precache(make_config(), workspace=Workspace(store=Full()))
+
+
+def test_a_stop_while_batches_are_under_way(
+    make_config: Callable[..., Config], more_photos: int, beside: Streams
+) -> None:
+    stop = threading.Event()
+
+    class Stops(NoProgress):
+        stage, done = "", 0
+
+        def start(self, stage: str, total: int | None) -> None:
+            self.stage = stage
+
+        def advance(self, count: int = 1) -> None:
+            self.done += count if self.stage == "encode images" else 0
+            if self.done >= 4:
+                stop.set()
+
+    config = make_config(**{"encode.batch_size": 2})
+    first = run_precache(config, progress=Stops(), stop=stop)
+    assert first.interrupted
+    second = run_precache(config)
+    assert not second.interrupted and second.num_hits == first.num_encoded
+    assert second.num_encoded >= more_photos - 6
+
+
+def test_captions_are_encoded_in_groups_that_ranks_agree_on(
+    make_config: Callable[..., Config], more_photos: int, beside: Streams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On an accelerator captions go in batches; each is there once."""
+    monkeypatch.setattr(encodings, "text_batch_size", lambda device: 16)
+    parts, sizes = tiny_sdxl(), []
+    parts["text_encoder_2"].register_forward_pre_hook(lambda module, inputs: sizes.append(len(inputs[0])))
+    config = make_config()
+    report = run_precache(config, models=LoadedModels(**parts))
+    assert report.num_refused == 0 and sizes[0] == 16 and sum(sizes) == report.num_encoded - more_photos
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is:DeprecationWarning")
+def test_a_compiled_encoder_is_told_in_the_provenance_and_not_in_the_key(make_config: Callable[..., Config]) -> None:
+    with torch.compiler.set_stance("force_eager"):
+        run_precache(make_config(**{"encode.compile": True}))
+    config = make_config()
+    assert run_precache(config).num_misses == 0, "it is no part of the key"
+    with LatentCache(config.cache.path) as cache:
+        records = [cache.store.record(key) for key in cache.store.keys()]
+    assert all(record.provenance["compiled"] is True for record in records)
+    other = make_config(**{"cache.salt": "other"})
+    run_precache(other)
+    with LatentCache(other.cache.path) as cache:
+        assert sum("compiled" not in cache.store.record(key).provenance for key in cache.store.keys()) == len(records)
