@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,15 +12,22 @@ from typing import Any
 from latentcache.errors import IndexDamagedError, ReadOnlyError, StoreBusyError, StoreError
 from latentcache.store.base import is_key
 from latentcache.store.directory import CacheDirectory
-from latentcache.store.index import Index, Transaction
-from latentcache.store.location import Location, PackSize, Spec, count_specs, is_pack_id, looks_like_location
+from latentcache.store.entries import Entries, Found
+from latentcache.store.index import Index, Point, Reading, Transaction
+from latentcache.store.location import Location, PackSize, Spec, is_pack_id, parse_location
 from latentcache.store.lock import locked
 from latentcache.store.pack import Header
 from latentcache.store.recovery import DAMAGED_PREFIX, PACK_PREFIX, Scan, scan_packs
+from latentcache.store.snapshot import Snapshot, SnapshotDamagedError, read_snapshot, write_snapshot
+from latentcache.store.table import TableBuilder
 
 logger = logging.getLogger("latentcache")
 
 _MAX_REASON_CHARS = 500
+SNAPSHOT_MIN_ROWS = 8192
+SNAPSHOT_SHARE = 32
+"""A snapshot is written when more than this many entries, and more than 1 in 32, are not in the last one."""
+_SPARE_BYTES = 1 << 20
 
 
 class Catalog:
@@ -35,18 +42,24 @@ class Catalog:
         self.read_only = read_only
         self.packs: dict[str, PackSize] = {}
         self.markers: dict[str, str] = {}
-        # Text until it is needed: reading a million locations at once takes seconds, and they are larger.
-        self._entries: dict[str, str | Location] = {}
+        self._entries = Entries()
+        # Keys that `forget` dropped: the index may have them.
+        self._doubtful: set[str] = set()
+        # What memory holds is what the index held at that moment, and maybe more. None: unknown.
+        self._point: Point | None = None
+        # How many entries the last snapshot has; 0 when rows were removed or replaced since.
+        self._num_saved = 0
         # Damage that a reader found and may not write down: the row's text, and the reason.
         self._unwritten: dict[str, tuple[str, str]] = {}
         self.index: Index | None = self._open_for_reading() if read_only else self._open_for_writing()
         # Memory and the index change together, and a fork waits for it. Without an index nothing is read again.
         self._lock: AbstractContextManager[Any] = nullcontext() if self.index is None else self.index.lock
+        self.save()
 
     def _open_for_reading(self) -> Index | None:
         try:
             index = Index(self.directory.index, read_only=True)
-            self._load(index.items())
+            self._load(index)
             return index
         except (IndexDamagedError, ReadOnlyError) as error:
             # ReadOnlyError: a dead writer's change waits to be rolled back, which would be a write.
@@ -57,7 +70,7 @@ class Catalog:
     def _open_for_writing(self) -> Index:
         try:
             index = Index(self.directory.index)
-            self._load(index.items())
+            self._load(index)
         except IndexDamagedError as error:
             index = self._replace(error)
         try:
@@ -73,21 +86,88 @@ class Catalog:
             try:
                 # Another process may have mended it while this one waited.
                 index = Index(self.directory.index)
-                self._load(index.items())
+                self._load(index)
                 return index
             except IndexDamagedError:
                 aside = self.directory.path / f"index.damaged-{uuid.uuid4().hex[:8]}"
                 self.directory.index.rename(aside)
             index = Index(self.directory.index)
             logger.warning("%s It was moved to %s (delete it when you like) and is made anew now.", error, aside.name)
-            self._load({})
+            self._load(index)
             return index
 
-    def _load(self, rows: Mapping[str, str]) -> None:
-        entries: dict[str, str | Location] = {}
-        packs, markers = {}, {}
-        for name, value in rows.items():
-            if is_key(name) and looks_like_location(value):
+    def _load(self, index: Index) -> None:
+        """Bring memory to where the index is: by what is new, else by the snapshot and what is new, else by all."""
+        with index.lock:
+            if not self._catch_up(index) and not (self._restore_snapshot(index) and self._catch_up(index)):
+                with index.reading() as reading:
+                    assert reading is not None
+                    self._read_all(reading)
+                self._doubtful.clear()
+            if self._doubtful:
+                self._find_in_index(set(self._doubtful))
+            for key, (text, reason) in self._unwritten.items():
+                location = self._entries.get(key)
+                if location is not None and location.to_text() == text:
+                    self._entries.drop([key])
+                    self.markers[key] = reason
+
+    def _catch_up(self, index: Index) -> bool:
+        if self._point is None:
+            return False
+        with index.reading(self._point) as reading:
+            if reading is None:
+                return False
+            for page in reading.pages:
+                texts, packs, markers = self._sorted_rows(page)
+                self._entries.put({key: self._location(key, text) for key, text in texts.items()})
+                self.packs |= packs
+                self.markers |= markers
+            self._point = reading.point
+        return True
+
+    def _restore_snapshot(self, index: Index) -> bool:
+        self._num_saved = 0
+        path = self.directory.snapshot
+        try:
+            # It sums the database up, so it is the smaller one.
+            snapshot = read_snapshot(path, self.directory.index_bytes() + _SPARE_BYTES)
+        except SnapshotDamagedError as error:
+            logger.warning("%s The index is read instead, and another snapshot is made.", error)
+            return False
+        except StoreError as error:
+            logger.warning("%s The index is read instead.", error)
+            return False
+        if snapshot is None:
+            return False
+        with index.reading(snapshot.point) as reading:
+            if reading is None:
+                logger.info("%s: rows were removed or replaced since; the index is read instead.", path)
+                return False
+        self._entries, self.packs, self.markers = Entries(snapshot.table), snapshot.packs, snapshot.markers
+        self._point, self._num_saved = snapshot.point, len(snapshot.table)
+        self._doubtful.clear()
+        return True
+
+    def _read_all(self, reading: Reading) -> None:
+        builder, packs, markers = TableBuilder(), {}, {}
+        for page in reading.pages:
+            texts, more_packs, more_markers = self._sorted_rows(page)
+            try:
+                builder.extend(list(texts), [parse_location(text) for text in texts.values()])
+            except ValueError as error:
+                raise IndexDamagedError(self.directory.index, str(error)) from error
+            packs |= more_packs
+            markers |= more_markers
+        self._entries, self.packs, self.markers = Entries(builder.build()), packs, markers
+        self._point = reading.point
+
+    def _sorted_rows(
+        self, rows: Iterable[tuple[str, str]]
+    ) -> tuple[dict[str, str], dict[str, PackSize], dict[str, str]]:
+        entries, packs, markers = {}, {}, {}
+        for name, value in rows:
+            if is_key(name):
                 entries[name] = value
             elif name.startswith(DAMAGED_PREFIX):
                 markers[name.removeprefix(DAMAGED_PREFIX)] = value
@@ -96,11 +176,23 @@ class Catalog:
                 packs[pack] = self._pack_size(pack, value)
             else:
                 raise IndexDamagedError(self.directory.index, f"row {name!r:.80} = {value!r:.80}")
-        for key, (text, reason) in self._unwritten.items():
-            if entries.get(key) == text:
-                markers[key] = reason
-                del entries[key]
-        self._entries, self.packs, self.markers = entries, packs, markers
+        return entries, packs, markers
+
+    def _save(self, index: Index) -> None:
+        """Write a snapshot if much is not in the last one. What keeps it from being written is logged."""
+        with index.lock:
+            num_entries = len(self._entries)
+            if num_entries - self._num_saved <= max(SNAPSHOT_MIN_ROWS, num_entries // SNAPSHOT_SHARE):
+                return
+            self._load(index)
+            if self._point is None:
+                with index.transaction():
+                    pass  # from now on the index keeps a history
+                self._load(index)
+            assert self._point is not None
+            snapshot = Snapshot(self._point, self._entries.fold(), dict(self.packs), dict(self.markers))
+        write_snapshot(self.directory.snapshot, snapshot)
+        self._num_saved = len(snapshot.table)
 
     def _pack_size(self, pack: str, text: str) -> PackSize:
         try:
@@ -112,7 +204,8 @@ class Catalog:
 
     def _take(self, scan: Scan) -> None:
         self.packs.update(scan.packs)
-        self._entries.update(scan.locations)
+        self._entries.put(scan.locations)
+        self._entries.fold()
         self.markers.update(scan.damaged)
         for reason in scan.unreadable.values():
             logger.warning("%s Its entries are missing.", reason)
@@ -132,7 +225,7 @@ class Catalog:
                 logger.info("%s: took in %d packs that the index did not know", self.directory.path, len(scan.packs))
             stale = [DAMAGED_PREFIX + key for key in scan.locations if key in self.markers]
             index.add_many(scan.rows(), remove=stale)
-            self._load(index.items())
+            self._load(index)
         lost = {p for p, size in known.items() if sizes.get(p) != size.file_bytes and self._is_lost(p, size)}
         if lost:
             self._mark_lost(index, lost)
@@ -145,7 +238,7 @@ class Catalog:
             return False
 
     def _mark_lost(self, index: Index, lost: Collection[str]) -> None:
-        gone = {key: location for key, location in self.locations().items() if location.pack in lost}
+        gone = self._entries.locations(lost)
         num_lost = 0
         with index.transaction() as rows:
             for key, location in gone.items():
@@ -158,37 +251,43 @@ class Catalog:
         logger.warning(
             "%s: %d packs are gone or damaged; %d entries are lost", self.directory.path, len(lost), num_lost
         )
-        self._load(index.items())
+        self._load(index)
 
-    def _location(self, key: str, value: str | Location) -> Location:
-        if isinstance(value, Location):
-            return value
+    def _location(self, key: str, text: str) -> Location:
         try:
-            return Location.from_text(value)
+            return Location.from_text(text)
         except ValueError as error:
             raise IndexDamagedError(self.directory.index, f"row {key}: {error}") from error
 
     def reload(self) -> None:
-        """Read all rows again."""
+        """Bring memory to where the index is now."""
         if self.index is not None:
-            with self._lock:
-                self._load(self.index.items())
+            self._load(self.index)
 
     def find(self, keys: Iterable[str]) -> set[str]:
-        """Those that are there, in memory or in the index."""
-        wanted = set(keys)
-        entries = self._entries
-        found = {key for key in wanted if key in entries}
-        missing = wanted - found
-        if missing and self.index is not None:
+        """Those that are there, in memory or in the index. StoreError for one that is no key."""
+        wanted = list(keys)
+        found = self._entries.find(wanted)
+        missing = set(wanted) - found if len(found) < len(wanted) else set()
+        if missing:
             with self._lock:
-                rows = self.index.get_many(missing)
-                rows = {key: text for key, text in rows.items() if self._unwritten.get(key, ("",))[0] != text}
-                self._entries.update(rows)
-                for key in rows:
-                    self.markers.pop(key, None)
-            found |= rows.keys()
+                found |= self._find_in_index(missing)
         return found
+
+    def _find_in_index(self, keys: set[str]) -> set[str]:
+        # Nothing is on its way in memory now, and another thread may have brought them.
+        found = self._entries.find(list(keys))
+        missing = keys - found
+        self._doubtful -= keys
+        if not missing or self.index is None:
+            return found
+        rows = self.index.get_many(missing)
+        rows = {key: text for key, text in rows.items() if self._unwritten.get(key, ("",))[0] != text}
+        new = {key: text for key, text in rows.items() if not self._entries.restore(key, text)}
+        self._entries.put({key: self._location(key, text) for key, text in new.items()})
+        for key in rows:
+            self.markers.pop(key, None)
+        return found | rows.keys()
 
     def refresh(self, keys: Iterable[str]) -> set[str]:
         """Those that the index has now: what memory says of these keys is corrected."""
@@ -197,18 +296,18 @@ class Catalog:
             self.forget(wanted)
             return self.find(wanted)
 
+    def look_up(self, keys: Sequence[str]) -> Found:
+        """Where the entries lie, in memory or in the index. StoreError for one that is no key."""
+        found = self._entries.look_up(keys)
+        if found.missing():
+            with self._lock:
+                self.find(keys)
+                found = self._entries.look_up(keys)
+        return found
+
     def locate(self, key: str) -> Location | None:
         """Where the entry lies, or None if it is not there."""
-        value = self._entries.get(key)
-        if isinstance(value, Location):
-            return value
-        with self._lock:
-            self.find([key])
-            value = self._entries.get(key)
-            if value is None:
-                return None
-            location = self._entries[key] = self._location(key, value)
-        return location
+        return self.look_up([key])[0]
 
     def relocate(self, key: str) -> Location | None:
         """Look the key up in the index again: a compaction may have moved the entry."""
@@ -228,35 +327,17 @@ class Catalog:
 
     def forget(self, keys: Iterable[str]) -> None:
         """Drop keys from memory only."""
-        for key in keys:
-            self._entries.pop(key, None)
+        self._doubtful.update(self._entries.drop(keys))
 
     def locations(self) -> dict[str, Location]:
         """All entries, by key, oldest first."""
-        return {key: self._location(key, value) for key, value in list(self._entries.items())}
+        return self._entries.locations()
 
     def specs(self) -> tuple[list[tuple[Spec, int]], int]:
-        """How many entries of each spec there are, and how many are damaged. The index is counted, and not kept."""
-        if self.index is None:
-            return count_specs(_text(value) for value in list(self._entries.values())), len(self.markers)
-        damaged = set(self._unwritten)
-        try:
-            counts = count_specs(self._live_texts(self.index, damaged))
-        except ValueError as error:
-            raise IndexDamagedError(self.directory.index, str(error)) from error
-        return counts, len(damaged)
-
-    def _live_texts(self, index: Index, damaged: set[str]) -> Iterator[str]:
-        """The locations of entries that are there now; the keys of those that are damaged are left in `damaged`."""
-        for page in index.pages():
-            for name, text in page:
-                if name.startswith(DAMAGED_PREFIX):
-                    damaged.add(name.removeprefix(DAMAGED_PREFIX))
-                elif name not in self._unwritten and not name.startswith(PACK_PREFIX):
-                    yield text
-                elif name in self._unwritten and self._unwritten[name][0] != text:
-                    damaged.discard(name)  # it was replaced since
-                    yield text
+        """How many entries of each spec the index has now, and how many are damaged."""
+        with self._lock:
+            self.reload()
+            return self._entries.specs(), len(self.markers)
 
     def by_pack(self) -> dict[str, dict[str, Location]]:
         """The entries of each pack that has some."""
@@ -269,18 +350,19 @@ class Catalog:
         """The keys of all entries that the index has now."""
         with self._lock:
             self.reload()
-            return list(self._entries)
+            return self._entries.keys()
 
     def add_pack(self, header: Header) -> int:
         """Record a new pack and those of its entries that are not there yet. Returns how many were not."""
         index = self._writable()
         with self._lock:
             markers = index.get_many(DAMAGED_PREFIX + key for key in header.locations)
+            self._num_saved = 0 if markers else self._num_saved
             scan = Scan(locations=dict(header.locations), packs={header.pack: header.size})
             added = index.add_many(scan.rows(), remove=list(markers))
             self.packs[header.pack] = header.size
             new = {key: location for key, location in header.locations.items() if key in added}
-            self._entries.update(new)
+            self._entries.put(new)
             for marker in markers:
                 self.markers.pop(marker.removeprefix(DAMAGED_PREFIX), None)
             return len(new)
@@ -297,7 +379,9 @@ class Catalog:
                         moved[key] = location
             self.packs[header.pack] = header.size
             self.forget(header.locations)
-            self._entries.update(moved)
+            self._entries.put(moved)
+            self._doubtful.difference_update(moved)
+            self._num_saved = 0
         return len(moved)
 
     def mark(self, damaged: Mapping[str, tuple[Location, str]]) -> None:
@@ -317,6 +401,7 @@ class Catalog:
                         mark_row(rows, key, reason)
                         self.markers[key] = reason
             self.forget(damaged)
+            self._num_saved = 0
 
     def remove(self, keys: Collection[str]) -> int:
         """Remove entries and their markers. Returns how many entries there were."""
@@ -329,6 +414,7 @@ class Catalog:
             self.forget(keys)
             for key in keys:
                 self.markers.pop(key, None)
+            self._num_saved = 0
         return num_removed
 
     def drop_packs(self, packs: Collection[str]) -> None:
@@ -340,19 +426,25 @@ class Catalog:
             self.directory.remove_pack(pack)
             self.packs.pop(pack, None)
         index.remove_many([PACK_PREFIX + pack for pack in packs])
+        self._num_saved = 0
 
     def _writable(self) -> Index:
         if self.index is None or self.read_only:
             raise ReadOnlyError(self.directory.path)
         return self.index
 
+    def save(self) -> None:
+        """Write a snapshot for those who open the cache later, if the last one lacks much. Errors are logged."""
+        if self.index is not None and not self.read_only:
+            try:
+                self._save(self.index)
+            except StoreError as error:
+                logger.warning("no snapshot of the index was written: %s", error)
+
     def close(self) -> None:
         if self.index is not None:
+            self.save()
             self.index.close()
-
-
-def _text(value: str | Location) -> str:
-    return value if isinstance(value, str) else value.to_text()
 
 
 def mark_row(rows: Transaction, key: str, reason: str) -> None:

@@ -28,6 +28,7 @@ from latentcache.files import unreadable
 from latentcache.store.base import StoreStats, check_key
 from latentcache.store.catalog import Catalog
 from latentcache.store.directory import CacheDirectory
+from latentcache.store.entries import Found
 from latentcache.store.gather import Source, stack
 from latentcache.store.location import Location
 from latentcache.store.lock import locked
@@ -43,10 +44,11 @@ _ADD_CHUNK = 1024  # keys looked up at once by `add`
 
 @dataclass(frozen=True, slots=True)
 class DiskRows:
-    """Keys and where their entries were when they were looked up."""
+    """Keys, and where their entries were when they were looked up: all are there. `packs` has the pack of each."""
 
     keys: tuple[str, ...]
-    locations: tuple[Location, ...]
+    packs: tuple[str, ...]
+    locations: Found
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,10 +149,10 @@ class DiskStore:
 
     def _present(self, keys: Iterable[str]) -> set[str]:
         """Those that the index has now. Memory is not enough: another process may have removed or marked an entry."""
-        return self.catalog.refresh(check_key(key) for key in keys)
+        return self.catalog.refresh(keys)
 
     def find(self, keys: Iterable[str]) -> set[str]:
-        return self.catalog.find(check_key(key) for key in keys)
+        return self.catalog.find(keys)
 
     def keys(self) -> Iterator[str]:
         return iter(self.catalog.keys())
@@ -182,8 +184,10 @@ class DiskStore:
 
     def resolve(self, keys: Sequence[str]) -> DiskRows:
         keys = tuple(keys)
-        self.catalog.find(check_key(key) for key in keys)  # one look-up for all that are not in memory
-        return DiskRows(keys, tuple(self._locate(key) for key in keys))
+        found = self.catalog.look_up(keys)
+        for number in found.missing():
+            raise self._absent(keys[number])
+        return DiskRows(keys, found.packs(), found)
 
     def read_batch(
         self, keys: Sequence[str], fields: Sequence[str] | None = None, out: Mapping[str, torch.Tensor] | None = None
@@ -195,9 +199,11 @@ class DiskStore:
     ) -> dict[str, torch.Tensor]:
         self._check_open()
         sources = []
-        for key, location in zip(rows.keys, rows.locations, strict=True):
+        for number, (key, pack) in enumerate(zip(rows.keys, rows.packs, strict=True)):
             source = self._sources.get(key)
-            if source is None or source.pack != location.pack:
+            if source is None or source.pack != pack:
+                location = rows.locations[number]
+                assert location is not None
                 source = self._verify(key, location)
             sources.append(source)
         # All are found and verified before the first byte is written to `out`.
@@ -205,12 +211,13 @@ class DiskStore:
 
     def _locate(self, key: str) -> Location:
         location = self.catalog.locate(check_key(key))
-        if location is not None:
-            return location
+        if location is None:
+            raise self._absent(key)
+        return location
+
+    def _absent(self, key: str) -> StoreError:
         reason = self.catalog.reason(key)
-        if reason is not None:
-            raise EntryDamagedError(key, reason)
-        raise EntryMissingError(key)
+        return EntryMissingError(key) if reason is None else EntryDamagedError(key, reason)
 
     def _verify(self, key: str, location: Location) -> _Verified:
         """The entry's bytes, mapped and verified, where they lie now. This is done once for each entry."""

@@ -13,8 +13,10 @@ import sqlite3
 import stat
 import threading
 import time
+import uuid
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ import diskcache
 from diskcache.core import DBNAME, DEFAULT_SETTINGS, METADATA, MODE_RAW
 
 from latentcache.errors import IndexDamagedError, ReadOnlyError, StorageFullError, StoreBusyError, StoreError
+from latentcache.fingerprint import digest
 from latentcache.store.fork import hold_in_forks
 from latentcache.store.lock import locked
 
@@ -65,6 +68,9 @@ _OURS = (
     "AND filename IS NULL AND expire_time IS NULL"
 )
 _PAGE_ROWS = 20_000
+_HISTORY = "latentcache:history"
+"""The row that changes whenever another is removed or replaced. No caller sees it, and none may use its name."""
+_BEFORE_ALL = -(1 << 63)
 _JOURNALS = (f"{DBNAME}-journal", f"{DBNAME}-wal")
 _POLL_S = 0.05
 _PASSING_S = 2.0
@@ -103,26 +109,63 @@ class _TextDisk(diskcache.Disk):
         raise IndexDamagedError(self._directory, "a row names a file")
 
 
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A moment in an index's life. As long as no row is removed or replaced, later ones can be read alone.
+
+    `history` is random text, new with each such change. The other values tell an index that was put back from a copy,
+    or changed by a version that keeps no history: the last row's number and digest, and the number of rows.
+    """
+
+    history: str
+    last_row: int
+    last_digest: str
+    num_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Rows in parts, oldest first, and the moment that they bring their reader to.
+
+    `point` is None if a version wrote the index that keeps no history.
+    """
+
+    point: Point | None
+    pages: Iterator[list[tuple[str, str]]]
+
+
 class Transaction:
     """Reads and changes that take effect together, or not at all. Made by `Index.transaction`."""
 
     def __init__(self, cache: diskcache.Cache):
         self._cache = cache
+        self._noted = False
+        if cache.get(_HISTORY) is None:
+            self._note_rewrite()
+
+    def _note_rewrite(self) -> None:
+        if not self._noted:
+            self._cache.set(_HISTORY, uuid.uuid4().hex)
+            self._noted = True
 
     def get(self, key: str) -> str | None:
-        return self._cache.get(key)
+        return self._cache.get(_checked_name(key))
 
     def add(self, key: str, value: str) -> bool:
         """Add a row unless the key has one. True if it was added."""
-        return self._cache.add(key, value)
+        return self._cache.add(_checked_name(key), value)
 
     def put(self, key: str, value: str) -> None:
         """Add or replace a row."""
-        self._cache.set(key, value)
+        self._note_rewrite()
+        self._cache.set(_checked_name(key), value)
 
     def remove(self, key: str) -> bool:
         """Remove a row. True if there was one."""
-        return self._cache.delete(key)
+        removed = self._cache.delete(_checked_name(key))
+        if removed:
+            self._note_rewrite()
+        return removed
 
 
 class Index:
@@ -162,7 +205,7 @@ class Index:
 
     def get_many(self, keys: Iterable[str]) -> dict[str, str]:
         """The rows of those keys that have one."""
-        wanted = [_checked(key) for key in dict.fromkeys(keys)]
+        wanted = [_checked_name(key) for key in dict.fromkeys(keys)]
         found: dict[str, str] = {}
         if not wanted:
             return found
@@ -176,25 +219,50 @@ class Index:
 
     def items(self) -> dict[str, str]:
         """All rows, oldest first."""
-        with self._reading() as connection:
-            self._check_rows(connection)
-            return dict(connection.execute("SELECT key, value FROM Cache ORDER BY rowid"))
+        with self.reading() as reading:
+            assert reading is not None
+            return {key: value for page in reading.pages for key, value in page}
 
-    def pages(self) -> Iterator[list[tuple[str, str]]]:
-        """All rows in parts, oldest first. The index is not held between two parts: rows may come and go."""
-        last = -(1 << 63)
-        while True:
-            with self._reading() as connection:
-                query = "SELECT rowid FROM Cache WHERE rowid > ? ORDER BY rowid LIMIT 1 OFFSET ?"
-                end = connection.execute(query, [last, _PAGE_ROWS - 1]).fetchone()
-                part = "rowid > ? AND rowid <= ?", (last, (1 << 63) - 1 if end is None else end[0])
-                self._check_rows(connection, *part)
-                query = f"SELECT key, value FROM Cache WHERE {part[0]} ORDER BY rowid"
-                rows = connection.execute(query, part[1]).fetchall()
-            yield rows
-            if end is None:
+    @contextmanager
+    def reading(self, since: Point | None = None) -> Iterator[Reading | None]:
+        """The rows that came after `since`, or all. None if rows were removed or replaced since then.
+
+        Other processes cannot change the index while the block runs.
+        """
+        with self._reading() as connection:
+            now = self._point(connection)
+            if since is not None and (now is None or not self._follows(connection, now, since)):
+                yield None
                 return
-            last = end[0]
+            start = _BEFORE_ALL if since is None else since.last_row
+            self._check_rows(connection, "rowid > ?", [start])
+            query = "SELECT key, value FROM Cache WHERE rowid > ? AND key != ? ORDER BY rowid"
+            rows = connection.execute(query, [start, _HISTORY])
+            yield Reading(now, iter(lambda: rows.fetchmany(_PAGE_ROWS), []))
+
+    def _point(self, connection: sqlite3.Connection) -> Point | None:
+        query = f"SELECT {_COLUMNS} FROM Cache WHERE raw = 1 AND key = ?"
+        row = connection.execute(query, [_HISTORY]).fetchone()
+        # Triggers of diskcache keep it: counting a million rows takes longer than reading what is new.
+        num_rows = connection.execute("SELECT value FROM Settings WHERE key = 'count'").fetchone()
+        if row is None or num_rows is None or type(num_rows[0]) is not int:
+            return None
+        last_row = connection.execute("SELECT MAX(rowid) FROM Cache").fetchone()[0]
+        return Point(self._row(row)[1], last_row, self._row_digest(connection, last_row), num_rows[0])
+
+    def _row_digest(self, connection: sqlite3.Connection, number: int) -> str:
+        row = connection.execute(f"SELECT {_COLUMNS} FROM Cache WHERE rowid = ?", [number]).fetchone()
+        return "" if row is None else digest("\n".join(self._row(row)).encode())
+
+    def _follows(self, connection: sqlite3.Connection, now: Point, since: Point) -> bool:
+        if now.history != since.history or now.last_row < since.last_row:
+            return False
+        query = "SELECT COUNT(*) FROM Cache WHERE rowid > ?"
+        num_new = connection.execute(query, [since.last_row]).fetchone()[0]
+        return (
+            now.num_rows == since.num_rows + num_new
+            and self._row_digest(connection, since.last_row) == since.last_digest
+        )
 
     def _check_rows(self, connection: sqlite3.Connection, condition: str = "TRUE", values: Sequence[int] = ()) -> None:
         # SQLite looks at a million rows in a fraction of the time that Python takes.
@@ -392,6 +460,12 @@ def _num_bytes(path: Path) -> int:
         return path.stat().st_size
     except FileNotFoundError:
         return 0
+
+
+def _checked_name(text: str) -> str:
+    if text == _HISTORY:
+        raise StoreError(f"the index keeps the row {text!r} for itself")
+    return _checked(text)
 
 
 def _checked(text: str) -> str:

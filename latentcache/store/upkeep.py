@@ -227,6 +227,7 @@ def prune(
             catalog.remove([*gone, *(key for key in catalog.markers if key not in kept)])
             catalog.drop_packs(empty)
             disk.release(empty)
+            catalog.save()
         return PruneReport(
             num_entries=len(gone),
             num_bytes=sum(location.num_bytes for location in gone.values()),
