@@ -414,7 +414,7 @@ class Catalog:
             self.forget(keys)
             for key in keys:
                 self.markers.pop(key, None)
-            self._num_saved = 0
+            self.forget_snapshot()
         return num_removed
 
     def drop_packs(self, packs: Collection[str]) -> None:
@@ -440,6 +440,10 @@ class Catalog:
                 self._save(self.index)
             except StoreError as error:
                 logger.warning("no snapshot of the index was written: %s", error)
+
+    def forget_snapshot(self) -> None:
+        """The next `save` writes one, if there are entries enough."""
+        self._num_saved = 0
 
     def close(self) -> None:
         if self.index is not None:
