@@ -96,6 +96,7 @@ def build(root: Path, num_entries: int) -> None:
                 index.add_many(rows)
                 rows = {}
         index.add_many(rows)
+    DiskStore(root).close()  # writes the snapshot
 
 
 def resident_mb() -> float:

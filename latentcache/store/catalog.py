@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from latentcache.errors import IndexDamagedError, ReadOnlyError, StoreBusyError, StoreError
-from latentcache.store.base import is_key
 from latentcache.store.directory import CacheDirectory
 from latentcache.store.entries import Entries, Found
-from latentcache.store.index import Index, Point, Reading, Transaction
-from latentcache.store.location import Location, PackSize, Spec, is_pack_id, parse_location
+from latentcache.store.history import Point, Reading
+from latentcache.store.index import Index, Transaction
+from latentcache.store.location import Location, PackSize, Spec
 from latentcache.store.lock import locked
 from latentcache.store.pack import Header
-from latentcache.store.recovery import DAMAGED_PREFIX, PACK_PREFIX, Scan, scan_packs
+from latentcache.store.recovery import Scan, scan_packs
+from latentcache.store.rows import DAMAGED_PREFIX, PACK_PREFIX, read_table, sort_rows
 from latentcache.store.snapshot import Snapshot, SnapshotDamagedError, read_snapshot, write_snapshot
-from latentcache.store.table import TableBuilder
 
 logger = logging.getLogger("latentcache")
 
@@ -119,10 +119,10 @@ class Catalog:
             if reading is None:
                 return False
             for page in reading.pages:
-                texts, packs, markers = self._sorted_rows(page)
-                self._entries.put({key: self._location(key, text) for key, text in texts.items()})
-                self.packs |= packs
-                self.markers |= markers
+                rows = sort_rows(page, self.directory.index)
+                self._entries.put({key: self._location(key, text) for key, text in rows.entries.items()})
+                self.packs |= rows.packs
+                self.markers |= rows.markers
             self._point = reading.point
         return True
 
@@ -150,33 +150,8 @@ class Catalog:
         return True
 
     def _read_all(self, reading: Reading) -> None:
-        builder, packs, markers = TableBuilder(), {}, {}
-        for page in reading.pages:
-            texts, more_packs, more_markers = self._sorted_rows(page)
-            try:
-                builder.extend(list(texts), [parse_location(text) for text in texts.values()])
-            except ValueError as error:
-                raise IndexDamagedError(self.directory.index, str(error)) from error
-            packs |= more_packs
-            markers |= more_markers
-        self._entries, self.packs, self.markers = Entries(builder.build()), packs, markers
-        self._point = reading.point
-
-    def _sorted_rows(
-        self, rows: Iterable[tuple[str, str]]
-    ) -> tuple[dict[str, str], dict[str, PackSize], dict[str, str]]:
-        entries, packs, markers = {}, {}, {}
-        for name, value in rows:
-            if is_key(name):
-                entries[name] = value
-            elif name.startswith(DAMAGED_PREFIX):
-                markers[name.removeprefix(DAMAGED_PREFIX)] = value
-            elif name.startswith(PACK_PREFIX):
-                pack = name.removeprefix(PACK_PREFIX)
-                packs[pack] = self._pack_size(pack, value)
-            else:
-                raise IndexDamagedError(self.directory.index, f"row {name!r:.80} = {value!r:.80}")
-        return entries, packs, markers
+        table, self.packs, self.markers = read_table(reading.pages, self.directory.index)
+        self._entries, self._point = Entries(table), reading.point
 
     def _save(self, index: Index) -> None:
         """Write a snapshot if much is not in the last one. What keeps it from being written is logged."""
@@ -193,14 +168,6 @@ class Catalog:
             snapshot = Snapshot(self._point, self._entries.fold(), dict(self.packs), dict(self.markers))
         write_snapshot(self.directory.snapshot, snapshot)
         self._num_saved = len(snapshot.table)
-
-    def _pack_size(self, pack: str, text: str) -> PackSize:
-        try:
-            if not is_pack_id(pack):
-                raise ValueError(f"not a pack: {pack!r:.80}")
-            return PackSize.from_text(text)
-        except ValueError as error:
-            raise IndexDamagedError(self.directory.index, str(error)) from error
 
     def _take(self, scan: Scan) -> None:
         self.packs.update(scan.packs)
@@ -327,7 +294,8 @@ class Catalog:
 
     def forget(self, keys: Iterable[str]) -> None:
         """Drop keys from memory only."""
-        self._doubtful.update(self._entries.drop(keys))
+        with self._lock:
+            self._doubtful.update(self._entries.drop(keys))
 
     def locations(self) -> dict[str, Location]:
         """All entries, by key, oldest first."""

@@ -183,7 +183,7 @@ class Entries:
         if self.num_newer:
             builder = TableBuilder()
             builder.extend_from(table, positions)
-            places = [(place.pack, place.digest, place.spec, place.offsets) for place in newer.values()]
+            places = ((place.pack, place.digest, place.spec, place.offsets) for place in newer.values())
             builder.extend(list(newer), places)
             table = builder.build()
             # A reader between these two steps misses what was newer, and looks again.

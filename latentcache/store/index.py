@@ -16,7 +16,6 @@ import time
 import uuid
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from diskcache.core import DBNAME, DEFAULT_SETTINGS, METADATA, MODE_RAW
 from latentcache.errors import IndexDamagedError, ReadOnlyError, StorageFullError, StoreBusyError, StoreError
 from latentcache.fingerprint import digest
 from latentcache.store.fork import hold_in_forks
+from latentcache.store.history import Point, Reading
 from latentcache.store.lock import locked
 
 TIMEOUT_S = 60.0
@@ -67,7 +67,7 @@ _OURS = (
     "typeof(key) = 'text' AND typeof(value) = 'text' AND raw = 1 AND mode = 1 "
     "AND filename IS NULL AND expire_time IS NULL"
 )
-_PAGE_ROWS = 20_000
+_PAGE_ROWS = 4_000
 _HISTORY = "latentcache:history"
 """The row that changes whenever another is removed or replaced. No caller sees it, and none may use its name."""
 _BEFORE_ALL = -(1 << 63)
@@ -107,31 +107,6 @@ class _TextDisk(diskcache.Disk):
     def remove(self, file_path: str) -> None:
         # diskcache calls this with the file that a row names. None of ours names one.
         raise IndexDamagedError(self._directory, "a row names a file")
-
-
-@dataclass(frozen=True, slots=True)
-class Point:
-    """A moment in an index's life. As long as no row is removed or replaced, later ones can be read alone.
-
-    `history` is random text, new with each such change. The other values tell an index that was put back from a copy,
-    or changed by a version that keeps no history: the last row's number and digest, and the number of rows.
-    """
-
-    history: str
-    last_row: int
-    last_digest: str
-    num_rows: int
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """Rows in parts, oldest first, and the moment that they bring their reader to.
-
-    `point` is None if a version wrote the index that keeps no history.
-    """
-
-    point: Point | None
-    pages: Iterator[list[tuple[str, str]]]
 
 
 class Transaction:

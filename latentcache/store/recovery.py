@@ -9,10 +9,7 @@ from latentcache.errors import PackError, StoreError, UnsafeStoreError
 from latentcache.store.directory import CacheDirectory
 from latentcache.store.location import Location, PackSize
 from latentcache.store.pack import check_payload, map_pack, read_header
-
-PACK_PREFIX = "pack:"
-DAMAGED_PREFIX = "damaged:"
-"""Index rows: `<key>` -> location; `pack:<id>` -> its sizes; `damaged:<key>` -> reason."""
+from latentcache.store.rows import PACK_PREFIX
 
 
 @dataclass(slots=True)

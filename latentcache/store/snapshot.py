@@ -19,7 +19,7 @@ import xxhash
 
 from latentcache.errors import StoreError, UnsafeStoreError
 from latentcache.files import open_regular, sealed_file, write_all
-from latentcache.store.index import Point
+from latentcache.store.history import Point
 from latentcache.store.location import Location, PackSize, Spec, is_pack_id, parse_location
 from latentcache.store.table import COLUMNS, OFFSET, EntryTable, ascends, num_offsets
 

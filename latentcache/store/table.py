@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,16 +122,22 @@ class TableBuilder:
         self._spec_list: dict[tuple[Any, ...], tuple[Spec, int]] = {}
         self._spec_numbers: dict[int, tuple[Spec, int]] = {}
 
-    def extend(self, keys: Sequence[str], places: Sequence[tuple[str, str, Spec, Sequence[int]]]) -> None:
+    def extend(self, keys: Sequence[str], places: Iterable[tuple[str, str, Spec, Sequence[int]]]) -> None:
         """Add entries: pack, digest, spec and offsets of each key. StoreError for a key that is none."""
+        pack_numbers, digests, spec_numbers, all_offsets = [], [], [], []
         pack_ids = self._pack_ids
-        digests = bytes.fromhex("".join([digest for _, digest, _, _ in places]))
+        # No list of places: the garbage collector would look through it again and again.
+        for pack, digest, spec, offsets in places:
+            pack_numbers.append(pack_ids.setdefault(pack, len(pack_ids)))
+            digests.append(digest)
+            spec_numbers.append(self._spec_number(spec))
+            all_offsets += offsets
         self._append(
             keys=key_words(keys).reshape(-1, KEY_WORDS),
-            digests=np.frombuffer(digests, np.uint8).reshape(-1, _DIGEST_BYTES),
-            packs=[pack_ids.setdefault(pack, len(pack_ids)) for pack, _, _, _ in places],
-            specs=[self._spec_number(spec) for _, _, spec, _ in places],
-            offsets=[offset for _, _, _, offsets in places for offset in offsets],
+            digests=np.frombuffer(bytes.fromhex("".join(digests)), np.uint8).reshape(-1, _DIGEST_BYTES),
+            packs=pack_numbers,
+            specs=spec_numbers,
+            offsets=all_offsets,
         )
 
     def extend_from(self, table: EntryTable, positions: np.ndarray) -> None:
