@@ -6,7 +6,6 @@ import logging
 import uuid
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 from latentcache.errors import IndexDamagedError, ReadOnlyError, StoreBusyError, StoreError
@@ -17,7 +16,7 @@ from latentcache.store.index import Index, Transaction
 from latentcache.store.location import Location, PackSize, Spec
 from latentcache.store.lock import locked
 from latentcache.store.pack import Header
-from latentcache.store.recovery import Scan, scan_packs
+from latentcache.store.recovery import Scan, lost_packs, scan_packs, scan_unknown
 from latentcache.store.rows import DAMAGED_PREFIX, PACK_PREFIX, read_table, sort_rows
 from latentcache.store.snapshot import Snapshot, SnapshotDamagedError, read_snapshot, write_snapshot
 
@@ -51,6 +50,8 @@ class Catalog:
         self._num_saved = 0
         # Damage that a reader found and may not write down: the row's text, and the reason.
         self._unwritten: dict[str, tuple[str, str]] = {}
+        # What packs say of which the index knows nothing; a reader's only.
+        self._sealed = Scan()
         self.index: Index | None = self._open_for_reading() if read_only else self._open_for_writing()
         # Memory and the index change together, and a fork waits for it. Without an index nothing is read again.
         self._lock: AbstractContextManager[Any] = nullcontext() if self.index is None else self.index.lock
@@ -60,12 +61,21 @@ class Catalog:
         try:
             index = Index(self.directory.index, read_only=True)
             self._load(index)
+            self._take_sealed()
             return index
         except (IndexDamagedError, ReadOnlyError) as error:
             # ReadOnlyError: a dead writer's change waits to be rolled back, which would be a write.
             logger.warning("%s Reading the packs' headers instead; nothing is written.", error)
-            self._take(scan_packs(self.directory, self.directory.pack_sizes()))
+            self._take_all()
             return None
+
+    def _take_all(self) -> None:
+        scan = scan_packs(self.directory, self.directory.pack_sizes())
+        self.packs, self.markers = scan.packs, scan.damaged
+        self._entries.put(scan.locations)
+        self._entries.fold()
+        for reason in scan.unreadable.values():
+            logger.warning("%s Its entries are missing.", reason)
 
     def _open_for_writing(self) -> Index:
         try:
@@ -169,40 +179,36 @@ class Catalog:
         write_snapshot(self.directory.snapshot, snapshot)
         self._num_saved = len(snapshot.table)
 
-    def _take(self, scan: Scan) -> None:
-        self.packs.update(scan.packs)
-        self._entries.put(scan.locations)
-        self._entries.fold()
-        self.markers.update(scan.damaged)
-        for reason in scan.unreadable.values():
-            logger.warning("%s Its entries are missing.", reason)
+    def _take_sealed(self) -> None:
+        """Take in what a writer sealed that died before the index knew of it: a reader does so in memory.
+
+        Opening for writing tells the index. Without this an entry that one reader saw could be gone for the next: the
+        packs are read where a dead writer left a journal, and whoever rolls that back may die before it goes on.
+        """
+        unknown = self.directory.pack_sizes().keys() - self.packs.keys()
+        scan = scan_unknown(self.directory, unknown - self._sealed.packs.keys())
+        self._sealed.packs |= scan.packs
+        self._sealed.locations |= scan.locations
+        known = self._entries.find(list(self._sealed.locations))
+        for key, location in self._sealed.locations.items():
+            if key not in known and self._unwritten.get(key, ("",))[0] != location.to_text():
+                self._entries.put({key: location})
+                self.markers.pop(key, None)
 
     def _reconcile(self, index: Index) -> None:
         """Bring index and packs together: take in sealed packs that have no row, mark what lies in lost ones."""
         # Rows first, then files: a pack that another writer seals from here on is in neither.
         known = dict(self.packs)
         sizes = self.directory.pack_sizes()
-        unknown = sizes.keys() - known.keys()
-        if unknown:
-            scan = scan_packs(self.directory, unknown)
-            for path, reason in scan.unreadable.items():
-                advice = "" if Path(path).stem in scan.unreachable else "; delete it, or move it elsewhere"
-                logger.warning("%s Its entries are missing%s.", reason, advice)
-            if scan.packs:
-                logger.info("%s: took in %d packs that the index did not know", self.directory.path, len(scan.packs))
+        scan = scan_unknown(self.directory, sizes.keys() - known.keys())
+        if scan.packs:
+            logger.info("%s: took in %d packs that the index did not know", self.directory.path, len(scan.packs))
             stale = [DAMAGED_PREFIX + key for key in scan.locations if key in self.markers]
             index.add_many(scan.rows(), remove=stale)
             self._load(index)
-        lost = {p for p, size in known.items() if sizes.get(p) != size.file_bytes and self._is_lost(p, size)}
+        lost = lost_packs(self.directory, known, sizes)
         if lost:
             self._mark_lost(index, lost)
-
-    def _is_lost(self, pack: str, size: PackSize) -> bool:
-        try:
-            return self.directory.pack_size(pack) != size.file_bytes
-        except StoreError as error:
-            logger.warning("%s", error)
-            return False
 
     def _mark_lost(self, index: Index, lost: Collection[str]) -> None:
         gone = self._entries.locations(lost)
@@ -228,8 +234,12 @@ class Catalog:
 
     def reload(self) -> None:
         """Bring memory to where the index is now."""
-        if self.index is not None:
+        if self.index is None:
+            return
+        with self._lock:
             self._load(self.index)
+            if self.read_only:
+                self._take_sealed()
 
     def find(self, keys: Iterable[str]) -> set[str]:
         """Those that are there, in memory or in the index. StoreError for one that is no key."""
@@ -248,7 +258,8 @@ class Catalog:
         self._doubtful -= keys
         if not missing or self.index is None:
             return found
-        rows = self.index.get_many(missing)
+        sealed = {key: self._sealed.locations[key].to_text() for key in missing & self._sealed.locations.keys()}
+        rows = sealed | self.index.get_many(missing)
         rows = {key: text for key, text in rows.items() if self._unwritten.get(key, ("",))[0] != text}
         new = {key: text for key, text in rows.items() if not self._entries.restore(key, text)}
         self._entries.put({key: self._location(key, text) for key, text in new.items()})

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from other_users import open_to_others
 from store_samples import fork, key, run, same, sample, samples
 
 from latentcache.store import DiskStore
@@ -324,8 +325,7 @@ def test_another_user_reads_what_there_is_and_writes_nothing(root, kind):
         with DiskStore(root) as store:
             store.catalog.save = lambda: None
             store.remove([key(0)])
-    for parent in [root, *root.parents][:4]:
-        parent.chmod(0o755)
+    open_to_others(root)
     before = {file: file.stat().st_mtime_ns for file in root.rglob("*")}
     assert run(read_as_nobody, root, kind == "there") == 0
     assert {file: file.stat().st_mtime_ns for file in root.rglob("*")} == before
