@@ -20,7 +20,7 @@ from other_users import open_to_others
 from store_samples import fork, key, run, same, sample, samples
 
 from latentcache.store import DiskStore
-from latentcache.store import catalog as catalog_module
+from latentcache.store import mirror as mirror_module
 from latentcache.store import snapshot as snapshot_module
 from latentcache.store.upkeep import compact, prune, rebuild
 
@@ -29,7 +29,7 @@ NUMBERS = range(14)
 
 @pytest.fixture(autouse=True)
 def _snapshots_of_small_caches(monkeypatch):
-    monkeypatch.setattr(catalog_module, "SNAPSHOT_MIN_ROWS", 0)
+    monkeypatch.setattr(mirror_module, "SNAPSHOT_MIN_ROWS", 0)
 
 
 @pytest.fixture
@@ -55,12 +55,12 @@ def assert_in_step(store):
 def used_snapshot(root, **options):
     """A store, and whether it was opened without reading all rows."""
     calls = []
-    real = catalog_module.Catalog._read_all
+    real = mirror_module.read_table
     try:
-        catalog_module.Catalog._read_all = lambda self, reading: (calls.append(1), real(self, reading))
+        mirror_module.read_table = lambda *arguments: (calls.append(1), real(*arguments))[1]
         store = DiskStore(root, **options)
     finally:
-        catalog_module.Catalog._read_all = real
+        mirror_module.read_table = real
     return store, not calls
 
 
@@ -371,14 +371,14 @@ class TwoStores(RuleBasedStateMachine):
         self.root = Path(self.folder.name) / "cache"
         self.path = self.root / "index" / "entries.snapshot"
         self.old = []
-        catalog_module.SNAPSHOT_MIN_ROWS = 1
+        mirror_module.SNAPSHOT_MIN_ROWS = 1
         self.stores = [DiskStore(self.root), DiskStore(self.root)]
         self.present = set()
         for number in range(num):
             self.add(0, [number])
 
     def teardown(self):
-        catalog_module.SNAPSHOT_MIN_ROWS = 0
+        mirror_module.SNAPSHOT_MIN_ROWS = 0
         for store in getattr(self, "stores", ()):
             store.close()
         if hasattr(self, "folder"):
@@ -416,7 +416,7 @@ class TwoStores(RuleBasedStateMachine):
         store = self.stores[which]
         assert set(store.keys()) == {key(number) for number in self.present}
         if fold:
-            store.catalog._entries.fold()
+            store.catalog.mirror.entries.fold()
         assert_in_step(store)
 
     @rule(which=st.integers(0, 1), read_only=st.booleans())
