@@ -182,7 +182,7 @@ class Catalog:
     @property
     def version(self) -> object:
         """As long as it is the same object, entries that were found lie where they did."""
-        return self._entries.version
+        return self.mirror.entries.version
 
     def forget(self, keys: Iterable[str]) -> None:
         """Drop keys from memory only."""

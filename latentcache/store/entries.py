@@ -75,6 +75,8 @@ class Entries:
     def __init__(self, table: EntryTable = NOWHERE):
         self._view = _View(table)
         self._newer: dict[str, Location] = {}
+        self.version = object()
+        """Another object after an entry has gone, or lies elsewhere. Entries that are new leave it as it is."""
 
     def __len__(self) -> int:
         return len(self._view.table) - self._view.num_hidden + len(self._newer)
@@ -111,9 +113,11 @@ class Entries:
 
     def put(self, locations: Mapping[str, Location]) -> None:
         """Add or replace entries."""
+        replaces = not self._newer.keys().isdisjoint(locations)
         # First there, then hidden in the table: at no moment is one missing.
         self._newer.update(locations)
-        self._hide(list(locations))
+        if self._hide(list(locations)) or replaces:
+            self.version = object()
         if self.num_newer > max(_MIN_FOLD, len(self._view.table) // 4):
             self.fold()
 
@@ -123,7 +127,11 @@ class Entries:
         here = [key for key in keys if key in self._newer]
         for key in here:
             del self._newer[key]
-        return here + self._hide(keys)
+        dropped = here + self._hide(keys)
+        if dropped:
+            # Last: what was remembered of them under the version before must not count any more.
+            self.version = object()
+        return dropped
 
     def restore(self, key: str, text: str) -> bool:
         """Bring back an entry of the table that was dropped, if `text` is where it lies. True if that was done."""
