@@ -1,4 +1,5 @@
-"""The index: a durable map of text to text in SQLite, by way of diskcache. Only this file imports either.
+"""The index: a durable map of text to text in SQLite, by way of diskcache. Only this file and `connection` import
+either.
 
 diskcache trusts its database: by default it unpickles what it finds there, runs its settings as SQL, and reads and
 deletes files that rows name. So rows are text or they are refused, and a database is looked through first.
@@ -12,7 +13,6 @@ import os
 import sqlite3
 import stat
 import threading
-import time
 import uuid
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,15 +22,13 @@ from typing import Any
 import diskcache
 from diskcache.core import DBNAME, DEFAULT_SETTINGS, METADATA, MODE_RAW
 
-from latentcache.errors import IndexDamagedError, ReadOnlyError, StorageFullError, StoreBusyError, StoreError
+from latentcache.errors import IndexDamagedError, ReadOnlyError, StoreError
 from latentcache.fingerprint import digest
+from latentcache.store.connection import JOURNALS, MAX_TEXT_BYTES, TIMEOUT_S, connect, typed_error
 from latentcache.store.fork import hold_in_forks
 from latentcache.store.history import Point, Reading
 from latentcache.store.lock import locked
 
-TIMEOUT_S = 60.0
-MAX_TEXT_BYTES = 1 << 20
-_PAGE_BYTES = 4096
 _CHUNK = 500  # keys in one SELECT; SQLite allows 999 in old builds
 
 # Before 3.51.3, two processes that write and checkpoint at once can corrupt a database in WAL mode.
@@ -71,18 +69,6 @@ _PAGE_ROWS = 4_000
 _HISTORY = "latentcache:history"
 """The row that changes whenever another is removed or replaced. No caller sees it, and none may use its name."""
 _BEFORE_ALL = -(1 << 63)
-_JOURNALS = (f"{DBNAME}-journal", f"{DBNAME}-wal")
-_POLL_S = 0.05
-_PASSING_S = 2.0
-# What SQLite says when it would have to make or change a file to read.
-_NEEDS_WRITING = {
-    sqlite3.SQLITE_CANTOPEN,
-    sqlite3.SQLITE_READONLY,
-    sqlite3.SQLITE_READONLY_CANTINIT,
-    sqlite3.SQLITE_READONLY_DIRECTORY,
-    sqlite3.SQLITE_READONLY_RECOVERY,
-    sqlite3.SQLITE_READONLY_ROLLBACK,
-}
 
 
 class _TextDisk(diskcache.Disk):
@@ -294,60 +280,11 @@ class Index:
     @contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
         with self.lock, self._typed_errors():
-            connection = self._connect()
+            connection = connect(self.path, read_only=self.read_only)
             try:
                 yield connection
             finally:
                 connection.close()
-
-    def _connect(self) -> sqlite3.Connection:
-        """A connection in a transaction that reads: nothing changes under it any more."""
-        if not self.read_only:
-            # mode=rw: only so can what a dead writer left half done be rolled back.
-            return self._connect_as("rw")
-        until = time.monotonic() + _PASSING_S
-        while True:
-            try:
-                return self._connect_as("ro")
-            except sqlite3.OperationalError as error:
-                if error.sqlite_errorcode not in _NEEDS_WRITING or os.access(self.path, os.W_OK):
-                    raise
-                if self._is_wal():
-                    # SQLite wants to make files beside it. immutable=1 does without, but sees no journal.
-                    self._wait_for_journals()
-                    return self._connect_as("ro&immutable=1")
-                # A live writer's journal can look like a dead one's for a moment.
-                if time.monotonic() >= until:
-                    raise
-            time.sleep(_POLL_S)
-
-    def _connect_as(self, mode: str) -> sqlite3.Connection:
-        connection = sqlite3.connect(
-            f"{self._database.as_uri()}?mode={mode}", uri=True, timeout=TIMEOUT_S, isolation_level=None
-        )
-        try:
-            connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 2 * MAX_TEXT_BYTES)
-            connection.execute("BEGIN")
-            connection.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()  # the lock is taken here
-        except BaseException:
-            connection.close()
-            raise
-        return connection
-
-    def _is_wal(self) -> bool:
-        with self._database.open("rb") as file:
-            return file.read(20)[18:] == b"\x02\x02"  # the file format's read and write version
-
-    def _wait_for_journals(self) -> None:
-        until = time.monotonic() + TIMEOUT_S
-        while names := [name for name in _JOURNALS if _num_bytes(self.path / name)]:
-            if time.monotonic() >= until:
-                raise StoreBusyError(
-                    self.path,
-                    f"{names[0]} holds a change that is not in the index yet: a writer is at work, or died. "
-                    "Try again, or let its owner open the cache for writing once.",
-                )
-            time.sleep(_POLL_S)
 
     def _row(self, row: Sequence[Any]) -> tuple[str, str]:
         key, raw, mode, filename, expire_time, value = row
@@ -359,7 +296,7 @@ class Index:
 
     def _inspect(self) -> set[tuple[str, str]]:
         """Look through a database before diskcache does: it runs stored settings as SQL. Returns (type, name) in it."""
-        for name in (DBNAME, *_JOURNALS, f"{DBNAME}-shm"):
+        for name in (DBNAME, *JOURNALS, f"{DBNAME}-shm"):
             try:
                 mode = (self.path / name).lstat().st_mode
             except FileNotFoundError:
@@ -405,36 +342,9 @@ class Index:
             yield
         except diskcache.Timeout as error:
             # diskcache hides why a transaction could not begin behind its Timeout.
-            raise self._typed(error.__context__ or error) from error
+            raise typed_error(error.__context__ or error, self.path, read_only=self.read_only) from error
         except (sqlite3.Error, UnicodeDecodeError, OSError) as error:
-            raise self._typed(error) from error
-
-    def _typed(self, error: BaseException) -> StoreError:
-        code = getattr(error, "sqlite_errorcode", None)
-        primary = None if code is None else code & 0xFF
-        if isinstance(error, diskcache.Timeout) or primary in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-            return StoreBusyError(
-                self.path, f"another process held the index for more than {TIMEOUT_S:.0f} s; try again"
-            )
-        if primary == sqlite3.SQLITE_FULL:
-            return StorageFullError(self.path, _PAGE_BYTES)
-        if primary == sqlite3.SQLITE_READONLY and not self.read_only and os.access(self._database, os.W_OK):
-            # The files can be written, so it is the database's header that says no.
-            return IndexDamagedError(self.path, str(error))
-        if primary in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM) or isinstance(error, PermissionError):
-            return ReadOnlyError(self.path, f"the index cannot be written: {error}")
-        if primary in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_NOMEM) or isinstance(
-            error, OSError
-        ):
-            return StoreError(f"{self.path}: the index cannot be reached: {error}")
-        return IndexDamagedError(self.path, str(error))
-
-
-def _num_bytes(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0
+            raise typed_error(error, self.path, read_only=self.read_only) from error
 
 
 def _checked_name(text: str) -> str:

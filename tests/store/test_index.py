@@ -14,6 +14,7 @@ from store_samples import fork, run, spawn
 
 from latentcache.errors import IndexDamagedError, ReadOnlyError, StoreBusyError, StoreError
 from latentcache.store import Index
+from latentcache.store import connection as connection_module
 from latentcache.store import index as index_module
 
 
@@ -363,7 +364,7 @@ def test_a_reader_without_rights_reads_while_a_writer_writes(index, mode):
 def read_a_database_at_rest(path, expected):
     os.setgid(65534)
     os.setuid(65534)
-    index_module.TIMEOUT_S = index_module._PASSING_S = 0.2
+    connection_module.TIMEOUT_S = connection_module._PASSING_S = 0.2
     try:
         assert Index(path, read_only=True).items() == {"a": "1"}
     except StoreError as error:
