@@ -15,18 +15,18 @@ copies of the loader are compared with one copy of as many bytes from pinned mem
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import platform
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarking import add_arguments, emit, environment, in_turns, parse, ratios, spread
 from torch.utils.data import DataLoader
 
 from latentcache import LatentDataset
@@ -161,20 +161,23 @@ def p99(values: list[float]) -> float:
 
 def measure(bench: Bench, step_s: float, options: argparse.Namespace) -> dict[str, Any]:
     """The share of waiting of each method at this step."""
-    shares: dict[str, list[float]] = {name: [] for name in METHODS}
     all_waits: dict[str, list[float]] = {name: [] for name in METHODS}
     step = step_of(step_s, compute=options.compute)
-    for _ in range(options.repetitions):
-        for name in METHODS:
-            waits(bench.batches[name], 3, step)  # the queue of the prefetching ones fills again
-            taken = waits(bench.batches[name], options.num_steps, step)
-            shares[name].append(sum(taken) / (step_s * len(taken)))
-            all_waits[name] += taken
+
+    def wait_s(name: str) -> float:
+        waits(bench.batches[name], 3, step)  # the queue of the prefetching ones fills again
+        taken = waits(bench.batches[name], options.num_steps, step)
+        all_waits[name] += taken
+        return sum(taken) / len(taken)
+
+    methods = {name: partial(wait_s, name) for name in METHODS}
+    means = in_turns(methods, options.repetitions, clock=lambda method: method())
+    shares = {name: spread([mean / step_s for mean in means[name]]) for name in METHODS}
     return {
         name: {
-            "mean": statistics.median(shares[name]),
-            "mean_min": min(shares[name]),
-            "mean_max": max(shares[name]),
+            "mean": shares[name]["median"],
+            "mean_min": shares[name]["min"],
+            "mean_max": shares[name]["max"],
             "p99": p99(all_waits[name]) / step_s,
         }
         for name in METHODS
@@ -202,18 +205,18 @@ def host_to_device(bench: Bench, repetitions: int) -> dict[str, Any] | None:
             copy()
         transfer.finish()
         module.synchronize(bench.device)
-        return num_bytes * COPIES / (time.perf_counter() - start) / 1e9
+        return time.perf_counter() - start
 
-    def both() -> tuple[float, float]:
-        limit = timed(lambda: target.copy_(flat, non_blocking=True))
-        return limit, timed(lambda: transfer.send(lambda: host, lambda batch: batch))
-
-    both()
-    pairs = [both() for _ in range(repetitions)]
+    copies: dict[str, Callable[[], Any]] = {
+        "pinned_copy": lambda: target.copy_(flat, non_blocking=True),
+        "loader": lambda: transfer.send(lambda: host, lambda batch: batch),
+    }
+    taken = in_turns(copies, repetitions, warm=True, clock=timed)
+    gigabytes = num_bytes * COPIES / 1e9
     return {
-        "pinned_copy_gb_per_s": statistics.median(limit for limit, _ in pairs),
-        "loader_gb_per_s": statistics.median(ours for _, ours in pairs),
-        "fraction_of_pinned_copy": statistics.median(ours / limit for limit, ours in pairs),
+        "pinned_copy_gb_per_s": gigabytes / statistics.median(taken["pinned_copy"]),
+        "loader_gb_per_s": gigabytes / statistics.median(taken["loader"]),
+        "fraction_of_pinned_copy": ratios(taken["pinned_copy"], taken["loader"])["median"],
     }
 
 
@@ -234,16 +237,14 @@ def run(path: Path, options: argparse.Namespace) -> dict[str, Any]:
         "wait_share": next(iter(steps.values()))["wait_share"]["loader"]["mean"],
         "wanted_wait_share": WANTED_SHARE,
         "host_to_device": host_to_device(bench, options.repetitions),
-        "settings": {name: value for name, value in vars(options).items() if name != "json"},
-        "torch": torch.__version__,
-        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, {device}",
+        "environment": environment(device, path),
     }
     for batches in bench.batches.values():
         batches.close()  # type: ignore[attr-defined]
     return result
 
 
-def table(result: dict[str, Any]) -> str:
+def to_text(result: Mapping[str, Any]) -> str:
     settings = result["settings"]
     lines = [f"{settings['batch_size']} samples a batch, {result['batch_s'] * 1e3:.2f} ms to make one without prefetch"]
     for factor, measured in result["steps"].items():
@@ -264,30 +265,27 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+def options_from(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     accelerator = torch.accelerator.current_accelerator(check_available=True)
+    add_arguments(parser)
     parser.add_argument("--batch_size", type=int, default=16)
     parser.add_argument("--num_samples", type=int, default=512)
     parser.add_argument("--num_steps", type=int, default=40, help="steps in a round")
-    parser.add_argument("--repetitions", type=int, default=7, help="rounds")
     parser.add_argument("--factors", type=float, nargs="+", default=[1.25, 4], help="T, in times of a batch")
     parser.add_argument("--device", default=str(accelerator or "cpu"))
     parser.add_argument("--compute", action="store_true", help="the step computes on the CPU")
-    parser.add_argument("--tiny", action="store_true", help="small values, for correctness only")
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
-    options = parser.parse_args(arguments)
+    options = parse(parser, arguments)
     options.scale = 1
     if options.tiny:
         options.scale, options.batch_size, options.num_samples, options.num_steps = 16, 2, 8, 4
     return options
 
 
-def main() -> int:
-    options = parse()
-    with tempfile.TemporaryDirectory(prefix="latentcache-bench-") as folder:
-        result = run(Path(folder) / "cache", options)
-    print(json.dumps(result) if options.json else table(result))
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = options_from(arguments)
+    with tempfile.TemporaryDirectory(prefix="latentcache-bench-", dir=options.folder) as folder:
+        emit(run(Path(folder) / "cache", options), options, to_text)
     return 0
 
 
