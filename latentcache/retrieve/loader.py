@@ -12,13 +12,14 @@ import torch
 
 from latentcache.devices.placement import Asker, device_named, device_of, dtype_of
 from latentcache.errors import SampleError, StoreError
-from latentcache.retrieve.batches import Allocate, Batch, LatentCache, Scaling, Wanted, place
+from latentcache.retrieve.batches import Allocate, Batch, LatentCache, Scaling, place
 from latentcache.retrieve.buffers import BufferPool
 from latentcache.retrieve.draws import noise_generator
 from latentcache.retrieve.prefetch import Prefetched
 from latentcache.retrieve.resident import ResidentEntries
 from latentcache.retrieve.sampler import BucketBatchSampler, Cursor, PlannedBatch
 from latentcache.retrieve.transfer import MAX_IN_FLIGHT, Sent, Transfer, transfer_to
+from latentcache.retrieve.wanted import Wanted
 
 logger = logging.getLogger("latentcache")
 

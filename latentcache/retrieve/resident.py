@@ -11,7 +11,8 @@ import torch
 
 from latentcache.devices.placement import free_memory
 from latentcache.errors import EntryDamagedError, EntryMissingError, SampleError, StoreError
-from latentcache.retrieve.batches import Allocate, Batch, LatentCache, Wanted, facts
+from latentcache.retrieve.batches import Allocate, Batch, LatentCache
+from latentcache.retrieve.wanted import Wanted, facts
 from latentcache.store.base import DTYPES
 
 CHUNK_BYTES = 32 << 20

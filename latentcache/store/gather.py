@@ -85,9 +85,7 @@ def _shown(spec: tuple[str, tuple[int, ...]]) -> str:
     return f"{spec[0]} {list(spec[1])}"
 
 
-def output(
-    fields: Description, num_rows: int, out: Mapping[str, torch.Tensor] | None
-) -> dict[str, torch.Tensor]:
+def output(fields: Description, num_rows: int, out: Mapping[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
     """Tensors for `num_rows` rows: those of `out` where given, else new ones. StoreError if one does not fit."""
     tensors = {}
     for name, (dtype, shape) in fields.items():
