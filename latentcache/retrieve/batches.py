@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -15,34 +15,20 @@ from latentcache.config import PROMPTS_PREFIX
 from latentcache.dataset.manifest import Manifest, ManifestFolder, Manifests, Row, prompts_name
 from latentcache.devices.placement import Asker, device_of, dtype_of
 from latentcache.errors import EntryDamagedError, EntryMissingError, SampleError, StoreError
+from latentcache.retrieve.placing import IMAGE_FIELDS, Batch, Scaling, fill, is_cpu, place
 from latentcache.retrieve.wanted import Wanted, facts
 from latentcache.store.base import DTYPES, Store
 from latentcache.store.disk import DiskStore
-from latentcache.store.gather import check_output
 from latentcache.types import Entry, prompt_id
 
-Batch = dict[str, Any]
 Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 """Field -> dtype and shape [n, ...] of its rows."""
 Allocate = Callable[[Shapes], Mapping[str, torch.Tensor]]
 """Gives a contiguous CPU tensor for each field."""
-IMAGE_FIELDS = ("moments", "latents")
 TEXT_FIELDS = ("prompt_embeds", "pooled_prompt_embeds")
 MAX_REMEMBERED = 1 << 17
 """Samples that `LatentCache.batch` remembers the entries of, at some 250 bytes each. Beyond it all are forgotten, and
 looked up in the manifests again."""
-
-
-@dataclass(frozen=True, slots=True)
-class Scaling:
-    """What the UNet expects: `(latents - shift_factor) * scaling_factor`, as diffusers' training scripts do it."""
-
-    scaling_factor: float
-    shift_factor: float | None
-
-    def apply(self, latents: torch.Tensor) -> torch.Tensor:
-        shifted = latents if self.shift_factor is None else latents - self.shift_factor
-        return shifted * self.scaling_factor
 
 
 class LatentCache:
@@ -207,7 +193,7 @@ class LatentCache:
                 raise StoreError(f"the batch mixes latents of VAEs that scale differently: {names}")
             (scaling,) = scalings
         direct = out
-        if out and (dtype is not None or scaled or not _is_cpu(device)):
+        if out and (dtype is not None or scaled or not is_cpu(device)):
             direct = self._direct(out, wanted, device_of(device), dtype or dtype_of(device), scaled=scaled)
         batch = place(
             self.gather(wanted, out=direct), device, dtype=dtype, output=output, scaling=scaling, generator=generator
@@ -305,13 +291,13 @@ class LatentCache:
             )
         if allocate is not None:
             out = allocate(self.shapes(wanted))
-        images = self._read([item.image_key for item in wanted], wanted, out)
-        texts = self._read([item.caption_key for item in wanted], wanted, out)
-        return images | texts | told
+        image_keys, text_keys = [item.image_key for item in wanted], [item.caption_key for item in wanted]
+        self.store.ask_ahead(chain(image_keys, text_keys))  # so that the texts come while the images are copied
+        return self._read(image_keys, wanted, out) | self._read(text_keys, wanted, out) | told
 
-    def ask_ahead(self, wanted: Sequence[Wanted]) -> None:
+    def ask_ahead(self, wanted: Iterable[Wanted]) -> None:
         """These samples are read soon: see `Store.ask_ahead`."""
-        self.store.ask_ahead([key for item in wanted for key in (item.image_key, item.caption_key) if key is not None])
+        self.store.ask_ahead(key for item in wanted for key in (item.image_key, item.caption_key) if key is not None)
 
     def shapes(self, wanted: Sequence[Wanted]) -> Shapes:
         """dtype and shape of each field of a batch of these samples, read off the first one's entries."""
@@ -349,80 +335,3 @@ class LatentCache:
     @property
     def _precache(self) -> str:
         return "run `latentcache precache CONFIG` again"
-
-
-def place(
-    batch: Mapping[str, Any],
-    device: Asker,
-    *,
-    dtype: torch.dtype | None = None,
-    output: Literal["latents", "moments"] = "latents",
-    scaling: Scaling | None = None,
-    generator: torch.Generator | None = None,
-) -> Batch:
-    """A gathered batch moved to the asking device: see `LatentCache.batch`. `scaling` None leaves latents unscaled."""
-    if _is_cpu(device) and dtype is None and scaling is None and generator is None:
-        stored = batch.get(output)
-        if stored is not None and stored.is_cpu:
-            return dict(batch)  # as it is: a small batch is copied in the time that the rest would take
-    target, dtype = device_of(device), dtype or dtype_of(device)
-    placed: Batch = {}
-    for name, value in batch.items():
-        if name in IMAGE_FIELDS:
-            continue
-        if isinstance(value, torch.Tensor):
-            value = value.to(target, torch.float32 if name == "add_time_ids" else dtype)
-        placed[name] = value
-    moments, latents = batch.get("moments"), batch.get("latents")
-    if output == "moments":
-        if moments is None:
-            raise StoreError("this cache holds latents, not moments: set encode.image_output to moments and precache")
-        if scaling is not None:
-            raise StoreError("moments are stored unscaled: ask for latents, or leave out scaled=True")
-        return {"moments": moments.to(target, dtype), **placed}
-    if moments is not None:
-        latents = _draw(moments.to(target), generator)
-    elif latents is None:
-        raise StoreError("the batch holds neither moments nor latents")
-    elif generator is not None:
-        raise StoreError("this cache holds latents, which are drawn already: a generator has no effect on them")
-    latents = latents.to(target)
-    if scaling is not None:
-        latents = scaling.apply(latents.float())
-    return {"latents": latents.to(dtype or batch_dtype(batch)), **placed}
-
-
-def _draw(moments: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
-    from latentcache.encoders.vae import (
-        latents_from_moments,
-    )  # imports diffusers, which a reader of latents never needs
-
-    return latents_from_moments(moments.float(), generator)
-
-
-def fill(out: Mapping[str, torch.Tensor], batch: Batch) -> Batch:
-    """The batch with the tensors of `out` in place of those of the same names, and their values copied to them.
-
-    StoreError for one that does not fit, or that the batch does not have.
-    """
-    for name, given in out.items():
-        value = batch.get(name)
-        if value is given:
-            continue  # the store has written to it
-        if not isinstance(value, torch.Tensor):
-            names = ", ".join(name for name, value in batch.items() if isinstance(value, torch.Tensor))
-            raise StoreError(f"out[{name!r}]: the batch has no such tensor; it has {names}")
-        check_output(name, given, value.dtype, tuple(value.shape), value.device)
-        given.detach().copy_(value)
-        batch[name] = given
-    return batch
-
-
-def _is_cpu(device: Asker) -> bool:
-    """Whether it is the CPU by name, which asks for no dtype."""
-    return device == "cpu" if isinstance(device, str) else isinstance(device, torch.device) and device.type == "cpu"
-
-
-def batch_dtype(batch: Mapping[str, Any]) -> torch.dtype:
-    """The dtype that the image field of a batch is stored in."""
-    return next(batch[name].dtype for name in IMAGE_FIELDS if name in batch)

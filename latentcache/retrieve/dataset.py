@@ -16,8 +16,9 @@ from torch.utils.data import ConcatDataset, Dataset
 from latentcache.dataset.manifest import Row
 from latentcache.devices.placement import Asker
 from latentcache.errors import StoreError
-from latentcache.retrieve.batches import Batch, LatentCache, place
+from latentcache.retrieve.batches import LatentCache
 from latentcache.retrieve.draws import Visit
+from latentcache.retrieve.placing import Batch, place
 from latentcache.retrieve.wanted import SIZES, Wanted
 from latentcache.types import Bucket
 

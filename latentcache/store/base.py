@@ -217,10 +217,11 @@ class Store(Protocol):
         the entries' fields, shapes or dtypes differ. No keys give no tensors.
         """
 
-    def ask_ahead(self, keys: Sequence[str]) -> None:
+    def ask_ahead(self, keys: Iterable[str]) -> None:
         """These entries are read soon: a store that reads from a disk may bring them into memory meanwhile.
 
-        It waits for nothing, costs nothing where lately all was in memory, and leaves out what is not there.
+        It waits for nothing, and leaves out what is not there. Where lately all was in memory the keys are not even
+        looked at.
         """
 
     def keys(self) -> Iterator[str]:

@@ -253,10 +253,10 @@ class DiskStore:
             ready = self._ready = _Ready(version)
         return ready.sources
 
-    def ask_ahead(self, keys: Sequence[str]) -> None:
+    def ask_ahead(self, keys: Iterable[str]) -> None:
         self._check_open()
         if self._read_ahead.wanted_lately():
-            self._ask(self.catalog.look_up(keys))
+            self._ask(self.catalog.look_up(list(keys)))
 
     def _ask(self, locations: Sequence[Location | None]) -> None:
         ranges: dict[Path, list[tuple[int, int]]] = {}

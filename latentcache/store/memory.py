@@ -114,7 +114,7 @@ class MemoryStore:
         _ = self._open  # a closed store says so
         return stack(rows.keys, rows.sources, fields, out)
 
-    def ask_ahead(self, keys: Sequence[str]) -> None:
+    def ask_ahead(self, keys: Iterable[str]) -> None:
         """All is in memory."""
         _ = self._open
 

@@ -17,6 +17,8 @@ AskAhead = Literal["missing", "always", "never"]
 
 QUIET_READS = 8
 """So many reads in which nothing came from the disk, and it is no longer asked ahead."""
+UNSEEN_READS = 3
+"""After a read that needed nothing the next ones are not looked at: a look takes half a microsecond."""
 
 CAN_ASK = hasattr(os, "posix_fadvise")
 """Python offers no such call on macOS: there nothing is asked ahead."""
@@ -27,8 +29,8 @@ class ReadAhead:
 
     Asking for what is in memory already costs more than half of a copy, so by default it is done while pages are
     missing: at a thread's first read, and until QUIET_READS reads in turn have brought nothing from the disk. What the
-    thread asked for counts too, so it goes on as long as it helps. Where the system does not count per thread (only
-    Linux does), nothing is asked: the case that matters more is the warm one.
+    thread asked for counts too, so it goes on as long as it helps. Then every fourth read is looked at. Where the
+    system does not count per thread (only Linux does), nothing is asked: the warm case matters more.
     """
 
     def __init__(self, mode: AskAhead = "missing"):
@@ -42,13 +44,20 @@ class ReadAhead:
         """Whether to ask ahead for the read that comes now. It looks at what the reads before it have caused."""
         if self.mode != "missing":
             return self.mode == "always"
+        thread = self._thread.__dict__
+        if thread.get("unseen", 0):
+            thread["unseen"] -= 1
+            return False
         assert self._who is not None
-        usage, thread = resource.getrusage(self._who), self._thread.__dict__
+        usage = resource.getrusage(self._who)
         # Faults in mapped pages, and blocks that were read because they were asked for.
         brought = usage.ru_majflt + usage.ru_inblock
         quiet = thread["quiet"] + 1 if brought == thread.get("brought") else 0
         thread["brought"], thread["quiet"] = brought, quiet
-        return quiet < QUIET_READS
+        if quiet < QUIET_READS:
+            return True
+        thread["unseen"] = UNSEEN_READS
+        return False
 
     def wanted_lately(self) -> bool:
         """The answer to the last `wanted` of this thread; True if there was none."""
