@@ -1,4 +1,4 @@
-"""What a store keeps of a batch for the next one: it saves look-ups and digests, and is forgotten when it is not true."""
+"""What a store keeps of a batch for the next one: it saves look-ups and digests, and goes when it is not true."""
 
 from __future__ import annotations
 
