@@ -28,6 +28,7 @@ from latentcache.fingerprint import (
     encoding_json,
     key_of,
 )
+from latentcache.garbage import collector_paused
 from latentcache.precache.encodings import Encodings
 from latentcache.precache.plan import ImageTask, Plan, PlanBuilder
 from latentcache.precache.progress import NoProgress, Progress
@@ -72,7 +73,8 @@ def make_plan(
     progress = progress or NoProgress()
     _plan_prompts(builder, config, workspace)
     num_workers = config.encode.num_workers
-    with ThreadPoolExecutor(os.cpu_count() if num_workers == "auto" else num_workers) as executor:
+    num_threads = os.cpu_count() if num_workers == "auto" else num_workers
+    with collector_paused(), ThreadPoolExecutor(num_threads) as executor:
         for dataset in config.datasets:
             progress.start(f"plan {dataset.name}", None)
             planner = _DatasetPlanner(builder, dataset, workspace, verify_sources, only)
