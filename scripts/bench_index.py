@@ -6,7 +6,7 @@
 
 The rows are those of 1024x1024 samples: half image entries (moments), half text entries (two fields), in packs of
 64 MiB. The packs themselves are empty files of the right size: nothing here reads a payload. Each repetition opens the
-cache in a new process, the page cache being warm; figures are medians.
+cache in a new process, the page cache being warm; figures are medians. bench_plan.py measures planning.
 """
 
 from __future__ import annotations
@@ -16,19 +16,17 @@ import gc
 import hashlib
 import json
 import os
-import platform
 import random
 import sqlite3
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from benchmarking import add_arguments, emit, environment, parse, spread
 
 from latentcache.store import DiskStore, Index
 from latentcache.store.location import Location, PackSize, Spec, spec_of
@@ -178,62 +176,52 @@ def repeat(root: Path, num_entries: int, num_repetitions: int) -> list[dict[str,
     return results
 
 
-def run(sizes: tuple[int, ...], num_repetitions: int, folder: Path | None) -> dict[str, Any]:
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    sizes = TINY_SIZES if options.tiny else SIZES
     by_size: dict[int, dict[str, Any]] = {}
     for num_entries in sizes:
-        with tempfile.TemporaryDirectory(dir=folder) as root:
+        with tempfile.TemporaryDirectory(dir=options.folder) as root:
             start = time.perf_counter()
             build(Path(root), num_entries)
             build_s = time.perf_counter() - start
-            results = repeat(Path(root), num_entries, num_repetitions)
-        by_size[num_entries] = {
-            name: {"median": statistics.median(values), "min": min(values), "max": max(values)}
-            for name in FIGURES
-            for values in [[result[name] for result in results]]
-        } | {"build_s": build_s}
+            results = repeat(Path(root), num_entries, options.repetitions)
+        by_size[num_entries] = {name: spread([result[name] for result in results]) for name in FIGURES}
+        by_size[num_entries]["build_s"] = build_s
     first, last = by_size[sizes[0]], by_size[sizes[-1]]
     return {
-        "num_repetitions": num_repetitions,
         "sizes": list(sizes),
         "results": {str(size): figures for size, figures in by_size.items()},
         "ratio_largest_to_smallest": {
             name: last[name]["median"] / first[name]["median"] if first[name]["median"] > 0 else None
             for name in FIGURES
         },
-        "versions": {
-            "python": platform.python_version(),
-            "numpy": np.__version__,
-            "sqlite": sqlite3.sqlite_version,
-            "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        },
+        "sqlite": sqlite3.sqlite_version,
+        **environment(folder=options.folder or tempfile.gettempdir()),
     }
 
 
-def to_text(report: dict[str, Any]) -> str:
+def to_text(report: Mapping[str, Any]) -> str:
     sizes = report["sizes"]
     lines = [f"{'':52}" + "".join(f"{size:>12,}" for size in sizes) + f"{'x':>8}"]
     for name, title in FIGURES.items():
         values = "".join(f"{report['results'][str(size)][name]['median']:12.4g}" for size in sizes)
         ratio = report["ratio_largest_to_smallest"][name]
         lines.append(f"{title:52}{values}" + (f"{ratio:8.3g}" if ratio is not None else f"{'-':>8}"))
-    lines.append(f"medians of {report['num_repetitions']} repetitions; x: the largest cache to the smallest")
+    repetitions = report["settings"]["repetitions"]
+    lines.append(f"medians of {repetitions} repetitions; x: the largest cache to the smallest")
     return "\n".join(lines)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--json", action="store_true", help="one document on stdout")
-    parser.add_argument("--tiny", action="store_true", help="small sizes, one repetition")
-    parser.add_argument("--repetitions", type=int, default=7)
-    parser.add_argument("--folder", type=Path, help="where the caches are made, and deleted; default: the system's")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
     parser.add_argument("--worker", nargs=3, metavar=("ROOT", "NUM_ENTRIES", "SEED"), help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
+    options = parse(parser, arguments)
     if options.worker:
         root, num_entries, seed = options.worker
         print(json.dumps(measure(Path(root), int(num_entries), int(seed))))
         return 0
-    report = run(TINY_SIZES if options.tiny else SIZES, 1 if options.tiny else options.repetitions, options.folder)
-    print(json.dumps(report, indent=2) if options.json else to_text(report))
+    emit(run(options), options, to_text)
     return 0
 
 
