@@ -42,8 +42,8 @@ logger = logging.getLogger("latentcache")
 _MAX_HEADERS = 32  # a full pack's header is a few MiB
 _ADD_CHUNK = 1024  # keys looked up at once by `add`
 MAX_READY = 1 << 17
-"""Entries whose place in memory is kept for the next batch, at some 400 bytes each. Beyond it all are forgotten, and
-looked up again. That each was verified is kept for all entries that were read: 100 bytes each."""
+"""Entries whose place in memory is kept for the next batch, at some 300 bytes each. Beyond it all are forgotten, and
+looked up again. That an entry was verified is kept for all that were read, at some 50 bytes each."""
 
 
 @dataclass(frozen=True, slots=True)
