@@ -71,6 +71,9 @@ def test_each_entry_is_verified_once_also_when_its_place_is_forgotten(store, cal
         assert read(store, *range(6)).equal(moments(*range(6)))
         assert read(store, 1).equal(moments(1))
     assert calls["digests"] == 6
+    for number in range(6):
+        read(store, number)
+        assert len(store._ready.sources) <= 2
     store.remove([key(5)])
     assert read(store, *range(5)).equal(moments(*range(5)))
     assert calls["digests"] == 6
