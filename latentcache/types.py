@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
@@ -84,13 +85,20 @@ class Geometry:
 
     @classmethod
     def from_json(cls, value: Json) -> Geometry:
-        return cls(
-            original_size=Size(*value["original_size"]),
-            resized_size=Size(*value["resized_size"]),
-            crop_top_left=Crop(*value["crop_top_left"]),
-            target_size=Size(*value["target_size"]),
-            flip=bool(value["flip"]),
-        )
+        sizes = (tuple(value[name]) for name in ("original_size", "resized_size", "crop_top_left", "target_size"))
+        return _geometry(*sizes, bool(value["flip"]))
+
+
+@lru_cache(1 << 16)
+def _geometry(
+    original_size: tuple[int, int],
+    resized_size: tuple[int, int],
+    crop_top_left: tuple[int, int],
+    target_size: tuple[int, int],
+    flip: bool,
+) -> Geometry:
+    # A manifest may have millions of them, most of which are equal: one value in memory for all of those.
+    return Geometry(Size(*original_size), Size(*resized_size), Crop(*crop_top_left), Size(*target_size), flip)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from itertools import count, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -29,10 +27,9 @@ from diffusers.training_utils import cast_training_params
 from diffusers.utils import convert_state_dict_to_diffusers
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
-from torch.utils.data import ConcatDataset, DataLoader
 from tqdm import tqdm
 
-from latentcache import Config, LatentCache, LatentDataset, load_config
+from latentcache import Config, LatentCache, LatentDataset, LatentLoader, load_config
 from latentcache.dataset.manifest import ManifestFolder
 from latentcache.devices.checkpoint import load_checkpoint, save_checkpoint
 from latentcache.devices.placement import device_named
@@ -43,8 +40,8 @@ from latentcache.errors import CheckpointError, ConfigError, LatentCacheError, S
 from latentcache.files import typed_errors, write_sealed
 from latentcache.precache.encodings import load_models
 from latentcache.precache.interruption import stop_on_signals
+from latentcache.retrieve.dataset import LatentDatasets
 from latentcache.retrieve.sampler import BucketBatchSampler
-from latentcache.types import Bucket
 from latentcache.validation.document import plain
 from latentcache.validation.phases import Phases
 from latentcache.validation.prompts import prompt_embeddings
@@ -91,20 +88,19 @@ def train(config: Config, options: Options, *, stop: threading.Event | None = No
     training = Training(config, options)
     runner = training.validation_runner()
     first = training.load() if options.resume else 0
-    # A loader draws a number when it starts. Not from the global generator: a resumed run starts one more.
-    batches = DataLoader(training.dataset, batch_sampler=training.batches(first), generator=torch.Generator())
     bar = tqdm(range(first + 1, options.steps + 1), desc="train", initial=first, total=options.steps)
     step, losses, validations = first, [], []
-    for step, batch in zip(bar, batches, strict=False):
-        losses.append(training.step(batch))
-        bar.set_postfix(loss=f"{losses[-1]:.4f}")
-        last = stop.is_set() or step == options.steps
-        if last or is_due(step, options.checkpoint_every):
-            training.save(step)
-        if last:
-            break
-        if runner is not None and is_due(step, options.validate_every):
-            validations.append(validate(runner, step))
+    with training.loader as loader:  # its thread, which reads ahead, ends here, whatever happens
+        for step, batch in zip(bar, loader.forever(), strict=False):
+            losses.append(training.step(batch))
+            bar.set_postfix(loss=f"{losses[-1]:.4f}")
+            last = stop.is_set() or step == options.steps
+            if last or is_due(step, options.checkpoint_every):
+                training.save(step)
+            if last:
+                break
+            if runner is not None and is_due(step, options.validate_every):
+                validations.append(validate(runner, step))
     interrupted = stop.is_set()
     if not interrupted:
         # First: whatever happens to the validation, the LoRA is there.
@@ -142,9 +138,11 @@ class Training:
         self.device = device_named(options.device)
         self.dtype = compute_dtype(options.mixed_precision, self.device)
         self.autocast = None if self.dtype is torch.float32 else self.dtype
-        self.dataset = TrainingSet(config)
+        self.dataset = training_set(config)
         self.cache = LatentCache(config.cache.path)
-        self.sampler = BucketBatchSampler(self.dataset, options.batch_size, seed=options.seed)
+        # At each visit latents are drawn anew and a caption is chosen: all that follows from the seed of the sampler.
+        sampler = BucketBatchSampler(self.dataset, options.batch_size, seed=options.seed)
+        self.loader = LatentLoader(sampler, device=self.device, dtype=torch.float32, scaled=True)
         self.generator = torch.Generator().manual_seed(options.seed)
 
         # The UNet is frozen, in the dtype of the computation; the LoRA in it is trained, in float32.
@@ -187,10 +185,6 @@ class Training:
 
     def loss(self, batch: dict[str, Any]) -> torch.Tensor:
         """The mean squared error of the UNet's prediction, at a random timestep of each sample."""
-        # Moments are drawn from anew at each visit; a cache of finished latents has nothing to draw.
-        draw = self.generator if "moments" in batch else None
-        part = self.dataset.datasets[0]  # the samples of all parts are scaled alike
-        batch = part.place(batch, device=self.device, dtype=torch.float32, scaled=True, generator=draw)
         latents = batch["latents"]
         # Drawn on the CPU: the numbers are the same whatever the device.
         noise = torch.randn(latents.shape, generator=self.generator).to(self.device)
@@ -205,13 +199,6 @@ class Training:
         is_velocity = self.scheduler.config.prediction_type == "v_prediction"
         target = self.scheduler.get_velocity(latents, noise, timesteps) if is_velocity else noise
         return F.mse_loss(predicted.float(), target)
-
-    def batches(self, step: int) -> Iterator[list[int]]:
-        """The batches after this many steps, without end. The step alone says where in an epoch the run is."""
-        epoch, position = divmod(step, len(self.sampler))
-        for number in count(epoch):
-            self.sampler.set_epoch(number)
-            yield from islice(self.sampler, position if number == epoch else 0, None)
 
     def validation_runner(self) -> ValidationRunner | None:
         """None where there is nothing to validate, and nobody asked for it."""
@@ -231,12 +218,13 @@ class Training:
             model=self.unet,
             optimizer=self.optimizer,
             scaler=self.scaler,
-            epoch=step // len(self.sampler),
+            epoch=step // len(self.loader),
             step=step,
             extra={
                 SETTINGS_KEY: lora_settings(self.unet),
                 "settings": self.settings(),
                 "generator": self.generator.get_state(),
+                "loader": self.loader.state_dict(),
             },
         )
 
@@ -250,29 +238,23 @@ class Training:
         if differing:
             raise CheckpointError(self.checkpoint, "cannot be resumed with other settings:", offenders=tuple(differing))
         self.generator.set_state(state.extra["generator"])
+        self.loader.load_state_dict(state.extra["loader"])
         return state.step
 
 
-class TrainingSet(ConcatDataset[dict[str, Any]]):
+def training_set(config: Config) -> LatentDatasets:
     """The cached samples of all training sets of the config. Sets with the role validation are never trained on."""
-
-    def __init__(self, config: Config):
-        sets = [dataset for dataset in config.datasets if dataset.role == "train"]
-        if not sets or config.cache.store == "cpu":
-            raise ConfigError("training needs a dataset with `role: train`, in a cache with `store: disk`")
-        path = config.cache.path
-        missing = {dataset.name for dataset in sets} - set(ManifestFolder(path / "manifests").names())
-        if missing:
-            raise StoreError(f"{path}: {', '.join(sorted(missing))} is not cached: run `latentcache precache CONFIG`")
-        super().__init__([LatentDataset(path, each.name, flips=each.flip, caption="random") for each in sets])
-        self._buckets = [part.bucket(index) for part in self.datasets for index in range(len(part))]
-        if not self._buckets:
-            raise StoreError(f"{path}: every sample was refused: `latentcache precache CONFIG` tells why")
-        if len({part.scaling for part in self.datasets}) > 1:
-            raise StoreError(f"{path}: the training sets come from different VAEs: run `latentcache precache CONFIG`")
-
-    def bucket(self, index: int) -> Bucket:
-        return self._buckets[index]
+    sets = [dataset for dataset in config.datasets if dataset.role == "train"]
+    if not sets or config.cache.store == "cpu":
+        raise ConfigError("training needs a dataset with `role: train`, in a cache with `store: disk`")
+    path = config.cache.path
+    missing = {dataset.name for dataset in sets} - set(ManifestFolder(path / "manifests").names())
+    if missing:
+        raise StoreError(f"{path}: {', '.join(sorted(missing))} is not cached: run `latentcache precache CONFIG`")
+    found = LatentDatasets(LatentDataset(path, each.name, flips=each.flip, caption="random") for each in sets)
+    if not len(found):
+        raise StoreError(f"{path}: every sample was refused: `latentcache precache CONFIG` tells why")
+    return found
 
 
 def is_due(step: int, every: int) -> bool:

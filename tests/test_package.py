@@ -18,7 +18,7 @@ MODULES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 
 LAYERS = [
     {"errors", "types", "__init__"},
-    {"config", "files", "fingerprint", "provenance"},
+    {"config", "files", "fingerprint", "garbage", "provenance"},
     {"dataset", "store", "devices"},
     {"encoders"},
     {"precache", "retrieve"},
@@ -35,8 +35,8 @@ MAY_MEET = {("provenance", "__init__"), ("cli", "__init__")}
 """`latentcache/__init__.py` holds the version."""
 
 OWNERS = {
-    "diskcache": ("store/index.py",),
-    "sqlite3": ("store/index.py",),
+    "diskcache": ("store/index.py", "store/connection.py"),
+    "sqlite3": ("store/index.py", "store/connection.py"),
     "safetensors": ("store/pack.py", "devices/checkpoint_folder.py"),
     "PIL": ("dataset/images.py", "encoders/tiny.py", "validation/", "service/"),
     "pyarrow": ("dataset/tables.py",),

@@ -153,9 +153,9 @@ def test_a_run_trains_the_lora_alone(whole: Outcome) -> None:
 
 
 def test_only_training_sets_are_trained_on(whole: Outcome) -> None:
-    dataset, sampler = whole.training.dataset, whole.training.sampler
+    dataset, sampler = whole.training.dataset, whole.training.loader.sampler
     assert [part.manifest_name for part in dataset.datasets] == ["first", "second"]
-    items = [index for batch in sampler for index in batch]
+    items = [item for planned in sampler.plan(0) for item in planned.items]
     assert sorted(items) == list(range(len(dataset)))
     assert {dataset[index]["sample_id"] for index in items} == {"0.png", "1.png", "3.png", "4.png", "6.png"}
 
@@ -271,7 +271,8 @@ def test_the_target_follows_the_schedulers_config(
     training = script.Training(training_only(cached), options)
     training.scheduler.register_to_config(prediction_type=prediction_type)
     target = target or training.scheduler.get_velocity.__func__
-    batch = next(iter(torch.utils.data.DataLoader(training.dataset, batch_sampler=training.batches(0))))
+    with training.loader as loader:
+        batch = next(iter(loader))
     seen = {}
     hook = training.unet.register_forward_hook(lambda module, given, output: seen.update(output=output.sample))
     state = training.generator.get_state()
@@ -279,8 +280,7 @@ def test_the_target_follows_the_schedulers_config(
     hook.remove()
     generator = torch.Generator()
     generator.set_state(state)
-    part = training.dataset.datasets[0]
-    latents = part.place(batch, device="cpu", scaled=True, generator=generator)["latents"]
+    latents = batch["latents"]
     noise = torch.randn(latents.shape, generator=generator)
     steps = torch.randint(1000, (len(latents),), generator=generator)
     expected = (seen["output"] - target(training.scheduler, latents, noise, steps)).square().mean()

@@ -16,6 +16,7 @@ from latentcache.config import PROMPTS_PREFIX
 from latentcache.errors import DatasetError
 from latentcache.files import sealed_file, typed_errors, write_all
 from latentcache.fingerprint import canonical_json, digest
+from latentcache.garbage import collector_paused
 from latentcache.types import Geometry, Refusal
 
 FORMAT = 1
@@ -161,7 +162,8 @@ class ManifestFolder:
             header = json.loads(lines[0])
             if header["format"] != FORMAT:
                 raise DatasetError(file, f"manifest format {header['format']!r}, but this version reads {FORMAT}")
-            rows = [Row.from_json(json.loads(line)) for line in lines[1:]]
+            with collector_paused():
+                rows = [Row.from_json(json.loads(line)) for line in lines[1:]]
             if len(rows) != header["num_samples"]:
                 raise ValueError(f"{len(rows)} samples instead of {header['num_samples']}")
             return Manifest(

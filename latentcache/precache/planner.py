@@ -7,10 +7,10 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import islice
 from typing import Any
 
@@ -28,6 +28,7 @@ from latentcache.fingerprint import (
     encoding_json,
     key_of,
 )
+from latentcache.garbage import collector_paused
 from latentcache.precache.encodings import Encodings
 from latentcache.precache.plan import ImageTask, Plan, PlanBuilder
 from latentcache.precache.progress import NoProgress, Progress
@@ -36,13 +37,15 @@ from latentcache.precache.reasons import History
 from latentcache.precache.shard import Shard
 from latentcache.precache.window import windowed
 from latentcache.precache.workspace import Workspace
-from latentcache.types import Geometry, Refusal, Size, prompt_id
+from latentcache.types import Bucket, Geometry, Refusal, Size, prompt_id
 
 CHUNK = 1024
 """Samples whose keys are looked up together."""
 SETTLED_NS = 2_000_000_000
 """A file that changed less than this long ago may change again without a new time stamp ("racy git"): its digest is
 not remembered."""
+
+_MAX_GEOMETRIES = 1 << 16
 
 logger = logging.getLogger("latentcache")
 
@@ -72,7 +75,8 @@ def make_plan(
     progress = progress or NoProgress()
     _plan_prompts(builder, config, workspace)
     num_workers = config.encode.num_workers
-    with ThreadPoolExecutor(os.cpu_count() if num_workers == "auto" else num_workers) as executor:
+    num_threads = os.cpu_count() if num_workers == "auto" else num_workers
+    with collector_paused(), ThreadPoolExecutor(num_threads) as executor:
         for dataset in config.datasets:
             progress.start(f"plan {dataset.name}", None)
             planner = _DatasetPlanner(builder, dataset, workspace, verify_sources, only)
@@ -122,7 +126,9 @@ class _DatasetPlanner:
         self._policy = ImagePolicy(**dataset.images.model_dump())
         # What was probed under one policy says nothing about another, which may refuse the image.
         self._policy_digest = digest(dataset.images.model_dump_json().encode())
-        self._table = bucket_table(**dataset.buckets.model_dump())
+        table = bucket_table(**dataset.buckets.model_dump())
+        # Most images of a dataset share their size with others: one value in memory for all of them.
+        self._geometries = lru_cache(_MAX_GEOMETRIES)(partial(_geometries, table, dataset.flip))
         source = dataset.source.model_dump()
         self._source = open_source(source.pop("kind"), source.pop("path"), **source)
         self._common = _shared(builder) | {
@@ -205,8 +211,7 @@ class _DatasetPlanner:
         return f"image/1 {self._policy_digest} {signature} {sample.path}"
 
     def _row(self, sample: Sample, source: str, size: Size) -> Row:
-        geometry = fit(size, assign(size, self._table))
-        geometries = (geometry, replace(geometry, flip=True)) if self._dataset.flip else (geometry,)
+        geometries = self._geometries(size)
         images = tuple(ImageRef(key_of(self._identity(source, g).to_json()), g) for g in geometries)
         encoding = self._builder.encodings.text
         captions = tuple(
@@ -238,3 +243,9 @@ class _DatasetPlanner:
 
 def _shared(builder: PlanBuilder) -> dict[str, Any]:
     return {"schema": SCHEMA, "salt": builder.salt}
+
+
+def _geometries(table: Sequence[Bucket], flip: bool, size: Size) -> tuple[Geometry, ...]:
+    """What is done to an image of this size: once, and mirrored where the dataset flips."""
+    geometry = fit(size, assign(size, table))
+    return (geometry, replace(geometry, flip=True)) if flip else (geometry,)

@@ -3,42 +3,32 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from latentcache.config import PROMPTS_PREFIX
-from latentcache.dataset.manifest import ImageRef, Manifest, ManifestFolder, Manifests, Row, prompts_name
+from latentcache.dataset.manifest import Manifest, ManifestFolder, Manifests, Row, prompts_name
 from latentcache.devices.placement import Asker, device_of, dtype_of
 from latentcache.errors import EntryDamagedError, EntryMissingError, SampleError, StoreError
+from latentcache.retrieve.placing import IMAGE_FIELDS, Batch, Scaling, fill, is_cpu, place
+from latentcache.retrieve.wanted import Wanted, facts
 from latentcache.store.base import DTYPES, Store
 from latentcache.store.disk import DiskStore
-from latentcache.types import Entry, Geometry, prompt_id
+from latentcache.types import Entry, prompt_id
 
-Batch = dict[str, Any]
 Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 """Field -> dtype and shape [n, ...] of its rows."""
 Allocate = Callable[[Shapes], Mapping[str, torch.Tensor]]
 """Gives a contiguous CPU tensor for each field."""
-KeyName = Literal["image_key", "caption_key"]
-IMAGE_FIELDS = ("moments", "latents")
 TEXT_FIELDS = ("prompt_embeds", "pooled_prompt_embeds")
-
-
-@dataclass(frozen=True, slots=True)
-class Scaling:
-    """What the UNet expects: `(latents - shift_factor) * scaling_factor`, as diffusers' training scripts do it."""
-
-    scaling_factor: float
-    shift_factor: float | None
-
-    def apply(self, latents: torch.Tensor) -> torch.Tensor:
-        shifted = latents if self.shift_factor is None else latents - self.shift_factor
-        return shifted * self.scaling_factor
+MAX_REMEMBERED = 1 << 17
+"""Samples that `LatentCache.batch` remembers the entries of, at some 200 bytes each. Beyond it all are forgotten, and
+looked up in the manifests again."""
 
 
 class LatentCache:
@@ -73,6 +63,8 @@ class LatentCache:
         self.manifests: Manifests = manifests
         self._only = manifest
         self._loaded: dict[str, Manifest] = {}
+        # Samples that were asked for, by caption and flip, then by sample_id; and the scaling of each one's latents.
+        self._asked: dict[tuple[int, bool], dict[str, tuple[Wanted, Scaling]]] = {}
         if manifest is not None:
             self.manifest(manifest)
 
@@ -88,9 +80,11 @@ class LatentCache:
     def refresh(self) -> None:
         """Forget the manifests that were read, so that the next question sees those that were written since.
 
-        Entries need none of it: the store looks up what it does not know, whoever sealed it.
+        Until then `batch` gives a sample as it found it first. Entries need none of it: the store looks up what it
+        does not know, whoever sealed it, and sees at once what it itself removed or found damaged.
         """
         self._loaded.clear()
+        self._asked = {}  # a new one: a thread that fills the old one does no harm
 
     def restricted(self, manifest: str) -> LatentCache:
         """The same cache, of which only this manifest's samples are seen. It shares the store, and is not closed."""
@@ -123,9 +117,12 @@ class LatentCache:
 
     def row(self, sample_id: str) -> tuple[Manifest, Row]:
         """The sample's row and its manifest. Raises SampleError when it is unknown, ambiguous, or was refused."""
-        found = [m for m in map(self.manifest, self.dataset_names()) if sample_id in m.rows]
+        return self._row(sample_id, [self.manifest(name) for name in self.dataset_names()])
+
+    def _row(self, sample_id: str, manifests: Sequence[Manifest]) -> tuple[Manifest, Row]:
+        found = [manifest for manifest in manifests if sample_id in manifest.rows]
         if not found:
-            raise SampleError(sample_id, f"is in no manifest ({', '.join(self.dataset_names())})", self._precache)
+            raise SampleError(sample_id, f"is in no manifest ({', '.join(m.name for m in manifests)})", self._precache)
         if len(found) > 1:
             names = ", ".join(manifest.name for manifest in found)
             raise SampleError(sample_id, f"is in several manifests: {names}", "LatentCache(path, manifest=NAME)")
@@ -170,6 +167,7 @@ class LatentCache:
         generator: torch.Generator | None = None,
         caption: int = 0,
         flip: bool = False,
+        out: Mapping[str, torch.Tensor] | None = None,
     ) -> Batch:
         """A batch of B samples of one bucket on the asking device.
 
@@ -179,16 +177,70 @@ class LatentCache:
         Stored moments give a draw with `generator`, or their mean without one. `scaled` applies the VAE's shift and
         scaling factor; without it latents are as the VAE gave them. `caption` is the number of the caption.
 
-        Raises SampleError for a sample that is unknown, refused, missing or damaged; StoreError for mixed buckets.
+        What is in `out`, by name, is written to and returned in the batch: contiguous tensors of the device, dtype and
+        shape that the batch has. On the CPU, and where nothing is converted, the stored bytes are copied only once.
+
+        Raises SampleError for a sample that is unknown, refused, missing or damaged; StoreError for mixed buckets, and
+        for a tensor in `out` that does not fit or that the batch does not have.
         """
-        found = [self.row(sample_id) for sample_id in sample_ids]
-        wanted = [Wanted.of(row, caption=caption, flip=flip) for _, row in found]
-        gathered = self.gather(wanted)
-        scalings = {self.scaling(manifest) for manifest, _ in found}
-        if scaled and len(scalings) > 1:
-            raise StoreError(f"the batch mixes latents of VAEs that scale differently: {sorted(map(str, scalings))}")
-        scaling = next(iter(scalings)) if scaled else None
-        return place(gathered, device, dtype=dtype, output=output, scaling=scaling, generator=generator)
+        found = self._find(sample_ids, caption, flip)
+        wanted = [item for item, _ in found]
+        scaling = None
+        if scaled and found:
+            scalings = {scaling for _, scaling in found}
+            if len(scalings) > 1:
+                names = sorted(map(str, scalings))
+                raise StoreError(f"the batch mixes latents of VAEs that scale differently: {names}")
+            (scaling,) = scalings
+        direct = out
+        if out and (dtype is not None or scaled or not is_cpu(device)):
+            direct = self._direct(out, wanted, device_of(device), dtype or dtype_of(device), scaled=scaled)
+        batch = place(
+            self.gather(wanted, out=direct), device, dtype=dtype, output=output, scaling=scaling, generator=generator
+        )
+        return fill(out, batch) if out else batch
+
+    def _find(self, sample_ids: Sequence[str], caption: int, flip: bool) -> list[tuple[Wanted, Scaling]]:
+        asked = self._asked
+        known = asked.get((caption, flip))
+        if known is None:
+            known = asked[caption, flip] = {}
+        try:
+            return [known[sample_id] for sample_id in sample_ids]
+        except KeyError:
+            pass
+        if sum(map(len, asked.values())) + len(sample_ids) > MAX_REMEMBERED:
+            self._asked = {(caption, flip): (known := {})}
+        manifests = [self.manifest(name) for name in self.dataset_names()]
+        found = []
+        for sample_id in sample_ids:
+            item = known.get(sample_id)
+            if item is None:
+                manifest, row = self._row(sample_id, manifests)
+                item = Wanted.of(row, caption=caption, flip=flip), self.scaling(manifest)
+                known[sample_id] = item
+            found.append(item)
+        return found
+
+    def _direct(
+        self,
+        out: Mapping[str, torch.Tensor],
+        wanted: Sequence[Wanted],
+        target: torch.device,
+        dtype: torch.dtype | None,
+        *,
+        scaled: bool,
+    ) -> Mapping[str, torch.Tensor] | None:
+        """Those tensors of `out` that the stored bytes can be copied to, because nothing is computed from them."""
+        if target.type != "cpu" or not wanted:
+            return None
+        stored = {name: stored_dtype for name, (stored_dtype, _) in self.shapes(wanted).items()}
+        computed = IMAGE_FIELDS if scaled else ()
+        return {
+            name: tensor
+            for name, tensor in out.items()
+            if name not in computed and tensor.dtype is stored.get(name) and dtype in (None, tensor.dtype)
+        }
 
     def prompt(
         self, text: str, *, device: Asker, dtype: torch.dtype | None = None, negative: bool = False
@@ -214,39 +266,55 @@ class LatentCache:
             raise SampleError(sample_id, "is not cached", remedy)
         wanted = Wanted(sample_id, None, None, text, manifest.rows[sample_id].captions[0].key)
         target, dtype = device_of(device), dtype or dtype_of(device)
-        return {name: tensor.to(target, dtype) for name, tensor in self._gather([wanted], "caption_key").items()}
+        found = self._read([wanted.caption_key], [wanted], None)
+        return {name: tensor.to(target, dtype) for name, tensor in found.items()}
 
-    def gather(self, wanted: Sequence[Wanted], *, allocate: Allocate | None = None) -> Batch:
+    def gather(
+        self,
+        wanted: Sequence[Wanted],
+        *,
+        allocate: Allocate | None = None,
+        out: Mapping[str, torch.Tensor] | None = None,
+    ) -> Batch:
         """The stored tensors of these samples on the CPU, stacked, with their sizes. One bucket only.
 
-        `allocate` gives the tensors that they are written to; without it they are new ones.
+        They are written to the tensors of `out`, or to those that `allocate` gives; without them to new ones.
         """
         if not wanted:
             raise StoreError("no samples were asked for: a batch has at least one")
-        buckets = {item.geometry.target_size for item in wanted if item.geometry is not None}
-        if len(buckets) > 1:
+        told = facts(wanted)
+        if len(set(told["target_size"])) > 1:
+            buckets = sorted({str(item.geometry.target_size) for item in wanted if item.geometry is not None})
             raise StoreError(
-                f"a batch has one bucket, but these samples lie in {', '.join(sorted(map(str, buckets)))}: "
+                f"a batch has one bucket, but these samples lie in {', '.join(buckets)}: "
                 "batch them with latentcache.retrieve.sampler.BucketBatchSampler"
             )
-        out = None if allocate is None else allocate(self.shapes(wanted))
-        tensors = self._gather(wanted, "image_key", out) | self._gather(wanted, "caption_key", out)
-        return tensors | facts(wanted)
+        if allocate is not None:
+            out = allocate(self.shapes(wanted))
+        image_keys, text_keys = [item.image_key for item in wanted], [item.caption_key for item in wanted]
+        self.store.ask_ahead(chain(image_keys, text_keys))  # so that the texts come while the images are copied
+        return self._read(image_keys, wanted, out) | self._read(text_keys, wanted, out) | told
+
+    def ask_ahead(self, wanted: Iterable[Wanted]) -> None:
+        """These samples are read soon: see `Store.ask_ahead`."""
+        self.store.ask_ahead(key for item in wanted for key in (item.image_key, item.caption_key) if key is not None)
 
     def shapes(self, wanted: Sequence[Wanted]) -> Shapes:
         """dtype and shape of each field of a batch of these samples, read off the first one's entries."""
         shapes: Shapes = {}
-        for key in (wanted[0].image_key, wanted[0].caption_key):
-            with self.naming(wanted):
-                described = self.store.describe(key)
-            shapes |= {name: (DTYPES[dtype], (len(wanted), *shape)) for name, (dtype, shape) in described.items()}
+        with self.naming(wanted):
+            for key in (wanted[0].image_key, wanted[0].caption_key):
+                for name, (dtype, shape) in self.store.describe(key).items():
+                    shapes[name] = DTYPES[dtype], (len(wanted), *shape)
         return shapes
 
-    def _gather(
-        self, wanted: Sequence[Wanted], which: KeyName, out: Mapping[str, torch.Tensor] | None = None
+    def _read(
+        self, keys: Sequence[str], wanted: Sequence[Wanted], out: Mapping[str, torch.Tensor] | None
     ) -> dict[str, torch.Tensor]:
-        with self.naming(wanted):
-            return self.store.read_batch([getattr(item, which) for item in wanted], out=out)
+        try:
+            return self.store.read_batch(keys, out=out)
+        except (EntryMissingError, EntryDamagedError) as error:
+            raise self._named(error, wanted) from error
 
     @contextmanager
     def naming(self, wanted: Sequence[Wanted]) -> Iterator[None]:
@@ -254,110 +322,16 @@ class LatentCache:
         try:
             yield
         except (EntryMissingError, EntryDamagedError) as error:
-            users = (item.sample_id for item in wanted if error.key in (item.image_key, item.caption_key))
-            sample_id = next(users, error.key)
-            if isinstance(error, EntryMissingError):
-                raise SampleError(sample_id, f"has no entry: {error.reason}", self._precache) from error
-            mark = f"run `latentcache verify {self.path}`, then " if self.store.read_only else ""
-            raise SampleError(sample_id, f"is damaged: {error.reason}", mark + self._precache) from error
+            raise self._named(error, wanted) from error
+
+    def _named(self, error: EntryMissingError | EntryDamagedError, wanted: Sequence[Wanted]) -> SampleError:
+        users = (item.sample_id for item in wanted if error.key in (item.image_key, item.caption_key))
+        sample_id = next(users, error.key)
+        if isinstance(error, EntryMissingError):
+            return SampleError(sample_id, f"has no entry: {error.reason}", self._precache)
+        mark = f"run `latentcache verify {self.path}`, then " if self.store.read_only else ""
+        return SampleError(sample_id, f"is damaged: {error.reason}", mark + self._precache)
 
     @property
     def _precache(self) -> str:
         return "run `latentcache precache CONFIG` again"
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """One sample of a batch: which image entry and which text entry."""
-
-    sample_id: str
-    image_key: str | None
-    geometry: Geometry | None
-    caption: str
-    caption_key: str
-
-    @classmethod
-    def of(cls, row: Row, *, caption: int = 0, flip: bool = False) -> Wanted:
-        image = _image_of(row, flip)
-        if not 0 <= caption < len(row.captions):
-            met = f"has {len(row.captions)} captions, but number {caption} was asked for"
-            raise SampleError(row.sample_id, met, "ask for a smaller number")
-        text = row.captions[caption]
-        return cls(row.sample_id, image.key, image.geometry, text.text, text.key)
-
-
-def _image_of(row: Row, flip: bool) -> ImageRef:
-    for ref in row.images:
-        if ref.geometry.flip == flip:
-            return ref
-    remedy = "set `flip: true` for the dataset and run `latentcache precache CONFIG` again"
-    raise SampleError(row.sample_id, "has no flipped entry" if flip else "has no image entry", remedy)
-
-
-def facts(wanted: Sequence[Wanted]) -> Batch:
-    """What the manifest says of these samples: ids, captions, sizes, and the time ids that follow from them."""
-    geometries = [item.geometry for item in wanted if item.geometry is not None]
-    facts: Batch = {"sample_id": [item.sample_id for item in wanted], "caption": [item.caption for item in wanted]}
-    for name in ("original_size", "resized_size", "crop_top_left", "target_size"):
-        facts[name] = [tuple(getattr(geometry, name)) for geometry in geometries]
-    facts["add_time_ids"] = add_time_ids(geometries)
-    return facts
-
-
-def add_time_ids(geometries: Sequence[Geometry]) -> torch.Tensor:
-    """original_size + crop_top_left + target_size of each image: float32 [B, 6].
-
-    The order is that of diffusers' `StableDiffusionXLPipeline._get_add_time_ids`. float32, because bfloat16 cannot
-    hold every integer above 256.
-    """
-    rows = [[*g.original_size, *g.crop_top_left, *g.target_size] for g in geometries]
-    return torch.tensor(rows, dtype=torch.float32).reshape(-1, 6)
-
-
-def place(
-    batch: Mapping[str, Any],
-    device: Asker,
-    *,
-    dtype: torch.dtype | None = None,
-    output: Literal["latents", "moments"] = "latents",
-    scaling: Scaling | None = None,
-    generator: torch.Generator | None = None,
-) -> Batch:
-    """A gathered batch moved to the asking device: see `LatentCache.batch`. `scaling` None leaves latents unscaled."""
-    target, dtype = device_of(device), dtype or dtype_of(device)
-    placed: Batch = {}
-    for name, value in batch.items():
-        if name == "add_time_ids":
-            placed[name] = value.to(target, torch.float32)
-        elif name not in IMAGE_FIELDS:
-            placed[name] = value.to(target, dtype) if isinstance(value, torch.Tensor) else value
-    moments, latents = batch.get("moments"), batch.get("latents")
-    if output == "moments":
-        if moments is None:
-            raise StoreError("this cache holds latents, not moments: set encode.image_output to moments and precache")
-        if scaling is not None:
-            raise StoreError("moments are stored unscaled: ask for latents, or leave out scaled=True")
-        return {"moments": moments.to(target, dtype), **placed}
-    if moments is not None:
-        latents = _draw(moments.to(target), generator)
-    elif latents is None:
-        raise StoreError("the batch holds neither moments nor latents")
-    elif generator is not None:
-        raise StoreError("this cache holds latents, which are drawn already: a generator has no effect on them")
-    latents = latents.to(target)
-    if scaling is not None:
-        latents = scaling.apply(latents.float())
-    return {"latents": latents.to(dtype or batch_dtype(batch)), **placed}
-
-
-def _draw(moments: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
-    from latentcache.encoders.vae import (
-        latents_from_moments,
-    )  # imports diffusers, which a reader of latents never needs
-
-    return latents_from_moments(moments.float(), generator)
-
-
-def batch_dtype(batch: Mapping[str, Any]) -> torch.dtype:
-    """The dtype that the image field of a batch is stored in."""
-    return next(batch[name].dtype for name in IMAGE_FIELDS if name in batch)

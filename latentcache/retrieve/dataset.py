@@ -16,11 +16,11 @@ from torch.utils.data import ConcatDataset, Dataset
 from latentcache.dataset.manifest import Row
 from latentcache.devices.placement import Asker
 from latentcache.errors import StoreError
-from latentcache.retrieve.batches import Batch, LatentCache, Wanted, place
+from latentcache.retrieve.batches import LatentCache
 from latentcache.retrieve.draws import Visit
+from latentcache.retrieve.placing import Batch, place
+from latentcache.retrieve.wanted import SIZES, Wanted
 from latentcache.types import Bucket
-
-SIZES = ("original_size", "resized_size", "crop_top_left", "target_size")
 
 
 class LatentDataset(Dataset[Batch]):

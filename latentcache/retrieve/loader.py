@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -12,23 +14,28 @@ import torch
 
 from latentcache.devices.placement import Asker, device_named, device_of, dtype_of
 from latentcache.errors import SampleError, StoreError
-from latentcache.retrieve.batches import Allocate, Batch, LatentCache, Scaling, Wanted, place
+from latentcache.retrieve.batches import Allocate, LatentCache
 from latentcache.retrieve.buffers import BufferPool
 from latentcache.retrieve.draws import noise_generator
+from latentcache.retrieve.placing import Batch, Scaling, place
 from latentcache.retrieve.prefetch import Prefetched
 from latentcache.retrieve.resident import ResidentEntries
 from latentcache.retrieve.sampler import BucketBatchSampler, Cursor, PlannedBatch
 from latentcache.retrieve.transfer import MAX_IN_FLIGHT, Sent, Transfer, transfer_to
+from latentcache.retrieve.wanted import Wanted
 
 logger = logging.getLogger("latentcache")
 
 Output = Literal["latents", "mean", "moments"]
+LOOK_AHEAD = 4
+"""Batches that are asked for before they are read, while what is read comes from the disk."""
 
 
 class Gatherer(Protocol):
     """Where batches are gathered: the cache, or the entries that are held in memory."""
 
     def gather(self, wanted: Sequence[Wanted], *, allocate: Allocate | None = None) -> Batch: ...
+    def ask_ahead(self, wanted: Iterable[Wanted]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +66,21 @@ class _Maker:
 
     def make_all(self, plan: Iterable[PlannedBatch]) -> Generator[_Made, None, None]:
         try:
-            for planned in plan:
+            for planned in self._asked_for(plan):
                 yield self._make(planned)  # kept in no variable: what is read next may take its buffer
         finally:
             self.transfer.finish()
+
+    def _asked_for(self, plan: Iterable[PlannedBatch]) -> Iterator[PlannedBatch]:
+        """The plan, of which the store has been asked for LOOK_AHEAD batches more than were given."""
+        window: deque[PlannedBatch] = deque()
+        for planned in plan:
+            with suppress(StoreError):  # it comes up again with the batch that it belongs to
+                self.source.ask_ahead(map(self.dataset.wanted, planned.items))
+            window.append(planned)
+            if len(window) > LOOK_AHEAD:
+                yield window.popleft()
+        yield from window
 
     def _make(self, planned: PlannedBatch) -> _Made:
         try:

@@ -11,7 +11,9 @@ import torch
 
 from latentcache.devices.placement import free_memory
 from latentcache.errors import EntryDamagedError, EntryMissingError, SampleError, StoreError
-from latentcache.retrieve.batches import Allocate, Batch, LatentCache, Wanted, facts
+from latentcache.retrieve.batches import Allocate, LatentCache
+from latentcache.retrieve.placing import Batch
+from latentcache.retrieve.wanted import Wanted, facts
 from latentcache.store.base import DTYPES
 
 CHUNK_BYTES = 32 << 20
@@ -183,6 +185,9 @@ class ResidentEntries:
                 else:
                     batch[name] = tensor.index_select(0, index)
         return batch | facts(wanted)
+
+    def ask_ahead(self, wanted: Iterable[Wanted]) -> None:
+        """All is in memory."""
 
     def _rows(self, keys: Sequence[str], wanted: Sequence[Wanted]) -> tuple[_Table, list[int]]:
         for key in keys:

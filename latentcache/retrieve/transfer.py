@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from latentcache.retrieve.batches import Batch
+from latentcache.retrieve.placing import Batch
 
 MAX_IN_FLIGHT = 2
 """Batches whose copies may be under way at once."""

@@ -28,6 +28,7 @@ DTYPES: dict[str, torch.dtype] = {
     )
 }
 """The dtypes that can be stored, by name."""
+_NUMPY_DTYPES = frozenset(DTYPES.values()) - {torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2}
 
 _KEY = re.compile(r"[0-9a-f]{64}")
 _FIELD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
@@ -60,13 +61,12 @@ def dtype_name(tensor: torch.Tensor) -> str:
 
 def flat_bytes(tensor: torch.Tensor) -> np.ndarray:
     """The bytes of a contiguous CPU tensor as a flat uint8 array that shares its memory."""
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy()
-
-
-def row_bytes(tensor: torch.Tensor) -> np.ndarray:
-    """The bytes of a contiguous CPU tensor [n, ...] as uint8 [n, bytes of a row], sharing its memory."""
-    # numpy reshapes in a third of the time that torch takes, which counts in small batches.
-    return tensor.detach().view(torch.uint8).numpy().reshape(tensor.shape[0], -1)
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if tensor.dtype in _NUMPY_DTYPES:
+        # numpy makes views in a third of the time that torch takes, which counts in small batches.
+        return tensor.numpy().reshape(-1).view(np.uint8)
+    return tensor.reshape(-1).view(torch.uint8).numpy()
 
 
 def payload_digest(key: str, fields: Mapping[str, tuple[str, tuple[int, ...], Any]]) -> str:
@@ -215,6 +215,13 @@ class Store(Protocol):
 
         Written into the tensors of `out` where given: contiguous CPU tensors of that shape and dtype. StoreError if
         the entries' fields, shapes or dtypes differ. No keys give no tensors.
+        """
+
+    def ask_ahead(self, keys: Iterable[str]) -> None:
+        """These entries are read soon: a store that reads from a disk may bring them into memory meanwhile.
+
+        It waits for nothing, and leaves out what is not there. Where lately all was in memory the keys are not even
+        looked at.
         """
 
     def keys(self) -> Iterator[str]:

@@ -1,22 +1,23 @@
-"""The rows of the index, as a store needs them: entries, packs and damage, held in memory and kept in step."""
+"""The rows of the index, as a store needs them: which entries there are, and what changes them."""
 
 from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 from latentcache.errors import IndexDamagedError, ReadOnlyError, StoreBusyError, StoreError
-from latentcache.store.base import is_key
 from latentcache.store.directory import CacheDirectory
+from latentcache.store.entries import Found
 from latentcache.store.index import Index, Transaction
-from latentcache.store.location import Location, PackSize, Spec, count_specs, is_pack_id, looks_like_location
+from latentcache.store.location import Location, PackSize, Spec
 from latentcache.store.lock import locked
+from latentcache.store.mirror import Mirror
 from latentcache.store.pack import Header
-from latentcache.store.recovery import DAMAGED_PREFIX, PACK_PREFIX, Scan, scan_packs
+from latentcache.store.recovery import Scan, lost_packs, scan_unknown
+from latentcache.store.rows import DAMAGED_PREFIX, PACK_PREFIX
 
 logger = logging.getLogger("latentcache")
 
@@ -33,31 +34,38 @@ class Catalog:
     def __init__(self, directory: CacheDirectory, *, read_only: bool):
         self.directory = directory
         self.read_only = read_only
-        self.packs: dict[str, PackSize] = {}
-        self.markers: dict[str, str] = {}
-        # Text until it is needed: reading a million locations at once takes seconds, and they are larger.
-        self._entries: dict[str, str | Location] = {}
-        # Damage that a reader found and may not write down: the row's text, and the reason.
-        self._unwritten: dict[str, tuple[str, str]] = {}
+        self.mirror = Mirror(directory)
         self.index: Index | None = self._open_for_reading() if read_only else self._open_for_writing()
         # Memory and the index change together, and a fork waits for it. Without an index nothing is read again.
         self._lock: AbstractContextManager[Any] = nullcontext() if self.index is None else self.index.lock
+        self.save()
+
+    @property
+    def packs(self) -> dict[str, PackSize]:
+        """The packs that the index knows."""
+        return self.mirror.packs
+
+    @property
+    def markers(self) -> dict[str, str]:
+        """Why each damaged entry is one, by key."""
+        return self.mirror.markers
 
     def _open_for_reading(self) -> Index | None:
         try:
             index = Index(self.directory.index, read_only=True)
-            self._load(index.items())
+            self.mirror.load(index)
+            self.mirror.take_sealed()
             return index
         except (IndexDamagedError, ReadOnlyError) as error:
             # ReadOnlyError: a dead writer's change waits to be rolled back, which would be a write.
             logger.warning("%s Reading the packs' headers instead; nothing is written.", error)
-            self._take(scan_packs(self.directory, self.directory.pack_sizes()))
+            self.mirror.take_packs()
             return None
 
     def _open_for_writing(self) -> Index:
         try:
             index = Index(self.directory.index)
-            self._load(index.items())
+            self.mirror.load(index)
         except IndexDamagedError as error:
             index = self._replace(error)
         try:
@@ -73,79 +81,33 @@ class Catalog:
             try:
                 # Another process may have mended it while this one waited.
                 index = Index(self.directory.index)
-                self._load(index.items())
+                self.mirror.load(index)
                 return index
             except IndexDamagedError:
                 aside = self.directory.path / f"index.damaged-{uuid.uuid4().hex[:8]}"
                 self.directory.index.rename(aside)
             index = Index(self.directory.index)
             logger.warning("%s It was moved to %s (delete it when you like) and is made anew now.", error, aside.name)
-            self._load({})
+            self.mirror.load(index)
             return index
-
-    def _load(self, rows: Mapping[str, str]) -> None:
-        entries: dict[str, str | Location] = {}
-        packs, markers = {}, {}
-        for name, value in rows.items():
-            if is_key(name) and looks_like_location(value):
-                entries[name] = value
-            elif name.startswith(DAMAGED_PREFIX):
-                markers[name.removeprefix(DAMAGED_PREFIX)] = value
-            elif name.startswith(PACK_PREFIX):
-                pack = name.removeprefix(PACK_PREFIX)
-                packs[pack] = self._pack_size(pack, value)
-            else:
-                raise IndexDamagedError(self.directory.index, f"row {name!r:.80} = {value!r:.80}")
-        for key, (text, reason) in self._unwritten.items():
-            if entries.get(key) == text:
-                markers[key] = reason
-                del entries[key]
-        self._entries, self.packs, self.markers = entries, packs, markers
-
-    def _pack_size(self, pack: str, text: str) -> PackSize:
-        try:
-            if not is_pack_id(pack):
-                raise ValueError(f"not a pack: {pack!r:.80}")
-            return PackSize.from_text(text)
-        except ValueError as error:
-            raise IndexDamagedError(self.directory.index, str(error)) from error
-
-    def _take(self, scan: Scan) -> None:
-        self.packs.update(scan.packs)
-        self._entries.update(scan.locations)
-        self.markers.update(scan.damaged)
-        for reason in scan.unreadable.values():
-            logger.warning("%s Its entries are missing.", reason)
 
     def _reconcile(self, index: Index) -> None:
         """Bring index and packs together: take in sealed packs that have no row, mark what lies in lost ones."""
         # Rows first, then files: a pack that another writer seals from here on is in neither.
         known = dict(self.packs)
         sizes = self.directory.pack_sizes()
-        unknown = sizes.keys() - known.keys()
-        if unknown:
-            scan = scan_packs(self.directory, unknown)
-            for path, reason in scan.unreadable.items():
-                advice = "" if Path(path).stem in scan.unreachable else "; delete it, or move it elsewhere"
-                logger.warning("%s Its entries are missing%s.", reason, advice)
-            if scan.packs:
-                logger.info("%s: took in %d packs that the index did not know", self.directory.path, len(scan.packs))
+        scan = scan_unknown(self.directory, sizes.keys() - known.keys())
+        if scan.packs:
+            logger.info("%s: took in %d packs that the index did not know", self.directory.path, len(scan.packs))
             stale = [DAMAGED_PREFIX + key for key in scan.locations if key in self.markers]
             index.add_many(scan.rows(), remove=stale)
-            self._load(index.items())
-        lost = {p for p, size in known.items() if sizes.get(p) != size.file_bytes and self._is_lost(p, size)}
+            self.mirror.load(index)
+        lost = lost_packs(self.directory, known, sizes)
         if lost:
             self._mark_lost(index, lost)
 
-    def _is_lost(self, pack: str, size: PackSize) -> bool:
-        try:
-            return self.directory.pack_size(pack) != size.file_bytes
-        except StoreError as error:
-            logger.warning("%s", error)
-            return False
-
     def _mark_lost(self, index: Index, lost: Collection[str]) -> None:
-        gone = {key: location for key, location in self.locations().items() if location.pack in lost}
+        gone = self.mirror.entries.locations(lost)
         num_lost = 0
         with index.transaction() as rows:
             for key, location in gone.items():
@@ -158,36 +120,27 @@ class Catalog:
         logger.warning(
             "%s: %d packs are gone or damaged; %d entries are lost", self.directory.path, len(lost), num_lost
         )
-        self._load(index.items())
-
-    def _location(self, key: str, value: str | Location) -> Location:
-        if isinstance(value, Location):
-            return value
-        try:
-            return Location.from_text(value)
-        except ValueError as error:
-            raise IndexDamagedError(self.directory.index, f"row {key}: {error}") from error
+        self.mirror.load(index)
 
     def reload(self) -> None:
-        """Read all rows again."""
-        if self.index is not None:
-            with self._lock:
-                self._load(self.index.items())
+        """Bring memory to where the index is now."""
+        if self.index is None:
+            return
+        with self._lock:
+            self.mirror.load(self.index)
+            if self.read_only:
+                self.mirror.take_sealed()
 
     def find(self, keys: Iterable[str]) -> set[str]:
-        """Those that are there, in memory or in the index."""
-        wanted = set(keys)
-        entries = self._entries
-        found = {key for key in wanted if key in entries}
-        missing = wanted - found
-        if missing and self.index is not None:
+        """Those that are there, in memory or in the index. StoreError for one that is no key."""
+        wanted = list(keys)
+        found = self.mirror.entries.find(wanted)
+        missing = set(wanted) - found if len(found) < len(wanted) else set()
+        if missing:
             with self._lock:
-                rows = self.index.get_many(missing)
-                rows = {key: text for key, text in rows.items() if self._unwritten.get(key, ("",))[0] != text}
-                self._entries.update(rows)
-                for key in rows:
-                    self.markers.pop(key, None)
-            found |= rows.keys()
+                # Nothing is on its way in memory now, and another thread may have brought them.
+                index, entries = self.index, self.mirror.entries
+                found |= entries.find(list(missing)) if index is None else self.mirror.find_in(index, missing)
         return found
 
     def refresh(self, keys: Iterable[str]) -> set[str]:
@@ -197,18 +150,18 @@ class Catalog:
             self.forget(wanted)
             return self.find(wanted)
 
+    def look_up(self, keys: Sequence[str]) -> Found:
+        """Where the entries lie, in memory or in the index. StoreError for one that is no key."""
+        found = self.mirror.entries.look_up(keys)
+        if found.missing():
+            with self._lock:
+                self.find(keys)
+                found = self.mirror.entries.look_up(keys)
+        return found
+
     def locate(self, key: str) -> Location | None:
         """Where the entry lies, or None if it is not there."""
-        value = self._entries.get(key)
-        if isinstance(value, Location):
-            return value
-        with self._lock:
-            self.find([key])
-            value = self._entries.get(key)
-            if value is None:
-                return None
-            location = self._entries[key] = self._location(key, value)
-        return location
+        return self.look_up([key])[0]
 
     def relocate(self, key: str) -> Location | None:
         """Look the key up in the index again: a compaction may have moved the entry."""
@@ -226,37 +179,25 @@ class Catalog:
                 self.markers[key] = reason
         return self.markers.get(key)
 
+    @property
+    def version(self) -> object:
+        """As long as it is the same object, entries that were found lie where they did."""
+        return self.mirror.entries.version
+
     def forget(self, keys: Iterable[str]) -> None:
         """Drop keys from memory only."""
-        for key in keys:
-            self._entries.pop(key, None)
+        with self._lock:
+            self.mirror.drop(keys)
 
     def locations(self) -> dict[str, Location]:
         """All entries, by key, oldest first."""
-        return {key: self._location(key, value) for key, value in list(self._entries.items())}
+        return self.mirror.entries.locations()
 
     def specs(self) -> tuple[list[tuple[Spec, int]], int]:
-        """How many entries of each spec there are, and how many are damaged. The index is counted, and not kept."""
-        if self.index is None:
-            return count_specs(_text(value) for value in list(self._entries.values())), len(self.markers)
-        damaged = set(self._unwritten)
-        try:
-            counts = count_specs(self._live_texts(self.index, damaged))
-        except ValueError as error:
-            raise IndexDamagedError(self.directory.index, str(error)) from error
-        return counts, len(damaged)
-
-    def _live_texts(self, index: Index, damaged: set[str]) -> Iterator[str]:
-        """The locations of entries that are there now; the keys of those that are damaged are left in `damaged`."""
-        for page in index.pages():
-            for name, text in page:
-                if name.startswith(DAMAGED_PREFIX):
-                    damaged.add(name.removeprefix(DAMAGED_PREFIX))
-                elif name not in self._unwritten and not name.startswith(PACK_PREFIX):
-                    yield text
-                elif name in self._unwritten and self._unwritten[name][0] != text:
-                    damaged.discard(name)  # it was replaced since
-                    yield text
+        """How many entries of each spec the index has now, and how many are damaged."""
+        with self._lock:
+            self.reload()
+            return self.mirror.entries.specs(), len(self.markers)
 
     def by_pack(self) -> dict[str, dict[str, Location]]:
         """The entries of each pack that has some."""
@@ -269,18 +210,20 @@ class Catalog:
         """The keys of all entries that the index has now."""
         with self._lock:
             self.reload()
-            return list(self._entries)
+            return self.mirror.entries.keys()
 
     def add_pack(self, header: Header) -> int:
         """Record a new pack and those of its entries that are not there yet. Returns how many were not."""
         index = self._writable()
         with self._lock:
             markers = index.get_many(DAMAGED_PREFIX + key for key in header.locations)
+            if markers:
+                self.forget_snapshot()
             scan = Scan(locations=dict(header.locations), packs={header.pack: header.size})
             added = index.add_many(scan.rows(), remove=list(markers))
             self.packs[header.pack] = header.size
             new = {key: location for key, location in header.locations.items() if key in added}
-            self._entries.update(new)
+            self.mirror.put(new)
             for marker in markers:
                 self.markers.pop(marker.removeprefix(DAMAGED_PREFIX), None)
             return len(new)
@@ -297,7 +240,8 @@ class Catalog:
                         moved[key] = location
             self.packs[header.pack] = header.size
             self.forget(header.locations)
-            self._entries.update(moved)
+            self.mirror.put(moved)
+            self.forget_snapshot()
         return len(moved)
 
     def mark(self, damaged: Mapping[str, tuple[Location, str]]) -> None:
@@ -305,7 +249,7 @@ class Catalog:
         if self.read_only:
             with self._lock:
                 for key, (location, reason) in damaged.items():
-                    self._unwritten[key] = (location.to_text(), reason)
+                    self.mirror.unwritten[key] = (location.to_text(), reason)
                     self.markers[key] = reason
                 self.forget(damaged)
             return
@@ -317,6 +261,7 @@ class Catalog:
                         mark_row(rows, key, reason)
                         self.markers[key] = reason
             self.forget(damaged)
+            self.forget_snapshot()
 
     def remove(self, keys: Collection[str]) -> int:
         """Remove entries and their markers. Returns how many entries there were."""
@@ -329,6 +274,7 @@ class Catalog:
             self.forget(keys)
             for key in keys:
                 self.markers.pop(key, None)
+            self.forget_snapshot()
         return num_removed
 
     def drop_packs(self, packs: Collection[str]) -> None:
@@ -340,19 +286,29 @@ class Catalog:
             self.directory.remove_pack(pack)
             self.packs.pop(pack, None)
         index.remove_many([PACK_PREFIX + pack for pack in packs])
+        self.forget_snapshot()
 
     def _writable(self) -> Index:
         if self.index is None or self.read_only:
             raise ReadOnlyError(self.directory.path)
         return self.index
 
+    def save(self) -> None:
+        """Write a snapshot for those who open the cache later, if the last one lacks much. Errors are logged."""
+        if self.index is not None and not self.read_only:
+            try:
+                self.mirror.save(self.index)
+            except StoreError as error:
+                logger.warning("no snapshot of the index was written: %s", error)
+
+    def forget_snapshot(self) -> None:
+        """The next `save` writes one, if there are entries enough."""
+        self.mirror.forget_snapshot()
+
     def close(self) -> None:
         if self.index is not None:
+            self.save()
             self.index.close()
-
-
-def _text(value: str | Location) -> str:
-    return value if isinstance(value, str) else value.to_text()
 
 
 def mark_row(rows: Transaction, key: str, reason: str) -> None:

@@ -57,6 +57,7 @@ def compact(store: DiskStore | str | os.PathLike[str], *, dry_run: bool = False)
             return _estimate(before, empty, chosen)
         disk.catalog.drop_packs(empty)
         copied, damaged, unreadable = _rewrite(disk, chosen)
+        disk.catalog.save()
         after = disk.directory.pack_sizes()
         return CompactReport(
             num_packs_before=len(before),

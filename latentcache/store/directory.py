@@ -32,6 +32,7 @@ class CacheDirectory:
         self.path = Path(path).expanduser().absolute()
         self.packs = self.path / "packs"
         self.index = self.path / "index"
+        self.snapshot = self.index / "entries.snapshot"
         self.manifests = self.path / "manifests"
         self.lock = self.path / "upkeep.lock"
         if not (self.path / MARK).is_file():
@@ -154,8 +155,8 @@ class CacheDirectory:
 
     def sweep(self) -> int:
         """Remove what dead writers left half written, and count it."""
-        manifests = [self.manifests] if self.manifests.is_dir() and not self.manifests.is_symlink() else []
-        return sum(sweep_temporaries(folder) for folder in [self.path, *manifests, *self._pack_folders()])
+        folders = [folder for folder in (self.manifests, self.index) if folder.is_dir() and not folder.is_symlink()]
+        return sum(sweep_temporaries(folder) for folder in [self.path, *folders, *self._pack_folders()])
 
     def _pack_folders(self) -> list[Path]:
         try:

@@ -28,10 +28,12 @@ from latentcache.files import unreadable
 from latentcache.store.base import StoreStats, check_key
 from latentcache.store.catalog import Catalog
 from latentcache.store.directory import CacheDirectory
+from latentcache.store.entries import Found
 from latentcache.store.gather import Source, stack
 from latentcache.store.location import Location
 from latentcache.store.lock import locked
 from latentcache.store.pack import Header, check_payload, field_bytes, map_pack, new_pack_id, read_header, write_pack
+from latentcache.store.readahead import AskAhead, ReadAhead, ask_for
 from latentcache.store.writer import PackWriter, Sealed
 from latentcache.types import Entry, Record
 
@@ -39,41 +41,63 @@ logger = logging.getLogger("latentcache")
 
 _MAX_HEADERS = 32  # a full pack's header is a few MiB
 _ADD_CHUNK = 1024  # keys looked up at once by `add`
+MAX_READY = 1 << 17
+"""Entries whose place in memory is kept for the next batch, at some 300 bytes each. Beyond it all are forgotten, and
+looked up again. That an entry was verified is kept for all that were read, at some 50 bytes each."""
 
 
 @dataclass(frozen=True, slots=True)
 class DiskRows:
-    """Keys and where their entries were when they were looked up."""
+    """Keys, and where their entries were when they were looked up: all are there. `packs` has the pack of each.
+
+    They are still there while `version` is the catalog's.
+    """
 
     keys: tuple[str, ...]
-    locations: tuple[Location, ...]
+    packs: tuple[str, ...]
+    locations: Found
+    version: object
 
 
-@dataclass(frozen=True, slots=True)
-class _Verified(Source):
-    """An entry whose bytes in `pack` were found good."""
+class _Ready:
+    """Where verified entries can be read, by key. It counts as long as `version` is the catalog's."""
 
-    pack: str
+    __slots__ = ("sources", "version")
+
+    def __init__(self, version: object):
+        self.version = version
+        self.sources: dict[str, Source] = {}
 
 
 class DiskStore:
     """A `base.Store` in a directory. Processes and threads may share the directory; forks may share the store.
 
     `read_only` writes nothing at all, so that a directory without write access can be read. `create=False` wants the
-    cache to be there. StoreError, SchemaError, ReadOnlyError as for `CacheDirectory`.
+    cache to be there. `ask_ahead` says when the system is asked to read a batch's bytes before they are copied
+    (`readahead.ReadAhead`). StoreError, SchemaError, ReadOnlyError as for `CacheDirectory`.
 
     A damaged index is made anew from the packs, packs that a dead writer sealed are taken in, and its half-written
     files are removed, when a store is opened for writing.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, read_only: bool = False, create: bool = True):
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        read_only: bool = False,
+        create: bool = True,
+        ask_ahead: AskAhead = "missing",
+    ):
         self.read_only = read_only
         self.directory = CacheDirectory(path, create=create, read_only=read_only)
         self.path = self.directory.path
         self._catalog: Catalog | None = Catalog(self.directory, read_only=read_only)
         self._maps: dict[str, np.ndarray] = {}
         self._read_header = lru_cache(_MAX_HEADERS)(read_header)
-        self._sources: dict[str, _Verified] = {}
+        self._read_ahead = ReadAhead(ask_ahead)
+        # The pack in which an entry was found good.
+        self._verified: dict[str, str] = {}
+        self._ready = _Ready(object())
 
     @classmethod
     @contextmanager
@@ -147,16 +171,17 @@ class DiskStore:
 
     def _present(self, keys: Iterable[str]) -> set[str]:
         """Those that the index has now. Memory is not enough: another process may have removed or marked an entry."""
-        return self.catalog.refresh(check_key(key) for key in keys)
+        return self.catalog.refresh(keys)
 
     def find(self, keys: Iterable[str]) -> set[str]:
-        return self.catalog.find(check_key(key) for key in keys)
+        return self.catalog.find(keys)
 
     def keys(self) -> Iterator[str]:
         return iter(self.catalog.keys())
 
     def describe(self, key: str) -> Mapping[str, tuple[str, tuple[int, ...]]]:
-        return dict(self._locate(key).description)
+        source = self._ready_sources().get(key) if isinstance(key, str) else None
+        return dict(self._locate(key).description if source is None else source.description)
 
     def get(self, key: str) -> Entry:
         return Entry(self.record(key), {name: tensor[0] for name, tensor in self.read_batch([key]).items()})
@@ -182,46 +207,84 @@ class DiskStore:
 
     def resolve(self, keys: Sequence[str]) -> DiskRows:
         keys = tuple(keys)
-        self.catalog.find(check_key(key) for key in keys)  # one look-up for all that are not in memory
-        return DiskRows(keys, tuple(self._locate(key) for key in keys))
+        version = self.catalog.version  # first: what goes after the look-up changes it
+        found = self.catalog.look_up(keys)
+        for number in found.missing():
+            raise self._absent(keys[number])
+        return DiskRows(keys, found.packs(), found, version)
 
     def read_batch(
         self, keys: Sequence[str], fields: Sequence[str] | None = None, out: Mapping[str, torch.Tensor] | None = None
     ) -> dict[str, torch.Tensor]:
-        return self.read_rows(self.resolve(keys), fields, out)
+        ready = self._ready_sources()
+        try:
+            sources = [ready[key] for key in keys]
+        except (KeyError, TypeError):
+            return self.read_rows(self.resolve(keys), fields, out)
+        if self._read_ahead.wanted():
+            self._ask(self.catalog.look_up(keys))
+        return stack(keys, sources, fields, out)
 
     def read_rows(
         self, rows: DiskRows, fields: Sequence[str] | None = None, out: Mapping[str, torch.Tensor] | None = None
     ) -> dict[str, torch.Tensor]:
         self._check_open()
+        if self._read_ahead.wanted():
+            self._ask(rows.locations)
+        ready = self._ready_sources() if rows.version is self.catalog.version else {}
         sources = []
-        for key, location in zip(rows.keys, rows.locations, strict=True):
-            source = self._sources.get(key)
-            if source is None or source.pack != location.pack:
-                source = self._verify(key, location)
+        for number, (key, pack) in enumerate(zip(rows.keys, rows.packs, strict=True)):
+            source = ready.get(key)
+            if source is None:
+                location = rows.locations[number]
+                assert location is not None
+                data = self._maps.get(pack) if self._verified.get(key) == pack else None
+                source = self._verify(key, location) if data is None else _source(data, location)
+                ready[key] = source
             sources.append(source)
         # All are found and verified before the first byte is written to `out`.
         return stack(rows.keys, sources, fields, out)
 
+    def _ready_sources(self) -> dict[str, Source]:
+        """The entries that are there and were verified. What is added to it counts while nothing goes or moves."""
+        ready, version = self._ready, self.catalog.version
+        if ready.version is not version or len(ready.sources) >= MAX_READY:
+            # A new one each time, so that a thread that fills the old one does no harm.
+            ready = self._ready = _Ready(version)
+        return ready.sources
+
+    def ask_ahead(self, keys: Iterable[str]) -> None:
+        self._check_open()
+        if self._read_ahead.wanted_lately():
+            self._ask(self.catalog.look_up(list(keys)))
+
+    def _ask(self, locations: Sequence[Location | None]) -> None:
+        ranges: dict[Path, list[tuple[int, int]]] = {}
+        for location in locations:
+            if location is not None:
+                places = ranges.setdefault(self.directory.pack_path(location.pack), [])
+                places += zip(location.offsets, location.spec.sizes, strict=True)
+        ask_for(ranges)
+
     def _locate(self, key: str) -> Location:
         location = self.catalog.locate(check_key(key))
-        if location is not None:
-            return location
-        reason = self.catalog.reason(key)
-        if reason is not None:
-            raise EntryDamagedError(key, reason)
-        raise EntryMissingError(key)
+        if location is None:
+            raise self._absent(key)
+        return location
 
-    def _verify(self, key: str, location: Location) -> _Verified:
+    def _absent(self, key: str) -> StoreError:
+        reason = self.catalog.reason(key)
+        return EntryMissingError(key) if reason is None else EntryDamagedError(key, reason)
+
+    def _verify(self, key: str, location: Location) -> Source:
         """The entry's bytes, mapped and verified, where they lie now. This is done once for each entry."""
         while True:
             data, problem = self._map(location)
             if data is not None:
                 problem = check_payload(data, key, location)
                 if problem is None:
-                    source = _Verified(location.description, field_bytes(data, location), location.pack)
-                    self._sources[key] = source
-                    return source
+                    self._verified[key] = location.pack
+                    return _source(data, location)
             location = self._moved_or_damaged(key, location, problem)
 
     def _map(self, location: Location) -> tuple[np.ndarray | None, str]:
@@ -248,7 +311,7 @@ class DiskStore:
 
     def _moved_or_damaged(self, key: str, location: Location, problem: str) -> Location:
         """Another place for the entry if the index now has one; otherwise it is damaged, and marked so."""
-        self._sources.pop(key, None)
+        self._verified.pop(key, None)
         moved = self.catalog.relocate(key)
         if moved is None:
             self._locate(key)  # raises: it was removed, or found damaged, elsewhere
@@ -267,11 +330,10 @@ class DiskStore:
     def release(self, packs: Iterable[str]) -> None:
         """Let go of packs that were compacted away."""
         gone = set(packs)
-        for key, source in list(self._sources.items()):
-            if source.pack in gone:
-                self._sources.pop(key, None)
+        self._verified = {key: pack for key, pack in list(self._verified.items()) if pack not in gone}
         for pack in gone:
             self._maps.pop(pack, None)
+        self._ready = _Ready(object())  # last: nothing that lies in them is taken from here on
 
     def remove(self, keys: Iterable[str]) -> int:
         return self.catalog.remove([check_key(key) for key in dict.fromkeys(keys)])
@@ -300,6 +362,11 @@ class DiskStore:
         if self._catalog is not None:
             self._catalog.close()
         self._catalog = None
-        self._sources.clear()
+        self._verified.clear()
+        self._ready = _Ready(object())
         self._maps.clear()
         self._read_header.cache_clear()
+
+
+def _source(data: np.ndarray, location: Location) -> Source:
+    return Source(location.description, tuple(field_bytes(data, location).values()))

@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from latentcache.errors import StoreError
-from latentcache.store.base import DTYPES, dtype_name, row_bytes
+from latentcache.store.base import DTYPES, dtype_name, flat_bytes
 
 Description = Mapping[str, tuple[str, tuple[int, ...]]]
 """Field -> (dtype name, shape)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Output tensors [n, *shape] by field, and the same memory as uint8 [n, bytes of a row]."""
-
-    tensors: dict[str, torch.Tensor]
-    rows: dict[str, np.ndarray]
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where one entry's bytes can be read: flat uint8 by field. Entries with equal fields share one description."""
+    """Where one entry's bytes can be read: flat uint8 of each field, in the order of `description`.
+
+    Entries with equal fields share one description. There may be very many of these in memory.
+    """
 
     description: Description
-    fields: Mapping[str, np.ndarray]
+    parts: tuple[np.ndarray, ...]
 
 
 def stack(
@@ -40,12 +36,20 @@ def stack(
     """One tensor per field, a row per source: `base.Store.read_batch`."""
     if not sources:
         return {}
-    batch = output(common_fields(keys, [source.description for source in sources], fields), len(sources), out)
-    copy = np.copyto
-    for name, target in batch.rows.items():
-        for row, source in zip(target, sources, strict=True):
-            copy(row, source.fields[name])
-    return batch.tensors
+    descriptions = [source.description for source in sources]
+    first = descriptions[0]
+    columns: Iterable[Sequence[np.ndarray]]
+    if fields is None and all([description is first for description in descriptions]):
+        tensors = output(first, len(sources), out)
+        columns = zip(*[source.parts for source in sources], strict=True)
+    else:
+        tensors = output(common_fields(keys, descriptions, fields), len(sources), out)
+        parts = [dict(zip(source.description, source.parts, strict=True)) for source in sources]
+        columns = [[part[name] for part in parts] for name in tensors]
+    for tensor, column in zip(tensors.values(), columns, strict=True):
+        # One call for all rows: one for each, from Python, takes longer than the copy of a small row.
+        np.concatenate(column, out=flat_bytes(tensor))
+    return tensors
 
 
 def common_fields(
@@ -81,20 +85,28 @@ def _shown(spec: tuple[str, tuple[int, ...]]) -> str:
     return f"{spec[0]} {list(spec[1])}"
 
 
-def output(fields: Description, num_rows: int, out: Mapping[str, torch.Tensor] | None) -> Batch:
+def output(fields: Description, num_rows: int, out: Mapping[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
     """Tensors for `num_rows` rows: those of `out` where given, else new ones. StoreError if one does not fit."""
     tensors = {}
     for name, (dtype, shape) in fields.items():
         given = None if out is None else out.get(name)
         if given is None:
             # torch aligns to 64 bytes; numpy may not, and copies are then 2.5 times slower.
-            tensors[name] = torch.empty((num_rows, *shape), dtype=DTYPES[dtype])
-            continue
-        fits = given.is_cpu and given.layout == torch.strided and given.is_contiguous()
-        if not fits or given.dtype is not DTYPES[dtype] or given.shape != (num_rows, *shape):
-            raise StoreError(
-                f"out[{name!r}] is {dtype_name(given)} {list(given.shape)} on {given.device}; "
-                f"give a contiguous cpu tensor, {dtype} {[num_rows, *shape]}"
-            )
+            given = torch.empty((num_rows, *shape), dtype=DTYPES[dtype])
+        else:
+            check_output(name, given, DTYPES[dtype], (num_rows, *shape), CPU)
         tensors[name] = given
-    return Batch(tensors, {name: row_bytes(tensor) for name, tensor in tensors.items()})
+    return tensors
+
+
+def check_output(
+    name: str, given: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device
+) -> None:
+    """StoreError unless the tensor is a contiguous one of this dtype and shape on this device."""
+    fits = given.device == device and given.layout == torch.strided and given.is_contiguous()
+    if not fits or given.dtype is not dtype or given.shape != shape:
+        wanted = str(dtype).removeprefix("torch.")
+        raise StoreError(
+            f"out[{name!r}] is {dtype_name(given)} {list(given.shape)} on {given.device}; "
+            f"give a contiguous {device} tensor, {wanted} {list(shape)}"
+        )

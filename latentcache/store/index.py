@@ -1,4 +1,5 @@
-"""The index: a durable map of text to text in SQLite, by way of diskcache. Only this file imports either.
+"""The index: a durable map of text to text in SQLite, by way of diskcache. Only this file and `connection` import
+either.
 
 diskcache trusts its database: by default it unpickles what it finds there, runs its settings as SQL, and reads and
 deletes files that rows name. So rows are text or they are refused, and a database is looked through first.
@@ -12,7 +13,7 @@ import os
 import sqlite3
 import stat
 import threading
-import time
+import uuid
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,13 +22,13 @@ from typing import Any
 import diskcache
 from diskcache.core import DBNAME, DEFAULT_SETTINGS, METADATA, MODE_RAW
 
-from latentcache.errors import IndexDamagedError, ReadOnlyError, StorageFullError, StoreBusyError, StoreError
+from latentcache.errors import IndexDamagedError, ReadOnlyError, StoreError
+from latentcache.fingerprint import digest
+from latentcache.store.connection import JOURNALS, MAX_TEXT_BYTES, TIMEOUT_S, connect, typed_error
 from latentcache.store.fork import hold_in_forks
+from latentcache.store.history import Point, Reading
 from latentcache.store.lock import locked
 
-TIMEOUT_S = 60.0
-MAX_TEXT_BYTES = 1 << 20
-_PAGE_BYTES = 4096
 _CHUNK = 500  # keys in one SELECT; SQLite allows 999 in old builds
 
 # Before 3.51.3, two processes that write and checkpoint at once can corrupt a database in WAL mode.
@@ -64,19 +65,10 @@ _OURS = (
     "typeof(key) = 'text' AND typeof(value) = 'text' AND raw = 1 AND mode = 1 "
     "AND filename IS NULL AND expire_time IS NULL"
 )
-_PAGE_ROWS = 20_000
-_JOURNALS = (f"{DBNAME}-journal", f"{DBNAME}-wal")
-_POLL_S = 0.05
-_PASSING_S = 2.0
-# What SQLite says when it would have to make or change a file to read.
-_NEEDS_WRITING = {
-    sqlite3.SQLITE_CANTOPEN,
-    sqlite3.SQLITE_READONLY,
-    sqlite3.SQLITE_READONLY_CANTINIT,
-    sqlite3.SQLITE_READONLY_DIRECTORY,
-    sqlite3.SQLITE_READONLY_RECOVERY,
-    sqlite3.SQLITE_READONLY_ROLLBACK,
-}
+_PAGE_ROWS = 4_000
+_HISTORY = "latentcache:history"
+"""The row that changes whenever another is removed or replaced. No caller sees it, and none may use its name."""
+_BEFORE_ALL = -(1 << 63)
 
 
 class _TextDisk(diskcache.Disk):
@@ -108,21 +100,33 @@ class Transaction:
 
     def __init__(self, cache: diskcache.Cache):
         self._cache = cache
+        self._noted = False
+        if cache.get(_HISTORY) is None:
+            self._note_rewrite()
+
+    def _note_rewrite(self) -> None:
+        if not self._noted:
+            self._cache.set(_HISTORY, uuid.uuid4().hex)
+            self._noted = True
 
     def get(self, key: str) -> str | None:
-        return self._cache.get(key)
+        return self._cache.get(_checked_name(key))
 
     def add(self, key: str, value: str) -> bool:
         """Add a row unless the key has one. True if it was added."""
-        return self._cache.add(key, value)
+        return self._cache.add(_checked_name(key), value)
 
     def put(self, key: str, value: str) -> None:
         """Add or replace a row."""
-        self._cache.set(key, value)
+        self._note_rewrite()
+        self._cache.set(_checked_name(key), value)
 
     def remove(self, key: str) -> bool:
         """Remove a row. True if there was one."""
-        return self._cache.delete(key)
+        removed = self._cache.delete(_checked_name(key))
+        if removed:
+            self._note_rewrite()
+        return removed
 
 
 class Index:
@@ -162,7 +166,7 @@ class Index:
 
     def get_many(self, keys: Iterable[str]) -> dict[str, str]:
         """The rows of those keys that have one."""
-        wanted = [_checked(key) for key in dict.fromkeys(keys)]
+        wanted = [_checked_name(key) for key in dict.fromkeys(keys)]
         found: dict[str, str] = {}
         if not wanted:
             return found
@@ -176,25 +180,50 @@ class Index:
 
     def items(self) -> dict[str, str]:
         """All rows, oldest first."""
-        with self._reading() as connection:
-            self._check_rows(connection)
-            return dict(connection.execute("SELECT key, value FROM Cache ORDER BY rowid"))
+        with self.reading() as reading:
+            assert reading is not None
+            return {key: value for page in reading.pages for key, value in page}
 
-    def pages(self) -> Iterator[list[tuple[str, str]]]:
-        """All rows in parts, oldest first. The index is not held between two parts: rows may come and go."""
-        last = -(1 << 63)
-        while True:
-            with self._reading() as connection:
-                query = "SELECT rowid FROM Cache WHERE rowid > ? ORDER BY rowid LIMIT 1 OFFSET ?"
-                end = connection.execute(query, [last, _PAGE_ROWS - 1]).fetchone()
-                part = "rowid > ? AND rowid <= ?", (last, (1 << 63) - 1 if end is None else end[0])
-                self._check_rows(connection, *part)
-                query = f"SELECT key, value FROM Cache WHERE {part[0]} ORDER BY rowid"
-                rows = connection.execute(query, part[1]).fetchall()
-            yield rows
-            if end is None:
+    @contextmanager
+    def reading(self, since: Point | None = None) -> Iterator[Reading | None]:
+        """The rows that came after `since`, or all. None if rows were removed or replaced since then.
+
+        Other processes cannot change the index while the block runs.
+        """
+        with self._reading() as connection:
+            now = self._point(connection)
+            if since is not None and (now is None or not self._follows(connection, now, since)):
+                yield None
                 return
-            last = end[0]
+            start = _BEFORE_ALL if since is None else since.last_row
+            self._check_rows(connection, "rowid > ?", [start])
+            query = "SELECT key, value FROM Cache WHERE rowid > ? AND key != ? ORDER BY rowid"
+            rows = connection.execute(query, [start, _HISTORY])
+            yield Reading(now, iter(lambda: rows.fetchmany(_PAGE_ROWS), []))
+
+    def _point(self, connection: sqlite3.Connection) -> Point | None:
+        query = f"SELECT {_COLUMNS} FROM Cache WHERE raw = 1 AND key = ?"
+        row = connection.execute(query, [_HISTORY]).fetchone()
+        # Triggers of diskcache keep it: counting a million rows takes longer than reading what is new.
+        num_rows = connection.execute("SELECT value FROM Settings WHERE key = 'count'").fetchone()
+        if row is None or num_rows is None or type(num_rows[0]) is not int:
+            return None
+        last_row = connection.execute("SELECT MAX(rowid) FROM Cache").fetchone()[0]
+        return Point(self._row(row)[1], last_row, self._row_digest(connection, last_row), num_rows[0])
+
+    def _row_digest(self, connection: sqlite3.Connection, number: int) -> str:
+        row = connection.execute(f"SELECT {_COLUMNS} FROM Cache WHERE rowid = ?", [number]).fetchone()
+        return "" if row is None else digest("\n".join(self._row(row)).encode())
+
+    def _follows(self, connection: sqlite3.Connection, now: Point, since: Point) -> bool:
+        if now.history != since.history or now.last_row < since.last_row:
+            return False
+        query = "SELECT COUNT(*) FROM Cache WHERE rowid > ?"
+        num_new = connection.execute(query, [since.last_row]).fetchone()[0]
+        return (
+            now.num_rows == since.num_rows + num_new
+            and self._row_digest(connection, since.last_row) == since.last_digest
+        )
 
     def _check_rows(self, connection: sqlite3.Connection, condition: str = "TRUE", values: Sequence[int] = ()) -> None:
         # SQLite looks at a million rows in a fraction of the time that Python takes.
@@ -251,60 +280,11 @@ class Index:
     @contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
         with self.lock, self._typed_errors():
-            connection = self._connect()
+            connection = connect(self.path, read_only=self.read_only)
             try:
                 yield connection
             finally:
                 connection.close()
-
-    def _connect(self) -> sqlite3.Connection:
-        """A connection in a transaction that reads: nothing changes under it any more."""
-        if not self.read_only:
-            # mode=rw: only so can what a dead writer left half done be rolled back.
-            return self._connect_as("rw")
-        until = time.monotonic() + _PASSING_S
-        while True:
-            try:
-                return self._connect_as("ro")
-            except sqlite3.OperationalError as error:
-                if error.sqlite_errorcode not in _NEEDS_WRITING or os.access(self.path, os.W_OK):
-                    raise
-                if self._is_wal():
-                    # SQLite wants to make files beside it. immutable=1 does without, but sees no journal.
-                    self._wait_for_journals()
-                    return self._connect_as("ro&immutable=1")
-                # A live writer's journal can look like a dead one's for a moment.
-                if time.monotonic() >= until:
-                    raise
-            time.sleep(_POLL_S)
-
-    def _connect_as(self, mode: str) -> sqlite3.Connection:
-        connection = sqlite3.connect(
-            f"{self._database.as_uri()}?mode={mode}", uri=True, timeout=TIMEOUT_S, isolation_level=None
-        )
-        try:
-            connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 2 * MAX_TEXT_BYTES)
-            connection.execute("BEGIN")
-            connection.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()  # the lock is taken here
-        except BaseException:
-            connection.close()
-            raise
-        return connection
-
-    def _is_wal(self) -> bool:
-        with self._database.open("rb") as file:
-            return file.read(20)[18:] == b"\x02\x02"  # the file format's read and write version
-
-    def _wait_for_journals(self) -> None:
-        until = time.monotonic() + TIMEOUT_S
-        while names := [name for name in _JOURNALS if _num_bytes(self.path / name)]:
-            if time.monotonic() >= until:
-                raise StoreBusyError(
-                    self.path,
-                    f"{names[0]} holds a change that is not in the index yet: a writer is at work, or died. "
-                    "Try again, or let its owner open the cache for writing once.",
-                )
-            time.sleep(_POLL_S)
 
     def _row(self, row: Sequence[Any]) -> tuple[str, str]:
         key, raw, mode, filename, expire_time, value = row
@@ -316,7 +296,7 @@ class Index:
 
     def _inspect(self) -> set[tuple[str, str]]:
         """Look through a database before diskcache does: it runs stored settings as SQL. Returns (type, name) in it."""
-        for name in (DBNAME, *_JOURNALS, f"{DBNAME}-shm"):
+        for name in (DBNAME, *JOURNALS, f"{DBNAME}-shm"):
             try:
                 mode = (self.path / name).lstat().st_mode
             except FileNotFoundError:
@@ -362,36 +342,15 @@ class Index:
             yield
         except diskcache.Timeout as error:
             # diskcache hides why a transaction could not begin behind its Timeout.
-            raise self._typed(error.__context__ or error) from error
+            raise typed_error(error.__context__ or error, self.path, read_only=self.read_only) from error
         except (sqlite3.Error, UnicodeDecodeError, OSError) as error:
-            raise self._typed(error) from error
-
-    def _typed(self, error: BaseException) -> StoreError:
-        code = getattr(error, "sqlite_errorcode", None)
-        primary = None if code is None else code & 0xFF
-        if isinstance(error, diskcache.Timeout) or primary in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-            return StoreBusyError(
-                self.path, f"another process held the index for more than {TIMEOUT_S:.0f} s; try again"
-            )
-        if primary == sqlite3.SQLITE_FULL:
-            return StorageFullError(self.path, _PAGE_BYTES)
-        if primary == sqlite3.SQLITE_READONLY and not self.read_only and os.access(self._database, os.W_OK):
-            # The files can be written, so it is the database's header that says no.
-            return IndexDamagedError(self.path, str(error))
-        if primary in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM) or isinstance(error, PermissionError):
-            return ReadOnlyError(self.path, f"the index cannot be written: {error}")
-        if primary in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_NOMEM) or isinstance(
-            error, OSError
-        ):
-            return StoreError(f"{self.path}: the index cannot be reached: {error}")
-        return IndexDamagedError(self.path, str(error))
+            raise typed_error(error, self.path, read_only=self.read_only) from error
 
 
-def _num_bytes(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0
+def _checked_name(text: str) -> str:
+    if text == _HISTORY:
+        raise StoreError(f"the index keeps the row {text!r} for itself")
+    return _checked(text)
 
 
 def _checked(text: str) -> str:

@@ -6,8 +6,7 @@ import json
 import math
 import re
 import sys
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 from latentcache.store.base import DTYPES, KINDS, is_field
 
 _LOCATION = re.compile(r'\{"pack":"([0-9a-f]{32})","kind":"([a-z]+)","digest":"([0-9a-f]{32})","fields":(\{.+\})\}')
-_OFFSET = re.compile(r"\],(0|[1-9][0-9]{0,18})\]")
+_OFFSET = re.compile(r"\],(0|[1-9][0-9]{0,17})\]")
 _MAX_SPECS = 4096  # a real cache has some dozens: fields, buckets and dtypes
 _HEX_32 = re.compile(r"[0-9a-f]{32}")
 
@@ -151,23 +150,19 @@ class Location:
     @classmethod
     def from_text(cls, text: str) -> Location:
         """Read what `to_text` wrote. ValueError for anything else."""
-        found = _LOCATION.fullmatch(text)
-        if found is None:
-            raise ValueError(f"not a location: {text:.100}")
-        pack, kind, digest, fields = found.groups()
-        spec = _parsed_spec(kind, _OFFSET.sub("]]", fields))
-        offsets = tuple(map(int, _OFFSET.findall(fields)))
-        if len(offsets) != len(spec.sizes):
-            raise ValueError(f"not a location: {text:.100}")
-        return cls(sys.intern(pack), digest, spec, offsets)
+        pack, digest, spec, offsets = parse_location(text)
+        return cls(sys.intern(pack), digest, spec, tuple(offsets))
 
 
-def count_specs(texts: Iterable[str]) -> list[tuple[Spec, int]]:
-    """How many of the locations have each spec, without making a `Location` of each. ValueError as for `from_text`."""
-    counts: Counter[tuple[str, str]] = Counter()
-    for text in texts:
-        found = _LOCATION.fullmatch(text)
-        if found is None:
-            raise ValueError(f"not a location: {text:.100}")
-        counts[found[2], _OFFSET.sub("]]", found[4])] += 1
-    return [(_parsed_spec(kind, template), count) for (kind, template), count in counts.items()]
+def parse_location(text: str) -> tuple[str, str, Spec, list[int]]:
+    """Pack, digest, spec and offsets, without making a `Location`. ValueError as for `Location.from_text`."""
+    found = _LOCATION.fullmatch(text)
+    if found is None:
+        raise ValueError(f"not a location: {text:.100}")
+    pack, kind, digest, fields = found.groups()
+    parts = _OFFSET.split(fields)
+    spec = _parsed_spec(kind, "]]".join(parts[::2]))
+    offsets = [int(part) for part in parts[1::2]]
+    if len(offsets) != len(spec.sizes):
+        raise ValueError(f"not a location: {text:.100}")
+    return pack, digest, spec, offsets

@@ -26,6 +26,14 @@ class MemoryRows:
     sources: tuple[Source, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """An entry, and its bytes as batches are made of them."""
+
+    entry: Entry
+    source: Source
+
+
 class MemoryStore:
     """A `base.Store` in memory. `pin=True` pins its tensors, which speeds up copies to an accelerator.
 
@@ -38,7 +46,7 @@ class MemoryStore:
         if pin and not torch.accelerator.is_available():
             raise StoreError("pin=True needs an accelerator, and torch finds none here; use MemoryStore(pin=False)")
         self._pin = pin
-        self._entries: dict[str, Entry] | None = {}
+        self._entries: dict[str, _Held] | None = {}
 
     def __enter__(self) -> MemoryStore:
         return self
@@ -47,7 +55,7 @@ class MemoryStore:
         self.close()
 
     @property
-    def _open(self) -> dict[str, Entry]:
+    def _open(self) -> dict[str, _Held]:
         if self._entries is None:
             raise StoreError("the store is closed; its entries are gone")
         return self._entries
@@ -66,7 +74,8 @@ class MemoryStore:
         new = [entry for entry in entries if entry.record.key not in self._open]
         for entry in new:
             tensors = {name: t.pin_memory() if self._pin else t for name, t in entry.tensors.items()}
-            self._open[entry.record.key] = Entry(entry.record, tensors)
+            own = Entry(entry.record, tensors)
+            self._open[entry.record.key] = _Held(own, _source(own))
         return Sealed(len(new), sum(entry.num_bytes for entry in new))
 
     def find(self, keys: Iterable[str]) -> set[str]:
@@ -75,24 +84,24 @@ class MemoryStore:
     def keys(self) -> Iterator[str]:
         return iter(list(self._open))
 
-    def _entry(self, key: str) -> Entry:
-        entry = self._open.get(check_key(key))
-        if entry is None:
+    def _held(self, key: str) -> _Held:
+        held = self._open.get(check_key(key))
+        if held is None:
             raise EntryMissingError(key)
-        return entry
+        return held
 
     def get(self, key: str) -> Entry:
-        entry = self._entry(key)
+        entry = self._held(key).entry
         return Entry(deepcopy(entry.record), {name: tensor.clone() for name, tensor in entry.tensors.items()})
 
     def record(self, key: str) -> Record:
-        return deepcopy(self._entry(key).record)
+        return deepcopy(self._held(key).entry.record)
 
     def describe(self, key: str) -> Mapping[str, tuple[str, tuple[int, ...]]]:
-        return dict(_source(self._entry(key)).description)
+        return dict(self._held(key).source.description)
 
     def resolve(self, keys: Sequence[str]) -> MemoryRows:
-        return MemoryRows(tuple(keys), tuple(_source(self._entry(key)) for key in keys))
+        return MemoryRows(tuple(keys), tuple([self._held(key).source for key in keys]))
 
     def read_batch(
         self, keys: Sequence[str], fields: Sequence[str] | None = None, out: Mapping[str, torch.Tensor] | None = None
@@ -105,6 +114,10 @@ class MemoryStore:
         _ = self._open  # a closed store says so
         return stack(rows.keys, rows.sources, fields, out)
 
+    def ask_ahead(self, keys: Iterable[str]) -> None:
+        """All is in memory."""
+        _ = self._open
+
     def remove(self, keys: Iterable[str]) -> int:
         return sum([self._open.pop(check_key(key), None) is not None for key in dict.fromkeys(keys)])
 
@@ -113,7 +126,7 @@ class MemoryStore:
         return {}
 
     def stats(self) -> StoreStats:
-        entries = self._open.values()
+        entries = [held.entry for held in self._open.values()]
         return StoreStats(
             num_entries=dict(Counter(entry.record.kind for entry in entries)),
             num_damaged=0,
@@ -131,4 +144,4 @@ class MemoryStore:
 def _source(entry: Entry) -> Source:
     fields = {name: (dtype_name(tensor), tuple(tensor.shape)) for name, tensor in entry.tensors.items()}
     spec = spec_of(entry.record.kind, fields)
-    return Source(spec.description, {name: flat_bytes(tensor) for name, tensor in entry.tensors.items()})
+    return Source(spec.description, tuple([flat_bytes(tensor) for tensor in entry.tensors.values()]))

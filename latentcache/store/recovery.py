@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import logging
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from latentcache.errors import PackError, StoreError, UnsafeStoreError
 from latentcache.store.directory import CacheDirectory
 from latentcache.store.location import Location, PackSize
 from latentcache.store.pack import check_payload, map_pack, read_header
+from latentcache.store.rows import PACK_PREFIX
 
-PACK_PREFIX = "pack:"
-DAMAGED_PREFIX = "damaged:"
-"""Index rows: `<key>` -> location; `pack:<id>` -> its sizes; `damaged:<key>` -> reason."""
+logger = logging.getLogger("latentcache")
 
 
 @dataclass(slots=True)
@@ -76,6 +77,32 @@ def scan_packs(directory: CacheDirectory, packs: Iterable[str], suspects: Collec
             else:
                 scan.damaged[key] = problems[0]
     return scan
+
+
+def scan_unknown(directory: CacheDirectory, packs: Collection[str]) -> Scan:
+    """Read the headers of packs that the index does not know. Those that cannot be read are warned of."""
+    scan = scan_packs(directory, packs)
+    for path, reason in scan.unreadable.items():
+        advice = "" if Path(path).stem in scan.unreachable else "; delete it, or move it elsewhere"
+        logger.warning("%s Its entries are missing%s.", reason, advice)
+    return scan
+
+
+def lost_packs(directory: CacheDirectory, known: Mapping[str, PackSize], sizes: Mapping[str, int]) -> set[str]:
+    """Those that the index knows, and that are gone or have another size. `sizes` are those of the files there are.
+
+    A pack of which the system does not say whether it is there is not lost; it is warned of.
+    """
+    lost = set()
+    for pack, size in known.items():
+        if sizes.get(pack) == size.file_bytes:
+            continue
+        try:
+            if directory.pack_size(pack) != size.file_bytes:
+                lost.add(pack)
+        except StoreError as error:
+            logger.warning("%s", error)
+    return lost
 
 
 def payload_problem(directory: CacheDirectory, key: str, location: Location) -> str | None:

@@ -23,7 +23,8 @@ from latentcache.store.index import Index
 from latentcache.store.location import Location, looks_like_location
 from latentcache.store.lock import locked
 from latentcache.store.pack import check_payload, map_pack, read_header
-from latentcache.store.recovery import DAMAGED_PREFIX, PACK_PREFIX, scan_packs
+from latentcache.store.recovery import scan_packs
+from latentcache.store.rows import DAMAGED_PREFIX, PACK_PREFIX
 
 __all__ = [
     "CompactReport",
@@ -227,6 +228,7 @@ def prune(
             catalog.remove([*gone, *(key for key in catalog.markers if key not in kept)])
             catalog.drop_packs(empty)
             disk.release(empty)
+            catalog.save()
         return PruneReport(
             num_entries=len(gone),
             num_bytes=sum(location.num_bytes for location in gone.values()),

@@ -17,7 +17,8 @@ from latentcache.devices.placement import device_of, dtype_of
 from latentcache.errors import ConfigError, ModelError, SampleError, StoreError
 from latentcache.fingerprint import canonical_json, digest
 from latentcache.precache.progress import NoProgress, Progress
-from latentcache.retrieve.batches import LatentCache, Wanted
+from latentcache.retrieve.batches import LatentCache
+from latentcache.retrieve.wanted import Wanted
 from latentcache.types import Bucket
 from latentcache.validation.loss_report import (
     Estimate,

@@ -174,6 +174,30 @@ class StoreContract:
             store.read_batch([first.record.key], fields=["latents"])
         assert store.read_batch([first.record.key, text.record.key], fields=["moments"])["moments"].shape[0] == 2
 
+    def test_asking_ahead_changes_nothing(self, store):
+        entries = [make_entry(number) for number in range(3)]
+        store.add(entries)
+        keys = [entry.record.key for entry in entries]
+        for _ in range(2):
+            assert store.ask_ahead([*keys, ABSENT]) is None
+            assert store.ask_ahead(key for key in keys) is None
+            assert same(store.read_batch(keys)["moments"], torch.stack([e.tensors["moments"] for e in entries]))
+        assert store.find([*keys, ABSENT]) == set(keys)
+
+    def test_a_batch_again_follows_what_was_removed_and_added(self, store):
+        entries = [make_entry(number) for number in range(4)]
+        store.add(entries[:3])
+        keys = [entry.record.key for entry in entries]
+        expected = torch.stack([entry.tensors["moments"] for entry in entries])
+        for _ in range(2):
+            assert same(store.read_batch(keys[:3])["moments"], expected[:3])
+        store.remove([keys[1]])
+        with pytest.raises(EntryMissingError):
+            store.read_batch(keys[:3])
+        store.add([entries[3], entries[1]])
+        for _ in range(2):
+            assert same(store.read_batch(keys)["moments"], expected)
+
     def test_describe(self, store):
         entry = make_entry(1, kind="text", dtype=torch.bfloat16)
         store.add([entry])
@@ -254,6 +278,7 @@ class StoreContract:
         for call in (
             lambda: store.get(make_entry(1).record.key),
             lambda: store.find([ABSENT]),
+            lambda: store.ask_ahead([ABSENT]),
             lambda: store.read_rows(rows),
             lambda: store.add([make_entry(2)]),
         ):

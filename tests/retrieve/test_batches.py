@@ -17,7 +17,7 @@ from latentcache import LatentCache
 from latentcache.config import Config
 from latentcache.errors import EntryDamagedError, EntryMissingError, SampleError, StoreError
 from latentcache.precache.run import run_precache
-from latentcache.retrieve.batches import add_time_ids
+from latentcache.retrieve.wanted import add_time_ids
 from latentcache.types import Crop, Geometry, Size
 
 WIDE = ["a.png", "b.png", "sub/e.png"]

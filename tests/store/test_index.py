@@ -14,6 +14,7 @@ from store_samples import fork, run, spawn
 
 from latentcache.errors import IndexDamagedError, ReadOnlyError, StoreBusyError, StoreError
 from latentcache.store import Index
+from latentcache.store import connection as connection_module
 from latentcache.store import index as index_module
 
 
@@ -217,6 +218,11 @@ def test_a_file_that_is_no_database(index, data):
         assert Index(index.path).items() == {}
 
 
+def pages_of(index, since=None):
+    with index.reading(since) as reading:
+        return None if reading is None else (list(reading.pages), reading.point)
+
+
 def test_pages_are_all_rows_and_no_row_of_others_passes(index, monkeypatch):
     rows = {f"key {number}": str(number) for number in range(25)}
     index.add_many(rows)
@@ -224,16 +230,98 @@ def test_pages_are_all_rows_and_no_row_of_others_passes(index, monkeypatch):
     del rows["key 3"], rows["key 10"]
     for size in (1, 7, 23, 100):
         monkeypatch.setattr(index_module, "_PAGE_ROWS", size)
-        pages = list(index.pages())
+        pages, _ = pages_of(index)
         assert [row for page in pages for row in page] == list(rows.items())
         assert max(map(len, pages)) <= size
     connection = sqlite3.connect(index.path / "cache.db")
     with connection:
         connection.execute("UPDATE Cache SET raw = NULL WHERE key = 'key 20'")
     connection.close()
-    for call in (index.items, lambda: list(index.pages())):
+    for call in (index.items, lambda: pages_of(index)):
         with pytest.raises(IndexDamagedError, match="key 20"):
             call()
+
+
+def test_what_was_added_later_is_read_alone(index):
+    assert pages_of(index) == ([], None)
+    index.add_many({"a": "1"})
+    _, point = pages_of(index)
+    assert pages_of(index, point) == ([], point)
+    index.add_many({"a": "9", "b": "2"}, remove=["zzz"])
+    (page,), later = pages_of(index, point)
+    assert page == [("b", "2")]
+    assert pages_of(index, later) == ([], later)
+    assert index.remove_many(["zzz"]) == 0
+    assert pages_of(index, later) == ([], later)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda index: index.remove_many(["b"]),
+        lambda index: index.replace_many({"a": "1"}),
+        lambda index: index.add_many({"c": "3"}, remove=["a"]),
+        lambda index: (index.remove_many(["b"]), index.add_many({"b": "2"})),
+    ],
+    ids=["remove", "replace", "add and remove", "remove and add"],
+)
+def test_after_a_removal_or_a_replacement_all_is_read(index, change):
+    index.add_many({"a": "1", "b": "2"})
+    _, point = pages_of(index)
+    change(index)
+    assert pages_of(index, point) is None
+
+
+def test_a_change_that_was_rolled_back_is_none(index):
+    index.add_many({"a": "1"})
+    _, point = pages_of(index)
+    with pytest.raises(KeyboardInterrupt), index.transaction() as rows:
+        rows.remove("a")
+        raise KeyboardInterrupt
+    assert pages_of(index, point) == ([], point)
+
+
+def test_a_database_that_was_put_back_is_told(index):
+    """From a copy: its history is the same, and rows may have been added since, as many or more."""
+    index.add_many({"a": "1"})
+    copy = (index.path / "cache.db").read_bytes()
+    index.add_many({"b": "2"})
+    _, point = pages_of(index)
+    (index.path / "cache.db").write_bytes(copy)
+    assert pages_of(index, point) is None
+    for name in ("c", "d"):
+        index.add_many({name: "2"})
+        assert pages_of(index, point) is None
+    (index.path / "cache.db").write_bytes(copy)
+    index.add_many({"b": "2"})
+    assert pages_of(index, point) == ([], point)  # the very same rows
+
+
+def test_rows_that_an_older_version_removed_are_told(index):
+    """It notes no history, but diskcache's triggers count."""
+    index.add_many({"a": "1", "b": "2", "c": "3"})
+    _, point = pages_of(index)
+    connection = sqlite3.connect(index.path / "cache.db")
+    with connection:
+        connection.execute("DELETE FROM Cache WHERE key = 'b'")
+    connection.close()
+    assert pages_of(index, point) is None
+    assert [row for page in pages_of(index)[0] for row in page] == [("a", "1"), ("c", "3")]
+
+
+def test_the_row_of_the_history_is_out_of_reach(index):
+    name = index_module._HISTORY
+    calls = [
+        lambda: index.get(name),
+        lambda: index.add_many({name: "1"}),
+        lambda: index.replace_many({name: "1"}),
+        lambda: index.remove_many([name]),
+    ]
+    index.add_many({"a": "1"})
+    for call in calls:
+        with pytest.raises(StoreError, match="for itself"):
+            call()
+    assert index.items() == {"a": "1"}
 
 
 # Readers that may not write ----------------------------------------------------------------------------------------
@@ -276,7 +364,7 @@ def test_a_reader_without_rights_reads_while_a_writer_writes(index, mode):
 def read_a_database_at_rest(path, expected):
     os.setgid(65534)
     os.setuid(65534)
-    index_module.TIMEOUT_S = index_module._PASSING_S = 0.2
+    connection_module.TIMEOUT_S = connection_module._PASSING_S = 0.2
     try:
         assert Index(path, read_only=True).items() == {"a": "1"}
     except StoreError as error:

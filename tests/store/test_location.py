@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from latentcache.store.base import DTYPES
-from latentcache.store.location import Location, count_specs, spec_of
+from latentcache.store.location import Location, spec_of
 
 shapes = st.lists(st.integers(1, 9999), max_size=4).map(tuple)
 fields = st.dictionaries(
@@ -37,15 +37,6 @@ def test_the_text_is_read_back(location):
     assert found.places == location.places
     assert found.num_bytes == sum(place.num_bytes for place in found.places.values())
     assert found.end == max(place.offset + place.num_bytes for place in found.places.values())
-
-
-@given(st.lists(locations, max_size=8))
-@settings(max_examples=30, deadline=None)
-def test_counting_needs_no_location(several):
-    texts = [location.to_text() for location in several for _ in range(2)]
-    counts = count_specs(texts)
-    assert sum(count for _, count in counts) == len(texts)
-    assert sum(count * spec.num_bytes for spec, count in counts) == 2 * sum(item.num_bytes for item in several)
 
 
 GOOD = spec_of("image", {"moments": ("float16", (4, 8, 8))})

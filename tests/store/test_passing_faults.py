@@ -41,7 +41,7 @@ def test_what_another_writer_seals_during_an_opening_is_not_lost(root, monkeypat
         writer.add(samples(0))
         leave_an_unknown_pack(writer, 1)
         target = catalog if moment == "while headers are read" else catalog.CacheDirectory
-        name = "scan_packs" if moment == "while headers are read" else "pack_sizes"
+        name = "scan_unknown" if moment == "while headers are read" else "pack_sizes"
         real = getattr(target, name)
 
         def slow(*args):

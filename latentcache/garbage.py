@@ -1,0 +1,23 @@
+"""Python's garbage collector, out of the way while millions of values are made that stay."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """No collection while the block runs, and afterwards as before.
+
+    For code that makes many values and no cycles: the collector looks through all that lives again and again, and finds
+    nothing. Planning took twice as long with it (20,000 samples, with torch and transformers loaded).
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -1,0 +1,109 @@
+"""Connections to the index's database for reading, and what SQLite's errors mean."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import time
+from pathlib import Path
+
+from diskcache import Timeout
+from diskcache.core import DBNAME
+
+from latentcache.errors import IndexDamagedError, ReadOnlyError, StorageFullError, StoreBusyError, StoreError
+
+TIMEOUT_S = 60.0
+MAX_TEXT_BYTES = 1 << 20
+_PAGE_BYTES = 4096
+JOURNALS = (f"{DBNAME}-journal", f"{DBNAME}-wal")
+_POLL_S = 0.05
+_PASSING_S = 2.0
+# What SQLite says when it would have to make or change a file to read.
+_NEEDS_WRITING = {
+    sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_READONLY,
+    sqlite3.SQLITE_READONLY_CANTINIT,
+    sqlite3.SQLITE_READONLY_DIRECTORY,
+    sqlite3.SQLITE_READONLY_RECOVERY,
+    sqlite3.SQLITE_READONLY_ROLLBACK,
+}
+
+
+def connect(folder: Path, *, read_only: bool) -> sqlite3.Connection:
+    """A connection to the database in `folder`, in a transaction that reads: nothing changes under it any more.
+
+    sqlite3.Error, OSError: `typed_error` tells what they mean.
+    """
+    database = folder / DBNAME
+    if not read_only:
+        # mode=rw: only so can what a dead writer left half done be rolled back.
+        return _connect_as(database, "rw")
+    until = time.monotonic() + _PASSING_S
+    while True:
+        try:
+            return _connect_as(database, "ro")
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode not in _NEEDS_WRITING or os.access(folder, os.W_OK):
+                raise
+            if _is_wal(database):
+                # SQLite wants to make files beside it. immutable=1 does without, but sees no journal.
+                _wait_for_journals(folder)
+                return _connect_as(database, "ro&immutable=1")
+            # A live writer's journal can look like a dead one's for a moment.
+            if time.monotonic() >= until:
+                raise
+        time.sleep(_POLL_S)
+
+
+def _connect_as(database: Path, mode: str) -> sqlite3.Connection:
+    connection = sqlite3.connect(f"{database.as_uri()}?mode={mode}", uri=True, timeout=TIMEOUT_S, isolation_level=None)
+    try:
+        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 2 * MAX_TEXT_BYTES)
+        connection.execute("BEGIN")
+        connection.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()  # the lock is taken here
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _is_wal(database: Path) -> bool:
+    with database.open("rb") as file:
+        return file.read(20)[18:] == b"\x02\x02"  # the file format's read and write version
+
+
+def _wait_for_journals(folder: Path) -> None:
+    until = time.monotonic() + TIMEOUT_S
+    while names := [name for name in JOURNALS if _num_bytes(folder / name)]:
+        if time.monotonic() >= until:
+            raise StoreBusyError(
+                folder,
+                f"{names[0]} holds a change that is not in the index yet: a writer is at work, or died. "
+                "Try again, or let its owner open the cache for writing once.",
+            )
+        time.sleep(_POLL_S)
+
+
+def typed_error(error: BaseException, folder: Path, *, read_only: bool) -> StoreError:
+    """What an error of SQLite, of diskcache or of the system means for the index in `folder`."""
+    code = getattr(error, "sqlite_errorcode", None)
+    primary = None if code is None else code & 0xFF
+    if isinstance(error, Timeout) or primary in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        return StoreBusyError(folder, f"another process held the index for more than {TIMEOUT_S:.0f} s; try again")
+    if primary == sqlite3.SQLITE_FULL:
+        return StorageFullError(folder, _PAGE_BYTES)
+    if primary == sqlite3.SQLITE_READONLY and not read_only and os.access(folder / DBNAME, os.W_OK):
+        # The files can be written, so it is the database's header that says no.
+        return IndexDamagedError(folder, str(error))
+    if primary in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM) or isinstance(error, PermissionError):
+        return ReadOnlyError(folder, f"the index cannot be written: {error}")
+    if primary in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_NOMEM) or isinstance(error, OSError):
+        return StoreError(f"{folder}: the index cannot be reached: {error}")
+    return IndexDamagedError(folder, str(error))
+
+
+def _num_bytes(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0

@@ -1,0 +1,84 @@
+"""Asking the system for bytes of files before they are read, where they are missing in memory."""
+
+from __future__ import annotations
+
+import os
+import resource
+import threading
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Literal
+
+from latentcache.errors import StoreError
+from latentcache.files import open_regular
+
+AskAhead = Literal["missing", "always", "never"]
+"""`missing`: while this thread's reads come from the disk."""
+
+QUIET_READS = 8
+"""So many reads in which nothing came from the disk, and it is no longer asked ahead."""
+UNSEEN_READS = 3
+"""After a read that needed nothing the next ones are not looked at: a look takes half a microsecond."""
+
+CAN_ASK = hasattr(os, "posix_fadvise")
+"""Python offers no such call on macOS: there nothing is asked ahead."""
+
+
+class ReadAhead:
+    """Whether the calling thread should ask ahead. Each thread decides for itself.
+
+    Asking for what is in memory already costs more than half of a copy, so by default it is done while pages are
+    missing: at a thread's first read, and until QUIET_READS reads in turn have brought nothing from the disk. What the
+    thread asked for counts too, so it goes on as long as it helps. Then every fourth read is looked at. Where the
+    system does not count per thread (only Linux does), nothing is asked: the warm case matters more.
+    """
+
+    def __init__(self, mode: AskAhead = "missing"):
+        self.mode: AskAhead = mode if CAN_ASK else "never"
+        self._who = getattr(resource, "RUSAGE_THREAD", None)
+        if self._who is None and mode == "missing":
+            self.mode = "never"
+        self._thread = threading.local()
+
+    def wanted(self) -> bool:
+        """Whether to ask ahead for the read that comes now. It looks at what the reads before it have caused."""
+        if self.mode != "missing":
+            return self.mode == "always"
+        thread = self._thread.__dict__
+        if thread.get("unseen", 0):
+            thread["unseen"] -= 1
+            return False
+        assert self._who is not None
+        usage = resource.getrusage(self._who)
+        # Faults in mapped pages, and blocks that were read because they were asked for.
+        brought = usage.ru_majflt + usage.ru_inblock
+        quiet = thread["quiet"] + 1 if brought == thread.get("brought") else 0
+        thread["brought"], thread["quiet"] = brought, quiet
+        if quiet < QUIET_READS:
+            return True
+        thread["unseen"] = UNSEEN_READS
+        return False
+
+    def wanted_lately(self) -> bool:
+        """The answer to the last `wanted` of this thread; True if there was none."""
+        if self.mode != "missing":
+            return self.mode == "always"
+        return self._thread.__dict__.get("quiet", 0) < QUIET_READS
+
+
+def ask_for(ranges: Mapping[Path, Iterable[tuple[int, int]]]) -> None:
+    """Ask the system to bring (offset, number of bytes) of each file into memory. It is not waited for.
+
+    A file that cannot be opened is passed over: the read that follows says what is wrong with it. No descriptor stays
+    open.
+    """
+    for path, places in ranges.items():
+        try:
+            fd = open_regular(path)
+        except (OSError, StoreError):
+            continue
+        try:
+            for offset, num_bytes in sorted(places):
+                os.posix_fadvise(fd, offset, num_bytes, os.POSIX_FADV_WILLNEED)
+        finally:
+            os.close(fd)

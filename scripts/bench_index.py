@@ -1,0 +1,229 @@
+"""How the index grows: opening, memory, finding, resolving and adding, from ten thousand entries to a million.
+
+    python scripts/bench_index.py              # a table; some minutes and 1 GB of disk, most of it for the database
+    python scripts/bench_index.py --json       # one document
+    python scripts/bench_index.py --tiny       # for correctness only
+
+The rows are those of 1024x1024 samples: half image entries (moments), half text entries (two fields), in packs of
+64 MiB. The packs themselves are empty files of the right size: nothing here reads a payload. Each repetition opens the
+cache in a new process, the page cache being warm; figures are medians. bench_plan.py measures planning.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import hashlib
+import json
+import os
+import random
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarking import add_arguments, emit, environment, parse, spread
+
+from latentcache.store import DiskStore, Index
+from latentcache.store.location import Location, PackSize, Spec, spec_of
+from latentcache.store.pack import Header
+from latentcache.store.recovery import Scan
+from latentcache.store.writer import PACK_BYTES
+
+SIZES, TINY_SIZES = (10_000, 100_000, 1_000_000), (9_000, 18_000)
+BATCH = 16
+NUM_BATCHES = 500
+IMAGE = spec_of("image", {"moments": ("float16", (8, 128, 128))})
+TEXT = spec_of("text", {"pooled_prompt_embeds": ("float16", (1280,)), "prompt_embeds": ("float16", (77, 2048))})
+FIGURES = {
+    "open_s": "open, for writing [s]",
+    "open_read_only_s": "open, read-only [s]",
+    "open_without_snapshot_s": "open without a snapshot [s]",
+    "memory_mb": "memory of the index [MB]",
+    "find_us_per_key": "find all keys [us/key]",
+    "resolve_new_us_per_key": f"resolve {BATCH} keys, never asked before [us/key]",
+    "resolve_again_us_per_key": f"resolve {BATCH} keys, asked before [us/key]",
+    "add_us_per_entry": "rows of a new pack [us/entry]",
+    "save_s": "write a snapshot [s]",
+}
+
+
+def key_of(number: int) -> str:
+    return hashlib.sha256(b"%d" % number).hexdigest()
+
+
+def scans(first: int, end: int) -> Iterator[Scan]:
+    """What packs of 64 MiB with the entries first ... end - 1 would say, half of them images."""
+    middle = (first + end) // 2
+    for spec, start, stop in ((IMAGE, first, middle), (TEXT, middle, end)):
+        num_rows = PACK_BYTES // spec.num_bytes
+        for begin in range(start, stop, num_rows):
+            yield pack_of(spec, range(begin, min(begin + num_rows, stop)))
+
+
+def pack_of(spec: Spec, numbers: range) -> Scan:
+    pack = key_of(-1 - numbers.start)[:32]
+    locations, columns = {}, [sum(spec.sizes[:field]) * len(numbers) for field in range(len(spec.sizes))]
+    for row, number in enumerate(numbers):
+        offsets = tuple(4096 + start + row * size for start, size in zip(columns, spec.sizes, strict=True))
+        locations[key_of(number)] = Location(pack, key_of(number)[:32], spec, offsets)
+    payload_bytes = spec.num_bytes * len(numbers)
+    return Scan(locations=locations, packs={pack: PackSize(4096 + payload_bytes, payload_bytes)})
+
+
+def make_files(store: DiskStore, scan: Scan) -> None:
+    for pack, size in scan.packs.items():
+        path = store.directory.pack_path(pack)
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+        os.truncate(path, size.file_bytes)
+
+
+def build(root: Path, num_entries: int) -> None:
+    with DiskStore(root) as store:
+        index = Index(store.directory.index)
+        rows: dict[str, str] = {}
+        for scan in scans(0, num_entries):
+            make_files(store, scan)
+            rows |= scan.rows()
+            if len(rows) > 100_000:
+                index.add_many(rows)
+                rows = {}
+        index.add_many(rows)
+    DiskStore(root).close()  # writes the snapshot
+
+
+def resident_mb() -> float:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+def timed_open(root: Path, *, read_only: bool = False) -> tuple[float, DiskStore]:
+    start = time.perf_counter()
+    store = DiskStore(root, read_only=read_only)
+    return time.perf_counter() - start, store
+
+
+def per_key_us(store: DiskStore, batches: list[list[str]]) -> float:
+    start = time.perf_counter()
+    for batch in batches:
+        store.resolve(batch)
+    return (time.perf_counter() - start) * 1e6 / sum(map(len, batches))
+
+
+def add_pack(store: DiskStore, numbers: range) -> float:
+    """Seconds that the index takes to learn of a new pack, durably."""
+    scan = pack_of(IMAGE, numbers)
+    make_files(store, scan)
+    ((pack, size),) = scan.packs.items()
+    start = time.perf_counter()
+    num_added = store.catalog.add_pack(Header(pack, size, {}, scan.locations))
+    seconds = time.perf_counter() - start
+    assert num_added == len(numbers)
+    return seconds
+
+
+def measure(root: Path, num_entries: int, seed: int) -> dict[str, float]:
+    """One repetition, in a process of its own."""
+    source = random.Random(seed)
+    with tempfile.TemporaryDirectory() as folder:
+        DiskStore(folder).close()  # imports and first calls
+    gc.collect()
+    before = resident_mb()
+    figures: dict[str, float] = {}
+    figures["open_s"], store = timed_open(root)
+    gc.collect()
+    figures["memory_mb"] = resident_mb() - before
+    numbers = source.sample(range(num_entries), min(num_entries, BATCH * NUM_BATCHES))
+    wanted = [key_of(number) for number in numbers]
+    batches = [wanted[at : at + BATCH] for at in range(0, len(wanted), BATCH)]
+    store.resolve([key_of(num_entries // 2)])
+    figures["resolve_new_us_per_key"] = per_key_us(store, batches)
+    figures["resolve_again_us_per_key"] = per_key_us(store, batches)
+    keys = [key_of(number) for number in range(num_entries)]
+    start = time.perf_counter()
+    found = store.find(keys)
+    figures["find_us_per_key"] = (time.perf_counter() - start) * 1e6 / num_entries
+    assert len(found) == num_entries and store.resolve(wanted[:1]).locations[0] is not None
+    first = num_entries * 2 + seed * 1024
+    add_pack(store, range(first, first + 512))  # the first change of a process writes the settings too
+    figures["add_us_per_entry"] = add_pack(store, range(first + 512, first + 1024)) * 1e6 / 512
+    store.close()
+    figures["open_read_only_s"], store = timed_open(root, read_only=True)
+    store.close()
+    store.directory.snapshot.unlink(missing_ok=True)
+    figures["open_without_snapshot_s"], store = timed_open(root, read_only=True)
+    store.close()
+    with DiskStore(root) as store:  # writes one again, while it opens
+        store.directory.snapshot.unlink(missing_ok=True)
+        store.catalog.forget_snapshot()
+        start = time.perf_counter()
+        store.catalog.save()
+        figures["save_s"] = time.perf_counter() - start
+    return figures
+
+
+def repeat(root: Path, num_entries: int, num_repetitions: int) -> list[dict[str, float]]:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    results = []
+    for seed in range(num_repetitions):
+        command = [sys.executable, __file__, "--worker", str(root), str(num_entries), str(seed)]
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
+        results.append(json.loads(done.stdout))
+    return results
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    sizes = TINY_SIZES if options.tiny else SIZES
+    by_size: dict[int, dict[str, Any]] = {}
+    for num_entries in sizes:
+        with tempfile.TemporaryDirectory(dir=options.folder) as root:
+            start = time.perf_counter()
+            build(Path(root), num_entries)
+            build_s = time.perf_counter() - start
+            results = repeat(Path(root), num_entries, options.repetitions)
+        by_size[num_entries] = {name: spread([result[name] for result in results]) for name in FIGURES}
+        by_size[num_entries]["build_s"] = build_s
+    first, last = by_size[sizes[0]], by_size[sizes[-1]]
+    return {
+        "sizes": list(sizes),
+        "results": {str(size): figures for size, figures in by_size.items()},
+        "ratio_largest_to_smallest": {
+            name: last[name]["median"] / first[name]["median"] if first[name]["median"] > 0 else None
+            for name in FIGURES
+        },
+        "sqlite": sqlite3.sqlite_version,
+        **environment(folder=options.folder or tempfile.gettempdir()),
+    }
+
+
+def to_text(report: Mapping[str, Any]) -> str:
+    sizes = report["sizes"]
+    lines = [f"{'':52}" + "".join(f"{size:>12,}" for size in sizes) + f"{'x':>8}"]
+    for name, title in FIGURES.items():
+        values = "".join(f"{report['results'][str(size)][name]['median']:12.4g}" for size in sizes)
+        ratio = report["ratio_largest_to_smallest"][name]
+        lines.append(f"{title:52}{values}" + (f"{ratio:8.3g}" if ratio is not None else f"{'-':>8}"))
+    repetitions = report["settings"]["repetitions"]
+    lines.append(f"medians of {repetitions} repetitions; x: the largest cache to the smallest")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    parser.add_argument("--worker", nargs=3, metavar=("ROOT", "NUM_ENTRIES", "SEED"), help=argparse.SUPPRESS)
+    options = parse(parser, arguments)
+    if options.worker:
+        root, num_entries, seed = options.worker
+        print(json.dumps(measure(Path(root), int(num_entries), int(seed))))
+        return 0
+    emit(run(options), options, to_text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

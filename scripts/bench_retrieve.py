@@ -1,0 +1,203 @@
+"""How long a batch takes to come back: against a copy from memory, and against files as trainers keep them.
+
+    python scripts/bench_retrieve.py              # a table; minutes, 9 GB of disk, as much of page cache
+    python scripts/bench_retrieve.py --cold       # the page cache dropped before each pass
+    python scripts/bench_retrieve.py --json       # one document
+    python scripts/bench_retrieve.py --tiny       # for correctness only
+
+The samples are those of 1024x1024: mean latents, prompt_embeds and pooled_prompt_embeds in float16, 438.5 KiB. They are
+read in random order, a new order in each round, by `LatentCache.batch(sample_ids, device="cpu")`. The limit copies the
+same rows in the same order, in one thread, from anonymous memory into tensors that are there already. The first epoch,
+in which each entry is compared with its digest, is timed apart. Peers keep a file per sample, and stack what they read.
+
+Warm: each pass comes directly after an untimed one over the same samples. Cold: each pass comes directly after the
+files have been dropped from the page cache, and the cache has been opened anew, so digests are compared too. The host
+of a virtual machine may still hold them: trust the ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarking import add_arguments, emit, environment, in_turns, parse, ratios, seconds_of
+from benchmarking_cold import cold, cold_lines
+from benchmarking_samples import (
+    PEERS,
+    SHAPES,
+    TINY_SHAPES,
+    Batches,
+    Method,
+    Rounds,
+    Samples,
+    check,
+    limit,
+    make_cache,
+    make_peers,
+    ours,
+    stacked,
+)
+
+from latentcache import LatentCache, LatentDataset, LatentLoader
+from latentcache.retrieve.sampler import BucketBatchSampler
+
+WANTED = {"torch_load": 15, "npz": 18, "safetensors_file": 6, "diskcache_pickle": 10}
+WANTED_RATIO = {4: 1.25, 16: 1.15, 64: 1.15}
+PEER_BATCH = 16
+
+
+def first_epoch(path: Path, samples: Samples) -> tuple[LatentCache, dict[str, Any]]:
+    """A cache that has verified every entry, and what that took. The page cache is warm, as for the limit."""
+    order = list(range(samples.num_samples))
+    random.Random(2).shuffle(order)
+    batches = [order[at : at + PEER_BATCH] for at in range(0, len(order) // PEER_BATCH * PEER_BATCH, PEER_BATCH)]
+    for file in sorted((path / "packs").glob("*/*")):
+        file.read_bytes()
+    cache = LatentCache(path)
+    read, out = limit(samples, PEER_BATCH), samples.out(PEER_BATCH)
+    read(batches)
+    limit_s = seconds_of(lambda: read(batches))
+    first_s = seconds_of(lambda: ours(cache, samples, out)(batches))
+    check(samples, out, batches[-1])
+    for at in range(0, len(order), PEER_BATCH):
+        numbers = order[at : at + PEER_BATCH]
+        check(samples, cache.batch([str(number) for number in numbers], device="cpu"), numbers)
+    num_read = len(batches) * PEER_BATCH
+    figures = {"us_per_sample": first_s / num_read * 1e6, "ratio_to_limit": first_s / limit_s}
+    return cache, figures
+
+
+def loader(path: Path, batch_size: int, prefetch: int) -> tuple[LatentLoader, Method]:
+    """For information: batches in the sampler's own order."""
+    made = LatentLoader(BucketBatchSampler(LatentDataset(path), batch_size, seed=0), device="cpu", prefetch=prefetch)
+    batches = made.forever()
+    for _ in range(2 * len(made)):
+        next(batches)
+
+    def read(wanted: Batches) -> None:
+        for _ in wanted:
+            next(batches)
+
+    return made, read
+
+
+def warm(folder: Path, samples: Samples, options: argparse.Namespace) -> dict[str, Any]:
+    rounds = Rounds(samples.num_samples, options.num_read, options.repetitions)
+    make_cache(folder / "cache", samples)
+    loads = make_peers(folder, samples, list(PEERS))
+    cache, first = first_epoch(folder / "cache", samples)
+    peers = {name: stacked(load) for name, load in loads.items()}
+    loaders = {f"loader_{prefetch}": loader(folder / "cache", PEER_BATCH, prefetch) for prefetch in (0, 2)}
+    methods: dict[str, Callable[[], None]] = {}
+    for size in options.batch_sizes:
+        out = samples.out(size)
+        numbers = rounds.orders[0][:size]
+        check(samples, cache.batch([str(number) for number in numbers], device="cpu", out=out), numbers)
+        ways = {
+            "limit": limit(samples, size),
+            "ours_out": ours(cache, samples, out),
+            "ours_fresh": ours(cache, samples),
+        }
+        methods |= {f"{name}_{size}": rounds.method(read, size, calls=2) for name, read in ways.items()}
+    others = peers | {name: read for name, (_, read) in loaders.items()}
+    methods |= {name: rounds.method(read, PEER_BATCH, calls=2) for name, read in others.items()}
+    seconds = in_turns(methods, options.repetitions, warm=True)
+    for made, _ in loaders.values():
+        made.close()
+    cache.close()
+    return warm_result(seconds, first, options)
+
+
+def warm_result(
+    seconds: Mapping[str, Sequence[float]], first: Mapping[str, Any], options: argparse.Namespace
+) -> dict[str, Any]:
+    sizes = options.batch_sizes
+    limits = {size: seconds[f"limit_{size}"] for size in sizes}
+    ratio = {
+        way: {size: ratios(seconds[f"ours_{way}_{size}"], limits[size]) for size in sizes} for way in ("out", "fresh")
+    }
+    faster = {name: ratios(seconds[name], seconds[f"ours_out_{PEER_BATCH}"]) for name in PEERS}
+    faster_fresh = {name: ratios(seconds[name], seconds[f"ours_fresh_{PEER_BATCH}"]) for name in PEERS}
+
+    def medians(values: Mapping[Any, Mapping[str, float]]) -> dict[str, float]:
+        return {str(name): value["median"] for name, value in values.items()}
+
+    return {
+        "ratio_to_limit": medians(ratio["out"]),
+        "ratio_to_limit_fresh": medians(ratio["fresh"]),
+        "times_faster": medians(faster),
+        "times_faster_fresh": medians(faster_fresh),
+        "first_epoch": dict(first),
+        "us_per_sample": {name: statistics.median(values) / options.num_read * 1e6 for name, values in seconds.items()},
+        "spread": {
+            "ratio_to_limit": {str(size): value for size, value in ratio["out"].items()},
+            "ratio_to_limit_fresh": {str(size): value for size, value in ratio["fresh"].items()},
+            "times_faster": faster,
+        },
+        "wanted": {"ratio_to_limit": {str(size): WANTED_RATIO[size] for size in sizes}, "times_faster": WANTED},
+    }
+
+
+def run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    samples = Samples(options.num_samples, TINY_SHAPES if options.tiny else SHAPES)
+    measured = cold(folder, samples, options) if options.cold else warm(folder, samples, options)
+    return measured | {"sample_bytes": samples.row_bytes, "environment": environment(folder=folder)}
+
+
+def to_text(result: Mapping[str, Any]) -> str:
+    lines = [f"{result['settings']['num_samples']:,} samples of {result['sample_bytes']:,} bytes"]
+    return "\n".join(lines + (cold_lines(result["cold"]) if "cold" in result else warm_lines(result)))
+
+
+def warm_lines(result: Mapping[str, Any]) -> list[str]:
+    times, wanted = result["us_per_sample"], result["wanted"]
+    lines = [f"{'warm':32}{'us/sample':>10}{'x limit':>9}{'wanted':>8}"]
+    for size, wanted_ratio in wanted["ratio_to_limit"].items():
+        lines.append(f"{'limit, B=' + size:32}{times['limit_' + size]:10.1f}{1:9.2f}")
+        for way, key, label in (
+            ("out", "ratio_to_limit", "given tensors"),
+            ("fresh", "ratio_to_limit_fresh", "new tensors"),
+        ):
+            most = f"{wanted_ratio:8.2f}" if wanted_ratio else ""
+            lines.append(
+                f"{f'batch, B={size}, {label}':32}{times[f'ours_{way}_{size}']:10.1f}{result[key][size]:9.2f}{most}"
+            )
+    lines.append(f"{'LatentLoader, prefetch=0':32}{times['loader_0']:10.1f}")
+    lines.append(f"{'LatentLoader, prefetch=2':32}{times['loader_2']:10.1f}")
+    first = result["first_epoch"]
+    lines.append(f"{'first epoch, with digests':32}{first['us_per_sample']:10.1f}{first['ratio_to_limit']:9.2f}")
+    lines.append(f"\n{f'B={PEER_BATCH}':32}{'us/sample':>10}{'x ours':>9}{'wanted':>8}{'x ours, new tensors':>21}")
+    for name, label in PEERS.items():
+        faster, fresh = result["times_faster"][name], result["times_faster_fresh"][name]
+        lines.append(f"{label:32}{times[name]:10.1f}{faster:9.1f}{wanted['times_faster'][name]:8}{fresh:21.1f}")
+    return lines
+
+
+def options_from(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--num_samples", type=int, default=4000)
+    parser.add_argument("--num_read", type=int, default=1024, help="samples read in each pass (default: %(default)s)")
+    parser.add_argument("--cold", action="store_true", help="drop the page cache before each pass")
+    add_arguments(parser)
+    options = parse(parser, arguments)
+    options.batch_sizes = [4, 16, 64]
+    if options.tiny:
+        options.num_samples, options.num_read, options.batch_sizes = 64, 32, [4, 16]
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = options_from(arguments)
+    with tempfile.TemporaryDirectory(prefix="latentcache-bench-", dir=options.folder) as folder:
+        emit(run(Path(folder), options), options, to_text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

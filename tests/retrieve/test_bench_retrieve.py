@@ -1,0 +1,43 @@
+"""The benchmark of reading runs. What it measures is no test."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from latentcache.store.readahead import CAN_ASK
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_retrieve.py"
+PEERS = {"torch_load", "npz", "safetensors_file", "diskcache_pickle"}
+
+
+def run(folder: Path, *flags: str) -> dict[str, Any]:
+    command = [sys.executable, str(SCRIPT), "--tiny", "--json", "--repetitions", "2", "--folder", str(folder), *flags]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=200)
+    assert list(folder.iterdir()) == []
+    return json.loads(done.stdout)
+
+
+def test_warm(tmp_path: Path) -> None:
+    result = run(tmp_path)
+    assert result["ratio_to_limit"].keys() == result["ratio_to_limit_fresh"].keys() == {"4", "16"}
+    assert result["times_faster"].keys() == result["times_faster_fresh"].keys() == PEERS
+    assert result["wanted"]["ratio_to_limit"] == {"4": 1.25, "16": 1.15}
+    for name in ("ratio_to_limit", "times_faster", "first_epoch", "us_per_sample"):
+        assert all(value > 0 for value in result[name].values()), name
+    assert result["settings"]["tiny"] and result["environment"]["device"] == "cpu"
+
+
+@pytest.mark.skipif(not CAN_ASK, reason="the page cache cannot be dropped here")
+def test_cold(tmp_path: Path) -> None:
+    cold = run(tmp_path, "--cold")["cold"]
+    assert cold["ratio_to_preadv"] == cold["ratios_to_preadv"]["ours_missing"]["median"] > 0
+    assert cold["times_faster"].keys() == {"torch_load", "safetensors_file"}
+    assert cold["us_per_sample"].keys() == {
+        *("ours_missing", "ours_always", "ours_never", "preadv", "loader", "torch_load", "safetensors_file")
+    }
