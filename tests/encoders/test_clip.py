@@ -6,9 +6,9 @@ import pytest
 import torch
 from diffusers import StableDiffusionXLPipeline
 
-from latentcache.encoders.clip import encode_captions, num_tokens, token_limit
-from latentcache.encoders.models import ModelLoader
-from latentcache.encoders.tiny import tiny_pipeline
+from latentcache.encoders.clip import encode_captions, encode_tokens, join_tokens, num_tokens, token_limit, tokenize
+from latentcache.encoders.models import LoadedModels, ModelLoader
+from latentcache.encoders.tiny import tiny_pipeline, tiny_sdxl
 from latentcache.errors import ModelError
 
 LONG = "a very long caption " * 20
@@ -107,3 +107,36 @@ def test_only_the_truncation_warning_is_silenced_and_only_inside(text, pipeline)
         assert logger.filters == filters
     finally:
         logger.removeHandler(handler)
+
+
+def test_tokens_know_how_long_the_captions_were(text):
+    captions = ["", "ab", LONG, "x" * 75, "x" * 74, "x" * 76]
+    tokens = tokenize(text, captions)
+    assert list(tokens.num_tokens) == num_tokens(text, captions)
+    assert tokens.input_ids.shape == tokens.input_ids_2.shape == (6, 77) and len(tokens) == 6
+
+
+def test_captions_that_are_tokenized_together_and_encoded_apart_are_those_that_are_alone(text):
+    rows = tokenize(text, CAPTIONS).rows()
+    for caption, row in zip(CAPTIONS, rows, strict=True):
+        alone, ours = encode_captions(text, [caption]), encode_tokens(text, row)
+        assert all(torch.equal(alone[name], ours[name]) for name in alone)
+    together, joined = encode_captions(text, CAPTIONS), encode_tokens(text, join_tokens(rows))
+    assert all(torch.equal(together[name], joined[name]) for name in together)
+
+
+def test_a_textual_inversion_of_several_vectors_is_written_out_as_the_pipeline_does():
+    parts = tiny_sdxl()
+    added = ["<toy>", "<toy>_1", "<toy>_2"]
+    for name, tokenizer in (("text_encoder", "tokenizer"), ("text_encoder_2", "tokenizer_2")):
+        parts[tokenizer].add_tokens(added)
+        parts[name].resize_token_embeddings(len(parts[tokenizer]), mean_resizing=False)
+    text = LoadedModels(
+        **{name: part.requires_grad_(False) if "encoder" in name else part for name, part in parts.items()}
+    ).text(torch.float32)
+    captions = ["a photo of <toy> on a table", "nothing"]
+    with torch.no_grad():
+        expected = tiny_pipeline(parts).encode_prompt(captions, device="cpu")
+    ours = encode_captions(text, captions)
+    assert torch.equal(ours["prompt_embeds"], expected[0]) and torch.equal(ours["pooled_prompt_embeds"], expected[2])
+    assert tokenize(text, captions).num_tokens[0] == tokenize(text, ["a photo of  on a table"]).num_tokens[0] + 3

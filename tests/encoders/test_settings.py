@@ -12,6 +12,7 @@ from latentcache.encoders.models import ModelLoader, TextParts
 from latentcache.encoders.settings import text_settings, vae_settings
 from latentcache.encoders.tiny import tiny_sdxl
 from latentcache.encoders.vae import encode_images, memory_format_of
+from latentcache.errors import ModelError
 
 # Importing torch's compiler warns of its own use of torch.jit.
 importing_the_compiler_warns = pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is:DeprecationWarning")
@@ -111,6 +112,22 @@ def test_a_module_that_its_owner_compiled_stays_compiled(vae: torch.nn.Module) -
     with vae_settings(vae, compile=True):
         assert vae.encoder._compiled_call_impl is own
     assert vae.encoder._compiled_call_impl is own
+
+
+def test_a_compiler_that_fails_is_named_with_the_way_out(vae: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> None:
+        raise OSError("no C++ compiler")
+
+    compile_in_place = torch.nn.Module.compile
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda self, **options: compile_in_place(self, backend=broken, **options)
+    )
+    with (
+        pytest.raises(ModelError, match=r"no C\+\+ compiler.*Set encode\.compile to false"),
+        vae_settings(vae, compile=True),
+    ):
+        encode_images(vae, torch.zeros(1, 16, 16, 3, dtype=torch.uint8))
+    assert vae.encoder._compiled_call_impl is None
 
 
 def encoders_compiled(parts: TextParts) -> list[bool]:
