@@ -74,14 +74,14 @@ def _image_of(row: Row, flip: bool) -> ImageRef:
 def facts(wanted: Sequence[Wanted]) -> dict[str, Any]:
     """What the manifest says of these samples: ids, captions, sizes, and the time ids that follow from them."""
     layouts = [item.layout for item in wanted if item.layout is not None]
-    # The row of empty lists gives the four columns where there is no layout.
-    columns = zip(*[layout.pairs for layout in layouts], strict=True) if layouts else [()] * len(SIZES)
-    return {
+    told: dict[str, Any] = {
         "sample_id": [item.sample_id for item in wanted],
         "caption": [item.caption for item in wanted],
-        **dict(zip(SIZES, map(list, columns), strict=True)),
-        "add_time_ids": _time_ids(layouts),
     }
+    for number, name in enumerate(SIZES):
+        told[name] = [layout.pairs[number] for layout in layouts]
+    told["add_time_ids"] = _time_ids(layouts)
+    return told
 
 
 def add_time_ids(geometries: Sequence[Geometry]) -> torch.Tensor:

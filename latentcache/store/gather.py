@@ -36,13 +36,13 @@ def stack(
     """One tensor per field, a row per source: `base.Store.read_batch`."""
     if not sources:
         return {}
-    descriptions = [source.description for source in sources]
-    first = descriptions[0]
+    first = sources[0].description
     columns: Iterable[Sequence[np.ndarray]]
-    if fields is None and all([description is first for description in descriptions]):
+    if fields is None and all([source.description is first for source in sources]):
         tensors = output(first, len(sources), out)
         columns = zip(*[source.parts for source in sources], strict=True)
     else:
+        descriptions = [source.description for source in sources]
         tensors = output(common_fields(keys, descriptions, fields), len(sources), out)
         parts = [dict(zip(source.description, source.parts, strict=True)) for source in sources]
         columns = [[part[name] for part in parts] for name in tensors]
@@ -87,15 +87,15 @@ def _shown(spec: tuple[str, tuple[int, ...]]) -> str:
 
 def output(fields: Description, num_rows: int, out: Mapping[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
     """Tensors for `num_rows` rows: those of `out` where given, else new ones. StoreError if one does not fit."""
-    tensors = {}
+    tensors, given = {}, out or {}
     for name, (dtype, shape) in fields.items():
-        given = None if out is None else out.get(name)
-        if given is None:
+        tensor = given.get(name)
+        if tensor is None:
             # torch aligns to 64 bytes; numpy may not, and copies are then 2.5 times slower.
-            given = torch.empty((num_rows, *shape), dtype=DTYPES[dtype])
+            tensor = torch.empty((num_rows, *shape), dtype=DTYPES[dtype])
         else:
-            check_output(name, given, DTYPES[dtype], (num_rows, *shape), CPU)
-        tensors[name] = given
+            check_output(name, tensor, DTYPES[dtype], (num_rows, *shape), CPU)
+        tensors[name] = tensor
     return tensors
 
 
