@@ -23,6 +23,7 @@ LAYERS = [
     {"encoders"},
     {"precache", "retrieve"},
     {"validation"},
+    {"exchange"},
     {"integrations", "service", "scaleout"},
     {"console", "flags"},
     {"cli"},

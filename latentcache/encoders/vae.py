@@ -109,6 +109,11 @@ def latents_from_moments(moments: torch.Tensor, generator: torch.Generator | Non
     return posterior.mode().contiguous() if generator is None else posterior.sample(generator)
 
 
+def posterior_std(moments: torch.Tensor) -> torch.Tensor:
+    """The standard deviation of a draw at each place, unscaled: [B, C, h, w]."""
+    return DiagonalGaussianDistribution(moments).std
+
+
 def problems(outputs: torch.Tensor) -> list[str | None]:
     """For each item of [B, ...] what makes it unusable: `nan`, `inf`, `all-zero` or None. One device sync a call."""
     items = outputs.reshape(len(outputs), -1)
