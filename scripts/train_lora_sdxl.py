@@ -143,7 +143,7 @@ class Training:
         self.dtype = compute_dtype(options.mixed_precision, self.device)
         self.autocast = None if self.dtype is torch.float32 else self.dtype
         self.dataset = TrainingSet(config)
-        self.cache = LatentCache(config.cache.path)
+        self.cache = LatentCache(config.cache.path, unverified=config.cache.unverified)
         self.sampler = BucketBatchSampler(self.dataset, options.batch_size, seed=options.seed)
         self.generator = torch.Generator().manual_seed(options.seed)
 
@@ -264,7 +264,8 @@ class TrainingSet(ConcatDataset[dict[str, Any]]):
         missing = {dataset.name for dataset in sets} - set(ManifestFolder(path / "manifests").names())
         if missing:
             raise StoreError(f"{path}: {', '.join(sorted(missing))} is not cached: run `latentcache precache CONFIG`")
-        super().__init__([LatentDataset(path, each.name, flips=each.flip, caption="random") for each in sets])
+        trust: dict[str, Any] = {"caption": "random", "unverified": config.cache.unverified}
+        super().__init__([LatentDataset(path, each.name, flips=each.flip, **trust) for each in sets])
         self._buckets = [part.bucket(index) for part in self.datasets for index in range(len(part))]
         if not self._buckets:
             raise StoreError(f"{path}: every sample was refused: `latentcache precache CONFIG` tells why")
