@@ -146,8 +146,8 @@ class LatentCache:
                 f"was imported from {manifest.imported_from} and is unverified: nobody knows what its entries are of"
             )
             remedy = (
-                f"{self._precache}, which encodes it; import it with --verify, which proves it; or take it as it is with "
-                "`cache.unverified: true` in the config (`unverified=True` here)"
+                f"{self._precache}, which encodes it; or import it with --verify, which proves it; or take it as it "
+                "is, with `cache.unverified: true` in the config (`unverified=True` here)"
             )
             raise SampleError(row.sample_id, reason, remedy)
 
