@@ -199,9 +199,11 @@ def prompt_kwargs(
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
     if not texts:
         raise StoreError("prompts is empty; it must hold at least one text")
-    asker: Asker = device if not isinstance(device, DiffusionPipeline) else _unet_of(device)
-    if negative is None and isinstance(device, DiffusionPipeline):
-        negative = None if device.config.get("force_zeros_for_empty_prompt", True) else ""
+    unet, asker = None, device
+    if isinstance(device, DiffusionPipeline):
+        unet = asker = _unet_of(device)
+        if negative is None and not device.config.get("force_zeros_for_empty_prompt", True):
+            negative = ""
     negatives = [negative] * len(texts) if negative is None or isinstance(negative, str) else list(negative)
     if len(negatives) != len(texts):
         raise StoreError(f"negative holds {len(negatives)} texts for {len(texts)} prompts; give one for each, or one")
@@ -210,9 +212,8 @@ def prompt_kwargs(
         for text, other in zip(texts, negatives, strict=True)
     ]
     kwargs = {name: torch.cat([tensors[name] for tensors in found]) for name in found[0]}
-    if isinstance(device, DiffusionPipeline):
-        widths = [kwargs[name].shape[-1] for name in TEXT_FIELDS]
-        check_conditioning(_unet_of(device), *widths)
+    if unet is not None:
+        check_conditioning(unet, *(kwargs[name].shape[-1] for name in TEXT_FIELDS))
     return kwargs
 
 
