@@ -26,6 +26,7 @@ LAYERS = [
     {"exchange"},
     {"integrations", "service", "scaleout"},
     {"console", "flags"},
+    {"exchange_commands"},
     {"cli"},
     {"__main__"},
 ]
@@ -45,7 +46,7 @@ OWNERS = {
     "diffusers": ("encoders/", "validation/", "integrations/diffusers.py"),
     "transformers": ("encoders/", "integrations/diffusers.py"),
     "matplotlib": ("validation/",),
-    "cyclopts": ("cli.py", "flags.py"),
+    "cyclopts": ("cli.py", "exchange_commands.py", "flags.py"),
 }
 FORBIDDEN = {"pickle", "dill", "joblib", "cloudpickle", "torchvision", "datasets"}
 

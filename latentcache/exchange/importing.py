@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 
+from latentcache.config import PROMPTS_PREFIX, Name
 from latentcache.dataset.manifest import CaptionRef, ImageRef, Manifest, Row
 from latentcache.encoders.vae import problems
-from latentcache.errors import StoreError
+from latentcache.errors import ConfigError, StoreError
 from latentcache.exchange.foreign import ForeignCache, ForeignImage, ForeignText
 from latentcache.exchange.reports import ImportReport
 from latentcache.exchange.scale import Scale
@@ -50,6 +52,7 @@ def import_cache(
     scaled as the format claims (then nothing is imported): `scale_check` False is for VAEs other than SDXL's.
     """
     started = time.monotonic()
+    _check_name(name)
     last = workspace.manifests.read(name)
     if last is not None and last.imported_from is None:
         raise StoreError(
@@ -72,6 +75,17 @@ def import_cache(
     report.cache = None if workspace.path is None else str(workspace.path)
     report.seconds = time.monotonic() - started
     return report
+
+
+def _check_name(name: str) -> None:
+    """Raises ConfigError for what cannot name a dataset in a config either."""
+    try:
+        TypeAdapter(Name).validate_python(name)
+    except ValidationError as error:
+        detail = f"the name is {name!r}; use letters, digits, dash and underscore, 64 at most"
+        raise ConfigError(detail) from error
+    if name.lower().startswith(PROMPTS_PREFIX):
+        raise ConfigError(f"the name {name!r} may not begin with {PROMPTS_PREFIX!r}: so do the prompts' manifests")
 
 
 @dataclass(slots=True)
