@@ -75,10 +75,12 @@ class Originals:
         return probe(self._source.read(sample), sample.path, _POLICY).size
 
     def find(self, recorded: str) -> str | None:
-        """The sample that a foreign cache names by a path below the folder, or below `recorded_root`; None if none.
+        """The sample that a foreign cache names by a path: relative, below the folder, or below `recorded_root`.
 
-        The end of a path alone is no proof: many folders have a `1.png`.
+        None if there is no such sample. The end of a path alone is no proof: many folders have a `1.png`.
         """
+        if recorded in self._samples:
+            return recorded
         parts = path_parts(recorded)
         for root in self._roots:
             if parts[: len(root)] == root and (sample_id := "/".join(parts[len(root) :])) in self._samples:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import gzip
 import io
 import os
-import re
 import stat
 import struct
 import zipfile
@@ -32,7 +31,6 @@ _ZIP = b"PK\x03\x04"
 _GZIP = b"\x1f\x8b"
 _CHUNK_BYTES = 1 << 20
 _ZIP_ERRORS = (zipfile.BadZipFile, OSError, EOFError, ValueError, NotImplementedError, RuntimeError, struct.error)
-_NOT_ALLOWED = re.compile(r"GLOBAL (\S+) was not an allowed global|Unsupported (?:global|class|type)[^.\n]*")
 
 
 @contextmanager
@@ -110,9 +108,9 @@ def load_torch(data: bytes, path: str | Path) -> Any:
         content = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     # Whatever else the bytes make torch's reader raise (there is no common class), the file cannot be used.
     except Exception as error:
-        # torch's text goes on to advise reading the file without restrictions.
-        needed = _NOT_ALLOWED.search(str(error))
-        detail = f"it needs code to be run ({needed[0]})" if needed else f"{type(error).__name__}: {error}"
+        # torch wraps the reason in advice to read the file without restrictions, or with fewer.
+        inner = error.__context__ if isinstance(error.__context__, type(error)) else error
+        detail = f"torch's restricted reader: {type(error).__name__}: {inner}".partition(". Please use")[0]
         raise ForeignFileRefused(path, "corrupt", detail.partition("\n")[0]) from error
     for tensor in _tensors(content):
         if tensor.layout != torch.strided or tensor.device.type != "cpu":
@@ -120,6 +118,13 @@ def load_torch(data: bytes, path: str | Path) -> Any:
         if tensor.untyped_storage().nbytes() not in sizes:
             raise ForeignFileRefused(path, "corrupt", "a tensor's storage has not the size that the file says")
     return content
+
+
+def torch_bytes(content: Any) -> bytes:
+    """The bytes that `torch.save` writes for tensors and plain data, and that `load_torch` reads."""
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    return buffer.getvalue()
 
 
 def tensor_in(value: object, name: str, path: str | Path, *, ndim: int) -> torch.Tensor:

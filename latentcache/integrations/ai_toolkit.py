@@ -14,25 +14,32 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
-from pathlib import Path
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load
+from safetensors.torch import load, save
 
 from latentcache.dataset.samples import MAX_CAPTION_BYTES, walk
 from latentcache.errors import DatasetError, ForeignFileRefused
+from latentcache.exchange.exporting import ExportSample, export_path, export_samples
 from latentcache.exchange.foreign import ForeignImage, ForeignItem, ForeignText
 from latentcache.exchange.originals import Originals, refusal_of
+from latentcache.exchange.reports import ExportReport
 from latentcache.exchange.torch_files import read_file, tensor_in
+from latentcache.exchange.written_files import WrittenFiles
+from latentcache.retrieve.batches import LatentCache
 from latentcache.types import Crop, Geometry, Refusal, Size
 
 SCALING_FACTOR = 0.13025
 LATENT_FOLDER, TEXT_FOLDER = "_latent_cache", "_t_e_cache"
 NOTE_NO_IMAGE = "the image is not there: the size that it was scaled to stands for its own"
+NOTE_UNUSUAL = "ai-toolkit scales or crops the image otherwise: it does not find the latent, and encodes it anew"
 
 _SPACE = "sdxl"
 _VERSION = 1
@@ -59,21 +66,136 @@ def read(root: str | Path, *, caption_extension: str = ".txt", trigger: str | No
     return AiToolkitCache(os.path.abspath(root), originals, caption_extension, trigger)
 
 
+def export(
+    cache: LatentCache,
+    name: str,
+    folder: str | Path,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    seed: int | None = None,
+    overwrite: bool = False,
+    caption_extension: str = ".txt",
+) -> ExportReport:
+    """Write ai-toolkit's files for the manifest `name` below `folder`: the images' own folder, or a copy of its layout.
+
+    Latents are the mean of the moments, or with `seed` a draw, as ai-toolkit has it, multiplied by the scaling factor,
+    in `dtype`; embeddings keep theirs. ai-toolkit encodes a whole caption file as one text, and the text's name follows
+    from it, line ends included: only samples with one caption have their text exported. It uses a latent only if its
+    own buckets, which round sizes up, give the image the same size and crop; the report counts those that do not fit.
+    Files that are there are left alone, and listed, unless `overwrite`. Raises what `export_samples` does, and
+    ReadOnlyError, StorageFullError or StoreError.
+    """
+    report = ExportReport("ai-toolkit", name, str(folder))
+    files = WrittenFiles(report, overwrite=overwrite)
+    for sample in export_samples(cache, name, report, seed=seed):
+        base = export_path(Path(folder), sample.sample_id)
+        if base is None:
+            report.skipped.append(
+                Refusal(sample.sample_id, sample.path, "unreadable", "its name leads out of the folder")
+            )
+            continue
+        if not _is_usual(sample.geometry):
+            report.note(NOTE_UNUSUAL)
+        for flip, latents in ((False, sample.latents), (True, sample.flipped)):
+            if latents is None:
+                continue
+            facts = _facts_of(PurePosixPath(sample.sample_id).name, replace(sample.geometry, flip=flip))
+            scaled = (latents * SCALING_FACTOR).to(dtype).contiguous()
+            data = save({"latent": scaled}, _metadata(facts))
+            report.num_images += files.write(base.parent / LATENT_FOLDER / latent_name(facts), data, sample)
+        _export_text(sample, base, files, report, caption_extension)
+    return report
+
+
+def _export_text(
+    sample: ExportSample, base: Path, files: WrittenFiles, report: ExportReport, caption_extension: str
+) -> None:
+    if len(sample.captions) != 1:
+        report.note("several captions: ai-toolkit encodes them as one text, which is not in the cache")
+        return
+    (caption,) = sample.captions
+    beside = os.path.splitext(sample.path)[0] + caption_extension
+    try:
+        text = _caption_text(beside) if os.path.lexists(beside) else caption.text
+    except ForeignFileRefused as error:
+        report.skipped.append(refusal_of(sample.sample_id, error))
+        return
+    if text.split() != caption.text.split():
+        report.note("the caption file was edited since: its text is not in the cache")
+        return
+    path = base.parent / TEXT_FOLDER / text_name(base.name, _encoded(text, None))
+    if path in files:
+        return  # an image of the same stem
+    tensors = {
+        "text_embed": caption.prompt_embeds[None].contiguous(),
+        "pooled_embed": caption.pooled_prompt_embeds[None].contiguous(),
+    }
+    report.num_texts += files.write(path, save(tensors), sample)
+
+
+def _facts_of(filename: str, geometry: Geometry) -> dict[str, Any]:
+    """The facts about a latent, of which its file's name is the hash."""
+    (top, left), resized, target = geometry.crop_top_left, geometry.resized_size, geometry.target_size
+    facts: dict[str, Any] = {
+        "filename": filename,
+        "scale_to_width": resized.width,
+        "scale_to_height": resized.height,
+        "crop_x": resized.width - target.width - left if geometry.flip else left,
+        "crop_y": top,
+        "crop_width": target.width,
+        "crop_height": target.height,
+        "latent_space_version": _SPACE,
+        "latent_version": _VERSION,
+    }
+    return facts | {"flip_x": True} if geometry.flip else facts
+
+
+def _metadata(facts: Mapping[str, Any]) -> dict[str, str]:
+    strings = {name: value if isinstance(value, str) else json.dumps(value) for name, value in facts.items()}
+    return strings | {"software": json.dumps({"name": "latentcache"}), "format": "pt"}
+
+
+def _is_usual(geometry: Geometry) -> bool:
+    """Whether ai-toolkit, with the same bucket, scales and crops in the same way: up, and to the middle."""
+    size, target = geometry.original_size, geometry.target_size
+    scale = max(target.width / size.width, target.height / size.height)
+    resized = Size(math.ceil(size.height * scale), math.ceil(size.width * scale))
+    spare = Crop((resized.height - target.height) // 2, (resized.width - target.width) // 2)
+    return (geometry.resized_size, geometry.crop_top_left) == (resized, spare)
+
+
 def latent_name(facts: Mapping[str, Any]) -> str:
     """The file's name for the facts about a latent, in its `_latent_cache` folder."""
-    return _name(str(facts["filename"]), facts)
+    return _name(os.path.splitext(facts["filename"])[0], facts)
 
 
-def text_name(image_name: str, caption: str) -> str:
-    """The file's name for the caption of an image, in its `_t_e_cache` folder."""
+def text_name(stem: str, caption: str) -> str:
+    """The file's name for the caption of the image with this stem, in its `_t_e_cache` folder."""
     facts = {"caption": caption, "text_embedding_space_version": _SPACE, "text_embedding_version": _VERSION}
-    return _name(image_name, facts)
+    return _name(stem, facts)
 
 
-def _name(image_name: str, facts: Mapping[str, Any]) -> str:
+def _name(stem: str, facts: Mapping[str, Any]) -> str:
     document = json.dumps(facts, sort_keys=True).encode()
     code = base64.urlsafe_b64encode(hashlib.md5(document, usedforsecurity=False).digest()).decode().rstrip("=")
-    return f"{os.path.splitext(image_name)[0]}_{code}{_SUFFIX}"
+    return f"{stem}_{code}{_SUFFIX}"
+
+
+def _caption_text(path: str) -> str:
+    """All of a caption file. Raises ForeignFileRefused."""
+    try:
+        text = read_file(path, MAX_CAPTION_BYTES).decode()
+    except UnicodeDecodeError as error:
+        raise ForeignFileRefused(path, "bad-caption", f"it is not UTF-8: {error}") from error
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _encoded(text: str, trigger: str | None) -> str:
+    """What ai-toolkit makes of a caption: a space behind every comma, and no placeholders."""
+    text = ", ".join(text.split(","))
+    for placeholder in ("[name]", "[trigger]"):
+        text = text.replace(placeholder, trigger or "")
+    return text
 
 
 def _tensors(data: bytes, path: str) -> dict[str, torch.Tensor]:
@@ -180,7 +302,7 @@ class AiToolkitCache:
                     else:
                         yield self._text(samples_of, f"{parent}/{name[:-_TAIL]}".lstrip("/"), path)
                 except DatasetError as error:
-                    yield refusal_of(parent, error)
+                    yield refusal_of(f"{parent}/{name[:-_TAIL]}".lstrip("/"), error)
 
     def _image(self, folder: str, path: str) -> ForeignImage:
         data = read_file(path)
@@ -198,9 +320,9 @@ class AiToolkitCache:
         sample_ids = tuple(samples_of.get(stem, ()))
         if not sample_ids:
             raise ForeignFileRefused(path, "missing", "there is no image of this name beside its folder")
-        name, image_name = os.path.basename(path), os.path.basename(stem)
+        name, image_stem = os.path.basename(path), os.path.basename(stem)
         encoded = self._encoded_captions(stem)
-        match = next(((caption, drop) for caption, drop in encoded if text_name(image_name, caption) == name), None)
+        match = next(((caption, drop) for caption, drop in encoded if text_name(image_stem, caption) == name), None)
         if match is None:
             raise ForeignFileRefused(
                 path, "missing", "its name does not follow from the caption: edited since, or made with a trigger word"
@@ -221,22 +343,13 @@ class AiToolkitCache:
     def _encoded_captions(self, stem: str) -> Iterator[tuple[str, bool]]:
         """What ai-toolkit may have encoded for a sample, and whether that stands for its dropped caption.
 
-        It encodes the whole caption file, puts a space behind every comma, and replaces `[trigger]` and `[name]`; a
-        trigger word that is not in the caption goes before it.
+        It encodes the whole caption file; a trigger word that is not in the caption goes before it.
         """
         path = os.path.join(self._root, stem + self._caption_extension)
-        text = ""
-        if os.path.lexists(path):
-            try:
-                text = read_file(path, MAX_CAPTION_BYTES).decode()
-            except UnicodeDecodeError as error:
-                raise ForeignFileRefused(path, "bad-caption", f"it is not UTF-8: {error}") from error
-        text = text.replace("\r\n", "\n").replace("\r", "\n")
+        text = _caption_text(path) if os.path.lexists(path) else ""
         for base, is_dropped in ((text, False), (text.strip(), False), ("", bool(text.strip()))):
             for trigger in dict.fromkeys((self._trigger, None)):
-                caption = ", ".join(base.split(","))
-                for placeholder in ("[name]", "[trigger]"):
-                    caption = caption.replace(placeholder, trigger or "")
+                caption = _encoded(base, trigger)
                 if trigger and trigger not in caption:
                     yield f"{trigger} {caption}", is_dropped
                 yield caption, is_dropped

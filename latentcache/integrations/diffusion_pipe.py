@@ -73,6 +73,8 @@ def _rows(path: str) -> list[tuple[int, int, int]]:
                 "SELECT name FROM sqlite_master WHERE type = 'table' AND sql LIKE 'CREATE TABLE%'"
             )
             shards = sorted(int(found[1]) for (name,) in tables if (found := _SHARD.fullmatch(str(name))))
+            if not shards:
+                raise ForeignFileRefused(path, "corrupt", "it has no table shard_<n>")
             for shard in shards:
                 for offset, size in connection.execute(f"SELECT offset, size FROM shard_{shard} ORDER BY rowid"):
                     if type(offset) is not int or type(size) is not int or offset < 0 or size < 1:

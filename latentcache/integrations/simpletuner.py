@@ -25,14 +25,21 @@ import torch
 from latentcache.dataset.buckets import fit
 from latentcache.dataset.samples import walk
 from latentcache.errors import ConfigError, DatasetError, ForeignFileRefused
+from latentcache.exchange.exporting import export_path, export_samples
 from latentcache.exchange.foreign import ForeignImage, ForeignItem, ForeignText
 from latentcache.exchange.originals import Originals, refusal_of
-from latentcache.exchange.torch_files import gunzip, is_gzip, load_torch, read_file, tensor_in
+from latentcache.exchange.reports import ExportReport
+from latentcache.exchange.torch_files import gunzip, is_gzip, load_torch, read_file, tensor_in, torch_bytes
+from latentcache.exchange.written_files import WrittenFiles
+from latentcache.retrieve.batches import LatentCache
 from latentcache.types import Crop, Geometry, Refusal, Size
 
 SCALING_FACTOR = 0.13025
 NOTE_DERIVED = "sizes derived from the image: resized to cover the bucket, cropped in the middle"
 NOTE_ORDER = "the recorded sizes and crop fit as (height, width) and as (width, height): one was assumed"
+
+NOTE_LISTS = "delete all_vae_cache_files_<id>.json in SimpleTuner's output_dir: until then it does not see new files"
+NOTE_BUCKETS = "sizes and crops are not exported: SimpleTuner must resize and bucket the images as this cache did"
 
 _LATENT_NAME = re.compile(r"[0-9a-f]{64}\.pt")
 _TEXT_NAME = re.compile(r"[0-9a-f]{32}-sdxl\.pt")
@@ -77,6 +84,52 @@ def latent_name(sample_id: str) -> str:
 def text_name(caption: str) -> str:
     """The file of a prompt's embeddings, relative to the text cache's folder."""
     return f"{hashlib.md5(caption.encode(), usedforsecurity=False).hexdigest()}-sdxl.pt"
+
+
+def export(
+    cache: LatentCache,
+    name: str,
+    folder: str | Path,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    seed: int | None = None,
+    overwrite: bool = False,
+) -> ExportReport:
+    """Write SimpleTuner's files for the manifest `name`: `folder`/vae is a `cache_dir_vae`, `folder`/text a text cache.
+
+    Latents are the mean of the moments, or with `seed` a draw, as SimpleTuner has it, and multiplied by the scaling
+    factor; `dtype` is bfloat16 or float32, since SimpleTuner refuses float16. Embeddings keep theirs. Flipped latents,
+    sizes and crops are left out. Files that are there are left alone, and listed, unless `overwrite`. Raises
+    ConfigError for another dtype, what `export_samples` does, and ReadOnlyError, StorageFullError or StoreError.
+    """
+    if dtype not in (torch.bfloat16, torch.float32):
+        raise ConfigError(f"dtype is {dtype}; SimpleTuner reads latents of bfloat16 and float32", key="dtype")
+    report = ExportReport("simpletuner", name, str(folder))
+    report.note(NOTE_LISTS)
+    report.note(NOTE_BUCKETS)
+    files = WrittenFiles(report, overwrite=overwrite)
+    for sample in export_samples(cache, name, report, seed=seed):
+        if export_path(Path(folder), sample.sample_id) is None:
+            report.skipped.append(
+                Refusal(sample.sample_id, sample.path, "unreadable", "its name leads out of the folder")
+            )
+            continue
+        if sample.flipped is not None:
+            report.note("SimpleTuner has no flipped latents: they were not exported")
+        latents = (sample.latents * SCALING_FACTOR).to(dtype)
+        if files.write(Path(folder, "vae", latent_name(sample.sample_id)), torch_bytes(latents), sample):
+            report.num_images += 1
+        for caption in sample.captions:
+            path = Path(folder, "text", text_name(caption.text))
+            if path in files:
+                continue  # a caption of several samples
+            embeds = {
+                "prompt_embeds": caption.prompt_embeds[None].contiguous(),
+                "pooled_prompt_embeds": caption.pooled_prompt_embeds.contiguous(),
+            }
+            if files.write(path, torch_bytes(embeds), sample):
+                report.num_texts += 1
+    return report
 
 
 def _find_metadata(images: Path, root: Path) -> Path | None:
