@@ -30,6 +30,7 @@ from latentcache.precache.encodings import Encodings, choose_encodings, load_mod
 from latentcache.precache.progress import Progress
 from latentcache.precache.texts import placed_texts
 from latentcache.precache.workspace import Workspace
+from latentcache.store.base import Writer
 from latentcache.types import Entry, Record, Refusal
 
 Ref = TypeVar("Ref", ImageRef, CaptionRef)
@@ -85,18 +86,25 @@ def verify_rows(
 ) -> dict[str, Row]:
     """Encode some entries of these rows again; those that are equal are stored under their real identity, verified.
 
-    Returns the rows with the keys of what was verified, and notes in the report what was found. Raises ConfigError,
+    Returns the rows with the keys of what was verified, and notes in the report what was found. The unverified entries
+    stay in the store, as other imports may share them: `prune` removes those that nobody refers to. Raises ConfigError,
     ModelError, DeviceError or StoreError.
     """
-    run = _Verification(name, workspace, verification, report)
-    verified = {**run.images(rows, progress), **run.texts(rows, progress)}
+    with workspace.store.writer() as writer:
+        run = _Verification(name, workspace, verification, report, writer)
+        verified = {**run.images(rows, progress), **run.texts(rows, progress)}
+        writer.seal()
+    report.bytes_written += writer.bytes_written
     return {sample_id: _with_verified(row, verified) for sample_id, row in rows.items()}
 
 
 class _Verification:
     """The state of one verification."""
 
-    def __init__(self, name: str, workspace: Workspace, verification: Verification, report: ImportReport):
+    def __init__(
+        self, name: str, workspace: Workspace, verification: Verification, report: ImportReport, writer: Writer
+    ):
+        self._writer = writer
         self._workspace, self._verification, self._report = workspace, verification, report
         config = verification.config
         self._policy = ImagePolicy(**_dataset_of(config, name).images.model_dump())
@@ -176,7 +184,7 @@ class _Verification:
         if pixels.shape[:2] != size:
             met = f"{pixels.shape[0]}x{pixels.shape[1]}"
             self._unequal(
-                row, "unequal", f"the image is {met} now (upright), but {ref.geometry.original_size} was cached"
+                row, "unequal", f"the image is {met} now (upright), but one of {ref.geometry.original_size} was cached"
             )
             return None
         moments = encode_images(vae, prepare(pixels, ref.geometry)[None]).float().cpu()
@@ -233,7 +241,7 @@ class _Verification:
         tensors = {name: tensor.to(DTYPES[dtype]) for name, tensor in entry.tensors.items()}
         key = key_of(identity)
         # If precache made this very entry already, that one stays.
-        self._workspace.store.add([Entry(Record(key, entry.record.kind, identity, provenance), tensors)])
+        self._writer.add(Entry(Record(key, entry.record.kind, identity, provenance), tensors))
         return key
 
     def _unequal(self, row: Row, reason: str, detail: str) -> None:
