@@ -82,6 +82,10 @@ class ReaderOptions:
 class WriterOptions:
     """How a format is written. Each format has some of these."""
 
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """simpletuner, ai-toolkit: dtype of the latents. Default: bfloat16."""
+    caption_extension: str | None = None
+    """ai-toolkit: suffix of the caption files beside the images. Default: .txt."""
     unsuffixed: Switch = False
     """kohya: also write the names that releases before 2026 read."""
     seed: int | None = None
@@ -130,6 +134,8 @@ def import_foreign(
     given = _given(reader or ReaderOptions())
     if "captions" in given:
         given["captions"] = _lines(given["captions"])
+    if loaded is not None and "tokenize" in _options_of(source, "read"):
+        given["tokenize"] = _tokenize(loaded)
     foreign = _chosen(source, "read", given)(root)
     with open_workspace(_cache_config(cache, loaded)) as workspace:
         report = import_cache(
@@ -173,9 +179,13 @@ def export_foreign(
         Also export what was imported and not verified.
     """
     from latentcache.retrieve.batches import LatentCache
+    from latentcache.store.base import DTYPES
 
     loaded = None if config is None else load_config(config)
-    export = _chosen(target, "export", _given(writer or WriterOptions()))
+    given = _given(writer or WriterOptions())
+    if "dtype" in given:
+        given["dtype"] = DTYPES[given["dtype"]]
+    export = _chosen(target, "export", given)
     with LatentCache(_cache_config(cache, loaded).path, unverified=unverified) as opened:
         names = opened.dataset_names()
         if manifest is None and len(names) != 1:
@@ -185,27 +195,41 @@ def export_foreign(
     return DONE_WITH_FAULTS if report.has_faults else DONE
 
 
+def _functions(action: Literal["read", "export"]) -> dict[str, Callable[..., Any]]:
+    """The formats that have such a function."""
+    modules = {name: import_module(f"latentcache.integrations.{module}") for name, module in FORMATS.items()}
+    return {name: getattr(module, action) for name, module in modules.items() if hasattr(module, action)}
+
+
+def _options_of(format_name: str, action: Literal["read", "export"]) -> dict[str, inspect.Parameter]:
+    function = _functions(action).get(format_name)
+    parameters = {} if function is None else inspect.signature(function).parameters
+    return {name: each for name, each in parameters.items() if each.kind is each.KEYWORD_ONLY}
+
+
 def _chosen(format_name: str, action: Literal["read", "export"], given: Mapping[str, Any]) -> Callable[..., Any]:
     """`read` or `export` of a format, with these options. ConfigError for what the format does not have or lacks."""
     flag = "--from" if action == "read" else "--to"
-    functions = {
-        name: function
-        for name, module in FORMATS.items()
-        if (function := getattr(import_module(f"latentcache.integrations.{module}"), action, None)) is not None
-    }
+    functions = _functions(action)
     if format_name not in functions:
         raise ConfigError(f"{flag} is {format_name!r}; use one of {', '.join(functions)}")
-    function = functions[format_name]
-    keywords = [each for each in inspect.signature(function).parameters.values() if each.kind is each.KEYWORD_ONLY]
-    known = {each.name for each in keywords}
+    known = _options_of(format_name, action)
     for name in given:
         if name not in known:
-            allowed = ", ".join(map(_flag, sorted(known))) or "none"
+            allowed = ", ".join(_flag(each) for each in sorted(known) if each != "tokenize") or "none"
             raise ConfigError(f"{_flag(name)} is no option of {flag} {format_name}; its options are: {allowed}")
-    for each in keywords:
-        if each.default is each.empty and each.name not in given:
-            raise ConfigError(f"{flag} {format_name} needs {_flag(each.name)}")
-    return lambda *arguments: function(*arguments, **given)
+    for name, each in known.items():
+        if each.default is each.empty and name not in given:
+            raise ConfigError(f"{flag} {format_name} needs {_flag(name)}")
+    return lambda *arguments: functions[format_name](*arguments, **given)
+
+
+def _tokenize(config: Config) -> Any:
+    """What makes tokens of captions: formats without captions are paired by them."""
+    from latentcache.integrations.onetrainer_cache import tokenize_with
+    from latentcache.precache.encodings import load_models
+
+    return tokenize_with(load_models(config.model, {}).tokenizers()[0])
 
 
 def _flag(name: str) -> str:

@@ -27,6 +27,7 @@ from latentcache.exchange.originals import Originals, refusal_of, sample_id_of
 from latentcache.exchange.torch_files import load_torch, read_file, tensor_in
 from latentcache.types import Crop, Geometry, Refusal, Size
 
+NUM_TOKENS = 77
 AGGREGATE = "aggregate.pt"
 NOTE_AUGMENTED = "flips and other augmentations are not recorded: none are assumed"
 NOTE_LAYER = "the hidden layer (clip skip) is not recorded"
@@ -61,6 +62,15 @@ def read(
         raise DatasetError(folder, "holds neither a folder `image` nor `text`: name OneTrainer's cache_dir")
     originals = Originals(images, caption_extension=caption_extension, recorded_root=recorded_root)
     return OneTrainerCache(folder, originals, variation, tokenize)
+
+
+def tokenize_with(tokenizer: Any) -> Tokenize:
+    """The captions' tokens by the first tokenizer of a model, as mgds makes them."""
+
+    def tokenize(caption: str) -> list[int]:
+        return list(tokenizer(caption, padding="max_length", truncation=True, max_length=NUM_TOKENS).input_ids)
+
+    return tokenize
 
 
 def _pair(value: object, name: str, path: str, *, least: int) -> tuple[int, int]:

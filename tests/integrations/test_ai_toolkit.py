@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -12,10 +14,16 @@ from foreign_files import damaged, embeds_of, items_quietly, latents_of, reasons
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from photo_files import write_photo
+from safetensors import safe_open
+from safetensors.torch import load_file
 
 from latentcache.exchange.foreign import ForeignImage, ForeignText
+from latentcache.exchange.importing import import_cache
 from latentcache.integrations import ai_toolkit
-from latentcache.integrations.ai_toolkit import NOTE_NO_IMAGE
+from latentcache.integrations.ai_toolkit import NOTE_NO_IMAGE, NOTE_UNUSUAL
+from latentcache.precache.run import run_precache
+from latentcache.precache.workspace import Workspace
+from latentcache.retrieve.batches import LatentCache
 from latentcache.types import Crop, Geometry, Refusal, Size
 
 FACTS = {
@@ -271,3 +279,104 @@ def test_damaged_files_raise_nothing(images, data):
                 assert item.prompt_embeds.ndim == 2
             case Refusal():
                 assert item.path and item.detail
+
+
+# Export
+
+
+def test_export_writes_what_the_format_says(make_config, photos, tmp_path):
+    config, out = make_config(**{"datasets.0.flip": True}), tmp_path / "out"
+    run_precache(config)
+    with LatentCache(config.cache.path) as cache:
+        report = ai_toolkit.export(cache, "photos", out)
+        _, row = cache.row("sub/e.png")
+        twins = {ref.geometry.flip: (ref.geometry, cache.get(ref.key).tensors["moments"]) for ref in row.images}
+        text = cache.get(row.captions[0].key).tensors
+    assert (report.num_images, report.num_texts, report.num_files, report.skipped) == (10, 4, 14, [])
+    assert report.notes["several captions: ai-toolkit encodes them as one text, which is not in the cache"] == 1
+    for flip, (geometry, moments) in twins.items():
+        facts = FACTS | {"filename": "e.png", "scale_to_width": geometry.resized_size.width}
+        facts |= {"scale_to_height": geometry.resized_size.height, "crop_y": geometry.crop_top_left.top}
+        spare = geometry.resized_size.width - geometry.target_size.width
+        facts["crop_x"] = spare - geometry.crop_top_left.left if flip else geometry.crop_top_left.left
+        facts |= {"crop_width": geometry.target_size.width, "crop_height": geometry.target_size.height}
+        facts |= {"flip_x": True} if flip else {}
+        document = json.dumps(facts, sort_keys=True).encode()
+        code = base64.urlsafe_b64encode(hashlib.md5(document).digest()).decode()[:22]
+        with safe_open(out / "sub/_latent_cache" / f"e_{code}.safetensors", "pt") as file:
+            assert list(file.keys()) == ["latent"]
+            assert torch.equal(file.get_tensor("latent"), (moments.float()[:4] * 0.13025).bfloat16())
+            metadata = file.metadata()
+        assert metadata.pop("format") == "pt" and json.loads(metadata.pop("software"))
+        assert {name: value if name in ("filename", "latent_space_version") else json.loads(value)
+                for name, value in metadata.items()} == facts  # fmt: skip
+    (path,) = (out / "sub/_t_e_cache").iterdir()
+    # The caption file ends with a line end, which ai-toolkit keeps.
+    assert path.name == ai_toolkit.text_name("e", "a tree\n")
+    tensors = load_file(path)
+    assert torch.equal(tensors["text_embed"], text["prompt_embeds"][None])
+    assert torch.equal(tensors["pooled_embed"], text["pooled_prompt_embeds"][None])
+
+
+def test_export_then_import_gives_the_same_tensors_and_geometry(make_config, photos):
+    config, workspace = make_config(**{"datasets.0.flip": True}), Workspace()
+    run_precache(config)
+    with LatentCache(config.cache.path) as cache:
+        ai_toolkit.export(cache, "photos", photos, dtype=torch.float32)
+        report = import_cache(ai_toolkit.read(photos), workspace, name="back", scale_check=False)
+        assert (report.num_samples, report.num_images, report.num_flipped) == (4, 10, 5)
+        assert report.refused == [] and [refusal.sample_id for refusal in report.incomplete] == ["a.png"]
+        back = LatentCache(store=workspace.store, manifests=workspace.manifests, unverified=True)
+        for sample_id in ("b.png", "c.png", "d.png", "sub/e.png"):
+            (_, ours), (_, theirs) = cache.row(sample_id), back.row(sample_id)
+            assert [ref.geometry for ref in ours.images] == [ref.geometry for ref in theirs.images]
+            assert [ref.text for ref in ours.captions] == [ref.text for ref in theirs.captions]
+            for mine, other in zip(ours.images, theirs.images, strict=True):
+                mean = cache.get(mine.key).tensors["moments"].float()[:4]
+                latents = back.get(other.key).tensors["latents"]
+                torch.testing.assert_close(latents, mean, rtol=2.0**-22, atol=0)
+            for name, tensor in cache.get(ours.captions[0].key).tensors.items():
+                assert torch.equal(back.get(theirs.captions[0].key).tensors[name], tensor)
+
+
+def test_import_then_export_gives_the_files_back(images, tmp_path):
+    write(images / "_t_e_cache" / CAR, TEXT)
+    workspace, out = Workspace(), tmp_path / "out"
+    assert import_cache(ai_toolkit.read(images), workspace, name="mine").refused == []
+    cache = LatentCache(store=workspace.store, manifests=workspace.manifests, unverified=True)
+    report = ai_toolkit.export(cache, "mine", out)
+    assert report.notes == {} and report.num_files == 2
+    for name in (f"_latent_cache/{LATENT}", f"_t_e_cache/{CAR}"):
+        before, after = load_file(images / name), load_file(out / name)
+        assert before.keys() == after.keys()
+        assert all(before[key].dtype == after[key].dtype and torch.equal(before[key], after[key]) for key in before)
+
+
+@pytest.mark.parametrize(("width", "num_others"), [(130, 0), (138, 1)], ids=["the-same", "one-row-more"])
+def test_what_ai_toolkit_would_scale_otherwise_is_counted(make_config, tmp_path, width, num_others):
+    """For 64 x 128, 91 x 138 pixels become 84.4 x 128: 84 here, 85 in ai-toolkit. 91 x 130 become 89.6: 90 in both."""
+    write_photo(tmp_path / "one/a.png", 9, (91, width))
+    config = make_config(**{"datasets.0.source.path": tmp_path / "one"})
+    run_precache(config)
+    with LatentCache(config.cache.path) as cache:
+        report = ai_toolkit.export(cache, "photos", tmp_path / "out")
+    assert report.num_images == 1 and report.notes.get(NOTE_UNUSUAL, 0) == num_others
+
+
+def test_a_caption_that_was_edited_since_is_not_exported(config, photos, tmp_path):
+    (photos / "b.txt").write_text("a green car")
+    (photos / "c.txt").write_bytes(b"\xff")
+    with LatentCache(config.cache.path) as cache:
+        report = ai_toolkit.export(cache, "photos", tmp_path / "out")
+    assert report.notes["the caption file was edited since: its text is not in the cache"] == 1
+    assert [(refusal.sample_id, refusal.reason) for refusal in report.skipped] == [("c.png", "bad-caption")]
+    assert report.num_texts == 2
+
+
+def test_the_command_line_imports_and_exports(run_json, config, photos, tmp_path):
+    code, report = run_json("export", photos, "--to", "ai-toolkit", "--cache", config.cache.path, "--dtype", "float32")
+    assert (code, report["num_images"], report["num_texts"]) == (0, 5, 4)
+    code, report = run_json(
+        "import", photos, "--from", "ai-toolkit", "--cache", tmp_path / "other", "--no-scale-check"
+    )  # fmt: skip
+    assert (code, report["num_samples"], report["num_images"], report["num_refused"]) == (1, 4, 5, 0)

@@ -251,3 +251,10 @@ def test_a_damaged_shard_is_refused_or_read_as_it_was(images, folder, data):
     assert len(items) == 3
     if isinstance(items[2], ForeignImage):
         assert torch.equal(items[2].latents, LATENTS[2])
+
+
+def test_the_command_line_imports_latents_that_lack_their_text(run_json, images, folder, tmp_path):
+    arguments = ["import", images, "--from", "diffusion-pipe", "--images", images, "--cache", tmp_path / "out"]
+    code, report = run_json(*arguments)
+    assert (code, report["num_images"], report["num_incomplete"], report["num_refused"]) == (1, 3, 3, 0)
+    assert report["notes"] == {NOTE_DERIVED: 3}

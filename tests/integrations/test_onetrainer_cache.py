@@ -13,10 +13,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from photo_files import write_photo
 
+from latentcache.dataset.buckets import fit
+from latentcache.dataset.images import ImagePolicy, decode, prepare
+from latentcache.encoders.clip import encode_captions
+from latentcache.encoders.vae import encode_images
 from latentcache.errors import DatasetError
 from latentcache.exchange.foreign import ForeignImage, ForeignText
+from latentcache.exchange.importing import import_cache
 from latentcache.integrations import onetrainer_cache
 from latentcache.integrations.onetrainer_cache import NOTE_AUGMENTED, NOTE_LAYER, NOTE_MASK
+from latentcache.precache.encodings import load_models
+from latentcache.precache.workspace import Workspace
+from latentcache.retrieve.batches import LatentCache
 from latentcache.types import Crop, Geometry, Refusal, Size
 
 IMAGE_GROUP, TEXT_GROUP = "0a" * 32, "1b" * 32
@@ -277,3 +285,68 @@ def test_damaged_files_are_refused_or_read_as_they_were(images, root, aggregate,
                 assert item.prompt_embeds.shape == (77, 2048)
             case Refusal():
                 assert item.path == str(path)
+
+
+def test_the_command_line_imports_with_the_tokenizer_of_the_config(run_json, make_config, photos, tmp_path):
+    """The tokens are those of the tiny model's tokenizer, and a verified entry is what encoding gives."""
+    config_file = tmp_path / "config.yaml"
+    config_file.write_text(
+        f"""
+cache: {{path: {tmp_path / "cache"}}}
+datasets:
+  - name: photos
+    source: {{kind: folder, path: {photos}}}
+    images: {{min_side: 8}}
+    buckets: {{area: 9216, step: 32}}
+model: {{path: tiny}}
+encode: {{device: cpu, image_output: mean}}
+"""
+    )
+    models = load_models(make_config().model, {})
+    tokenize, parts = onetrainer_cache.tokenize_with(models.tokenizers()[0]), models.text(torch.float32)
+    items = []
+    for caption in ("a blue car", "a tree"):
+        encoded = encode_captions(parts, [caption])
+        embeds, width = encoded["prompt_embeds"][0], parts.text_encoder.config.hidden_size
+        items.append(
+            {
+                "tokens_1": torch.tensor(tokenize(caption)),
+                "text_encoder_1_hidden_state": embeds[:, :width].clone(),
+                "tokens_2": torch.tensor(tokenize(caption)),
+                "text_encoder_2_hidden_state": embeds[:, width:].clone(),
+                "text_encoder_2_pooled_state": encoded["pooled_prompt_embeds"][0].clone(),
+            }
+        )
+    root = tmp_path / "workspace-cache"
+    write_group(root, "text", items, [{}] * 2)
+    photo = decode((photos / "b.png").read_bytes(), "b.png", ImagePolicy(min_side=8))
+    geometry = fit(Size(80, 144), Size(64, 128))
+    pixels = torch.from_numpy(prepare(photo, geometry))[None]
+    moments = encode_images(models.vae(torch.float32), pixels)
+    content = image_item(moments[0, :4].clone(), (80, 144), tuple(geometry.crop_top_left))
+    line = {"crop_resolution": tuple(geometry.target_size), "image_path": str(photos / "b.png")}
+    write_group(root, "image", [content], [line])
+    code, report = run_json(
+        "import", root, "--from", "onetrainer", "--images", photos, "--config", config_file, "--verify", "all",
+        "--no-scale-check",
+    )  # fmt: skip
+    assert report["refused"] == [] and report["unequal"] == []
+    # b.png is complete; c.png shares its caption, and sub/e.png has one: both lack the image.
+    assert (code, report["num_samples"], report["num_incomplete"], report["num_verified"]) == (1, 1, 2, 4)
+
+
+def test_a_batch_of_the_import_holds_what_the_files_hold(images, root):
+    workspace = Workspace()
+    foreign = onetrainer_cache.read(root, images=images, tokenize=tokens_of)
+    report = import_cache(foreign, workspace, name="onetrainer", scale_check=False)
+    assert (report.num_samples, report.refused, report.incomplete) == (2, [], [])
+    cache = LatentCache(store=workspace.store, manifests=workspace.manifests, unverified=True)
+    batch = cache.batch(["a.png"], device="cpu")
+    assert torch.equal(cache.get(cache.row("a.png")[1].images[0].key).tensors["latents"], LATENTS[0])
+    assert batch["prompt_embeds"].shape == (1, 77, 2048)
+
+
+def test_latents_that_were_scaled_after_all_are_refused_with_both_numbers(images, root):
+    """Unscaled latents of SDXL deviate by 7.7; those of the fixture by 1."""
+    with pytest.raises(DatasetError, match=r"7\.7"):
+        import_cache(onetrainer_cache.read(root, images=images), Workspace(), name="onetrainer")

@@ -15,8 +15,12 @@ from photo_files import write_photo
 
 from latentcache.errors import ConfigError, DatasetError
 from latentcache.exchange.foreign import ForeignImage
+from latentcache.exchange.importing import import_cache
 from latentcache.integrations import simpletuner
 from latentcache.integrations.simpletuner import NOTE_DERIVED, NOTE_ORDER
+from latentcache.precache.run import run_precache
+from latentcache.precache.workspace import Workspace
+from latentcache.retrieve.batches import LatentCache
 from latentcache.types import Crop, Geometry, Refusal, Size
 
 # By `printf %s img_001 | sha256sum` and `printf %s "a red car" | md5sum`.
@@ -309,3 +313,107 @@ def test_hostile_metadata_never_raise_while_reading(images, vae, value, field):
     write_metadata(images, {"img_001.png": record((120, 64), (120, 64), (96, 64), (0, 0)) | {field: value}})
     items = items_quietly(simpletuner.read(vae, images=images))
     assert len(items) == 2
+
+
+# Export
+
+
+def test_export_writes_what_the_format_says(config, tmp_path):
+    out = tmp_path / "out"
+    with LatentCache(config.cache.path) as cache:
+        report = simpletuner.export(cache, "photos", out)
+        _, row = cache.row("sub/e.png")
+        moments = cache.get(row.images[0].key).tensors["moments"]
+        text = cache.get(row.captions[0].key).tensors
+    # "a blue car" is the caption of two images, and d.png has the empty one.
+    assert (report.num_images, report.num_texts, report.num_files, report.skipped) == (5, 5, 10, [])
+    assert any("all_vae_cache_files_<id>.json" in note for note in report.notes)
+    # `printf %s e | sha256sum`
+    name = "3f79bb7b435b05321651daefd374cdc681dc06faa65e374e38337b88ca046dea.pt"
+    latents = torch.load(out / "vae/sub" / name, weights_only=True)
+    assert latents.dtype == torch.bfloat16
+    assert torch.equal(latents, (moments.float()[:4] * 0.13025).bfloat16())
+    # `printf %s "a tree" | md5sum`
+    embeds = torch.load(out / "text/49b7f1adc171e7840922b7d15f26298f-sdxl.pt", weights_only=True)
+    assert embeds.keys() == {"prompt_embeds", "pooled_prompt_embeds"}
+    assert torch.equal(embeds["prompt_embeds"], text["prompt_embeds"][None])
+    assert torch.equal(embeds["pooled_prompt_embeds"], text["pooled_prompt_embeds"])
+    assert (out / "text" / EMPTY).exists()
+
+
+def test_export_then_import_gives_the_same_tensors_and_geometry(config, photos, tmp_path):
+    workspace, out = Workspace(), tmp_path / "out"
+    with LatentCache(config.cache.path) as cache:
+        simpletuner.export(cache, "photos", out, dtype=torch.float32)
+        foreign = simpletuner.read(out / "vae", images=photos, text_cache=out / "text")
+        report = import_cache(foreign, workspace, name="back", scale_check=False)
+        assert (report.num_samples, report.num_images, report.refused) == (5, 5, [])
+        back = LatentCache(store=workspace.store, manifests=workspace.manifests, unverified=True)
+        for sample_id in cache.sample_ids():
+            (_, ours), (_, theirs) = cache.row(sample_id), back.row(sample_id)
+            assert [ref.geometry for ref in ours.images] == [ref.geometry for ref in theirs.images]
+            assert [ref.text for ref in ours.captions] == [ref.text for ref in theirs.captions]
+            mean = cache.get(ours.images[0].key).tensors["moments"].float()[:4]
+            latents = back.get(theirs.images[0].key).tensors["latents"]
+            # Multiplied and divided in float32: two roundings.
+            torch.testing.assert_close(latents, mean, rtol=2.0**-22, atol=0)
+            for mine, other in zip(ours.captions, theirs.captions, strict=True):
+                for name, tensor in cache.get(mine.key).tensors.items():
+                    assert torch.equal(back.get(other.key).tensors[name], tensor)
+
+
+def test_import_then_export_gives_the_tensors_back(images, vae, tmp_path):
+    texts = {"a red car": embeds_of(0, torch.bfloat16), "ein Bär": embeds_of(1, torch.bfloat16)}
+    for caption, (embeds, pooled) in texts.items():
+        content = {"prompt_embeds": embeds[None], "pooled_prompt_embeds": pooled}
+        write(vae / simpletuner.text_name(caption), saved(content))
+    workspace = Workspace()
+    report = import_cache(simpletuner.read(vae, images=images), workspace, name="mine")
+    assert report.refused == [] and report.num_samples == 2
+    cache = LatentCache(store=workspace.store, manifests=workspace.manifests, unverified=True)
+    simpletuner.export(cache, "mine", tmp_path / "out")
+    for name in (FIRST, f"sub/{SECOND}"):
+        before, after = (torch.load(root / name, weights_only=True) for root in (vae, tmp_path / "out/vae"))
+        assert before.dtype == after.dtype and torch.equal(before, after)
+    for name in (CAR, BEAR):
+        before, after = (torch.load(root / name, weights_only=True) for root in (vae, tmp_path / "out/text"))
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_files_that_are_there_stay_unless_asked_for(config, tmp_path):
+    out = tmp_path / "out"
+    with LatentCache(config.cache.path) as cache:
+        simpletuner.export(cache, "photos", out)
+        mine = write(out / "text" / EMPTY, b"mine")
+        again = simpletuner.export(cache, "photos", out)
+        assert mine.read_bytes() == b"mine" and again.num_files == 0
+        assert set(reasons(again.skipped)) == {"duplicate"}
+        assert simpletuner.export(cache, "photos", out, overwrite=True).skipped == []
+    assert mine.read_bytes() != b"mine"
+
+
+def test_float16_is_refused_as_simpletuner_does(config, tmp_path):
+    with LatentCache(config.cache.path) as cache, pytest.raises(ConfigError, match="bfloat16 and float32"):
+        simpletuner.export(cache, "photos", tmp_path / "out", dtype=torch.float16)
+    assert not (tmp_path / "out").exists()
+
+
+def test_flipped_latents_are_left_out_and_noted(make_config, tmp_path):
+    config = make_config(**{"datasets.0.flip": True})
+    run_precache(config)
+    with LatentCache(config.cache.path) as cache:
+        report = simpletuner.export(cache, "photos", tmp_path / "out")
+    assert report.num_images == 5
+    assert report.notes["SimpleTuner has no flipped latents: they were not exported"] == 5
+
+
+def test_the_command_line_imports_and_exports(run_json, config, photos, tmp_path):
+    out = tmp_path / "out"
+    code, report = run_json("export", out, "--to", "simpletuner", "--cache", config.cache.path, "--dtype", "float32")
+    assert (code, report["num_images"]) == (0, 5)
+    code, report = run_json(
+        "import", out / "vae", "--from", "simpletuner", "--images", photos, "--text-cache", out / "text",
+        "--cache", tmp_path / "other", "--no-scale-check",
+    )  # fmt: skip
+    assert (code, report["num_samples"], report["num_unverified"]) == (0, 5, 11)
