@@ -28,7 +28,8 @@ FORMATS = {
 """Format -> its module in `integrations`: `read(root, *, ...)` reads a cache, `export(cache, name, folder, *, ...)`, if
 there is one, writes one. Their keyword arguments are the options of that format."""
 
-CacheFolder = Annotated[Path | None, Parameter(name=("--cache", "--cache.path"), help="The cache's directory.")]
+# The longer name first: cyclopts would take it for a key of the shorter one.
+CacheFolder = Annotated[Path | None, Parameter(name=("--cache.path", "--cache"), help="The cache's directory.")]
 FromConfig = Annotated[Path | None, Parameter(name="--config", help="A config: names the cache, and the models.")]
 
 
@@ -105,7 +106,9 @@ def import_foreign(
     /,
     *,
     source: Annotated[str, Parameter(name="--from")],
-    cache: CacheFolder = None,
+    cache:
+    # The longer name first: cyclopts would take it for a key of the shorter one.
+    CacheFolder = None,
     config: FromConfig = None,
     options: Annotated[ImportOptions | None, Parameter(name="*")] = None,
     reader: Annotated[ReaderOptions | None, Parameter(name="*", group="Reading")] = None,
@@ -158,7 +161,9 @@ def export_foreign(
     /,
     *,
     target: Annotated[str, Parameter(name="--to")],
-    cache: CacheFolder = None,
+    cache:
+    # The longer name first: cyclopts would take it for a key of the shorter one.
+    CacheFolder = None,
     config: FromConfig = None,
     manifest: str | None = None,
     unverified: Switch = False,

@@ -221,11 +221,11 @@ class LatentCache:
             raise StoreError(
                 f"the datasets {datasets} have different text encoders: say whose with LatentCache(path, manifest=NAME)"
             )
-        if not names:
-            raise StoreError(f"{self.path or 'cpu store'}: no prompt is cached yet; {self._precache}")
-        manifest = self.manifest(next(iter(names)))
+        if not self.dataset_names():
+            raise StoreError(f"{self.path or 'cpu store'}: no dataset is cached yet; {self._precache}")
         sample_id = prompt_id(text, negative=negative)
-        if sample_id not in manifest.rows:
+        manifest = self.manifest(next(iter(names))) if names else None
+        if manifest is None or sample_id not in manifest.rows:
             remedy = f"add it to validation.{'negative_prompt' if negative else 'prompts'} and {self._precache}"
             raise SampleError(sample_id, "is not cached", remedy)
         wanted = Wanted(sample_id, None, None, text, manifest.rows[sample_id].captions[0].key)

@@ -309,7 +309,7 @@ def test_prompts_of_an_imported_dataset(make_config: Callable[..., Config]) -> N
     config = make_config()
     with open_workspace(config.cache) as workspace:
         imported(workspace, *pairs("a"))
-    with LatentCache(config.cache.path) as cache, pytest.raises(StoreError, match="no prompt is cached yet"):
+    with LatentCache(config.cache.path) as cache, pytest.raises(SampleError, match=r"prompt.*is not cached"):
         cache.prompt("", device="cpu")
     run_precache(config)
     # Which encoders an import comes from nobody knows: the cache's only prompts are taken.
