@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import logging
+import operator
 import weakref
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -119,13 +120,14 @@ def _shape(tensor: torch.Tensor) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Weights:
-    """What tells whether weights were changed. `tensors` are held weakly: an id counts while its object lives."""
+    """What tells whether weights were changed. The tensors are held, so that no other object takes their place."""
 
-    tensors: tuple[weakref.ref[torch.Tensor], ...]
+    tensors: tuple[torch.Tensor, ...]
     state: tuple[Any, ...]
 
     def same_as(self, other: _Weights) -> bool:
-        return self.state == other.state and all(tensor() is not None for tensor in self.tensors)
+        same_objects = len(self.tensors) == len(other.tensors) and all(map(operator.is_, self.tensors, other.tensors))
+        return same_objects and self.state == other.state
 
 
 _remembered: weakref.WeakKeyDictionary[torch.nn.Module, tuple[_Weights, dict[str, Any]]] = weakref.WeakKeyDictionary()
@@ -163,9 +165,9 @@ def _weights(module: torch.nn.Module) -> _Weights | None:
         return None
     config = getattr(module, "config", None)
     settings = config.to_dict() if hasattr(config, "to_dict") else config
-    versions = tuple((id(tensor), tensor._version, tensor.dtype) for tensor in tensors)
-    state = (versions, repr(settings), getattr(module, "use_tiling", False))
-    return _Weights(tuple(weakref.ref(tensor) for tensor in tensors), state)
+    versions = tuple((tensor._version, tensor.dtype) for tensor in tensors)
+    # No weak references: torch swaps no parameter that has one, which some settings and devices need for a move.
+    return _Weights(tuple(tensors), (versions, repr(settings), getattr(module, "use_tiling", False)))
 
 
 def _tensors(module: torch.nn.Module) -> list[torch.Tensor]:

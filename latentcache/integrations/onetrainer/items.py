@@ -16,7 +16,7 @@ from latentcache.integrations.onetrainer.recognised import (
     draws_random_numbers,
 )
 from latentcache.integrations.onetrainer.sources import FileDigests
-from latentcache.integrations.onetrainer.upstream import Asked, Upstream
+from latentcache.integrations.onetrainer.upstream import Asked, Upstream, asked_names
 from latentcache.provenance import now, software_versions
 from latentcache.types import Kind
 
@@ -65,8 +65,9 @@ class Items:
         }
         self._files = files
         self._variation_counts = any(class_name(module) not in RECOGNISED for module in upstream.modules)
-        self._drawing = [module for module in upstream.modules if draws_random_numbers(module)]
-        self._settings: dict[int, tuple[Any, tuple[Any, ...]]] = {}
+        drawing = [module for module in upstream.modules if draws_random_numbers(module)]
+        self._drawing = [(module, {name for _, name in asked_names(module)}) for module in drawing]
+        self._settings: dict[tuple[int, ...], tuple[tuple[Any, ...], tuple[str, Mapping[Asked, Any]]]] = {}
 
     def item(self, variation: int, index: int) -> Item:
         """The identity of one item. Raises what reading its files and asking for its texts raises."""
@@ -111,24 +112,23 @@ class Items:
         asked = self.upstream.settings
         if not asked:
             return None, {}
-        heads = {}
-        for name in {one.name.partition(".")[0]: one for one in asked}.values():
-            heads[name.name.partition(".")[0]] = Asked(name.module, name.name.partition(".")[0]).value(variation, index)
+        askers = {one.name.partition(".")[0]: one.module for one in asked}
+        heads = {head: Asked(module, head).value(variation, index) for head, module in askers.items()}
         marks = tuple(id(value) for value in heads.values())
-        known = self._settings.get(hash(marks))
-        if known is not None and all(a is b for a, b in zip(known[0], heads.values(), strict=True)):
+        known = self._settings.get(marks)
+        if known is not None:
             return known[1]
         values = {one: plain_settings(one.name, _descend(heads, one.name)) for one in asked}
-        rows = sorted(([class_name(one.module), one.name, value] for one, value in values.items()), key=canonical_json)
+        rows = sorted(([one.name, value] for one, value in values.items()), key=canonical_json)
         found = digest(canonical_json(rows)), values
-        self._settings[hash(marks)] = tuple(heads.values()), found
+        self._settings[marks] = tuple(heads.values()), found  # held, so that their ids stay theirs
         return found
 
     def _drawn(self, variation: int, index: int, values: Mapping[Asked, Any]) -> list[str]:
         return [
             f"{class_name(module)} {module._get_rand(variation, index).getrandbits(64):016x}"
-            for module in self._drawing
-            if _draws(module, {asked.name: value for asked, value in values.items() if asked.module is module})
+            for module, names in self._drawing
+            if _draws(module, {asked.name: value for asked, value in values.items() if asked.name in names})
         ]
 
 

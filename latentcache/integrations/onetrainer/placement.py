@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from latentcache.errors import DeviceMismatchError, PipelineError
+from latentcache.errors import PipelineError
 
 _CPU = torch.device("cpu")
 
@@ -73,7 +73,7 @@ class Restoring:
             )
 
     def after(self) -> None:
-        """Put back what `before` recorded. DeviceMismatchError if a tensor cannot be brought back."""
+        """Put back what `before` recorded. Without a record it does nothing."""
         parts, self._parts = self._parts, ()
         model = self._found() if parts else None
         # Away first, so that there is room for what comes in.
@@ -87,8 +87,6 @@ class Restoring:
                     tensor.data = tensor.data.to(device)
             for module, training in part.modes:
                 module.training = training
-        for part in parts:
-            _check(part)
 
     def around(self, module: _Refreshing) -> None:
         """Have it done around each refresh of this cache module: recorded first, put back last."""
@@ -152,15 +150,3 @@ def _ask_model(model: Any, name: str, device: torch.device) -> None:
     if callable(give_or_take):
         give_or_take(name)
 
-
-def _check(part: _Part) -> None:
-    for tensor, device in part.homes:
-        if tensor.device != device:
-            raise DeviceMismatchError(
-                f"{part.name} was on {device} before the cache was refreshed, and cannot be brought back from "
-                f"{tensor.device}: move it there before training goes on",
-                module=part.name,
-                argument=part.name,
-                found=str(tensor.device),
-                wanted=str(device),
-            )

@@ -54,20 +54,20 @@ def walk(
     `source_path` is a name whose values are paths of files that count by their bytes, `source_values` are names whose
     values count as they are. Where the walk meets neither, files of `source_path` count for all items.
     """
-    modules = cache.pipeline.modules
-    end = next(position for position, module in enumerate(modules) if module is cache)
-    return _Walk(modules, source_path, frozenset(source_values)).run(cache, end, names)
+    return _Walk(cache, source_path, frozenset(source_values)).run(names)
 
 
 class _Walk:
-    def __init__(self, modules: Sequence[Any], source_path: str | None, source_values: frozenset[str]):
-        self._modules, self._source_path, self._source_values = modules, source_path, source_values
-        self._outputs = [frozenset(filter(None, module.get_outputs())) for module in modules]
+    def __init__(self, cache: Any, source_path: str | None, source_values: frozenset[str]):
+        self._cache, self._modules = cache, cache.pipeline.modules
+        self._end = next(position for position, module in enumerate(self._modules) if module is cache)
+        self._source_path, self._source_values = source_path, source_values
+        self._outputs = [frozenset(filter(None, module.get_outputs())) for module in self._modules]
         self._needed: set[int] = set()
         self._found = Upstream()
 
-    def run(self, cache: Any, end: int, names: Sequence[str]) -> Upstream:
-        found = self._found
+    def run(self, names: Sequence[str]) -> Upstream:
+        cache, end, found = self._cache, self._end, self._found
         found.live = tuple(name for name in names if self._is_path(end, name))
         for name in names:
             if name not in found.live:
@@ -91,7 +91,8 @@ class _Walk:
         if not producers:
             return  # a string that is no name, or a name that nobody gives
         producer = class_name(self._modules[producers[-1]])
-        asked = Asked(module, name)
+        # The cache itself asks, where it gets the same answer: what several modules ask for is then asked once.
+        asked = Asked(self._cache if producers == self._producers(self._end, name) else module, name)
         if name in self._source_values or producer in TEXTS or (class_name(module), setting) in TEXT_VALUES:
             _add(self._found.texts, asked)
         elif self._is_path(position, name) or setting == "path_in_name":

@@ -87,7 +87,7 @@ def _encoded(name: str, value: Any) -> Any:
     if type(value) in (tuple, list):
         return {"tuple" if type(value) is tuple else "list": [_encoded(name, item) for item in value]}
     if type(value) is dict and all(type(key) is str for key in value):
-        return {"dict": {key: _encoded(name, item) for key, item in value.items()}}
+        return {"dict": [[key, _encoded(name, item)] for key, item in value.items()]}
     raise PipelineError(
         f"{name!r} is a {type(value).__name__}: a tensor can be cached, and numbers, strings, tuples, lists and dicts"
     )
@@ -98,6 +98,6 @@ def _decoded(value: Any) -> Any:
         return value
     ((kind, content),) = value.items()
     if kind == "dict":
-        return {key: _decoded(item) for key, item in content.items()}
+        return {key: _decoded(item) for key, item in content}
     items = [_decoded(item) for item in content]
     return tuple(items) if kind == "tuple" else items
