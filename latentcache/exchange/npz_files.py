@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 import tokenize
 import zipfile
 import zlib
@@ -23,7 +24,8 @@ MAX_MEMBERS = 1000
 _MAX_HEADER_BYTES = 10_000
 _FAULTS = (
     *(zipfile.BadZipFile, zlib.error, tokenize.TokenError, EOFError, OSError),
-    *(ValueError, TypeError, SyntaxError, RuntimeError, NotImplementedError, RecursionError, MemoryError),
+    *(ValueError, KeyError, OverflowError, struct.error),
+    *(TypeError, SyntaxError, RuntimeError, NotImplementedError, RecursionError, MemoryError),
     UserWarning,  # numpy's, of a header that it has to guess at; an exception where warnings are errors
 )
 """What zipfile and numpy raise on damaged input."""

@@ -30,7 +30,11 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _ZIP = b"PK\x03\x04"
 _GZIP = b"\x1f\x8b"
 _CHUNK_BYTES = 1 << 20
-_ZIP_ERRORS = (zipfile.BadZipFile, OSError, EOFError, ValueError, NotImplementedError, RuntimeError, struct.error)
+_ZIP_ERRORS = (
+    *(zipfile.BadZipFile, struct.error, OSError, EOFError, KeyError, ValueError, OverflowError),
+    *(NotImplementedError, RuntimeError, MemoryError),
+)
+"""What zipfile raises on damaged input. OverflowError: an offset beyond 64 bits."""
 
 
 @contextmanager

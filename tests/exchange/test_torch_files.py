@@ -83,6 +83,15 @@ def test_a_cut_file_is_truncated():
         load_torch(SAVED[:-1000], "f.pt")
 
 
+def test_a_member_that_begins_beyond_the_file_is_refused():
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("archive/data.pkl", b"")
+        archive.infolist()[0].header_offset = 1 << 63  # what the directory then says
+    with refused("corrupt", "zip"):
+        load_torch(buffer.getvalue(), "f.pt")
+
+
 def test_few_bytes_that_pretend_to_be_many_values_are_refused():
     huge = saved(torch.zeros(1).expand(4, 1 << 20, 1 << 20))
     with refused("corrupt", "more values than the file"):
