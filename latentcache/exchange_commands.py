@@ -88,7 +88,7 @@ class WriterOptions:
     caption_extension: str | None = None
     """ai-toolkit: suffix of the caption files beside the images. Default: .txt."""
     unsuffixed: Switch = False
-    """kohya: also write the names that releases before 2026 read."""
+    """kohya: also write the names that releases before March 2026 read."""
     seed: int | None = None
     """Export a draw of the moments with this seed. Default: their mean."""
     overwrite: Switch = False

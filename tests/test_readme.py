@@ -44,7 +44,7 @@ def test_every_command_is_in_the_readme() -> None:
     commands = {name for name in app if not name.startswith("-")}
     table = README.partition("## The command line")[2].partition("## ")[0]
     assert commands == set(re.findall(r"^\| `([a-z]+)", table, flags=re.MULTILINE))
-    assert len(commands) == 10
+    assert len(commands) == 12
 
 
 def test_the_two_commands_are_on_the_first_screen() -> None:

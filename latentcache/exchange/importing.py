@@ -53,6 +53,8 @@ def import_cache(
     """
     started = time.monotonic()
     _check_name(name)
+    if verification is not None:
+        verification.check(name)  # now, not when all has been read
     last = workspace.manifests.read(name)
     if last is not None and last.imported_from is None:
         raise StoreError(

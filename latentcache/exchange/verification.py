@@ -46,7 +46,7 @@ class Verification:
 
     The entries are drawn with `seed`. `models` None loads those of the config. `tolerance` is the largest absolute
     difference; None goes by dtype (`RELATIVE`). The image policy is that of the config's dataset of the import's
-    name, or of its only dataset. `encode.image_output` of the config must be `mean` where there are latents.
+    name, or of its only dataset. `encode.image_output` of the config must be `mean`.
     """
 
     config: Config
@@ -54,6 +54,17 @@ class Verification:
     num_entries: int | Literal["all"] = 8
     seed: int = 0
     tolerance: float | None = None
+
+    def check(self, name: str) -> None:
+        """Raises ConfigError if an import of this name cannot be verified with this config."""
+        _dataset_of(self.config, name)
+        output = self.config.encode.image_output
+        if output != "mean":
+            raise ConfigError(
+                f"it is {output}, but imported latents can only stand for the mean: verify with a config that has "
+                "`image_output: mean`",
+                key="encode.image_output",
+            )
 
 
 class Comparison(NamedTuple):
@@ -90,6 +101,7 @@ def verify_rows(
     stay in the store, as other imports may share them: `prune` removes those that nobody refers to. Raises ConfigError,
     ModelError, DeviceError or StoreError.
     """
+    verification.check(name)
     with workspace.store.writer() as writer:
         run = _Verification(name, workspace, verification, report, writer)
         verified = {**run.images(rows, progress), **run.texts(rows, progress)}
@@ -117,12 +129,6 @@ class _Verification:
         chosen = self._chosen([(row, ref) for row in rows.values() for ref in row.images])
         if not chosen:
             return {}
-        if self._encodings.image.output != "mean":
-            raise ConfigError(
-                f"it is {self._encodings.image.output}, but imported latents can only stand for the mean: verify with "
-                "a config that has `image_output: mean`",
-                key="encode.image_output",
-            )
         progress.start("verify images", len(chosen))
         placement, verified = self._encodings.vae, {}
         with placed(self._models.vae(placement.dtype), placement.device) as vae:

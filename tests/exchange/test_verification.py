@@ -189,6 +189,8 @@ def test_only_the_mean_can_be_verified(
     config = make_config()
     with pytest.raises(ConfigError, match=r"it is moments.*image_output: mean"):
         verified(config, Copy(samples, photos))
+    with open_workspace(config.cache) as workspace:
+        assert list(workspace.store.keys()) == []  # found out before anything is read
 
 
 def test_what_cannot_be_encoded_again_says_why(target: Config, samples: list[ExportSample], photos: Path) -> None:
