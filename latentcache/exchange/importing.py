@@ -115,7 +115,8 @@ class _Import:
         self._scale, self.report = scale, report
         self._samples: dict[str, _Sample] = {}
         self._forms: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-        self._new: list[str] = []
+        self._before = set(workspace.store.keys())
+        self._new: set[str] = set()
         self._last_digest: tuple[Path, str] | None = None
 
     def read(self, progress: Progress) -> dict[str, Row]:
@@ -149,8 +150,9 @@ class _Import:
         if fault is not None:
             return Refusal(sample_ids[0] if sample_ids else "", item.path, *fault)
         entry = self._image_entry(item) if isinstance(item, ForeignImage) else self._text_entry(item)
-        if not self._workspace.store.find([entry.record.key]):
-            self._new.append(entry.record.key)
+        key = entry.record.key
+        if key not in self._before and key not in self._new:
+            self._new.add(key)
             writer.add(entry)
         self.report.note(item.note)
         for sample_id in sample_ids:
