@@ -23,6 +23,7 @@ import latentcache
 from latentcache.config import load_config, settings_from_environment
 from latentcache.console import DONE, DONE_WITH_FAULTS, fail, finish, print_result
 from latentcache.errors import ConfigError, LatentCacheError, StoreError
+from latentcache.exchange_commands import register
 from latentcache.flags import AsJson, CachePath, NamedConfig, Settings, Switch, Target
 
 logger = logging.getLogger("latentcache")
@@ -33,6 +34,7 @@ app = App(
     version=latentcache.__version__,
     result_action="return_value",
 )
+register(app)
 
 
 @app.command

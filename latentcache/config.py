@@ -50,6 +50,8 @@ class CacheConfig(_Section):
     """`disk`: packs on disk. `cpu`: CPU memory of this process only; gone when it ends."""
     salt: str = ""
     """Part of every key. Change it to disown all entries made so far."""
+    unverified: bool = False
+    """Train and validate on imported entries too that were not verified."""
 
 
 class SourceConfig(_Section):

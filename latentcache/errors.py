@@ -3,11 +3,15 @@
     LatentCacheError
     ├── ConfigError             a setting is wrong, unknown or missing
     ├── DatasetError            a dataset cannot be read at all
-    │   └── ImageRefused        one image cannot be used; the run goes on without it
+    │   ├── ImageRefused        one image cannot be used; the run goes on without it
+    │   └── ForeignFileRefused  a file of another trainer's cache cannot be used; the import goes on without it
     ├── CheckpointError         a checkpoint cannot be written, read, or does not fit what it is loaded into
     ├── DeviceError             it is unclear, or impossible, where tensors should go
     │   └── DeviceMismatchError     tensors that are used together lie on different devices
     ├── PhaseError              a phase cannot be entered, or training could not be put back as it was
+    ├── PipelineError           a trainer's data pipeline cannot be cached, or plugged into
+    │   ├── ItemsError              some of its items cannot be cached; all others are
+    │   └── PipelineStopped         caching was asked to stop; the next start goes on
     ├── ModelError              a model cannot be loaded, or must not be used
     │   ├── TrainableEncoderError   a parameter requires grad: its outputs must not be cached
     │   └── EncodeError         an encoder's output is unusable (NaN, Inf, all zero), or it ran out of memory
@@ -60,6 +64,15 @@ class ImageRefused(DatasetError):
         self.args = (f"{path}: refused ({reason}): {detail}",)
 
 
+class ForeignFileRefused(DatasetError):
+    """One file of another trainer's cache cannot be used. `reason` is one of `types.RefusalReason`."""
+
+    def __init__(self, path: str | Path, reason: str, detail: str):
+        self.reason = reason
+        super().__init__(path, detail)
+        self.args = (f"{path}: refused ({reason}): {detail}",)
+
+
 class CheckpointError(LatentCacheError):
     """The checkpoint at `path` cannot be written or read, or does not fit; `offenders` names the parts that do not."""
 
@@ -94,6 +107,37 @@ class PhaseError(LatentCacheError):
         shown = "".join(f"\n  {line}" for line in offenders[:20])
         more = f"\n  and {len(offenders) - 20} more" if len(offenders) > 20 else ""
         super().__init__(f"phase {phase}: {message}{shown}{more}")
+
+
+class PipelineError(LatentCacheError):
+    """A trainer's data pipeline cannot be cached, or plugged into. `module` names the module of it that is to blame."""
+
+    def __init__(self, message: str, *, module: str | None = None):
+        self.module = module
+        super().__init__(f"{module}: {message}" if module else message)
+
+
+class ItemsError(PipelineError):
+    """Some items cannot be cached; the others were stored. `failures` names each with its reason."""
+
+    def __init__(self, failures: tuple[str, ...], num_items: int, detail: str = ""):
+        self.failures, self.num_items = failures, num_items
+        shown = "".join(f"\n  {line}" for line in failures[:20])
+        more = f"\n  and {len(failures) - 20} more" if len(failures) > 20 else ""
+        super().__init__(
+            f"{len(failures)} of {num_items} items that were missing cannot be cached{detail}. What was encoded is "
+            f"stored: mend or remove these, and the next start encodes only what is missing:{shown}{more}"
+        )
+
+
+class PipelineStopped(PipelineError):
+    """Caching was asked to stop. `num_encoded` of `num_missing` items were stored."""
+
+    def __init__(self, num_encoded: int, num_missing: int):
+        self.num_encoded, self.num_missing = num_encoded, num_missing
+        super().__init__(
+            f"caching was stopped: {num_encoded} of {num_missing} missing items are stored; the next start goes on there"
+        )
 
 
 class ModelError(LatentCacheError):

@@ -32,6 +32,7 @@ RefusalReason = Literal[
     "duplicate",  # another sample of the dataset has the same sample_id
     "changed",  # the file changed while the run was reading it
     "bad-caption",  # the caption cannot be read, or cannot be encoded
+    "unequal",  # imported, but encoding the image or the caption gives something else
 ]
 
 

@@ -139,7 +139,7 @@ class Training:
         self.dtype = compute_dtype(options.mixed_precision, self.device)
         self.autocast = None if self.dtype is torch.float32 else self.dtype
         self.dataset = training_set(config)
-        self.cache = LatentCache(config.cache.path)
+        self.cache = LatentCache(config.cache.path, unverified=config.cache.unverified)
         # At each visit latents are drawn anew and a caption is chosen: all that follows from the seed of the sampler.
         sampler = BucketBatchSampler(self.dataset, options.batch_size, seed=options.seed)
         self.loader = LatentLoader(sampler, device=self.device, dtype=torch.float32, scaled=True)
@@ -251,7 +251,8 @@ def training_set(config: Config) -> LatentDatasets:
     missing = {dataset.name for dataset in sets} - set(ManifestFolder(path / "manifests").names())
     if missing:
         raise StoreError(f"{path}: {', '.join(sorted(missing))} is not cached: run `latentcache precache CONFIG`")
-    found = LatentDatasets(LatentDataset(path, each.name, flips=each.flip, caption="random") for each in sets)
+    trust: dict[str, Any] = {"caption": "random", "unverified": config.cache.unverified}
+    found = LatentDatasets(LatentDataset(path, each.name, flips=each.flip, **trust) for each in sets)
     if not len(found):
         raise StoreError(f"{path}: every sample was refused: `latentcache precache CONFIG` tells why")
     return found

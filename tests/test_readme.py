@@ -26,18 +26,25 @@ def test_python_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     quickstart.copy_photos(config.datasets[0].source.path)
     assert run_precache(config).num_samples >= 10
     blocks = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    assert len(blocks) == 5
+    assert len(blocks) == 7
     names = {"__name__": "readme"}
     for block in blocks:
         exec(compile(block, "README.md", "exec"), names)
     sys.modules.pop("quickstart")
 
 
+def test_a_trainer_of_ones_own_takes_ten_lines() -> None:
+    block = re.search(r"These ten lines.*?```python\n(.*?)```", README, flags=re.DOTALL)
+    assert block is not None
+    lines = [line for line in block[1].splitlines() if line]
+    assert len(lines) == 10 and max(map(len, lines)) <= 120
+
+
 def test_every_command_is_in_the_readme() -> None:
     commands = {name for name in app if not name.startswith("-")}
     table = README.partition("## The command line")[2].partition("## ")[0]
     assert commands == set(re.findall(r"^\| `([a-z]+)", table, flags=re.MULTILINE))
-    assert len(commands) == 10
+    assert len(commands) == 12
 
 
 def test_the_two_commands_are_on_the_first_screen() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 from latentcache.config import PROMPTS_PREFIX
 from latentcache.errors import DatasetError
@@ -21,6 +21,8 @@ from latentcache.types import Geometry, Refusal
 
 FORMAT = 1
 UNFINISHED = ".unfinished"
+Trust = Literal["verified", "unverified"]
+"""`unverified`: imported, and nobody has shown that encoding gives it. Everything else is `verified`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,7 @@ class ImageRef:
 
     key: str
     geometry: Geometry
+    trust: Trust = "verified"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,7 @@ class CaptionRef:
 
     text: str
     key: str
+    trust: Trust = "verified"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +59,18 @@ class Row:
         yield from (ref.key for ref in self.images)
         yield from (ref.key for ref in self.captions)
 
+    @property
+    def is_verified(self) -> bool:
+        """Whether none of its entries was imported and left unverified."""
+        return all(ref.trust == "verified" for ref in (*self.images, *self.captions))
+
     def to_json(self) -> dict[str, Any]:
         return {
             "sample_id": self.sample_id,
             "path": self.path,
             "source": self.source,
-            "images": [{"key": ref.key, **ref.geometry.to_json()} for ref in self.images],
-            "captions": [{"key": ref.key, "text": ref.text} for ref in self.captions],
+            "images": [{"key": ref.key, **ref.geometry.to_json(), **_trust_json(ref)} for ref in self.images],
+            "captions": [{"key": ref.key, "text": ref.text, **_trust_json(ref)} for ref in self.captions],
             "refusal": None if self.refusal is None else self.refusal.to_json(),
         }
 
@@ -71,10 +80,22 @@ class Row:
             sample_id=value["sample_id"],
             path=value["path"],
             source=value["source"],
-            images=tuple(ImageRef(image["key"], Geometry.from_json(image)) for image in value["images"]),
-            captions=tuple(CaptionRef(caption["text"], caption["key"]) for caption in value["captions"]),
+            images=tuple(ImageRef(ref["key"], Geometry.from_json(ref), _trust(ref)) for ref in value["images"]),
+            captions=tuple(CaptionRef(ref["text"], ref["key"], _trust(ref)) for ref in value["captions"]),
             refusal=None if value["refusal"] is None else Refusal(**value["refusal"]),
         )
+
+
+def _trust_json(ref: ImageRef | CaptionRef) -> dict[str, str]:
+    """Nothing for what is verified: manifests stay as small as they were."""
+    return {} if ref.trust == "verified" else {"trust": ref.trust}
+
+
+def _trust(ref: Mapping[str, Any]) -> Trust:
+    trust = ref.get("trust", "verified")
+    if trust not in get_args(Trust):
+        raise ValueError(f"trust is {trust!r}, but one of {', '.join(get_args(Trust))} is needed")
+    return trust
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +114,12 @@ class Manifest:
 
     def keys(self) -> set[str]:
         return {key for row in self.rows.values() for key in row.keys()}
+
+    @property
+    def imported_from(self) -> str | None:
+        """The format of the foreign cache that it was imported from; None for what precache made."""
+        imported = self.common.get("imported")
+        return None if imported is None else imported["format"]
 
 
 def prompts_name(common: Mapping[str, Any]) -> str:

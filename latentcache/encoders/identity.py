@@ -80,7 +80,7 @@ def module_identity(part: str, module: torch.nn.Module, dtype: torch.dtype) -> P
     if getattr(module, "use_tiling", False):
         # Tiles are encoded apart and blended: other outputs. Slicing only takes the images one by one.
         settings["tiling"] = {name: getattr(module, name, None) for name in _TILE_SETTINGS}
-    return PartIdentity(type(module).__name__, _weights_digest(part, module, dtype), digest(canonical_json(settings)))
+    return PartIdentity(type(module).__name__, weights_digest(part, module, dtype), digest(canonical_json(settings)))
 
 
 def tokenizer_identity(part: str, tokenizer: Any) -> PartIdentity:
@@ -107,7 +107,11 @@ def tokenizer_identity(part: str, tokenizer: Any) -> PartIdentity:
     return PartIdentity(type(tokenizer).__name__, digest(canonical_json(rules)), digest(canonical_json(settings)))
 
 
-def _weights_digest(part: str, module: torch.nn.Module, dtype: torch.dtype) -> str:
+def weights_digest(part: str, module: torch.nn.Module, dtype: torch.dtype) -> str:
+    """Digest of a module's weights: floating ones as they are in `dtype`, of the part `vae` those of its encoder.
+
+    Copies on the CPU are digested, and the module stays where it is. Raises ModelError for weights on `meta`.
+    """
     rows: list[tuple[str, str, list[int], str]] = []
     known: dict[tuple[Any, ...], str] = {}  # tied weights are digested once
     prefixes = _ENCODING_WEIGHTS.get(part, ("",))

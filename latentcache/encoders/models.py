@@ -92,7 +92,7 @@ class ModelLoader:
         if known is not None:
             return known
         if part in ("tokenizer", "tokenizer_2"):
-            found = tokenizer_identity(part, self._load_tokenizers()[part == "tokenizer_2"])
+            found = tokenizer_identity(part, self.tokenizers()[part == "tokenizer_2"])
         else:
             found = module_identity(part, self._module(part, dtype), dtype)
         # A file that changed while it was read must not be remembered.
@@ -118,7 +118,13 @@ class ModelLoader:
     def text(self, dtype: torch.dtype) -> TextParts:
         """The text encoders and tokenizers, on the CPU unless a caller moved them."""
         encoders = self._module("text_encoder", dtype), self._module("text_encoder_2", dtype)
-        return TextParts(*encoders, *self._load_tokenizers())
+        return TextParts(*encoders, *self.tokenizers())
+
+    def tokenizers(self) -> tuple[Any, Any]:
+        """Both tokenizers; no text encoder is loaded for them."""
+        if self._tokenizers is None:
+            self._tokenizers = self._source("tokenizer").load_tokenizers()
+        return self._tokenizers
 
     def release(self, *parts: str) -> None:
         """Forget these parts (default: all), so that their memory is freed; the next call loads them again."""
@@ -148,11 +154,6 @@ class ModelLoader:
             for name, module in loaded.items():
                 self._modules[name, dtype] = module.eval().requires_grad_(False)
         return self._modules[part, dtype]
-
-    def _load_tokenizers(self) -> tuple[Any, Any]:
-        if self._tokenizers is None:
-            self._tokenizers = self._source("tokenizer").load_tokenizers()
-        return self._tokenizers
 
     def _memo_key(self, part: str, dtype: torch.dtype) -> str | None:
         """None if the part comes from no file. Library versions count: another one may read a config otherwise."""

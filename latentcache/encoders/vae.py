@@ -119,6 +119,11 @@ def latents_from_moments(moments: torch.Tensor, generator: torch.Generator | Non
     return posterior.mode().contiguous() if generator is None else posterior.sample(generator)
 
 
+def posterior_std(moments: torch.Tensor) -> torch.Tensor:
+    """The standard deviation of a draw at each place, unscaled: [B, C, h, w]."""
+    return DiagonalGaussianDistribution(moments).std
+
+
 def problem_flags(outputs: torch.Tensor) -> torch.Tensor:
     """What `problem_names` reads: bool [B, 3] for outputs [B, ...], on their device. The host does not wait for it."""
     items = outputs.reshape(len(outputs), -1)

@@ -121,7 +121,9 @@ def text_key(text: str, encoding: TextEncoding, salt: str) -> str:
 
 
 def _check_same_encoders(dataset: Manifest | None, common: Mapping[str, Any]) -> None:
-    if dataset is None or prompts_name(dataset.common) == prompts_name(common):
+    if dataset is None or dataset.imported_from is not None:  # an imported dataset does not name its encoders
+        return
+    if prompts_name(dataset.common) == prompts_name(common):
         return
     differing = list(_differences(dataset.common, common))
     shown = "; ".join(f"{name} is {given}, in the cache {cached}" for name, given, cached in differing)

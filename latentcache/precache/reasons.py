@@ -15,6 +15,10 @@ LOST = "entry lost"
 """The manifest has the key but the store does not: it was removed, or its pack was deleted."""
 REFUSED = "refused before"
 """The last run refused the sample; this one tries again."""
+IMPORTED = "imported, unverified"
+"""Nobody has shown that encoding gives what was imported, so it is encoded."""
+IMPORTED_OTHERWISE = "imported, verified for other settings"
+"""What was imported is what another config encodes."""
 
 PARTS = {
     "vae": "vae",
@@ -70,7 +74,12 @@ class History:
         """Why the image entry `now`, of an image with digest `source`, is a miss."""
         if now.key in self._damaged:
             return DAMAGED
-        if row is None or self._manifest is None or row.source is None or not row.images:
+        if row is None or self._manifest is None:
+            return NEW
+        twin = next((ref for ref in row.images if ref.geometry.flip == now.geometry.flip), None)
+        if self._manifest.imported_from is not None:
+            return "image changed" if row.source not in (source, None) else _why_imported(twin, now.key)
+        if row.source is None or not row.images:
             return NEW
         if any(ref.key == now.key for ref in row.images):
             return LOST if row.refusal is None else f"{REFUSED} ({row.refusal.reason})"
@@ -78,12 +87,10 @@ class History:
         causes += _policy_causes(self._manifest.common, common)
         if row.source != source:
             causes.insert(0, "image changed")
+        elif twin is None:
+            causes.append("flip added")
         else:
-            twin = next((ref for ref in row.images if ref.geometry.flip == now.geometry.flip), None)
-            if twin is None:
-                causes.append("flip added")
-            else:
-                causes += _geometry_causes(twin.geometry, now.geometry)
+            causes += _geometry_causes(twin.geometry, now.geometry)
         return ", ".join(causes) or LOST
 
     def why_text(self, row: Row | None, now: CaptionRef, common: Mapping[str, Any], encoding: str) -> str:
@@ -92,12 +99,24 @@ class History:
             return DAMAGED
         if row is None or self._manifest is None:
             return NEW
+        if self._manifest.imported_from is not None:
+            # An unknown caption was imported as the empty one.
+            return _why_imported(next((ref for ref in row.captions if ref.text in (now.text, "")), None), now.key)
         if any(ref.key == now.key for ref in row.captions):
             return LOST if row.refusal is None else f"{REFUSED} ({row.refusal.reason})"
         causes = list(_common_causes(self._manifest.common, common, encoding))
         if all(ref.text != now.text for ref in row.captions):
             causes.insert(0, "caption changed")
         return ", ".join(causes) or LOST
+
+
+def _why_imported(ref: ImageRef | CaptionRef | None, key: str) -> str:
+    """Why the entry `key` is a miss, of a sample that was imported. `ref` is what was imported of it."""
+    if ref is None:
+        return NEW
+    if ref.key == key:
+        return LOST
+    return IMPORTED if ref.trust == "unverified" else IMPORTED_OTHERWISE
 
 
 def _common_causes(old: Mapping[str, Any], new: Mapping[str, Any], encoding: str) -> Iterator[str]:

@@ -36,7 +36,8 @@ class LatentCache:
 
     Give a path, or a store and manifests (the CPU tier). `manifest` restricts sample ids to one dataset; without it a
     sample_id that occurs in several datasets is an error. `read_only` writes nothing, not even marks of damage; by
-    default it is so where the directory cannot be written. The sizes of a batch are integers; its tensors are on the
+    default it is so where the directory cannot be written. `unverified` also hands back samples that were imported and
+    not verified; without it they are a SampleError. The sizes of a batch are integers; its tensors are on the
     asking device. The cache never moves the model that asks.
     """
 
@@ -48,6 +49,7 @@ class LatentCache:
         read_only: bool | None = None,
         store: Store | None = None,
         manifests: Manifests | None = None,
+        unverified: bool = False,
     ):
         if (path is None) == (store is None) or (store is None) != (manifests is None):
             raise StoreError("LatentCache needs a path, or a store together with its manifests")
@@ -61,6 +63,7 @@ class LatentCache:
         assert store is not None and manifests is not None
         self.store: Store = store
         self.manifests: Manifests = manifests
+        self.unverified = unverified
         self._only = manifest
         self._loaded: dict[str, Manifest] = {}
         # Samples that were asked for, by caption and flip, then by sample_id; and the scaling of each one's latents.
@@ -88,7 +91,7 @@ class LatentCache:
 
     def restricted(self, manifest: str) -> LatentCache:
         """The same cache, of which only this manifest's samples are seen. It shares the store, and is not closed."""
-        view = LatentCache(store=self.store, manifests=self.manifests, manifest=manifest)
+        view = LatentCache(store=self.store, manifests=self.manifests, manifest=manifest, unverified=self.unverified)
         view.path = self.path  # messages name it
         return view
 
@@ -130,7 +133,20 @@ class LatentCache:
         if row.refusal is not None:
             reason = f"was refused ({row.refusal.reason}): {row.refusal.detail}"
             raise SampleError(sample_id, reason, f"replace {row.refusal.path}, then {self._precache}")
+        self.check_trust(found[0], row)
         return found[0], row
+
+    def check_trust(self, manifest: Manifest, row: Row) -> None:
+        """Raises SampleError if the sample was imported, is not verified, and such samples were not asked for."""
+        if not self.unverified and not row.is_verified:
+            reason = (
+                f"was imported from {manifest.imported_from} and is unverified: nobody knows what its entries are of"
+            )
+            remedy = (
+                f"{self._precache}, which encodes it; or import it with --verify, which proves it; or take it as it "
+                "is, with `cache.unverified: true` in the config (`unverified=True` here)"
+            )
+            raise SampleError(row.sample_id, reason, remedy)
 
     def scaling(self, manifest: Manifest) -> Scaling:
         """The scaling of the VAE that this manifest's latents come from."""
@@ -251,23 +267,31 @@ class LatentCache:
         `LatentCache(path, manifest=NAME)`. The empty prompt is always there. SampleError names a prompt that is not
         cached.
         """
-        names = {prompts_name(self.manifest(name).common) for name in self.dataset_names()}
+        names = self._prompts_names()
         if len(names) > 1:
             datasets = ", ".join(self.dataset_names())
             raise StoreError(
                 f"the datasets {datasets} have different text encoders: say whose with LatentCache(path, manifest=NAME)"
             )
-        if not names:
+        if not self.dataset_names():
             raise StoreError(f"{self.path or 'cpu store'}: no dataset is cached yet; {self._precache}")
-        manifest = self.manifest(next(iter(names)))
         sample_id = prompt_id(text, negative=negative)
-        if sample_id not in manifest.rows:
+        manifest = self.manifest(next(iter(names))) if names else None
+        if manifest is None or sample_id not in manifest.rows:
             remedy = f"add it to validation.{'negative_prompt' if negative else 'prompts'} and {self._precache}"
             raise SampleError(sample_id, "is not cached", remedy)
         wanted = Wanted(sample_id, None, None, text, manifest.rows[sample_id].captions[0].key)
         target, dtype = device_of(device), dtype or dtype_of(device)
         found = self._read([wanted.caption_key], [wanted], None)
         return {name: tensor.to(target, dtype) for name, tensor in found.items()}
+
+    def _prompts_names(self) -> set[str]:
+        """The manifests of prompts of this cache's datasets; of an imported one's, which names no encoders, all."""
+        datasets = [self.manifest(name) for name in self.dataset_names()]
+        known = {prompts_name(manifest.common) for manifest in datasets if manifest.imported_from is None}
+        if known or not datasets:
+            return known
+        return {name for name in self.manifests.names() if name.startswith(PROMPTS_PREFIX)}
 
     def gather(
         self,

@@ -33,7 +33,8 @@ class LatentDataset(Dataset[Batch]):
 
     `flips` adds the mirrored entries as items of their own. `caption` is the number of the caption, or "random": one
     drawn anew at each visit. With `BucketBatchSampler` the draw follows from its seed, the epoch and the position;
-    a plain item number draws with torch's global generator, which a DataLoader seeds for each worker.
+    a plain item number draws with torch's global generator, which a DataLoader seeds for each worker. Samples that
+    were imported and not verified are a SampleError at once, unless `unverified` takes them as they are.
     Each process opens the cache for itself, so fork and spawn both work.
     """
 
@@ -44,9 +45,11 @@ class LatentDataset(Dataset[Batch]):
         *,
         flips: bool = False,
         caption: int | Literal["random"] = 0,
+        unverified: bool = False,
     ):
         self.path = Path(path)
         self.caption = caption
+        self._unverified = unverified
         self._cache: LatentCache | None = None
         self._pid = -1
         names = self.cache.dataset_names()
@@ -56,6 +59,8 @@ class LatentDataset(Dataset[Batch]):
         manifest_ = self.cache.manifest(self.manifest_name)
         self.scaling = self.cache.scaling(manifest_)
         rows = [row for row in manifest_.rows.values() if row.refusal is None]
+        for row in rows:
+            self.cache.check_trust(manifest_, row)
         once: list[tuple[Row, bool]] = [(row, False) for row in rows]
         if flips:
             once += [(row, True) for row in rows]
@@ -65,7 +70,7 @@ class LatentDataset(Dataset[Batch]):
     def cache(self) -> LatentCache:
         """This process's own cache."""
         if self._cache is None or self._pid != os.getpid():
-            self._cache, self._pid = LatentCache(self.path), os.getpid()
+            self._cache, self._pid = LatentCache(self.path, unverified=self._unverified), os.getpid()
         return self._cache
 
     def __getstate__(self) -> dict[str, Any]:

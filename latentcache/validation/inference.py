@@ -48,7 +48,7 @@ def validate_checkpoint(
         raise ConfigError("cache.store is cpu: such a cache ends with its process; set it to disk", key="cache.store")
     device = device_named(config.encode.device)
     # Opened first: where nothing is cached, no model has to be loaded to say so.
-    with LatentCache(config.cache.path) as cache:
+    with LatentCache(config.cache.path, unverified=config.cache.unverified) as cache:
         model = config.model
         parts: dict[str, Any] = {
             "unet": load_unet(unet, dtype=_dtype(dtype, device), model=model),

@@ -1,0 +1,110 @@
+"""The images and captions that a foreign cache was made from, as far as the user still has them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path, PurePosixPath, PureWindowsPath
+
+from latentcache.dataset.images import ImagePolicy, probe
+from latentcache.dataset.sources import Sample, open_source
+from latentcache.errors import DatasetError, ForeignFileRefused
+from latentcache.types import Refusal, Size
+
+# Only sizes are read here, and the other trainer accepted the image already.
+_POLICY = ImagePolicy(animated="first-frame", max_aspect=float(1 << 20), min_side=1)
+
+
+class Originals:
+    """The samples of a folder, and captions of no sample that are known all the same (validation prompts).
+
+    Foreign caches name files. Nothing but what is in the folder is ever opened on their word: names are looked up
+    among the samples. `recorded_root` is where the folder was when the cache was made, if it was moved since. Without
+    a folder there are no samples. Raises DatasetError if the folder cannot be read.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path | None,
+        *,
+        caption_extension: str = ".txt",
+        captions: Iterable[str] = (),
+        recorded_root: str | None = None,
+    ) -> None:
+        roots = (None if folder is None else os.path.abspath(folder), recorded_root)
+        self._roots = [path_parts(root) for root in roots if root is not None]
+        self._samples: dict[str, Sample] = {}
+        self.refusals: list[Refusal] = []
+        """What cannot be used of the folder."""
+        by_caption: dict[str, list[str]] = {caption: [] for caption in ("", *captions)}
+        if folder is not None:
+            self._source = open_source("folder", folder, caption_extension=caption_extension)
+            for sample in self._source.samples():
+                if isinstance(sample, Refusal):
+                    self.refusals.append(sample)
+                    continue
+                self._samples[sample.sample_id] = sample
+                for caption in sample.captions:
+                    by_caption.setdefault(caption, []).append(sample.sample_id)
+        self._by_caption = {caption: tuple(sample_ids) for caption, sample_ids in by_caption.items()}
+
+    def __contains__(self, sample_id: str) -> bool:
+        return sample_id in self._samples
+
+    def __iter__(self) -> Iterator[str]:
+        """All sample_ids, in the folder's order."""
+        return iter(self._samples)
+
+    def captions(self) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """Each known caption once, with the samples that have it: the empty one first, which others may not have."""
+        yield from self._by_caption.items()
+
+    def captions_of(self, sample_id: str) -> tuple[str, ...]:
+        return self._samples[sample_id].captions
+
+    def path(self, sample_id: str) -> Path | None:
+        """The image's file, if it is there."""
+        sample = self._samples.get(sample_id)
+        return None if sample is None else Path(sample.path)
+
+    def size(self, sample_id: str) -> Size | None:
+        """The image's size after the EXIF turn, if it is there. Raises ImageRefused if it cannot be read."""
+        sample = self._samples.get(sample_id)
+        if sample is None:
+            return None
+        return probe(self._source.read(sample), sample.path, _POLICY).size
+
+    def find(self, recorded: str) -> str | None:
+        """The sample that a foreign cache names by a path: relative, below the folder, or below `recorded_root`.
+
+        None if there is no such sample. The end of a path alone is no proof: many folders have a `1.png`.
+        """
+        if recorded in self._samples:
+            return recorded
+        parts = path_parts(recorded)
+        for root in self._roots:
+            if parts[: len(root)] == root and (sample_id := "/".join(parts[len(root) :])) in self._samples:
+                return sample_id
+        return None
+
+
+def path_parts(recorded: str) -> tuple[str, ...]:
+    """The names in a path that some machine recorded, without its root or drive."""
+    pure = PureWindowsPath(recorded) if "\\" in recorded else PurePosixPath(recorded)
+    return pure.parts[1:] if pure.anchor else pure.parts
+
+
+def sample_id_of(recorded: str, path: str | Path) -> str:
+    """A sample_id for a recorded path that fits no sample: the path without its root.
+
+    Raises ForeignFileRefused (with `path`, the file that names it) if it names nothing, or leads upwards.
+    """
+    parts = path_parts(recorded)
+    if not parts or ".." in parts or "\0" in recorded:
+        raise ForeignFileRefused(path, "corrupt", f"it names the image {recorded!r:.200}, which is no path of a file")
+    return "/".join(parts)
+
+
+def refusal_of(sample_id: str, error: DatasetError) -> Refusal:
+    """A file's or an image's refusal, as a report lists it."""
+    return Refusal(sample_id, error.path, getattr(error, "reason", "unreadable"), error.detail)

@@ -1,0 +1,156 @@
+"""What an import or an export did, as one document."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from latentcache.types import Refusal
+
+
+@dataclass(slots=True)
+class Difference:
+    """What re-encoding showed of one kind (`image` or `text`). Latents are compared unscaled, with the mean."""
+
+    num_compared: int = 0
+    num_equal: int = 0
+    largest: float = 0.0
+    """Largest absolute difference."""
+    largest_share: float = 0.0
+    """Largest difference as a share of what was allowed there: at most 1 for what counts as equal."""
+    largest_deviations: float | None = None
+    """Draws only: the difference from the mean in standard deviations of the posterior (root mean squares). An honest
+    draw has about 1."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+@dataclass(slots=True)
+class ImportReport:
+    """The figures of one import. Entries count as they are referred to by samples."""
+
+    format: str
+    name: str
+    num_samples: int = 0
+    """Complete samples: an image and at least one caption."""
+    num_images: int = 0
+    num_flipped: int = 0
+    """Of the images."""
+    num_texts: int = 0
+    num_unknown_captions: int = 0
+    """Texts whose caption neither the format nor a file beside the image tells."""
+    num_verified: int = 0
+    num_unverified: int = 0
+    incomplete: list[Refusal] = field(default_factory=list)
+    """Samples that lack an image or a text: kept in the manifest, but not handed back."""
+    refused: list[Refusal] = field(default_factory=list)
+    """Files that were not imported."""
+    unequal: list[Refusal] = field(default_factory=list)
+    """Entries that re-encoding did not confirm: they stay, unverified."""
+    notes: dict[str, int] = field(default_factory=dict)
+    """What formats do not tell and was derived, with how often."""
+    differences: dict[str, Difference] = field(default_factory=dict)
+    """Kind -> what re-encoding showed; empty without verification."""
+    scale: dict[str, Any] = field(default_factory=dict)
+    bytes_written: int = 0
+    seconds: float = 0.0
+    cache: str | None = None
+
+    @property
+    def num_refused(self) -> int:
+        return len(self.refused)
+
+    @property
+    def num_incomplete(self) -> int:
+        return len(self.incomplete)
+
+    @property
+    def has_faults(self) -> bool:
+        return bool(self.refused or self.incomplete or self.unequal)
+
+    def note(self, text: str | None) -> None:
+        if text is not None:
+            self.notes[text] = self.notes.get(text, 0) + 1
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields, with refusals as {sample_id, path, reason, detail}."""
+        value = {name: getattr(self, name) for name in self.__slots__}
+        for name in ("incomplete", "refused", "unequal"):
+            value[name] = [refusal.to_json() for refusal in value[name]]
+        value["differences"] = {kind: found.to_json() for kind, found in self.differences.items()}
+        value["seconds"] = round(self.seconds, 3)
+        return value | {"num_refused": self.num_refused, "num_incomplete": self.num_incomplete}
+
+    def to_text(self) -> str:
+        """The report for people."""
+        lines = [
+            f"imported  {self.num_samples} samples from {self.format} as {self.name}",
+            f"images    {self.num_images}, of which {self.num_flipped} flipped",
+            f"texts     {self.num_texts}, of which {self.num_unknown_captions} with an unknown caption",
+            f"trust     {self.num_verified} verified, {self.num_unverified} unverified",
+        ]
+        lines += [_difference_text(kind, found) for kind, found in self.differences.items()]
+        lines += [f"note      {count} {note}" for note, count in self.notes.items()]
+        for title, refusals in (
+            ("unequal", self.unequal),
+            ("lacking", self.incomplete),
+            ("refused", self.refused),
+        ):
+            lines.append(f"{title:<9} {len(refusals)}")
+            lines += [f"          {refusal.path}: {refusal.reason}: {refusal.detail}" for refusal in refusals]
+        lines.append(f"written   {self.bytes_written:,} bytes in {self.seconds:.1f} s")
+        lines.append(f"cache     {self.cache or 'in memory'}")
+        if self.num_unverified:
+            lines.append("unverified entries are handed back only with cache.unverified; precache replaces them")
+        return "\n".join(lines)
+
+
+@dataclass(slots=True)
+class ExportReport:
+    """The figures of one export."""
+
+    format: str
+    name: str
+    path: str
+    num_images: int = 0
+    num_texts: int = 0
+    num_files: int = 0
+    bytes_written: int = 0
+    skipped: list[Refusal] = field(default_factory=list)
+    """Samples that were not exported: refused in the manifest, or not to be expressed in the format."""
+    notes: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def has_faults(self) -> bool:
+        return bool(self.skipped)
+
+    def note(self, text: str) -> None:
+        self.notes[text] = self.notes.get(text, 0) + 1
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields, with skipped samples as {sample_id, path, reason, detail}."""
+        value = {name: getattr(self, name) for name in self.__slots__}
+        return value | {"skipped": [refusal.to_json() for refusal in self.skipped]}
+
+    def to_text(self) -> str:
+        """The report for people."""
+        lines = [
+            f"exported  {self.name} to {self.format}",
+            f"images    {self.num_images}",
+            f"texts     {self.num_texts}",
+            f"written   {self.num_files} files, {self.bytes_written:,} bytes",
+            f"skipped   {len(self.skipped)}",
+        ]
+        lines += [f"          {refusal.path}: {refusal.reason}: {refusal.detail}" for refusal in self.skipped]
+        lines += [f"note      {count} {note}" for note, count in self.notes.items()]
+        lines.append(f"folder    {self.path}")
+        return "\n".join(lines)
+
+
+def _difference_text(kind: str, found: Difference) -> str:
+    draws = "" if found.largest_deviations is None else f", draws {found.largest_deviations:.2f} deviations off"
+    return (
+        f"compared  {found.num_compared} {kind} entries, {found.num_equal} equal; largest difference "
+        f"{found.largest:.3g} ({found.largest_share:.2f} of what is allowed{draws})"
+    )

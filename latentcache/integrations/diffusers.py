@@ -1,0 +1,231 @@
+"""What diffusers' SDXL training scripts and its SDXL pipelines take, out of the cache.
+
+The scripts are `train_text_to_image_sdxl.py` and `train_text_to_image_lora_sdxl.py` of diffusers' examples, as they
+were in August 2026. The names of a batch, its types, and how it is used are theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from diffusers import DiffusionPipeline
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from latentcache.devices.placement import Asker, device_of
+from latentcache.encoders.unet import check_conditioning
+from latentcache.errors import ModelError, StoreError
+from latentcache.retrieve.batches import IMAGE_FIELDS, TEXT_FIELDS, Batch, LatentCache, place
+from latentcache.retrieve.dataset import LatentDataset, LatentDatasets
+from latentcache.retrieve.draws import Visit, seed_of
+from latentcache.retrieve.sampler import BucketBatchSampler
+from latentcache.types import Bucket
+from latentcache.validation.prompts import prompt_embeddings
+
+SIZES = {"original_sizes": "original_size", "crop_top_lefts": "crop_top_left", "target_sizes": "target_size"}
+"""What a batch of the scripts calls the sizes, and what LatentDataset calls them."""
+
+
+class PrecomputedDataset(Dataset[Batch]):
+    """What `train_text_to_image_sdxl.py` calls `precomputed_dataset`, from the cache: nothing is decoded or encoded.
+
+    An item is a dict of CPU tensors in `dtype`: `model_input` [C, h, w], scaled as the UNet expects it,
+    `prompt_embeds` [T, D], `pooled_prompt_embeds` [P]; and of pairs of integers (height or top first):
+    `original_sizes`, `crop_top_lefts`, `target_sizes`, which is the bucket. Every part of an item is that of its own
+    sample, whatever the order. float32 is what the script itself has; the LoRA script computes in its `weight_dtype`.
+
+    Stored moments are drawn from anew at each visit. With `data_loader` or `BucketBatchSampler` the draws follow from
+    the seed, the epoch and the position; a plain item number draws with torch's global generator.
+    `proportion_empty_prompts` is the script's argument of that name, but drawn anew at each visit too.
+    """
+
+    def __init__(
+        self,
+        dataset: LatentDataset | LatentDatasets,
+        *,
+        dtype: torch.dtype = torch.float32,
+        proportion_empty_prompts: float = 0.0,
+    ):
+        if not 0.0 <= proportion_empty_prompts <= 1.0:
+            raise StoreError(f"proportion_empty_prompts is {proportion_empty_prompts}; it must be from 0 to 1")
+        self.dataset, self.dtype, self.proportion_empty_prompts = dataset, dtype, proportion_empty_prompts
+        self._empty: Mapping[str, torch.Tensor] = {}
+        if proportion_empty_prompts:
+            part = dataset.datasets[0] if isinstance(dataset, LatentDatasets) else dataset
+            cache = part.cache.restricted(part.manifest_name)
+            empty = cache.prompt("", device="cpu", dtype=dtype)
+            self._empty = {name: tensor[0] for name, tensor in empty.items()}
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def bucket(self, index: int) -> Bucket:
+        """The bucket of an item, without reading it."""
+        return self.dataset.bucket(index)
+
+    def identity(self) -> str:
+        """A digest of the items in their order."""
+        return self.dataset.identity()
+
+    def __getitem__(self, index: int) -> Batch:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: list[int]) -> list[Batch]:
+        """Several items in one read; a DataLoader calls this. They may lie in different buckets."""
+        items = self.dataset.__getitems__(indices)
+        return [self._item(item, index) for index, item in zip(indices, items, strict=True)]
+
+    def _item(self, item: Batch, index: int) -> Batch:
+        generator = torch.default_generator
+        if isinstance(index, Visit):
+            generator = torch.Generator().manual_seed(seed_of("diffusers", index.draw))
+        fields = {name: item[name][None] for name in IMAGE_FIELDS if name in item}
+        scaling, draw = self.dataset.scaling, generator if "moments" in fields else None
+        placed = place(fields, "cpu", dtype=self.dtype, scaling=scaling, generator=draw)
+        made: Batch = {"model_input": placed["latents"][0]}
+        texts: Mapping[str, torch.Tensor] = item
+        if self._empty and torch.rand((), generator=generator) < self.proportion_empty_prompts:
+            texts = self._empty
+        made |= {name: texts[name].to(self.dtype) for name in TEXT_FIELDS}
+        return made | {name: tuple(item[ours].tolist()) for name, ours in SIZES.items()}
+
+
+def collate(examples: Sequence[Batch]) -> Batch:
+    """A batch as the script's `collate_fn` makes it: tensors stacked, sizes as a list of tuples.
+
+    Raises StoreError, which names the sampler to use, for items of several buckets.
+    """
+    buckets = {example["target_sizes"] for example in examples}
+    if len(buckets) > 1:
+        met = ", ".join(str(Bucket(*bucket)) for bucket in sorted(buckets))
+        raise StoreError(
+            f"a batch has one bucket, but these samples lie in {met}: batch them with "
+            "latentcache.integrations.diffusers.data_loader or latentcache.retrieve.sampler.BucketBatchSampler"
+        )
+    batch: Batch = {name: torch.stack([each[name] for each in examples]) for name in ("model_input", *TEXT_FIELDS)}
+    return batch | {name: [example[name] for example in examples] for name in SIZES}
+
+
+def data_loader(
+    dataset: PrecomputedDataset,
+    batch_size: int,
+    *,
+    shuffle: bool = True,
+    drop_last: bool = False,
+    seed: int = 0,
+    num_workers: int = 0,
+) -> DataLoader[Batch]:
+    """What the scripts call `train_dataloader`: batches of one bucket each, for `accelerator.prepare` or alone.
+
+    The n-th iteration is epoch n, in an order and with draws of its own. After a resume, `set_epoch` of what
+    `accelerator.prepare` returned, or of `batch_sampler`, says with which epoch to go on. Several processes of
+    accelerate share the batches: each gets whole ones, and as many as every other; for that some come twice at the end
+    of an epoch, or, with `drop_last`, are left out. Batches may be smaller than `batch_size` in the middle of an epoch:
+    accelerate before 1.14 says that it cannot deal those out, and then needs `drop_last`.
+    """
+    batches = BucketBatchSampler(dataset, batch_size, shuffle=shuffle, drop_last=drop_last, seed=seed)
+    return DataLoader(dataset, batch_sampler=Epochs(batches), collate_fn=collate, num_workers=num_workers)
+
+
+class Epochs(Sampler[list[int]]):
+    """The batches of a BucketBatchSampler, epoch after epoch, as accelerate deals them out to processes.
+
+    The scripts never call `set_epoch`, and accelerate looks for it in `sampler` where it has wrapped this one.
+    """
+
+    def __init__(self, batches: BucketBatchSampler):
+        self._batches = batches
+        self._epoch = batches.epoch
+        self.drop_last = batches.drop_last
+        # A number tells accelerate that only the last batch is smaller; it would leave out others, and mix buckets.
+        self.batch_size = batches.batch_size if batches.drop_last else None
+
+    @property
+    def sampler(self) -> Epochs:
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the next iteration."""
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        # A generator: a DataLoader with workers asks for two iterators and reads one, which must count once.
+        self._batches.set_epoch(self._epoch)
+        self._epoch += 1
+        yield from self._batches
+
+
+def time_ids(
+    batch: Mapping[str, Any],
+    *,
+    device: Asker,
+    dtype: torch.dtype = torch.float32,
+    resolution: int | None = None,
+) -> torch.Tensor:
+    """SDXL's time ids of a batch, [B, 6]: original size, crop and target size, on the asking device.
+
+    The target is the bucket, as SDXL was trained. With `resolution` it is (resolution, resolution), as the scripts'
+    `compute_time_ids` has it; the two are equal for square buckets of that resolution. The scripts have them in their
+    `weight_dtype`, but bfloat16 cannot hold every integer above 256.
+    """
+    targets = batch["target_sizes"] if resolution is None else [(resolution, resolution)] * len(batch["target_sizes"])
+    sizes = zip(batch["original_sizes"], batch["crop_top_lefts"], targets, strict=True)
+    rows = [[*original, *crop, *target] for original, crop, target in sizes]
+    return torch.tensor(rows, dtype=dtype, device=device_of(device))
+
+
+def prompt_kwargs(
+    cache: LatentCache,
+    prompts: str | Sequence[str],
+    negative: str | Sequence[str] | None = None,
+    *,
+    device: Asker | DiffusionPipeline,
+    dtype: torch.dtype | None = None,
+) -> dict[str, torch.Tensor]:
+    """What any SDXL pipeline of diffusers takes in place of its prompts: `pipe(**prompt_kwargs(...))`.
+
+    Returns `prompt_embeds` and `negative_prompt_embeds` [B, T, D], `pooled_prompt_embeds` and
+    `negative_pooled_prompt_embeds` [B, P] for B prompts (one string: B is 1), on the asking device. A pipeline asks for
+    the device and dtype of its UNet, and needs no text encoder. `negative` is one text for all, or one for each.
+    None is what the pipeline makes of no negative prompt: zeros, or the embeddings of the empty prompt where its
+    config has `force_zeros_for_empty_prompt` off.
+
+    Raises SampleError for a prompt that is not cached, ModelError for a pipeline whose UNet does not take them.
+    """
+    texts = [prompts] if isinstance(prompts, str) else list(prompts)
+    if not texts:
+        raise StoreError("prompts is empty; it must hold at least one text")
+    unet, asker = None, device
+    if isinstance(device, DiffusionPipeline):
+        unet = asker = _unet_of(device)
+        if negative is None and not device.config.get("force_zeros_for_empty_prompt", True):
+            negative = ""
+    negatives = [negative] * len(texts) if negative is None or isinstance(negative, str) else list(negative)
+    if len(negatives) != len(texts):
+        raise StoreError(f"negative holds {len(negatives)} texts for {len(texts)} prompts; give one for each, or one")
+    found = [
+        prompt_embeddings(cache, [text], other, device=asker, dtype=dtype)[0].tensors()
+        for text, other in zip(texts, negatives, strict=True)
+    ]
+    kwargs = {name: torch.cat([tensors[name] for tensors in found]) for name in found[0]}
+    if unet is not None:
+        check_conditioning(unet, *(kwargs[name].shape[-1] for name in TEXT_FIELDS))
+    return kwargs
+
+
+def _unet_of(pipeline: DiffusionPipeline) -> Any:
+    """The UNet that the pipeline denoises with. ModelError if it has none that is conditioned as SDXL's are."""
+    unet = getattr(pipeline, "unet", None)
+    kind = getattr(getattr(unet, "config", None), "addition_embed_type", None)
+    if kind != "text_time":
+        met = "no UNet" if unet is None else f"a UNet with addition_embed_type {kind!r}"
+        raise ModelError(
+            f"{type(pipeline).__name__} has {met}, but what is cached is for SDXL's, which has 'text_time'. "
+            "Give an SDXL pipeline, or name a device.",
+            part="unet",
+        )
+    return unet

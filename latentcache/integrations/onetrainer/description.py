@@ -1,0 +1,196 @@
+"""Modules of a pipeline as JSON: the class's name and what its constructor took, with weights by their digests."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import logging
+import operator
+import weakref
+from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import PurePath
+from typing import Any
+
+import torch
+
+from latentcache.devices.placement import dtype_of
+from latentcache.encoders.identity import module_identity, tokenizer_identity, weights_digest
+from latentcache.errors import PipelineError
+from latentcache.fingerprint import canonical_json, digest
+from latentcache.integrations.onetrainer.recognised import (
+    RECOGNISED,
+    class_name,
+    constructor_settings,
+    unkept_settings,
+)
+
+logger = logging.getLogger("latentcache")
+
+
+class _Unreadable(Exception):
+    """A value that cannot be written as JSON."""
+
+
+def describe(module: Any, provenance: Mapping[str, Any]) -> dict[str, Any]:
+    """What an upstream module is, as JSON.
+
+    `provenance` states what cannot be read. Under the name of the class, or of one of the module's outputs, it stands
+    for the whole module; under the name of a setting, for that setting of every module. Raises PipelineError for a
+    setting that cannot be read and is not stated there, and ModelError for weights that hold no values.
+    """
+    name = class_name(module)
+    for key in (name, *filter(None, module.get_outputs())):
+        if key in provenance and name not in RECOGNISED:
+            return {"class": name, "stated": provenance[key]}
+    settings: dict[str, Any] = {}
+    values = constructor_settings(module)
+    for setting in [*values, *unkept_settings(module)]:
+        if setting in provenance:
+            settings[setting] = {"stated": provenance[setting]}
+            continue
+        if setting not in values:
+            raise PipelineError(
+                f"its constructor takes {setting!r} and does not keep it, so what it was cannot be told. {_advice(name)}",
+                module=name,
+            )
+        try:
+            settings[setting] = _plain(setting, values[setting])
+        except _Unreadable as error:
+            raise PipelineError(f"its setting {setting!r} is {error}. {_advice(name)}", module=name) from error
+    if name not in RECOGNISED:
+        logger.info("%s: not known, so it is told by its class and its settings: %s", name, ", ".join(settings) or "none")
+    return {"class": name, "settings": settings}
+
+
+def _advice(name: str) -> str:
+    return (
+        f"State what it is: provenance={{{name!r}: 'version 1'}}, and another value whenever it gives other values."
+    )
+
+
+def plain_settings(asked: str, value: Any) -> Any:
+    """The value of a concept's or the configuration's setting as JSON. PipelineError if it is none."""
+    try:
+        return _plain(asked, value)
+    except _Unreadable as error:
+        raise PipelineError(f"the value of {asked!r} is {error}; it is to be JSON") from error
+
+
+def _plain(setting: str, value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        if isinstance(value, float) and value != value:
+            raise _Unreadable("NaN")
+        return value.value if isinstance(value, enum.Enum) else value
+    if isinstance(value, torch.nn.Module):
+        return part_identity(setting, value)
+    if getattr(value, "backend_tokenizer", None) is not None:
+        return {"tokenizer": dataclasses.asdict(tokenizer_identity(setting, value))}
+    if isinstance(value, torch.Tensor):
+        data = value.detach().cpu().contiguous()
+        return {"tensor": digest(data.reshape(-1).view(torch.uint8).numpy().data), "as": _shape(data)}
+    return _plain_container(setting, value)
+
+
+def _plain_container(setting: str, value: Any) -> Any:
+    if isinstance(value, enum.Enum | torch.dtype | torch.device | PurePath):
+        return str(value)
+    if isinstance(value, torch.autocast):
+        return {"autocast": value._enabled, "dtype": str(value.fast_dtype)} if value._enabled else None
+    if isinstance(value, nullcontext):
+        return None
+    if isinstance(value, list | tuple):
+        return [_plain(setting, item) for item in value]
+    if isinstance(value, set | frozenset):
+        return sorted((_plain(setting, item) for item in value), key=canonical_json)
+    if isinstance(value, Mapping):
+        pairs = [[_plain(setting, key), _plain(setting, item)] for key, item in value.items()]
+        return {"items": sorted(pairs, key=canonical_json)}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: _plain(setting, getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {"class": type(value).__name__, "fields": fields}
+    raise _Unreadable(f"a {type(value).__name__}, which cannot be written as JSON")
+
+
+def _shape(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}"
+
+
+# Weights
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Weights:
+    """What tells whether weights were changed. The tensors are held, so that no other object takes their place."""
+
+    tensors: tuple[torch.Tensor, ...]
+    state: tuple[Any, ...]
+
+    def same_as(self, other: _Weights) -> bool:
+        same_objects = len(self.tensors) == len(other.tensors) and all(map(operator.is_, self.tensors, other.tensors))
+        return same_objects and self.state == other.state
+
+
+_remembered: weakref.WeakKeyDictionary[torch.nn.Module, tuple[_Weights, dict[str, Any]]] = weakref.WeakKeyDictionary()
+
+
+def part_identity(part: str, module: torch.nn.Module) -> dict[str, Any]:
+    """The identity of a part of a model: its class, its weights in the dtype that they have, its config.
+
+    It is remembered while parameters and buffers are the same objects and have the same versions, which torch counts
+    up with every change in place. Changes through `.data` are not counted, and not noticed.
+    """
+    weights = _weights(module)
+    known = _remembered.get(module)
+    if known is not None and weights is not None and known[0].same_as(weights):
+        return known[1]
+    dtype = dtype_of(module) or torch.float32
+    # Of a VAE only the encoder counts, if it has one by that name.
+    role = part if part != "vae" or any(name.startswith("encoder.") for name in module.state_dict()) else "module"
+    if hasattr(module, "config"):
+        identity = {"part": dataclasses.asdict(module_identity(role, module, dtype))}
+    else:
+        identity = {"part": {"class_name": class_name(module), "weights": weights_digest(role, module, dtype)}}
+    identity["dtype"] = str(dtype)
+    if hooks := _replaced_forwards(role, module, dtype):
+        identity["hooked"] = hooks
+    if weights is not None:
+        _remembered[module] = weights, identity
+    return identity
+
+
+def _weights(module: torch.nn.Module) -> _Weights | None:
+    """The weights as they are now; None where torch counts no changes (inference tensors)."""
+    tensors = [tensor for owner in (module, *_hooking(module).values()) for tensor in _tensors(owner)]
+    if any(tensor.is_inference() for tensor in tensors):
+        return None
+    config = getattr(module, "config", None)
+    settings = config.to_dict() if hasattr(config, "to_dict") else config
+    versions = tuple((tensor._version, tensor.dtype) for tensor in tensors)
+    # No weak references: torch swaps no parameter that has one, which some settings and devices need for a move.
+    return _Weights(tuple(tensors), (versions, repr(settings), getattr(module, "use_tiling", False)))
+
+
+def _tensors(module: torch.nn.Module) -> list[torch.Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def _hooking(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Modules whose method stands in for the forward of a submodule: LoRA layers and extra embeddings of trainers."""
+    return {
+        name: owner
+        for name, child in module.named_modules()
+        if isinstance(owner := getattr(vars(child).get("forward"), "__self__", None), torch.nn.Module)
+        and owner is not child
+    }
+
+
+def _replaced_forwards(part: str, module: torch.nn.Module, dtype: torch.dtype) -> dict[str, Any]:
+    found = {}
+    for name, owner in _hooking(module).items():
+        scalars = {key: value for key, value in vars(owner).items() if _is_scalar(key, value)}
+        found[name] = [class_name(owner), weights_digest(f"{part}.{name}", owner, dtype), scalars]
+    return found
+
+
+def _is_scalar(name: str, value: Any) -> bool:
+    return not name.startswith("_") and name != "training" and isinstance(value, bool | int | float | str)

@@ -1,0 +1,104 @@
+"""Putting the cache in DiskCache's place: in a class over mgds' base classes, and in OneTrainer's data loaders."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+from latentcache.errors import PipelineError
+from latentcache.integrations.onetrainer.module import CacheModule
+from latentcache.integrations.onetrainer.placement import restoring
+
+LOADERS = (
+    "modules.dataLoader.mixin.DataLoaderText2ImageMixin",
+    "modules.dataLoader.StableDiffusionFineTuneVaeDataLoader",
+)
+"""OneTrainer's modules that make a DiskCache."""
+NAME = "DiskCache"
+_BASES = (
+    ("mgds.PipelineModule", "PipelineModule"),
+    ("mgds.pipelineModuleTypes.SingleVariationRandomAccessPipelineModule", "SingleVariationRandomAccessPipelineModule"),
+)
+
+
+@functools.cache
+def module_class(pipeline_module: type, single_variation: type) -> type[CacheModule]:
+    """LatentCacheModule over these base classes: mgds' own, or those of a host with the same contract."""
+    bases = (CacheModule, pipeline_module, single_variation)
+    return type("LatentCacheModule", bases, {"__module__": __name__.rpartition(".")[0], "__doc__": CacheModule.__doc__})
+
+
+def mgds_module_class() -> type[CacheModule]:
+    """LatentCacheModule over the base classes of the mgds that is installed. PipelineError if there is none."""
+    return module_class(*(_found(_imported(name, "mgds"), attribute) for name, attribute in _BASES))
+
+
+def install(
+    *,
+    model: Any = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    provenance: Mapping[str, Any] | None = None,
+    should_stop: Callable[[], bool] | None = None,
+    loaders: Sequence[str] = LOADERS,
+) -> Callable[[], None]:
+    """Make OneTrainer cache with `LatentCacheModule` from now on, and return a function that undoes it.
+
+    Call it before `trainer.start()`, in a process that can import OneTrainer's `modules`. `model`: the model or a
+    function that gives it; where its parts were, and their train modes, are put back after each refresh (`restoring`).
+    `cache_dir` takes the place of the folders that OneTrainer names, which it empties by default before training; all
+    entries may share it. `provenance` and `should_stop` as for `LatentCacheModule`. PipelineError if a loader cannot be
+    imported or has no DiskCache; then nothing was replaced.
+    """
+    made = _configured(mgds_module_class(), model, cache_dir, provenance, should_stop)
+    found = [_imported(name, "OneTrainer") for name in loaders]
+    before = [(loader, _found(loader, NAME)) for loader in found]
+    for loader in found:
+        setattr(loader, NAME, made)
+
+    def undo() -> None:
+        for loader, original in before:
+            setattr(loader, NAME, original)
+
+    return undo
+
+
+def _configured(
+    base: type[CacheModule],
+    model: Any,
+    shared_dir: str | os.PathLike[str] | None,
+    provenance: Mapping[str, Any] | None,
+    should_stop: Callable[[], bool] | None,
+) -> type[CacheModule]:
+    """The class with these settings. It is made with DiskCache's arguments."""
+
+    def __init__(self: CacheModule, cache_dir: str, *args: Any, **kwargs: Any) -> None:
+        settings = {"provenance": provenance, "should_stop": should_stop, **kwargs}
+        base.__init__(self, cache_dir if shared_dir is None else os.fspath(shared_dir), *args, **settings)
+        if model is not None:
+            restoring(model).around(self)
+
+    return type(base.__name__, (base,), {"__init__": __init__, "__module__": base.__module__, "__doc__": base.__doc__})
+
+
+def _imported(name: str, owner: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise PipelineError(
+            f"{name} cannot be imported ({error}). It belongs to {owner}: run this in {owner}'s environment"
+            + (", from OneTrainer's folder." if owner == "OneTrainer" else ".")
+        ) from error
+
+
+def _found(module: ModuleType, name: str) -> Any:
+    if not hasattr(module, name):
+        raise PipelineError(
+            f"it has no {name!r}: this release of it is not the one that this adapter was written for. Make the "
+            "LatentCacheModule yourself where the pipeline is put together.",
+            module=module.__name__,
+        )
+    return getattr(module, name)

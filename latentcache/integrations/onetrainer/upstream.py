@@ -1,0 +1,147 @@
+"""What the values that a cache is asked for depend on: the modules before it, as their names are joined.
+
+mgds finds a value by its name, from the asking module backwards, and goes on further back where it finds None. The
+names that a module asks for are those in its settings `..._name`, `..._names` and `..._map`, by mgds' custom, and those
+of `get_inputs()`. The walk ends where a value says all: at files, at texts, and at the settings of concepts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from latentcache.integrations.onetrainer.recognised import (
+    CONCEPTS,
+    PATHS,
+    RECOGNISED,
+    TEXT_VALUES,
+    TEXTS,
+    class_name,
+    constructor_settings,
+)
+
+_NAME_SETTINGS = ("name", "names", "map")
+
+
+class Asked(NamedTuple):
+    """A name, and the module that asks for it. Who asks decides which module before it answers."""
+
+    module: Any
+    name: str
+
+    def value(self, variation: int, index: int) -> Any:
+        return self.module._get_previous_item(variation, self.name, index)
+
+
+@dataclass(slots=True)
+class Upstream:
+    """What the asked names depend on. `modules` are in the pipeline's order; the rest is what the walk ended at."""
+
+    modules: list[Any] = field(default_factory=list)
+    files: list[Asked] = field(default_factory=list)
+    texts: list[Asked] = field(default_factory=list)
+    settings: list[Asked] = field(default_factory=list)
+    live: tuple[str, ...] = ()
+    """Names that are handed through and not stored: paths, which are not part of what an item is."""
+
+
+def walk(
+    cache: Any, names: Sequence[str], *, source_path: str | None = None, source_values: Iterable[str] = ()
+) -> Upstream:
+    """What `names`, asked by the module `cache`, depend on.
+
+    `source_path` is a name whose values are paths of files that count by their bytes, `source_values` are names whose
+    values count as they are. Where the walk meets neither, files of `source_path` count for all items.
+    """
+    return _Walk(cache, source_path, frozenset(source_values)).run(names)
+
+
+class _Walk:
+    def __init__(self, cache: Any, source_path: str | None, source_values: frozenset[str]):
+        self._cache, self._modules = cache, cache.pipeline.modules
+        self._end = next(position for position, module in enumerate(self._modules) if module is cache)
+        self._source_path, self._source_values = source_path, source_values
+        self._outputs = [frozenset(filter(None, module.get_outputs())) for module in self._modules]
+        self._needed: set[int] = set()
+        self._found = Upstream()
+
+    def run(self, names: Sequence[str]) -> Upstream:
+        cache, end, found = self._cache, self._end, self._found
+        found.live = tuple(name for name in names if self._is_path(end, name))
+        for name in names:
+            if name not in found.live:
+                self._visit(cache, end, "", name)
+        for position in range(end - 1, -1, -1):
+            if position in self._needed:
+                module = self._modules[position]
+                found.modules.insert(0, module)
+                for setting, name in asked_names(module):
+                    self._visit(module, position, setting, name)
+        known = {asked.name for asked in found.texts}
+        for name in sorted(self._source_values - known):
+            _add(found.texts, Asked(cache, name))
+        if not found.files and not found.texts and self._source_path and self._producers(end, self._source_path):
+            _add(found.files, Asked(cache, self._source_path))
+        return found
+
+    def _visit(self, module: Any, position: int, setting: str, name: str) -> None:
+        """Take note of a name that `module` asks for in `setting`."""
+        producers = self._producers(position, name)
+        if not producers:
+            return  # a string that is no name, or a name that nobody gives
+        producer = class_name(self._modules[producers[-1]])
+        # The cache itself asks, where it gets the same answer: what several modules ask for is then asked once.
+        asked = Asked(self._cache if producers == self._producers(self._end, name) else module, name)
+        if name in self._source_values or producer in TEXTS or (class_name(module), setting) in TEXT_VALUES:
+            _add(self._found.texts, asked)
+        elif self._is_path(position, name) or setting == "path_in_name":
+            _add(self._found.files, asked)
+        elif producer in CONCEPTS:
+            _add(self._found.settings, asked)
+        else:
+            # Each of them: where one gives None, mgds asks the one before it.
+            self._needed.update(producers)
+
+    def _is_path(self, position: int, name: str) -> bool:
+        if name == self._source_path:
+            return True
+        producers = self._producers(position, name)
+        if not producers:
+            return False
+        module = self._modules[producers[-1]]
+        return name == getattr(module, PATHS.get(class_name(module), ""), None)
+
+    def _producers(self, position: int, name: str) -> list[int]:
+        head = name.partition(".")[0]
+        return [number for number in range(position) if head in self._outputs[number]]
+
+
+def asked_names(module: Any) -> Iterator[tuple[str, str]]:
+    """(setting, name) of each string that may be a name that the module asks for; also some that are none."""
+    recognised = class_name(module) in RECOGNISED
+    settings = {
+        setting: value
+        for setting, value in vars(module).items()
+        if not setting.startswith("_") and setting.endswith(_NAME_SETTINGS)
+    }
+    if not recognised:
+        settings = constructor_settings(module) | settings | {"get_inputs()": list(module.get_inputs())}
+    for setting, value in settings.items():
+        if not setting.endswith("out_name"):
+            yield from ((setting, name) for name in _strings(value))
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _strings(list(value.values()))
+    elif isinstance(value, list | tuple | set | frozenset):
+        for item in value:
+            yield from _strings(item)
+
+
+def _add(found: list[Asked], asked: Asked) -> None:
+    if asked not in found:
+        found.append(asked)

@@ -1,0 +1,524 @@
+"""diffusers' SDXL scripts and pipelines, fed from the cache: what they compute is what they compute live."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator, cpu_offload
+from accelerate.data_loader import BatchSamplerShard
+from diffusers import DDPMScheduler, DiffusionPipeline, StableDiffusionXLPipeline, UNet2DConditionModel
+from photo_files import write_photo
+from PIL import Image
+from torch.utils.data import DataLoader
+
+from latentcache import LatentCache, LatentDataset
+from latentcache.config import Config, parse_config
+from latentcache.encoders.tiny import tiny_pipeline, tiny_sdxl, tiny_unet
+from latentcache.errors import ModelError, SampleError, StoreError
+from latentcache.integrations.diffusers import (
+    PrecomputedDataset,
+    collate,
+    data_loader,
+    prompt_kwargs,
+    time_ids,
+)
+from latentcache.precache.run import run_precache
+from latentcache.retrieve.dataset import LatentDatasets
+from latentcache.retrieve.sampler import BucketBatchSampler
+
+# Sizes that need no resize, so that the live path needs none; d is cropped. All differ: a size tells the sample.
+SIZES = {"a.png": (96, 96), "b.png": (64, 128), "c.png": (128, 64), "d.png": (96, 120), "e.png": (96, 98)}
+BUCKETS = {"b.png": (64, 128), "c.png": (128, 64)}
+CROPS = {"d.png": (0, 12), "e.png": (0, 1)}
+CAPTIONS = {name: f"photo {name[0]} of a house" for name in SIZES}
+PROMPTS = ["a red house", "a blue car in the rain"]
+NAMES = {
+    "model_input",
+    "prompt_embeds",
+    "pooled_prompt_embeds",
+    "original_sizes",
+    "crop_top_lefts",
+    "target_sizes",
+}
+forks = pytest.mark.filterwarnings("ignore:This process.*is multi-threaded, use of fork:DeprecationWarning")
+
+
+@pytest.fixture(scope="module")
+def make_cache(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A cache of the five photos, mirrored too, and of the prompts. Equal ones are made once."""
+    made: dict[str, Path] = {}
+
+    def make(image_output: str = "moments", text_dtype: str = "float32") -> Path:
+        settings = image_output + text_dtype
+        if settings not in made:
+            folder = tmp_path_factory.mktemp("cache")
+            for number, (name, size) in enumerate(SIZES.items()):
+                path = write_photo(folder / "photos" / name, number, size)
+                path.with_suffix(".txt").write_text(CAPTIONS[name], encoding="utf-8")
+            run_precache(config_of(folder, image_output, text_dtype))
+            made[settings] = folder / "cache"
+        return made[settings]
+
+    return make
+
+
+def config_of(folder: Path, image_output: str, text_dtype: str) -> Config:
+    return parse_config(
+        {
+            "cache": {"path": folder / "cache"},
+            "datasets": [
+                {
+                    "name": "photos",
+                    "source": {"kind": "folder", "path": folder / "photos"},
+                    "buckets": {"area": 96 * 96, "step": 32},
+                    "images": {"min_side": 8},
+                    "flip": True,
+                }
+            ],
+            "model": {"path": "tiny"},
+            "encode": {
+                "device": "cpu",
+                "num_workers": 1,
+                "image_output": image_output,
+                "text_dtype": text_dtype,
+            },
+            "validation": {"prompts": PROMPTS, "negative_prompt": "ugly"},
+        }
+    )
+
+
+def sample_of(size: tuple[int, int]) -> str:
+    return next(name for name, known in SIZES.items() if known == size)
+
+
+# Batches
+
+
+def test_an_item_holds_what_the_scripts_name_in_their_types(make_cache: Callable[..., Path]) -> None:
+    dataset = PrecomputedDataset(LatentDataset(make_cache()))
+    for item in dataset:
+        assert item.keys() == NAMES
+        name = sample_of(item["original_sizes"])
+        target = BUCKETS.get(name, (96, 96))
+        assert (item["crop_top_lefts"], item["target_sizes"]) == (CROPS.get(name, (0, 0)), target)
+        for pair in ("original_sizes", "crop_top_lefts", "target_sizes"):
+            # The script adds them as tuples, and they must stay integers up to there.
+            assert type(item[pair]) is tuple and [type(number) for number in item[pair]] == [int, int]
+        assert item["model_input"].shape == (4, target[0] // 8, target[1] // 8)
+        assert item["prompt_embeds"].shape == (77, 72) and item["pooled_prompt_embeds"].shape == (40,)
+        assert {item[name].dtype for name in NAMES if isinstance(item[name], torch.Tensor)} == {torch.float32}
+
+
+def test_items_come_in_the_order_that_was_asked_for(make_cache: Callable[..., Path]) -> None:
+    items = PrecomputedDataset(LatentDataset(make_cache())).__getitems__([3, 0, 4, 1, 0])
+    names = [sample_of(item["original_sizes"]) for item in items]
+    assert names == ["d.png", "a.png", "e.png", "b.png", "a.png"]
+
+
+def test_the_lora_script_gets_its_weight_dtype_rounded_once(make_cache: Callable[..., Path]) -> None:
+    latents = LatentDataset(make_cache("mean"))
+    full, half = PrecomputedDataset(latents), PrecomputedDataset(latents, dtype=torch.bfloat16)
+    for wanted, item in zip(full, half, strict=True):
+        for name in ("model_input", "prompt_embeds", "pooled_prompt_embeds"):
+            assert item[name].dtype is torch.bfloat16 and torch.equal(item[name], wanted[name].bfloat16())
+
+
+def epochs_of(loader: Any, num_epochs: int) -> list[list[dict[str, Any]]]:
+    return [list(loader) for _ in range(num_epochs)]
+
+
+def rows_of(batches: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    for batch in batches:
+        assert batch.keys() == NAMES
+        for number in range(len(batch["original_sizes"])):
+            yield {name: values[number] for name, values in batch.items()}
+
+
+def by_sampler(dataset: PrecomputedDataset, which: str) -> Any:
+    if which == "shuffle":  # as the script has it, which shuffles anew in each epoch
+        return DataLoader(dataset, shuffle=True, batch_size=1, collate_fn=collate)
+    if which == "workers":
+        return data_loader(dataset, 2, seed=3, num_workers=2)
+    loader = data_loader(dataset, 2, seed=3)
+    return Accelerator(cpu=True).prepare(loader) if which == "accelerate" else loader
+
+
+@forks
+@pytest.mark.parametrize("which", ["shuffle", "data_loader", "workers", "accelerate"])
+def test_every_part_of_a_row_is_of_one_sample_in_every_epoch(make_cache: Callable[..., Path], which: str) -> None:
+    dataset = PrecomputedDataset(LatentDataset(make_cache("mean"), flips=True))
+    orders = []
+    torch.manual_seed(0)  # so that "shuffle" gives two orders that differ
+    with LatentCache(make_cache("mean")) as cache:
+        for batches in epochs_of(by_sampler(dataset, which), 3):
+            seen = []
+            for row in rows_of(batches):
+                name = sample_of(row["original_sizes"])
+                twins = [cache.batch([name], device="cpu", scaled=True, flip=flip) for flip in (False, True)]
+                flips = [torch.equal(row["model_input"], twin["latents"][0]) for twin in twins]
+                assert sum(flips) == 1, f"the latents are not those of {name}"
+                assert torch.equal(row["prompt_embeds"], twins[0]["prompt_embeds"][0])
+                assert torch.equal(row["pooled_prompt_embeds"], twins[0]["pooled_prompt_embeds"][0])
+                assert row["crop_top_lefts"] == twins[0]["crop_top_left"][0]
+                assert row["target_sizes"] == twins[0]["target_size"][0]
+                seen.append((name, flips[1]))
+            assert sorted(seen) == sorted((name, flip) for name in SIZES for flip in (False, True))
+            orders.append(tuple(seen))
+    assert len(set(orders)) == 3
+
+
+def test_a_mixed_batch_is_an_error_that_names_the_sampler(make_cache: Callable[..., Path]) -> None:
+    dataset = PrecomputedDataset(LatentDataset(make_cache()))
+    mixed = DataLoader(dataset, batch_size=len(dataset), collate_fn=collate)
+    with pytest.raises(StoreError, match=r"lie in 64x128, 96x96, 128x64: .*data_loader or .*BucketBatchSampler"):
+        next(iter(mixed))
+    assert len(list(DataLoader(dataset, batch_sampler=BucketBatchSampler(dataset, 3), collate_fn=collate))) == 3
+
+
+@forks
+def test_draws_follow_from_seed_and_epoch_alone(make_cache: Callable[..., Path]) -> None:
+    dataset = PrecomputedDataset(LatentDataset(make_cache(), caption="random"), proportion_empty_prompts=0.5)
+
+    def drawn(num_workers: int, seed: int) -> list[bytes]:
+        torch.manual_seed(num_workers)
+        before = torch.get_rng_state()
+        epochs = epochs_of(data_loader(dataset, 2, seed=seed, shuffle=False, num_workers=num_workers), 2)
+        if not num_workers:  # with workers torch itself draws their seed
+            # A DataLoader draws its base seed from the global generator, once an epoch; the dataset draws nothing.
+            after = torch.get_rng_state()
+            torch.set_rng_state(before)
+            for _ in range(2):
+                torch.empty((), dtype=torch.int64).random_()
+            assert torch.equal(torch.get_rng_state(), after)
+        return [batch["model_input"].numpy().tobytes() for batches in epochs for batch in batches]
+
+    first = drawn(0, seed=1)
+    assert drawn(2, seed=1) == first
+    assert len(set(first)) == len(first) == 2 * 4, "each visit draws anew"
+    assert not set(drawn(0, seed=2)) & set(first)
+
+
+def test_stored_latents_are_as_they_are_stored(make_cache: Callable[..., Path]) -> None:
+    dataset = PrecomputedDataset(LatentDataset(make_cache("mean")))
+    first, second = epochs_of(data_loader(dataset, 5, shuffle=False), 2)
+    for before, after in zip(first, second, strict=True):
+        assert torch.equal(before["model_input"], after["model_input"])
+
+
+@pytest.mark.parametrize("proportion", [0.0, 0.5, 1.0])
+def test_the_proportion_of_empty_prompts(make_cache: Callable[..., Path], proportion: float) -> None:
+    dataset = PrecomputedDataset(LatentDataset(make_cache()), proportion_empty_prompts=proportion)
+    with LatentCache(make_cache()) as cache:
+        empty = cache.prompt("", device="cpu")
+    loader, num_empty = data_loader(dataset, 1), 0
+    for batches in epochs_of(loader, 20):
+        for row in rows_of(batches):
+            is_empty = torch.equal(row["prompt_embeds"], empty["prompt_embeds"][0])
+            assert is_empty == torch.equal(row["pooled_prompt_embeds"], empty["pooled_prompt_embeds"][0])
+            num_empty += is_empty
+    low, high = {0.0: (0, 0), 0.5: (35, 65), 1.0: (100, 100)}[proportion]
+    assert low <= num_empty <= high
+
+
+def test_a_proportion_is_from_0_to_1(make_cache: Callable[..., Path]) -> None:
+    with pytest.raises(StoreError, match=r"proportion_empty_prompts is 1.5; it must be from 0 to 1"):
+        PrecomputedDataset(LatentDataset(make_cache()), proportion_empty_prompts=1.5)
+
+
+def test_several_manifests_are_one_dataset(make_cache: Callable[..., Path]) -> None:
+    part = LatentDataset(make_cache("mean"))
+    dataset = PrecomputedDataset(LatentDatasets([part, part]), proportion_empty_prompts=0.0)
+    assert len(dataset) == 10 and dataset.bucket(7) == dataset.bucket(2)
+    sizes = [row["original_sizes"] for row in rows_of(list(data_loader(dataset, 4)))]
+    assert sorted(sizes) == sorted([*SIZES.values(), *SIZES.values()])
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_processes_of_accelerate_share_whole_batches(make_cache: Callable[..., Path], drop_last: bool) -> None:
+    dataset = PrecomputedDataset(LatentDataset(make_cache("mean"), flips=True))
+    loaders = [data_loader(dataset, 4, seed=2, drop_last=drop_last) for _ in range(2)]
+    shards = [BatchSamplerShard(loader.batch_sampler, 2, rank) for rank, loader in enumerate(loaders)]
+    whole = data_loader(dataset, 4, seed=2, drop_last=drop_last).batch_sampler
+    assert sorted(map(len, whole)) == ([4] if drop_last else [2, 2, 2, 4])  # buckets of 2, 2 and 6 items
+    whole.set_epoch(0)
+    orders = []
+    for _ in range(3):
+        expected, dealt = list(whole), [list(shard) for shard in shards]
+        in_order = [batch for pair in zip(*dealt, strict=True) for batch in pair]
+        assert in_order == (expected if len(expected) % 2 == 0 else expected[:-1])
+        assert all(len({dataset.bucket(item) for item in batch}) == 1 for batch in in_order)
+        orders.append(str(in_order))
+    assert len(set(orders)) == (1 if drop_last else 3)  # one batch cannot be shared
+    whole.set_epoch(7)
+    shards[0].batch_sampler.sampler.set_epoch(7)  # how accelerate's loader reaches it through the shard
+    assert list(shards[0]) == list(whole)[: len(whole) // 2 * 2 : 2]
+
+
+def test_set_epoch_of_the_prepared_loader_says_where_a_run_goes_on(make_cache: Callable[..., Path]) -> None:
+    dataset = PrecomputedDataset(LatentDataset(make_cache("mean")))
+
+    def orders(loader: Any, num_epochs: int) -> list[list[tuple[int, int]]]:
+        return [
+            [size for batch in epoch for size in batch["original_sizes"]] for epoch in epochs_of(loader, num_epochs)
+        ]
+
+    whole = orders(data_loader(dataset, 2), 5)
+    prepared = Accelerator(cpu=True).prepare(data_loader(dataset, 2))
+    prepared.set_epoch(3)
+    plain = data_loader(dataset, 2)
+    plain.batch_sampler.set_epoch(3)
+    assert orders(prepared, 2) == orders(plain, 2) == whole[3:] != whole[:2]
+
+
+# The training step of the scripts
+
+
+def live_batch(folder: Path, names: Sequence[str]) -> dict[str, Any]:
+    """The batch that the script computes with its models in memory: `compute_vae_encodings`, `encode_prompt`."""
+    parts = tiny_sdxl()
+    examples = []
+    for name in names:
+        pixels = np.asarray(Image.open(folder / name).convert("RGB"), dtype=np.float32)
+        (top, left), (height, width) = CROPS.get(name, (0, 0)), BUCKETS.get(name, (96, 96))
+        cropped = torch.from_numpy(pixels[top : top + height, left : left + width]).permute(2, 0, 1)[None]
+        embeds = []
+        with torch.no_grad():
+            model_input = parts["vae"].encode((cropped / 255 - 0.5) / 0.5).latent_dist.sample()
+            for number in ("", "_2"):
+                tokenizer, text_encoder = parts[f"tokenizer{number}"], parts[f"text_encoder{number}"]
+                padded = {"padding": "max_length", "max_length": tokenizer.model_max_length, "truncation": True}
+                tokens = tokenizer([CAPTIONS[name]], return_tensors="pt", **padded)
+                outputs = text_encoder(tokens.input_ids, output_hidden_states=True, return_dict=False)
+                pooled = outputs[0]
+                embeds.append(outputs[-1][-2])
+        examples.append(
+            {
+                "model_input": (model_input * parts["vae"].config.scaling_factor)[0],
+                "prompt_embeds": torch.concat(embeds, dim=-1)[0],
+                "pooled_prompt_embeds": pooled.view(1, -1)[0],
+                "original_sizes": SIZES[name],
+                "crop_top_lefts": (top, left),
+            }
+        )
+    tensors = ("model_input", "prompt_embeds", "pooled_prompt_embeds")
+    return {name: torch.stack([each[name] for each in examples]) for name in tensors} | {
+        name: [each[name] for each in examples] for name in ("original_sizes", "crop_top_lefts")
+    }
+
+
+def script_step(
+    unet: UNet2DConditionModel, batch: dict[str, Any], *, resolution: int, weight_dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """One step of `train_text_to_image_sdxl.py`, in its order. Gives the loss; the gradients are in the UNet."""
+    noise_scheduler, device = DDPMScheduler(), torch.device("cpu")
+    torch.manual_seed(11)
+    model_input = batch["model_input"].to(device)
+    noise = torch.randn_like(model_input)
+    timesteps = torch.randint(0, noise_scheduler.config.num_train_timesteps, (model_input.shape[0],))
+    noisy_model_input = noise_scheduler.add_noise(model_input, noise, timesteps).to(dtype=weight_dtype)
+
+    def compute_time_ids(original_size: Any, crops_coords_top_left: Any) -> torch.Tensor:
+        target_size = (resolution, resolution)
+        add_time_ids = list(original_size + crops_coords_top_left + target_size)
+        return torch.tensor([add_time_ids], device=device, dtype=weight_dtype)
+
+    add_time_ids = torch.cat(
+        [compute_time_ids(s, c) for s, c in zip(batch["original_sizes"], batch["crop_top_lefts"], strict=True)]
+    )
+    if "target_sizes" in batch:
+        ours = time_ids(batch, device=device, dtype=weight_dtype, resolution=resolution)
+        assert torch.equal(ours, add_time_ids) and ours.dtype is add_time_ids.dtype
+    added = {"time_ids": add_time_ids, "text_embeds": batch["pooled_prompt_embeds"].to(device)}
+    prompt_embeds = batch["prompt_embeds"].to(device, dtype=weight_dtype)
+    model_pred = unet(noisy_model_input, timesteps, prompt_embeds, added_cond_kwargs=added, return_dict=False)[0]
+    loss = F.mse_loss(model_pred.float(), noise.float(), reduction="mean")
+    loss.backward()
+    return loss.detach()
+
+
+def test_a_step_of_the_script_is_that_on_live_encoded_inputs(make_cache: Callable[..., Path]) -> None:
+    names = ["a.png", "d.png", "e.png"]  # one bucket
+    dataset = PrecomputedDataset(LatentDataset(make_cache()))
+    numbers = [list(SIZES).index(name) for name in (names[2], names[0], names[1])]
+    torch.manual_seed(5)
+    batch = collate([dataset[number] for number in numbers])
+    torch.manual_seed(5)  # the same draws from the posterior
+    live = live_batch(make_cache().parent / "photos", [names[2], names[0], names[1]])
+    for name, expected in live.items():
+        same = torch.equal(batch[name], expected) if isinstance(expected, torch.Tensor) else batch[name] == expected
+        assert same, name
+    unets = tiny_unet(), tiny_unet()
+    losses = [script_step(unet, each, resolution=96) for unet, each in zip(unets, (batch, live), strict=True)]
+    assert torch.equal(*losses) and losses[0].isfinite()
+    for (name, ours), theirs in zip(unets[0].named_parameters(), unets[1].parameters(), strict=True):
+        assert ours.grad is not None and torch.equal(ours.grad, theirs.grad), name
+    other = tiny_unet()
+    script_step(other, batch | {"prompt_embeds": batch["prompt_embeds"].flip(0)}, resolution=96)
+    assert not all(
+        torch.equal(ours.grad, theirs.grad)
+        for ours, theirs in zip(unets[0].parameters(), other.parameters(), strict=True)
+    ), "the test would notice a wrong pairing"
+
+
+def test_the_scripts_own_collate_takes_the_items_too(make_cache: Callable[..., Path]) -> None:
+    dataset = PrecomputedDataset(LatentDataset(make_cache("mean")))
+    examples = [dataset[0], dataset[3]]
+    with pytest.warns(UserWarning, match="copy construct"):
+        stacked = torch.stack([torch.tensor(example["model_input"]) for example in examples])
+    assert torch.equal(stacked, collate(examples)["model_input"])
+
+
+def test_a_loop_of_the_script_trains(make_cache: Callable[..., Path]) -> None:
+    accelerator = Accelerator(cpu=True)
+    unet = tiny_unet()
+    optimizer = torch.optim.AdamW(unet.parameters(), lr=1e-3)
+    loader = data_loader(PrecomputedDataset(LatentDataset(make_cache(), flips=True)), 2, seed=0)
+    unet, optimizer, loader = accelerator.prepare(unet, optimizer, loader)
+    losses = []
+    for _ in range(3):
+        for batch in loader:
+            with accelerator.accumulate(unet):
+                losses.append(script_step(unet, batch, resolution=96).item())
+                optimizer.step()
+                optimizer.zero_grad()
+    assert len(losses) == 3 * len(loader) == 15
+    assert np.mean(losses[-5:]) < np.mean(losses[:5])
+
+
+def test_time_ids_by_either_convention() -> None:
+    batch = {
+        "original_sizes": [(1365, 2049), (300, 400)],
+        "crop_top_lefts": [(0, 258), (3, 0)],
+        "target_sizes": [(832, 1216), (832, 1216)],
+    }
+    unet = tiny_unet().bfloat16()
+    ours = time_ids(batch, device=unet)
+    assert ours.dtype is torch.float32
+    assert ours.tolist() == [[1365, 2049, 0, 258, 832, 1216], [300, 400, 3, 0, 832, 1216]]
+    theirs = time_ids(batch, device="cpu", resolution=1024)
+    assert theirs.tolist() == [[1365, 2049, 0, 258, 1024, 1024], [300, 400, 3, 0, 1024, 1024]]
+    rounded = time_ids(batch, device="cpu", dtype=torch.bfloat16)
+    assert rounded.dtype is torch.bfloat16 and rounded[0, 1] == 2048
+
+
+# Prompts
+
+
+def without_encoders(pipeline: StableDiffusionXLPipeline, **changes: Any) -> StableDiffusionXLPipeline:
+    """The same VAE, UNet and scheduler in a pipeline that could not encode a prompt."""
+    lacking = dict.fromkeys(("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"))
+    kept = {name: getattr(pipeline, name) for name in ("vae", "unet", "scheduler")}
+    made = StableDiffusionXLPipeline(**kept, **lacking, add_watermarker=False, **changes)
+    made.set_progress_bar_config(disable=True)
+    return made
+
+
+def images_of(pipeline: DiffusionPipeline, **inputs: Any) -> np.ndarray:
+    generator = torch.Generator().manual_seed(3)
+    size = {"height": 64, "width": 96, "num_inference_steps": 2}
+    return np.stack(pipeline(**inputs, **size, generator=generator, output_type="np").images)
+
+
+@pytest.mark.parametrize("force_zeros", [True, False])
+@pytest.mark.parametrize("negative", ["", "ugly", None])
+def test_images_without_encoders_are_those_with_them(
+    make_cache: Callable[..., Path], negative: str | None, force_zeros: bool
+) -> None:
+    whole = tiny_pipeline()
+    whole.register_to_config(force_zeros_for_empty_prompt=force_zeros)
+    bare = without_encoders(whole, force_zeros_for_empty_prompt=force_zeros)
+    assert bare.text_encoder is bare.text_encoder_2 is bare.tokenizer is bare.tokenizer_2 is None
+    images = []
+    with LatentCache(make_cache()) as cache:
+        for prompt in PROMPTS:
+            kwargs = prompt_kwargs(cache, prompt, negative, device=bare)
+            images.append(images_of(bare, **kwargs))
+            assert np.array_equal(images[-1], images_of(whole, prompt=prompt, negative_prompt=negative))
+    assert not np.array_equal(*images)
+
+
+def test_a_batch_of_prompts_with_a_negative_for_each(make_cache: Callable[..., Path]) -> None:
+    whole = tiny_pipeline()
+    bare, negatives = without_encoders(whole), ["ugly", ""]
+    names = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
+    # One by one: the last bits of a CPU's matrix products depend on the batch.
+    encoded = [
+        whole.encode_prompt(prompt, device="cpu", negative_prompt=negative)
+        for prompt, negative in zip(PROMPTS, negatives, strict=True)
+    ]
+    expected = {name: torch.cat(tensors) for name, tensors in zip(names, zip(*encoded, strict=True), strict=True)}
+    with LatentCache(make_cache()) as cache:
+        kwargs = prompt_kwargs(cache, PROMPTS, negatives, device=bare)
+        shared = prompt_kwargs(cache, PROMPTS, "ugly", device="cpu")
+        zeros = prompt_kwargs(cache, PROMPTS, device="cpu")
+    assert kwargs.keys() == expected.keys()
+    assert all(torch.equal(kwargs[name], expected[name]) for name in names)
+    assert np.array_equal(images_of(bare, **kwargs), images_of(whole, **expected))
+    assert torch.equal(shared["negative_prompt_embeds"], kwargs["negative_prompt_embeds"][:1].expand(2, -1, -1))
+    assert not zeros["negative_prompt_embeds"].any() and not zeros["negative_pooled_prompt_embeds"].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_pipeline_asks_in_the_dtype_of_its_unet(make_cache: Callable[..., Path], dtype: torch.dtype) -> None:
+    whole = tiny_pipeline().to(dtype)
+    bare = without_encoders(whole)
+    bare.vae.float()  # as people have it, and what pipe.dtype then says is not what the UNet computes in
+    text_dtype = str(dtype).removeprefix("torch.")
+    with LatentCache(make_cache(text_dtype=text_dtype)) as cache:
+        kwargs = prompt_kwargs(cache, PROMPTS[0], "ugly", device=bare)
+    assert {tensor.dtype for tensor in kwargs.values()} == {dtype}
+    encoded = whole.encode_prompt(PROMPTS[0], device="cpu", negative_prompt="ugly")
+    assert torch.equal(kwargs["prompt_embeds"], encoded[0])
+    assert torch.equal(kwargs["negative_pooled_prompt_embeds"], encoded[3])
+
+
+def test_an_offloaded_pipeline_gets_them_where_its_unet_will_run(make_cache: Callable[..., Path]) -> None:
+    whole = tiny_pipeline()
+    expected = images_of(whole, prompt=PROMPTS[0], negative_prompt="ugly")
+    bare = without_encoders(whole)
+    for part in (bare.unet, bare.vae):  # what enable_sequential_cpu_offload does, which wants an accelerator
+        cpu_offload(part, execution_device=torch.device("cpu"))
+    assert {parameter.device.type for parameter in bare.unet.parameters()} == {"meta"}
+    with LatentCache(make_cache()) as cache:
+        kwargs = prompt_kwargs(cache, PROMPTS[0], "ugly", device=bare)
+    assert {tensor.device.type for tensor in kwargs.values()} == {"cpu"}
+    assert np.array_equal(images_of(bare, **kwargs), expected)
+
+
+def test_what_prompt_kwargs_refuses(make_cache: Callable[..., Path]) -> None:
+    pipeline = without_encoders(tiny_pipeline())
+    with LatentCache(make_cache()) as cache:
+        with pytest.raises(StoreError, match="prompts is empty"):
+            prompt_kwargs(cache, [], device="cpu")
+        with pytest.raises(StoreError, match="negative holds 1 texts for 2 prompts"):
+            prompt_kwargs(cache, PROMPTS, ["ugly"], device="cpu")
+        with pytest.raises(SampleError, match=r"a dog.*is not cached.*validation.prompts"):
+            prompt_kwargs(cache, "a dog", device=pipeline)
+        with pytest.raises(SampleError, match=r"blurry.*is not cached.*validation.negative_prompt"):
+            prompt_kwargs(cache, PROMPTS, "blurry", device=pipeline)
+        pipeline.unet = None
+        with pytest.raises(ModelError, match=r"StableDiffusionXLPipeline has no UNet.*name a device"):
+            prompt_kwargs(cache, PROMPTS, device=pipeline)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"addition_embed_type": None}, "addition_embed_type None.*Give an SDXL pipeline"),
+        ({"cross_attention_dim": 40}, "takes prompt_embeds of width 40 .* but the cache has 72 and 40"),
+    ],
+    ids=["sd15", "refiner"],
+)
+def test_a_pipeline_of_another_kind_is_refused(
+    make_cache: Callable[..., Path], settings: dict[str, Any], message: str
+) -> None:
+    config = dict(tiny_unet().config) | settings
+    pipeline = without_encoders(tiny_pipeline(tiny_sdxl() | {"unet": UNet2DConditionModel.from_config(config)}))
+    with LatentCache(make_cache()) as cache, pytest.raises(ModelError, match=message):
+        prompt_kwargs(cache, PROMPTS, device=pipeline)

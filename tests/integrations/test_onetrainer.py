@@ -1,0 +1,431 @@
+"""The 22 behaviours that a cache in a trainer's pipeline must have; mgds' own DiskCache has five of them.
+
+Each runs in the host of these tests, and in mgds where it can be imported (pipeline_host.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+import threading
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from photo_files import write_photo
+from pipeline_host import host
+from pipeline_sdxl import Setup, concept, write_photos
+
+from latentcache.encoders.tiny import tiny_sdxl
+from latentcache.errors import EntryDamagedError
+from latentcache.store.disk import DiskStore
+
+NUM = 6
+EVERYTHING = Counter(vae=NUM, text_encoder=NUM, text_encoder_2=NUM)
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(params=["own", "mgds"])
+def pipeline(request: pytest.FixtureRequest) -> SimpleNamespace:
+    return host(request.param)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_photos(tmp_path / "photos", NUM)
+
+
+@pytest.fixture
+def setup(pipeline: SimpleNamespace, tmp_path: Path, folder: Path) -> Callable[..., Setup]:
+    """A setup over the photos, with the same models unless `parts` says otherwise."""
+
+    def make(**changes: Any) -> Setup:
+        settings = {
+            "host": pipeline,
+            "cache_dir": tmp_path / "cache",
+            "concepts": [concept(folder)],
+            "parts": dict(models(0)),
+        }
+        return Setup(**(settings | changes))
+
+    return make
+
+
+@functools.cache
+def models(seed: int) -> dict[str, Any]:
+    return tiny_sdxl(seed)
+
+
+def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
+    """Equal values of equal types, tensors bit for bit."""
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert type(value) is type(other[name]), name
+        if isinstance(value, torch.Tensor):
+            assert value.dtype == other[name].dtype, name
+            torch.testing.assert_close(value, other[name], rtol=0, atol=0, msg=name)
+        else:
+            assert value == other[name], name
+
+
+def live(setup: Setup) -> dict[str, dict[str, Any]]:
+    """The items of the same pipeline without a cache, by photo."""
+    run = Setup(**(vars(setup) | {"cached": False})).start()
+    return {Path(item["image_path"]).name: item for item in run.pipeline}
+
+
+def edit(path: Path, seed: int, *, keep_stamps: bool = False) -> None:
+    """Another photo in this file. `keep_stamps`: of the same size in bytes, and with the old mtime."""
+    before = path.stat()
+    write_photo(path, seed, (96, 64) if int(path.stem[1:]) % 2 == 0 else (64, 96), compress_level=0)
+    if keep_stamps:
+        assert path.stat().st_size == before.st_size
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        assert path.stat().st_mtime_ns == before.st_mtime_ns
+
+
+def pack_files(setup: Setup, kind: str) -> list[Path]:
+    return sorted((setup.cache_dir / kind).rglob("*.safetensors"))
+
+
+def damage(setup: Setup, kind: str, key: str) -> None:
+    """Flip one bit in the bytes of an entry."""
+    with DiskStore(setup.cache_dir / kind / "latentcache") as store:
+        location = store.catalog.locate(key)
+        assert location is not None
+        path, offset = store.directory.pack_path(location.pack), next(iter(location.places.values())).offset + 5
+    with open(path, "rb+") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
+
+
+# What DiskCache does too
+
+
+def test_fresh_values(setup: Callable[..., Setup]) -> None:
+    run = setup().start()
+    assert run.encoded == EVERYTHING and run.begun == ["image", "text"]
+    expected = live(setup())
+    got = {Path(item["image_path"]).name: item for item in run.pipeline}
+    assert got.keys() == expected.keys() and len(got) == NUM
+    for name, item in got.items():
+        assert_same(item, expected[name])
+
+
+def test_warm_reuse(setup: Callable[..., Setup]) -> None:
+    first = setup().start().by_photo()
+    for parts in (models(0), tiny_sdxl(0)):  # the same objects, and the same weights in others, as in another process
+        run = setup(parts=parts).start()
+        assert run.encoded == Counter() and run.begun == []
+        for name, item in run.by_photo().items():
+            assert_same(item, first[name])
+
+
+def test_variations(setup: Callable[..., Setup], folder: Path) -> None:
+    """Each variation has what mgds would give for it, and an epoch encodes only what it has not met yet."""
+    for path in folder.glob("*.txt"):
+        path.write_text("one\ntwo\nthree\nfour\nfive", encoding="utf-8")
+    concepts = [concept(folder, image_variations=2, text_variations=2, **{"image.enable_random_flip": True})]
+    run = setup(concepts=concepts).start()
+    cold, expected = [], []
+    for epoch in range(4):
+        cold.append(run.items)
+        image, text = run.caches["image"], run.caches["text"]
+        with torch.no_grad():
+            asked = [(image, "latent_image"), (text, "tokens_1"), (text, "text_encoder_2_pooled_state")]
+            expected.append(
+                [{n: cache._get_previous_item(epoch % 2, n, i) for cache, n in asked} for i in range(NUM)]
+            )
+        run.next_epoch()
+    assert run.encoded["vae"] <= 2 * NUM * 5  # what `expected` asked for was encoded without a cache
+    for epoch in range(4):
+        for item, wanted in zip(cold[epoch], expected[epoch], strict=True):
+            assert_same({name: item[name] for name in wanted}, wanted)
+    assert any(not torch.equal(a["latent_image"], b["latent_image"]) for a, b in zip(*cold[:2], strict=True))
+    assert any(not torch.equal(a["tokens_1"], b["tokens_1"]) for a, b in zip(*cold[:2], strict=True))
+    again = setup(concepts=concepts).start(4)
+    assert again.encoded == Counter() and again.begun == []
+
+
+@pytest.mark.parametrize(
+    ("strategy", "balancing", "num_out"), [("REPEATS", 2.5, 15), ("REPEATS", 0.5, 3), ("SAMPLES", 4, 4)]
+)
+def test_repeats_and_samples(
+    setup: Callable[..., Setup], tmp_path: Path, folder: Path, strategy: str, balancing: float, num_out: int
+) -> None:
+    """As VariationSorting counts them, over several epochs: what is cached and what is not are joined by position."""
+    other = write_photos(tmp_path / "others", 3)
+    disabled = concept(tmp_path / "others", seed=9, enabled=False)
+    concepts = [concept(folder, balancing=balancing, balancing_strategy=strategy), disabled, concept(other, seed=2)]
+    run = setup(concepts=concepts).start()
+    seen: list[str] = []
+    for _ in range(3):
+        assert run.caches["image"].length() == run.caches["text"].length() == num_out + 3
+        sorting = run.pipeline.modules[-3]
+        for index, item in enumerate(run.items):
+            caption = Path(item["image_path"]).with_suffix(".txt").read_text(encoding="utf-8")
+            assert sorting.get_item(run.caches["image"].current_variation, index, "prompt") == {"prompt": caption}
+        seen += [Path(item["image_path"]).name for item in run.items[:num_out]]
+        run.next_epoch()
+    assert seen == [f"p{number % NUM:02}.png" for number in range(3 * num_out)]
+
+
+def test_two_writers(setup: Callable[..., Setup]) -> None:
+    runs: list[dict[str, dict[str, Any]]] = []
+    barrier = threading.Barrier(2)
+
+    def work(own: Setup) -> None:
+        runs.append(own.start().by_photo())
+
+    setups = [setup(before=lambda kind: barrier.wait(60) if kind == "image" else None) for _ in range(2)]
+    threads = [threading.Thread(target=work, args=(own,)) for own in setups]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(100)
+    assert len(runs) == 2
+    for name, item in runs[0].items():
+        assert_same(item, runs[1][name])
+    assert setup().start().encoded == Counter()
+
+
+# What it does not
+
+
+def test_caption_edit(setup: Callable[..., Setup], folder: Path) -> None:
+    before = setup().start().by_photo()
+    (folder / "p02.txt").write_text("quite another caption", encoding="utf-8")
+    run = setup().start()
+    assert run.encoded == Counter(text_encoder=1, text_encoder_2=1) and run.begun == ["text"]
+    after = run.by_photo()
+    assert not torch.equal(after["p02.png"]["tokens_1"], before["p02.png"]["tokens_1"])
+    assert_same(after["p01.png"], before["p01.png"])
+
+
+def test_image_edit(setup: Callable[..., Setup], folder: Path) -> None:
+    setup().start()
+    edit(folder / "p03.png", 99)
+    run = setup().start()
+    assert run.encoded == Counter(vae=1)
+    item, expected = run.by_photo()["p03.png"], live(setup())["p03.png"]
+    assert_same(item, {name: expected[name] for name in item})
+
+
+def test_image_edit_with_the_same_mtime_and_size(setup: Callable[..., Setup], folder: Path) -> None:
+    edit(folder / "p04.png", 50)
+    before = setup().start().by_photo()
+    edit(folder / "p04.png", 51, keep_stamps=True)
+    run = setup().start()
+    assert run.encoded == Counter(vae=1)
+    assert not torch.equal(run.by_photo()["p04.png"]["latent_image"], before["p04.png"]["latent_image"])
+
+
+def test_images_added(setup: Callable[..., Setup], folder: Path) -> None:
+    before = setup().start().by_photo()
+    for name, seed in (("a.png", 70), ("p02b.png", 71), ("z.png", 72)):
+        write_photo(folder / name, seed, (96, 64)).with_suffix(".txt").write_text(name, encoding="utf-8")
+    run = setup().start()
+    assert run.encoded == Counter(vae=3, text_encoder=3, text_encoder_2=3)
+    after, expected = run.by_photo(), live(setup())
+    assert after.keys() == expected.keys()
+    for name, item in before.items():
+        assert_same(item, after[name])
+
+
+def test_one_image_removed(setup: Callable[..., Setup], folder: Path) -> None:
+    before = setup().start().by_photo()
+    (folder / "p01.png").unlink()
+    run = setup().start()
+    assert run.encoded == Counter()
+    after = run.by_photo()
+    assert after.keys() == before.keys() - {"p01.png"}
+    for name, item in after.items():
+        assert_same(item, before[name])
+
+
+def test_a_rename_that_changes_the_order(setup: Callable[..., Setup], folder: Path) -> None:
+    before = setup().start().by_photo()
+    for suffix in (".png", ".txt"):
+        (folder / f"p00{suffix}").rename(folder / f"zz{suffix}")
+    run = setup().start()
+    assert run.encoded == Counter()
+    after = run.by_photo()
+    moved, old = after.pop("zz.png"), before["p00.png"]
+    assert moved["image_path"] == str(folder / "zz.png")
+    assert_same({**moved, "image_path": ""}, {**old, "image_path": ""})
+    for name, item in after.items():
+        assert_same(item, before[name])
+
+
+def test_an_insert_followed_by_a_change_of_a_text_setting_only(setup: Callable[..., Setup], folder: Path) -> None:
+    """With DiskCache every caption went to the wrong image: the two caches had two orders."""
+    setup().start()
+    (folder / "p05.png").unlink()
+    write_photo(folder / "a.png", 70, (96, 64)).with_suffix(".txt").write_text("inserted", encoding="utf-8")
+    run = setup(concepts=[concept(folder, **{"text.prompt_source": "filename"})]).start()
+    assert run.encoded == Counter(vae=1, text_encoder=1, text_encoder_2=1)
+    expected = live(setup())
+    for name, item in run.by_photo().items():
+        assert_same(item, {key: expected[name][key] for key in item})
+
+
+def swap(setup: Callable[..., Setup], part: str, name: str, encoded: Counter[str]) -> None:
+    """Another part of the model: its outputs are new, all others are the old ones."""
+    before = setup().start().by_photo()
+    parts = models(0) | {part: models(1)[part]}
+    run = setup(parts=parts).start()
+    assert run.encoded == encoded
+    expected = live(setup(parts=parts))
+    for photo, item in run.by_photo().items():
+        assert not torch.equal(item[name], before[photo][name])
+        assert_same(item, {key: expected[photo][key] for key in item})
+    assert setup().start().encoded == Counter(), "the entries of the first models are still there"
+
+
+def test_vae_swap(setup: Callable[..., Setup]) -> None:
+    swap(setup, "vae", "latent_image", Counter(vae=NUM))
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_text_encoder_swap(setup: Callable[..., Setup], number: int) -> None:
+    part = "text_encoder" if number == 1 else "text_encoder_2"
+    # The outputs of both are one item of the pipeline.
+    swap(setup, part, f"text_encoder_{number}_hidden_state", Counter(text_encoder=NUM, text_encoder_2=NUM))
+
+
+def test_layer_skip(setup: Callable[..., Setup]) -> None:
+    """Not one of the 22: a setting of the text encoders that is in no group's name."""
+    setup().start()
+    assert setup(clip_layer=-1).start().encoded == Counter(text_encoder=NUM, text_encoder_2=NUM)
+
+
+def test_resolution_change(setup: Callable[..., Setup]) -> None:
+    before = setup().start().by_photo()
+    run = setup(resolution="110").start()
+    assert run.encoded == Counter(vae=NUM)
+    expected = live(setup(resolution="110"))
+    for name, item in run.by_photo().items():
+        assert item["crop_resolution"] != before[name]["crop_resolution"]
+        assert_same(item, {key: expected[name][key] for key in item})
+    assert setup().start().encoded == Counter()
+
+
+def test_dataset_moved(setup: Callable[..., Setup], folder: Path, tmp_path: Path) -> None:
+    before = setup().start().by_photo()
+    moved = tmp_path / "elsewhere" / "the photos"
+    shutil.copytree(folder, moved)
+    shutil.rmtree(folder)
+    run = setup(concepts=[concept(moved, seed=7)]).start()
+    assert run.encoded == Counter() and run.begun == []
+    for name, item in run.by_photo().items():
+        assert item["image_path"] == str(moved / name)
+        assert_same({**item, "image_path": ""}, {**before[name], "image_path": ""})
+
+
+def test_resume_after_a_crash(setup: Callable[..., Setup], folder: Path, tmp_path: Path) -> None:
+    """Killed in the middle of caching: what was sealed is there, the next start encodes the rest."""
+    code = f"""
+        import os, signal, sys
+        sys.path[:0] = [{str(ROOT / "tests")!r}, {str(ROOT)!r}]
+        from pathlib import Path
+        from pipeline_host import host
+        from pipeline_sdxl import Setup, concept
+        from latentcache.store import disk, writer
+        writer.PACK_ENTRIES = 4
+        write_pack, written = disk.write_pack, []
+        def write_and_die(*arguments):
+            if len(written) == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            written.append(1)
+            return write_pack(*arguments)
+        disk.write_pack = write_and_die
+        Setup(host("own"), Path({str(tmp_path / "cache")!r}), [concept(Path({str(folder)!r}))]).start()
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, timeout=200)
+    assert done.returncode == -9, done.stderr.decode()
+    run = setup().start()
+    assert run.encoded == Counter(vae=NUM - 2, text_encoder=NUM, text_encoder_2=NUM)  # two items are four entries
+    expected = live(setup())
+    for name, item in run.by_photo().items():
+        assert_same(item, {key: expected[name][key] for key in item})
+
+
+def test_truncated_file_recovers(setup: Callable[..., Setup]) -> None:
+    before = setup().start().by_photo()
+    for kind in ("image", "text"):
+        path = pack_files(setup(), kind)[0]
+        with open(path, "rb+") as file:
+            file.truncate(path.stat().st_size // 2)
+    run = setup().start()
+    assert run.encoded == EVERYTHING
+    for name, item in run.by_photo().items():
+        assert_same(item, before[name])
+
+
+def test_bit_flip_detected(setup: Callable[..., Setup]) -> None:
+    """In `get_item` it is an error that names the item; at the next start it is a miss."""
+    first = setup().start()
+    before, place = first.by_photo(), first.caches["image"]._outputs[2]
+    damage(setup(), "image", first.caches["image"]._items[place].keys["split"])
+    run = setup().start()
+    assert run.encoded == Counter()
+    with pytest.raises(EntryDamagedError) as caught:
+        run.cache_items("image")
+    assert "p02.png" in caught.value.__notes__[0]
+    run = setup().start()
+    assert run.encoded == Counter(vae=1)
+    for name, item in run.by_photo().items():
+        assert_same(item, before[name])
+
+
+def test_truncated_aggregate_recovers(setup: Callable[..., Setup]) -> None:
+    """The values that are needed of all items before the first batch: a damaged one is a miss of its item."""
+    first = setup().start()
+    before, place = first.by_photo(), first.caches["image"]._outputs[4]
+    damage(setup(), "image", first.caches["image"]._items[place].keys["aggregate"])
+    run = setup().start()
+    assert run.encoded == Counter(vae=1)
+    for name, item in run.by_photo().items():
+        assert_same(item, before[name])
+
+
+def test_pickle_is_not_executed(setup: Callable[..., Setup], tmp_path: Path) -> None:
+    """Files of DiskCache lie in the cache's folder, with a program in each: they are not opened."""
+    marker = tmp_path / "executed"
+    payload = b"cposix\nsystem\n(S'touch " + str(marker).encode() + b"'\ntR."
+    old = tmp_path / "cache" / "image" / "0123abcd" / "variation-0"
+    old.mkdir(parents=True)
+    for name in ("0.pt", "aggregate.pt"):
+        (old / name).write_bytes(payload)
+    setup().start()
+    store = tmp_path / "cache" / "image" / "latentcache"
+    for folder in (store, store / "memo", store / "index", *(path.parent for path in pack_files(setup(), "image"))):
+        (folder / "0.pt").write_bytes(payload)
+    run = setup().start()
+    assert run.encoded == Counter() and len(run.items) == NUM
+    assert not marker.exists()
+
+
+def test_duplicate_content_shared(setup: Callable[..., Setup], folder: Path) -> None:
+    setup().start()
+    for suffix in (".png", ".txt"):
+        shutil.copy(folder / f"p01{suffix}", folder / f"copy{suffix}")
+    (folder / "p03.txt").write_text("photo number 1", encoding="utf-8")
+    run = setup().start()
+    assert run.encoded == Counter()
+    items = run.by_photo()
+    assert_same({**items["copy.png"], "image_path": ""}, {**items["p01.png"], "image_path": ""})
+    assert_same(
+        {name: items["p03.png"][name] for name in ("tokens_1", "text_encoder_2_pooled_state")},
+        {name: items["p01.png"][name] for name in ("tokens_1", "text_encoder_2_pooled_state")},
+    )

@@ -1,0 +1,494 @@
+"""The cache module's contract beyond the 22 behaviours: errors, interruption, provenance, placement of calls."""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from photo_files import write_photo
+from pipeline_host import host
+from pipeline_sdxl import SPLIT_IMAGE, Run, Setup, concept, write_photos
+
+from latentcache.encoders import identity
+from latentcache.encoders.tiny import tiny_sdxl
+from latentcache.errors import ItemsError, PipelineError, PipelineStopped
+from latentcache.integrations.onetrainer.values import PLAIN_FIELD, tensors_of, values_of
+from latentcache.integrations.onetrainer.variations import GroupNames, make_groups
+from latentcache.store.disk import DiskStore
+
+NUM = 4
+
+
+@pytest.fixture(scope="module")
+def parts() -> dict[str, Any]:
+    return tiny_sdxl(0)
+
+
+@pytest.fixture(params=["own", "mgds"])
+def pipeline(request: pytest.FixtureRequest) -> SimpleNamespace:
+    return host(request.param)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_photos(tmp_path / "photos", NUM)
+
+
+@pytest.fixture
+def setup(pipeline: SimpleNamespace, tmp_path: Path, folder: Path, parts: dict[str, Any]) -> Callable[..., Setup]:
+    def make(**changes: Any) -> Setup:
+        settings = {"host": pipeline, "cache_dir": tmp_path / "cache", "concepts": [concept(folder)], "parts": parts}
+        return Setup(**(settings | changes))
+
+    return make
+
+
+def calls_of(setup: Callable[..., Setup], **changes: Any) -> tuple[Setup, list[str]]:
+    """A setup whose functions before and after write down that they were called."""
+    calls: list[str] = []
+    made = setup(before=lambda kind: calls.append(f"before {kind}"), **changes)
+    made.changes = {"after_cache_fun": lambda: calls.append("after"), **made.changes}
+    return made, calls
+
+
+# Lengths and values
+
+
+def test_length_before_and_after_start(setup: Callable[..., Setup], folder: Path) -> None:
+    run = Run(setup(concepts=[concept(folder, balancing=2.0), concept(folder, seed=3, balancing=0.5)]))
+    cache = run.caches["image"]
+    for module in run.pipeline.modules[: run.pipeline.modules.index(cache)]:
+        module.start(0)
+    assert cache.length() == 2 * NUM
+    cache.current_variation = 0
+    cache.start(0)
+    assert cache.length() == 2 * NUM + NUM // 2
+
+
+def test_python_values_keep_their_types_and_tensors_go_to_the_device(setup: Callable[..., Setup]) -> None:
+    for run in (setup().start(), setup().start()):
+        for item in run.items:
+            for name in ("crop_resolution", "original_resolution", "crop_offset"):
+                assert type(item[name]) is tuple and all(type(side) is int for side in item[name])
+            assert type(item["image_path"]) is str and Path(item["image_path"]).exists()
+            hash(item["crop_resolution"])
+        cache = run.caches["image"]
+        assert set(cache.get_item(0)) == set(cache.get_outputs())
+        assert set(cache.get_item(0, "latent_image")) >= set(SPLIT_IMAGE)
+        assert cache.get_item(0, "latent_image")["latent_image"].dtype == torch.float32
+
+
+def test_aggregate_names_are_served_without_reading_split_ones(
+    setup: Callable[..., Setup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = setup().start()
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("a split entry was read")
+
+    monkeypatch.setattr(type(run.caches["image"]), "_read", refuse)
+    assert all(
+        run.caches["image"].get_item(index, name)[name] for index in range(NUM) for name in ("crop_resolution", "image_path")
+    )
+
+
+def test_masks_are_cached_and_an_edited_mask_is_noticed(setup: Callable[..., Setup], folder: Path) -> None:
+    write_photo(folder / "p00-masklabel.png", 5, (96, 64))
+    first = setup(masks=True).start().by_photo()
+    assert first["p00.png"]["latent_mask"].shape[0] == 1
+    assert not torch.equal(first["p00.png"]["latent_mask"], first["p02.png"]["latent_mask"])
+    assert setup(masks=True).start().encoded == Counter()
+    write_photo(folder / "p02-masklabel.png", 6, (96, 64))  # until now it was generated
+    run = setup(masks=True).start()
+    assert run.encoded == Counter(vae=1)
+    assert not torch.equal(run.by_photo()["p02.png"]["latent_mask"], first["p02.png"]["latent_mask"])
+
+
+@pytest.mark.parametrize("setting", ["enable_random_flip", "enable_crop_jitter"])
+def test_random_augmentation_gives_what_the_pipeline_gives(
+    setup: Callable[..., Setup], folder: Path, setting: str
+) -> None:
+    for number in range(NUM):
+        write_photo(folder / f"p{number:02}.png", number, (100, 130))
+    concepts = [concept(folder, **{f"image.{setting}": True})]
+    run = setup(concepts=concepts).start()
+    live = Setup(**(vars(setup(concepts=concepts)) | {"cached": False})).start()
+    expected = {Path(item["image_path"]).name: item for item in live.pipeline}
+    for name, item in run.by_photo().items():
+        assert torch.equal(item["latent_image"], expected[name]["latent_image"])
+        assert item["crop_offset"] == expected[name]["crop_offset"]
+    assert setup(concepts=concepts).start().encoded == Counter()
+    (folder / "p00.png").unlink()  # all others get another place, and so other random numbers
+    assert setup(concepts=concepts).start().encoded["vae"] > 0
+
+
+# Before and after
+
+
+def test_functions_are_called_once_and_only_if_something_is_missing(setup: Callable[..., Setup], folder: Path) -> None:
+    made, calls = calls_of(setup, concepts=[concept(folder, image_variations=2)])
+    run = made.start(3)
+    assert calls == ["before image", "after", "before text", "after"] and len(run.items) == NUM
+    calls.clear()
+    made.start()
+    assert calls == []
+
+
+def test_one_bad_image(setup: Callable[..., Setup], folder: Path) -> None:
+    """All others are stored, then it is named; the next start encodes only what is missing."""
+    good = (folder / "p01.png").read_bytes()
+    (folder / "p01.png").write_bytes(b"not an image")
+    made, calls = calls_of(setup)
+    run = Run(made)
+    with pytest.raises(ItemsError, match=r"1 of 4 items(.|\n)*p01\.png: UnidentifiedImageError") as caught:
+        run.next_epoch()
+    assert run.encoded == Counter(vae=NUM - 1) and calls == ["before image", "after"]
+    assert len(caught.value.failures) == 1 and caught.value.__cause__ is not None
+    (folder / "p01.png").write_bytes(good)
+    assert setup().start().encoded == Counter(vae=1, text_encoder=NUM, text_encoder_2=NUM)
+
+
+def test_a_caption_that_cannot_be_read(setup: Callable[..., Setup], folder: Path) -> None:
+    (folder / "p02.txt").write_bytes(b"\xff\xfe\x00")
+    run = Run(setup())
+    with pytest.raises(ItemsError, match=r"1 of 4"):
+        run.next_epoch()
+    assert run.encoded == Counter(vae=NUM, text_encoder=NUM - 1, text_encoder_2=NUM - 1)
+    (folder / "p02.txt").write_text("mended", encoding="utf-8")
+    assert setup().start().encoded == Counter(text_encoder=1, text_encoder_2=1)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_interruption_keeps_what_was_encoded(
+    setup: Callable[..., Setup], parts: dict[str, Any], error: type[BaseException]
+) -> None:
+    made, calls = calls_of(setup)
+    run = Run(made)
+    raised: list[int] = []
+
+    def interrupt(*_: Any) -> None:
+        if run.encoded["vae"] >= 2 and not raised:
+            raised.append(1)
+            raise error
+
+    handle = parts["vae"].encoder.register_forward_hook(interrupt, prepend=True)
+    try:
+        with pytest.raises(error):
+            run.next_epoch()
+    finally:
+        handle.remove()
+    assert calls == ["before image", "after"]
+    again = setup().start()
+    assert 1 <= again.encoded["vae"] <= 2 and len(again.items) == NUM
+
+
+def test_a_stop_request_is_honoured(setup: Callable[..., Setup]) -> None:
+    asked: list[int] = []
+
+    def stop() -> bool:
+        asked.append(1)
+        return len(asked) > 2
+
+    made, calls = calls_of(setup, changes={"should_stop": stop})
+    run = Run(made)
+    with pytest.raises(PipelineStopped, match="of 4 missing items are stored") as caught:
+        run.next_epoch()
+    assert calls == ["before image", "after"] and caught.value.num_encoded == run.encoded["vae"] < NUM
+    rest = setup().start()
+    assert rest.encoded["vae"] + run.encoded["vae"] == NUM
+
+
+def test_when_nothing_can_be_encoded_the_rest_is_not_tried(
+    setup: Callable[..., Setup], parts: dict[str, Any], tmp_path: Path
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("Expected all tensors to be on the same device")
+
+    many = write_photos(tmp_path / "many", 80)
+    handle = parts["vae"].encoder.register_forward_hook(fail)
+    try:
+        with pytest.raises(ItemsError, match="the rest was not tried") as caught:
+            setup(concepts=[concept(many)]).start()
+    finally:
+        handle.remove()
+    assert 20 <= len(caught.value.failures) < 80 and caught.value.num_items == 80
+
+
+def test_a_value_that_cannot_be_cached_is_named(setup: Callable[..., Setup], parts: dict[str, Any]) -> None:
+    class Nothing(setup().host.ModifyPath):  # type: ignore[name-defined]
+        def get_item(self, variation: int, index: int, name: str | None = None) -> dict[str, Any]:
+            return {self.out_name: None}
+
+    run = Run(setup(changes={"split_names": [*SPLIT_IMAGE, "nothing"]}))
+    extra = Nothing("image_path", "nothing", "", "")
+    run.pipeline.modules.insert(5, extra)
+    for index, module in enumerate(run.pipeline.modules):
+        module.init(run.pipeline, 42, index, run.state)
+    with pytest.raises(ItemsError, match=r"gives nothing \(None\) for 'nothing'"):
+        run.next_epoch()
+
+
+def test_random_streams_and_gradient_mode_are_as_before(setup: Callable[..., Setup], parts: dict[str, Any]) -> None:
+    def draw(*_: Any) -> None:
+        torch.rand(3), np.random.rand(3), random.random()
+
+    handle = parts["vae"].encoder.register_forward_hook(draw)
+    before = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()  # type: ignore[union-attr]
+    try:
+        run = Run(setup())
+        with torch.enable_grad():
+            run.next_epoch()
+            assert torch.is_grad_enabled()
+    finally:
+        handle.remove()
+    assert torch.equal(before[0], torch.get_rng_state()) and before[2] == random.getstate()
+    assert np.array_equal(before[1], np.random.get_state()[1])  # type: ignore[arg-type]
+    assert not run.items[0]["latent_image"].requires_grad
+
+
+# What upstream modules are
+
+
+def with_module(setup: Setup, module: Any) -> Run:
+    """A run in which `module` makes the image's latents out of those that the VAE made."""
+    run = Run(setup)
+    place = run.pipeline.modules.index(run.caches["image"])
+    run.pipeline.modules.insert(place, module)
+    for index, each in enumerate(run.pipeline.modules):
+        each.init(run.pipeline, 42, index, run.state)
+    run.next_epoch()
+    return run
+
+
+def scaling_class(pipeline: SimpleNamespace) -> type:
+    class ScaleLatents(pipeline.PipelineModule, pipeline.RandomAccessPipelineModule):  # type: ignore[misc,name-defined]
+        def __init__(self, factor: Any):
+            super().__init__()
+            self.factor = factor
+            self.given: list[int] = []
+
+        def length(self) -> int:
+            return self._get_previous_length("latent_image")
+
+        def get_inputs(self) -> list[str]:
+            return ["latent_image"]
+
+        def get_outputs(self) -> list[str]:
+            return ["latent_image"]
+
+        def get_item(self, variation: int, index: int, name: str | None = None) -> dict[str, Any]:
+            self.given.append(index)
+            factor = self.factor() if callable(self.factor) else self.factor
+            return {"latent_image": self._get_previous_item(variation, "latent_image", index) * factor}
+
+    return ScaleLatents
+
+
+def test_an_unknown_module_counts_by_its_class_and_its_settings(
+    setup: Callable[..., Setup], pipeline: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    scale = scaling_class(pipeline)
+    with caplog.at_level(logging.INFO, "latentcache"):
+        one = with_module(setup(), scale(2.0))
+    assert any("ScaleLatents: not known" in record.message for record in caplog.records)
+    assert one.encoded["vae"] == NUM
+    assert with_module(setup(), scale(2.0)).encoded["vae"] == 0
+    three = with_module(setup(), scale(3.0))
+    assert three.encoded["vae"] == NUM
+    a, b = one.by_photo(), three.by_photo()
+    assert all(torch.equal(a[name]["latent_image"] * 1.5, b[name]["latent_image"]) for name in a)
+    assert with_module(setup(), type("Other", (scale,), {})(2.0)).encoded["vae"] == NUM
+
+
+def test_what_cannot_be_read_must_be_stated(setup: Callable[..., Setup], pipeline: SimpleNamespace) -> None:
+    scale = scaling_class(pipeline)
+    with pytest.raises(PipelineError, match=r"ScaleLatents: its setting 'factor' is a function.*provenance=") as caught:
+        with_module(setup(), scale(lambda: 2.0))
+    assert caught.value.module == "ScaleLatents"
+    for stated in ({"ScaleLatents": "v1"}, {"factor": 2.0}, {"latent_image": "twice"}):
+        run = with_module(setup(changes={"provenance": stated}), scale(lambda: 2.0))
+        assert run.encoded["vae"] == NUM
+        assert with_module(setup(changes={"provenance": stated}), scale(lambda: 2.0)).encoded["vae"] == 0
+    assert with_module(setup(changes={"provenance": {"ScaleLatents": "v2"}}), scale(lambda: 2.0)).encoded["vae"] == NUM
+
+
+def test_an_unknown_module_that_draws_depends_on_its_place(
+    setup: Callable[..., Setup], pipeline: SimpleNamespace, folder: Path
+) -> None:
+    scale = scaling_class(pipeline)
+
+    class Noisy(scale):  # type: ignore[misc,valid-type]
+        def get_item(self, variation: int, index: int, name: str | None = None) -> dict[str, Any]:
+            noise = self._get_rand(variation, index).random()
+            return {"latent_image": self._get_previous_item(variation, "latent_image", index) + noise}
+
+    with_module(setup(), Noisy(1))
+    assert with_module(setup(), Noisy(1)).encoded["vae"] == 0
+    (folder / "p00.png").unlink()
+    assert with_module(setup(), Noisy(1)).encoded["vae"] == NUM - 1
+
+
+def test_weights_changed_in_place_are_noticed_and_nothing_is_moved(
+    setup: Callable[..., Setup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = tiny_sdxl(0)
+    pointers = [parameter.data_ptr() for parameter in parts["vae"].parameters()]
+    setup(parts=parts).start()
+    digested: list[torch.Tensor] = []
+    real = identity._tensor_digest
+
+    def count(tensor: torch.Tensor) -> str:
+        digested.append(tensor)
+        return real(tensor)
+
+    monkeypatch.setattr(identity, "_tensor_digest", count)
+    assert setup(parts=parts).start().encoded == Counter() and digested == []  # remembered
+    with torch.no_grad():
+        parts["vae"].quant_conv.weight.mul_(1.5)
+    assert setup(parts=parts).start().encoded == Counter(vae=NUM) and digested
+    with torch.no_grad():
+        parts["vae"].decoder.conv_out.weight.mul_(1.5)
+    assert setup(parts=parts).start().encoded == Counter()  # the decoder makes no latents
+    assert pointers == [parameter.data_ptr() for parameter in parts["vae"].parameters()]
+
+
+def test_a_layer_that_is_hooked_in_counts(setup: Callable[..., Setup]) -> None:
+    """Trainers put LoRA and extra embeddings in place of a layer's forward: they are not in the encoder's weights."""
+
+    class Lora(torch.nn.Module):
+        def __init__(self, layer: torch.nn.Linear, alpha: float):
+            super().__init__()
+            self.alpha = alpha
+            self.down = torch.nn.Parameter(torch.ones(1, layer.in_features))
+            self.original = layer.forward
+            layer.forward = self.forward  # type: ignore[method-assign]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.original(x) + self.alpha * (x @ self.down.T)
+
+    setup(parts=tiny_sdxl(0)).start()
+    for alpha in (0.5, 0.25):
+        parts = tiny_sdxl(0)
+        layer = next(m for m in parts["text_encoder"].modules() if isinstance(m, torch.nn.Linear))
+        lora = Lora(layer, alpha)
+        assert setup(parts=parts).start().encoded == Counter(text_encoder=NUM, text_encoder_2=NUM)
+        assert setup(parts=parts).start().encoded == Counter()
+        del lora
+
+
+def test_sources_may_be_named(setup: Callable[..., Setup]) -> None:
+    run = setup(text_changes={"source_value_in_names": ("prompt", "concept.seed")}).start()
+    assert run.encoded["text_encoder"] == NUM
+    again = setup(text_changes={"source_value_in_names": ("prompt", "concept.seed")}).start()
+    assert again.encoded == Counter()
+    assert setup().start().encoded["text_encoder"] == NUM, "the seed was part of what they are"
+
+
+def test_a_pipeline_without_a_source_is_refused(pipeline: SimpleNamespace, tmp_path: Path) -> None:
+    class Constant(pipeline.PipelineModule, pipeline.RandomAccessPipelineModule):  # type: ignore[misc,name-defined]
+        def length(self) -> int:
+            return 2
+
+        def get_inputs(self) -> list[str]:
+            return []
+
+        def get_outputs(self) -> list[str]:
+            return ["value"]
+
+        def get_item(self, variation: int, index: int, name: str | None = None) -> dict[str, Any]:
+            return {"value": torch.tensor([float(index)])}
+
+    cache = pipeline.LatentCacheModule(str(tmp_path / "cache"), ["value"])
+    modules = [Constant(), cache, pipeline.OutputPipelineModule(["value"])]
+    running = pipeline.LoadingPipeline(
+        device=torch.device("cpu"), modules=modules, batch_size=1, seed=1, state=pipeline.PipelineState(1)
+    )
+    with pytest.raises(PipelineError, match="what value are made from cannot be told"):
+        running.start_next_epoch()
+
+
+def test_wrong_arguments_are_refused(pipeline: SimpleNamespace, tmp_path: Path) -> None:
+    with pytest.raises(PipelineError, match="nothing to cache"):
+        pipeline.LatentCacheModule(str(tmp_path))
+    with pytest.raises(PipelineError, match="provenance must be JSON"):
+        pipeline.LatentCacheModule(str(tmp_path), ["a"], provenance={"a": object()})
+
+
+def test_the_store_is_one_like_any_other(setup: Callable[..., Setup]) -> None:
+    run = setup().start()
+    with DiskStore(run.setup.cache_dir / "image" / "latentcache") as store:
+        assert store.stats().num_entries == {"image": 2 * NUM}
+        record = store.record(next(iter(store.keys())))
+        classes = [module["class"] for module in record.provenance["pipeline"]["modules"]]
+        assert classes[0] == "LoadImage" and classes[-1] == "SampleVAEDistribution"
+        assert record.provenance["source_paths"][0].endswith(".png")
+
+
+# Values and groups
+
+_plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(st.text(), inner),
+    max_leaves=10,
+).filter(lambda value: value is not None)
+
+
+@given(st.dictionaries(st.text(), _plain, max_size=4))
+def test_plain_values_come_back_as_they_were(values: dict[str, Any]) -> None:
+    fields = tensors_of(values)
+    assert values_of(fields) == values
+    assert repr(values_of(fields)) == repr({name: values[name] for name in values_of(fields)})
+    assert fields.keys() == {PLAIN_FIELD}
+
+
+@pytest.mark.parametrize("value", [None, object(), np.float32(1), {1: "a"}, torch.tensor([1.0, math.nan])])
+def test_values_that_cannot_be_kept_are_refused(value: Any) -> None:
+    with pytest.raises(PipelineError, match="'name'"):
+        tensors_of({"name": value})
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 3), st.booleans(), st.floats(0, 5), st.sampled_from(["REPEATS", "SAMPLES"])),
+        min_size=1,
+        max_size=12,
+    ),
+    st.integers(1, 4),
+    st.integers(0, 5),
+)
+def test_groups_are_counted_as_variation_sorting_counts(
+    items: list[tuple[int, bool, float, str]], variations: int, epoch: int
+) -> None:
+    """Against the formula written out: local = k + epoch * out, variation = local // n % variations."""
+    columns = {"group": 0, "on": 1, "balancing": 2, "strategy": 3}
+
+    def pull(name: str, index: int) -> Any:
+        return variations if name == "variations" else items[index][columns[name]]
+
+    names = GroupNames("variations", "balancing", "strategy", ("group",), "on")
+    expected = []
+    for group in dict.fromkeys(group for group, on, *_ in items if on):
+        indices = [index for index, item in enumerate(items) if item[0] == group and item[1]]
+        _, _, balancing, strategy = items[indices[0]]
+        out = math.floor(len(indices) * balancing) if strategy == "REPEATS" else int(balancing)
+        for k in range(out):
+            local = k + epoch * out
+            expected.append((local // len(indices) % variations, indices[local % len(indices)]))
+    groups = make_groups(names, len(items), pull)
+    assert groups.inputs(epoch) == expected and len(groups) == len(expected)
+
+
+def test_an_unknown_strategy_is_refused(setup: Callable[..., Setup], folder: Path) -> None:
+    with pytest.raises(PipelineError, match="'OFTEN'; it may be REPEATS or SAMPLES"):
+        setup(concepts=[concept(folder, balancing_strategy="OFTEN")]).start()

@@ -1,0 +1,69 @@
+"""kohya sd-scripts' cache files for SDXL, written as its specification has them: not by this project's exporter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+SDXL_STD = 7.7
+
+
+def latents_of(seed: int, height: int, width: int, std: float = SDXL_STD) -> np.ndarray:
+    """float32 [4, height / 8, width / 8]: unscaled, as a VAE of SDXL gives them."""
+    values = np.random.default_rng(seed).normal(0, std, (4, height // 8, width // 8))
+    return values.astype(np.float32)
+
+
+def dialect_a(seed: int, width: int, height: int, bucket: tuple[int, int], **more: Any) -> dict[str, np.ndarray]:
+    """The arrays for an image of width x height pixels in a bucket (width, height). `more` replaces and adds."""
+    bucket_width, bucket_height = bucket
+    aspect = width / height
+    if bucket_width / bucket_height > aspect:
+        resized_width, resized_height = bucket_height * aspect, bucket_height
+    else:
+        resized_width, resized_height = bucket_width, bucket_width / aspect
+    left, top = (bucket_width - resized_width) // 2, (bucket_height - resized_height) // 2
+    return {
+        "latents": latents_of(seed, bucket_height, bucket_width),
+        "original_size": np.array([width, height], dtype=np.int64),
+        "crop_ltrb": np.array([left, top, left + resized_width, top + resized_height], dtype=np.float64),
+        **more,
+    }
+
+
+def dialect_b(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The same arrays with the suffix of their resolution, in latent units, height first."""
+    height, width = arrays["latents"].shape[1:]
+    return {f"{name}_{height}x{width}": array for name, array in arrays.items()}
+
+
+def text_of(
+    seed: int, dtype: type = np.float32, length: int = 77, widths: tuple[int, int] = (768, 1280)
+) -> dict[str, np.ndarray]:
+    """The arrays of a text file."""
+    generator = np.random.default_rng(seed)
+    return {
+        "hidden_state1": generator.normal(size=(length, widths[0])).astype(dtype),
+        "hidden_state2": generator.normal(size=(length, widths[1])).astype(dtype),
+        "pool2": generator.normal(size=widths[1]).astype(dtype),
+    }
+
+
+def latents_name(stem: str, width: int, height: int) -> str:
+    return f"{stem}_{width:04d}x{height:04d}_sdxl.npz"
+
+
+def write_npz(path: Path, arrays: dict[str, np.ndarray]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    np.savez(path, **arrays)
+    return path
+
+
+def write_cache(photos: Path, sizes: dict[str, tuple[int, int]], bucket_of: Any, widths: tuple[int, int]) -> None:
+    """kohya's files beside each image: `sizes` are (width, height) by the image's name without suffix."""
+    for seed, (stem, (width, height)) in enumerate(sizes.items()):
+        arrays = dialect_a(seed, width, height, bucket_of(width, height))
+        write_npz(photos / latents_name(stem, width, height), arrays)
+        write_npz(photos / f"{stem}_te_outputs.npz", text_of(seed, widths=widths))

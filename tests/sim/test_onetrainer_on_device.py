@@ -1,0 +1,193 @@
+"""OneTrainer #459 in the cache module: parts come back to their devices after a cold cache, through either API."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pipeline_host import host
+from pipeline_sdxl import Setup, concept, write_photos
+
+from latentcache.encoders.tiny import tiny_sdxl, tiny_unet
+from latentcache.errors import ItemsError
+from latentcache.integrations.onetrainer import restoring
+
+CPU = torch.device("cpu")
+ENCODERS = ("text_encoder", "text_encoder_2")
+
+
+class Model:
+    """A trainer's model: the UNet and the first text encoder are trained on the device, all else is parked."""
+
+    def __init__(self, device: torch.device):
+        parts = tiny_sdxl(0)
+        self.device = device
+        self.tokenizer, self.tokenizer_2 = parts["tokenizer"], parts["tokenizer_2"]
+        self.vae, self.text_encoder, self.text_encoder_2 = (parts[name] for name in ("vae", *ENCODERS))
+        self.unet = tiny_unet(0)
+        self.unet_lora = torch.nn.Linear(4, 4)
+        self.unet.train().to(device)
+        self.unet_lora.train().to(device)
+        self.text_encoder.train().to(device)
+
+    def parts(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "device"}
+
+    def modules(self) -> dict[str, torch.nn.Module]:
+        return {name: value for name, value in vars(self).items() if isinstance(value, torch.nn.Module)}
+
+    def placement(self) -> dict[str, tuple[torch.device, bool]]:
+        return {name: (next(m.parameters()).device, m.training) for name, m in self.modules().items()}
+
+    def move(self, name: str, device: torch.device) -> None:
+        getattr(self, name).to(device)
+        if name == "unet":
+            self.unet_lora.to(device)
+
+    def eval(self) -> None:
+        for module in self.modules().values():
+            module.eval()
+
+
+class OlderModel(Model):
+    """`vae_to`, `text_encoder_to`, ... and `to`."""
+
+    def vae_to(self, device: torch.device) -> None:
+        self.move("vae", device)
+
+    def unet_to(self, device: torch.device) -> None:
+        self.move("unet", device)
+
+    def text_encoder_to(self, device: torch.device) -> None:
+        self.move("text_encoder", device)
+
+    def text_encoder_2_to(self, device: torch.device) -> None:
+        self.move("text_encoder_2", device)
+
+    def to(self, device: torch.device) -> None:
+        for name in ("vae", "unet", *ENCODERS):
+            self.move(name, device)
+
+    def prepare(self, kind: str) -> None:
+        self.to(CPU)
+        for name in ("vae",) if kind == "image" else ENCODERS:
+            getattr(self, f"{name}_to")(self.device)
+        self.eval()
+
+
+class NewerModel(Model):
+    """`materialize`, `evict` and `materialize_only`."""
+
+    NAMES = ("unet", *ENCODERS, "vae")
+
+    def materialize(self, *names: str) -> None:
+        for name in names or self.NAMES:
+            assert name in self.NAMES
+            self.move(name, self.device)
+
+    def evict(self, *names: str) -> None:
+        for name in names or self.NAMES:
+            assert name in self.NAMES
+            self.move(name, CPU)
+
+    def materialize_only(self, *names: str) -> None:
+        self.evict(*(name for name in self.NAMES if name not in names))
+        self.materialize(*names)
+
+    def prepare(self, kind: str) -> None:
+        self.materialize_only(*(("vae",) if kind == "image" else ENCODERS))
+        self.eval()
+
+
+@pytest.fixture(params=[OlderModel, NewerModel])
+def model(request: pytest.FixtureRequest, device: torch.device) -> Any:
+    return request.param(device)
+
+
+def setup_of(model: Any, tmp_path: Path, **changes: Any) -> Setup:
+    folder = tmp_path / "photos"
+    return Setup(
+        host("own"),
+        tmp_path / "cache",
+        [concept(folder if folder.exists() else write_photos(folder, 2))],
+        parts=model.parts(),
+        device=model.device,
+        before=model.prepare,
+        changes=changes,
+    )
+
+
+def train_step(model: Any, run: Any) -> torch.Tensor:
+    """As OneTrainer predicts: tokens on the device, the trained text encoder live, all else from the cache."""
+    item = next(iter(run.pipeline))
+    hidden_states = model.text_encoder(item["tokens_1"][None], output_hidden_states=True).hidden_states[-2]
+    embeds = torch.cat([hidden_states, item["text_encoder_2_hidden_state"][None]], -1)
+    conditions = {
+        "text_embeds": item["text_encoder_2_pooled_state"][None],
+        "time_ids": torch.zeros(1, 6, device=model.device),
+    }
+    timesteps = torch.tensor([5], device=model.device)
+    return model.unet(item["latent_image"][None], timesteps, embeds, added_cond_kwargs=conditions).sample.mean()
+
+
+def test_without_restoring_the_bug_is_there(model: Any, tmp_path: Path) -> None:
+    run = setup_of(model, tmp_path).start()
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+        train_step(model, run)
+
+
+def test_a_cold_cache_leaves_the_model_as_it_was(model: Any, tmp_path: Path) -> None:
+    kept = restoring(model)
+    before = model.placement()
+    setup = setup_of(model, tmp_path)
+    setup.before = lambda kind: (kept.before(), model.prepare(kind))  # type: ignore[assignment,return-value]
+    setup.changes = {"after_cache_fun": kept.after}
+    run = setup.start()
+    assert run.encoded["vae"] == 2 and model.placement() == before
+    assert before["unet"] == (model.device, True) and before["vae"] == (CPU, False)
+    train_step(model, run).backward()
+    assert next(model.unet.parameters()).grad.device == model.device
+    for item in run.items:
+        for name, value in item.items():
+            assert not isinstance(value, torch.Tensor) or value.device == model.device, name
+    warm = setup_of(model, tmp_path).start()
+    assert warm.encoded.total() == 0 and model.placement() == before
+    train_step(model, warm)
+
+
+def test_an_error_while_encoding_leaves_it_so_too(model: Any, tmp_path: Path) -> None:
+    kept = restoring(lambda: model)
+    before = model.placement()
+    setup = setup_of(model, tmp_path)
+    (tmp_path / "photos" / "p00.png").write_bytes(b"no image")
+    setup.before = lambda kind: (kept.before(), model.prepare(kind))  # type: ignore[assignment,return-value]
+    setup.changes = {"after_cache_fun": kept.after}
+    with pytest.raises(ItemsError, match=r"1 of 2 items"):
+        setup.start()
+    assert model.placement() == before
+
+
+def test_gradients_come_back_with_their_weights(model: Any, tmp_path: Path) -> None:
+    weight = next(model.unet.parameters())
+    weight.grad = torch.ones_like(weight)
+    kept = restoring(model)
+    kept.before()
+    model.prepare("image")
+    kept.after()
+    assert weight.device == weight.grad.device == model.device and next(model.unet.parameters()) is weight
+
+
+def test_parts_that_the_model_does_not_move_are_moved_directly(device: torch.device) -> None:
+    class Bare:
+        def __init__(self) -> None:
+            self.unet = torch.nn.Linear(2, 2).to(device)
+            self.unet.register_buffer("on_the_cpu", torch.ones(2))
+
+    bare = Bare()
+    kept = restoring(bare)
+    kept.before()
+    bare.unet.to(CPU)
+    kept.after()
+    assert bare.unet.weight.device == device and bare.unet.on_the_cpu.device == CPU  # spread parts too
