@@ -79,8 +79,9 @@ def _compiled(part: str, modules: list[torch.nn.Module]) -> Iterator[None]:
             module.compile(dynamic=False, recompile_limit=RECOMPILE_LIMIT)
         yield
     except TorchDynamoException as error:
+        told = " ".join(str(error).partition("\n\n")[0].split())  # what follows is advice for torch's developers
         raise ModelError(
-            f"{part}: it cannot be compiled here ({str(error).splitlines()[0]}). Set encode.compile to false, or "
+            f"{part}: it cannot be compiled here ({told}). Set encode.compile to false, or "
             "install what torch.compile needs, such as a C++ compiler or triton.",
             part=part,
         ) from error
