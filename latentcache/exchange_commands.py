@@ -44,7 +44,8 @@ class ImportOptions:
     repeats: int | None = None
     """How often an epoch visits each sample. Default: what the config says of it, else 1."""
     dtype: Literal["float32", "float16", "bfloat16"] | None = None
-    """What is stored. Default: what the files hold; float32 for latents that have to be divided."""
+    """What is stored. Default: what the files hold, float32 for latents that have to be divided; with --verify what the
+    config stores."""
     verify: str | None = None
     """Encode so many entries of each kind again, or `all`, and keep as verified what is equal. Needs --config."""
     seed: int = 0
@@ -68,7 +69,7 @@ class ReaderOptions:
     text_cache: Path | None = None
     """simpletuner: the text cache, if it is in another folder."""
     metadata: Path | None = None
-    """simpletuner: aspect_ratio_bucket_metadata_<id>.json."""
+    """simpletuner: aspect_ratio_bucket_metadata_ID.json."""
     recorded_root: str | None = None
     """Where the images' folder was when the cache was made, if it was moved since."""
     trigger: str | None = None

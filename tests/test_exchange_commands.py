@@ -62,6 +62,10 @@ def test_import_tells_what_it_did(
     assert "d_0080x0144_sdxl.npz: corrupt" in out
     code, status = run_json("status", cache)
     assert [manifest["name"] for manifest in status["manifests"]] == ["again", "kohya"]
+    assert {(manifest["imported_from"], manifest["num_unverified"]) for manifest in status["manifests"]} == {
+        ("kohya", 2)
+    }
+    assert "imported from kohya, 2 unverified" in run("status", cache)[1]
     # One import's entries are another's: nothing is stored twice.
     assert status["store"]["num_entries"] == {"image": 2, "text": 2}
 
@@ -107,6 +111,16 @@ def test_what_cannot_be_imported_says_what_to_do(
     monkeypatch.chdir(tmp_path)
     code, _, err = run("import", foreign, *arguments)
     assert code == 2 and message in err
+
+
+@pytest.mark.parametrize("source", ["kohya", "ai-toolkit", "simpletuner"])
+def test_a_folder_without_a_cache_is_an_error(
+    photos: Path, tmp_path: Path, run: Callable[..., Any], run_json: Callable[..., Any], source: str
+) -> None:
+    flags = ("--images", photos) if source == "simpletuner" else ()
+    code, _, err = run("import", photos, "--from", source, "--cache", tmp_path / "imported", *flags)
+    assert code == 2 and f"nothing was imported: there are no files of {source}'s cache" in err
+    assert run_json("status", tmp_path / "imported")[1]["manifests"] == []
 
 
 @pytest.mark.parametrize("number", ["0", "-1", "x"])

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import TypeAdapter, ValidationError
@@ -23,10 +23,12 @@ from latentcache.exchange.verification import Verification, verify_rows
 from latentcache.fingerprint import caption_digest, digest
 from latentcache.precache.progress import NoProgress, Progress
 from latentcache.precache.workspace import Workspace
-from latentcache.store.base import Writer
-from latentcache.types import Entry, Refusal
+from latentcache.store.base import Writer, dtype_name
+from latentcache.types import Entry, Kind, Refusal
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+Dtypes = Mapping[Kind, torch.dtype | None]
+"""In which dtype each kind is stored; None: as it comes."""
 DOWNSCALE = 8
 """Pixels of an image to one of its latent, along each side: SDXL's VAE."""
 
@@ -46,30 +48,43 @@ def import_cache(
     """Import a foreign cache as the manifest `name`; what is refused is listed in the report.
 
     Latents are stored unscaled: scaled ones are divided by their factor in float32. `store_dtype` None keeps the dtype
-    of unscaled latents and of embeddings, and float32 for what was divided, so that an export gives the file back.
-    Entries are unverified, unless `verification` shows that encoding gives them. A manifest that was imported before
-    is replaced. Raises StoreError if precache made the manifest of that name, and DatasetError if the latents are not
-    scaled as the format claims (then nothing is imported): `scale_check` False is for VAEs other than SDXL's.
+    of unscaled latents and of embeddings, and float32 for what was divided, so that an export gives the file back but
+    for the last bit of a float32. Entries are unverified, unless `verification` shows that encoding gives them. With it
+    all are stored in the dtypes of its config, so that verified and unverified ones fit into one batch: a `store_dtype`
+    is then a ConfigError. A manifest that was imported before is replaced, unless nothing could be imported.
+
+    Raises StoreError if precache made the manifest of that name, or if the foreign cache holds nothing at all, and
+    DatasetError if the latents are not scaled as the format claims (then nothing is imported): `scale_check` False is
+    for VAEs other than SDXL's.
     """
     started = time.monotonic()
     _check_name(name)
-    if verification is not None:
-        verification.check(name)  # now, not when all has been read
+    if verification is not None and store_dtype is not None:
+        raise ConfigError("what is verified is stored in the dtypes of the config: give no --dtype with --verify")
     last = workspace.manifests.read(name)
     if last is not None and last.imported_from is None:
         raise StoreError(
             f"manifest {name} was made by precache: an import needs a name of its own; give another --name"
         )
-    run = _Import(foreign, workspace, store_dtype, Scale(scale_check), ImportReport(foreign.format, name))
+    # Now, not when all has been read.
+    encoders = None if verification is None else verification.prepare(name, workspace)
+    dtypes: Dtypes = {"image": store_dtype, "text": store_dtype} if encoders is None else encoders.store_dtypes()
+    run = _Import(foreign, workspace, dtypes, Scale(scale_check), ImportReport(foreign.format, name))
     progress = progress or NoProgress()
     with workspace.in_use():
         try:
             rows = run.read(progress)
-            if verification is not None:
-                rows = verify_rows(rows, name, workspace, verification, run.report, progress)
+            if verification is not None and encoders is not None:
+                rows = verify_rows(rows, name, workspace, verification, encoders, run.report, progress)
         finally:
             progress.finish()
-        workspace.manifests.write(Manifest(name, role, repeats, imported_common(foreign.format), rows))
+        if rows:
+            workspace.manifests.write(Manifest(name, role, repeats, imported_common(foreign.format), rows))
+        elif not run.report.refused:
+            raise StoreError(
+                f"nothing was imported: there are no files of {foreign.format}'s cache. Name its folder, or another "
+                "format"
+            )
     report = run.report
     refs = [ref for row in rows.values() for ref in (*row.images, *row.captions)]
     report.num_verified = sum(ref.trust == "verified" for ref in refs)
@@ -107,11 +122,11 @@ class _Import:
         self,
         foreign: ForeignCache,
         workspace: Workspace,
-        store_dtype: torch.dtype | None,
+        dtypes: Dtypes,
         scale: Scale,
         report: ImportReport,
     ):
-        self._foreign, self._workspace, self._store_dtype = foreign, workspace, store_dtype
+        self._foreign, self._workspace, self._dtypes = foreign, workspace, dtypes
         self._scale, self.report = scale, report
         self._samples: dict[str, _Sample] = {}
         self._forms: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
@@ -184,7 +199,7 @@ class _Import:
         if sample is not None and any(ref.geometry.flip == item.geometry.flip for ref in sample.images):
             twin = "flipped " if item.geometry.flip else ""
             return "duplicate", f"sample {item.sample_id!r} has a {twin}latent already; only the first is imported"
-        fault = self._values_fault({"latents": item.latents}, (shape[0],), "latents")
+        fault = self._values_fault({"latents": item.latents}, (shape[0],), "image")
         if fault is None:
             self._scale.add(item.latents, item.scaling_factor, item.path)
         return fault
@@ -195,12 +210,12 @@ class _Import:
             latents = latents.float() / item.scaling_factor
         return unverified_entry(
             "image",
-            {"latents": latents.to(self._store_dtype or latents.dtype)},
+            {"latents": latents.to(self._dtypes["image"] or latents.dtype)},
             format_name=self._foreign.format,
             output=item.output,
             source=self._digest_of(item.image_path),
             geometry=item.geometry,
-            provenance=import_provenance(self._foreign.format, item.path, item.sample_id, item.note),
+            provenance=self._provenance(item, item.sample_id, item.latents),
         )
 
     def _digest_of(self, path: Path | None) -> str | None:
@@ -223,11 +238,11 @@ class _Import:
         if embeds.ndim != 2 or pooled.ndim != 1:
             return "corrupt", f"its embeddings have the shapes {list(embeds.shape)} and {list(pooled.shape)}"
         tensors = {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}
-        return self._values_fault(tensors, (*embeds.shape, *pooled.shape), "embeddings")
+        return self._values_fault(tensors, (*embeds.shape, *pooled.shape), "text")
 
     def _text_entry(self, item: ForeignText) -> Entry:
         tensors = {"prompt_embeds": item.prompt_embeds, "pooled_prompt_embeds": item.pooled_prompt_embeds}
-        dtype = self._store_dtype or item.prompt_embeds.dtype
+        dtype = self._dtypes["text"] or item.prompt_embeds.dtype
         return unverified_entry(
             "text",
             {name: tensor.to(dtype) for name, tensor in tensors.items()},
@@ -235,15 +250,19 @@ class _Import:
             output=None,
             source=None if item.caption is None else caption_digest(item.caption),
             geometry=None,
-            provenance=import_provenance(self._foreign.format, item.path, item.sample_ids[0], item.note),
+            provenance=self._provenance(item, item.sample_ids[0], item.prompt_embeds),
         )
 
     # All
 
+    def _provenance(self, item: ForeignImage | ForeignText, sample_id: str, tensor: torch.Tensor) -> dict[str, Any]:
+        return import_provenance(self._foreign.format, item.path, sample_id, item.note, dtype_name(tensor))
+
     def _values_fault(
-        self, tensors: Mapping[str, torch.Tensor], form: tuple[int, ...], what: str
+        self, tensors: Mapping[str, torch.Tensor], form: tuple[int, ...], kind: Kind
     ) -> tuple[str, str] | None:
         """What is wrong with the numbers, or how they differ from those before: a batch needs one form."""
+        store_dtype = self._dtypes[kind]
         for name, tensor in tensors.items():
             if tensor.dtype not in DTYPES or tensor.numel() == 0:
                 return (
@@ -253,9 +272,13 @@ class _Import:
             problem = problems(tensor[None])[0]
             if problem is not None:
                 return "bad-output", f"{name} holds {problem}"
-        dtype = self._store_dtype or next(iter(tensors.values())).dtype
-        first = self._forms.setdefault(what, (form, dtype))
+            problem = None if store_dtype is None else problems(tensor.to(store_dtype)[None])[0]
+            if problem is not None:
+                return "bad-output", f"{name} holds {problem} in {store_dtype}, which is to be stored"
+        dtype = store_dtype or next(iter(tensors.values())).dtype
+        first = self._forms.setdefault(kind, (form, dtype))
         if first != (form, dtype):
+            what = "latents" if kind == "image" else "embeddings"
             return "corrupt", (
                 f"its {what} are {dtype} of form {list(form)}, but the first are {first[1]} of form {list(first[0])}, "
                 "and a batch holds one form; for dtypes alone give --dtype"

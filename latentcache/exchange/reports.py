@@ -101,6 +101,8 @@ class ImportReport:
             lines += [f"          {refusal.path}: {refusal.reason}: {refusal.detail}" for refusal in refusals]
         lines.append(f"written   {self.bytes_written:,} bytes in {self.seconds:.1f} s")
         lines.append(f"cache     {self.cache or 'in memory'}")
+        if not self.num_images + self.num_texts:
+            lines.append(f"manifest  none written: nothing was imported; {self.name} is as it was")
         if self.num_unverified:
             lines.append("unverified entries are handed back only with cache.unverified; precache replaces them")
         return "\n".join(lines)

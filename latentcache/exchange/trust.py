@@ -69,12 +69,16 @@ def unverified_entry(
     return Entry(Record(key_of(identity), kind, identity, provenance), tensors)
 
 
-def import_provenance(format_name: str, path: str, sample_id: str, note: str | None) -> dict[str, Any]:
-    """From which file an entry was imported, by whom and when. It carries the format's claims, not proofs."""
+def import_provenance(format_name: str, path: str, sample_id: str, note: str | None, file_dtype: str) -> dict[str, Any]:
+    """From which file an entry was imported, by whom and when. It carries the format's claims, not proofs.
+
+    `file_dtype` is that of the values in the file: they are rounded so, whatever is stored.
+    """
     value: dict[str, Any] = {
         "sample_id": sample_id,
         "source_path": path,
         "imported_from": format_name,
+        "file_dtype": file_dtype,
         "host": socket.gethostname(),
         "created": now(),
         "software": dict(software_versions()),

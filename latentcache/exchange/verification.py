@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from latentcache.dataset.manifest import CaptionRef, ImageRef, Row
 from latentcache.devices.placement import placed
 from latentcache.encoders.clip import encode_captions
 from latentcache.encoders.models import Models
-from latentcache.encoders.vae import DTYPES, encode_images, latents_from_moments, posterior_std
+from latentcache.encoders.vae import DTYPES, encode_images, latents_from_moments, posterior_std, problems
 from latentcache.errors import ConfigError, ImageRefused
 from latentcache.exchange.reports import Difference, ImportReport
 from latentcache.fingerprint import (
@@ -31,12 +32,12 @@ from latentcache.precache.progress import Progress
 from latentcache.precache.texts import placed_texts
 from latentcache.precache.workspace import Workspace
 from latentcache.store.base import Writer
-from latentcache.types import Entry, Record, Refusal
+from latentcache.types import Entry, Kind, Record, Refusal
 
 Ref = TypeVar("Ref", ImageRef, CaptionRef)
 RELATIVE = {torch.float32: 1e-4, torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6}
 """What is allowed by default at each number x of a tensor: this times (|x| + the tensor's root mean square), for the
-coarsest dtype of the import, the computation and the store. Half precision: four roundings. float32: other kernels,
+coarsest dtype of the file, the computation and the store. Half precision: four roundings. float32: other kernels,
 devices and batch sizes sum in another order, which costs far more than a rounding and far less than another model."""
 
 
@@ -45,8 +46,8 @@ class Verification:
     """How many entries of each kind are encoded again, with which config's models.
 
     The entries are drawn with `seed`. `models` None loads those of the config. `tolerance` is the largest absolute
-    difference; None goes by dtype (`RELATIVE`). The image policy is that of the config's dataset of the import's
-    name, or of its only dataset. `encode.image_output` of the config must be `mean`.
+    difference, finite and not negative; None goes by dtype (`RELATIVE`). The image policy is that of the config's
+    dataset of the import's name, or of its only dataset. `encode.image_output` of the config must be `mean`.
     """
 
     config: Config
@@ -65,6 +66,29 @@ class Verification:
                 "`image_output: mean`",
                 key="encode.image_output",
             )
+        if self.tolerance is not None and not 0 <= self.tolerance < math.inf:
+            raise ConfigError(f"the tolerance is {self.tolerance}; give a finite number, 0 or more")
+
+    def prepare(self, name: str, workspace: Workspace) -> Encoders:
+        """What encodes again. Raises what `check` does, ModelError or DeviceError."""
+        self.check(name)
+        models = self.models or load_models(self.config.model, workspace.memo)
+        return Encoders(models, choose_encodings(self.config, models, workspace.memo))
+
+
+@dataclass(frozen=True, slots=True)
+class Encoders:
+    """The models of a verification, and how they encode."""
+
+    models: Models
+    encodings: Encodings
+
+    def store_dtypes(self) -> dict[Kind, torch.dtype]:
+        """In which dtypes precache stores what they give."""
+        return {
+            "image": DTYPES[self.encodings.image.store_dtype],
+            "text": DTYPES[self.encodings.text.store_dtype],
+        }
 
 
 class Comparison(NamedTuple):
@@ -92,18 +116,18 @@ def verify_rows(
     name: str,
     workspace: Workspace,
     verification: Verification,
+    encoders: Encoders,
     report: ImportReport,
     progress: Progress,
 ) -> dict[str, Row]:
     """Encode some entries of these rows again; those that are equal are stored under their real identity, verified.
 
-    Returns the rows with the keys of what was verified, and notes in the report what was found. The unverified entries
-    stay in the store, as other imports may share them: `prune` removes those that nobody refers to. Raises ConfigError,
-    ModelError, DeviceError or StoreError.
+    `encoders` are those that `verification` prepared. Returns the rows with the keys of what was verified, and notes in
+    the report what was found. The unverified entries stay in the store, as other imports may share them: `prune`
+    removes those that nobody refers to. Raises ModelError, DeviceError or StoreError.
     """
-    verification.check(name)
     with workspace.store.writer() as writer:
-        run = _Verification(name, workspace, verification, report, writer)
+        run = _Verification(name, workspace, verification, encoders, report, writer)
         verified = {**run.images(rows, progress), **run.texts(rows, progress)}
         writer.seal()
     report.bytes_written += writer.bytes_written
@@ -114,14 +138,18 @@ class _Verification:
     """The state of one verification."""
 
     def __init__(
-        self, name: str, workspace: Workspace, verification: Verification, report: ImportReport, writer: Writer
+        self,
+        name: str,
+        workspace: Workspace,
+        verification: Verification,
+        encoders: Encoders,
+        report: ImportReport,
+        writer: Writer,
     ):
         self._writer = writer
         self._workspace, self._verification, self._report = workspace, verification, report
-        config = verification.config
-        self._policy = ImagePolicy(**_dataset_of(config, name).images.model_dump())
-        self._models = verification.models or load_models(config.model, workspace.memo)
-        self._encodings: Encodings = choose_encodings(config, self._models, workspace.memo)
+        self._policy = ImagePolicy(**_dataset_of(verification.config, name).images.model_dump())
+        self._models, self._encodings = encoders.models, encoders.encodings
         self._random = random.Random(verification.seed)
 
     def images(self, rows: Mapping[str, Row], progress: Progress) -> dict[str, str]:
@@ -220,7 +248,8 @@ class _Verification:
     ) -> Comparison | None:
         """The worst field's comparison if the entry is equal, else None."""
         stored = self._encodings.image.store_dtype if kind == "image" else self._encodings.text.store_dtype
-        dtypes = (compute_dtype, DTYPES[stored], *(tensor.dtype for tensor in entry.tensors.values()))
+        in_file = DTYPES[entry.record.provenance["file_dtype"]]
+        dtypes = (compute_dtype, DTYPES[stored], in_file, *(tensor.dtype for tensor in entry.tensors.values()))
         relative = max(RELATIVE[dtype] for dtype in dtypes)
         found = self._report.differences.setdefault(kind, Difference())
         found.num_compared += 1
@@ -229,6 +258,13 @@ class _Verification:
             if tensor.shape != encoded[name].shape:
                 shapes = f"{name} has the shape {list(tensor.shape)}, encoding gives {list(encoded[name].shape)}"
                 self._unequal(row, "unequal", f"{shapes}: it comes from another model")
+                return None
+            problem = problems(encoded[name][None])[0]
+            if problem is not None:
+                part = "vae" if kind == "image" else "text"
+                remedy = "" if compute_dtype is torch.float32 else f"; use `encode.{part}_dtype: float32`"
+                told = f"encoding in {str(compute_dtype).removeprefix('torch.')} gives {name} that are {problem}"
+                self._unequal(row, "bad-output", f"{told}: nothing to compare with{remedy}")
                 return None
             tolerance = self._verification.tolerance
             comparisons.append(compare(tensor, encoded[name], relative=relative, tolerance=tolerance))

@@ -139,14 +139,15 @@ class LatentCache:
     def check_trust(self, manifest: Manifest, row: Row) -> None:
         """Raises SampleError if the sample was imported, is not verified, and such samples were not asked for."""
         if not self.unverified and not row.is_verified:
-            reason = (
-                f"was imported from {manifest.imported_from} and is unverified: nobody knows what its entries are of"
-            )
-            remedy = (
-                f"{self._precache}, which encodes it; or import it with --verify, which proves it; or take it as it "
-                "is, with `cache.unverified: true` in the config (`unverified=True` here)"
-            )
-            raise SampleError(row.sample_id, reason, remedy)
+            raise self._unverified_error(row.sample_id, manifest.imported_from)
+
+    def _unverified_error(self, sample_id: str, imported_from: str | None) -> SampleError:
+        reason = f"was imported from {imported_from} and is unverified: nobody knows what its entries are of"
+        remedy = (
+            f"{self._precache}, which encodes it; or import it with --verify, which proves it; or take it as it "
+            "is, with `cache.unverified: true` in the config (`unverified=True` here)"
+        )
+        return SampleError(sample_id, reason, remedy)
 
     def scaling(self, manifest: Manifest) -> Scaling:
         """The scaling of the VAE that this manifest's latents come from."""
@@ -167,8 +168,15 @@ class LatentCache:
     # Tensors
 
     def get(self, key: str, *, device: Asker = "cpu", dtype: torch.dtype | None = None) -> Entry:
-        """One entry, verified, with its tensors on `device`. EntryMissingError or EntryDamagedError otherwise."""
+        """One entry, compared with its digest, with its tensors on `device`.
+
+        Raises EntryMissingError, EntryDamagedError, or SampleError for an imported entry that is unverified, unless
+        this cache was opened with `unverified`.
+        """
         entry = self.store.get(key)
+        if not self.unverified and entry.record.identity.get("trust") == "unverified":
+            imported_from = entry.record.identity["imported"]["format"]
+            raise self._unverified_error(str(entry.record.provenance.get("sample_id", key)), imported_from)
         target, dtype = device_of(device), dtype or dtype_of(device)
         return Entry(entry.record, {name: tensor.to(target, dtype) for name, tensor in entry.tensors.items()})
 

@@ -22,6 +22,10 @@ class ManifestStatus:
     num_samples: int
     num_refused: int
     num_lost: int
+    num_unverified: int
+    """Samples with an entry that was imported and not verified."""
+    imported_from: str | None
+    """The format that the manifest was imported from; None for what precache made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +66,13 @@ class Status:
             f"damaged   {self.num_damaged}",
         ]
         for manifest in self.manifests:
-            lines.append(
+            line = (
                 f"manifest  {manifest.name} ({manifest.role}): {manifest.num_samples} samples, "
                 f"{manifest.num_refused} refused, {manifest.num_lost} lack an entry"
             )
+            if manifest.imported_from is not None:
+                line += f"; imported from {manifest.imported_from}, {manifest.num_unverified} unverified"
+            lines.append(line)
         return "\n".join(lines)
 
 
@@ -86,6 +93,8 @@ def status(path: str | Path) -> Status:
                     num_samples=len(manifest.rows),
                     num_refused=len(manifest.rows) - len(whole),
                     num_lost=sum(not present.issuperset(row.keys()) for row in whole),
+                    num_unverified=sum(not row.is_verified for row in whole),
+                    imported_from=manifest.imported_from,
                 )
             )
         return Status(str(path), cache.store.stats().to_json(), len(present - used), tuple(manifests))

@@ -96,6 +96,16 @@ def test_a_dtype_can_be_asked_for() -> None:
     assert workspace.store.get(row.captions[0].key).tensors["pooled_prompt_embeds"].dtype is torch.float16
 
 
+def test_what_overflows_the_dtype_that_was_asked_for_is_not_imported() -> None:
+    workspace = Workspace()
+    large = text("a", caption="of a")
+    large.prompt_embeds[3, 5] = 1e6
+    report = imported(workspace, image("a"), large, store_dtype=torch.float16)
+    assert [(refusal.reason, refusal.detail) for refusal in report.refused] == [
+        ("bad-output", "prompt_embeds holds inf in torch.float16, which is to be stored")
+    ]
+
+
 def test_captions_that_nobody_knows_and_captions_that_are_shared() -> None:
     workspace = Workspace()
     report = imported(
@@ -230,6 +240,18 @@ def test_an_import_replaces_an_import_but_never_what_precache_made(config: Confi
             import_cache(Foreign(pairs("a")), workspace, name="photos")
 
 
+def test_an_import_of_nothing_changes_nothing() -> None:
+    workspace = Workspace()
+    imported(workspace, *pairs("a"))
+    with pytest.raises(StoreError, match="nothing was imported: there are no files of test's cache"):
+        imported(workspace)
+    refused = Refusal("", "/foreign", "missing", "there is no index")
+    report = imported(workspace, refused)
+    assert report.refused == [refused] and report.has_faults
+    assert "manifest  none written: nothing was imported" in report.to_text()
+    assert set(rows_of(workspace)) == {"a"}
+
+
 # Trust
 
 
@@ -260,9 +282,13 @@ def test_unverified_samples_are_handed_back_only_when_asked_for(tmp_path: Path) 
             cache.restricted("foreign").row("a")
         with pytest.raises(SampleError, match=message):
             LatentDataset(path, "foreign")
+        key = cache.manifest("foreign").rows["a"].images[0].key
+        with pytest.raises(SampleError, match=message):
+            cache.get(key)
     with LatentCache(path, unverified=True) as cache:
         assert cache.batch(["a", "b"], device="cpu")["latents"].shape == (2, 4, 8, 16)
         assert cache.restricted("foreign").row("a")[1].sample_id == "a"
+        assert cache.get(key).tensors["latents"].shape == (4, 8, 16)
     dataset = LatentDataset(path, "foreign", unverified=True)
     assert len(dataset) == 2 and dataset[1]["latents"].shape == (4, 8, 16)
     assert dataset.place({**dataset[0]}, device="cpu", scaled=True)["latents"].std() == pytest.approx(1.0, abs=0.2)
@@ -287,6 +313,8 @@ def test_precache_replaces_what_was_imported(
         "num_samples": 3,
         "num_refused": 0,
         "num_lost": 0,
+        "num_unverified": 3,
+        "imported_from": "test",
     }
     code, shown = run_json("show", "a.png", config.cache.path)
     assert code == 0 and shown["datasets"][0]["entries"][0]["identity"]["trust"] == "unverified"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -164,6 +166,16 @@ def test_rounding_is_equal_where_the_file_is_rounded(target: Config, samples: li
             assert cache.batch(["a.png"], device="cpu")["latents"].dtype is torch.float32
 
 
+def test_scaled_latents_are_rounded_as_their_file_is(target: Config, samples: list[ExportSample], photos: Path) -> None:
+    items = [
+        replace(item, latents=(item.latents * 0.13025).bfloat16(), scaling_factor=0.13025)
+        for item in Copy(samples, photos).items()
+        if isinstance(item, ForeignImage)
+    ]
+    report = verified(target, Foreign(items))
+    assert report.unequal == [] and report.differences["image"].num_equal == 10
+
+
 def test_a_draw_is_compared_with_the_mean_and_the_deviation(
     make_config: Callable[..., Config], target: Config, tmp_path: Path, photos: Path
 ) -> None:
@@ -245,6 +257,42 @@ def test_the_config_must_say_which_images_policy(target: Config, samples: list[E
         import_cache(
             Copy(samples, photos), workspace, name="y", scale_check=False, verification=Verification(two, None, 1)
         )
+
+
+@pytest.mark.parametrize("tolerance", [-1.0, math.nan, math.inf])
+def test_a_tolerance_that_allows_anything_is_refused(
+    target: Config, samples: list[ExportSample], photos: Path, tolerance: float
+) -> None:
+    with pytest.raises(ConfigError, match=f"the tolerance is {tolerance}; give a finite number"):
+        verified(target, Copy(samples, photos), tolerance=tolerance)
+
+
+def test_an_encoder_that_gives_nan_verifies_nothing(target: Config, samples: list[ExportSample], photos: Path) -> None:
+    components = tiny_sdxl()
+    for module in (components["vae"].quant_conv, components["text_encoder_2"].text_projection):
+        torch.nn.init.constant_(module.weight, math.nan)
+    report = verified(target, Copy(samples, photos), models=LoadedModels(**components))
+    assert (report.num_verified, report.num_unverified) == (0, 16)
+    assert {refusal.reason for refusal in report.unequal} == {"bad-output"}
+    assert "encoding in float32 gives latents that are nan: nothing to compare with" in report.to_text()
+    json.dumps(report.to_json(), allow_nan=False)
+
+
+def test_verified_and_unverified_samples_fit_into_one_batch(
+    make_config: Callable[..., Config], samples: list[ExportSample], photos: Path, tmp_path: Path
+) -> None:
+    changes = {"encode.image_output": "mean", "encode.store_dtype": "float16"}
+    config = make_config(**{"cache.path": tmp_path / "half", "datasets.0.flip": True, **changes})
+    report = verified(config, Copy(samples, photos), num_entries=2)
+    assert report.num_verified > 0 and report.num_unverified > 0
+    with LatentCache(config.cache.path, unverified=True) as cache:
+        for sample_ids in (["a.png", "b.png", "sub/e.png"], ["c.png", "d.png"]):
+            for flip in (False, True):
+                batch = cache.batch(sample_ids, device="cpu", flip=flip)
+                assert batch["latents"].dtype is batch["prompt_embeds"].dtype is torch.float16
+    with open_workspace(config.cache) as workspace, pytest.raises(ConfigError, match="no --dtype with --verify"):
+        copy, verification = Copy(samples, photos), Verification(config)
+        import_cache(copy, workspace, name="photos", store_dtype=torch.float32, verification=verification)
 
 
 @given(
