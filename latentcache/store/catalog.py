@@ -93,6 +93,8 @@ class Catalog:
 
     def _reconcile(self, index: Index) -> None:
         """Bring index and packs together: take in sealed packs that have no row, mark what lies in lost ones."""
+        # Again: since memory was filled, and until this lock was taken, a compaction may have moved what it holds.
+        self.mirror.load(index)
         # Rows first, then files: a pack that another writer seals from here on is in neither.
         known = dict(self.packs)
         sizes = self.directory.pack_sizes()
@@ -191,7 +193,8 @@ class Catalog:
 
     def locations(self) -> dict[str, Location]:
         """All entries, by key, oldest first."""
-        return self.mirror.entries.locations()
+        with self._lock:  # another thread may be looking one up again: it must not be missing here
+            return self.mirror.entries.locations()
 
     def specs(self) -> tuple[list[tuple[Spec, int]], int]:
         """How many entries of each spec the index has now, and how many are damaged."""
@@ -302,7 +305,7 @@ class Catalog:
                 logger.warning("no snapshot of the index was written: %s", error)
 
     def forget_snapshot(self) -> None:
-        """The next `save` writes one, if there are entries enough."""
+        """As `Mirror.forget_snapshot`."""
         self.mirror.forget_snapshot()
 
     def close(self) -> None:

@@ -322,6 +322,9 @@ class DiskStore:
 
     def mark_damaged(self, damaged: Mapping[str, tuple[Location, str]]) -> None:
         """Make entries misses from now on. If that cannot be written it is logged: the caller's error comes first."""
+        for key in damaged:
+            self._verified.pop(key, None)
+        self._ready = _Ready(object())  # also where nothing can be written: they are verified again, and fail
         try:
             self.catalog.mark(damaged)
         except StoreError as error:

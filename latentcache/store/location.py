@@ -15,6 +15,7 @@ from latentcache.store.base import DTYPES, KINDS, is_field
 
 _LOCATION = re.compile(r'\{"pack":"([0-9a-f]{32})","kind":"([a-z]+)","digest":"([0-9a-f]{32})","fields":(\{.+\})\}')
 _OFFSET = re.compile(r"\],(0|[1-9][0-9]{0,17})\]")
+_MAX_BYTES = 10**18  # as many digits as an offset has: far beyond any file, and the system's calls take it
 _MAX_SPECS = 4096  # a real cache has some dozens: fields, buckets and dtypes
 _HEX_32 = re.compile(r"[0-9a-f]{32}")
 
@@ -105,7 +106,9 @@ def _parsed_spec(kind: str, template: str) -> Spec:
 def _field(name: str, dtype: str, shape: Any) -> tuple[str, str, tuple[int, ...]]:
     if not is_field(name) or dtype not in DTYPES:
         raise ValueError(f"not a field: {name!r:.50}, {dtype!r:.50}")
-    return name, dtype, checked_shape(shape)
+    if count_bytes(dtype, checked_shape(shape)) >= _MAX_BYTES:
+        raise ValueError(f"not a field: {name!r:.50} of shape {shape!r:.100}")
+    return name, dtype, tuple(shape)
 
 
 @dataclass(frozen=True, slots=True)

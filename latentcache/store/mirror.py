@@ -6,13 +6,14 @@ import logging
 from collections.abc import Iterable, Mapping
 
 from latentcache.errors import IndexDamagedError, StoreError
+from latentcache.files import typed_errors
 from latentcache.store.directory import CacheDirectory
 from latentcache.store.entries import Entries
 from latentcache.store.history import Point
 from latentcache.store.index import Index
 from latentcache.store.location import Location, PackSize
 from latentcache.store.recovery import Scan, scan_packs, scan_unknown
-from latentcache.store.rows import read_table, sort_rows
+from latentcache.store.rows import PACK_PREFIX, read_table, sort_rows
 from latentcache.store.snapshot import Snapshot, SnapshotDamagedError, read_snapshot, write_snapshot
 
 logger = logging.getLogger("latentcache")
@@ -41,6 +42,8 @@ class Mirror:
         self._point: Point | None = None
         # How many entries the last snapshot has; 0 when rows were removed or replaced since.
         self._num_saved = 0
+        # Whether the snapshot that is there was seen to be of no use.
+        self._outdated = False
         # What packs say of which the index knows nothing; a reader's only.
         self._sealed = Scan()
 
@@ -82,7 +85,8 @@ class Mirror:
             # It sums the database up, so it is the smaller one.
             snapshot = read_snapshot(path, self.directory.index_bytes() + _SPARE_BYTES)
         except SnapshotDamagedError as error:
-            logger.warning("%s The index is read instead, and another snapshot is made.", error)
+            logger.warning("%s The index is read instead. It goes when the cache is next written to.", error)
+            self._outdated = True
             return False
         except StoreError as error:
             logger.warning("%s The index is read instead.", error)
@@ -92,17 +96,25 @@ class Mirror:
         with index.reading(snapshot.point) as reading:
             if reading is None:
                 logger.info("%s: rows were removed or replaced since; the index is read instead.", path)
+                self._outdated = True
                 return False
         self.entries, self.packs, self.markers = Entries(snapshot.table), snapshot.packs, snapshot.markers
-        self._point, self._num_saved = snapshot.point, len(snapshot.table)
+        self._point, self._num_saved, self._outdated = snapshot.point, len(snapshot.table), False
         self._doubtful.clear()
         return True
 
     def save(self, index: Index) -> None:
-        """Write a snapshot if much is not in the last one. StoreError when that cannot be done."""
+        """Write a snapshot if much is not in the last one. StoreError when that cannot be done.
+
+        One that says nothing true any more goes, if there are too few entries for another.
+        """
         with index.lock:
             num_entries = len(self.entries)
             if num_entries - self._num_saved <= max(SNAPSHOT_MIN_ROWS, num_entries // SNAPSHOT_SHARE):
+                if self._outdated:
+                    with typed_errors(self.directory.snapshot, 0):
+                        self.directory.snapshot.unlink(missing_ok=True)
+                    self._outdated = False
                 return
             self.load(index)
             if self._point is None:
@@ -111,8 +123,13 @@ class Mirror:
                 self.load(index)
             assert self._point is not None
             snapshot = Snapshot(self._point, self.entries.fold(), dict(self.packs), dict(self.markers))
-        write_snapshot(self.directory.snapshot, snapshot)
-        self._num_saved = len(snapshot.table)
+            # First: what another thread removes while it is written makes it old.
+            self._num_saved, self._outdated = len(snapshot.table), False
+        try:
+            write_snapshot(self.directory.snapshot, snapshot)
+        except StoreError:
+            self.forget_snapshot()
+            raise
 
     def find_in(self, index: Index, keys: set[str]) -> set[str]:
         """Look keys up in the index, and keep what it says of them. Returns those that are there."""
@@ -121,8 +138,11 @@ class Mirror:
         self._doubtful -= keys
         if not missing:
             return found
-        sealed = {key: self._sealed.locations[key].to_text() for key in missing & self._sealed.locations.keys()}
-        rows = sealed | index.get_many(missing)
+        sealed = {key: self._sealed.locations[key] for key in missing & self._sealed.locations.keys()}
+        told = index.get_many(missing | {PACK_PREFIX + location.pack for location in sealed.values()})
+        # Of a pack that the index knows by now it has the last word: what it lacks was removed.
+        rows = {key: place.to_text() for key, place in sealed.items() if PACK_PREFIX + place.pack not in told}
+        rows |= {key: text for key, text in told.items() if key in missing}
         rows = {key: text for key, text in rows.items() if self.unwritten.get(key, ("",))[0] != text}
         new = {key: text for key, text in rows.items() if not self.entries.restore(key, text)}
         self.entries.put({key: self._location(key, text) for key, text in new.items()})
@@ -166,8 +186,8 @@ class Mirror:
         self._doubtful.difference_update(locations)
 
     def forget_snapshot(self) -> None:
-        """Rows were removed or replaced: the next `save` writes a snapshot, if there are entries enough."""
-        self._num_saved = 0
+        """Rows were removed or replaced: the next `save` writes a snapshot, or removes it if entries are too few."""
+        self._num_saved, self._outdated = 0, True
 
     def _location(self, key: str, text: str) -> Location:
         try:

@@ -69,8 +69,8 @@ class ReadAhead:
 def ask_for(ranges: Mapping[Path, Iterable[tuple[int, int]]]) -> None:
     """Ask the system to bring (offset, number of bytes) of each file into memory. It is not waited for.
 
-    A file that cannot be opened is passed over: the read that follows says what is wrong with it. No descriptor stays
-    open.
+    A file that cannot be opened is passed over: the read that follows says what is wrong with it. So is one whose file
+    system takes no such advice. No descriptor stays open.
     """
     for path, places in ranges.items():
         try:
@@ -80,5 +80,7 @@ def ask_for(ranges: Mapping[Path, Iterable[tuple[int, int]]]) -> None:
         try:
             for offset, num_bytes in sorted(places):
                 os.posix_fadvise(fd, offset, num_bytes, os.POSIX_FADV_WILLNEED)
+        except OSError:
+            continue
         finally:
             os.close(fd)

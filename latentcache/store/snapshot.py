@@ -153,9 +153,7 @@ def _check(arrays: dict[str, np.ndarray], num_packs: int, specs: tuple[Spec, ...
 
 
 def _point(history: object, last_row: object, last_digest: object, num_rows: object) -> Point:
-    if type(last_row) is not int or type(num_rows) is not int:
-        raise ValueError("its moment is none")
-    return Point(_text(history), last_row, _text(last_digest), num_rows)
+    return Point(_text(history), _count(last_row), _text(last_digest), _count(num_rows))
 
 
 def _text(value: object) -> str:

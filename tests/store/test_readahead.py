@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from types import SimpleNamespace
@@ -131,6 +132,15 @@ def test_the_first_batch_asks_and_warm_ones_do_not(root, asked, usage):
         store.ask_ahead(pytest.fail(f"looked at {number}") for number in range(3))
         store.read_batch([key(0), key(2)])
         assert asked == []
+
+
+def test_a_file_system_that_takes_no_advice_is_no_matter(root, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.EINVAL, "refused")
+
+    monkeypatch.setattr(os, "posix_fadvise", refuse, raising=False)
+    with DiskStore(root, ask_ahead="always") as store:
+        assert store.read_batch([key(0), key(2)])["moments"].shape[0] == 2
 
 
 def test_a_pack_that_is_gone_or_unreadable_is_no_matter(root, asked):

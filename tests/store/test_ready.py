@@ -14,7 +14,7 @@ from latentcache.errors import EntryDamagedError, EntryMissingError, StoreError
 from latentcache.store import DiskStore
 from latentcache.store import disk as disk_module
 from latentcache.store.catalog import Catalog
-from latentcache.store.upkeep import compact, prune
+from latentcache.store.upkeep import compact, prune, verify
 
 KEYS = [key(number) for number in range(6)]
 
@@ -110,6 +110,23 @@ def test_what_was_found_damaged_is_not_read_again(store):
         read(store, 0, 1)
     store.add(samples(0))
     assert store.catalog.locate(key(0)) != location and read(store, 0, 1).equal(moments(0, 1))
+
+
+@pytest.mark.parametrize("writes", ["marked", "disk full"])
+def test_what_was_found_damaged_after_it_was_read_is_handed_out_no_more(store, monkeypatch, writes):
+    rows = store.resolve(KEYS[:2])
+    assert store.read_rows(rows)["moments"].equal(moments(0, 1))
+    location = store.catalog.locate(key(0))
+    with store.directory.pack_path(location.pack).open("r+b") as file:
+        file.seek(location.offsets[0])
+        file.write(b"\xff" * 32)
+    if writes == "disk full":
+        monkeypatch.setattr(store.catalog, "mark", lambda damaged: (_ for _ in ()).throw(StoreError("disk full")))
+    assert set(verify(store).damaged) == {key(0)}
+    for call in (lambda: store.read_rows(rows), lambda: read(store, 0, 1)):
+        with pytest.raises(EntryDamagedError):
+            call()
+    assert read(store, 1).equal(moments(1))
 
 
 def mapped_and_deleted(store):

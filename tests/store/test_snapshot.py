@@ -9,6 +9,7 @@ import shutil
 import signal
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -141,7 +142,7 @@ def test_a_flip_or_a_cut_at_any_byte_is_noticed_and_mended(root, caplog):
     path.write_bytes(data)
     store, used = used_snapshot(root)
     with store:
-        assert not used and "another snapshot is made" in caplog.text
+        assert not used and "The index is read instead" in caplog.text
         assert_in_step(store)
     assert used_snapshot(root)[1] and path.stat().st_size == len(clean)
 
@@ -195,6 +196,36 @@ def test_what_has_a_good_digest_is_still_not_believed(root, change):
     with store:
         assert not used
         assert_in_step(store)
+
+
+@pytest.mark.parametrize(("name", "value"), [("last_row", -(1 << 70)), ("last_row", 1 << 70), ("num_rows", -1)])
+def test_a_moment_that_no_database_has_is_not_asked_for(root, name, value):
+    filled(root, 0, 1)
+    path = root / "index" / "entries.snapshot"
+    snapshot = snapshot_module.read_snapshot(path, 1 << 20)
+    snapshot_module.write_snapshot(path, replace(snapshot, point=replace(snapshot.point, **{name: value})))
+    for read_only in (True, False):
+        store, used = used_snapshot(root, read_only=read_only)
+        with store:
+            assert not used
+            assert_in_step(store)
+
+
+def test_a_snapshot_that_is_too_old_and_will_not_be_replaced_goes(root, monkeypatch, caplog):
+    filled(root, *range(6))
+    path = root / "index" / "entries.snapshot"
+    monkeypatch.setattr(mirror_module, "SNAPSHOT_MIN_ROWS", 5)
+    with DiskStore(root) as early:
+        with DiskStore(root) as store:
+            prune(store, [key(0)])
+            assert not path.exists(), "it would be read, and warned of, at each opening"
+            store.add(samples(*range(1, 8)))
+        assert path.exists()
+    assert path.exists(), "the earlier store knows nothing of it"
+    with DiskStore(root) as store:
+        store.remove([key(number) for number in range(1, 7)])
+    assert not path.exists()
+    assert early.read_only is False and "snapshot" not in caplog.text
 
 
 @pytest.mark.parametrize("read_only", [False, True])

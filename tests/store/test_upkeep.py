@@ -4,12 +4,14 @@ import json
 import os
 import shutil
 import signal
+import threading
 
 import pytest
 from store_samples import CLEAN, key, listing, packs, run, same, sample, samples
 
-from latentcache.errors import StoreBusyError, StoreError
+from latentcache.errors import EntryMissingError, StoreBusyError, StoreError
 from latentcache.store import DiskStore, compaction
+from latentcache.store.mirror import Mirror
 from latentcache.store.pack import new_pack_id
 from latentcache.store.upkeep import compact, prune, rebuild, verify
 
@@ -326,3 +328,59 @@ def test_what_is_removed_during_a_compaction_stays_removed(store, root, monkeypa
     monkeypatch.setattr(compaction, "write_pack", write_and_remove)
     assert compact(store).num_entries == 5
     assert set(store.keys()) == {key(n) for n in (0, 2, 3, 4, 5)}
+
+
+def test_a_reader_that_took_a_pack_in_lets_the_index_decide_once_it_knows_it(store, root, monkeypatch):
+    """It opens between the sealing of a compaction's pack and the moment when the index is told of it."""
+    add_packs(store, range(2), range(2, 4))
+    readers, move = [], store.catalog.move
+    monkeypatch.setattr(
+        store.catalog, "move", lambda *args: (readers.append(DiskStore(root, read_only=True)), move(*args))[1]
+    )
+    compact(store)
+    store.remove([key(0)])
+    with readers[0] as reader:
+        with pytest.raises(EntryMissingError):
+            reader.get(key(0))
+        assert same(reader.get(key(1)), sample(1))
+
+
+def test_an_opening_just_after_packs_went_calls_none_of_them_lost(store, root, monkeypatch, caplog):
+    add_packs(store, [0], [1, 2])
+    load, calls = Mirror.load, []
+
+    def load_then_prune(self, index):
+        load(self, index)
+        calls.append(index)
+        if len(calls) == 1:
+            prune(store, [key(0)])
+
+    monkeypatch.setattr(Mirror, "load", load_then_prune)
+    with DiskStore(root) as other:
+        assert list(other.keys()) == [key(0)]
+    assert "gone or damaged" not in caplog.text
+
+
+def test_what_a_thread_is_looking_up_again_is_not_pruned(store, monkeypatch):
+    add_packs(store, [0], [1, 2])
+    inside, done, find_in = threading.Event(), threading.Event(), Mirror.find_in
+
+    def slow_find_in(self, index, keys):
+        if keys == {key(0)}:
+            inside.set()
+            done.wait(0.5)  # the entry is not in memory meanwhile
+        return find_in(self, index, keys)
+
+    reader = threading.Thread(target=lambda: store.catalog.relocate(key(0)))
+
+    def keep():
+        monkeypatch.setattr(Mirror, "find_in", slow_find_in)
+        reader.start()
+        assert inside.wait(10)
+        return list(every)
+
+    every = set(store.keys())
+    prune(store, keep)
+    done.set()
+    reader.join()
+    assert store.find(every) == every and same(store.get(key(0)), sample(0))
