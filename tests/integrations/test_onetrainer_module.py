@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import random
+import signal
+import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -230,6 +233,36 @@ def test_interruption_keeps_what_was_encoded(
     assert calls == ["before image", "after"]
     again = setup().start()
     assert 1 <= again.encoded["vae"] <= 2 and len(again.items) == NUM
+
+
+def test_ctrl_c_waits_for_what_is_under_way(setup: Callable[..., Setup], parts: dict[str, Any]) -> None:
+    """It comes in the main thread while a thread encodes: models are moved back only when no thread uses them."""
+    made, calls = calls_of(setup)
+    using: list[int] = []
+    seen: list[int] = []
+
+    def press(*_: Any) -> None:
+        using.append(1)
+        if len(using) == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def leave(*_: Any) -> None:
+        time.sleep(0.3)
+        using.append(-1)
+
+    made.changes = {"after_cache_fun": lambda: (seen.append(sum(using)), calls.append("after"))}
+    run = Run(made)
+    encoder = parts["vae"].encoder
+    handles = [encoder.register_forward_pre_hook(press), encoder.register_forward_hook(leave)]
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run.next_epoch()
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert calls == ["before image", "after"] and seen == [0]
+    assert 1 <= run.encoded["vae"] < NUM
+    assert setup().start().encoded["vae"] == NUM - run.encoded["vae"]
 
 
 def test_a_stop_request_is_honoured(setup: Callable[..., Setup]) -> None:

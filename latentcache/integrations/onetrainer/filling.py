@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import CancelledError, Executor, Future
+from concurrent.futures import Executor, Future, wait
 from contextlib import contextmanager
 
 import numpy as np
@@ -17,6 +17,7 @@ from latentcache.fingerprint import canonical_json, digest
 from latentcache.integrations.onetrainer.items import Item
 from latentcache.store.base import Store, Writer
 from latentcache.types import Entry
+from latentcache.validation.interrupts import uninterrupted
 from latentcache.validation.process_state import RandomStreams
 
 WINDOW = 32
@@ -69,27 +70,32 @@ class Filling:
                     if (stopped := self._should_stop()) or self.is_hopeless:
                         break
                     if not self._store.find([item.key]):
-                        waiting.append((item, self._executor.submit(self._encode, item)))
+                        with uninterrupted():  # what a thread was given must be in `waiting`
+                            waiting.append((item, self._executor.submit(self._encode, item)))
                     if len(waiting) >= WINDOW:
-                        self._take(*waiting.popleft(), writer)
+                        self._take_first(waiting, writer)
                     bar.update(number + 1 - len(waiting) - bar.n)
                 while waiting and not (stopped := stopped or self._should_stop()):
-                    self._take(*waiting.popleft(), writer)
+                    self._take_first(waiting, writer)
                     bar.update()
             finally:
                 # Models must not be moved while a thread still uses them; what is under way is kept.
                 for _, future in waiting:
                     future.cancel()
+                wait([future for _, future in waiting])
                 for item, future in waiting:
-                    self._take(item, future, writer)
+                    if not future.cancelled() and isinstance(future.exception(), Exception | None):
+                        self._take(item, future, writer)
         if stopped:
             raise PipelineStopped(self.num_encoded, len(items))
+
+    def _take_first(self, waiting: deque[tuple[Item, Future[Entry]]], writer: Writer) -> None:
+        self._take(*waiting[0], writer)
+        waiting.popleft()  # not before: Ctrl-C may have come while it was waited for
 
     def _take(self, item: Item, future: Future[Entry], writer: Writer) -> None:
         try:
             entry = future.result()
-        except CancelledError:
-            return  # it was never begun
         except Exception as error:  # the pipeline's modules may raise anything; it is raised again when all are done
             self.failures.append((item.name, error))
             return
