@@ -133,7 +133,8 @@ class CacheModule:
         """
         opened = self._open()
         maker = self._make_items()
-        items, failures = self._plan(maker, out_variation)
+        outputs = self._grouped().inputs(out_variation)
+        items, failures = self._plan(maker, outputs)
         opened.memo.flush()
         missing = self._missing(opened, items.values())
         if missing:
@@ -146,7 +147,8 @@ class CacheModule:
                 raise items_error(failures, len(missing), ", and the rest was not tried") from failures[0][1]
         opened.memo.flush()
         if failures:
-            raise items_error(failures, len(set(self._outputs))) from failures[0][1]
+            raise items_error(failures, len(set(outputs))) from failures[0][1]
+        self._outputs = outputs
         # Of what an item is, no more is kept than its key: there may be a million of them.
         self._items = {place: (item.key, item.live) for place, item in items.items()}
         wanted = {key for key, _ in self._items.values()}
@@ -191,16 +193,20 @@ class CacheModule:
             )
         return Items(upstream, names, self.provenance, FileDigests(self._open().memo))
 
-    def _plan(self, maker: Items, out_variation: int) -> tuple[dict[tuple[int, int], Item], list[Failure]]:
-        """The items of this epoch, and those whose files or texts cannot be read, with the reason."""
+    def _grouped(self) -> Groups:
         if self._groups is None:
             # Values of concepts are asked at variation 0, as mgds does.
             num_items = self._get_previous_length(self._group_names.variations or self.get_outputs()[0])
             self._groups = make_groups(self._group_names, num_items, self._puller(0))
-        self._outputs = self._groups.inputs(out_variation)
+        return self._groups
+
+    def _plan(
+        self, maker: Items, outputs: Sequence[tuple[int, int]]
+    ) -> tuple[dict[tuple[int, int], Item], list[Failure]]:
+        """The items of an epoch, and those whose files or texts cannot be read, with the reason."""
         items: dict[tuple[int, int], Item] = {}
         failures: list[Failure] = []
-        for place in dict.fromkeys(self._outputs):
+        for place in dict.fromkeys(outputs):
             try:
                 items[place] = maker.item(*place)
             except (OSError, RuntimeError, ValueError) as error:
@@ -269,6 +275,9 @@ class CacheModule:
             found = self._rows[key] = store.resolve([key]), names
         rows, names = found
         batch = store.read_rows(rows, names)
-        device = self.pipeline.device
-        values = values_of({name: rows[0] for name, rows in batch.items()})
-        return {n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in values.items()}
+        tensors = {name: rows[0] for name, rows in batch.items()}
+        device = torch.device(self.pipeline.device)
+        if device.type != "cpu":
+            plain = {PLAIN_FIELD: tensors.pop(PLAIN_FIELD)} if PLAIN_FIELD in tensors else {}
+            tensors = {name: tensor.to(device) for name, tensor in tensors.items()} | plain
+        return values_of(tensors)
