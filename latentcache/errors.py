@@ -125,8 +125,8 @@ class ItemsError(PipelineError):
         shown = "".join(f"\n  {line}" for line in failures[:20])
         more = f"\n  and {len(failures) - 20} more" if len(failures) > 20 else ""
         super().__init__(
-            f"{len(failures)} of {num_items} items that were missing cannot be cached{detail}. What was encoded is "
-            f"stored: mend or remove these, and the next start encodes only what is missing:{shown}{more}"
+            f"{len(failures)} of {num_items} items cannot be cached{detail}. What was encoded is stored: mend or "
+            f"remove these, and the next start encodes only what is missing:{shown}{more}"
         )
 
 
@@ -136,7 +136,7 @@ class PipelineStopped(PipelineError):
     def __init__(self, num_encoded: int, num_missing: int):
         self.num_encoded, self.num_missing = num_encoded, num_missing
         super().__init__(
-            f"caching was stopped: {num_encoded} of {num_missing} missing items are stored; the next start goes on there"
+            f"caching was stopped: {num_encoded} of {num_missing} missing items are stored; the next start goes on"
         )
 
 

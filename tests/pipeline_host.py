@@ -92,7 +92,7 @@ class PipelineModule:
                 if item is not None:
                     break
         for part in path:
-            item = item[part] if part in item else None
+            item = item.get(part)
             if item is None:
                 break
         return item
@@ -115,7 +115,9 @@ class PipelineModule:
 
     def _get_previous_length(self, name: str) -> int:
         head = name.split(".")[0]
-        return next(m for m in reversed(self.pipeline.modules[: self.__module_index]) if head in m.get_outputs()).length()
+        return next(
+            m for m in reversed(self.pipeline.modules[: self.__module_index]) if head in m.get_outputs()
+        ).length()
 
     def _get_rand(self, variation: int, index: int = -1) -> Random:
         return Random(hash((self.__base_seed, self.__module_index, variation, index)))

@@ -221,5 +221,3 @@ def images(base: SimpleNamespace) -> dict[str, type]:
 
     own = (LoadImage, GenerateImageLike, CalcAspect, AspectBucketing, ScaleCropImage, RandomFlip, ScaleImage)
     return {cls.__name__: cls for cls in (*own, EncodeVAE, SampleVAEDistribution)}
-
-

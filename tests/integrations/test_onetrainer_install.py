@@ -134,7 +134,9 @@ def test_what_is_installed_caches_as_configured(
     later()
 
 
-def test_a_model_that_is_not_loaded_is_an_error(loaders: list[ModuleType], mgds: SimpleNamespace, tmp_path: Path) -> None:
+def test_a_model_that_is_not_loaded_is_an_error(
+    loaders: list[ModuleType], mgds: SimpleNamespace, tmp_path: Path
+) -> None:
     undo = onetrainer.install(model=lambda: None)
     pipeline = SimpleNamespace(**(vars(mgds) | {"LatentCacheModule": loaders[0].DiskCache}))
     begun: list[str] = []
@@ -165,5 +167,3 @@ def test_restoring_restores_after_an_error_of_the_trainers_own_function() -> Non
     with pytest.raises(RuntimeError, match="the trainer's own"):
         module.after_cache_fun()
     assert model.unet.training
-
-

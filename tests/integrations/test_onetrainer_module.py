@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import random
+import signal
+import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -99,7 +103,9 @@ def test_aggregate_names_are_served_without_reading_split_ones(
 
     monkeypatch.setattr(type(run.caches["image"]), "_read", refuse)
     assert all(
-        run.caches["image"].get_item(index, name)[name] for index in range(NUM) for name in ("crop_resolution", "image_path")
+        run.caches["image"].get_item(index, name)[name]
+        for index in range(NUM)
+        for name in ("crop_resolution", "image_path")
     )
 
 
@@ -133,6 +139,23 @@ def test_random_augmentation_gives_what_the_pipeline_gives(
     assert setup(concepts=concepts).start().encoded["vae"] > 0
 
 
+def test_each_variation_has_a_draw_of_its_own(setup: Callable[..., Setup], folder: Path) -> None:
+    def sampling(image_variations: int) -> Run:
+        run = Run(setup(concepts=[concept(folder, image_variations=image_variations)]))
+        next(m for m in run.pipeline.modules if type(m).__name__ == "SampleVAEDistribution").mode = "sample"
+        run.next_epoch()
+        return run
+
+    run = sampling(2)
+    first = run.by_photo()
+    run.next_epoch()
+    assert run.encoded["vae"] == 2 * NUM
+    assert all(
+        not torch.equal(item["latent_image"], first[name]["latent_image"]) for name, item in run.by_photo().items()
+    )
+    assert sampling(1).encoded["vae"] == 0
+
+
 # Before and after
 
 
@@ -157,6 +180,25 @@ def test_one_bad_image(setup: Callable[..., Setup], folder: Path) -> None:
     assert len(caught.value.failures) == 1 and caught.value.__cause__ is not None
     (folder / "p01.png").write_bytes(good)
     assert setup().start().encoded == Counter(vae=1, text_encoder=NUM, text_encoder_2=NUM)
+
+
+def test_every_bad_item_is_named_at_once(setup: Callable[..., Setup], folder: Path) -> None:
+    """One that cannot be read when the epoch is planned, and one that cannot be encoded."""
+    (folder / "p03.png").write_bytes(b"not an image")
+    run = Run(setup())
+    collected = run.pipeline.modules[2]
+    start = collected.start
+
+    def start_and_replace(variation: int) -> None:
+        start(variation)
+        (folder / "p00.png").unlink()
+        (folder / "p00.png").mkdir()
+
+    collected.start = start_and_replace
+    with pytest.raises(ItemsError, match="2 of 4 items") as caught:
+        run.next_epoch()
+    assert {Path(line.partition(":")[0]).name for line in caught.value.failures} == {"p00.png", "p03.png"}
+    assert run.encoded["vae"] == NUM - 2
 
 
 def test_a_caption_that_cannot_be_read(setup: Callable[..., Setup], folder: Path) -> None:
@@ -191,6 +233,36 @@ def test_interruption_keeps_what_was_encoded(
     assert calls == ["before image", "after"]
     again = setup().start()
     assert 1 <= again.encoded["vae"] <= 2 and len(again.items) == NUM
+
+
+def test_ctrl_c_waits_for_what_is_under_way(setup: Callable[..., Setup], parts: dict[str, Any]) -> None:
+    """It comes in the main thread while a thread encodes: models are moved back only when no thread uses them."""
+    made, calls = calls_of(setup)
+    using: list[int] = []
+    seen: list[int] = []
+
+    def press(*_: Any) -> None:
+        using.append(1)
+        if len(using) == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def leave(*_: Any) -> None:
+        time.sleep(0.3)
+        using.append(-1)
+
+    made.changes = {"after_cache_fun": lambda: (seen.append(sum(using)), calls.append("after"))}
+    run = Run(made)
+    encoder = parts["vae"].encoder
+    handles = [encoder.register_forward_pre_hook(press), encoder.register_forward_hook(leave)]
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run.next_epoch()
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert calls == ["before image", "after"] and seen == [0]
+    assert 1 <= run.encoded["vae"] < NUM
+    assert setup().start().encoded["vae"] == NUM - run.encoded["vae"]
 
 
 def test_a_stop_request_is_honoured(setup: Callable[..., Setup]) -> None:
@@ -339,6 +411,23 @@ def test_an_unknown_module_that_draws_depends_on_its_place(
     assert with_module(setup(), Noisy(1)).encoded["vae"] == NUM - 1
 
 
+def test_autocast_and_dtype_count(setup: Callable[..., Setup]) -> None:
+    """Of a recognised module, what changes values: contexts that do nothing are as none."""
+
+    def run_with(**settings: Any) -> Run:
+        run = Run(setup())
+        encoder = next(module for module in run.pipeline.modules if type(module).__name__ == "EncodeVAE")
+        vars(encoder).update(settings)
+        run.next_epoch()
+        return run
+
+    assert run_with(autocast_contexts=[torch.autocast("cpu", torch.bfloat16)]).encoded["vae"] == NUM
+    assert run_with(autocast_contexts=[torch.autocast("cpu", torch.bfloat16)]).encoded["vae"] == 0
+    assert run_with(autocast_contexts=[nullcontext()]).encoded["vae"] == NUM
+    assert run_with(autocast_contexts=[torch.autocast("cpu", torch.bfloat16, enabled=False)]).encoded["vae"] == 0
+    assert setup().start().encoded["vae"] == 0
+
+
 def test_weights_changed_in_place_are_noticed_and_nothing_is_moved(
     setup: Callable[..., Setup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -428,7 +517,7 @@ def test_wrong_arguments_are_refused(pipeline: SimpleNamespace, tmp_path: Path) 
 def test_the_store_is_one_like_any_other(setup: Callable[..., Setup]) -> None:
     run = setup().start()
     with DiskStore(run.setup.cache_dir / "image" / "latentcache") as store:
-        assert store.stats().num_entries == {"image": 2 * NUM}
+        assert store.stats().num_entries == {"image": NUM}
         record = store.record(next(iter(store.keys())))
         classes = [module["class"] for module in record.provenance["pipeline"]["modules"]]
         assert classes[0] == "LoadImage" and classes[-1] == "SampleVAEDistribution"

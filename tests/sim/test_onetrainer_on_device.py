@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from pipeline_host import host
-from pipeline_sdxl import Setup, concept, write_photos
+from pipeline_sdxl import Run, Setup, concept, write_photos
 
 from latentcache.encoders.tiny import tiny_sdxl, tiny_unet
 from latentcache.errors import ItemsError
@@ -141,10 +141,10 @@ def test_without_restoring_the_bug_is_there(model: Any, tmp_path: Path) -> None:
 def test_a_cold_cache_leaves_the_model_as_it_was(model: Any, tmp_path: Path) -> None:
     kept = restoring(model)
     before = model.placement()
-    setup = setup_of(model, tmp_path)
-    setup.before = lambda kind: (kept.before(), model.prepare(kind))  # type: ignore[assignment,return-value]
-    setup.changes = {"after_cache_fun": kept.after}
-    run = setup.start()
+    run = Run(setup_of(model, tmp_path))
+    for cache in run.caches.values():
+        kept.around(cache)
+    run.next_epoch()
     assert run.encoded["vae"] == 2 and model.placement() == before
     assert before["unet"] == (model.device, True) and before["vae"] == (CPU, False)
     train_step(model, run).backward()
@@ -160,12 +160,12 @@ def test_a_cold_cache_leaves_the_model_as_it_was(model: Any, tmp_path: Path) -> 
 def test_an_error_while_encoding_leaves_it_so_too(model: Any, tmp_path: Path) -> None:
     kept = restoring(lambda: model)
     before = model.placement()
-    setup = setup_of(model, tmp_path)
+    run = Run(setup_of(model, tmp_path))
     (tmp_path / "photos" / "p00.png").write_bytes(b"no image")
-    setup.before = lambda kind: (kept.before(), model.prepare(kind))  # type: ignore[assignment,return-value]
-    setup.changes = {"after_cache_fun": kept.after}
+    for cache in run.caches.values():
+        kept.around(cache)
     with pytest.raises(ItemsError, match=r"1 of 2 items"):
-        setup.start()
+        run.next_epoch()
     assert model.placement() == before
 
 

@@ -51,7 +51,7 @@ def describe(module: Any, provenance: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if setting not in values:
             raise PipelineError(
-                f"its constructor takes {setting!r} and does not keep it, so what it was cannot be told. {_advice(name)}",
+                f"its constructor takes {setting!r} and does not keep it: what it was cannot be told. {_advice(name)}",
                 module=name,
             )
         try:
@@ -59,14 +59,14 @@ def describe(module: Any, provenance: Mapping[str, Any]) -> dict[str, Any]:
         except _Unreadable as error:
             raise PipelineError(f"its setting {setting!r} is {error}. {_advice(name)}", module=name) from error
     if name not in RECOGNISED:
-        logger.info("%s: not known, so it is told by its class and its settings: %s", name, ", ".join(settings) or "none")
+        logger.info(
+            "%s: not known, so it is told by its class and its settings: %s", name, ", ".join(settings) or "none"
+        )
     return {"class": name, "settings": settings}
 
 
 def _advice(name: str) -> str:
-    return (
-        f"State what it is: provenance={{{name!r}: 'version 1'}}, and another value whenever it gives other values."
-    )
+    return f"State what it is: provenance={{{name!r}: 'version 1'}}, and another value whenever it gives other values."
 
 
 def plain_settings(asked: str, value: Any) -> Any:
@@ -117,6 +117,7 @@ def _shape(tensor: torch.Tensor) -> str:
 
 
 # Weights
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Weights:

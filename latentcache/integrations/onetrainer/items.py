@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from latentcache.fingerprint import canonical_json, digest, key_of
+from latentcache.fingerprint import canonical_json, caption_digest, digest, key_of
 from latentcache.integrations.onetrainer.description import describe, plain_settings
 from latentcache.integrations.onetrainer.recognised import (
     DRAWS,
@@ -25,17 +25,18 @@ SCHEMA = "onetrainer/1"
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One item to cache: `keys` of its two entries by what they hold, and what they follow from.
+    """One item to cache: its key, and what that follows from. `files` are (path, signature when it was read).
 
-    `files` are (path, signature when it was read).
+    `live` are the values that are handed through and not stored.
     """
 
     variation: int
     index: int
-    keys: Mapping[str, str]
-    identities: Mapping[str, Mapping[str, Any]]
+    key: str
+    identity: Mapping[str, Any]
     files: tuple[tuple[str, str | None], ...]
     texts: tuple[str, ...]
+    live: Mapping[str, Any]
 
     @property
     def name(self) -> str:
@@ -44,56 +45,58 @@ class Item:
 
 
 class Items:
-    """Gives each (variation, input index) its identity.
+    """Gives each (variation, input index) its identity, and so the key of the entry with the values of `names`.
 
     It is: what the modules are that make its values, the bytes of its files, its texts, the settings of its concept
     that those modules ask for, and what they draw of the random numbers of its place if they draw any. Neither paths
     nor positions are part of it otherwise.
     """
 
-    def __init__(
-        self, upstream: Upstream, held: Mapping[str, Sequence[str]], provenance: Mapping[str, Any], files: FileDigests
-    ):
+    def __init__(self, upstream: Upstream, names: Sequence[str], provenance: Mapping[str, Any], files: FileDigests):
         self.upstream = upstream
         self.kind: Kind = "text" if upstream.texts and not upstream.files else "image"
         self.pipeline = {
             "modules": [describe(module, provenance) for module in upstream.modules],
             "provenance": dict(provenance),
         }
-        self._digests = {
-            part: digest(canonical_json([self.pipeline, sorted(names)])) for part, names in held.items() if names
-        }
+        self._digest = digest(canonical_json([self.pipeline, sorted(names)]))
         self._files = files
-        self._variation_counts = any(class_name(module) not in RECOGNISED for module in upstream.modules)
+        self._variation_counts = any(map(_counts_variations, upstream.modules))
         drawing = [module for module in upstream.modules if draws_random_numbers(module)]
         self._drawing = [(module, {name for _, name in asked_names(module)}) for module in drawing]
         self._settings: dict[tuple[int, ...], tuple[tuple[Any, ...], tuple[str, Mapping[Asked, Any]]]] = {}
 
     def item(self, variation: int, index: int) -> Item:
         """The identity of one item. Raises what reading its files and asking for its texts raises."""
+        paths: dict[Asked, Any] = {asked: asked.value(variation, index) for asked in self.upstream.live}
+        identity: dict[str, Any] = {"kind": self.kind, "schema": SCHEMA, "pipeline": self._digest}
         files, sources = [], []
         for asked in self.upstream.files:
-            path = asked.value(variation, index)
+            path = paths[asked] if asked in paths else asked.value(variation, index)
             found, signature = (None, None) if path is None else self._files(path)
             sources.append(found)
             files.append((str(path), signature))
-        texts = [plain_settings(asked.name, asked.value(variation, index)) for asked in self.upstream.texts]
+        texts = [asked.value(variation, index) for asked in self.upstream.texts]
         settings, values = self._values(variation, index)
-        shared: dict[str, Any] = {"kind": self.kind, "schema": SCHEMA}
         if sources:
-            shared["files"] = sources
+            identity["files"] = sources
         if texts:
-            shared["texts"] = [digest(canonical_json(text)) for text in texts]
+            identity["texts"] = [
+                _text_digest(asked.name, text) for asked, text in zip(self.upstream.texts, texts, strict=True)
+            ]
         if settings:
-            shared["settings"] = settings
+            identity["settings"] = settings
         if self._variation_counts:
-            shared["variation"] = variation
+            identity["variation"] = variation
         if self._drawing and (drawn := self._drawn(variation, index, values)):
-            shared["random"] = drawn
-        identities = {part: {**shared, "pipeline": found} for part, found in self._digests.items()}
-        keys = {part: key_of(identity) for part, identity in identities.items()}
-        shown = tuple(text if isinstance(text, str) else str(text) for text in texts)
-        return Item(variation, index, keys, identities, tuple(files), shown)
+            identity["random"] = drawn
+        live = {asked.name: path for asked, path in paths.items()}
+        return Item(variation, index, key_of(identity), identity, tuple(files), tuple(map(str, texts)), live)
+
+    def name_of(self, variation: int, index: int) -> str:
+        """For messages about an item that has no identity: its path, if that can be told."""
+        paths = (*self.upstream.live, *self.upstream.files)
+        return str(paths[0].value(variation, index)) if paths else f"item {index}"
 
     def provenance(self, item: Item) -> dict[str, Any]:
         """How an item's entries were made."""
@@ -130,6 +133,19 @@ class Items:
             for module, names in self._drawing
             if _draws(module, {asked.name: value for asked, value in values.items() if asked.name in names})
         ]
+
+
+def _text_digest(name: str, value: Any) -> Any:
+    if isinstance(value, str):
+        return caption_digest(value)
+    return {"json": digest(canonical_json(plain_settings(name, value)))}
+
+
+def _counts_variations(module: Any) -> bool:
+    """Whether a module may give other values for another variation, besides what it draws for its place."""
+    if class_name(module) == "SampleVAEDistribution":
+        return module.mode != "mean"  # draws from torch's global stream
+    return class_name(module) not in RECOGNISED
 
 
 def _draws(module: Any, values: Mapping[str, Any]) -> bool:

@@ -4,36 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from latentcache.errors import EntryDamagedError, EntryMissingError, PipelineError
 from latentcache.fingerprint import canonical_json
 from latentcache.integrations.onetrainer.filling import (
+    Failure,
     Filling,
-    as_found,
     current_device,
     items_error,
+    own_random_streams,
     set_current_device,
 )
 from latentcache.integrations.onetrainer.items import Item, Items
 from latentcache.integrations.onetrainer.sources import FileDigests, signature_of
 from latentcache.integrations.onetrainer.upstream import walk
-from latentcache.integrations.onetrainer.values import read_values, tensors_of, values_of
+from latentcache.integrations.onetrainer.values import PLAIN_FIELD, PlainValues, tensors_of, values_of
 from latentcache.integrations.onetrainer.variations import GroupNames, Groups, make_groups
 from latentcache.store.disk import DiskStore
 from latentcache.store.memo import Memo
 from latentcache.types import Entry, Record
 from latentcache.validation.interrupts import uninterrupted
 
-SPLIT, AGGREGATE = "split", "aggregate"
 FOLDER = "latentcache"
 """The store's folder in `cache_dir`, where files of DiskCache may lie."""
 
 
 def _nothing() -> None:
     """In place of a function that was not given."""
+
+
+class _Opened(NamedTuple):
+    """What a cache module keeps open."""
+
+    store: DiskStore
+    memo: Memo
+    plain: PlainValues
 
 
 class CacheModule:
@@ -90,13 +98,10 @@ class CacheModule:
         self.source_value_in_names = tuple(source_value_in_names)
         self._check()
         self._groups: Groups | None = None
-        self._store: DiskStore | None = None
-        self._memo: Memo | None = None
+        self._opened: _Opened | None = None
         self._outputs: list[tuple[int, int]] = []
-        self._items: dict[tuple[int, int], Item] = {}
+        self._items: dict[tuple[int, int], tuple[str, Mapping[str, Any]]] = {}
         self._rows: dict[str, Any] = {}
-        self._aggregates: dict[str, dict[str, Any]] = {}
-        self._live: dict[tuple[int, int], dict[str, Any]] = {}
 
     def _check(self) -> None:
         if not self.split_names + self.aggregate_names:
@@ -121,90 +126,92 @@ class CacheModule:
         return self.split_names + self.aggregate_names
 
     def start(self, out_variation: int) -> None:
-        """Plan this epoch, encode what is missing of it, and read the aggregate values.
+        """Plan this epoch, encode what is missing of it, and read the values that are needed of all items.
 
         `before_cache_fun` is called once if something is missing, and `after_cache_fun` after it, also after an error.
         Raises ItemsError for items that cannot be cached when all others are stored, and PipelineStopped.
         """
-        store = self._open()
-        items, failures = self._plan(out_variation)
-        missing = self._missing(store, items.values())
+        opened = self._open()
+        maker = self._make_items()
+        outputs = self._grouped().inputs(out_variation)
+        items, failures = self._plan(maker, outputs)
+        opened.memo.flush()
+        missing = self._missing(opened, items.values())
         if missing:
-            self._fill(store, missing)
-            left = self._missing(store, items.values())
-            if left:
+            filling = self._fill(opened.store, maker, missing)
+            failures += filling.failures
+            left = self._missing(opened, items.values())
+            if left and not failures:
                 raise PipelineError(f"{len(left)} items are missing after they were stored, the first: {left[0].name}")
+            if filling.is_hopeless:
+                raise items_error(failures, len(missing), ", and the rest was not tried") from failures[0][1]
+        opened.memo.flush()
         if failures:
-            raise items_error(failures, len(items) + len(failures)) from failures[0][1]
-        self._items = items
-        wanted = {key for item in items.values() for key in item.keys.values()}
+            raise items_error(failures, len(set(outputs))) from failures[0][1]
+        self._outputs = outputs
+        # Of what an item is, no more is kept than its key: there may be a million of them.
+        self._items = {place: (item.key, item.live) for place, item in items.items()}
+        wanted = {key for key, _ in self._items.values()}
         self._rows = {key: rows for key, rows in self._rows.items() if key in wanted}
-        self._aggregates = {key: values for key, values in self._aggregates.items() if key in wanted}
 
     def get_item(self, index: int, requested_name: str | None = None) -> dict[str, Any]:
         """The values of an output of this epoch, tensors on the pipeline's device; never None.
 
-        With a split name all split names, with an aggregate name all of these, else all. StoreError where an entry was
-        lost or found damaged since `start`.
+        Values that are no tensors cost no reading; with a tensor all are read. StoreError where an entry was lost or
+        found damaged since `start`.
         """
-        place = self._outputs[index]
-        item = self._items[place]
-        device = self.pipeline.device
-        values = dict(self._live[place])
-        if requested_name is None or requested_name in self.aggregate_names:
-            found = self._aggregates.get(item.keys.get(AGGREGATE, ""), {})
-            values |= {n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in found.items()}
-        if SPLIT in item.keys and (requested_name is None or requested_name in self.split_names):
-            values |= self._read(item)
+        key, live = self._items[self._outputs[index]]
+        opened = self._open()
+        plain = opened.plain.get(key)
+        values = {**live, **(plain or {})}
+        if requested_name is None or requested_name not in values:
+            try:
+                values |= self._read(opened.store, key, tensors_only=plain is not None)
+            except (EntryDamagedError, EntryMissingError) as error:
+                path = next(iter(live.values()), f"item {index}")
+                error.add_note(f"{path}: start the trainer again, and it is encoded again")
+                raise
         return values
 
     # Inside
 
-    def _open(self) -> DiskStore:
-        if self._store is None:
-            path = Path(self.cache_dir).expanduser() / FOLDER
-            self._store = DiskStore(path)
-            self._memo = Memo(self._store.path / "memo")
-        return self._store
+    def _open(self) -> _Opened:
+        if self._opened is None:
+            store = DiskStore(Path(self.cache_dir).expanduser() / FOLDER)
+            memo = Memo(store.path / "memo")
+            self._opened = _Opened(store, memo, PlainValues(store, memo))
+        return self._opened
 
-    def _plan(self, out_variation: int) -> tuple[dict[tuple[int, int], Item], list[tuple[str, Exception]]]:
-        """The items of this epoch, and those whose files or texts cannot be read, with the reason."""
+    def _make_items(self) -> Items:
+        names = self.get_outputs()
+        upstream = walk(self, names, source_path=self.source_path_in_name, source_values=self.source_value_in_names)
+        if not upstream.files and not upstream.texts:
+            raise PipelineError(
+                f"what {', '.join(names)} are made from cannot be told: no module before the cache asks for a file or "
+                "a text. Name the text in source_value_in_names, or the path in source_path_in_name "
+                f"(now {self.source_path_in_name!r})"
+            )
+        return Items(upstream, names, self.provenance, FileDigests(self._open().memo))
+
+    def _grouped(self) -> Groups:
         if self._groups is None:
             # Values of concepts are asked at variation 0, as mgds does.
             num_items = self._get_previous_length(self._group_names.variations or self.get_outputs()[0])
             self._groups = make_groups(self._group_names, num_items, self._puller(0))
-        self._outputs = self._groups.inputs(out_variation)
-        upstream = walk(
-            self, self.get_outputs(), source_path=self.source_path_in_name, source_values=self.source_value_in_names
-        )
-        if not upstream.files and not upstream.texts:
-            raise PipelineError(
-                f"what {', '.join(self.get_outputs())} are made from cannot be told: no module before the cache asks for "
-                f"a file or a text. Name the text in source_value_in_names, or the path in source_path_in_name "
-                f"(now {self.source_path_in_name!r})"
-            )
-        assert self._memo is not None
-        held = {
-            SPLIT: [name for name in self.split_names if name not in upstream.live],
-            AGGREGATE: [name for name in self.aggregate_names if name not in upstream.live],
-        }
-        maker = Items(upstream, held, self.provenance, FileDigests(self._memo))
-        self._maker, self._held = maker, held
+        return self._groups
+
+    def _plan(
+        self, maker: Items, outputs: Sequence[tuple[int, int]]
+    ) -> tuple[dict[tuple[int, int], Item], list[Failure]]:
+        """The items of an epoch, and those whose files or texts cannot be read, with the reason."""
         items: dict[tuple[int, int], Item] = {}
-        failures: list[tuple[str, Exception]] = []
-        self._live = {}
-        for place in dict.fromkeys(self._outputs):
+        failures: list[Failure] = []
+        for place in dict.fromkeys(outputs):
             try:
-                self._live[place] = {name: self._get_previous_item(*self._at(place, name)) for name in upstream.live}
                 items[place] = maker.item(*place)
             except (OSError, RuntimeError, ValueError) as error:
-                named = next(iter(self._live.get(place, {}).values()), f"item {place[1]}")
-                failures.append((str(named), error))
-        self._memo.flush()
+                failures.append((maker.name_of(*place), error))
         return items, failures
-
-    def _at(self, place: tuple[int, int], name: str) -> tuple[int, str, int]:
-        return place[0], name, place[1]
 
     def _puller(self, variation: int) -> Callable[[str, int], Any]:
         """Asks for names with dots, as mgds does, but for the part before the first dot once an item only."""
@@ -223,58 +230,54 @@ class CacheModule:
 
         return pull
 
-    def _missing(self, store: DiskStore, items: Collection[Item]) -> list[Item]:
-        """Items that lack an entry, one for each key. Aggregate values that are there are read."""
-        there = store.find({key for item in items for key in item.keys.values()})
-        wanted = {item.keys[AGGREGATE] for item in items if AGGREGATE in item.keys} & there
-        self._aggregates |= read_values(store, sorted(wanted - self._aggregates.keys()))
-        there -= wanted - self._aggregates.keys()  # found damaged
-        missing = {tuple(item.keys.values()): item for item in items if not there.issuperset(item.keys.values())}
-        return list(missing.values())
+    def _missing(self, opened: _Opened, items: Collection[Item]) -> list[Item]:
+        """Items without an entry, one for each key. What is needed of all items is held from here on."""
+        by_key = {item.key: item for item in items}
+        there = opened.store.find(by_key)
+        if self.aggregate_names:
+            there -= opened.plain.hold(there)
+        return [item for key, item in by_key.items() if key not in there]
 
-    def _fill(self, store: DiskStore, missing: Sequence[Item]) -> None:
+    def _fill(self, store: DiskStore, maker: Items, missing: Sequence[Item]) -> Filling:
         device = torch.device(self.pipeline.device)
         number = current_device(device)
 
-        def encode(item: Item) -> list[Entry]:
+        def encode(item: Item) -> Entry:
             set_current_device(device, number)
-            return self._encode(item)
+            return self._encode(maker, item)
 
-        filling = Filling(store, self._state.executor, encode, self.should_stop)
-        with as_found():
+        tidy = getattr(self, "_torch_gc", _nothing)  # mgds' modules have it
+        filling = Filling(store, self._state.executor, encode, self.should_stop, tidy)
+        with own_random_streams(missing):
             try:
                 self.before_cache_fun()
                 filling.run(missing)
             finally:
                 with uninterrupted():
                     self.after_cache_fun()
+        return filling
 
-    def _encode(self, item: Item) -> list[Entry]:
-        """In a thread of the pipeline: the item's entries, from the modules before this one."""
+    def _encode(self, maker: Items, item: Item) -> Entry:
+        """In a thread of the pipeline: the item's entry, from the modules before this one."""
         with torch.no_grad():
-            values = {
-                part: {name: self._get_previous_item(item.variation, name, item.index) for name in self._held[part]}
-                for part in item.keys
-            }
+            names = [name for name in self.get_outputs() if name not in item.live]
+            values = {name: self._get_previous_item(item.variation, name, item.index) for name in names}
         changed = [path for path, signature in item.files if signature_of(path) != signature]
         if changed:
             raise PipelineError(f"{changed[0]} changed while it was encoded; the next start reads it again")
-        provenance = self._maker.provenance(item)
-        return [
-            Entry(Record(key, self._maker.kind, item.identities[part], provenance), tensors_of(values[part]))
-            for part, key in item.keys.items()
-        ]
+        record = Record(item.key, maker.kind, item.identity, maker.provenance(item))
+        return Entry(record, tensors_of(values))
 
-    def _read(self, item: Item) -> dict[str, Any]:
-        store, key = self._open(), item.keys[SPLIT]
-        try:
-            rows = self._rows.get(key)
-            if rows is None:
-                rows = self._rows[key] = store.resolve([key])
-            batch = store.read_rows(rows)
-        except (EntryDamagedError, EntryMissingError) as error:
-            error.add_note(f"{item.name}: start the trainer again, and it is encoded again")
-            raise
-        device = self.pipeline.device
-        values = values_of({name: rows[0] for name, rows in batch.items()})
-        return {n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in values.items()}
+    def _read(self, store: DiskStore, key: str, *, tensors_only: bool) -> dict[str, Any]:
+        found = self._rows.get(key)
+        if found is None:
+            names = [name for name in store.describe(key) if name != PLAIN_FIELD or not tensors_only]
+            found = self._rows[key] = store.resolve([key]), names
+        rows, names = found
+        batch = store.read_rows(rows, names)
+        tensors = {name: rows[0] for name, rows in batch.items()}
+        device = torch.device(self.pipeline.device)
+        if device.type != "cpu":
+            plain = {PLAIN_FIELD: tensors.pop(PLAIN_FIELD)} if PLAIN_FIELD in tensors else {}
+            tensors = {name: tensor.to(device) for name, tensor in tensors.items()} | plain
+        return values_of(tensors)

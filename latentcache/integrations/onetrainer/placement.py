@@ -68,8 +68,8 @@ class Restoring:
         self._parts = tuple(_Part.of(name, part) for name, part in vars(model).items() if _is_part(part))
         if not self._parts:
             raise PipelineError(
-                f"{type(model).__name__} has no parts: none of its attributes is a torch.nn.Module. Hand over the model "
-                "that the trainer loads, or a function that gives it."
+                f"{type(model).__name__} has no parts: none of its attributes is a torch.nn.Module. Hand over the "
+                "model that the trainer loads, or a function that gives it."
             )
 
     def after(self) -> None:
@@ -149,4 +149,3 @@ def _ask_model(model: Any, name: str, device: torch.device) -> None:
     give_or_take = getattr(model, "evict" if device == _away(model) else "materialize", None)
     if callable(give_or_take):
         give_or_take(name)
-

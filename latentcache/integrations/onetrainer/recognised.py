@@ -111,7 +111,9 @@ def _parameters(module: Any) -> list[str]:
 def _kept(module: Any, name: str) -> Any:
     attribute = KEPT_AS.get((class_name(module), name)) or name
     values = vars(module)
-    return values.get(attribute, values.get(f"_{attribute}", values.get(f"_{class_name(module)}__{attribute}", _MISSING)))
+    return values.get(
+        attribute, values.get(f"_{attribute}", values.get(f"_{class_name(module)}__{attribute}", _MISSING))
+    )
 
 
 def _codes(value: Any) -> list[CodeType]:

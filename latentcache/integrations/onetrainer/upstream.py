@@ -42,7 +42,7 @@ class Upstream:
     files: list[Asked] = field(default_factory=list)
     texts: list[Asked] = field(default_factory=list)
     settings: list[Asked] = field(default_factory=list)
-    live: tuple[str, ...] = ()
+    live: list[Asked] = field(default_factory=list)
     """Names that are handed through and not stored: paths, which are not part of what an item is."""
 
 
@@ -68,9 +68,10 @@ class _Walk:
 
     def run(self, names: Sequence[str]) -> Upstream:
         cache, end, found = self._cache, self._end, self._found
-        found.live = tuple(name for name in names if self._is_path(end, name))
         for name in names:
-            if name not in found.live:
+            if self._is_path(end, name):
+                found.live.append(Asked(cache, name))
+            else:
                 self._visit(cache, end, "", name)
         for position in range(end - 1, -1, -1):
             if position in self._needed:

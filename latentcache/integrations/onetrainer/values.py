@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping, MutableMapping
 from typing import Any
 
 import torch
 
 from latentcache.errors import EntryDamagedError, EntryMissingError, PipelineError
-from latentcache.fingerprint import canonical_json
+from latentcache.fingerprint import digest
 from latentcache.store.base import Store, is_field
 
 PLAIN_FIELD = "plain_values"
@@ -39,7 +39,7 @@ def tensors_of(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
             raise PipelineError(f"{name!r} holds NaN or Inf; an encoder that overflows needs another dtype")
         fields[name] = tensor
     if plain or not fields:
-        data = canonical_json(plain)
+        data = json.dumps(plain, separators=(",", ":"), allow_nan=False).encode("ascii")
         data += b" " * (-len(data) % PADDING)
         fields[PLAIN_FIELD] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     return fields
@@ -49,35 +49,54 @@ def values_of(fields: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """The inverse of `tensors_of`: tensors on the CPU, other values with the types that they had."""
     values: dict[str, Any] = dict(fields)
     data = values.pop(PLAIN_FIELD, None)
-    if data is not None:
-        plain = json.loads(data.numpy().tobytes())
-        values |= {name: _decoded(value) for name, value in plain.items()}
-    return values
+    return values if data is None else values | _plain_values(data.numpy().tobytes())
 
 
-def read_values(store: Store, keys: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """The values of the entries that are there and whole, by key; those of equal shape are read together."""
-    groups: dict[tuple[Any, ...], list[str]] = {}
-    for key in dict.fromkeys(keys):
-        try:
-            groups.setdefault(tuple(sorted(store.describe(key).items())), []).append(key)
-        except (EntryDamagedError, EntryMissingError):
-            continue  # a miss: the caller makes it anew
-    found: dict[str, dict[str, Any]] = {}
-    for group in groups.values():
-        found |= _read_group(store, group)
-    return found
+class PlainValues:
+    """The values of entries that are no tensors, by key: held in memory, as all are needed before the first batch.
+
+    `memo` keeps copies, each with its digest, so that a new process need not read every entry.
+    """
+
+    def __init__(self, store: Store, memo: MutableMapping[str, str]):
+        self._store, self._memo = store, memo
+        self._values: dict[str, dict[str, Any]] = {}
+
+    def get(self, key: str) -> dict[str, Any] | None:
+        """The values of an entry that is held, else None."""
+        return self._values.get(key)
+
+    def hold(self, keys: Collection[str]) -> set[str]:
+        """Hold the values of these entries, and of no others. Returns the keys of those that are missing or damaged."""
+        self._values = {key: self._values[key] for key in keys if key in self._values}
+        missing = set()
+        for key in keys:
+            if key not in self._values:
+                try:
+                    self._values[key] = self._remembered(key) or self._read(key)
+                except (EntryDamagedError, EntryMissingError):
+                    missing.add(key)  # the caller has them made anew
+        return missing
+
+    def _remembered(self, key: str) -> dict[str, Any] | None:
+        found, _, text = self._memo.get(_memo_name(key), "").partition(" ")
+        data = text.encode()
+        return _plain_values(data) if data and digest(data) == found else None
+
+    def _read(self, key: str) -> dict[str, Any]:
+        if PLAIN_FIELD not in self._store.describe(key):
+            return {}
+        data = self._store.read_batch([key], [PLAIN_FIELD])[PLAIN_FIELD][0].numpy().tobytes().rstrip()
+        self._memo[_memo_name(key)] = f"{digest(data)} {data.decode()}"
+        return _plain_values(data)
 
 
-def _read_group(store: Store, keys: list[str]) -> dict[str, dict[str, Any]]:
-    try:
-        batch = store.read_batch(keys)
-    except (EntryDamagedError, EntryMissingError):
-        if len(keys) == 1:
-            return {}  # a miss, as above
-        middle = len(keys) // 2
-        return _read_group(store, keys[:middle]) | _read_group(store, keys[middle:])
-    return {key: values_of({name: rows[i] for name, rows in batch.items()}) for i, key in enumerate(keys)}
+def _memo_name(key: str) -> str:
+    return f"onetrainer-values/1 {key}"
+
+
+def _plain_values(data: bytes) -> dict[str, Any]:
+    return {name: _decoded(value) for name, value in json.loads(data).items()}
 
 
 def _encoded(name: str, value: Any) -> Any:

@@ -70,12 +70,20 @@ def make_groups(names: GroupNames, num_items: int, pull: Pull) -> Groups:
     if names.variations is None:
         indices = tuple(range(num_items))
         return Groups((Group(indices, len(indices), 1),) if indices else ())
+    heads = tuple(dict.fromkeys(name.partition(".")[0] for name in (*names.group, names.enabled) if name))
+    known: dict[tuple[int, ...], tuple[list[Any], bytes | None]] = {}
     members: dict[bytes, list[int]] = {}
     for index in range(num_items):
-        if names.enabled and not pull(names.enabled, index):
-            continue
-        key = canonical_json([pull(name, index) for name in names.group])
-        members.setdefault(key, []).append(index)
+        # Items of one concept share its dict, which is looked through once; it is held, so that its id stays its own.
+        values = [pull(head, index) for head in heads]
+        mark = tuple(map(id, values))
+        if mark not in known:
+            enabled = not names.enabled or pull(names.enabled, index)
+            key = canonical_json([pull(name, index) for name in names.group]) if enabled else None
+            known[mark] = values, key
+        found = known[mark][1]
+        if found is not None:
+            members.setdefault(found, []).append(index)
     return Groups(tuple(_group(names, indices, pull) for indices in members.values()))
 
 
