@@ -290,7 +290,7 @@ class _Import:
         lacking = "image" if not any(not ref.geometry.flip for ref in images) else "text"
         refusal = None
         if lacking == "image" or not sample.captions:
-            detail = f"no {lacking} entry was imported for it: precache makes what is missing"
+            detail = f"no {lacking} entry was imported for {sample_id!r}: precache makes what is missing"
             refusal = Refusal(sample_id, sample.path, "missing", detail)
             self.report.incomplete.append(refusal)
         else:

@@ -100,9 +100,18 @@ def sample_id_of(recorded: str, path: str | Path) -> str:
     Raises ForeignFileRefused (with `path`, the file that names it) if it names nothing, or leads upwards.
     """
     parts = path_parts(recorded)
-    if not parts or ".." in parts or "\0" in recorded:
+    if not parts or ".." in parts or "\0" in recorded or not _is_file_name(recorded):
         raise ForeignFileRefused(path, "corrupt", f"it names the image {recorded!r:.200}, which is no path of a file")
     return "/".join(parts)
+
+
+def _is_file_name(text: str) -> bool:
+    """Whether the file system can hold it: a pickle may hold half a surrogate pair."""
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def refusal_of(sample_id: str, error: DatasetError) -> Refusal:

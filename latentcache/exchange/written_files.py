@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
+from latentcache.errors import StoreError
 from latentcache.exchange.exporting import ExportSample
 from latentcache.exchange.reports import ExportReport
 from latentcache.files import typed_errors, write_sealed
@@ -23,15 +26,22 @@ class WrittenFiles:
     def write(self, path: Path, data: bytes, sample: ExportSample) -> bool:
         """Write one file of `sample`; False, and a line in the report, if another sample or another program did.
 
-        Raises ReadOnlyError, StorageFullError or StoreError.
+        So for a name that is too long. Raises ReadOnlyError, StorageFullError or StoreError.
         """
-        if path in self._written or (path.exists() and not self._overwrite):
+        if path in self._written or (os.path.exists(path) and not self._overwrite):
             who = "another sample has this file" if path in self._written else "it is there already: give --overwrite"
             self._report.skipped.append(Refusal(sample.sample_id, str(path), "duplicate", who))
             return False
-        with typed_errors(path, len(data)):
-            path.parent.mkdir(parents=True, exist_ok=True)
-        write_sealed(path, data)
+        try:
+            with typed_errors(path, len(data)):
+                path.parent.mkdir(parents=True, exist_ok=True)
+            write_sealed(path, data)
+        except StoreError as error:
+            if getattr(error.__cause__, "errno", None) != errno.ENAMETOOLONG:
+                raise
+            detail = f"its name is too long for a file here: {len(path.name)} characters"
+            self._report.skipped.append(Refusal(sample.sample_id, str(path), "unreadable", detail))
+            return False
         self._written.add(path)
         self._report.num_files += 1
         self._report.bytes_written += len(data)

@@ -94,6 +94,12 @@ def export(
                 Refusal(sample.sample_id, sample.path, "unreadable", "its name leads out of the folder")
             )
             continue
+        try:
+            sample.sample_id.encode()
+        except UnicodeEncodeError:
+            detail = "its name is not UTF-8, as the metadata of a safetensors file must be"
+            report.skipped.append(Refusal(sample.sample_id, sample.path, "unreadable", detail))
+            continue
         if not _is_usual(sample.geometry):
             report.note(NOTE_UNUSUAL)
         for flip, latents in ((False, sample.latents), (True, sample.flipped)):

@@ -32,7 +32,7 @@ from latentcache.exchange.exporting import ExportCaption, ExportSample, export_p
 from latentcache.exchange.foreign import ForeignImage, ForeignItem, ForeignText
 from latentcache.exchange.npz_files import NpzFile, npz_bytes, open_npz
 from latentcache.exchange.reports import ExportReport
-from latentcache.files import typed_errors, write_sealed
+from latentcache.exchange.written_files import WrittenFiles
 from latentcache.retrieve.batches import LatentCache
 from latentcache.types import Bucket, Geometry, Refusal, Size
 
@@ -308,7 +308,7 @@ def export(
     ReadOnlyError, StorageFullError or StoreError.
     """
     report = ExportReport("kohya", name, str(folder))
-    written: set[Path] = set()
+    files = WrittenFiles(report, overwrite=overwrite)
     for sample in export_samples(cache, name, report, seed=seed):
         base = export_path(Path(folder), sample.sample_id)
         if base is None:
@@ -317,11 +317,11 @@ def export(
             continue
         height, width = sample.geometry.original_size
         latents = base.with_name(f"{base.name}_{width:04d}x{height:04d}{SUFFIX}")
-        if _write(latents, _latent_arrays(sample, unsuffixed, report), sample, report, written, overwrite):
+        if files.write(latents, npz_bytes(_latent_arrays(sample, unsuffixed, report)), sample):
             report.num_images += 1 if sample.flipped is None else 2
         arrays = _text_arrays(sample.captions[0], sample, report) if sample.captions else None
         text = base.with_name(f"{base.name}{TEXT_SUFFIX}")
-        if arrays is not None and _write(text, arrays, sample, report, written, overwrite):
+        if arrays is not None and files.write(text, npz_bytes(arrays), sample):
             report.num_texts += 1
         if len(sample.captions) > 1:
             report.note("several captions: only the first was exported")
@@ -359,26 +359,3 @@ def _text_arrays(caption: ExportCaption, sample: ExportSample, report: ExportRep
         "hidden_state2": embeds[:, width:].contiguous().numpy(),
         "pool2": pooled.numpy(),
     }
-
-
-def _write(
-    path: Path,
-    arrays: dict[str, np.ndarray],
-    sample: ExportSample,
-    report: ExportReport,
-    written: set[Path],
-    overwrite: bool,
-) -> bool:
-    """Write one file, unless there is one already; then tell so."""
-    if path in written or (path.exists() and not overwrite):
-        who = "another sample has this file" if path in written else "the file is there already: give --overwrite"
-        report.skipped.append(Refusal(sample.sample_id, str(path), "duplicate", who))
-        return False
-    data = npz_bytes(arrays)
-    with typed_errors(path, len(data)):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    write_sealed(path, data)
-    written.add(path)
-    report.num_files += 1
-    report.bytes_written += len(data)
-    return True

@@ -66,6 +66,6 @@ def test_a_path_without_a_sample_is_named_without_its_root():
     assert sample_id_of("/data/set/a.png", "f") == "data/set/a.png"
     assert sample_id_of("D:\\set\\a.png", "f") == "set/a.png"
     assert path_parts("a/b.png") == ("a", "b.png")
-    for recorded in ("", "/", "../a.png", "/a/../../b.png", "a\0.png"):
+    for recorded in ("", "/", "../a.png", "/a/../../b.png", "a\0.png", "/a/\ud800.png"):
         with pytest.raises(ForeignFileRefused, match="no path of a file"):
             sample_id_of(recorded, "f")
