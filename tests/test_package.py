@@ -101,7 +101,7 @@ def test_nothing_unpickles_or_evaluates_and_nothing_names_cuda(module: Path) -> 
             called = ast.unparse(node.func)
             assert called not in {"eval", "exec"}, f"{module}:{node.lineno}: {called}"
             if called == "torch.load":
-                # Other people's checkpoints and caches are pickles: one module reads each, with torch's restricted reader.
+                # Other people's checkpoints and caches are pickles: one module reads each, with torch's own limits.
                 restricted = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
                 readers = {"devices/checkpoint_import.py", "exchange/torch_files.py"}
                 assert str(module) in readers, f"{module}:{node.lineno}: {called}"
