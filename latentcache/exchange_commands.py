@@ -147,7 +147,7 @@ def import_foreign(
             workspace,
             name=options.name or (dataset.name if dataset is not None else source),
             role=options.role or (dataset.role if dataset is not None else "train"),
-            repeats=options.repeats or (dataset.repeats if dataset is not None else 1),
+            repeats=options.repeats if options.repeats is not None else (dataset.repeats if dataset is not None else 1),
             store_dtype=None if options.dtype is None else DTYPES[options.dtype],
             scale_check=not options.no_scale_check,
             verification=_verification(options, loaded),

@@ -96,9 +96,10 @@ def test_import_takes_name_role_and_repeats_from_the_config(
         (("--from", "kohya", "--cache", "x", "--verify", "3"), "--verify encodes again, and needs --config"),
         (("--from", "kohya", "--cache", "x", "--name", "../x"), "the name is '../x'"),
         (("--from", "kohya", "--cache", "x", "--images", "none"), "does not exist"),
+        (("--from", "kohya", "--cache", "x", "--repeats", "0"), "repeats is 0; it must be at least 1"),
         (("--from", "simpletuner", "--images", ".", "--captions", "none", "--cache", "x"), "--captions none"),
     ],
-    ids=["format", "option", "needed", "cache", "config", "name", "images", "captions"],
+    ids=["format", "option", "needed", "cache", "config", "name", "images", "repeats", "captions"],
 )
 def test_what_cannot_be_imported_says_what_to_do(
     foreign: Path,

@@ -59,6 +59,8 @@ def import_cache(
     """
     started = time.monotonic()
     _check_name(name)
+    if repeats < 1:
+        raise ConfigError(f"repeats is {repeats}; it must be at least 1")
     if verification is not None and store_dtype is not None:
         raise ConfigError("what is verified is stored in the dtypes of the config: give no --dtype with --verify")
     last = workspace.manifests.read(name)
