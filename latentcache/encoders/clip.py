@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import diffusers
 import torch
 from diffusers import StableDiffusionXLPipeline
 
@@ -58,7 +59,7 @@ def tokenize(parts: TextParts, captions: Sequence[str]) -> Tokens:
     """
     if not captions:
         raise ValueError("no captions: at least one is needed")
-    pipeline = _pipeline(parts, parts.tokenizer, parts.tokenizer_2)
+    pipeline = _pipeline(parts)
     (input_ids, lengths), (input_ids_2, lengths_2) = (
         _tokenize(tokenizer, _with_all_vectors(pipeline, list(captions), tokenizer))
         for tokenizer in (parts.tokenizer, parts.tokenizer_2)
@@ -84,14 +85,22 @@ def encode_tokens(
 
     It IS `StableDiffusionXLPipeline.encode_prompt`, whose tokenizers have their answers ready, so the bits are its own
     for the same batch, device and dtype. The encoders run where they are; both results are on `device` (default: the
-    first encoder's). `clip_skip` 0 is the penultimate layer. The same caption may differ in the last bits in a batch
+    first encoder's). Tokens that lie on the encoders' device already are not copied, and then the host waits for
+    nothing. `clip_skip` 0 is the penultimate layer. The same caption may differ in the last bits in a batch
     of another size (measured on the CPU: the pooled output does). The attention kernel is the encoders' own:
     transformers takes torch's scaled_dot_product_attention unless a config says otherwise.
-    Raises ModelError if the encoders have fewer layers than `clip_skip` needs.
+    Raises ModelError if the encoders have fewer layers than `clip_skip` needs, or if this diffusers asks for tokens in
+    another way than one call for all captions.
     """
     _check_clip_skip(parts, clip_skip)
     where = next(parts.text_encoder.parameters()).device
-    pipeline = _pipeline(parts, _Ready(tokens.input_ids), _Ready(tokens.input_ids_2))
+    placed = TextParts(
+        _Placed(parts.text_encoder),
+        _Placed(parts.text_encoder_2),
+        _Ready(tokens.input_ids),
+        _Ready(tokens.input_ids_2),
+    )
+    pipeline = _pipeline(placed)
     with inference(where):
         prompt_embeds, _, pooled_prompt_embeds, _ = pipeline.encode_prompt(
             [""] * len(tokens),
@@ -129,16 +138,44 @@ class _Ready:
         return []
 
     def __call__(self, texts: Sequence[str], **options: Any) -> _Ready:
+        # Other captions than all of the batch would get the wrong tokens.
+        if isinstance(texts, str) or any(texts) or len(texts) != len(self.input_ids):
+            raise ModelError(
+                f"encode_prompt of diffusers {diffusers.__version__} asks its tokenizer for {texts!r}, not for "
+                f"{len(self.input_ids)} captions at once: latentcache does not know this version. Install another one.",
+                part="tokenizer",
+            )
         return self
 
 
-def _pipeline(parts: TextParts, tokenizer: Any, tokenizer_2: Any) -> StableDiffusionXLPipeline:
+class _Placed:
+    """Stands in for a text encoder in `encode_prompt`, and says at once where it is.
+
+    diffusers 0.42 walks all modules of each encoder twice a call to find out: 1 to 2 ms in which nothing is launched.
+    """
+
+    def __init__(self, encoder: torch.nn.Module):
+        self._encoder = encoder
+        self.device = next(encoder.parameters()).device
+
+    def modules(self) -> Iterator[torch.nn.Module]:
+        """None with a hook of diffusers that names another device: an offloaded encoder moves its inputs itself."""
+        return iter(())
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        return self._encoder(*arguments, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._encoder, name)
+
+
+def _pipeline(parts: TextParts) -> StableDiffusionXLPipeline:
     return StableDiffusionXLPipeline(
         vae=None,
         text_encoder=parts.text_encoder,
         text_encoder_2=parts.text_encoder_2,
-        tokenizer=tokenizer,
-        tokenizer_2=tokenizer_2,
+        tokenizer=parts.tokenizer,
+        tokenizer_2=parts.tokenizer_2,
         unet=None,
         scheduler=None,
         add_watermarker=False,

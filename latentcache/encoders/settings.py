@@ -57,8 +57,8 @@ def _channels_last(module: torch.nn.Module, *, wanted: bool) -> Iterator[None]:
     if not wanted or not all(parameter.is_contiguous() for parameter in module.parameters()):
         yield
         return
-    module.to(memory_format=torch.channels_last)
     try:
+        module.to(memory_format=torch.channels_last)
         yield
     finally:
         module.to(memory_format=torch.contiguous_format)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -111,6 +111,12 @@ class TextStage:
 
     def _launch(self, items: Sequence[TextItem]) -> Download:
         tokens = join_tokens([item.tokens for item in items])
+        # encode_prompt would copy them on the stream that computes, and wait for all that was launched on it before.
+        tokens = replace(
+            tokens,
+            input_ids=self._copies.upload(tokens.input_ids),
+            input_ids_2=self._copies.upload(tokens.input_ids_2),
+        )
         clip_skip = items[0].task.identity.encoding.clip_skip  # a batch has one: it is formed by it
         made = encode_tokens(self._parts, tokens, clip_skip=clip_skip, device=self._placement.device)
         return self._copies.download(finished_texts(made, self._job.encodings))

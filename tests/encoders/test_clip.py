@@ -5,6 +5,7 @@ import logging
 import pytest
 import torch
 from diffusers import StableDiffusionXLPipeline
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from latentcache.encoders.clip import encode_captions, encode_tokens, join_tokens, num_tokens, token_limit, tokenize
 from latentcache.encoders.models import LoadedModels, ModelLoader
@@ -140,3 +141,37 @@ def test_a_textual_inversion_of_several_vectors_is_written_out_as_the_pipeline_d
     ours = encode_captions(text, captions)
     assert torch.equal(ours["prompt_embeds"], expected[0]) and torch.equal(ours["pooled_prompt_embeds"], expected[2])
     assert tokenize(text, captions).num_tokens[0] == tokenize(text, ["a photo of  on a table"]).num_tokens[0] + 3
+
+
+@pytest.mark.parametrize("ask", ["one by one", "as one text", "other texts"])
+def test_a_diffusers_that_asks_for_tokens_in_another_way_is_noticed(text, monkeypatch, ask):
+    def encode_prompt(self, prompt, **options):
+        asked = {"one by one": prompt[:1], "as one text": prompt[0], "other texts": [f"{text}." for text in prompt]}[
+            ask
+        ]
+        return self.tokenizer(asked, padding="max_length")
+
+    monkeypatch.setattr(StableDiffusionXLPipeline, "encode_prompt", encode_prompt)
+    with pytest.raises(ModelError, match=r"diffusers [\d.]+.* asks its tokenizer for"):
+        encode_captions(text, ["a cat", "a dog"])
+
+
+def test_the_host_waits_for_nothing_while_tokens_are_encoded(text):
+    """On an accelerator these operations wait for the device."""
+    tokens = tokenize(text, ["a cat", "a dog"])
+    with Operations() as operations:
+        encode_tokens(text, tokens)
+    assert "aten::embedding" in operations.names
+    assert not operations.names & {"aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero"}
+
+
+class Operations(TorchDispatchMode):
+    """Writes down what is computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, operation, types, arguments=(), options=None):
+        self.names.add(operation._schema.name)
+        return operation(*arguments, **(options or {}))

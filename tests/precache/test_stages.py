@@ -89,6 +89,24 @@ def test_the_next_batch_is_launched_before_the_last_one_is_fetched(
         assert steps[2].startswith("host") and steps[4].startswith("host")
 
 
+def test_tokens_are_on_the_device_before_they_are_encoded(
+    make_config: Callable[..., Config], beside: Streams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else `encode_prompt` copies them, and waits for the batch before: nothing would be launched ahead."""
+    uploaded, upload = [], StreamCopies.upload
+
+    def remember(self: StreamCopies, tensor: torch.Tensor) -> torch.Tensor:
+        uploaded.append(upload(self, tensor.clone()))
+        return uploaded[-1]
+
+    monkeypatch.setattr(StreamCopies, "upload", remember)
+    parts, seen = tiny_sdxl(), []
+    for name in ("text_encoder", "text_encoder_2"):
+        parts[name].register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    run_precache(make_config(), models=LoadedModels(**parts))
+    assert seen and all(any(ids is tensor for tensor in uploaded) for ids in seen)
+
+
 @pytest.mark.parametrize("slow", ["encoder", "writer", "decoder"])
 def test_memory_stays_flat(
     make_config: Callable[..., Config],
