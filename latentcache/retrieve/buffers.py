@@ -68,12 +68,12 @@ class BufferPool:
         self.num_allocated += 1
         if self.pin:
             try:
-                return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+                return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
             except RuntimeError as error:
                 # Locked memory may be limited. Copies from other memory are slower, and right.
                 logger.warning("%d bytes cannot be pinned, so copies will be slower: %s", size, error)
                 self.pin = False
-        return torch.empty(size, dtype=torch.uint8)
+        return torch.empty(size, dtype=torch.uint8, device="cpu")
 
     def clear(self) -> None:
         """Let go of the buffers that are idle."""

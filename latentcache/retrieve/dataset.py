@@ -98,7 +98,8 @@ class LatentDataset(Dataset[Batch]):
         number = self.caption
         if number == "random":
             drawn = isinstance(index, Visit)
-            number = index.draw % len(row.captions) if drawn else int(torch.randint(len(row.captions), ()))
+            num = len(row.captions)
+            number = index.draw % num if drawn else int(torch.randint(num, (), device="cpu"))
         return Wanted.of(row, caption=number, flip=flip)
 
     def all_wanted(self) -> Iterator[Wanted]:
@@ -121,7 +122,7 @@ class LatentDataset(Dataset[Batch]):
         for positions in groups.values():
             batch = self.cache.gather([wanted[position] for position in positions])
             for name in SIZES:
-                batch[name] = torch.tensor(batch[name], dtype=torch.int64)
+                batch[name] = torch.tensor(batch[name], dtype=torch.int64, device="cpu")
             for number, position in enumerate(positions):
                 items[position] = {name: values[number] for name, values in batch.items()}
         return items

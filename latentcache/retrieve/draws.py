@@ -39,7 +39,7 @@ def noise_generator(seed: int, epoch: int, position: int) -> torch.Generator:
     On the CPU, because its numbers are the same whatever the device. torch keeps 32 bits of a CPU generator's seed,
     so that two batches that lie far apart may, rarely, share their noise.
     """
-    return torch.Generator().manual_seed(seed_of("latents", seed, epoch, position))
+    return torch.Generator("cpu").manual_seed(seed_of("latents", seed, epoch, position))
 
 
 def order_generator(seed: int, epoch: int) -> np.random.Generator:

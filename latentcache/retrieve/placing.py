@@ -14,6 +14,7 @@ from latentcache.store.gather import check_output
 
 Batch = dict[str, Any]
 IMAGE_FIELDS = ("moments", "latents")
+OUTPUTS = ("latents", "moments")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,8 @@ def place(
     generator: torch.Generator | None = None,
 ) -> Batch:
     """A gathered batch moved to the asking device: see `LatentCache.batch`. `scaling` None leaves latents unscaled."""
+    if output not in OUTPUTS:
+        raise StoreError(f"output is {output!r}; it must be one of {', '.join(OUTPUTS)}")
     if is_cpu(device) and dtype is None and scaling is None and generator is None:
         stored = batch.get(output)
         if stored is not None and stored.is_cpu:

@@ -177,7 +177,7 @@ class ResidentEntries:
             out = allocate({name: (tensor.dtype, (len(wanted), *tensor.shape[1:])) for name, tensor in named})
         batch: Batch = {}
         for table, rows in parts:
-            index = torch.tensor(rows, dtype=torch.int64).to(self.device)
+            index = torch.tensor(rows, dtype=torch.int64, device="cpu").to(self.device)
             for name, tensor in table.fields.items():
                 if name in out:
                     torch.index_select(tensor, 0, index, out=out[name])

@@ -14,6 +14,7 @@ from latentcache.store.base import DTYPES, dtype_name, flat_bytes
 Description = Mapping[str, tuple[str, tuple[int, ...]]]
 """Field -> (dtype name, shape)."""
 CPU = torch.device("cpu")
+"""Named wherever memory is made: `torch.set_default_device` of the caller must not move it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,7 @@ def output(fields: Description, num_rows: int, out: Mapping[str, torch.Tensor] |
         tensor = given.get(name)
         if tensor is None:
             # torch aligns to 64 bytes; numpy may not, and copies are then 2.5 times slower.
-            tensor = torch.empty((num_rows, *shape), dtype=DTYPES[dtype])
+            tensor = torch.empty((num_rows, *shape), dtype=DTYPES[dtype], device=CPU)
         else:
             check_output(name, tensor, DTYPES[dtype], (num_rows, *shape), CPU)
         tensors[name] = tensor

@@ -231,7 +231,8 @@ def map_pack(path: Path, min_bytes: int) -> np.ndarray:
             raise PackError(path, f"has {file_bytes:,} bytes, its entries need {min_bytes:,}")
         # Not mmap.mmap: it keeps a descriptor per pack open, and a large cache has more packs than descriptors.
         # The mapping is private, so a stray write could not reach the file.
-        return torch.from_file(f"/dev/fd/{fd}", shared=False, size=file_bytes, dtype=torch.uint8).numpy()
+        mapped = torch.from_file(f"/dev/fd/{fd}", shared=False, size=file_bytes, dtype=torch.uint8, device="cpu")
+        return mapped.numpy()
     except (RuntimeError, OSError, MemoryError) as error:
         raise unreadable(path, error) from error
     finally:
@@ -249,7 +250,7 @@ def read_entry(data: np.ndarray, record: Record, location: Location) -> Entry:
     tensors = {}
     for name, found in field_bytes(data, location).items():
         dtype, shape = location.description[name]
-        tensor = torch.empty(shape, dtype=DTYPES[dtype])
+        tensor = torch.empty(shape, dtype=DTYPES[dtype], device="cpu")
         np.copyto(flat_bytes(tensor), found)
         tensors[name] = tensor
     return Entry(record, tensors)

@@ -60,6 +60,28 @@ def test_samples_are_found_without_a_manifest_the_second_time(
     assert mixed == {name: [values[number] for number in order] for name, values in first[0].items()}
 
 
+def test_an_output_that_there_is_not_is_refused(cache: LatentCache) -> None:
+    for output in ("moment", "prompt_embeds"):
+        with pytest.raises(StoreError, match=f"output is '{output}'; it must be one of latents, moments"):
+            cache.batch(WIDE, device="cpu", output=output)
+
+
+def test_the_callers_default_device_moves_nothing(path: Path) -> None:
+    def everything() -> list[Any]:
+        with LatentCache(path) as cache:
+            entry = cache.get(cache.row("a.png")[1].images[0].key)
+            found: list[Any] = [plain(entry.tensors), plain(cache.batch(WIDE, device="cpu", output="moments"))]
+        for resident in (None, "cpu"):
+            with loader_of(path, prefetch=0, resident=resident) as made:
+                found.append([plain(batch) for batch in made])
+        items = LatentDataset(path, caption="random").__getitems__([0, 1])
+        return found + [item["original_size"].tolist() for item in items]
+
+    expected = everything()
+    with torch.device("meta"):  # as torch.set_default_device does it
+        assert everything() == expected
+
+
 def test_lists_are_the_callers_own(cache: LatentCache) -> None:
     first, expected = cache.batch(WIDE, device="cpu"), plain(cache.batch(WIDE, device="cpu"))
     for value in first.values():
