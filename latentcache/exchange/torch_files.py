@@ -26,6 +26,9 @@ from latentcache.errors import ForeignFileRefused
 MAX_FILE_BYTES = 256 << 20
 """A latent of 16,384 x 16,384 pixels has 67 MB in float32."""
 
+MAX_PICKLE_BYTES = 4 << 20
+"""Of the part of a file that is no tensor's values: each byte can become an object of some 200 bytes."""
+
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _ZIP = b"PK\x03\x04"
 _GZIP = b"\x1f\x8b"
@@ -101,13 +104,14 @@ def gunzip(data: bytes, path: str | Path, max_bytes: int = MAX_FILE_BYTES) -> by
     return b"".join(parts)
 
 
-def load_torch(data: bytes, path: str | Path) -> Any:
+def load_torch(data: bytes, path: str | Path, max_pickle_bytes: int = MAX_PICKLE_BYTES) -> Any:
     """What `torch.save` (of torch 1.6 or later) wrote: tensors on the CPU, and plain data.
 
     Only torch's restricted reader is used. Raises ForeignFileRefused for files that are damaged, are compressed, need
-    code to be run, or whose tensors are larger than their bytes.
+    code to be run, whose tensors are larger than their bytes, or that say of what they are in more than
+    `max_pickle_bytes`.
     """
-    sizes = _member_sizes(data, path)
+    sizes = _member_sizes(data, path, max_pickle_bytes)
     try:
         content = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     # Whatever else the bytes make torch's reader raise (there is no common class), the file cannot be used.
@@ -146,7 +150,7 @@ def tensor_in(value: object, name: str, path: str | Path, *, ndim: int) -> torch
     return value.detach().clone(memory_format=torch.contiguous_format)
 
 
-def _member_sizes(data: bytes, path: str | Path) -> set[int]:
+def _member_sizes(data: bytes, path: str | Path, max_pickle_bytes: int) -> set[int]:
     """The sizes of the zip's members, after each was read and compared with its checksum."""
     if not data.startswith(_ZIP):
         raise ForeignFileRefused(path, "corrupt", f"it begins with {data[:4]!r}, which no torch.save file does")
@@ -159,6 +163,9 @@ def _member_sizes(data: bytes, path: str | Path) -> set[int]:
                 raise ForeignFileRefused(path, "corrupt", "its members overlap")
             if (damaged := archive.testzip()) is not None:
                 raise ForeignFileRefused(path, "corrupt", f"{damaged} does not have its checksum")
+            for member in members:
+                if member.filename.lower().endswith(".pkl"):  # torch's zip reader ignores case
+                    _check_pickle(archive.read(member), path, max_pickle_bytes)
     except ForeignFileRefused:
         raise
     except _ZIP_ERRORS as error:
@@ -166,6 +173,16 @@ def _member_sizes(data: bytes, path: str | Path) -> set[int]:
         reason = "truncated" if "not a zip file" in str(error) else "corrupt"
         raise ForeignFileRefused(path, reason, f"zip: {error}") from error
     return {member.file_size for member in members}
+
+
+def _check_pickle(pickled: bytes, path: str | Path, max_bytes: int) -> None:
+    """Raises ForeignFileRefused for what would take far more memory than the file has."""
+    if len(pickled) > max_bytes:
+        detail = f"its pickle has {len(pickled):,} bytes; such a file has {max_bytes:,} at most"
+        raise ForeignFileRefused(path, "corrupt", detail)
+    # torch's reader allows it, with any length. It knows one way to name a class, which ends its name like this.
+    if b"\nbytearray\n" in pickled:
+        raise ForeignFileRefused(path, "corrupt", "it holds a bytearray, which no such file does")
 
 
 def _tensors(content: Any) -> Iterator[torch.Tensor]:

@@ -35,6 +35,7 @@ NOTE_MASK = "its mask is not imported"
 _SHARD = re.compile(r"shard_(\d{1,6})")
 _DOWNSCALE = 8
 _MAX_QUERY_S = 60.0
+_MAX_ITEMS = 1 << 22
 _MAX_TEXT_BYTES = 1 << 20
 
 
@@ -79,6 +80,8 @@ def _rows(path: str) -> list[tuple[int, int, int]]:
                 for offset, size in connection.execute(f"SELECT offset, size FROM shard_{shard} ORDER BY rowid"):
                     if type(offset) is not int or type(size) is not int or offset < 0 or size < 1:
                         raise ForeignFileRefused(path, "corrupt", f"shard {shard} has a blob at {offset!r} of {size!r}")
+                    if len(rows) == _MAX_ITEMS:
+                        raise ForeignFileRefused(path, "corrupt", f"it lists more than {_MAX_ITEMS:,} items")
                     rows.append((shard, offset, size))
     except sqlite3.Error as error:
         raise ForeignFileRefused(path, "corrupt", f"SQLite: {error}") from error

@@ -34,7 +34,7 @@ NOTE_LAYER = "the hidden layer (clip skip) is not recorded"
 NOTE_MASK = "its mask or conditioning image is not imported"
 
 _VARIATION = re.compile(r"variation-(\d{1,6})")
-_MAX_AGGREGATE_BYTES = 1 << 30
+_MAX_AGGREGATE_BYTES = 32 << 20  # some 200 for each image
 _MAX_SIDE = 1 << 20
 _OUTPUTS = ("text_encoder_1_hidden_state", "text_encoder_2_hidden_state", "text_encoder_2_pooled_state")
 
@@ -158,7 +158,7 @@ class OneTrainerCache:
 
     def _aggregate(self, folder: str) -> list[Any]:
         path = os.path.join(folder, AGGREGATE)
-        content = load_torch(read_file(path, _MAX_AGGREGATE_BYTES), path)
+        content = load_torch(read_file(path, 2 * _MAX_AGGREGATE_BYTES), path, _MAX_AGGREGATE_BYTES)
         if not isinstance(content, list):
             raise ForeignFileRefused(path, "corrupt", f"it holds a {type(content).__name__}; it must be a list")
         return content

@@ -98,6 +98,21 @@ def test_few_bytes_that_pretend_to_be_many_values_are_refused():
         tensor_in(load_torch(huge, "f.pt"), "latent", "f.pt", ndim=3)
 
 
+@pytest.mark.parametrize(
+    ("pickled", "words"),
+    [
+        (b"\x80\x02cbuiltins\nbytearray\n\x8a\x05" + (1 << 32).to_bytes(5, "little") + b"\x85R.", "a bytearray"),
+        (b"\x80\x02](" + b"]" * (5 << 20) + b"e.", "its pickle has 5,242,886 bytes"),
+    ],
+    ids=["bytearray", "lists"],
+)
+def test_few_bytes_that_become_much_memory_are_refused(pickled, words):
+    data = rezipped(saved({"a": torch.ones(4)}), {"data.pkl": pickled})
+    for named in (data, data.replace(b"/data.pkl", b"/DATA.PKL")):
+        with pytest.raises(ForeignFileRefused, match=words):
+            load_torch(named, "f.pt")
+
+
 def test_a_list_that_holds_itself_is_read():
     endless: list[object] = [LATENTS]
     endless.append(endless)
