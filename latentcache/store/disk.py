@@ -249,14 +249,19 @@ class DiskStore:
 
     def _ready_sources(self) -> dict[str, Source]:
         """The entries that are there and were verified. What is added to it counts while nothing goes or moves."""
-        ready, version = self._ready, self.catalog.version
+        # Not by the property `catalog`: a small batch is copied in the time that some calls take.
+        catalog = self._catalog
+        if catalog is None:
+            self._check_open()
+        ready, version = self._ready, catalog.version
         if ready.version is not version or len(ready.sources) >= MAX_READY:
             # A new one each time, so that a thread that fills the old one does no harm.
             ready = self._ready = _Ready(version)
         return ready.sources
 
     def ask_ahead(self, keys: Iterable[str]) -> None:
-        self._check_open()
+        if self._catalog is None:
+            self._check_open()
         if self._read_ahead.wanted_lately():
             self._ask(self._read_ahead.to_ask(keys))
 

@@ -89,12 +89,12 @@ def output(fields: Description, num_rows: int, out: Mapping[str, torch.Tensor] |
     """Tensors for `num_rows` rows: those of `out` where given, else new ones. StoreError if one does not fit."""
     tensors, given = {}, out or {}
     for name, (dtype, shape) in fields.items():
-        tensor = given.get(name)
+        tensor, shape = given.get(name), (num_rows, *shape)
         if tensor is None:
             # torch aligns to 64 bytes; numpy may not, and copies are then 2.5 times slower.
-            tensor = torch.empty((num_rows, *shape), dtype=DTYPES[dtype])
-        else:
-            check_output(name, tensor, DTYPES[dtype], (num_rows, *shape), CPU)
+            tensor = torch.empty(shape, dtype=DTYPES[dtype])
+        elif tensor.shape != shape or not (tensor.is_cpu and tensor.dtype is DTYPES[dtype] and tensor.is_contiguous()):
+            check_output(name, tensor, DTYPES[dtype], shape, CPU)
         tensors[name] = tensor
     return tensors
 
