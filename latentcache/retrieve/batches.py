@@ -27,7 +27,7 @@ Allocate = Callable[[Shapes], Mapping[str, torch.Tensor]]
 """Gives a contiguous CPU tensor for each field."""
 TEXT_FIELDS = ("prompt_embeds", "pooled_prompt_embeds")
 MAX_REMEMBERED = 1 << 17
-"""Samples that `LatentCache.batch` remembers the entries of, at some 200 bytes each. Beyond it all are forgotten, and
+"""Samples that `LatentCache.batch` remembers the entries of, at some 300 bytes each. Beyond it all are forgotten, and
 looked up in the manifests again."""
 
 
