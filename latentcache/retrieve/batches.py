@@ -27,7 +27,7 @@ Allocate = Callable[[Shapes], Mapping[str, torch.Tensor]]
 """Gives a contiguous CPU tensor for each field."""
 TEXT_FIELDS = ("prompt_embeds", "pooled_prompt_embeds")
 MAX_REMEMBERED = 1 << 17
-"""Samples that `LatentCache.batch` remembers the entries of, at some 200 bytes each. Beyond it all are forgotten, and
+"""Samples that `LatentCache.batch` remembers the entries of, at some 300 bytes each. Beyond it all are forgotten, and
 looked up in the manifests again."""
 
 
@@ -288,9 +288,12 @@ class LatentCache:
         if manifest is None or sample_id not in manifest.rows:
             remedy = f"add it to validation.{'negative_prompt' if negative else 'prompts'} and {self._precache}"
             raise SampleError(sample_id, "is not cached", remedy)
-        wanted = Wanted(sample_id, None, None, text, manifest.rows[sample_id].captions[0].key)
         target, dtype = device_of(device), dtype or dtype_of(device)
-        found = self._read([wanted.caption_key], [wanted], None)
+        key = manifest.rows[sample_id].captions[0].key
+        try:
+            found = self.store.read_batch([key])
+        except (EntryMissingError, EntryDamagedError) as error:
+            raise self._named(error, sample_id) from error
         return {name: tensor.to(target, dtype) for name, tensor in found.items()}
 
     def _prompts_names(self) -> set[str]:
@@ -316,7 +319,7 @@ class LatentCache:
             raise StoreError("no samples were asked for: a batch has at least one")
         told = facts(wanted)
         if len(set(told["target_size"])) > 1:
-            buckets = sorted({str(item.geometry.target_size) for item in wanted if item.geometry is not None})
+            buckets = sorted({str(item.geometry.target_size) for item in wanted})
             raise StoreError(
                 f"a batch has one bucket, but these samples lie in {', '.join(buckets)}: "
                 "batch them with latentcache.retrieve.sampler.BucketBatchSampler"
@@ -329,7 +332,7 @@ class LatentCache:
 
     def ask_ahead(self, wanted: Iterable[Wanted]) -> None:
         """These samples are read soon: see `Store.ask_ahead`."""
-        self.store.ask_ahead(key for item in wanted for key in (item.image_key, item.caption_key) if key is not None)
+        self.store.ask_ahead(key for item in wanted for key in (item.image_key, item.caption_key))
 
     def shapes(self, wanted: Sequence[Wanted]) -> Shapes:
         """dtype and shape of each field of a batch of these samples, read off the first one's entries."""
@@ -346,7 +349,7 @@ class LatentCache:
         try:
             return self.store.read_batch(keys, out=out)
         except (EntryMissingError, EntryDamagedError) as error:
-            raise self._named(error, wanted) from error
+            raise self._named(error, _user(error.key, wanted)) from error
 
     @contextmanager
     def naming(self, wanted: Sequence[Wanted]) -> Iterator[None]:
@@ -354,11 +357,9 @@ class LatentCache:
         try:
             yield
         except (EntryMissingError, EntryDamagedError) as error:
-            raise self._named(error, wanted) from error
+            raise self._named(error, _user(error.key, wanted)) from error
 
-    def _named(self, error: EntryMissingError | EntryDamagedError, wanted: Sequence[Wanted]) -> SampleError:
-        users = (item.sample_id for item in wanted if error.key in (item.image_key, item.caption_key))
-        sample_id = next(users, error.key)
+    def _named(self, error: EntryMissingError | EntryDamagedError, sample_id: str) -> SampleError:
         if isinstance(error, EntryMissingError):
             return SampleError(sample_id, f"has no entry: {error.reason}", self._precache)
         mark = f"run `latentcache verify {self.path}`, then " if self.store.read_only else ""
@@ -367,3 +368,8 @@ class LatentCache:
     @property
     def _precache(self) -> str:
         return "run `latentcache precache CONFIG` again"
+
+
+def _user(key: str, wanted: Sequence[Wanted]) -> str:
+    """The first of these samples that needs the entry."""
+    return next((item.sample_id for item in wanted if key in (item.image_key, item.caption_key)), key)

@@ -15,6 +15,7 @@ from latentcache.errors import SampleError
 from latentcache.types import Geometry
 
 SIZES = ("original_size", "resized_size", "crop_top_left", "target_size")
+_FACTS = ("sample_id", "caption", *SIZES)
 _MAX_LAYOUTS = 1 << 16  # photographs have few sizes; a set of crops may have many
 
 
@@ -22,7 +23,6 @@ _MAX_LAYOUTS = 1 << 16  # photographs have few sizes; a set of crops may have ma
 class Layout:
     """What a batch tells of a geometry: the pairs of SIZES, and the six time ids as float32. Made once for each."""
 
-    geometry: Geometry
     pairs: tuple[tuple[int, int], ...]
     time_ids: bytes
 
@@ -36,22 +36,21 @@ def layout_of(geometry: Geometry) -> Layout:
     """
     time_ids = [*geometry.original_size, *geometry.crop_top_left, *geometry.target_size]
     pairs = tuple([tuple(getattr(geometry, name)) for name in SIZES])
-    return Layout(geometry, pairs, np.array(time_ids, dtype=np.float32).tobytes())
+    return Layout(pairs, np.array(time_ids, dtype=np.float32).tobytes())
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """One sample of a batch: which image entry and which text entry. A prompt has no image."""
+    """One sample of a batch: which image entry and which text entry.
+
+    `facts` are the sample_id, the caption, the pairs of SIZES and the time ids as bytes.
+    """
 
     sample_id: str
-    image_key: str | None
-    layout: Layout | None
-    caption: str
+    image_key: str
+    geometry: Geometry
     caption_key: str
-
-    @property
-    def geometry(self) -> Geometry | None:
-        return None if self.layout is None else self.layout.geometry
+    facts: tuple[Any, ...]
 
     @classmethod
     def of(cls, row: Row, *, caption: int = 0, flip: bool = False) -> Wanted:
@@ -59,8 +58,9 @@ class Wanted:
         if not 0 <= caption < len(row.captions):
             met = f"has {len(row.captions)} captions, but number {caption} was asked for"
             raise SampleError(row.sample_id, met, "ask for a smaller number")
-        text = row.captions[caption]
-        return cls(row.sample_id, image.key, layout_of(image.geometry), text.text, text.key)
+        text, layout = row.captions[caption], layout_of(image.geometry)
+        facts = (row.sample_id, text.text, *layout.pairs, layout.time_ids)
+        return cls(row.sample_id, image.key, image.geometry, text.key, facts)
 
 
 def _image_of(row: Row, flip: bool) -> ImageRef:
@@ -73,23 +73,18 @@ def _image_of(row: Row, flip: bool) -> ImageRef:
 
 def facts(wanted: Sequence[Wanted]) -> dict[str, Any]:
     """What the manifest says of these samples: ids, captions, sizes, and the time ids that follow from them."""
-    layouts = [item.layout for item in wanted if item.layout is not None]
-    told: dict[str, Any] = {
-        "sample_id": [item.sample_id for item in wanted],
-        "caption": [item.caption for item in wanted],
-    }
-    for number, name in enumerate(SIZES):
-        told[name] = [layout.pairs[number] for layout in layouts]
-    told["add_time_ids"] = _time_ids(layouts)
+    *columns, time_ids = zip(*[item.facts for item in wanted], strict=True)
+    told: dict[str, Any] = dict(zip(_FACTS, map(list, columns), strict=True))
+    told["add_time_ids"] = _tensor(time_ids)
     return told
 
 
 def add_time_ids(geometries: Sequence[Geometry]) -> torch.Tensor:
     """original_size + crop_top_left + target_size of each image: float32 [B, 6]. `layout_of` says why so."""
-    return _time_ids([layout_of(geometry) for geometry in geometries])
+    return _tensor([layout_of(geometry).time_ids for geometry in geometries])
 
 
-def _time_ids(layouts: Sequence[Layout]) -> torch.Tensor:
+def _tensor(time_ids: Sequence[bytes]) -> torch.Tensor:
     # A fifth of the time that a tensor made of lists takes. The bytearray is this tensor's own memory.
-    values = np.frombuffer(bytearray().join([layout.time_ids for layout in layouts]), dtype=np.float32)
+    values = np.frombuffer(bytearray().join(time_ids), dtype=np.float32)
     return torch.from_numpy(values.reshape(-1, 6))

@@ -40,6 +40,7 @@ from latentcache.types import Entry, Record
 logger = logging.getLogger("latentcache")
 
 _MAX_HEADERS = 32  # a full pack's header is a few MiB
+_MAX_PATHS = 1 << 14
 _ADD_CHUNK = 1024  # keys looked up at once by `add`
 MAX_READY = 1 << 17
 """Entries whose place in memory is kept for the next batch, at some 300 bytes each. Beyond it all are forgotten, and
@@ -94,6 +95,7 @@ class DiskStore:
         self._catalog: Catalog | None = Catalog(self.directory, read_only=read_only)
         self._maps: dict[str, np.ndarray] = {}
         self._read_header = lru_cache(_MAX_HEADERS)(read_header)
+        self._pack_path = lru_cache(_MAX_PATHS)(self.directory.pack_path)
         self._read_ahead = ReadAhead(ask_ahead)
         # The pack in which an entry was found good.
         self._verified: dict[str, str] = {}
@@ -222,7 +224,7 @@ class DiskStore:
         except (KeyError, TypeError):
             return self.read_rows(self.resolve(keys), fields, out)
         if self._read_ahead.wanted():
-            self._ask(self.catalog.look_up(keys))
+            self._ask(self._read_ahead.to_ask_now(keys))
         return stack(keys, sources, fields, out)
 
     def read_rows(
@@ -230,7 +232,7 @@ class DiskStore:
     ) -> dict[str, torch.Tensor]:
         self._check_open()
         if self._read_ahead.wanted():
-            self._ask(rows.locations)
+            self._ask(self._read_ahead.to_ask_now(rows.keys))
         ready = self._ready_sources() if rows.version is self.catalog.version else {}
         sources = []
         for number, (key, pack) in enumerate(zip(rows.keys, rows.packs, strict=True)):
@@ -247,24 +249,29 @@ class DiskStore:
 
     def _ready_sources(self) -> dict[str, Source]:
         """The entries that are there and were verified. What is added to it counts while nothing goes or moves."""
-        ready, version = self._ready, self.catalog.version
+        # Not by the property `catalog`: a small batch is copied in the time that some calls take.
+        catalog = self._catalog
+        if catalog is None:
+            self._check_open()
+        ready, version = self._ready, catalog.version
         if ready.version is not version or len(ready.sources) >= MAX_READY:
             # A new one each time, so that a thread that fills the old one does no harm.
             ready = self._ready = _Ready(version)
         return ready.sources
 
     def ask_ahead(self, keys: Iterable[str]) -> None:
-        self._check_open()
+        if self._catalog is None:
+            self._check_open()
         if self._read_ahead.wanted_lately():
-            self._ask(self.catalog.look_up(list(keys)))
+            self._ask(self._read_ahead.to_ask(keys))
 
-    def _ask(self, locations: Sequence[Location | None]) -> None:
-        ranges: dict[Path, list[tuple[int, int]]] = {}
-        for location in locations:
-            if location is not None:
-                places = ranges.setdefault(self.directory.pack_path(location.pack), [])
-                places += zip(location.offsets, location.spec.sizes, strict=True)
-        ask_for(ranges)
+    def _ask(self, keys: Sequence[str]) -> None:
+        found = filter(None, self.catalog.look_up(keys) if keys else ())
+        ask_for(
+            (self._pack_path(location.pack), offset, num_bytes)
+            for location in found
+            for offset, num_bytes in zip(location.offsets, location.spec.sizes, strict=True)
+        )
 
     def _locate(self, key: str) -> Location:
         location = self.catalog.locate(check_key(key))
@@ -292,7 +299,7 @@ class DiskStore:
 
         A plain StoreError: it cannot be read now, which says nothing about its bytes.
         """
-        path = self.directory.pack_path(location.pack)
+        path = self._pack_path(location.pack)
         data = self._maps.get(location.pack)
         try:
             if data is None:

@@ -90,12 +90,12 @@ def output(fields: Description, num_rows: int, out: Mapping[str, torch.Tensor] |
     """Tensors for `num_rows` rows: those of `out` where given, else new ones. StoreError if one does not fit."""
     tensors, given = {}, out or {}
     for name, (dtype, shape) in fields.items():
-        tensor = given.get(name)
+        tensor, shape = given.get(name), (num_rows, *shape)
         if tensor is None:
             # torch aligns to 64 bytes; numpy may not, and copies are then 2.5 times slower.
-            tensor = torch.empty((num_rows, *shape), dtype=DTYPES[dtype], device=CPU)
+            tensor = torch.empty(shape, dtype=DTYPES[dtype], device=CPU)
         else:
-            check_output(name, tensor, DTYPES[dtype], (num_rows, *shape), CPU)
+            check_output(name, tensor, DTYPES[dtype], shape, CPU)
         tensors[name] = tensor
     return tensors
 
@@ -104,8 +104,9 @@ def check_output(
     name: str, given: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device
 ) -> None:
     """StoreError unless the tensor is a contiguous one of this dtype and shape on this device."""
-    fits = given.device == device and given.layout == torch.strided and given.is_contiguous()
-    if not fits or given.dtype is not dtype or given.shape != shape:
+    # The attributes that cost least come first: this is done for each field of each batch.
+    fits = given.shape == shape and given.dtype is dtype and given.layout is torch.strided and given.is_contiguous()
+    if not fits or not (given.is_cpu if device is CPU else given.device == device):
         wanted = str(dtype).removeprefix("torch.")
         raise StoreError(
             f"out[{name!r}] is {dtype_name(given)} {list(given.shape)} on {given.device}; "

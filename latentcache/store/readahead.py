@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -19,6 +19,11 @@ QUIET_READS = 8
 """So many reads in which nothing came from the disk, and it is no longer asked ahead."""
 UNSEEN_READS = 3
 """After a read that needed nothing the next ones are not looked at: a look takes half a microsecond."""
+
+_MAX_FILES = 64  # open at once
+
+MAX_ASKED = 1 << 14
+"""Keys that a thread has asked for and not read yet. Beyond it they are forgotten, and asked for again."""
 
 CAN_ASK = hasattr(os, "posix_fadvise")
 """Python offers no such call on macOS: there nothing is asked ahead."""
@@ -57,6 +62,7 @@ class ReadAhead:
         if quiet < QUIET_READS:
             return True
         thread["unseen"] = UNSEEN_READS
+        thread.pop("asked", None)
         return False
 
     def wanted_lately(self) -> bool:
@@ -65,22 +71,57 @@ class ReadAhead:
             return self.mode == "always"
         return self._thread.__dict__.get("quiet", 0) < QUIET_READS
 
+    def to_ask(self, keys: Iterable[str]) -> list[str]:
+        """Those of the keys, which are read later, that this thread has not asked for already."""
+        asked: set[str] = self._thread.__dict__.setdefault("asked", set())
+        if len(asked) > MAX_ASKED:
+            asked.clear()
+        new = [key for key in keys if key not in asked]
+        asked.update(new)
+        return new
 
-def ask_for(ranges: Mapping[Path, Iterable[tuple[int, int]]]) -> None:
-    """Ask the system to bring (offset, number of bytes) of each file into memory. It is not waited for.
+    def to_ask_now(self, keys: Iterable[str]) -> list[str]:
+        """Those of the keys, which are read now, that this thread has not asked for."""
+        asked: set[str] = self._thread.__dict__.get("asked", set())
+        new = [key for key in keys if key not in asked]
+        asked.difference_update(keys)
+        return new
 
-    A file that cannot be opened is passed over: the read that follows says what is wrong with it. So is one whose file
-    system takes no such advice. No descriptor stays open.
+
+def ask_for(ranges: Iterable[tuple[Path, int, int]]) -> None:
+    """Ask the system to bring ranges of files (path, offset, number of bytes) into memory. It is not waited for.
+
+    They come in this order: the first can be used while the others are on their way. A file that cannot be opened is
+    passed over: the read that follows says what is wrong with it. So is one whose file system takes no such advice. No
+    descriptor stays open.
     """
-    for path, places in ranges.items():
-        try:
-            fd = open_regular(path)
-        except (OSError, StoreError):
-            continue
-        try:
-            for offset, num_bytes in sorted(places):
-                os.posix_fadvise(fd, offset, num_bytes, os.POSIX_FADV_WILLNEED)
-        except OSError:
-            continue
-        finally:
+    files: dict[Path, int | None] = {}
+    try:
+        for path, offset, num_bytes in ranges:
+            if path not in files:
+                if len(files) >= _MAX_FILES:
+                    _close(files)
+                files[path] = _opened(path)
+            fd = files[path]
+            if fd is not None:
+                try:
+                    os.posix_fadvise(fd, offset, num_bytes, os.POSIX_FADV_WILLNEED)
+                except OSError:
+                    files[path] = None
+                    os.close(fd)
+    finally:
+        _close(files)
+
+
+def _opened(path: Path) -> int | None:
+    try:
+        return open_regular(path)
+    except (OSError, StoreError):
+        return None
+
+
+def _close(files: dict[Path, int | None]) -> None:
+    while files:
+        _, fd = files.popitem()
+        if fd is not None:
             os.close(fd)

@@ -114,6 +114,39 @@ def test_exactly_what_is_read_is_asked_for(root, asked):
         assert len(os.listdir("/dev/fd")) == before
 
 
+def test_what_was_asked_for_is_not_asked_for_again_when_it_is_read(root, asked):
+    with DiskStore(root, ask_ahead="always") as store:
+        store.ask_ahead([key(0), key(1)])
+        store.ask_ahead([key(1), key(2)])
+        assert sorted(asked) == ranges_of(store, 0, 1, 2)
+        asked.clear()
+        store.read_batch([key(1), key(0)])
+        assert asked == []
+        store.read_batch([key(1), key(2)])
+        assert asked == ranges_of(store, 1), "it may have left the memory since"
+
+
+@pytest.mark.parametrize("num_files", [1, 64])
+def test_ranges_come_in_the_order_in_which_they_are_read(root, asked, monkeypatch, num_files):
+    monkeypatch.setattr(readahead, "_MAX_FILES", num_files)
+    with DiskStore(root, ask_ahead="always") as store:
+        for order in ([2, 0, 1], [1, 2, 0]):
+            asked.clear()
+            before = len(os.listdir("/dev/fd"))
+            store.ask_ahead([key(number) for number in order])
+            assert asked == [found for number in order for found in ranges_of(store, number)]
+            assert len(os.listdir("/dev/fd")) == before
+            store.read_batch([key(number) for number in order])
+
+
+def test_what_is_asked_for_and_never_read_is_forgotten(monkeypatch):
+    monkeypatch.setattr(readahead, "MAX_ASKED", 3)
+    ahead = ReadAhead("always")
+    for number in range(20):
+        assert ahead.to_ask([str(number)]) == [str(number)]
+        assert len(ahead._thread.asked) <= 4
+
+
 def test_never_is_never(root, asked):
     with DiskStore(root, ask_ahead="never") as store:
         store.read_batch([key(0)])
