@@ -15,7 +15,6 @@ import torch
 from latentcache.devices.placement import placed
 from latentcache.encoders.batching import free_cached_memory, is_out_of_memory
 from latentcache.encoders.models import TextParts
-from latentcache.encoders.settings import RECOMPILE_LIMIT
 from latentcache.encoders.vae import encode_images
 
 
@@ -70,7 +69,7 @@ def channels_last(module: torch.nn.Module) -> Iterator[None]:
 @contextmanager
 def compiled(*modules: torch.nn.Module) -> Iterator[None]:
     for module in modules:
-        module.compile(dynamic=False, recompile_limit=RECOMPILE_LIMIT)
+        module.compile(dynamic=False)
     yield
     for module in modules:
         module._compiled_call_impl = None

@@ -70,14 +70,18 @@ def _compiled(part: str, modules: list[torch.nn.Module]) -> Iterator[None]:
     if not modules:
         yield
         return
-    from torch._dynamo.exc import TorchDynamoException  # slow to import, and needed here only
+    # Slow to import, and needed here only.
+    from torch._dynamo import config
+    from torch._dynamo.exc import TorchDynamoException
 
     # One that its owner has compiled stays as it is.
     mine = [module for module in modules if module._compiled_call_impl is None]
     try:
         for module in mine:
-            module.compile(dynamic=False, recompile_limit=RECOMPILE_LIMIT)
-        yield
+            module.compile(dynamic=False)
+        # The limit's name that every torch since 2.6 knows; to `compile` itself it can be given in new ones only.
+        with config.patch(cache_size_limit=RECOMPILE_LIMIT):
+            yield
     except TorchDynamoException as error:
         told = " ".join(str(error).partition("\n\n")[0].split())  # what follows is advice for torch's developers
         raise ModelError(

@@ -125,6 +125,8 @@ class ImageStage:
         decoded = windowed(executor, _decode, (task for batch in batches for task in batch), num_ahead)
         try:
             for batch in batches:
+                if self._job.is_stopped():
+                    return
                 yield self._decoded(decoded, len(batch))
         finally:
             decoded.close()
@@ -139,6 +141,8 @@ class ImageStage:
             except ImageRefused as refused:
                 self._job.faults.add(task.key, Fault(refused.reason, refused.detail, refused.path))
                 self._job.progress.advance(1)
+                if self._job.is_stopped():  # nobody else looks until there is an image to encode
+                    return
 
     # The device
 

@@ -133,6 +133,34 @@ def test_a_module_that_its_owner_compiled_stays_compiled(vae: torch.nn.Module) -
     assert vae.encoder._compiled_call_impl is own
 
 
+@importing_the_compiler_warns
+def test_each_of_many_buckets_is_compiled_by_any_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.6 takes no `recompile_limit`, and stops at 8 graphs unless its configuration says more."""
+    graphs, compile_in_place = [], torch.nn.Module.compile
+
+    def compile_2_6(self: torch.nn.Module, *, dynamic: bool | None = None) -> None:
+        def count(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> torch.fx.GraphModule:
+            graphs.append(graph)
+            return graph
+
+        compile_in_place(self, backend=count, dynamic=dynamic)
+
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_2_6)
+
+    class Encoder(torch.nn.Linear):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return super().forward(inputs) * 2
+
+    vae = torch.nn.Module()
+    vae.encoder = Encoder(2, 2)
+    limit = torch._dynamo.config.cache_size_limit
+    with pytest.raises(KeyboardInterrupt), torch.no_grad(), vae_settings(vae, compile=True):
+        for size in range(2, 14):
+            vae.encoder(torch.zeros(size, 2))
+        raise KeyboardInterrupt
+    assert len(graphs) == 12 and torch._dynamo.config.cache_size_limit == limit
+
+
 def test_a_compiler_that_fails_is_named_with_the_way_out(vae: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> None:
         raise OSError("no C++ compiler")

@@ -20,7 +20,7 @@ from latentcache.config import Config
 from latentcache.devices.copies import StreamCopies
 from latentcache.encoders.models import LoadedModels
 from latentcache.encoders.tiny import tiny_sdxl
-from latentcache.errors import StoreError
+from latentcache.errors import ImageRefused, StoreError
 from latentcache.precache import encodings, images, texts
 from latentcache.precache.progress import NoProgress
 from latentcache.precache.run import run_precache
@@ -222,6 +222,31 @@ def test_a_stop_while_batches_are_under_way(
     second = run_precache(config)
     assert not second.interrupted and second.num_hits == first.num_encoded
     assert second.num_encoded >= more_photos - 6
+
+
+def test_a_stop_while_only_refused_images_come(
+    make_config: Callable[..., Config], more_photos: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop, num_refused = threading.Event(), 0
+
+    class Stops(NoProgress):
+        stage = ""
+
+        def start(self, stage: str, total: int | None) -> None:
+            self.stage = stage
+
+        def advance(self, count: int = 1) -> None:
+            nonlocal num_refused
+            if self.stage == "encode images":
+                num_refused += count
+                stop.set()
+
+    def changed(task: Any) -> np.ndarray:
+        raise ImageRefused(task.sample.path, "changed", "the file changed during the run")
+
+    monkeypatch.setattr(images, "_decode", changed)
+    report = run_precache(make_config(), progress=Stops(), stop=stop)
+    assert report.interrupted and num_refused == 1
 
 
 def test_captions_are_encoded_in_groups_that_ranks_agree_on(
