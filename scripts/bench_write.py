@@ -63,6 +63,8 @@ LABELS = {
 }
 DURABLE = ("packs", "files", "files_without_folder")
 WANTED_TIMES = 4.0
+START_S = 300.0
+"""How long processes wait for each other: when one has failed, the others must not wait for ever."""
 SETTLE_S = 10.0
 """After deleting a section's files: with `discard`, the disk is busy with them for a while."""
 
@@ -194,7 +196,7 @@ class Workers:
         context = multiprocessing.get_context("forkserver")
         # Imported once; torch is not used there, so its forks share no threads.
         context.set_forkserver_preload(["latentcache.store.disk", "safetensors.torch", "diskcache"])
-        self.barrier = context.Barrier(num_processes)
+        self.barrier = context.Barrier(num_processes, timeout=START_S)
         pairs = [context.Pipe() for _ in range(num_processes)]
         self.connections = [ours for ours, _ in pairs]
         self.processes = [

@@ -30,13 +30,22 @@ class Behind:
     def call(self, function: Callable[..., None], *arguments: Any) -> None:
         """Hand over a call."""
         while self._calls and (len(self._calls) >= self._size or self._calls[0].done()):
-            self._calls.popleft().result()
+            self._wait()
         self._calls.append(self._executor.submit(self._make, function, arguments))
 
     def finish(self) -> None:
         """Wait until every call has been made."""
         while self._calls:
-            self._calls.popleft().result()
+            self._wait()
+
+    def _wait(self) -> None:
+        """Wait for the first call. An interrupt leaves it, so that its error is not lost."""
+        try:
+            self._calls[0].result()
+        except Exception:
+            self._calls.popleft()  # said once
+            raise
+        self._calls.popleft()
 
     def _make(self, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         if self._has_failed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import Future
 
 import pytest
 
@@ -65,6 +66,25 @@ def test_the_first_error_is_reported_and_the_second_is_noted(caplog: pytest.LogC
         behind.call(fail)
         raise ZeroDivisionError
     assert any("full" in note for note in caught.value.__notes__) and "full" in caplog.text
+
+
+def test_an_error_of_the_call_that_an_interrupt_met_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    release = threading.Event()
+
+    def fail() -> None:
+        release.wait(10)
+        raise StoreError("full")
+
+    def interrupt(self: Future[None], timeout: float | None = None) -> None:
+        monkeypatch.undo()
+        release.set()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as caught, Behind(1, "test") as behind:
+        behind.call(fail)
+        monkeypatch.setattr(Future, "result", interrupt)
+        behind.call(fail)
+    assert any("full" in note for note in getattr(caught.value, "__notes__", []))
 
 
 def test_what_was_handed_over_is_seen_to_after_an_error() -> None:
