@@ -107,10 +107,11 @@ def tokenizer_identity(part: str, tokenizer: Any) -> PartIdentity:
     return PartIdentity(type(tokenizer).__name__, digest(canonical_json(rules)), digest(canonical_json(settings)))
 
 
-def weights_digest(part: str, module: torch.nn.Module, dtype: torch.dtype) -> str:
+def weights_digest(part: str, module: torch.nn.Module, dtype: torch.dtype | None) -> str:
     """Digest of a module's weights: floating ones as they are in `dtype`, of the part `vae` those of its encoder.
 
-    Copies on the CPU are digested, and the module stays where it is. Raises ModelError for weights on `meta`.
+    With None each counts in the dtype that it has. Copies on the CPU are digested, and the module stays where it is.
+    Raises ModelError for weights on `meta`.
     """
     rows: list[tuple[str, str, list[int], str]] = []
     known: dict[tuple[Any, ...], str] = {}  # tied weights are digested once
@@ -124,7 +125,7 @@ def weights_digest(part: str, module: torch.nn.Module, dtype: torch.dtype) -> st
                 "Hand over the module before offloading is enabled, or name the model's path.",
                 part=part,
             )
-        wanted = dtype if tensor.is_floating_point() else tensor.dtype
+        wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
         storage = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         if storage not in known:
             known[storage] = _tensor_digest(tensor.detach().to("cpu", wanted))

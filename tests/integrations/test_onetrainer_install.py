@@ -78,6 +78,25 @@ def test_install_and_undo(loaders: list[ModuleType], mgds: SimpleNamespace) -> N
     assert [loader.DiskCache for loader in loaders] == before
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_two_installs_leave_nothing_behind(loaders: list[ModuleType], order: tuple[int, int]) -> None:
+    before = [loader.DiskCache for loader in loaders]
+    undos = [onetrainer.install(), onetrainer.install(provenance={"build": 2})]
+    second = loaders[0].DiskCache
+    undos[0]()
+    assert loaders[0].DiskCache is second, "the first is not what is there"
+    for number in order:
+        undos[number]()
+    assert [loader.DiskCache for loader in loaders] == before
+
+
+def test_undo_leaves_what_someone_else_has_put_there(loaders: list[ModuleType]) -> None:
+    undo = onetrainer.install()
+    loaders[0].DiskCache = "another tool's"
+    undo()
+    assert loaders[0].DiskCache == "another tool's" and loaders[1].DiskCache.startswith("the DiskCache of")
+
+
 def test_install_says_what_is_missing_and_replaces_nothing(
     loaders: list[ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,3 +186,25 @@ def test_restoring_restores_after_an_error_of_the_trainers_own_function() -> Non
     with pytest.raises(RuntimeError, match="the trainer's own"):
         module.after_cache_fun()
     assert model.unet.training
+
+
+def test_a_part_that_was_on_meta_keeps_what_it_has_loaded() -> None:
+    model = Model()
+    model.vae = torch.nn.Linear(2, 2, device="meta").eval()
+    kept = onetrainer.restoring(model)
+    kept.before()
+    model.vae.weight = torch.nn.Parameter(torch.ones(2, 2))
+    model.vae.train()
+    kept.after()
+    assert model.vae.weight.device.type == "cpu" and not model.vae.training
+
+
+def test_a_part_that_lost_its_values_is_an_error_and_the_others_come_back() -> None:
+    model = Model()
+    kept = onetrainer.restoring(model)
+    kept.before()
+    model.unet.to("meta").eval()
+    model.vae.train()
+    with pytest.raises(PipelineError, match=r"unet\.weight held values .* Load the model again"):
+        kept.after()
+    assert model.unet.training and not model.vae.training

@@ -26,7 +26,8 @@ from pipeline_sdxl import SPLIT_IMAGE, Run, Setup, concept, write_photos
 
 from latentcache.encoders import identity
 from latentcache.encoders.tiny import tiny_sdxl
-from latentcache.errors import ItemsError, PipelineError, PipelineStopped
+from latentcache.errors import ItemsError, PipelineError, PipelineStopped, ReadOnlyError
+from latentcache.integrations.onetrainer.description import part_identity
 from latentcache.integrations.onetrainer.values import PLAIN_FIELD, tensors_of, values_of
 from latentcache.integrations.onetrainer.variations import GroupNames, make_groups
 from latentcache.store.disk import DiskStore
@@ -474,6 +475,79 @@ def test_a_layer_that_is_hooked_in_counts(setup: Callable[..., Setup]) -> None:
         assert setup(parts=parts).start().encoded == Counter(text_encoder=NUM, text_encoder_2=NUM)
         assert setup(parts=parts).start().encoded == Counter()
         del lora
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_weights_that_differ_below_the_precision_of_others_are_told_apart(hooked: bool) -> None:
+    """Of a part with several dtypes, or of a float32 LoRA on a float16 encoder, nothing is rounded."""
+
+    def part(value: float) -> torch.nn.Module:
+        layers = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)).half()
+        with torch.no_grad():
+            for parameter in layers.parameters():
+                parameter.fill_(0.1)
+        fine = torch.nn.Linear(2, 2)
+        with torch.no_grad():
+            for parameter in fine.parameters():
+                parameter.fill_(value)
+        if hooked:
+            layers[1].forward = fine.forward  # type: ignore[method-assign]
+        else:
+            layers[1] = fine
+        return layers
+
+    rounded = float(torch.tensor(0.1).half())
+    one, same, other = part(rounded), part(rounded), part(rounded + 1e-6)
+    assert part_identity("text_encoder", one) == part_identity("text_encoder", same)
+    assert part_identity("text_encoder", one) != part_identity("text_encoder", other)
+
+
+def test_other_bucket_shapes_of_another_release_count(
+    setup: Callable[..., Setup], pipeline: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup().start()
+    monkeypatch.setattr(pipeline.AspectBucketing, "all_possible_input_aspects", [(1.0, 1.0)], raising=False)
+    assert setup().start().encoded == Counter(vae=NUM)
+
+
+def test_what_is_to_be_stated_of_a_recognised_module_is_its_setting(
+    setup: Callable[..., Setup], parts: dict[str, Any]
+) -> None:
+    """The advice in the message helps: a tokenizer whose rules cannot be read."""
+
+    class Opaque:
+        model_max_length = 77
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return parts["tokenizer"](*args, **kwargs)
+
+    opaque = {**parts, "tokenizer": Opaque()}
+    with pytest.raises(
+        PipelineError, match=r"Tokenize: its setting 'tokenizer' .*provenance=\{'tokenizer': 'version 1'}"
+    ):
+        setup(parts=opaque).start()
+    stated = {"provenance": {"tokenizer": "version 1"}}
+    assert setup(parts=opaque, text_changes=stated).start().encoded["text_encoder"] == NUM
+
+
+def test_a_cache_that_cannot_be_written_serves_what_it_has(
+    setup: Callable[..., Setup], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = setup().start().by_photo()
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*")}
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode, **how: not mode & os.W_OK and access(path, mode, **how))
+    made, calls = calls_of(setup)
+    run = made.start()
+    assert run.encoded == Counter() and calls == []
+    assert all(
+        torch.equal(expected[name]["latent_image"], item["latent_image"]) for name, item in run.by_photo().items()
+    )
+    write_photo(folder / "new.png", 50, (64, 96))
+    with pytest.raises(ReadOnlyError, match=r"lacks 1 of 5 items, the first: .*new\.png"):
+        made.start()
+    assert calls == []
+    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*")}
 
 
 def test_sources_may_be_named(setup: Callable[..., Setup]) -> None:

@@ -191,3 +191,46 @@ def test_parts_that_the_model_does_not_move_are_moved_directly(device: torch.dev
     bare.unet.to(CPU)
     kept.after()
     assert bare.unet.weight.device == device and bare.unet.on_the_cpu.device == CPU  # spread parts too
+
+
+@pytest.mark.parametrize("older", [True, False])
+def test_a_part_with_offloaded_layers_is_left_to_its_conductor(device: torch.device, older: bool) -> None:
+    """Moved behind its back, it would take layers on the device for layers that are away."""
+
+    class Conductor:
+        def __init__(self, layers: torch.nn.Sequential):
+            self.layers, self.is_active = layers, True
+
+        def to(self, device: torch.device) -> None:
+            self.is_active = device != CPU
+            self.layers.to(CPU)
+            self.layers[0].to(device)  # which ones are there changes while it trains
+
+    class Offloaded:
+        def __init__(self) -> None:
+            self.unet = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+            self.unet_offload_conductor = Conductor(self.unet)
+            self.unet[1].to(device)
+            if older:
+                self.unet_to = self.unet_offload_conductor.to
+
+        def materialize(self, name: str) -> None:
+            assert name == "unet" and not older
+            self.unet_offload_conductor.to(device)
+
+    model = Offloaded()
+    kept = restoring(model)
+    kept.before()
+    model.unet_offload_conductor.to(CPU)
+    model.unet.eval()
+    kept.after()
+    assert model.unet_offload_conductor.is_active and model.unet.training
+    assert [layer.weight.device for layer in model.unet] == [device, CPU]
+
+
+def test_a_part_that_was_away_whole_goes_away_again(model: Any) -> None:
+    kept = restoring(model)
+    kept.before()
+    model.move("vae", model.device)
+    kept.after()
+    assert model.placement()["vae"] == (CPU, False)

@@ -51,13 +51,14 @@ def describe(module: Any, provenance: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if setting not in values:
             raise PipelineError(
-                f"its constructor takes {setting!r} and does not keep it: what it was cannot be told. {_advice(name)}",
+                f"its constructor takes {setting!r} and does not keep it: what it was cannot be told. "
+                f"{_advice(name, setting)}",
                 module=name,
             )
         try:
             settings[setting] = _plain(setting, values[setting])
         except _Unreadable as error:
-            raise PipelineError(f"its setting {setting!r} is {error}. {_advice(name)}", module=name) from error
+            raise PipelineError(f"its setting {setting!r} is {error}. {_advice(name, setting)}", module=name) from error
     if name not in RECOGNISED:
         logger.info(
             "%s: not known, so it is told by its class and its settings: %s", name, ", ".join(settings) or "none"
@@ -65,8 +66,12 @@ def describe(module: Any, provenance: Mapping[str, Any]) -> dict[str, Any]:
     return {"class": name, "settings": settings}
 
 
-def _advice(name: str) -> str:
-    return f"State what it is: provenance={{{name!r}: 'version 1'}}, and another value whenever it gives other values."
+def _advice(name: str, setting: str) -> str:
+    # What is recognised as a whole has only this setting to state.
+    stated = setting if name in RECOGNISED else name
+    return (
+        f"State what it is: provenance={{{stated!r}: 'version 1'}}, and another value whenever it gives other values."
+    )
 
 
 def plain_settings(asked: str, value: Any) -> Any:
@@ -152,7 +157,10 @@ def part_identity(part: str, module: torch.nn.Module) -> dict[str, Any]:
     else:
         identity = {"part": {"class_name": class_name(module), "weights": weights_digest(role, module, dtype)}}
     identity["dtype"] = str(dtype)
-    if hooks := _replaced_forwards(role, module, dtype):
+    if len({tensor.dtype for tensor in _tensors(module) if tensor.is_floating_point()}) > 1:
+        # Rounded to one dtype they could be those of another module.
+        identity["as_stored"] = weights_digest(role, module, None)
+    if hooks := _replaced_forwards(role, module):
         identity["hooked"] = hooks
     if weights is not None:
         _remembered[module] = weights, identity
@@ -185,11 +193,11 @@ def _hooking(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
     }
 
 
-def _replaced_forwards(part: str, module: torch.nn.Module, dtype: torch.dtype) -> dict[str, Any]:
+def _replaced_forwards(part: str, module: torch.nn.Module) -> dict[str, Any]:
     found = {}
     for name, owner in _hooking(module).items():
         scalars = {key: value for key, value in vars(owner).items() if _is_scalar(key, value)}
-        found[name] = [class_name(owner), weights_digest(f"{part}.{name}", owner, dtype), scalars]
+        found[name] = [class_name(owner), weights_digest(f"{part}.{name}", owner, None), scalars]
     return found
 
 

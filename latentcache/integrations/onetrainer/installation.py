@@ -19,6 +19,8 @@ LOADERS = (
 )
 """OneTrainer's modules that make a DiskCache."""
 NAME = "DiskCache"
+_REPLACED = "replaced_in"
+"""The attribute in which an installed class keeps what it took the place of."""
 _BASES = (
     ("mgds.PipelineModule", "PipelineModule"),
     ("mgds.pipelineModuleTypes.SingleVariationRandomAccessPipelineModule", "SingleVariationRandomAccessPipelineModule"),
@@ -50,18 +52,21 @@ def install(
     Call it before `trainer.start()`, in a process that can import OneTrainer's `modules`. `model`: the model or a
     function that gives it; where its parts were, and their train modes, are put back after each refresh (`restoring`).
     `cache_dir` takes the place of the folders that OneTrainer names, which it empties by default before training; all
-    entries may share it. `provenance` and `should_stop` as for `LatentCacheModule`. PipelineError if a loader cannot be
-    imported or has no DiskCache; then nothing was replaced.
+    entries may share it. `provenance` and `should_stop` as for `LatentCacheModule`. A second call takes the place of
+    the first. PipelineError if a loader cannot be imported or has no DiskCache; then nothing was replaced.
     """
     made = _configured(mgds_module_class(), model, cache_dir, provenance, should_stop)
     found = [_imported(name, "OneTrainer") for name in loaders]
-    before = [(loader, _found(loader, NAME)) for loader in found]
+    present = {loader: _found(loader, NAME) for loader in found}
+    originals = {loader: getattr(cache, _REPLACED, {}).get(loader, cache) for loader, cache in present.items()}
+    setattr(made, _REPLACED, originals)
     for loader in found:
         setattr(loader, NAME, made)
 
     def undo() -> None:
-        for loader, original in before:
-            setattr(loader, NAME, original)
+        for loader, original in originals.items():
+            if getattr(loader, NAME) is made:  # else another call, or someone else, has put in something since
+                setattr(loader, NAME, original)
 
     return undo
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from latentcache.errors import EntryDamagedError, EntryMissingError, PipelineError
+from latentcache.errors import EntryDamagedError, EntryMissingError, PipelineError, ReadOnlyError
 from latentcache.fingerprint import canonical_json
 from latentcache.integrations.onetrainer.filling import (
     Failure,
@@ -27,6 +28,8 @@ from latentcache.store.disk import DiskStore
 from latentcache.store.memo import Memo
 from latentcache.types import Entry, Record
 from latentcache.validation.interrupts import uninterrupted
+
+logger = logging.getLogger("latentcache")
 
 FOLDER = "latentcache"
 """The store's folder in `cache_dir`, where files of DiskCache may lie."""
@@ -129,7 +132,8 @@ class CacheModule:
         """Plan this epoch, encode what is missing of it, and read the values that are needed of all items.
 
         `before_cache_fun` is called once if something is missing, and `after_cache_fun` after it, also after an error.
-        Raises ItemsError for items that cannot be cached when all others are stored, and PipelineStopped.
+        Raises ItemsError for items that cannot be cached when all others are stored, PipelineStopped, and ReadOnlyError
+        if something is missing in a cache that cannot be written.
         """
         opened = self._open()
         maker = self._make_items()
@@ -137,6 +141,12 @@ class CacheModule:
         items, failures = self._plan(maker, outputs)
         opened.memo.flush()
         missing = self._missing(opened, items.values())
+        if missing and opened.store.read_only:
+            raise ReadOnlyError(
+                opened.store.path,
+                f"it cannot be written and lacks {len(missing)} of {len(items)} items, the first: {missing[0].name}. "
+                "Make it writable, or name another cache_dir",
+            )
         if missing:
             filling = self._fill(opened.store, maker, missing)
             failures += filling.failures
@@ -177,8 +187,13 @@ class CacheModule:
 
     def _open(self) -> _Opened:
         if self._opened is None:
-            store = DiskStore(Path(self.cache_dir).expanduser() / FOLDER)
-            memo = Memo(store.path / "memo")
+            path = Path(self.cache_dir).expanduser() / FOLDER
+            try:
+                store = DiskStore(path)
+            except ReadOnlyError:
+                store = DiskStore(path, create=False, read_only=True)  # it serves if nothing is missing
+                logger.info("%s cannot be written: what is in it is used, and nothing is added", path)
+            memo = Memo(store.path / "memo", read_only=store.read_only)
             self._opened = _Opened(store, memo, PlainValues(store, memo))
         return self._opened
 

@@ -6,7 +6,8 @@ Nothing moves them back, so that a validation whose cache is cold fails (OneTrai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Protocol
@@ -27,26 +28,46 @@ class _Refreshing(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One part as it was: the device of each tensor, and the training flag of each submodule."""
+    """One part as it was: the device of each tensor by its name, and the training flag of each submodule.
+
+    Tensors that held no values (on `meta`) are not among them: if they have been loaded since, that stays.
+    """
 
     name: str
     module: torch.nn.Module
-    homes: tuple[tuple[torch.Tensor, torch.device], ...]
+    homes: Mapping[str, torch.device]
     modes: tuple[tuple[torch.nn.Module, bool], ...]
 
     @classmethod
     def of(cls, name: str, module: torch.nn.Module) -> _Part:
-        homes = tuple((tensor, tensor.device) for tensor in _tensors(module))
+        homes = {place: tensor.device for place, tensor in _tensors(module) if tensor.device.type != "meta"}
         return cls(name, module, homes, tuple((child, child.training) for child in module.modules()))
 
-    @property
-    def home(self) -> torch.device | None:
-        """The device of all its tensors; None if they lay on several, or there are none."""
-        devices = {device for _, device in self.homes}
-        return devices.pop() if len(devices) == 1 else None
+    def home(self, away: torch.device) -> torch.device | None:
+        """The device of its tensors, if they lay on several the first that is not `away`; None if there are none."""
+        return next((device for device in self.homes.values() if device != away), away if self.homes else None)
 
-    def is_away(self) -> bool:
-        return any(tensor.device != device for tensor, device in self.homes)
+    def strayed(self) -> list[tuple[str, torch.Tensor, torch.device]]:
+        """The tensors that are not where they were, with where they were. Some moves put others in their place."""
+        return [
+            (name, tensor, home)
+            for name, tensor in _tensors(self.module)
+            if (home := self.homes.get(name, tensor.device)) != tensor.device
+        ]
+
+    def move_back(self) -> None:
+        """Move what has strayed, one by one. PipelineError, when all else is back, for what holds no values now."""
+        lost = []
+        for name, tensor, home in self.strayed():
+            if tensor.device.type == "meta":
+                lost.append(name)
+            else:
+                tensor.data = tensor.data.to(home)
+        if lost:
+            raise PipelineError(
+                f"{self.name}.{lost[0]} held values before the cache was filled and holds none now (it is on meta), as "
+                f"do {len(lost)} of its tensors: they cannot be moved back. Load the model again."
+            )
 
 
 class Restoring:
@@ -55,7 +76,7 @@ class Restoring:
     `model` is the model, or a function that gives it when it is needed. Its parts are its attributes that are modules.
     They are moved by the model's own functions, so that what it moves along with them (LoRA weights, offloaded layers)
     comes back too: `<part>_to(device)`, or `materialize(part)` and `evict(part)`. What these do not bring back is moved
-    directly.
+    directly; but not of a part with a `<part>_offload_conductor`, which alone decides which of its layers lie where.
     """
 
     def __init__(self, model: Any):
@@ -73,20 +94,18 @@ class Restoring:
             )
 
     def after(self) -> None:
-        """Put back what `before` recorded. Without a record it does nothing."""
+        """Put back what `before` recorded. Without a record it does nothing.
+
+        What cannot be put back does not keep the rest from it. PipelineError for weights that hold no values any more.
+        """
         parts, self._parts = self._parts, ()
-        model = self._found() if parts else None
-        # Away first, so that there is room for what comes in.
-        for part in sorted(parts, key=lambda part: (part.home != _away(model), part.name.endswith("_lora"))):
-            if part.is_away() and part.home is not None:
-                _ask_model(model, part.name, part.home)
-                if part.is_away():
-                    part.module.to(part.home)
-            for tensor, device in part.homes:
-                if tensor.device != device:
-                    tensor.data = tensor.data.to(device)
-            for module, training in part.modes:
-                module.training = training
+        if not parts:
+            return
+        model = self._found()
+        away = _away(model)
+        with ExitStack() as steps:  # in reverse: away first, so that there is room for what comes in
+            for part in sorted(parts, key=lambda part: (part.home(away) != away, part.name.endswith("_lora")))[::-1]:
+                steps.callback(_put_back, model, part, away)
 
     def around(self, module: _Refreshing) -> None:
         """Have it done around each refresh of this cache module: recorded first, put back last."""
@@ -129,8 +148,20 @@ def _is_part(value: Any) -> bool:
     return isinstance(value, torch.nn.Module)
 
 
-def _tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
-    return chain(module.parameters(), module.buffers())
+def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    return chain(module.named_parameters(), module.named_buffers())
+
+
+def _put_back(model: Any, part: _Part, away: torch.device) -> None:
+    for module, training in part.modes:
+        module.training = training
+    home = part.home(away)
+    if home is None or not part.strayed():
+        return
+    moved = _ask_model(model, part.name, home, away)
+    if moved and getattr(model, f"{part.name}_offload_conductor", None) is not None:
+        return
+    part.move_back()
 
 
 def _away(model: Any) -> torch.device:
@@ -138,14 +169,16 @@ def _away(model: Any) -> torch.device:
     return torch.device(getattr(model, "temp_device", None) or _CPU)
 
 
-def _ask_model(model: Any, name: str, device: torch.device) -> None:
-    """Have the model move a part, by whichever functions it has; by none it stays."""
+def _ask_model(model: Any, name: str, device: torch.device, away: torch.device) -> bool:
+    """Have the model move a part, by whichever functions it has. Whether it had one; without it stays."""
     if name.endswith("_lora"):
-        return  # these come with the part that they belong to, and have no name of their own in OneTrainer
+        return False  # these come with the part that they belong to, and have no name of their own in OneTrainer
     move = getattr(model, f"{name}_to", None)
     if callable(move):
         move(device)
-        return
-    give_or_take = getattr(model, "evict" if device == _away(model) else "materialize", None)
+        return True
+    give_or_take = getattr(model, "evict" if device == away else "materialize", None)
     if callable(give_or_take):
         give_or_take(name)
+        return True
+    return False

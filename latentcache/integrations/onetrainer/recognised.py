@@ -68,6 +68,9 @@ KEPT_AS: Mapping[tuple[str, str], str | None] = {
 }
 """The attribute in which a constructor's parameter is kept, where it has another name; None: it is not used."""
 
+CONSTANTS: Mapping[str, tuple[str, ...]] = {"AspectBucketing": ("all_possible_input_aspects",)}
+"""Attributes of classes that another release, or a user, may set otherwise, and that change what a module gives."""
+
 _MISSING = object()
 
 
@@ -76,11 +79,12 @@ def class_name(module: Any) -> str:
 
 
 def constructor_settings(module: Any) -> dict[str, Any]:
-    """The values that the module's constructor took, as the module keeps them: `name` or `_name`.
+    """The values that the module's constructor took, as the module keeps them: `name` or `_name`; and its CONSTANTS.
 
     A parameter that it does not keep under its name is left out here; `unkept_settings` names it.
     """
     values = {name: _kept(module, name) for name in _parameters(module)}
+    values |= {name: getattr(module, name, _MISSING) for name in CONSTANTS.get(class_name(module), ())}
     return {name: value for name, value in values.items() if value is not _MISSING}
 
 
