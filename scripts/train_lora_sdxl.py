@@ -237,6 +237,8 @@ class Training:
         ]
         if differing:
             raise CheckpointError(self.checkpoint, "cannot be resumed with other settings:", offenders=tuple(differing))
+        if "loader" not in state.extra:
+            raise CheckpointError(self.checkpoint, "holds no position in the data: an earlier version wrote it. Begin anew")
         self.generator.set_state(state.extra["generator"])
         self.loader.load_state_dict(state.extra["loader"])
         return state.step

@@ -37,7 +37,7 @@ MAY_MEET = {("provenance", "__init__"), ("cli", "__init__")}
 """`latentcache/__init__.py` holds the version."""
 
 OWNERS = {
-    "diskcache": ("store/index.py", "store/connection.py"),
+    "diskcache": ("store/index.py",),
     # diffusion-pipe's cache is a SQLite database, ai-toolkit's is safetensors files.
     "sqlite3": ("store/index.py", "store/connection.py", "integrations/diffusion_pipe.py"),
     "safetensors": ("store/pack.py", "devices/checkpoint_folder.py", "integrations/ai_toolkit.py"),

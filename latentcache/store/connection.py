@@ -7,15 +7,13 @@ import sqlite3
 import time
 from pathlib import Path
 
-from diskcache import Timeout
-from diskcache.core import DBNAME
-
 from latentcache.errors import IndexDamagedError, ReadOnlyError, StorageFullError, StoreBusyError, StoreError
 
 TIMEOUT_S = 60.0
 MAX_TEXT_BYTES = 1 << 20
 _PAGE_BYTES = 4096
-JOURNALS = (f"{DBNAME}-journal", f"{DBNAME}-wal")
+JOURNALS = ("-journal", "-wal")
+"""What SQLite puts behind the database's name for the files that hold a change."""
 _POLL_S = 0.05
 _PASSING_S = 2.0
 # What SQLite says when it would have to make or change a file to read.
@@ -29,12 +27,11 @@ _NEEDS_WRITING = {
 }
 
 
-def connect(folder: Path, *, read_only: bool) -> sqlite3.Connection:
-    """A connection to the database in `folder`, in a transaction that reads: nothing changes under it any more.
+def connect(database: Path, *, read_only: bool) -> sqlite3.Connection:
+    """A connection to the database in a transaction that reads: nothing changes under it any more.
 
     sqlite3.Error, OSError: `typed_error` tells what they mean.
     """
-    database = folder / DBNAME
     if not read_only:
         # mode=rw: only so can what a dead writer left half done be rolled back.
         return _connect_as(database, "rw")
@@ -43,11 +40,11 @@ def connect(folder: Path, *, read_only: bool) -> sqlite3.Connection:
         try:
             return _connect_as(database, "ro")
         except sqlite3.OperationalError as error:
-            if error.sqlite_errorcode not in _NEEDS_WRITING or os.access(folder, os.W_OK):
+            if error.sqlite_errorcode not in _NEEDS_WRITING or os.access(database.parent, os.W_OK):
                 raise
             if _is_wal(database):
                 # SQLite wants to make files beside it. immutable=1 does without, but sees no journal.
-                _wait_for_journals(folder)
+                _wait_for_journals(database)
                 return _connect_as(database, "ro&immutable=1")
             # A live writer's journal can look like a dead one's for a moment.
             if time.monotonic() >= until:
@@ -72,27 +69,29 @@ def _is_wal(database: Path) -> bool:
         return file.read(20)[18:] == b"\x02\x02"  # the file format's read and write version
 
 
-def _wait_for_journals(folder: Path) -> None:
+def _wait_for_journals(database: Path) -> None:
     until = time.monotonic() + TIMEOUT_S
-    while names := [name for name in JOURNALS if _num_bytes(folder / name)]:
+    journals = [database.with_name(database.name + suffix) for suffix in JOURNALS]
+    while names := [journal.name for journal in journals if _num_bytes(journal)]:
         if time.monotonic() >= until:
             raise StoreBusyError(
-                folder,
+                database.parent,
                 f"{names[0]} holds a change that is not in the index yet: a writer is at work, or died. "
                 "Try again, or let its owner open the cache for writing once.",
             )
         time.sleep(_POLL_S)
 
 
-def typed_error(error: BaseException, folder: Path, *, read_only: bool) -> StoreError:
-    """What an error of SQLite, of diskcache or of the system means for the index in `folder`."""
+def typed_error(error: BaseException, database: Path, *, read_only: bool, timed_out: bool = False) -> StoreError:
+    """What an error of SQLite or of the system means for the index. `timed_out`: the database was never free."""
+    folder = database.parent
     code = getattr(error, "sqlite_errorcode", None)
     primary = None if code is None else code & 0xFF
-    if isinstance(error, Timeout) or primary in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+    if timed_out or primary in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
         return StoreBusyError(folder, f"another process held the index for more than {TIMEOUT_S:.0f} s; try again")
     if primary == sqlite3.SQLITE_FULL:
         return StorageFullError(folder, _PAGE_BYTES)
-    if primary == sqlite3.SQLITE_READONLY and not read_only and os.access(folder / DBNAME, os.W_OK):
+    if primary == sqlite3.SQLITE_READONLY and not read_only and os.access(database, os.W_OK):
         # The files can be written, so it is the database's header that says no.
         return IndexDamagedError(folder, str(error))
     if primary in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM) or isinstance(error, PermissionError):

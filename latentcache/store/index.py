@@ -1,5 +1,4 @@
-"""The index: a durable map of text to text in SQLite, by way of diskcache. Only this file and `connection` import
-either.
+"""The index: a durable map of text to text in SQLite, by way of diskcache, which only this file imports.
 
 diskcache trusts its database: by default it unpickles what it finds there, runs its settings as SQL, and reads and
 deletes files that rows name. So rows are text or they are refused, and a database is looked through first.
@@ -280,7 +279,7 @@ class Index:
     @contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
         with self.lock, self._typed_errors():
-            connection = connect(self.path, read_only=self.read_only)
+            connection = connect(self._database, read_only=self.read_only)
             try:
                 yield connection
             finally:
@@ -296,7 +295,7 @@ class Index:
 
     def _inspect(self) -> set[tuple[str, str]]:
         """Look through a database before diskcache does: it runs stored settings as SQL. Returns (type, name) in it."""
-        for name in (DBNAME, *JOURNALS, f"{DBNAME}-shm"):
+        for name in (DBNAME, *[DBNAME + suffix for suffix in (*JOURNALS, "-shm")]):
             try:
                 mode = (self.path / name).lstat().st_mode
             except FileNotFoundError:
@@ -342,9 +341,11 @@ class Index:
             yield
         except diskcache.Timeout as error:
             # diskcache hides why a transaction could not begin behind its Timeout.
-            raise typed_error(error.__context__ or error, self.path, read_only=self.read_only) from error
+            cause = error.__context__
+            read_only, timed_out = self.read_only, cause is None
+            raise typed_error(cause or error, self._database, read_only=read_only, timed_out=timed_out) from error
         except (sqlite3.Error, UnicodeDecodeError, OSError) as error:
-            raise typed_error(error, self.path, read_only=self.read_only) from error
+            raise typed_error(error, self._database, read_only=self.read_only) from error
 
 
 def _checked_name(text: str) -> str:
