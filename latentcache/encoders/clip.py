@@ -159,7 +159,7 @@ class _Placed:
         self.device = next(encoder.parameters()).device
 
     def modules(self) -> Iterator[torch.nn.Module]:
-        """None with a hook of diffusers that names another device: an offloaded encoder moves its inputs itself."""
+        """None: diffusers looks here for hooks that name a device, and an offloaded encoder moves its inputs itself."""
         return iter(())
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
