@@ -238,7 +238,7 @@ class Training:
         if differing:
             raise CheckpointError(self.checkpoint, "cannot be resumed with other settings:", offenders=tuple(differing))
         if "loader" not in state.extra:
-            raise CheckpointError(self.checkpoint, "holds no position in the data: an earlier version wrote it. Begin anew")
+            raise CheckpointError(self.checkpoint, "has no place in the data: an earlier version wrote it")
         self.generator.set_state(state.extra["generator"])
         self.loader.load_state_dict(state.extra["loader"])
         return state.step

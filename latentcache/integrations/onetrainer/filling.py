@@ -61,6 +61,7 @@ class Filling:
         """Encode and store these items. What was encoded is stored whatever ends this. Raises PipelineStopped."""
         waiting: deque[tuple[Item, Future[Entry]]] = deque()
         stopped = False
+        stored: set[str] = set()
         with (
             self._store.writer() as writer,
             tqdm(total=len(items), desc="caching", smoothing=0.1, disable=None) as bar,
@@ -69,7 +70,9 @@ class Filling:
                 for number, item in enumerate(items):
                     if (stopped := self._should_stop()) or self.is_hopeless:
                         break
-                    if not self._store.find([item.key]):
+                    if number % WINDOW == 0:  # each look-up opens the index
+                        stored = self._store.find([item.key for item in items[number : number + WINDOW]])
+                    if item.key not in stored:
                         with uninterrupted():  # what a thread was given must be in `waiting`
                             waiting.append((item, self._executor.submit(self._encode, item)))
                     if len(waiting) >= WINDOW:
