@@ -350,7 +350,7 @@ def test_resume_after_a_crash(setup: Callable[..., Setup], folder: Path, tmp_pat
             written.append(1)
             return write_pack(*arguments)
         disk.write_pack = write_and_die
-        Setup(host("own"), Path({str(tmp_path / "cache")!r}), [concept(Path({str(folder)!r}))]).start()
+        Setup(host({setup().host.name!r}), Path({str(tmp_path / "cache")!r}), [concept(Path({str(folder)!r}))]).start()
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, timeout=200)
     assert done.returncode == -9, done.stderr.decode()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import random
 import signal
@@ -18,8 +17,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from photo_files import write_photo
 from pipeline_host import host
 from pipeline_sdxl import SPLIT_IMAGE, Run, Setup, concept, write_photos
@@ -27,9 +24,6 @@ from pipeline_sdxl import SPLIT_IMAGE, Run, Setup, concept, write_photos
 from latentcache.encoders import identity
 from latentcache.encoders.tiny import tiny_sdxl
 from latentcache.errors import ItemsError, PipelineError, PipelineStopped, ReadOnlyError
-from latentcache.integrations.onetrainer.description import part_identity
-from latentcache.integrations.onetrainer.values import PLAIN_FIELD, tensors_of, values_of
-from latentcache.integrations.onetrainer.variations import GroupNames, make_groups
 from latentcache.store.disk import DiskStore
 
 NUM = 4
@@ -477,31 +471,6 @@ def test_a_layer_that_is_hooked_in_counts(setup: Callable[..., Setup]) -> None:
         del lora
 
 
-@pytest.mark.parametrize("hooked", [False, True])
-def test_weights_that_differ_below_the_precision_of_others_are_told_apart(hooked: bool) -> None:
-    """Of a part with several dtypes, or of a float32 LoRA on a float16 encoder, nothing is rounded."""
-
-    def part(value: float) -> torch.nn.Module:
-        layers = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)).half()
-        with torch.no_grad():
-            for parameter in layers.parameters():
-                parameter.fill_(0.1)
-        fine = torch.nn.Linear(2, 2)
-        with torch.no_grad():
-            for parameter in fine.parameters():
-                parameter.fill_(value)
-        if hooked:
-            layers[1].forward = fine.forward  # type: ignore[method-assign]
-        else:
-            layers[1] = fine
-        return layers
-
-    rounded = float(torch.tensor(0.1).half())
-    one, same, other = part(rounded), part(rounded), part(rounded + 1e-6)
-    assert part_identity("text_encoder", one) == part_identity("text_encoder", same)
-    assert part_identity("text_encoder", one) != part_identity("text_encoder", other)
-
-
 def test_other_bucket_shapes_of_another_release_count(
     setup: Callable[..., Setup], pipeline: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -598,110 +567,7 @@ def test_the_store_is_one_like_any_other(setup: Callable[..., Setup]) -> None:
         assert record.provenance["source_paths"][0].endswith(".png")
 
 
-# Values and groups
-
-_plain = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
-    lambda inner: st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(st.text(), inner),
-    max_leaves=10,
-).filter(lambda value: value is not None)
-
-
-@given(st.dictionaries(st.text(), _plain, max_size=4))
-def test_plain_values_come_back_as_they_were(values: dict[str, Any]) -> None:
-    fields = tensors_of(values)
-    assert values_of(fields) == values
-    assert repr(values_of(fields)) == repr({name: values[name] for name in values_of(fields)})
-    assert fields.keys() == {PLAIN_FIELD}
-
-
-@pytest.mark.parametrize("value", [None, object(), np.float32(1), {1: "a"}, torch.tensor([1.0, math.nan])])
-def test_values_that_cannot_be_kept_are_refused(value: Any) -> None:
-    with pytest.raises(PipelineError, match="'name'"):
-        tensors_of({"name": value})
-
-
-@given(
-    st.lists(
-        st.tuples(st.integers(0, 3), st.booleans(), st.floats(0, 5), st.sampled_from(["REPEATS", "SAMPLES"])),
-        min_size=1,
-        max_size=12,
-    ),
-    st.integers(1, 4),
-    st.integers(0, 5),
-)
-def test_groups_are_counted_as_variation_sorting_counts(
-    items: list[tuple[int, bool, float, str]], variations: int, epoch: int
-) -> None:
-    """Against the formula written out: local = k + epoch * out, variation = local // n % variations."""
-    columns = {"group": 0, "on": 1, "balancing": 2, "strategy": 3}
-
-    def pull(name: str, index: int) -> Any:
-        return variations if name == "variations" else items[index][columns[name]]
-
-    names = GroupNames("variations", "balancing", "strategy", ("group",), "on")
-    expected = []
-    for group in dict.fromkeys(group for group, on, *_ in items if on):
-        indices = [index for index, item in enumerate(items) if item[0] == group and item[1]]
-        _, _, balancing, strategy = items[indices[0]]
-        out = math.floor(len(indices) * balancing) if strategy == "REPEATS" else int(balancing)
-        for k in range(out):
-            local = k + epoch * out
-            expected.append((local // len(indices) % variations, indices[local % len(indices)]))
-    groups = make_groups(names, len(items), pull)
-    assert groups.inputs(epoch) == expected and len(groups) == len(expected)
-
-
-_group = st.sampled_from([None, True, 1, 1.0, "1", [1], {"x": 1, "y": 2}, {"y": 2, "x": 1}])
-_concepts = st.lists(
-    st.fixed_dictionaries(
-        {
-            "group": _group,
-            "on": st.sampled_from([True, 1, 0, None, ""]),
-            "balancing": st.integers(0, 7) | st.floats(0, 5),
-            "strategy": st.sampled_from(["REPEATS", "SAMPLES"]),
-            "variations": st.integers(1, 4),
-        }
-    ),
-    min_size=1,
-    max_size=4,
-)
-
-
-@given(_concepts, st.lists(st.integers(0, 3), min_size=1, max_size=12), st.integers(1, 5))
-def test_groups_are_those_of_the_real_variation_sorting(
-    concepts: list[dict[str, Any]], owners: list[int], num_epochs: int
-) -> None:
-    """What mgds' own module hands on in each epoch: uncached names are joined to cached ones by position."""
-    mgds = host("mgds")
-    rows = [concepts[owner % len(concepts)] for owner in owners]
-
-    class Source(mgds.PipelineModule, mgds.RandomAccessPipelineModule):  # type: ignore[misc,name-defined]
-        def length(self) -> int:
-            return len(rows)
-
-        def get_inputs(self) -> list[str]:
-            return []
-
-        def get_outputs(self) -> list[str]:
-            return ["concept", "place"]
-
-        def get_item(self, variation: int, index: int, name: str | None = None) -> dict[str, Any]:
-            return {"concept": rows[index], "place": index}
-
-    sorting = mgds.VariationSorting(["place"], "concept.balancing", "concept.strategy", ["concept.group"], "concept.on")
-    mgds.LoadingPipeline(torch.device("cpu"), [Source(), sorting], 1, 42, mgds.PipelineState(1))
-    sorting.start(0)
-
-    def pull(name: str, index: int) -> Any:
-        return rows[index][name.partition(".")[2]] if "." in name else rows[index]
-
-    names = GroupNames("concept.variations", "concept.balancing", "concept.strategy", ("concept.group",), "concept.on")
-    groups = make_groups(names, len(rows), pull)
-    assert len(groups) == sorting.length()
-    for epoch in range(num_epochs):
-        expected = [sorting.get_item(epoch, position, "place")["place"] for position in range(sorting.length())]
-        assert [index for _, index in groups.inputs(epoch)] == expected
+# Groups
 
 
 def test_an_unknown_strategy_is_refused(setup: Callable[..., Setup], folder: Path) -> None:

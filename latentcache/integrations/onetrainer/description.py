@@ -169,7 +169,9 @@ def part_identity(part: str, module: torch.nn.Module) -> dict[str, Any]:
 
 def _weights(module: torch.nn.Module) -> _Weights | None:
     """The weights as they are now; None where torch counts no changes (inference tensors)."""
-    tensors = [tensor for owner in (module, *_hooking(module).values()) for tensor in _tensors(owner)]
+    hooking = _hooking(module).values()
+    tensors = [tensor for owner in (module, *hooking) for tensor in _tensors(owner)]
+    tensors += [tensor for owner in hooking for tensor in _loose_tensors(owner).values()]
     if any(tensor.is_inference() for tensor in tensors):
         return None
     config = getattr(module, "config", None)
@@ -197,8 +199,23 @@ def _replaced_forwards(part: str, module: torch.nn.Module) -> dict[str, Any]:
     found = {}
     for name, owner in _hooking(module).items():
         scalars = {key: value for key, value in vars(owner).items() if _is_scalar(key, value)}
-        found[name] = [class_name(owner), weights_digest(f"{part}.{name}", owner, None), scalars]
+        loose = {key: _plain(key, tensor) for key, tensor in _loose_tensors(owner).items()}
+        found[name] = [class_name(owner), weights_digest(f"{part}.{name}", owner, None), scalars, loose]
     return found
+
+
+def _loose_tensors(owner: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Tensors that a module holds without having registered them, such as a list of extra embeddings."""
+    found = {}
+    for name, value in vars(owner).items():
+        if name not in ("_parameters", "_buffers"):
+            pairs = value.items() if isinstance(value, Mapping) else enumerate(_as_list(value))
+            found |= {f"{name}.{place}": tensor for place, tensor in pairs if isinstance(tensor, torch.Tensor)}
+    return found
+
+
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def _is_scalar(name: str, value: Any) -> bool:
