@@ -469,7 +469,7 @@ class TwoStores(RuleBasedStateMachine):
             self.old.append(bytes(data))
         elif how == "delete":
             self.path.unlink()
-        elif how == "spoil":
+        elif how == "spoil" and data:
             data[int(at * len(data))] ^= 1
             self.path.write_bytes(data)
         elif how == "cut":
