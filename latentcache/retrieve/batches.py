@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -326,8 +327,8 @@ class LatentCache:
         if allocate is not None:
             out = allocate(self.shapes(wanted))
         image_keys, text_keys = [item.image_key for item in wanted], [item.caption_key for item in wanted]
-        images, texts = self._read((image_keys, text_keys), wanted, out)
-        return images | texts | told
+        self.store.ask_ahead(chain(image_keys, text_keys))  # so that the texts come while the images are copied
+        return self._read(image_keys, wanted, out) | self._read(text_keys, wanted, out) | told
 
     def ask_ahead(self, wanted: Iterable[Wanted]) -> None:
         """These samples are read soon: see `Store.ask_ahead`."""
@@ -343,10 +344,10 @@ class LatentCache:
         return shapes
 
     def _read(
-        self, groups: Sequence[Sequence[str]], wanted: Sequence[Wanted], out: Mapping[str, torch.Tensor] | None
-    ) -> list[dict[str, torch.Tensor]]:
+        self, keys: Sequence[str], wanted: Sequence[Wanted], out: Mapping[str, torch.Tensor] | None
+    ) -> dict[str, torch.Tensor]:
         try:
-            return self.store.read_batches(groups, out)
+            return self.store.read_batch(keys, out=out)
         except (EntryMissingError, EntryDamagedError) as error:
             raise self._named(error, _user(error.key, wanted)) from error
 

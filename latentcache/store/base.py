@@ -217,11 +217,6 @@ class Store(Protocol):
         the entries' fields, shapes or dtypes differ. No keys give no tensors.
         """
 
-    def read_batches(
-        self, groups: Sequence[Sequence[str]], out: Mapping[str, torch.Tensor] | None = None
-    ) -> list[dict[str, torch.Tensor]]:
-        """`read_batch` of each group of keys, all fields, in one go. The groups' fields have names of their own."""
-
     def ask_ahead(self, keys: Iterable[str]) -> None:
         """These entries are read soon: a store that reads from a disk may bring them into memory meanwhile.
 

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +29,7 @@ from latentcache.store.base import StoreStats, check_key
 from latentcache.store.catalog import Catalog
 from latentcache.store.directory import CacheDirectory
 from latentcache.store.entries import Found
-from latentcache.store.gather import Source, arrange, copy, stack
+from latentcache.store.gather import Source, stack
 from latentcache.store.location import Location
 from latentcache.store.lock import locked
 from latentcache.store.pack import Header, check_payload, field_bytes, map_pack, new_pack_id, read_header, write_pack
@@ -226,20 +226,6 @@ class DiskStore:
         if self._read_ahead.wanted():
             self._ask(self._read_ahead.to_ask_now(keys))
         return stack(keys, sources, fields, out)
-
-    def read_batches(
-        self, groups: Sequence[Sequence[str]], out: Mapping[str, torch.Tensor] | None = None
-    ) -> list[dict[str, torch.Tensor]]:
-        ready = self._ready_sources()
-        try:
-            sources = [[ready[key] for key in keys] for keys in groups]
-        except (KeyError, TypeError):
-            # So that those of the later groups come while the first ones are copied.
-            self.ask_ahead(chain.from_iterable(groups))
-            return [self.read_batch(keys, out=out) for keys in groups]
-        if self._read_ahead.wanted():
-            self._ask(self._read_ahead.to_ask_now(list(chain.from_iterable(groups))))
-        return copy([arrange(keys, found, None, out) for keys, found in zip(groups, sources, strict=True)])
 
     def read_rows(
         self, rows: DiskRows, fields: Sequence[str] | None = None, out: Mapping[str, torch.Tensor] | None = None

@@ -28,14 +28,6 @@ class Source:
     parts: tuple[np.ndarray, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Arranged:
-    """Tensors that wait for their rows: what `copy` does is all that is left to do."""
-
-    tensors: dict[str, torch.Tensor]
-    copies: list[tuple[Sequence[np.ndarray], np.ndarray]]
-
-
 def stack(
     keys: Sequence[str],
     sources: Sequence[Source],
@@ -43,18 +35,8 @@ def stack(
     out: Mapping[str, torch.Tensor] | None,
 ) -> dict[str, torch.Tensor]:
     """One tensor per field, a row per source: `base.Store.read_batch`."""
-    return copy([arrange(keys, sources, fields, out)])[0]
-
-
-def arrange(
-    keys: Sequence[str],
-    sources: Sequence[Source],
-    fields: Sequence[str] | None,
-    out: Mapping[str, torch.Tensor] | None,
-) -> Arranged:
-    """The tensors of `stack`, to which nothing is copied yet. StoreError as for `base.Store.read_batch`."""
     if not sources:
-        return Arranged({}, [])
+        return {}
     first = sources[0].description
     columns: Iterable[Sequence[np.ndarray]]
     if fields is None and all([source.description is first for source in sources]):
@@ -65,20 +47,10 @@ def arrange(
         tensors = output(common_fields(keys, descriptions, fields), len(sources), out)
         parts = [dict(zip(source.description, source.parts, strict=True)) for source in sources]
         columns = [[part[name] for part in parts] for name in tensors]
-    return Arranged(tensors, list(zip(columns, map(flat_bytes, tensors.values()), strict=True)))
-
-
-def copy(arranged: Sequence[Arranged]) -> list[dict[str, torch.Tensor]]:
-    """Copy all rows to their tensors, and return these.
-
-    All that is to be found and checked comes before it, also for several groups: a copy of a megabyte empties the
-    processor's caches, and whatever runs after it takes three times as long.
-    """
-    for each in arranged:
-        for column, view in each.copies:
-            # One call for all rows: one for each, from Python, takes longer than the copy of a small row.
-            np.concatenate(column, out=view)
-    return [each.tensors for each in arranged]
+    for tensor, column in zip(tensors.values(), columns, strict=True):
+        # One call for all rows: one for each, from Python, takes longer than the copy of a small row.
+        np.concatenate(column, out=flat_bytes(tensor))
+    return tensors
 
 
 def common_fields(

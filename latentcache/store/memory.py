@@ -12,7 +12,7 @@ import torch
 
 from latentcache.errors import EntryMissingError, StoreError
 from latentcache.store.base import StoreStats, check_key, dtype_name, flat_bytes
-from latentcache.store.gather import Source, arrange, copy, stack
+from latentcache.store.gather import Source, stack
 from latentcache.store.location import spec_of
 from latentcache.store.writer import PackWriter, Sealed
 from latentcache.types import Entry, Record
@@ -107,12 +107,6 @@ class MemoryStore:
         self, keys: Sequence[str], fields: Sequence[str] | None = None, out: Mapping[str, torch.Tensor] | None = None
     ) -> dict[str, torch.Tensor]:
         return self.read_rows(self.resolve(keys), fields, out)
-
-    def read_batches(
-        self, groups: Sequence[Sequence[str]], out: Mapping[str, torch.Tensor] | None = None
-    ) -> list[dict[str, torch.Tensor]]:
-        found = [self.resolve(keys) for keys in groups]
-        return copy([arrange(rows.keys, rows.sources, None, out) for rows in found])
 
     def read_rows(
         self, rows: MemoryRows, fields: Sequence[str] | None = None, out: Mapping[str, torch.Tensor] | None = None

@@ -174,26 +174,6 @@ class StoreContract:
             store.read_batch([first.record.key], fields=["latents"])
         assert store.read_batch([first.record.key, text.record.key], fields=["moments"])["moments"].shape[0] == 2
 
-    def test_batches_in_one_go_are_batches(self, store):
-        images = [make_entry(number) for number in range(3)]
-        texts = [make_entry(number + 10, kind="text", field="prompt_embeds") for number in range(3)]
-        store.add([*images, *texts])
-        groups = [[entry.record.key for entry in entries] for entries in (images, texts)]
-        given = torch.zeros(3, 7, dtype=torch.float16)
-        for out in (None, {"pooled": given}, {"pooled": given.zero_()}):
-            found = store.read_batches(groups, out)
-            for tensors, keys, entries in zip(found, groups, (images, texts), strict=True):
-                assert tensors.keys() == store.read_batch(keys).keys() == entries[0].tensors.keys()
-                for name, tensor in tensors.items():
-                    assert same(tensor, torch.stack([entry.tensors[name] for entry in entries]))
-        assert found[1]["pooled"] is given
-        store.remove([groups[1][2]])
-        given.zero_()
-        with pytest.raises(EntryMissingError):
-            store.read_batches(groups, {"pooled": given})
-        assert not given.any()
-        assert [list(tensors) for tensors in store.read_batches([groups[0], []])] == [["moments"], []]
-
     def test_asking_ahead_changes_nothing(self, store):
         entries = [make_entry(number) for number in range(3)]
         store.add(entries)
@@ -299,7 +279,6 @@ class StoreContract:
             lambda: store.get(make_entry(1).record.key),
             lambda: store.find([ABSENT]),
             lambda: store.ask_ahead([ABSENT]),
-            lambda: store.read_batches([[ABSENT]]),
             lambda: store.read_rows(rows),
             lambda: store.add([make_entry(2)]),
         ):
