@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 import torch
 
@@ -31,10 +31,12 @@ class ExportCaption:
 class ExportSample:
     """One sample: `latents` and, if the dataset flips, `flipped` [C, h, w]: unscaled, float32, on the CPU.
 
-    `geometry` is that of `latents`; the flipped twin has the same but for `flip`.
+    `geometry` is that of `latents`; the flipped twin has the same but for `flip`. `stem` is where its files go below
+    the folder of an export: the sample_id without an image's suffix.
     """
 
     sample_id: str
+    stem: PurePosixPath
     path: str
     geometry: Geometry
     latents: torch.Tensor
@@ -58,6 +60,11 @@ def export_samples(
         cache.check_trust(manifest, row)
     report.skipped += [row.refusal for row in manifest.rows.values() if row.refusal is not None]
     for row in rows:
+        stem = _stem(row.sample_id)
+        if stem is None:
+            detail = "its sample_id leads out of the folder"
+            report.skipped.append(Refusal(row.sample_id, row.path, "unreadable", detail))
+            continue
         try:
             images = {ref.geometry.flip: (ref, _latents(cache, ref, seed, report)) for ref in row.images}
             captions = []
@@ -72,15 +79,15 @@ def export_samples(
             continue
         ref, latents = images[False]
         flipped = images[True][1] if True in images else None
-        yield ExportSample(row.sample_id, row.path, ref.geometry, latents, flipped, tuple(captions))
+        yield ExportSample(row.sample_id, stem, row.path, ref.geometry, latents, flipped, tuple(captions))
 
 
-def export_path(folder: Path, sample_id: str) -> Path | None:
-    """Where a sample's files go: `folder` / sample_id without an image's suffix. None if that leads out of `folder`."""
+def _stem(sample_id: str) -> PurePosixPath | None:
+    """`ExportSample.stem`. None if it leads out of any folder."""
     pure = PurePosixPath(sample_id)
     if pure.is_absolute() or ".." in pure.parts or "\0" in sample_id or not pure.name:
         return None
-    return folder / (pure.with_suffix("") if pure.suffix.lower() in IMAGE_SUFFIXES else pure)
+    return pure.with_suffix("") if pure.suffix.lower() in IMAGE_SUFFIXES else pure
 
 
 def _latents(cache: LatentCache, ref: ImageRef, seed: int | None, report: ExportReport) -> torch.Tensor:

@@ -27,7 +27,7 @@ from safetensors.torch import load, save
 
 from latentcache.dataset.samples import MAX_CAPTION_BYTES, walk
 from latentcache.errors import DatasetError, ForeignFileRefused
-from latentcache.exchange.exporting import ExportSample, export_path, export_samples
+from latentcache.exchange.exporting import ExportSample, export_samples
 from latentcache.exchange.foreign import ForeignImage, ForeignItem, ForeignText
 from latentcache.exchange.originals import Originals, refusal_of
 from latentcache.exchange.reports import ExportReport
@@ -88,12 +88,7 @@ def export(
     report = ExportReport("ai-toolkit", name, str(folder))
     files = WrittenFiles(report, overwrite=overwrite)
     for sample in export_samples(cache, name, report, seed=seed):
-        base = export_path(Path(folder), sample.sample_id)
-        if base is None:
-            report.skipped.append(
-                Refusal(sample.sample_id, sample.path, "unreadable", "its name leads out of the folder")
-            )
-            continue
+        base = Path(folder, sample.stem)
         try:
             sample.sample_id.encode()
         except UnicodeEncodeError:

@@ -28,7 +28,7 @@ from latentcache.dataset.images import ImagePolicy, probe
 from latentcache.dataset.samples import Sample, Source, walk
 from latentcache.dataset.sources import open_source
 from latentcache.errors import DatasetError, ForeignFileRefused, ImageRefused
-from latentcache.exchange.exporting import ExportCaption, ExportSample, export_path, export_samples
+from latentcache.exchange.exporting import ExportCaption, ExportSample, export_samples
 from latentcache.exchange.foreign import ForeignImage, ForeignItem, ForeignText
 from latentcache.exchange.npz_files import NpzFile, npz_bytes, open_npz
 from latentcache.exchange.reports import ExportReport
@@ -310,11 +310,7 @@ def export(
     report = ExportReport("kohya", name, str(folder))
     files = WrittenFiles(report, overwrite=overwrite)
     for sample in export_samples(cache, name, report, seed=seed):
-        base = export_path(Path(folder), sample.sample_id)
-        if base is None:
-            detail = "its sample_id leads out of the folder"
-            report.skipped.append(Refusal(sample.sample_id, sample.path, "unreadable", detail))
-            continue
+        base = Path(folder, sample.stem)
         height, width = sample.geometry.original_size
         latents = base.with_name(f"{base.name}_{width:04d}x{height:04d}{SUFFIX}")
         if files.write(latents, npz_bytes(_latent_arrays(sample, unsuffixed, report)), sample):

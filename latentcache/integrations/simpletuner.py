@@ -25,7 +25,7 @@ import torch
 from latentcache.dataset.buckets import fit
 from latentcache.dataset.samples import walk
 from latentcache.errors import ConfigError, DatasetError, ForeignFileRefused
-from latentcache.exchange.exporting import export_path, export_samples
+from latentcache.exchange.exporting import export_samples
 from latentcache.exchange.foreign import ForeignImage, ForeignItem, ForeignText
 from latentcache.exchange.originals import Originals, refusal_of
 from latentcache.exchange.reports import ExportReport
@@ -109,11 +109,6 @@ def export(
     report.note(NOTE_BUCKETS)
     files = WrittenFiles(report, overwrite=overwrite)
     for sample in export_samples(cache, name, report, seed=seed):
-        if export_path(Path(folder), sample.sample_id) is None:
-            report.skipped.append(
-                Refusal(sample.sample_id, sample.path, "unreadable", "its name leads out of the folder")
-            )
-            continue
         if sample.flipped is not None:
             report.note("SimpleTuner has no flipped latents: they were not exported")
         latents = (sample.latents * SCALING_FACTOR).to(dtype)
