@@ -15,6 +15,7 @@ from latentcache.config import PROMPTS_PREFIX
 from latentcache.dataset.manifest import Manifest, ManifestFolder, Manifests, Row, prompts_name
 from latentcache.devices.placement import Asker, device_of, dtype_of
 from latentcache.errors import EntryDamagedError, EntryMissingError, SampleError, StoreError
+from latentcache.retrieve.held import HeldSamples
 from latentcache.retrieve.placing import IMAGE_FIELDS, Batch, Scaling, fill, is_cpu, place
 from latentcache.retrieve.wanted import Wanted, facts
 from latentcache.store.base import DTYPES, Store
@@ -68,6 +69,7 @@ class LatentCache:
         self._loaded: dict[str, Manifest] = {}
         # Samples that were asked for, by caption and flip, then by sample_id; and the scaling of each one's latents.
         self._asked: dict[tuple[int, bool], dict[str, tuple[Wanted, Scaling]]] = {}
+        self._held = HeldSamples(store, MAX_REMEMBERED)
         if manifest is not None:
             self.manifest(manifest)
 
@@ -88,6 +90,7 @@ class LatentCache:
         """
         self._loaded.clear()
         self._asked = {}  # a new one: a thread that fills the old one does no harm
+        self._held.forget()
 
     def restricted(self, manifest: str) -> LatentCache:
         """The same cache, of which only this manifest's samples are seen. It shares the store, and is not closed."""
@@ -207,22 +210,32 @@ class LatentCache:
         Raises SampleError for a sample that is unknown, refused, missing or damaged; StoreError for mixed buckets, and
         for a tensor in `out` that does not fit or that the batch does not have.
         """
-        found = self._find(sample_ids, caption, flip)
-        wanted = [item for item, _ in found]
-        scaling = None
-        if scaled and found:
-            scalings = {scaling for _, scaling in found}
+        scaling, direct = None, out
+        if scaled:
+            scalings = {scaling for _, scaling in self._find(sample_ids, caption, flip)}
             if len(scalings) > 1:
                 names = sorted(map(str, scalings))
                 raise StoreError(f"the batch mixes latents of VAEs that scale differently: {names}")
-            (scaling,) = scalings
-        direct = out
+            (scaling,) = scalings or (None,)
         if out and (dtype is not None or scaled or not is_cpu(device)):
+            wanted = [item for item, _ in self._find(sample_ids, caption, flip)]
             direct = self._direct(out, wanted, device_of(device), dtype or dtype_of(device), scaled=scaled)
-        batch = place(
-            self.gather(wanted, out=direct), device, dtype=dtype, output=output, scaling=scaling, generator=generator
-        )
+        gathered = self._gathered(sample_ids, caption, flip, direct)
+        batch = place(gathered, device, dtype=dtype, output=output, scaling=scaling, generator=generator)
         return fill(out, batch) if out else batch
+
+    def _gathered(
+        self, sample_ids: Sequence[str], caption: int, flip: bool, out: Mapping[str, torch.Tensor] | None
+    ) -> Batch:
+        if not self.store.asks_ahead():
+            held = self._held.read(sample_ids, caption, flip, out)
+            if held is not None:
+                return held
+        wanted = [item for item, _ in self._find(sample_ids, caption, flip)]
+        batch = self.gather(wanted, out=out)
+        with self.naming(wanted):
+            self._held.keep(wanted, caption, flip)
+        return batch
 
     def _find(self, sample_ids: Sequence[str], caption: int, flip: bool) -> list[tuple[Wanted, Scaling]]:
         asked = self._asked

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -15,7 +15,9 @@ from latentcache.errors import SampleError
 from latentcache.types import Geometry
 
 SIZES = ("original_size", "resized_size", "crop_top_left", "target_size")
-_FACTS = ("sample_id", "caption", *SIZES)
+_LISTS = ("caption", *SIZES)
+NUM_FACTS = len(_LISTS) + 1
+"""How many `Wanted.facts` has: those of the lists, and the time ids."""
 _MAX_LAYOUTS = 1 << 16  # photographs have few sizes; a set of crops may have many
 
 
@@ -43,7 +45,7 @@ def layout_of(geometry: Geometry) -> Layout:
 class Wanted:
     """One sample of a batch: which image entry and which text entry.
 
-    `facts` are the sample_id, the caption, the pairs of SIZES and the time ids as bytes.
+    `facts` are the caption, the pairs of SIZES and the time ids as bytes.
     """
 
     sample_id: str
@@ -59,7 +61,7 @@ class Wanted:
             met = f"has {len(row.captions)} captions, but number {caption} was asked for"
             raise SampleError(row.sample_id, met, "ask for a smaller number")
         text, layout = row.captions[caption], layout_of(image.geometry)
-        facts = (row.sample_id, text.text, *layout.pairs, layout.time_ids)
+        facts = (text.text, *layout.pairs, layout.time_ids)
         return cls(row.sample_id, image.key, image.geometry, text.key, facts)
 
 
@@ -73,10 +75,16 @@ def _image_of(row: Row, flip: bool) -> ImageRef:
 
 def facts(wanted: Sequence[Wanted]) -> dict[str, Any]:
     """What the manifest says of these samples: ids, captions, sizes, and the time ids that follow from them."""
-    *columns, time_ids = zip(*[item.facts for item in wanted], strict=True)
-    told: dict[str, Any] = dict(zip(_FACTS, map(list, columns), strict=True))
-    told["add_time_ids"] = _tensor(time_ids)
-    return told
+    return told([item.sample_id for item in wanted], list(zip(*[item.facts for item in wanted], strict=True)))
+
+
+def told(sample_ids: Iterable[str], columns: Sequence[Sequence[Any]]) -> dict[str, Any]:
+    """The same of facts that are sorted: `columns` has the values of all samples for each of `Wanted.facts`."""
+    *lists, time_ids = columns
+    batch: dict[str, Any] = {"sample_id": list(sample_ids)}
+    batch.update(zip(_LISTS, map(list, lists), strict=True))
+    batch["add_time_ids"] = _tensor(time_ids)
+    return batch
 
 
 def add_time_ids(geometries: Sequence[Geometry]) -> torch.Tensor:
@@ -86,5 +94,4 @@ def add_time_ids(geometries: Sequence[Geometry]) -> torch.Tensor:
 
 def _tensor(time_ids: Sequence[bytes]) -> torch.Tensor:
     # A fifth of the time that a tensor made of lists takes. The bytearray is this tensor's own memory.
-    values = np.frombuffer(bytearray().join(time_ids), dtype=np.float32)
-    return torch.from_numpy(values.reshape(-1, 6))
+    return torch.from_numpy(np.ndarray((len(time_ids), 6), np.float32, bytearray().join(time_ids)))

@@ -28,7 +28,12 @@ DTYPES: dict[str, torch.dtype] = {
     )
 }
 """The dtypes that can be stored, by name."""
-_NUMPY_DTYPES = frozenset(DTYPES.values()) - {torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2}
+ARRAY_DTYPES = {
+    name: np.dtype({"bfloat16": "int16", "float8_e4m3fn": "int8", "float8_e5m2": "int8"}.get(name, name))
+    for name in DTYPES
+}
+"""What numpy holds each of them as: the same, or an integer of that size where numpy has no such dtype."""
+_STAND_INS = {DTYPES[name]: getattr(torch, str(dtype)) for name, dtype in ARRAY_DTYPES.items() if str(dtype) != name}
 
 _KEY = re.compile(r"[0-9a-f]{64}")
 _FIELD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
@@ -59,14 +64,17 @@ def dtype_name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def flat_bytes(tensor: torch.Tensor) -> np.ndarray:
-    """The bytes of a contiguous CPU tensor as a flat uint8 array that shares its memory."""
+def as_array(tensor: torch.Tensor) -> np.ndarray:
+    """A CPU tensor as an array of the same shape that shares its memory, of the dtype in ARRAY_DTYPES."""
     if tensor.requires_grad:
         tensor = tensor.detach()
-    if tensor.dtype in _NUMPY_DTYPES:
-        # numpy makes views in a third of the time that torch takes, which counts in small batches.
-        return tensor.numpy().reshape(-1).view(np.uint8)
-    return tensor.reshape(-1).view(torch.uint8).numpy()
+    stand_in = _STAND_INS.get(tensor.dtype)
+    return (tensor if stand_in is None else tensor.view(stand_in)).numpy()
+
+
+def flat_bytes(tensor: torch.Tensor) -> np.ndarray:
+    """The bytes of a contiguous CPU tensor as a flat uint8 array that shares its memory."""
+    return as_array(tensor).reshape(-1).view(np.uint8)
 
 
 def payload_digest(key: str, fields: Mapping[str, tuple[str, tuple[int, ...], Any]]) -> str:
@@ -167,6 +175,22 @@ class Writer(Protocol):
     def __exit__(self, *exc_info: object) -> None: ...
 
 
+Description = Mapping[str, tuple[str, tuple[int, ...]]]
+"""Field -> (dtype name, shape)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where one entry can be read: an array [1, *shape] for each field of `description`, in its order.
+
+    Arrays are of the dtypes in ARRAY_DTYPES. Entries with equal fields share one description. There may be very many
+    of these in memory.
+    """
+
+    description: Description
+    parts: tuple[np.ndarray, ...]
+
+
 class Rows(Protocol):
     """Keys that were looked up once. Valid for the store that gave them, also after a compaction."""
 
@@ -216,6 +240,19 @@ class Store(Protocol):
         Written into the tensors of `out` where given: contiguous CPU tensors of that shape and dtype. StoreError if
         the entries' fields, shapes or dtypes differ. No keys give no tensors.
         """
+
+    @property
+    def version(self) -> object:
+        """As long as it is the same object, what `sources` gave lies where it did. Ask for it before `sources`."""
+
+    def sources(self, keys: Sequence[str]) -> Sequence[Source]:
+        """Where the bytes of these entries can be read, verified. EntryMissingError, EntryDamagedError.
+
+        They may be remembered as long as `version` is the same, and be read with `gather.stack`.
+        """
+
+    def asks_ahead(self) -> bool:
+        """Whether the read that comes now should be preceded by `ask_ahead`, because lately the disk was read."""
 
     def ask_ahead(self, keys: Iterable[str]) -> None:
         """These entries are read soon: a store that reads from a disk may bring them into memory meanwhile.

@@ -25,14 +25,14 @@ from latentcache.errors import (
     UnsafeStoreError,
 )
 from latentcache.files import unreadable
-from latentcache.store.base import StoreStats, check_key
+from latentcache.store.base import ARRAY_DTYPES, Source, StoreStats, check_key
 from latentcache.store.catalog import Catalog
 from latentcache.store.directory import CacheDirectory
 from latentcache.store.entries import Found
-from latentcache.store.gather import Source, stack
+from latentcache.store.gather import stack
 from latentcache.store.location import Location
 from latentcache.store.lock import locked
-from latentcache.store.pack import Header, check_payload, field_bytes, map_pack, new_pack_id, read_header, write_pack
+from latentcache.store.pack import Header, check_payload, map_pack, new_pack_id, read_header, write_pack
 from latentcache.store.readahead import AskAhead, ReadAhead, ask_for
 from latentcache.store.writer import PackWriter, Sealed
 from latentcache.types import Entry, Record
@@ -61,12 +61,16 @@ class DiskRows:
 
 
 class _Ready:
-    """Where verified entries can be read, by key. It counts as long as `version` is the catalog's."""
+    """Where verified entries can be read, by key. It counts as long as `version` is the catalog's.
 
-    __slots__ = ("sources", "version")
+    `token` stays when they are only forgotten, because there are many: what was read of them still counts.
+    """
 
-    def __init__(self, version: object):
+    __slots__ = ("sources", "token", "version")
+
+    def __init__(self, version: object, token: object | None = None):
         self.version = version
+        self.token = token or object()
         self.sources: dict[str, Source] = {}
 
 
@@ -182,7 +186,7 @@ class DiskStore:
         return iter(self.catalog.keys())
 
     def describe(self, key: str) -> Mapping[str, tuple[str, tuple[int, ...]]]:
-        source = self._ready_sources().get(key) if isinstance(key, str) else None
+        source = self._ready_now().sources.get(key) if isinstance(key, str) else None
         return dict(self._locate(key).description if source is None else source.description)
 
     def get(self, key: str) -> Entry:
@@ -215,10 +219,24 @@ class DiskStore:
             raise self._absent(keys[number])
         return DiskRows(keys, found.packs(), found, version)
 
+    @property
+    def version(self) -> object:
+        return self._ready_now().token
+
+    def asks_ahead(self) -> bool:
+        return self._read_ahead.wanted()
+
+    def sources(self, keys: Sequence[str]) -> list[Source]:
+        ready = self._ready_now().sources
+        try:
+            return [ready[key] for key in keys]
+        except (KeyError, TypeError):
+            return self._sources(self.resolve(keys))
+
     def read_batch(
         self, keys: Sequence[str], fields: Sequence[str] | None = None, out: Mapping[str, torch.Tensor] | None = None
     ) -> dict[str, torch.Tensor]:
-        ready = self._ready_sources()
+        ready = self._ready_now().sources
         try:
             sources = [ready[key] for key in keys]
         except (KeyError, TypeError):
@@ -233,7 +251,11 @@ class DiskStore:
         self._check_open()
         if self._read_ahead.wanted():
             self._ask(self._read_ahead.to_ask_now(rows.keys))
-        ready = self._ready_sources() if rows.version is self.catalog.version else {}
+        # All are found and verified before the first byte is written to `out`.
+        return stack(rows.keys, self._sources(rows), fields, out)
+
+    def _sources(self, rows: DiskRows) -> list[Source]:
+        ready = self._ready_now().sources if rows.version is self.catalog.version else {}
         sources = []
         for number, (key, pack) in enumerate(zip(rows.keys, rows.packs, strict=True)):
             source = ready.get(key)
@@ -244,20 +266,21 @@ class DiskStore:
                 source = self._verify(key, location) if data is None else _source(data, location)
                 ready[key] = source
             sources.append(source)
-        # All are found and verified before the first byte is written to `out`.
-        return stack(rows.keys, sources, fields, out)
+        return sources
 
-    def _ready_sources(self) -> dict[str, Source]:
+    def _ready_now(self) -> _Ready:
         """The entries that are there and were verified. What is added to it counts while nothing goes or moves."""
         # Not by the property `catalog`: a small batch is copied in the time that some calls take.
         catalog = self._catalog
         if catalog is None:
             self._check_open()
         ready, version = self._ready, catalog.version
-        if ready.version is not version or len(ready.sources) >= MAX_READY:
-            # A new one each time, so that a thread that fills the old one does no harm.
+        # A new one each time, so that a thread that fills the old one does no harm.
+        if ready.version is not version:
             ready = self._ready = _Ready(version)
-        return ready.sources
+        elif len(ready.sources) >= MAX_READY:
+            ready = self._ready = _Ready(version, ready.token)
+        return ready
 
     def ask_ahead(self, keys: Iterable[str]) -> None:
         if self._catalog is None:
@@ -379,4 +402,6 @@ class DiskStore:
 
 
 def _source(data: np.ndarray, location: Location) -> Source:
-    return Source(location.description, tuple(field_bytes(data, location).values()))
+    fields = zip(location.description.values(), location.offsets, strict=True)
+    rows = [np.ndarray((1, *shape), ARRAY_DTYPES[dtype], data, offset) for (dtype, shape), offset in fields]
+    return Source(location.description, tuple(rows))

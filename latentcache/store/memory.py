@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from latentcache.errors import EntryMissingError, StoreError
-from latentcache.store.base import StoreStats, check_key, dtype_name, flat_bytes
-from latentcache.store.gather import Source, stack
+from latentcache.store.base import Source, StoreStats, as_array, check_key, dtype_name
+from latentcache.store.gather import stack
 from latentcache.store.location import spec_of
 from latentcache.store.writer import PackWriter, Sealed
 from latentcache.types import Entry, Record
@@ -47,6 +47,7 @@ class MemoryStore:
             raise StoreError("pin=True needs an accelerator, and torch finds none here; use MemoryStore(pin=False)")
         self._pin = pin
         self._entries: dict[str, _Held] | None = {}
+        self._version = object()
 
     def __enter__(self) -> MemoryStore:
         return self
@@ -103,6 +104,18 @@ class MemoryStore:
     def resolve(self, keys: Sequence[str]) -> MemoryRows:
         return MemoryRows(tuple(keys), tuple([self._held(key).source for key in keys]))
 
+    @property
+    def version(self) -> object:
+        _ = self._open
+        return self._version
+
+    def asks_ahead(self) -> bool:
+        """All is in memory."""
+        return False
+
+    def sources(self, keys: Sequence[str]) -> tuple[Source, ...]:
+        return self.resolve(keys).sources
+
     def read_batch(
         self, keys: Sequence[str], fields: Sequence[str] | None = None, out: Mapping[str, torch.Tensor] | None = None
     ) -> dict[str, torch.Tensor]:
@@ -119,7 +132,10 @@ class MemoryStore:
         _ = self._open
 
     def remove(self, keys: Iterable[str]) -> int:
-        return sum([self._open.pop(check_key(key), None) is not None for key in dict.fromkeys(keys)])
+        try:
+            return sum([self._open.pop(check_key(key), None) is not None for key in dict.fromkeys(keys)])
+        finally:
+            self._version = object()  # last: what was taken under the one before does not count any more
 
     def damaged(self) -> dict[str, str]:
         """Always empty: memory is not checked."""
@@ -144,4 +160,4 @@ class MemoryStore:
 def _source(entry: Entry) -> Source:
     fields = {name: (dtype_name(tensor), tuple(tensor.shape)) for name, tensor in entry.tensors.items()}
     spec = spec_of(entry.record.kind, fields)
-    return Source(spec.description, tuple([flat_bytes(tensor) for tensor in entry.tensors.values()]))
+    return Source(spec.description, tuple([as_array(tensor[None]) for tensor in entry.tensors.values()]))
