@@ -69,7 +69,7 @@ class LatentCache:
         self._loaded: dict[str, Manifest] = {}
         # Samples that were asked for, by caption and flip, then by sample_id; and the scaling of each one's latents.
         self._asked: dict[tuple[int, bool], dict[str, tuple[Wanted, Scaling]]] = {}
-        self._held = HeldSamples(store, MAX_REMEMBERED)
+        self._held = HeldSamples(store)
         if manifest is not None:
             self.manifest(manifest)
 

@@ -10,11 +10,9 @@ from collections import deque
 import torch
 
 from latentcache.retrieve.batches import Shapes
+from latentcache.store.base import ALIGNMENT
 
 logger = logging.getLogger("latentcache")
-
-ALIGNMENT = 64
-"""Bytes. Rows in packs start on 64 bytes, and a copy between equally aligned places is several times faster."""
 
 
 class BufferPool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,17 +15,19 @@ from latentcache.errors import SampleError
 from latentcache.types import Geometry
 
 SIZES = ("original_size", "resized_size", "crop_top_left", "target_size")
-_LISTS = ("caption", *SIZES)
-NUM_FACTS = len(_LISTS) + 1
-"""How many `Wanted.facts` has: those of the lists, and the time ids."""
 _MAX_LAYOUTS = 1 << 16  # photographs have few sizes; a set of crops may have many
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
+Pair = tuple[int, int]
+
+
+class Layout(NamedTuple):
     """What a batch tells of a geometry: the pairs of SIZES, and the six time ids as float32. Made once for each."""
 
-    pairs: tuple[tuple[int, int], ...]
+    original_size: Pair
+    resized_size: Pair
+    crop_top_left: Pair
+    target_size: Pair
     time_ids: bytes
 
 
@@ -37,22 +39,20 @@ def layout_of(geometry: Geometry) -> Layout:
     hold every integer above 256.
     """
     time_ids = [*geometry.original_size, *geometry.crop_top_left, *geometry.target_size]
-    pairs = tuple([tuple(getattr(geometry, name)) for name in SIZES])
-    return Layout(pairs, np.array(time_ids, dtype=np.float32).tobytes())
+    pairs = [tuple(getattr(geometry, name)) for name in SIZES]
+    return Layout(*pairs, np.array(time_ids, dtype=np.float32).tobytes())
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """One sample of a batch: which image entry and which text entry.
-
-    `facts` are the caption, the pairs of SIZES and the time ids as bytes.
-    """
+    """One sample of a batch: which image entry and which text entry, and what is told of them."""
 
     sample_id: str
     image_key: str
     geometry: Geometry
     caption_key: str
-    facts: tuple[Any, ...]
+    caption: str
+    layout: Layout
 
     @classmethod
     def of(cls, row: Row, *, caption: int = 0, flip: bool = False) -> Wanted:
@@ -60,9 +60,8 @@ class Wanted:
         if not 0 <= caption < len(row.captions):
             met = f"has {len(row.captions)} captions, but number {caption} was asked for"
             raise SampleError(row.sample_id, met, "ask for a smaller number")
-        text, layout = row.captions[caption], layout_of(image.geometry)
-        facts = (text.text, *layout.pairs, layout.time_ids)
-        return cls(row.sample_id, image.key, image.geometry, text.key, facts)
+        text = row.captions[caption]
+        return cls(row.sample_id, image.key, image.geometry, text.key, text.text, layout_of(image.geometry))
 
 
 def _image_of(row: Row, flip: bool) -> ImageRef:
@@ -75,14 +74,15 @@ def _image_of(row: Row, flip: bool) -> ImageRef:
 
 def facts(wanted: Sequence[Wanted]) -> dict[str, Any]:
     """What the manifest says of these samples: ids, captions, sizes, and the time ids that follow from them."""
-    return told([item.sample_id for item in wanted], list(zip(*[item.facts for item in wanted], strict=True)))
+    sample_ids = [item.sample_id for item in wanted]
+    return told(sample_ids, [item.caption for item in wanted], [item.layout for item in wanted])
 
 
-def told(sample_ids: Iterable[str], columns: Sequence[Sequence[Any]]) -> dict[str, Any]:
-    """The same of facts that are sorted: `columns` has the values of all samples for each of `Wanted.facts`."""
-    *lists, time_ids = columns
-    batch: dict[str, Any] = {"sample_id": list(sample_ids)}
-    batch.update(zip(_LISTS, map(list, lists), strict=True))
+def told(sample_ids: Iterable[str], captions: Iterable[str], layouts: Sequence[Layout]) -> dict[str, Any]:
+    """The same, of samples whose layouts are known."""
+    *pairs, time_ids = zip(*layouts, strict=True)
+    batch: dict[str, Any] = {"sample_id": list(sample_ids), "caption": list(captions)}
+    batch.update(zip(SIZES, map(list, pairs), strict=True))
     batch["add_time_ids"] = _tensor(time_ids)
     return batch
 

@@ -20,6 +20,9 @@ KINDS: tuple[str, ...] = get_args(Kind)
 MAX_RECORD_BYTES = 1 << 20
 """Identity and provenance of one entry, as JSON. Pack headers hold thousands of them."""
 
+ALIGNMENT = 64
+"""Bytes. Fields in packs and new tensors start at its multiples: copies between equally aligned places are fastest."""
+
 DTYPES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (

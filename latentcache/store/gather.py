@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
 
 from latentcache.errors import StoreError
-from latentcache.store.base import DTYPES, Description, Source, as_array, dtype_name
+from latentcache.store.base import ALIGNMENT, DTYPES, Description, Source, as_array, dtype_name
 
 CPU = torch.device("cpu")
 """Named wherever memory is made: `torch.set_default_device` of the caller must not move it."""
+HUGE_BYTES = 1 << 22
+"""From here on new tensors lie in huge pages, where the system has them: numpy asks for them from 4 MiB on."""
 
 
 def stack(
@@ -47,15 +50,23 @@ def stack_columns(
     for name, (stored, shape) in fields.items():
         dtype, shape = DTYPES[stored], (num_rows, *shape)
         tensor = out.get(name) if out else None
-        if tensor is None:
-            # torch aligns to 64 bytes; numpy may not, and copies are then 2.5 times slower.
-            tensor = torch.empty(shape, dtype=dtype, device=CPU)
-        tensors[name] = tensor
+        tensors[name] = tensor = _new(dtype, shape) if tensor is None else tensor
         arrays.append(_writable(name, tensor, dtype, shape))
     for array, column in zip(arrays, columns, strict=True):
         # One call for all rows: one for each, from Python, takes longer than the copy of a small row.
         np.concatenate(column, out=array)
     return tensors
+
+
+def _new(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor whose bytes start at a multiple of 64, as torch's own do."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if num_bytes < HUGE_BYTES:
+        return torch.empty(shape, dtype=dtype, device=CPU)
+    # Each page of new memory costs a fault, which for a small page takes longer than its copy.
+    memory = torch.from_numpy(np.empty(num_bytes + ALIGNMENT, np.uint8))
+    start = -memory.data_ptr() % ALIGNMENT
+    return memory[start : start + num_bytes].view(dtype).view(shape)
 
 
 def _writable(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> np.ndarray:

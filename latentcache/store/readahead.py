@@ -17,8 +17,8 @@ AskAhead = Literal["missing", "always", "never"]
 
 QUIET_READS = 8
 """So many reads in which nothing came from the disk, and it is no longer asked ahead."""
-UNSEEN_READS = 3
-"""After a read that needed nothing the next ones are not looked at: a look takes half a microsecond."""
+UNSEEN_READS = 7
+"""After a read that needed nothing the next ones are not looked at: in a small batch a look is a hundredth."""
 
 _MAX_FILES = 64  # open at once
 
@@ -29,12 +29,24 @@ CAN_ASK = hasattr(os, "posix_fadvise")
 """Python offers no such call on macOS: there nothing is asked ahead."""
 
 
+class _Thread(threading.local):
+    """What a thread's reads have caused: the counters at the last look, how many brought nothing since, how many need
+    no look, and the keys that were asked for."""
+
+    unseen = 0
+    quiet = 0
+    brought: int | None = None
+
+    def __init__(self) -> None:
+        self.asked: set[str] = set()
+
+
 class ReadAhead:
     """Whether the calling thread should ask ahead. Each thread decides for itself.
 
     Asking for what is in memory already costs more than half of a copy, so by default it is done while pages are
     missing: at a thread's first read, and until QUIET_READS reads in turn have brought nothing from the disk. What the
-    thread asked for counts too, so it goes on as long as it helps. Then every fourth read is looked at. Where the
+    thread asked for counts too, so it goes on as long as it helps. Then every eighth read is looked at. Where the
     system does not count per thread (only Linux does), nothing is asked: the warm case matters more.
     """
 
@@ -43,37 +55,37 @@ class ReadAhead:
         self._who = getattr(resource, "RUSAGE_THREAD", None)
         if self._who is None and mode == "missing":
             self.mode = "never"
-        self._thread = threading.local()
+        self._thread = _Thread()
 
     def wanted(self) -> bool:
         """Whether to ask ahead for the read that comes now. It looks at what the reads before it have caused."""
+        thread = self._thread
+        if thread.unseen:
+            thread.unseen -= 1
+            return False
         if self.mode != "missing":
             return self.mode == "always"
-        thread = self._thread.__dict__
-        if thread.get("unseen", 0):
-            thread["unseen"] -= 1
-            return False
         assert self._who is not None
         usage = resource.getrusage(self._who)
         # Faults in mapped pages, and blocks that were read because they were asked for.
         brought = usage.ru_majflt + usage.ru_inblock
-        quiet = thread["quiet"] + 1 if brought == thread.get("brought") else 0
-        thread["brought"], thread["quiet"] = brought, quiet
-        if quiet < QUIET_READS:
+        thread.quiet = thread.quiet + 1 if brought == thread.brought else 0
+        thread.brought = brought
+        if thread.quiet < QUIET_READS:
             return True
-        thread["unseen"] = UNSEEN_READS
-        thread.pop("asked", None)
+        thread.unseen = UNSEEN_READS
+        thread.asked.clear()
         return False
 
     def wanted_lately(self) -> bool:
         """The answer to the last `wanted` of this thread; True if there was none."""
         if self.mode != "missing":
             return self.mode == "always"
-        return self._thread.__dict__.get("quiet", 0) < QUIET_READS
+        return self._thread.quiet < QUIET_READS
 
     def to_ask(self, keys: Iterable[str]) -> list[str]:
         """Those of the keys, which are read later, that this thread has not asked for already."""
-        asked: set[str] = self._thread.__dict__.setdefault("asked", set())
+        asked = self._thread.asked
         if len(asked) > MAX_ASKED:
             asked.clear()
         new = [key for key in keys if key not in asked]
@@ -82,7 +94,7 @@ class ReadAhead:
 
     def to_ask_now(self, keys: Iterable[str]) -> list[str]:
         """Those of the keys, which are read now, that this thread has not asked for."""
-        asked: set[str] = self._thread.__dict__.get("asked", set())
+        asked = self._thread.asked
         new = [key for key in keys if key not in asked]
         asked.difference_update(keys)
         return new

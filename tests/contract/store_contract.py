@@ -9,6 +9,7 @@ import torch
 
 from latentcache.errors import EntryMissingError, StoreError
 from latentcache.fingerprint import key_of
+from latentcache.store.gather import HUGE_BYTES, stack
 from latentcache.types import Entry, Record
 
 DTYPES = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
@@ -134,6 +135,33 @@ class StoreContract:
         assert rows.keys == tuple(keys)
         for _ in range(2):
             assert same(store.read_rows(rows)["pooled"], store.read_batch(keys)["pooled"])
+
+    def test_sources_lie_where_they_did_as_long_as_the_version_is_the_same(self, store):
+        entries = [make_entry(number, kind="text") for number in range(3)]
+        store.add(entries)
+        keys = [entry.record.key for entry in entries]
+        version, sources = store.version, store.sources(keys)
+        expected = {name: torch.stack([entry.tensors[name] for entry in entries]) for name in ("moments", "pooled")}
+        for name, column in stack(keys, sources, None, None).items():
+            assert same(column, expected[name])
+        store.add([make_entry(7)])
+        store.find(keys)
+        assert store.version is version and store.sources(keys)[0].description is sources[0].description
+        store.remove(keys[:1])
+        assert store.version is not version
+        with pytest.raises(EntryMissingError):
+            store.sources(keys)
+        assert len(store.sources(keys[1:])) == 2 and not store.sources([])
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+    def test_large_new_tensors_are_aligned_too(self, store, dtype):
+        shape = (HUGE_BYTES // 3,)  # one is small, two are not
+        entries = [make_entry(number, shape=shape, dtype=dtype) for number in range(4)]
+        store.add(entries)
+        for numbers in ([0], [1, 2], [3, 3, 0, 1]):
+            batch = store.read_batch([entries[number].record.key for number in numbers])["moments"]
+            assert same(batch, torch.stack([entries[number].tensors["moments"] for number in numbers]))
+            assert batch.data_ptr() % 64 == 0 and batch.is_contiguous()
 
     def test_fields_and_out(self, store):
         entries = [make_entry(number, kind="text") for number in range(3)]
@@ -280,6 +308,8 @@ class StoreContract:
             lambda: store.find([ABSENT]),
             lambda: store.ask_ahead([ABSENT]),
             lambda: store.read_rows(rows),
+            lambda: store.sources([ABSENT]),
+            lambda: store.version,
             lambda: store.add([make_entry(2)]),
         ):
             with pytest.raises(StoreError, match="closed"):

@@ -17,12 +17,16 @@ from latentcache import LatentCache, LatentDataset
 from latentcache.config import Config
 from latentcache.dataset.manifest import CaptionRef
 from latentcache.errors import SampleError, StoreError
+from latentcache.fingerprint import key_of
 from latentcache.precache.run import run_precache
 from latentcache.precache.workspace import Workspace
-from latentcache.retrieve import batches, loader
+from latentcache.retrieve import batches, held, loader
 from latentcache.retrieve.loader import LatentLoader
 from latentcache.retrieve.sampler import BucketBatchSampler
-from latentcache.types import Refusal
+from latentcache.store import DiskStore
+from latentcache.store.readahead import QUIET_READS
+from latentcache.store.upkeep import compact
+from latentcache.types import Entry, Record, Refusal
 
 WIDE = ["a.png", "b.png", "sub/e.png"]
 
@@ -127,14 +131,75 @@ def test_entries_that_go_are_missed_at_once(path: Path, cache: LatentCache) -> N
     assert cache.batch(["a.png", "sub/e.png"], device="cpu")["sample_id"] == ["a.png", "sub/e.png"]
 
 
+def test_samples_that_were_read_are_looked_up_in_no_store(cache: LatentCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = plain(cache.batch(WIDE, device="cpu"))
+    until_quiet(cache)
+    for name in ("read_batch", "read_rows", "sources", "resolve", "describe", "find"):
+        monkeypatch.setattr(cache.store, name, lambda *_, name=name, **__: pytest.fail(name))
+    assert plain(cache.batch(WIDE, device="cpu")) == expected
+    out = tensors(cache.batch(WIDE, device="cpu", output="moments"))
+    for tensor in out.values():
+        tensor.zero_()
+    again = cache.batch(WIDE, device="cpu", output="moments", out=out)
+    assert all(again[name] is tensor for name, tensor in out.items())
+    assert all(plain(again)[name] == values for name, values in expected.items() if name != "latents")
+    assert cache.batch(WIDE[:1], device="cpu", scaled=True)["latents"].shape[0] == 1
+
+
+def until_quiet(cache: LatentCache) -> None:
+    """Until this thread's reads are taken for warm."""
+    for _ in range(2 * QUIET_READS):
+        cache.store.asks_ahead()
+
+
+def test_samples_of_two_buckets_are_refused_though_each_is_remembered(cache: LatentCache) -> None:
+    until_quiet(cache)
+    for sample_id in cache.sample_ids():
+        cache.batch([sample_id], device="cpu")
+    with pytest.raises(StoreError, match="a batch has one bucket, but these samples lie in"):
+        cache.batch(cache.sample_ids(), device="cpu")
+    with pytest.raises(StoreError, match="a batch has at least one"):
+        cache.batch([], device="cpu")
+
+
+def test_entries_that_move_are_read_where_they_lie_now(cache: LatentCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = [plain(cache.batch([sample_id], device="cpu")) for sample_id in cache.sample_ids()]
+    until_quiet(cache)
+    assert isinstance(cache.store, DiskStore)
+    extra = Record(key_of({"extra": 1}), "text", {"extra": 1}, {})
+    cache.store.add([Entry(extra, {"prompt_embeds": torch.ones(1)})])  # one more small pack, to be joined with
+    assert compact(cache.store).num_entries > len(expected)
+    read, found = cache.store.read_rows, []
+    monkeypatch.setattr(cache.store, "read_rows", lambda *args: found.append(args) or read(*args))
+    assert [plain(cache.batch([sample_id], device="cpu")) for sample_id in cache.sample_ids()] == expected
+    assert found
+
+
+def test_what_another_thread_removes_meanwhile_is_not_held(cache: LatentCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the reading of a batch and the holding of its samples."""
+    until_quiet(cache)
+    sources, key = cache.store.sources, cache.row("b.png")[1].images[0].key
+
+    def remove_then(keys: Any) -> Any:
+        found = sources(keys)
+        cache.store.remove([key])
+        return found
+
+    monkeypatch.setattr(cache.store, "sources", remove_then)
+    with pytest.raises(SampleError, match=r"'b\.png': has no entry"):
+        cache.batch(["b.png", "a.png"], device="cpu")
+        cache.batch(["b.png", "a.png"], device="cpu")
+
+
 def test_what_is_remembered_is_bounded(cache: LatentCache, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batches, "MAX_REMEMBERED", 4)
+    monkeypatch.setattr(held, "MAX_HELD", 4)
     for flip, output in product((False, True), ("latents", "moments")):
         expected = plain(LatentCache(cache.path).batch(WIDE, device="cpu", flip=flip, output=output))  # type: ignore[arg-type]
         assert plain(cache.batch(WIDE, device="cpu", flip=flip, output=output)) == expected  # type: ignore[arg-type]
         for sample_id in WIDE:
             cache.batch([sample_id], device="cpu", flip=flip)
-        assert sum(map(len, cache._asked.values())) <= 4
+        assert sum(map(len, cache._asked.values())) <= 4 and cache._held.num() <= 4
 
 
 def test_a_cache_in_memory_remembers_too(make_config: Callable[..., Config]) -> None:
@@ -176,6 +241,7 @@ def test_stored_bytes_are_copied_to_them_directly(cache: LatentCache, monkeypatc
     expected = plain(out)
     for tensor in out.values():
         tensor.zero_()
+    cache.refresh()  # as if it was asked for the first time
     given: list[Any] = []
     read = cache.store.read_batch
     monkeypatch.setattr(cache.store, "read_batch", lambda keys, out: given.append(out) or read(keys, out=out))
