@@ -14,7 +14,8 @@ from latentcache.store.base import Description, Store
 from latentcache.store.gather import stack_columns
 
 MAX_HELD = 1 << 17
-"""Samples that are held, at some 700 bytes each, most of which the store shares. Beyond it all are forgotten, and looked up again."""
+"""Samples that are held, at some 700 bytes each, most of which the store shares. Beyond it all are forgotten, and
+looked up again."""
 _MAX_DESCRIPTIONS = 1024
 
 
