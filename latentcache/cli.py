@@ -62,6 +62,9 @@ def precache(
     """
     from latentcache.precache.interruption import stop_on_signals
     from latentcache.precache.progress import default_progress
+
+    # Read when torch is loaded. By default its threads wait for each other actively, on a CPU at the decoders' cost.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from latentcache.precache.run import run_precache
 
     loaded = load_config(config, overrides=_given(settings))

@@ -5,7 +5,8 @@
     python scripts/bench_precache.py --tiny       # for correctness only
     python scripts/bench_precache.py --full_size  # SDXL's own sizes: the default on an accelerator
 
-Each figure is a ratio of two times of one round; methods take turns. `run` is the real `run_precache` into a new cache
+Each figure is a ratio of two times of one round; methods take turns. All are measured with OMP_WAIT_POLICY=passive,
+unless it is set, because `latentcache precache` sets it. `run` is the real `run_precache` into a new cache
 on disk: planning, decoding, encoding, writing with fsync, the manifests. What does not grow with the dataset is not in
 it: loading the models (told apart) and making the databases of a new cache. Its ceilings:
 
@@ -21,6 +22,7 @@ and save each image in turn, as most trainers do) and what each setting of the e
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -28,6 +30,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as `latentcache precache` does it, before torch is loaded
 
 import benchmarking
 import torch

@@ -291,6 +291,17 @@ def test_logs_and_progress_stay_off_stdout(config_file: Path) -> None:
     assert "encode images: 5 of 5" in done.stderr and "\r" not in done.stderr
 
 
+@pytest.mark.parametrize("own", [None, "active"])
+def test_torchs_threads_wait_quietly_unless_told_otherwise(
+    config_file: Path, run_json: Any, monkeypatch: pytest.MonkeyPatch, own: str | None
+) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", own or "")  # so that it is put back
+    if own is None:
+        monkeypatch.delenv("OMP_WAIT_POLICY")
+    run_json("precache", config_file, "--dry-run")
+    assert os.environ["OMP_WAIT_POLICY"] == (own or "passive")
+
+
 def test_version_and_help(run: Any) -> None:
     assert run("--version")[1].strip() == latentcache.__version__
     out = run("--help")[1]

@@ -2,7 +2,8 @@
 
 Threads decode ahead of the main thread, which runs the VAE; one thread behind checks, converts and stores the results.
 Where copies run beside the computation, the next batch is uploaded and launched before the results of the last one
-are fetched, so that the device never waits for the host.
+are fetched, so that the device never waits for the host. On a CPU nothing works behind. Threads that decode have a
+lower priority than those that encode.
 
 Memory is bounded whatever the dataset's size. With T decoding threads, groups of G images (`image_group_size`) and
 batches of B, at most `T + G + 5 B` decoded images are alive, of bucket size (3 bytes a pixel): T + G decoded ahead, and
@@ -36,7 +37,7 @@ from latentcache.errors import EncodeError, ImageRefused
 from latentcache.fingerprint import digest
 from latentcache.precache.faults import Fault
 from latentcache.precache.job import Job, timed
-from latentcache.precache.overlap import Behind
+from latentcache.precache.overlap import Behind, step_back
 from latentcache.precache.plan import ImageTask
 from latentcache.precache.window import windowed
 from latentcache.provenance import Provenance
@@ -88,8 +89,8 @@ class ImageStage:
             "vae", self._placement.batch_size, self._placement.device
         )
         with (
-            ThreadPoolExecutor(num_threads, "latentcache-decode") as executor,
-            Behind(BATCHES_BEHIND, "keep") as behind,
+            ThreadPoolExecutor(num_threads, "latentcache-decode", initializer=step_back) as executor,
+            Behind(BATCHES_BEHIND, "keep", beside=self._placement.device.type != "cpu") as behind,
         ):
             groups = self._groups(batches, executor, num_threads + job.encodings.image_group_size)
             results = runner.run_ahead(

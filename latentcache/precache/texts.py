@@ -82,7 +82,10 @@ class TextStage:
         runner: BatchRunner[TextItem, dict[str, torch.Tensor]] = BatchRunner(
             "text_encoder", self._placement.batch_size, self._placement.device
         )
-        with ThreadPoolExecutor(1, "latentcache-tokenize") as executor, Behind(BATCHES_BEHIND, "keep") as behind:
+        with (
+            ThreadPoolExecutor(1, "latentcache-tokenize") as executor,
+            Behind(BATCHES_BEHIND, "keep", beside=self._placement.device.type != "cpu") as behind,
+        ):
             results = runner.run_ahead(
                 self._groups(batches, executor),
                 self._launch,

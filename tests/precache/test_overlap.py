@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import time
 from concurrent.futures import Future
@@ -9,7 +11,7 @@ from concurrent.futures import Future
 import pytest
 
 from latentcache.errors import StoreError
-from latentcache.precache.overlap import Behind
+from latentcache.precache.overlap import NICENESS, Behind, step_back
 
 
 def test_calls_are_made_in_order_in_one_other_thread() -> None:
@@ -99,3 +101,37 @@ def test_what_was_handed_over_is_seen_to_after_an_error() -> None:
 def test_a_size_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 1"):
         Behind(0, "test")
+
+
+def test_calls_that_are_not_to_be_beside_are_made_at_once_by_the_caller() -> None:
+    made = []
+
+    def fail() -> None:
+        raise StoreError("full")
+
+    with pytest.raises(StoreError, match="full"), Behind(2, "test", beside=False) as behind:
+        for number in range(3):
+            behind.call(lambda number: made.append((number, threading.get_ident())), number)
+            assert made[-1] == (number, threading.get_ident())
+        behind.finish()
+        behind.call(fail)
+    assert len(made) == 3
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has priorities of threads")
+def test_a_thread_that_steps_back_lowers_its_own_priority_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def niceness() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    own, found = niceness(), []
+
+    def call() -> None:
+        step_back()
+        found.append(niceness())
+        monkeypatch.setattr(os, "setpriority", lambda *_: (_ for _ in ()).throw(PermissionError("not here")))
+        step_back()  # a sandbox that forbids it stops no run
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    assert found == [min(own + NICENESS, 19)] and niceness() == own
