@@ -27,11 +27,14 @@ def digest(data: bytes | memoryview) -> str:
     return blake3(data, max_threads=blake3.AUTO if len(data) > 1 << 20 else 1).hexdigest()
 
 
+# json.dumps would make one for each call, which takes as long as a small value.
+_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
 def canonical_json(value: Any) -> bytes:
     """One byte string for one value: sorted keys, no spaces, UTF-8, and no NaN or Infinity (ValueError)."""
     # surrogatepass: a file name or a caption from a broken archive may hold lone surrogates.
-    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    return text.encode("utf-8", "surrogatepass")
+    return _ENCODER.encode(value).encode("utf-8", "surrogatepass")
 
 
 def key_of(identity: Mapping[str, Any]) -> str:

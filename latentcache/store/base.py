@@ -98,8 +98,8 @@ def entry_digest(entry: Entry) -> str:
     return payload_digest(entry.record.key, fields)
 
 
-def own_entry(entry: Entry) -> Entry:
-    """A copy that the store owns: contiguous tensors, and the record as plain JSON.
+def own_entry(entry: Entry) -> tuple[Entry, int]:
+    """A copy that the store owns: contiguous tensors, and the record as plain JSON. And the record's bytes as JSON.
 
     StoreError if the key does not follow from the identity, if a tensor is not a dense CPU tensor of a known dtype
     with at least one element, or if the record is not JSON or larger than MAX_RECORD_BYTES.
@@ -112,9 +112,11 @@ def own_entry(entry: Entry) -> Entry:
         identity, provenance = canonical_json(record.identity), canonical_json(record.provenance)
     except (TypeError, ValueError) as error:
         raise StoreError(f"entry {key}: identity and provenance must be JSON: {error}") from error
-    if len(identity) + len(provenance) > MAX_RECORD_BYTES:
-        found = len(identity) + len(provenance)
-        raise StoreError(f"entry {key}: its record has {found:,} bytes, at most {MAX_RECORD_BYTES:,} are allowed")
+    record_bytes = len(identity) + len(provenance)
+    if record_bytes > MAX_RECORD_BYTES:
+        raise StoreError(
+            f"entry {key}: its record has {record_bytes:,} bytes, at most {MAX_RECORD_BYTES:,} are allowed"
+        )
     if digest(identity) != key:
         raise StoreError(
             f"entry {key}: its identity gives the key {digest(identity)}; use fingerprint.key_of(identity)"
@@ -122,7 +124,7 @@ def own_entry(entry: Entry) -> Entry:
     if not entry.tensors:
         raise StoreError(f"entry {key}: it holds no tensor")
     tensors = {name: _own_tensor(key, name, tensor) for name, tensor in entry.tensors.items()}
-    return Entry(Record(key, record.kind, _plain(identity), _plain(provenance)), tensors)
+    return Entry(Record(key, record.kind, _plain(identity), _plain(provenance)), tensors), record_bytes
 
 
 def _plain(data: bytes) -> dict[str, Any]:

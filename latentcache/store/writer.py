@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from latentcache.errors import StoreError
-from latentcache.fingerprint import canonical_json
 from latentcache.store.base import check_key, own_entry
 from latentcache.types import Entry
 
@@ -82,11 +81,11 @@ class PackWriter:
             raise StoreError("the writer is not open: use it in a `with` block")
         if check_key(entry.record.key) in self._buffer:
             return
-        owned = own_entry(entry)
+        owned, record_bytes = own_entry(entry)
         self._first_at = self._first_at if self._buffer else time.monotonic()
         self._buffer[owned.record.key] = owned
         self._payload_bytes += owned.num_bytes
-        self._record_bytes += len(canonical_json([owned.record.identity, owned.record.provenance]))
+        self._record_bytes += record_bytes
         if (
             self._payload_bytes >= PACK_BYTES
             or self._record_bytes >= PACK_RECORD_BYTES

@@ -29,7 +29,7 @@ def assert_holds(store, *numbers):
 
 def leave_an_unknown_pack(store, number):
     """As a writer that dies between sealing and the index."""
-    write_pack(store.directory.new_pack_path(new_pack_id()), [own_entry(sample(number))])
+    write_pack(store.directory.new_pack_path(new_pack_id()), [own_entry(sample(number))[0]])
 
 
 # Other processes -----------------------------------------------------------------------------------------------------
