@@ -94,6 +94,14 @@ class _TextDisk(diskcache.Disk):
         raise IndexDamagedError(self._directory, "a row names a file")
 
 
+class _Cache(diskcache.Cache):
+    """A cache that waits for others in all that it does while it is opened."""
+
+    def drop_tag_index(self) -> None:
+        # There is none (_SCHEMA), and this alone is not tried again when another process has the database.
+        pass
+
+
 class Transaction:
     """Reads and changes that take effect together, or not at all. Made by `Index.transaction`."""
 
@@ -273,7 +281,7 @@ class Index:
     def _open_cache(self) -> diskcache.Cache:
         # As late as possible: opening one writes all its settings, row by row.
         if self._cache is None:
-            self._cache = diskcache.Cache(str(self.path), timeout=TIMEOUT_S, disk=_TextDisk, **_SETTINGS)
+            self._cache = _Cache(str(self.path), timeout=TIMEOUT_S, disk=_TextDisk, **_SETTINGS)
         return self._cache
 
     @contextmanager

@@ -6,6 +6,7 @@ import sqlite3
 import threading
 import time
 
+import diskcache
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -160,6 +161,36 @@ def test_a_lock_held_elsewhere_is_busy(index, monkeypatch):
     other.close()
     busy.add_many({"a": "1"})
     assert index.items() == {"a": "1"}
+
+
+def test_opening_waits_for_a_change_that_is_made_elsewhere(index, monkeypatch):
+    """diskcache has no timeout while it opens a database, and tries all its statements again but the last one."""
+    index.add_many({"a": "1"})
+    other = sqlite3.connect(index._database, isolation_level=None, check_same_thread=False)
+    retried = diskcache.Cache._sql_retry.fget
+    timers = []
+
+    def then_locked(cache):
+        execute = retried(cache)
+
+        def executed(statement, *args):
+            found = execute(statement, *args)
+            if "Settings_size_delete" in statement:  # the last but one
+                other.execute("BEGIN EXCLUSIVE")
+                timers.append(threading.Timer(0.1, other.execute, ("ROLLBACK",)))
+                timers[-1].start()
+            return found
+
+        return executed
+
+    monkeypatch.setattr(diskcache.Cache, "_sql_retry", property(then_locked))
+    try:
+        assert Index(index.path).add_many({"b": "2"}) == {"b"}
+    finally:
+        for timer in timers:
+            timer.join()
+        other.close()
+    assert len(timers) == 1
 
 
 def test_read_only(index):
