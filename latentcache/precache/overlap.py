@@ -15,6 +15,7 @@ logger = logging.getLogger("latentcache")
 
 
 NICENESS = 10
+"""How much lower the priority of a thread that steps back is: steps of `nice`."""
 
 
 def step_back() -> None:
@@ -33,7 +34,8 @@ class Behind:
 
     With `beside=False` they are called at once, in the caller's thread. That is for encoders on the CPU: there is no
     core left to work behind them, and torch's threads for a second caller would slow down those of the first.
-    libgomp counts them all, and when they are more than cores it lets them sleep at each barrier.
+    libgomp counts them all, and when they are more than cores it lets them sleep at each barrier. An error is then the
+    caller's at once, and an interrupt can meet a call in its middle.
 
     At most `size` calls are under way or waiting: `call` blocks until there is room. After a call failed, those behind
     it are not made, and its error comes up at the next `call`, at `finish` or on leaving the block. Leaving waits for

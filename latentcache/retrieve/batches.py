@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Literal
@@ -80,6 +80,7 @@ class LatentCache:
         self.close()
 
     def close(self) -> None:
+        self._held.forget()  # its arrays keep the store's memory
         self.store.close()
 
     def refresh(self) -> None:
@@ -231,10 +232,11 @@ class LatentCache:
             held = self._held.read(sample_ids, caption, flip, out)
             if held is not None:
                 return held
+        since = self._held.now()
         wanted = [item for item, _ in self._find(sample_ids, caption, flip)]
         batch = self.gather(wanted, out=out)
-        with self.naming(wanted):
-            self._held.keep(wanted, caption, flip)
+        with suppress(StoreError):  # an entry went meanwhile: whoever asks for it next is told
+            self._held.keep(since, wanted, caption, flip)
         return batch
 
     def _find(self, sample_ids: Sequence[str], caption: int, flip: bool) -> list[tuple[Wanted, Scaling]]:

@@ -10,7 +10,7 @@ import torch
 
 from latentcache.retrieve.placing import Batch
 from latentcache.retrieve.wanted import Wanted, told
-from latentcache.store.base import Description, Store
+from latentcache.store.base import Description, Source, Store
 from latentcache.store.gather import stack_columns
 
 MAX_HELD = 1 << 17
@@ -69,18 +69,23 @@ class HeldSamples:
         batch.update(facts)
         return batch
 
-    def keep(self, wanted: Sequence[Wanted], caption: int, flip: bool) -> None:
-        """Hold these samples from now on. Errors as for `Store.sources`."""
+    def now(self) -> _Rows:
+        """What `keep` is given: samples that were looked up before `forget` are not held after it."""
+        return self._rows
+
+    def keep(self, since: _Rows, wanted: Sequence[Wanted], caption: int, flip: bool) -> None:
+        """Hold these samples from now on, unless all were forgotten after `since`. Errors as for `Store.sources`."""
         version = self._store.version  # first: what goes meanwhile changes it
-        held = self._rows
+        held = since
         if held.version is not version or held.num() + len(wanted) > MAX_HELD:
-            held = self._rows = _Rows(version)  # a new one: a thread that fills the old one does no harm
+            held = _Rows(version)  # a new one: a thread that fills the old one does no harm
         known = held.by_sample.setdefault((caption, flip), {})
         images = self._store.sources([item.image_key for item in wanted])
         texts = self._store.sources([item.caption_key for item in wanted])
         for item, image, text in zip(wanted, images, texts, strict=True):
-            description = _joined(*image.description.items(), *text.description.items())
-            known[item.sample_id] = (item.caption, item.layout, description, *image.parts, *text.parts)
+            known[item.sample_id] = (item.caption, item.layout, *_joined(image, text))
+        if self._rows is since:
+            self._rows = held
 
     def num(self) -> int:
         """How many samples are held; one counts for each of its captions and flips."""
@@ -91,7 +96,18 @@ class HeldSamples:
         self._rows = _Rows(None)
 
 
+def _joined(image: Source, text: Source) -> tuple[Any, ...]:
+    """The description of both entries' fields, in the order of their names, and the array of each."""
+    fields = {
+        name: (spec, part)
+        for source in (image, text)
+        for (name, spec), part in zip(source.description.items(), source.parts, strict=True)
+    }
+    names = sorted(fields)
+    return _description(*[(name, fields[name][0]) for name in names]), *[fields[name][1] for name in names]
+
+
 @lru_cache(_MAX_DESCRIPTIONS)
-def _joined(*fields: tuple[str, tuple[str, tuple[int, ...]]]) -> Description:
-    """The fields of image and text together: equal ones are the same object."""
+def _description(*fields: tuple[str, tuple[str, tuple[int, ...]]]) -> Description:
+    """Equal ones are the same object."""
     return dict(fields)

@@ -257,7 +257,10 @@ class Store(Protocol):
         """
 
     def asks_ahead(self) -> bool:
-        """Whether the read that comes now should be preceded by `ask_ahead`, because lately the disk was read."""
+        """Whether the read that comes now should be preceded by `ask_ahead`, because lately the disk was read.
+
+        Each call counts as a read.
+        """
 
     def ask_ahead(self, keys: Iterable[str]) -> None:
         """These entries are read soon: a store that reads from a disk may bring them into memory meanwhile.

@@ -63,14 +63,13 @@ class DiskRows:
 class _Ready:
     """Where verified entries can be read, by key. It counts as long as `version` is the catalog's.
 
-    `token` stays when they are only forgotten, because there are many: what was read of them still counts.
+    What was taken from it counts as long as it is the store's, also when they are forgotten because there are many.
     """
 
-    __slots__ = ("sources", "token", "version")
+    __slots__ = ("sources", "version")
 
-    def __init__(self, version: object, token: object | None = None):
+    def __init__(self, version: object):
         self.version = version
-        self.token = token or object()
         self.sources: dict[str, Source] = {}
 
 
@@ -221,7 +220,7 @@ class DiskStore:
 
     @property
     def version(self) -> object:
-        return self._ready_now().token
+        return self._ready_now()
 
     def asks_ahead(self) -> bool:
         return self._read_ahead.wanted()
@@ -279,7 +278,7 @@ class DiskStore:
         if ready.version is not version:
             ready = self._ready = _Ready(version)
         elif len(ready.sources) >= MAX_READY:
-            ready = self._ready = _Ready(version, ready.token)
+            ready.sources = {}
         return ready
 
     def ask_ahead(self, keys: Iterable[str]) -> None:

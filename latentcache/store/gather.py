@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from latentcache.errors import StoreError
-from latentcache.store.base import ALIGNMENT, DTYPES, Description, Source, as_array, dtype_name
+from latentcache.store.base import ALIGNMENT, ARRAY_DTYPES, DTYPES, Description, Source, as_array, dtype_name
 
 CPU = torch.device("cpu")
 """Named wherever memory is made: `torch.set_default_device` of the caller must not move it."""
@@ -59,18 +59,22 @@ def stack_columns(
 
 
 def _new(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """A tensor whose bytes start at a multiple of 64, as torch's own do."""
+    """A tensor whose bytes start at a multiple of 64, as torch's own do. A large one's memory cannot be resized."""
     num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes < HUGE_BYTES:
         return torch.empty(shape, dtype=dtype, device=CPU)
     # Each page of new memory costs a fault, which for a small page takes longer than its copy.
-    memory = torch.from_numpy(np.empty(num_bytes + ALIGNMENT, np.uint8))
-    start = -memory.data_ptr() % ALIGNMENT
-    return memory[start : start + num_bytes].view(dtype).view(shape)
+    memory = np.empty(num_bytes + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    tensor = torch.from_numpy(np.ndarray(shape, ARRAY_DTYPES[str(dtype).removeprefix("torch.")], memory, start))
+    # `.data`: a view could not be detached in place.
+    return tensor if tensor.dtype is dtype else tensor.view(dtype).data
 
 
 def _writable(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> np.ndarray:
     """The tensor as an array. StoreError as for `check_output`."""
+    if not isinstance(tensor, torch.Tensor):
+        raise StoreError(f"out[{name!r}] is a {type(tensor).__name__}; give a torch.Tensor")
     if tensor.is_cpu and tensor.dtype is dtype and tensor.layout is torch.strided:
         array = as_array(tensor)
         # Asked of numpy, this takes half the time; and it is done for each field of each batch.

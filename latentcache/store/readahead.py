@@ -15,8 +15,9 @@ from latentcache.files import open_regular
 AskAhead = Literal["missing", "always", "never"]
 """`missing`: while this thread's reads come from the disk."""
 
-QUIET_READS = 8
-"""So many reads in which nothing came from the disk, and it is no longer asked ahead."""
+QUIET_READS = 12
+"""So many looks in which nothing came from the disk, and it is no longer asked ahead. A batch that is not held takes
+three."""
 UNSEEN_READS = 7
 """After a read that needed nothing the next ones are not looked at: in a small batch a look is a hundredth."""
 
@@ -45,7 +46,7 @@ class ReadAhead:
     """Whether the calling thread should ask ahead. Each thread decides for itself.
 
     Asking for what is in memory already costs more than half of a copy, so by default it is done while pages are
-    missing: at a thread's first read, and until QUIET_READS reads in turn have brought nothing from the disk. What the
+    missing: at a thread's first read, and until QUIET_READS looks in turn have found nothing from the disk. What the
     thread asked for counts too, so it goes on as long as it helps. Then every eighth read is looked at. Where the
     system does not count per thread (only Linux does), nothing is asked: the warm case matters more.
     """

@@ -162,6 +162,7 @@ class StoreContract:
             batch = store.read_batch([entries[number].record.key for number in numbers])["moments"]
             assert same(batch, torch.stack([entries[number].tensors["moments"] for number in numbers]))
             assert batch.data_ptr() % 64 == 0 and batch.is_contiguous()
+            batch.detach_()
 
     def test_fields_and_out(self, store):
         entries = [make_entry(number, kind="text") for number in range(3)]

@@ -6,12 +6,18 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 
 import pytest
 
+from latentcache.config import Config
 from latentcache.errors import StoreError
+from latentcache.precache import images
 from latentcache.precache.overlap import NICENESS, Behind, step_back
+from latentcache.precache.run import run_precache
+from latentcache.store.writer import PackWriter
+from latentcache.types import Entry
 
 
 def test_calls_are_made_in_order_in_one_other_thread() -> None:
@@ -116,6 +122,24 @@ def test_calls_that_are_not_to_be_beside_are_made_at_once_by_the_caller() -> Non
         behind.finish()
         behind.call(fail)
     assert len(made) == 3
+
+
+def test_on_a_cpu_entries_are_kept_in_the_main_thread_and_decoders_step_back(
+    make_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stepped: set[str] = set()
+    kept: set[str] = set()
+    add = PackWriter.add
+
+    def spy(self: PackWriter, entry: Entry) -> None:
+        kept.add(threading.current_thread().name)
+        add(self, entry)
+
+    monkeypatch.setattr(images, "step_back", lambda: stepped.add(threading.current_thread().name))
+    monkeypatch.setattr(PackWriter, "add", spy)
+    assert run_precache(make_config()).num_encoded > 0
+    assert stepped and all(name.startswith("latentcache-decode") for name in stepped)
+    assert kept == {threading.current_thread().name}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has priorities of threads")

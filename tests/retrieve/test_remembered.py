@@ -23,10 +23,11 @@ from latentcache.precache.workspace import Workspace
 from latentcache.retrieve import batches, held, loader
 from latentcache.retrieve.loader import LatentLoader
 from latentcache.retrieve.sampler import BucketBatchSampler
-from latentcache.store import DiskStore
+from latentcache.retrieve.wanted import Wanted, layout_of
+from latentcache.store import DiskStore, MemoryStore
 from latentcache.store.readahead import QUIET_READS
 from latentcache.store.upkeep import compact
-from latentcache.types import Entry, Record, Refusal
+from latentcache.types import Crop, Entry, Geometry, Record, Refusal, Size
 
 WIDE = ["a.png", "b.png", "sub/e.png"]
 
@@ -186,9 +187,56 @@ def test_what_another_thread_removes_meanwhile_is_not_held(cache: LatentCache, m
         return found
 
     monkeypatch.setattr(cache.store, "sources", remove_then)
+    assert cache.batch(["b.png", "a.png"], device="cpu")["sample_id"] == ["b.png", "a.png"]
     with pytest.raises(SampleError, match=r"'b\.png': has no entry"):
         cache.batch(["b.png", "a.png"], device="cpu")
-        cache.batch(["b.png", "a.png"], device="cpu")
+
+
+def test_what_is_forgotten_while_a_batch_is_read_is_not_held(
+    cache: LatentCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    until_quiet(cache)
+    gather = cache.gather
+
+    def refresh_then(wanted: Any, **options: Any) -> Any:
+        batch = gather(wanted, **options)
+        cache.refresh()  # as another thread may
+        return batch
+
+    monkeypatch.setattr(cache, "gather", refresh_then)
+    cache.batch(WIDE, device="cpu")
+    assert cache._held.num() == 0
+    monkeypatch.undo()
+    cache.batch(WIDE, device="cpu")
+    assert cache._held.num() == len(WIDE)
+
+
+def test_a_closed_cache_lets_go_of_what_it_held(cache: LatentCache) -> None:
+    cache.batch(WIDE, device="cpu")
+    assert cache._held.num() == len(WIDE)
+    cache.close()
+    assert cache._held.num() == 0
+
+
+def test_fields_in_another_order_and_under_one_name_are_told_apart() -> None:
+    size = Size(8, 8)
+    geometry = Geometry(size, size, Crop(0, 0), size)
+    store, wanted = MemoryStore(), []
+    for number in range(2):
+        names = ("a", "b", "both") if number else ("both", "b", "a")
+        for kind, fields in (("image", names), ("text", ("both",))):
+            identity = {"number": number, "kind": kind}
+            tensors = {name: torch.full((2,), float(10 * number + len(name) + (kind == "text"))) for name in fields}
+            tensors |= {"b": torch.full((2,), 7.0 + number)} if kind == "image" else {}
+            store.add([Entry(Record(key_of(identity), kind, identity, {}), tensors)])  # type: ignore[arg-type]
+        keys = [key_of({"number": number, "kind": kind}) for kind in ("image", "text")]
+        wanted.append(Wanted(str(number), keys[0], geometry, keys[1], "caption", layout_of(geometry)))
+    samples = held.HeldSamples(store)
+    samples.keep(samples.now(), wanted, 0, False)
+    batch = samples.read(["0", "1"], 0, False, None)
+    assert batch is not None
+    found = {name: batch[name][:, 0].tolist() for name in ("a", "b", "both")}
+    assert found == {"a": [1.0, 11.0], "b": [7.0, 8.0], "both": [5.0, 15.0]}
 
 
 def test_what_is_remembered_is_bounded(cache: LatentCache, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,6 +306,7 @@ def bad_tensors() -> dict[str, tuple[str, Callable[[torch.Tensor], torch.Tensor]
         "device": ("pooled_prompt_embeds", lambda t: t.to("meta")),
         "time ids": ("add_time_ids", lambda t: t.double()),
         "name": ("latents", lambda t: t),
+        "no tensor": ("moments", lambda t: t.numpy()),  # type: ignore[return-value, dict-item]
     }
 
 
