@@ -13,7 +13,6 @@ from typing import Any
 
 logger = logging.getLogger("latentcache")
 
-
 NICENESS = 10
 """How much lower the priority of a thread that steps back is: steps of `nice`."""
 

@@ -212,14 +212,16 @@ class LatentCache:
         for a tensor in `out` that does not fit or that the batch does not have.
         """
         scaling, direct = None, out
+        converts = scaled or dtype is not None or not is_cpu(device)
+        found = self._find(sample_ids, caption, flip) if scaled or (out and converts) else []
         if scaled:
-            scalings = {scaling for _, scaling in self._find(sample_ids, caption, flip)}
+            scalings = {scaling for _, scaling in found}
             if len(scalings) > 1:
                 names = sorted(map(str, scalings))
                 raise StoreError(f"the batch mixes latents of VAEs that scale differently: {names}")
             (scaling,) = scalings or (None,)
-        if out and (dtype is not None or scaled or not is_cpu(device)):
-            wanted = [item for item, _ in self._find(sample_ids, caption, flip)]
+        if out and converts:
+            wanted = [item for item, _ in found]
             direct = self._direct(out, wanted, device_of(device), dtype or dtype_of(device), scaled=scaled)
         gathered = self._gathered(sample_ids, caption, flip, direct)
         batch = place(gathered, device, dtype=dtype, output=output, scaling=scaling, generator=generator)

@@ -226,19 +226,14 @@ class DiskStore:
         return self._read_ahead.wanted()
 
     def sources(self, keys: Sequence[str]) -> list[Source]:
-        ready = self._ready_now().sources
-        try:
-            return [ready[key] for key in keys]
-        except (KeyError, TypeError):
-            return self._sources(self.resolve(keys))
+        known = self._known_sources(keys)
+        return self._sources(self.resolve(keys)) if known is None else known
 
     def read_batch(
         self, keys: Sequence[str], fields: Sequence[str] | None = None, out: Mapping[str, torch.Tensor] | None = None
     ) -> dict[str, torch.Tensor]:
-        ready = self._ready_now().sources
-        try:
-            sources = [ready[key] for key in keys]
-        except (KeyError, TypeError):
+        sources = self._known_sources(keys)
+        if sources is None:
             return self.read_rows(self.resolve(keys), fields, out)
         if self._read_ahead.wanted():
             self._ask(self._read_ahead.to_ask_now(keys))
@@ -252,6 +247,14 @@ class DiskStore:
             self._ask(self._read_ahead.to_ask_now(rows.keys))
         # All are found and verified before the first byte is written to `out`.
         return stack(rows.keys, self._sources(rows), fields, out)
+
+    def _known_sources(self, keys: Sequence[str]) -> list[Source] | None:
+        """Without looking anything up. None unless all of them are known."""
+        ready = self._ready_now().sources
+        try:
+            return [ready[key] for key in keys]
+        except (KeyError, TypeError):
+            return None
 
     def _sources(self, rows: DiskRows) -> list[Source]:
         ready = self._ready_now().sources if rows.version is self.catalog.version else {}

@@ -48,25 +48,26 @@ def stack_columns(
     tensors: dict[str, torch.Tensor] = {}
     arrays = []
     for name, (stored, shape) in fields.items():
-        dtype, shape = DTYPES[stored], (num_rows, *shape)
+        shape = (num_rows, *shape)
         tensor = out.get(name) if out else None
-        tensors[name] = tensor = _new(dtype, shape) if tensor is None else tensor
-        arrays.append(_writable(name, tensor, dtype, shape))
+        tensors[name] = tensor = _new(stored, shape) if tensor is None else tensor
+        arrays.append(_writable(name, tensor, DTYPES[stored], shape))
     for array, column in zip(arrays, columns, strict=True):
         # One call for all rows: one for each, from Python, takes longer than the copy of a small row.
         np.concatenate(column, out=array)
     return tensors
 
 
-def _new(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+def _new(stored: str, shape: tuple[int, ...]) -> torch.Tensor:
     """A tensor whose bytes start at a multiple of 64, as torch's own do. A large one's memory cannot be resized."""
+    dtype = DTYPES[stored]
     num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes < HUGE_BYTES:
         return torch.empty(shape, dtype=dtype, device=CPU)
     # Each page of new memory costs a fault, which for a small page takes longer than its copy.
     memory = np.empty(num_bytes + ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT
-    tensor = torch.from_numpy(np.ndarray(shape, ARRAY_DTYPES[str(dtype).removeprefix("torch.")], memory, start))
+    tensor = torch.from_numpy(np.ndarray(shape, ARRAY_DTYPES[stored], memory, start))
     # `.data`: a view could not be detached in place.
     return tensor if tensor.dtype is dtype else tensor.view(dtype).data
 
