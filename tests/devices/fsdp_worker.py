@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
-import json
 import sys
 
 import torch
 import torch.distributed as dist
+from gloo_ranks import report
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -48,15 +48,13 @@ def main() -> None:
         orphaned, orphaned_loss = trained(world_size, OffloadPolicy(), optimizer_first=True)
     finally:
         dist.destroy_process_group()
-    print(
-        json.dumps(
-            {
-                "losses": {"plain": loss, "offloaded": offloaded_loss, "orphaned": orphaned_loss},
-                "plain": plain.to_json(),
-                "offloaded": offloaded.to_json(),
-                "orphaned": orphaned.to_json(),
-            }
-        )
+    report(
+        {
+            "losses": {"plain": loss, "offloaded": offloaded_loss, "orphaned": orphaned_loss},
+            "plain": plain.to_json(),
+            "offloaded": offloaded.to_json(),
+            "orphaned": orphaned.to_json(),
+        }
     )
 
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import sys
 import warnings
 from collections.abc import Callable, Iterable
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from gloo_ranks import report
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
@@ -221,7 +221,7 @@ def main() -> None:
         found = {"ddp": in_ddp(), "fsdp": in_fsdp(), "fsdp1": in_fsdp1()}
     finally:
         dist.destroy_process_group()
-    print(json.dumps(found))
+    report(found)
 
 
 if __name__ == "__main__":
