@@ -137,7 +137,7 @@ def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> dict[s
 
 
 class FileFormat(NamedTuple):
-    """One file per sample, as trainers keep them. `save` writes tensors to a path, `load` reads them back."""
+    """A file of tensors, as trainers keep them. `save` writes tensors to a path, `load` reads them back."""
 
     label: str
     suffix: str
@@ -152,16 +152,16 @@ def _load_npz(path: Path) -> dict[str, torch.Tensor]:
 
 FILE_FORMATS = {
     "torch_load": FileFormat(
-        "torch.save, one file each", ".pt", lambda tensors, path: torch.save(dict(tensors), path), torch.load
+        "torch.save files", ".pt", lambda tensors, path: torch.save(dict(tensors), path), torch.load
     ),
     "npz": FileFormat(
-        "np.savez, one file each",
+        "np.savez files",
         ".npz",
         lambda tensors, path: np.savez(path, **{name: tensor.numpy() for name, tensor in tensors.items()}),
         _load_npz,
     ),
     "safetensors_file": FileFormat(
-        "safetensors, one file each",
+        "safetensors files",
         ".safetensors",
         lambda tensors, path: safetensors.torch.save_file(dict(tensors), path),
         safetensors.torch.load_file,

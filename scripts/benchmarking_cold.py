@@ -101,7 +101,7 @@ def cold(folder: Path, samples: Samples, options: argparse.Namespace) -> dict[st
     path, size = folder / "cache", BATCH
     rounds = Rounds(samples.num_samples, options.num_read, options.repetitions)
     make_cache(path, samples)
-    loads = make_peers(folder, samples, ["torch_load", "safetensors_file"])
+    loads = make_peers(folder, samples, ["torch_load", "safetensors_file"], one_file=options.one_file)
     peer_files = {name: sorted((folder / name).iterdir()) for name in loads}
     packs = sorted((path / "packs").glob("*/*"))
     preadv = Preadv(path, samples, size)

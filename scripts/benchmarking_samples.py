@@ -113,25 +113,50 @@ def stacked(load: Callable[[int], Tensors]) -> Method:
     return read
 
 
-def make_peers(folder: Path, samples: Samples, names: Sequence[str]) -> dict[str, Callable[[int], Tensors]]:
-    """The samples in the peers' files; gives what loads one."""
+def make_peers(
+    folder: Path, samples: Samples, names: Sequence[str], *, one_file: bool
+) -> dict[str, Callable[[int], Tensors]]:
+    """The samples as peers keep them; gives what loads one.
+
+    A file for the latents and one for the text embeddings, or one file for both. In a diskcache likewise: two values
+    or one.
+    """
+    groups = [tuple(SHAPES)] if one_file else list(KINDS.values())
     loads: dict[str, Callable[[int], Tensors]] = {}
     for name in names:
         place = folder / name
         place.mkdir()
         if name == "diskcache_pickle":
             cache = pickling_diskcache(place)
-            for number in range(samples.num_samples):
-                cache[number] = {field: value.clone() for field, value in samples.tensors(number).items()}
-            loads[name] = cache.__getitem__
+            for number, group, values in _parts(samples, groups):
+                cache[f"{number}.{group}"] = values
+            loads[name] = _joined(len(groups), lambda number, group, cache=cache: cache[f"{number}.{group}"])
             continue
         form = FILE_FORMATS[name]
-        paths = [place / f"{number}{form.suffix}" for number in range(samples.num_samples)]
-        for number, path in enumerate(paths):
-            # A view would be saved with all that it is a view of.
-            form.save({field: value.clone() for field, value in samples.tensors(number).items()}, path)
-        loads[name] = lambda number, paths=paths, form=form: form.load(paths[number])
+        paths = [
+            [place / f"{number}.{group}{form.suffix}" for group in range(len(groups))]
+            for number in range(samples.num_samples)
+        ]
+        for number, group, values in _parts(samples, groups):
+            form.save(values, paths[number][group])
+        loads[name] = _joined(
+            len(groups), lambda number, group, paths=paths, form=form: form.load(paths[number][group])
+        )
     return loads
+
+
+def _parts(samples: Samples, groups: Sequence[Sequence[str]]) -> Iterator[tuple[int, int, dict[str, torch.Tensor]]]:
+    for number in range(samples.num_samples):
+        tensors = samples.tensors(number)
+        for group, names in enumerate(groups):
+            # A view would be saved with all that it is a view of.
+            yield number, group, {name: tensors[name].clone() for name in names}
+
+
+def _joined(num_groups: int, load: Callable[[int, int], Tensors]) -> Callable[[int], Tensors]:
+    if num_groups == 1:
+        return lambda number: load(number, 0)
+    return lambda number: {name: value for group in range(num_groups) for name, value in load(number, group).items()}
 
 
 class Rounds:

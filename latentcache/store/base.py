@@ -21,7 +21,7 @@ MAX_RECORD_BYTES = 1 << 20
 """Identity and provenance of one entry, as JSON. Pack headers hold thousands of them."""
 
 ALIGNMENT = 64
-"""Bytes. Fields in packs and new tensors start at its multiples: copies between equally aligned places are fastest."""
+"""Bytes. Fields in packs and in pooled buffers start at its multiples, as torch's own tensors do."""
 
 DTYPES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype

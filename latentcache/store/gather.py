@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
 
 from latentcache.errors import StoreError
-from latentcache.store.base import ALIGNMENT, ARRAY_DTYPES, DTYPES, Description, Source, as_array, dtype_name
+from latentcache.store.base import ARRAY_DTYPES, DTYPES, Description, Source, as_array, dtype_name
 
 CPU = torch.device("cpu")
 """Named wherever memory is made: `torch.set_default_device` of the caller must not move it."""
-HUGE_BYTES = 1 << 22
-"""From here on new tensors lie in huge pages, where the system has them: numpy asks for them from 4 MiB on."""
 
 
 def stack(
@@ -50,26 +47,29 @@ def stack_columns(
     for name, (stored, shape) in fields.items():
         shape = (num_rows, *shape)
         tensor = out.get(name) if out else None
-        tensors[name] = tensor = _new(stored, shape) if tensor is None else tensor
-        arrays.append(_writable(name, tensor, DTYPES[stored], shape))
+        if tensor is None:
+            tensor, array = _new(stored, shape)
+        else:
+            array = _writable(name, tensor, DTYPES[stored], shape)
+        tensors[name] = tensor
+        arrays.append(array)
     for array, column in zip(arrays, columns, strict=True):
         # One call for all rows: one for each, from Python, takes longer than the copy of a small row.
         np.concatenate(column, out=array)
     return tensors
 
 
-def _new(stored: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """A tensor whose bytes start at a multiple of 64, as torch's own do. A large one's memory cannot be resized."""
-    dtype = DTYPES[stored]
-    num_bytes = math.prod(shape) * dtype.itemsize
-    if num_bytes < HUGE_BYTES:
-        return torch.empty(shape, dtype=dtype, device=CPU)
-    # Each page of new memory costs a fault, which for a small page takes longer than its copy.
-    memory = np.empty(num_bytes + ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % ALIGNMENT
-    tensor = torch.from_numpy(np.ndarray(shape, ARRAY_DTYPES[stored], memory, start))
+def _new(stored: str, shape: tuple[int, ...]) -> tuple[torch.Tensor, np.ndarray]:
+    """A tensor of numpy's memory, and that memory. It cannot be resized.
+
+    Why not `torch.empty`: it and `Tensor.numpy` together take three times as long, which a small batch feels. And from
+    4 MiB on numpy asks for huge pages: each page of new memory costs a fault, which for a small page takes longer than
+    its copy.
+    """
+    array = np.empty(shape, ARRAY_DTYPES[stored])
+    tensor, dtype = torch.from_numpy(array), DTYPES[stored]
     # `.data`: a view could not be detached in place.
-    return tensor if tensor.dtype is dtype else tensor.view(dtype).data
+    return tensor if tensor.dtype is dtype else tensor.view(dtype).data, array
 
 
 def _writable(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> np.ndarray:

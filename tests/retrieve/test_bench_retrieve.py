@@ -23,10 +23,12 @@ def run(folder: Path, *flags: str) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-def test_warm(tmp_path: Path) -> None:
-    result = run(tmp_path)
+@pytest.mark.parametrize("flags", [(), ("--one_file",)], ids=["two files", "one file"])
+def test_warm(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    result = run(tmp_path, *flags)
     assert result["ratio_to_limit"].keys() == result["ratio_to_limit_fresh"].keys() == {"4", "16"}
-    assert result["times_faster"].keys() == result["times_faster_fresh"].keys() == PEERS
+    for name in ("times_faster", "times_faster_fresh", "times_faster_limit"):
+        assert result[name].keys() == PEERS
     assert result["wanted"]["ratio_to_limit"] == {"4": 1.25, "16": 1.15}
     for name in ("ratio_to_limit", "times_faster", "first_epoch", "us_per_sample"):
         assert all(value > 0 for value in result[name].values()), name
