@@ -26,7 +26,7 @@ from latentcache.fingerprint import digest
 from latentcache.store.connection import JOURNALS, MAX_TEXT_BYTES, TIMEOUT_S, connect, typed_error
 from latentcache.store.fork import hold_in_forks
 from latentcache.store.history import Point, Reading
-from latentcache.store.lock import locked
+from latentcache.store.lock import in_turn, locked
 
 _CHUNK = 500  # keys in one SELECT; SQLite allows 999 in old builds
 
@@ -148,7 +148,7 @@ class Index:
         self.read_only = read_only
         self.lock = threading.RLock()
         """Held during each call. Hold it to make one step of several calls, and of what memory keeps of them."""
-        self._closed = False
+        self._closed = self._in_turn = False
         self._cache: diskcache.Cache | None = None
         hold_in_forks(self)
         if read_only:
@@ -267,12 +267,13 @@ class Index:
                 raise ReadOnlyError(self.path)
             if self._closed:
                 raise StoreError(f"{self.path}: the index is closed")
-            cache = self._open_cache()
-            try:
-                with cache.transact():
-                    yield Transaction(cache)
-            finally:
-                cache.close()
+            with self._turn(shared=False):
+                cache = self._open_cache()
+                try:
+                    with cache.transact():
+                        yield Transaction(cache)
+                finally:
+                    cache.close()
 
     def close(self) -> None:
         """Nothing is open between calls; afterwards changes are refused."""
@@ -286,12 +287,25 @@ class Index:
 
     @contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
-        with self.lock, self._typed_errors():
+        with self.lock, self._typed_errors(), self._turn(shared=True):
             connection = connect(self._database, read_only=self.read_only)
             try:
                 yield connection
             finally:
                 connection.close()
+
+    @contextmanager
+    def _turn(self, *, shared: bool) -> Iterator[None]:
+        """Wait for other processes. SQLite would do so too, but sleeps up to a tenth of a second between two looks."""
+        if self.read_only or self._in_turn:
+            yield
+            return
+        with in_turn(self.path / "turn.lock", shared=shared, timeout_s=TIMEOUT_S):
+            self._in_turn = True  # under the lock of this object
+            try:
+                yield
+            finally:
+                self._in_turn = False
 
     def _row(self, row: Sequence[Any]) -> tuple[str, str]:
         key, raw, mode, filename, expire_time, value = row

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from latentcache.errors import StoreBusyError, UnsafeStoreError
 from latentcache.files import typed_errors, unlock_and_close
 
 _MAX_NOTE_BYTES = 4096
+_TURN_POLL_S = 0.0005
 
 
 @contextmanager
@@ -35,10 +37,31 @@ def locked(path: Path, operation: str, *, shared: bool, wait: bool = False) -> I
         _sign(fd, path, operation)
         yield
     finally:
-        if os.getpid() == owner:
-            unlock_and_close(fd)
-        else:
-            os.close(fd)  # a forked child must not let go of its parent's lock
+        _let_go(fd, owner)
+
+
+@contextmanager
+def in_turn(path: Path, *, shared: bool, timeout_s: float) -> Iterator[None]:
+    """Hold the lock on `path`, or go on without it after `timeout_s`.
+
+    For what another lock guards, whose waiting is slow: this one only makes the waiting quick. UnsafeStoreError if `path` is not a file of its own.
+    """
+    fd = _open(path)
+    owner = os.getpid()
+    mode = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB
+    until = time.monotonic() + timeout_s
+    try:
+        while True:
+            try:
+                fcntl.flock(fd, mode)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= until:
+                    break
+            time.sleep(_TURN_POLL_S)
+        yield
+    finally:
+        _let_go(fd, owner)
 
 
 def _open(path: Path) -> int:
@@ -50,6 +73,13 @@ def _open(path: Path) -> int:
         os.close(fd)
         raise UnsafeStoreError(path, "is a second name of another file, or no regular file; remove it and try again")
     return fd
+
+
+def _let_go(fd: int, owner: int) -> None:
+    if os.getpid() == owner:
+        unlock_and_close(fd)
+    else:
+        os.close(fd)  # a forked child must not let go of its parent's lock
 
 
 def _sign(fd: int, path: Path, operation: str) -> None:

@@ -17,6 +17,7 @@ from latentcache.errors import IndexDamagedError, ReadOnlyError, StoreBusyError,
 from latentcache.store import Index
 from latentcache.store import connection as connection_module
 from latentcache.store import index as index_module
+from latentcache.store.lock import in_turn
 
 
 @pytest.fixture
@@ -161,6 +162,33 @@ def test_a_lock_held_elsewhere_is_busy(index, monkeypatch):
     other.close()
     busy.add_many({"a": "1"})
     assert index.items() == {"a": "1"}
+
+
+def test_who_changes_waits_for_its_turn_and_readers_do_so_together(index):
+    with in_turn(index.path / "turn.lock", shared=True, timeout_s=60):
+        assert index.items() == {}
+        change = threading.Thread(target=Index(index.path).add_many, args=({"a": "1"},))
+        change.start()
+        change.join(0.2)
+        assert change.is_alive() and index.items() == {}
+    change.join(60)
+    assert not change.is_alive() and index.items() == {"a": "1"}
+
+
+def test_a_turn_that_never_ends_is_not_waited_for(index, monkeypatch):
+    """It only makes waiting quick: the database has a lock of its own."""
+    monkeypatch.setattr(index_module, "TIMEOUT_S", 0.05)
+    with in_turn(index.path / "turn.lock", shared=False, timeout_s=60):
+        assert index.add_many({"a": "1"}) == {"a"} and index.items() == {"a": "1"}
+
+
+def test_reading_inside_a_change(index):
+    index.add_many({"a": "1"})
+    start = time.monotonic()
+    with index.transaction() as rows:
+        assert index.get("a") == rows.get("a") == "1"
+        rows.put("a", "2")
+    assert index.get("a") == "2" and time.monotonic() - start < index_module.TIMEOUT_S
 
 
 def test_opening_waits_for_a_change_that_is_made_elsewhere(index, monkeypatch):
