@@ -44,7 +44,8 @@ def locked(path: Path, operation: str, *, shared: bool, wait: bool = False) -> I
 def in_turn(path: Path, *, shared: bool, timeout_s: float) -> Iterator[None]:
     """Hold the lock on `path`, or go on without it after `timeout_s`.
 
-    For what another lock guards, whose waiting is slow: this one only makes the waiting quick. UnsafeStoreError if `path` is not a file of its own.
+    For what another lock guards, whose waiting is slow: this one only makes the waiting quick. UnsafeStoreError if
+    `path` is not a file of its own.
     """
     fd = _open(path)
     owner = os.getpid()
