@@ -1,4 +1,4 @@
-"""How beside_peers a batch takes to come back: against a copy from memory, and against files as trainers keep them.
+"""How long a batch takes to come back: against a copy from memory, and against files as trainers keep them.
 
     python scripts/bench_retrieve.py              # a table; minutes, 9 GB of disk, as much of page cache
     python scripts/bench_retrieve.py --cold       # the page cache dropped before each pass
@@ -14,9 +14,10 @@ and a file of text embeddings for each sample, as kohya's sd-scripts, SimpleTune
 this cache keeps two entries; with --one_file a single file holds both, which none of them does.
 
 Warm: each pass comes directly after an untimed one over the same samples. A pass at the memory's pace takes some 20 ms,
-in which a virtual machine is often disturbed, so there are --repetitions_warm rounds of them. Cold: each pass comes
-directly after the files have been dropped from the page cache, and the cache has been opened anew, so digests are
-compared too. The host of a virtual machine may still hold them: trust the ratios.
+in which a virtual machine is often disturbed, so there are --repetitions_warm rounds of them; what is said against
+peers comes from --repetitions rounds of their own. Cold: before each pass the files are dropped from the page cache,
+free memory is touched (`take_back` says why), and the cache is opened anew, so digests are compared too. The host of a
+virtual machine may still hold the files: trust the ratios.
 """
 
 from __future__ import annotations
@@ -212,14 +213,13 @@ def options_from(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--repetitions_warm",
         type=int,
         default=5 * MIN_REPETITIONS,
-        help="rounds of what reads at the memory's pace (default: %(default)s)",
+        help="rounds of what reads at the memory's pace (default: %(default)s, and at least --repetitions)",
     )
     parser.add_argument("--one_file", action="store_true", help="peers keep a whole sample in one file")
     parser.add_argument("--cold", action="store_true", help="drop the page cache before each pass")
     add_arguments(parser)
     options = parse(parser, arguments)
-    if options.repetitions_warm < options.repetitions:
-        parser.error(f"--repetitions_warm {options.repetitions_warm}: at least --repetitions ({options.repetitions})")
+    options.repetitions_warm = max(options.repetitions_warm, options.repetitions)
     options.batch_sizes = [4, 16, 64]
     if options.tiny:
         options.num_samples, options.num_read, options.batch_sizes = 64, 32, [4, 16]

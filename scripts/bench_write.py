@@ -182,8 +182,9 @@ def serve(connection: Connection, barrier: Barrier, scale: int) -> None:
 
     while (task := connection.recv()) is not None:
         kinds = CASES[task.case]
-        in_turn = zip(*[made(kind, task.num_entries // len(kinds), task.first) for kind in kinds], strict=True)
-        entries = list(chain.from_iterable(in_turn))
+        assert task.num_entries % len(kinds) == 0
+        by_turns = zip(*[made(kind, task.num_entries // len(kinds), task.first) for kind in kinds], strict=True)
+        entries = list(chain.from_iterable(by_turns))
         with METHODS[task.method](task.folder) as write:
             gc.collect()
             gc.disable()

@@ -48,12 +48,12 @@ def drop(paths: Sequence[Path]) -> None:
 
 
 def take_back(num_bytes: int) -> None:
-    """Touch as much free memory as a pass will fill, and free it again.
+    """Touch so many bytes of free memory, and free them again.
 
-    Why: the host of a virtual machine takes free memory back, and each page of it costs a fault when it is used again.
-    On bare metal it does not go away. The next two seconds it is ours (the kernel reports free pages no sooner).
+    Why: the host of a virtual machine takes free memory back after a while, and each page of it costs a fault when it
+    is used again. On bare metal it does not go away.
     """
-    with mmap.mmap(-1, num_bytes) as memory:
+    with mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         for offset in range(0, num_bytes, mmap.PAGESIZE):
             memory[offset] = 1
 
@@ -117,12 +117,12 @@ def cold(folder: Path, samples: Samples, options: argparse.Namespace) -> dict[st
     packs = sorted((path / "packs").glob("*/*"))
     preadv = Preadv(path, samples, size)
     shares: list[float] = []
-    needed = 2 * options.num_read * samples.row_bytes
+    num_touched = 2 * options.num_read * samples.row_bytes  # for the page cache, and for what peers make of it
 
     def timed(files: Sequence[Path], read: Method, number: int) -> float:
         drop(files)
+        take_back(num_touched)
         shares.append(cached_share(files[:64]))
-        take_back(needed)
         return seconds_of(lambda: read(rounds.batches(number, size)))
 
     def opened(mode: str) -> Callable[[int], float]:
@@ -143,7 +143,7 @@ def cold(folder: Path, samples: Samples, options: argparse.Namespace) -> dict[st
         dataset = LatentDataset(path)
         with LatentLoader(BucketBatchSampler(dataset, size, seed=number), device="cpu") as made:
             drop(packs)
-            take_back(needed)
+            take_back(num_touched)
 
             def read() -> None:
                 batches = made.forever()

@@ -54,9 +54,9 @@ def run_ranks(worker: Path, folder: Path) -> list[dict[str, Any]]:
 def report(found: dict[str, Any]) -> NoReturn:
     """Ends a worker: prints what it found as its last line, and leaves without tearing Python down.
 
-    gloo's threads outlive `destroy_process_group` while a device mesh or a DDP module holds the group, and one that
-    frees a tensor while the interpreter ends aborts the process: "terminate called without an active exception"
-    (pytorch/pytorch#190489, #179291). That has nothing to do with what a worker found.
+    gloo's threads are still there after `destroy_process_group` (seen: two of them, in phase_worker), and now and then
+    the process aborted after its work: "terminate called without an active exception". Probably as in
+    pytorch/pytorch#179291: such a thread frees a tensor while the interpreter ends.
     """
     print(json.dumps(found), flush=True)
     os._exit(0)

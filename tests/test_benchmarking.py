@@ -94,6 +94,25 @@ def test_files_to_compare_with_hold_what_was_saved(benchmarking: ModuleType, tmp
     assert loaded.keys() == tensors.keys() and all(torch.equal(loaded[key], tensors[key]) for key in tensors)
 
 
+@pytest.mark.parametrize("one_file", [False, True])
+def test_peers_hold_the_samples_in_two_files_each_or_in_one(
+    benchmarking: ModuleType, tmp_path: Path, one_file: bool
+) -> None:
+    import benchmarking_samples
+
+    samples = benchmarking_samples.Samples(3, benchmarking_samples.TINY_SHAPES)
+    names = list(benchmarking_samples.PEERS)
+    loads = benchmarking_samples.make_peers(tmp_path, samples, names, one_file=one_file)
+    assert list(loads) == names
+    for name, load in loads.items():
+        for number in range(3):
+            loaded, expected = load(number), samples.tensors(number)
+            assert loaded.keys() == expected.keys(), name
+            assert all(torch.equal(loaded[field], expected[field]) for field in expected), name
+        if name in benchmarking.FILE_FORMATS:
+            assert len(os.listdir(tmp_path / name)) == (3 if one_file else 6)
+
+
 def test_writing_is_measured(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPTS / "bench_write.py"), "--tiny", "--repetitions", "1", "--json"]
     environment = os.environ | {"PYTHONPATH": str(SCRIPTS.parent), "OMP_NUM_THREADS": "1"}
@@ -102,8 +121,9 @@ def test_writing_is_measured(tmp_path: Path) -> None:
     )
     result = json.loads(done.stdout)
     assert list(tmp_path.iterdir()) == []
-    assert result["times_faster"].keys() == {"1", "2", "4"}
-    for by_processes in result["kinds"].values():
+    assert result["times_faster"].keys() == result["cases"].keys() == {"latents", "samples"}
+    for case, by_processes in result["cases"].items():
+        assert result["times_faster"][case].keys() == by_processes.keys() == {"1", "2", "4"}
         for num_processes, measured in by_processes.items():
             durable = {"packs", "files", "files_without_folder"}
             peers = {"torch_save", "diskcache_pickle"} if num_processes == "1" else set()

@@ -206,7 +206,8 @@ class LatentCache:
         scaling factor; without it latents are as the VAE gave them. `caption` is the number of the caption.
 
         What is in `out`, by name, is written to and returned in the batch: contiguous tensors of the device, dtype and
-        shape that the batch has. On the CPU, and where nothing is converted, the stored bytes are copied only once.
+        shape that the batch has. On the CPU, and where nothing is converted, the stored bytes are copied only once, and
+        the memory of new tensors is numpy's: it cannot be resized.
 
         Raises SampleError for a sample that is unknown, refused, missing or damaged; StoreError for mixed buckets, and
         for a tensor in `out` that does not fit or that the batch does not have.

@@ -242,8 +242,8 @@ class Store(Protocol):
     ) -> dict[str, torch.Tensor]:
         """One CPU tensor [n, *shape] per field (all fields by default), a row per key; keys may repeat.
 
-        Written into the tensors of `out` where given: contiguous CPU tensors of that shape and dtype. StoreError if
-        the entries' fields, shapes or dtypes differ. No keys give no tensors.
+        Written into the tensors of `out` where given: contiguous CPU tensors of that shape and dtype. New tensors
+        cannot be resized. StoreError if the entries' fields, shapes or dtypes differ. No keys give no tensors.
         """
 
     @property

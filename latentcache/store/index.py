@@ -14,7 +14,7 @@ import stat
 import threading
 import uuid
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,9 @@ from latentcache.store.fork import hold_in_forks
 from latentcache.store.history import Point, Reading
 from latentcache.store.lock import in_turn, locked
 
+TURN_S = 5.0
+"""How long a turn is waited for. Longer ones are left to the database, which lets no reader in before a writer that
+waits, and says who is busy after TIMEOUT_S."""
 _CHUNK = 500  # keys in one SELECT; SQLite allows 999 in old builds
 
 # Before 3.51.3, two processes that write and checkpoint at once can corrupt a database in WAL mode.
@@ -148,7 +151,7 @@ class Index:
         self.read_only = read_only
         self.lock = threading.RLock()
         """Held during each call. Hold it to make one step of several calls, and of what memory keeps of them."""
-        self._closed = self._in_turn = False
+        self._closed = False
         self._cache: diskcache.Cache | None = None
         hold_in_forks(self)
         if read_only:
@@ -294,18 +297,15 @@ class Index:
             finally:
                 connection.close()
 
-    @contextmanager
-    def _turn(self, *, shared: bool) -> Iterator[None]:
-        """Wait for other processes. SQLite would do so too, but sleeps up to a tenth of a second between two looks."""
-        if self.read_only or self._in_turn:
-            yield
-            return
-        with in_turn(self.path / "turn.lock", shared=shared, timeout_s=TIMEOUT_S):
-            self._in_turn = True  # under the lock of this object
-            try:
-                yield
-            finally:
-                self._in_turn = False
+    def _turn(self, *, shared: bool) -> AbstractContextManager[None]:
+        """Wait for other processes. SQLite would do so too, but sleeps up to a tenth of a second between two looks.
+
+        In WAL mode readers and writers do not wait for each other, and take no turns. Nor does a read-only index, which
+        makes no file.
+        """
+        if self.read_only or (shared and JOURNAL_MODE == "wal"):
+            return nullcontext()
+        return in_turn(self.path / "turn.lock", shared=shared, timeout_s=TURN_S)
 
     def _row(self, row: Sequence[Any]) -> tuple[str, str]:
         key, raw, mode, filename, expire_time, value = row

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import stat
 import time
@@ -11,8 +12,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from latentcache.errors import StoreBusyError, UnsafeStoreError
+from latentcache.errors import StoreBusyError, StoreError, UnsafeStoreError
 from latentcache.files import typed_errors, unlock_and_close
+
+logger = logging.getLogger("latentcache")
 
 _MAX_NOTE_BYTES = 4096
 _TURN_POLL_S = 0.0005
@@ -42,27 +45,35 @@ def locked(path: Path, operation: str, *, shared: bool, wait: bool = False) -> I
 
 @contextmanager
 def in_turn(path: Path, *, shared: bool, timeout_s: float) -> Iterator[None]:
-    """Hold the lock on `path`, or go on without it after `timeout_s`.
+    """Hold the lock on `path`, or go on without it: after `timeout_s`, or where there can be no such file.
 
-    For what another lock guards, whose waiting is slow: this one only makes the waiting quick. UnsafeStoreError if
-    `path` is not a file of its own.
+    For what another lock guards, whose waiting is slow: this one only makes the waiting quick.
     """
-    fd = _open(path)
     owner = os.getpid()
     mode = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB
-    until = time.monotonic() + timeout_s
+    fd = None
     try:
-        while True:
-            try:
-                fcntl.flock(fd, mode)
-                break
-            except BlockingIOError:
-                if time.monotonic() >= until:
-                    break
+        fd = _open(path)
+    except StoreError as error:
+        logger.debug("%s No turn is taken.", error)
+    if fd is None:
+        yield
+        return
+    try:
+        until = time.monotonic() + timeout_s
+        while not _is_held(fd, mode) and time.monotonic() < until:
             time.sleep(_TURN_POLL_S)
         yield
     finally:
         _let_go(fd, owner)
+
+
+def _is_held(fd: int, mode: int) -> bool:
+    try:
+        fcntl.flock(fd, mode)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _open(path: Path) -> int:

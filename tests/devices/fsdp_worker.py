@@ -1,6 +1,6 @@
 """One rank of test_fsdp: train a tiny module under FSDP2 on gloo, audit it, and print what was found as JSON.
 
-`python fsdp_worker.py RANK WORLD_SIZE RENDEZVOUS_FILE`.
+`python fsdp_worker.py RANK WORLD_SIZE RENDEZVOUS_FILE`, with `tests` on the PYTHONPATH.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One rank of test_phases_distributed: training under DDP and FSDP with phases in the middle. Prints JSON.
 
-`python phase_worker.py RANK WORLD_SIZE RENDEZVOUS_FILE`.
+`python phase_worker.py RANK WORLD_SIZE RENDEZVOUS_FILE`, with `tests` on the PYTHONPATH.
 """
 
 from __future__ import annotations
