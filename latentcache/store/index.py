@@ -14,7 +14,7 @@ import stat
 import threading
 import uuid
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,8 @@ from latentcache.fingerprint import digest
 from latentcache.store.connection import JOURNALS, MAX_TEXT_BYTES, TIMEOUT_S, connect, typed_error
 from latentcache.store.fork import hold_in_forks
 from latentcache.store.history import Point, Reading
-from latentcache.store.lock import in_turn, locked
+from latentcache.store.lock import locked
 
-TURN_S = 5.0
-"""How long a turn is waited for. Longer ones are left to the database, which lets no reader in before a writer that
-waits, and says who is busy after TIMEOUT_S."""
 _CHUNK = 500  # keys in one SELECT; SQLite allows 999 in old builds
 
 # Before 3.51.3, two processes that write and checkpoint at once can corrupt a database in WAL mode.
@@ -270,13 +267,12 @@ class Index:
                 raise ReadOnlyError(self.path)
             if self._closed:
                 raise StoreError(f"{self.path}: the index is closed")
-            with self._turn(shared=False):
-                cache = self._open_cache()
-                try:
-                    with cache.transact():
-                        yield Transaction(cache)
-                finally:
-                    cache.close()
+            cache = self._open_cache()
+            try:
+                with cache.transact():
+                    yield Transaction(cache)
+            finally:
+                cache.close()
 
     def close(self) -> None:
         """Nothing is open between calls; afterwards changes are refused."""
@@ -290,22 +286,12 @@ class Index:
 
     @contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
-        with self.lock, self._typed_errors(), self._turn(shared=True):
+        with self.lock, self._typed_errors():
             connection = connect(self._database, read_only=self.read_only)
             try:
                 yield connection
             finally:
                 connection.close()
-
-    def _turn(self, *, shared: bool) -> AbstractContextManager[None]:
-        """Wait for other processes. SQLite would do so too, but sleeps up to a tenth of a second between two looks.
-
-        In WAL mode readers and writers do not wait for each other, and take no turns. Nor does a read-only index, which
-        makes no file.
-        """
-        if self.read_only or (shared and JOURNAL_MODE == "wal"):
-            return nullcontext()
-        return in_turn(self.path / "turn.lock", shared=shared, timeout_s=TURN_S)
 
     def _row(self, row: Sequence[Any]) -> tuple[str, str]:
         key, raw, mode, filename, expire_time, value = row

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import fcntl
 import json
-import logging
 import os
 import stat
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from latentcache.errors import StoreBusyError, StoreError, UnsafeStoreError
+from latentcache.errors import StoreBusyError, UnsafeStoreError
 from latentcache.files import typed_errors, unlock_and_close
 
-logger = logging.getLogger("latentcache")
-
 _MAX_NOTE_BYTES = 4096
-_TURN_POLL_S = 0.0005
 
 
 @contextmanager
@@ -40,40 +35,10 @@ def locked(path: Path, operation: str, *, shared: bool, wait: bool = False) -> I
         _sign(fd, path, operation)
         yield
     finally:
-        _let_go(fd, owner)
-
-
-@contextmanager
-def in_turn(path: Path, *, shared: bool, timeout_s: float) -> Iterator[None]:
-    """Hold the lock on `path`, or go on without it: after `timeout_s`, or where there can be no such file.
-
-    For what another lock guards, whose waiting is slow: this one only makes the waiting quick.
-    """
-    owner = os.getpid()
-    mode = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB
-    fd = None
-    try:
-        fd = _open(path)
-    except StoreError as error:
-        logger.debug("%s No turn is taken.", error)
-    if fd is None:
-        yield
-        return
-    try:
-        until = time.monotonic() + timeout_s
-        while not _is_held(fd, mode) and time.monotonic() < until:
-            time.sleep(_TURN_POLL_S)
-        yield
-    finally:
-        _let_go(fd, owner)
-
-
-def _is_held(fd: int, mode: int) -> bool:
-    try:
-        fcntl.flock(fd, mode)
-    except BlockingIOError:
-        return False
-    return True
+        if os.getpid() == owner:
+            unlock_and_close(fd)
+        else:
+            os.close(fd)  # a forked child must not let go of its parent's lock
 
 
 def _open(path: Path) -> int:
@@ -85,13 +50,6 @@ def _open(path: Path) -> int:
         os.close(fd)
         raise UnsafeStoreError(path, "is a second name of another file, or no regular file; remove it and try again")
     return fd
-
-
-def _let_go(fd: int, owner: int) -> None:
-    if os.getpid() == owner:
-        unlock_and_close(fd)
-    else:
-        os.close(fd)  # a forked child must not let go of its parent's lock
 
 
 def _sign(fd: int, path: Path, operation: str) -> None:

@@ -51,7 +51,7 @@ def listing(root):
     return [*sorted(set(names) - set(packs)), f"{len(packs)} packs"]
 
 
-CLEAN = ["CACHE.json", "index/cache.db", "index/open.lock", "index/turn.lock", "upkeep.lock"]
+CLEAN = ["CACHE.json", "index/cache.db", "index/open.lock", "upkeep.lock"]
 
 
 def packs(store):

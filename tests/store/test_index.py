@@ -17,7 +17,6 @@ from latentcache.errors import IndexDamagedError, ReadOnlyError, StoreBusyError,
 from latentcache.store import Index
 from latentcache.store import connection as connection_module
 from latentcache.store import index as index_module
-from latentcache.store.lock import in_turn
 
 
 @pytest.fixture
@@ -162,58 +161,6 @@ def test_a_lock_held_elsewhere_is_busy(index, monkeypatch):
     other.close()
     busy.add_many({"a": "1"})
     assert index.items() == {"a": "1"}
-
-
-@pytest.mark.skipif(index_module.JOURNAL_MODE == "wal", reason="readers take no turns in WAL mode")
-def test_who_changes_waits_for_its_turn_and_readers_do_so_together(index):
-    with in_turn(index.path / "turn.lock", shared=True, timeout_s=60):
-        assert index.items() == {}
-        change = threading.Thread(target=Index(index.path).add_many, args=({"a": "1"},))
-        change.start()
-        change.join(0.2)
-        assert change.is_alive() and index.items() == {}
-    change.join(60)
-    assert not change.is_alive() and index.items() == {"a": "1"}
-
-
-def test_a_turn_that_never_ends_is_not_waited_for(index, monkeypatch):
-    """It only makes waiting quick: the database has a lock of its own."""
-    monkeypatch.setattr(index_module, "TURN_S", 0.05)
-    with in_turn(index.path / "turn.lock", shared=False, timeout_s=60):
-        assert index.add_many({"a": "1"}) == {"a"} and index.items() == {"a": "1"}
-
-
-@pytest.mark.parametrize("what", ["folder", "link", "hard link"])
-def test_no_turn_can_be_taken(index, tmp_path, what):
-    turn = index.path / "turn.lock"
-    victim = tmp_path / "victim"
-    victim.write_text("precious")
-    turn.unlink(missing_ok=True)
-    if what == "folder":
-        turn.mkdir()
-    elif what == "link":
-        turn.symlink_to(victim)
-    else:
-        os.link(victim, turn)
-    assert index.add_many({"a": "1"}) == {"a"} and Index(index.path).items() == {"a": "1"}
-    assert victim.read_text() == "precious"
-
-
-def change_as_another_user(path):
-    os.setgid(65534)
-    os.setuid(65534)
-    Index(path).add_many({"b": "2"})
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="needs another user")
-def test_a_turn_of_another_user(index):
-    index.add_many({"a": "1"})
-    open_to_others(index.path)
-    index.path.chmod(0o777)
-    for file in index.path.iterdir():
-        file.chmod(0o600 if file.name == "turn.lock" else 0o666)
-    assert run(change_as_another_user, index.path) == 0
-    assert index.items() == {"a": "1", "b": "2"}
 
 
 def test_opening_waits_for_a_change_that_is_made_elsewhere(index, monkeypatch):
