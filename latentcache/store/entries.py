@@ -122,8 +122,8 @@ class Entries:
             self.fold()
 
     def drop(self, keys: Iterable[str]) -> list[str]:
-        """Forget entries. Returns those that were here."""
-        keys = list(keys)
+        """Forget entries. Keys may repeat. Returns those that were here."""
+        keys = list(dict.fromkeys(keys))
         here = [key for key in keys if key in self._newer]
         for key in here:
             del self._newer[key]

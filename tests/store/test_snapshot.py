@@ -393,6 +393,13 @@ def test_forks_share_the_table_and_see_changes(root):
 # Whatever happens, in any order --------------------------------------------------------------------------------------
 
 
+def test_keys_to_forget_may_repeat(tmp_path):
+    with DiskStore(tmp_path / "cache") as store:
+        store.add(samples(0, 1))
+        store.catalog.forget([key(0), key(0), key(7)])
+        assert store.find([key(0), key(1)]) == {key(0), key(1)}, "the index has it still"
+
+
 class TwoStores(RuleBasedStateMachine):
     """Two stores on one directory; one sees what the other does, and the snapshot may be lost or spoilt between."""
 
