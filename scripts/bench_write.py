@@ -44,6 +44,8 @@ from benchmarking import (
     ratios,
     spread,
 )
+from benchmarking_samples import KINDS
+from benchmarking_samples import SHAPES as SAMPLE_SHAPES
 
 from latentcache.fingerprint import key_of
 from latentcache.store.disk import DiskStore
@@ -51,10 +53,7 @@ from latentcache.types import Entry, Record
 
 NUM_PROCESSES = (1, 2, 4)
 SIZES = (0, 10_000, 100_000)
-SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
-    "image": {"latents": (4, 128, 128)},
-    "text": {"pooled_prompt_embeds": (1280,), "prompt_embeds": (77, 2048)},
-}
+SHAPES = {kind: {name: SAMPLE_SHAPES[name] for name in names} for kind, names in KINDS.items()}
 CASES = {"latents": ("image",), "samples": ("image", "text")}
 """The kinds of entries that are written, in turns."""
 LABELS = {

@@ -142,15 +142,13 @@ def cold(folder: Path, samples: Samples, options: argparse.Namespace) -> dict[st
         drop(packs)
         dataset = LatentDataset(path)
         with LatentLoader(BucketBatchSampler(dataset, size, seed=number), device="cpu") as made:
-            drop(packs)
-            take_back(num_touched)
 
-            def read() -> None:
+            def read(wanted: Batches) -> None:
                 batches = made.forever()
-                for _ in rounds.batches(number, size):
+                for _ in wanted:
                     next(batches)
 
-            return seconds_of(read)
+            return timed(packs, read, number)
 
     runs: dict[str, Callable[[int], float]] = {f"ours_{mode}": opened(mode) for mode in ASK_AHEAD}
     runs["preadv"] = lambda number: timed(packs, preadv.read, number)

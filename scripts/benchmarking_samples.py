@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import diskcache
 import numpy as np
 import torch
 from benchmarking import FILE_FORMATS, Tensors, pickling_diskcache
@@ -122,41 +124,34 @@ def make_peers(
     or one.
     """
     groups = [tuple(SHAPES)] if one_file else list(KINDS.values())
+    labels = [[f"{number}.{group}" for group in range(len(groups))] for number in range(samples.num_samples)]
     loads: dict[str, Callable[[int], Tensors]] = {}
     for name in names:
         place = folder / name
         place.mkdir()
+        places: list[list[Any]] = labels
         if name == "diskcache_pickle":
             cache = pickling_diskcache(place)
-            for number, group, values in _parts(samples, groups):
-                cache[f"{number}.{group}"] = values
-            loads[name] = _joined(len(groups), lambda number, group, cache=cache: cache[f"{number}.{group}"])
-            continue
-        form = FILE_FORMATS[name]
-        paths = [
-            [place / f"{number}.{group}{form.suffix}" for group in range(len(groups))]
-            for number in range(samples.num_samples)
-        ]
-        for number, group, values in _parts(samples, groups):
-            form.save(values, paths[number][group])
-        loads[name] = _joined(
-            len(groups), lambda number, group, paths=paths, form=form: form.load(paths[number][group])
-        )
+            save, load = partial(_set, cache), cache.__getitem__
+        else:
+            form = FILE_FORMATS[name]
+            save, load = form.save, form.load
+            places = [[place / f"{label}{form.suffix}" for label in row] for row in labels]
+        for number, row in enumerate(places):
+            tensors = samples.tensors(number)
+            for fields, where in zip(groups, row, strict=True):
+                # A view would be saved with all that it is a view of.
+                save({field: tensors[field].clone() for field in fields}, where)
+        loads[name] = partial(_joined, load, places)
     return loads
 
 
-def _parts(samples: Samples, groups: Sequence[Sequence[str]]) -> Iterator[tuple[int, int, dict[str, torch.Tensor]]]:
-    for number in range(samples.num_samples):
-        tensors = samples.tensors(number)
-        for group, names in enumerate(groups):
-            # A view would be saved with all that it is a view of.
-            yield number, group, {name: tensors[name].clone() for name in names}
+def _set(cache: diskcache.Cache, values: Tensors, key: str) -> None:
+    cache[key] = values
 
 
-def _joined(num_groups: int, load: Callable[[int, int], Tensors]) -> Callable[[int], Tensors]:
-    if num_groups == 1:
-        return lambda number: load(number, 0)
-    return lambda number: {name: value for group in range(num_groups) for name, value in load(number, group).items()}
+def _joined(load: Callable[[Any], Tensors], places: Sequence[Sequence[Any]], number: int) -> Tensors:
+    return {name: value for place in places[number] for name, value in load(place).items()}
 
 
 class Rounds:

@@ -16,7 +16,7 @@ from latentcache.dataset.manifest import Manifest, ManifestFolder, Manifests, Ro
 from latentcache.devices.placement import Asker, device_of, dtype_of
 from latentcache.errors import EntryDamagedError, EntryMissingError, SampleError, StoreError
 from latentcache.retrieve.held import HeldSamples
-from latentcache.retrieve.placing import IMAGE_FIELDS, OUTPUTS, Batch, Scaling, fill, is_cpu, place
+from latentcache.retrieve.placing import IMAGE_FIELDS, Batch, Scaling, fill, is_cpu, place
 from latentcache.retrieve.wanted import Wanted, facts
 from latentcache.store.base import DTYPES, Store
 from latentcache.store.disk import DiskStore
@@ -225,10 +225,7 @@ class LatentCache:
             wanted = [item for item, _ in found]
             direct = self._direct(out, wanted, device_of(device), dtype or dtype_of(device), scaled=scaled)
         gathered = self._gathered(sample_ids, caption, flip, direct)
-        if converts or generator is not None or output not in OUTPUTS or output not in gathered:
-            batch = place(gathered, device, dtype=dtype, output=output, scaling=scaling, generator=generator)
-        else:
-            batch = gathered  # as it is: a small batch is copied in the time that the rest would take
+        batch = place(gathered, device, dtype=dtype, output=output, scaling=scaling, generator=generator)
         return fill(out, batch) if out else batch
 
     def _gathered(

@@ -30,7 +30,7 @@ class Scaling:
 
 
 def place(
-    batch: Mapping[str, Any],
+    batch: Batch,
     device: Asker,
     *,
     dtype: torch.dtype | None = None,
@@ -38,13 +38,16 @@ def place(
     scaling: Scaling | None = None,
     generator: torch.Generator | None = None,
 ) -> Batch:
-    """A gathered batch moved to the asking device: see `LatentCache.batch`. `scaling` None leaves latents unscaled."""
+    """A gathered batch moved to the asking device: see `LatentCache.batch`. `scaling` None leaves latents unscaled.
+
+    It is the same dictionary where there is nothing to do.
+    """
     if output not in OUTPUTS:
         raise StoreError(f"output is {output!r}; it must be one of {', '.join(OUTPUTS)}")
     if is_cpu(device) and dtype is None and scaling is None and generator is None:
         stored = batch.get(output)
         if stored is not None and stored.is_cpu:
-            return dict(batch)  # as it is: a small batch is copied in the time that the rest would take
+            return batch  # as it is: a small batch is copied in the time that the rest would take
     target, dtype = device_of(device), dtype or dtype_of(device)
     placed: Batch = {}
     for name, value in batch.items():
