@@ -19,9 +19,10 @@ TEMPORARY_SUFFIX = ".tmp"
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
 _MAX_BUFFERS = 512  # below IOV_MAX (1024 on Linux and macOS)
-_BLOCK_BYTES = 4096  # O_DIRECT wants memory, offsets and lengths in the disk's blocks; none in use is larger
 _STAGING_BYTES = 4 << 20
 _DIRECT = getattr(os, "O_DIRECT", 0)  # macOS has none
+BLOCK_BYTES = 4096
+"""Past the page cache, memory, offsets and lengths must be whole blocks of the disk; none in use is larger."""
 
 logger = logging.getLogger("latentcache")
 
@@ -99,7 +100,7 @@ def write_past_cache(fd: int, buffers: Iterable[bytes | memoryview]) -> None:
             if used == len(staging):
                 _write_direct(fd, staging)
                 used = 0
-    num_whole = used - used % _BLOCK_BYTES
+    num_whole = used - used % BLOCK_BYTES
     _write_direct(fd, staging[:num_whole])
     _set_direct(fd, False)
     _write_some(fd, [staging[num_whole:used]])
@@ -214,17 +215,19 @@ def sweep_temporaries(folder: Path) -> int:
     return num_removed
 
 
-def open_regular(path: Path) -> int:
+def open_regular(path: Path, *, past_cache: bool = False) -> int:
     """Open a regular file for reading, and nothing else: UnsafeStoreError for links, pipes and devices.
 
     The folder must not be a link either. FileNotFoundError is passed on; any other refusal is a plain StoreError,
-    which says nothing about the file's bytes. The caller closes the descriptor.
+    which says nothing about the file's bytes. The caller closes the descriptor. `past_cache`: what is read comes from
+    the disk, into memory, from offsets and in lengths of whole blocks.
     """
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | (_DIRECT if past_cache else 0)
     try:
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             # O_NONBLOCK: opening a pipe must not wait for its other end.
-            fd = os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+            fd = os.open(path.name, flags, dir_fd=folder)
         finally:
             os.close(folder)
     except OSError as error:

@@ -8,10 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from photo_files import write_photo
 
 from latentcache.cli import main
 from latentcache.config import Config, parse_config
+from latentcache.errors import StoreError
+from latentcache.fingerprint import key_of
+from latentcache.store import DiskStore
+from latentcache.types import Entry, Record
 
 
 @pytest.fixture(autouse=True)
@@ -19,6 +24,18 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     """A developer's own variables must not change what the tests see."""
     for name in ("RANK", "WORLD_SIZE", "LATENTCACHE_CACHE_PATH"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def past_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Skips where files cannot be read past the page cache: on macOS, and on some file systems."""
+    with DiskStore(tmp_path_factory.mktemp("probe"), io="direct") as store:
+        identity = {"probe": 1}
+        store.add([Entry(Record(key_of(identity), "image", identity, {}), {"field": torch.zeros(1)})])
+        try:
+            store.get(key_of(identity))
+        except StoreError as error:
+            pytest.skip(str(error))
 
 
 @pytest.fixture

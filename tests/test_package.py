@@ -18,7 +18,7 @@ MODULES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 
 LAYERS = [
     {"errors", "types", "__init__"},
-    {"config", "files", "fingerprint", "garbage", "provenance"},
+    {"config", "files", "fingerprint", "garbage", "host_memory", "provenance"},
     {"dataset", "store", "devices"},
     {"encoders"},
     {"precache", "retrieve"},

@@ -19,6 +19,7 @@ from latentcache.retrieve.held import HeldSamples
 from latentcache.retrieve.placing import IMAGE_FIELDS, Batch, Scaling, fill, is_cpu, place
 from latentcache.retrieve.wanted import Wanted, facts
 from latentcache.store.base import DTYPES, Store
+from latentcache.store.direct import Io
 from latentcache.store.disk import DiskStore
 from latentcache.types import Entry, prompt_id
 
@@ -39,7 +40,8 @@ class LatentCache:
     sample_id that occurs in several datasets is an error. `read_only` writes nothing, not even marks of damage; by
     default it is so where the directory cannot be written. `unverified` also hands back samples that were imported and
     not verified; without it they are a SampleError. The sizes of a batch are integers; its tensors are on the
-    asking device. The cache never moves the model that asks.
+    asking device. The cache never moves the model that asks. `io` is that of `DiskStore`, for a path: "mapped" reads
+    through the page cache, "direct" past it, "auto" past it where the packs take more than half of the memory.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class LatentCache:
         store: Store | None = None,
         manifests: Manifests | None = None,
         unverified: bool = False,
+        io: Io = "auto",
     ):
         if (path is None) == (store is None) or (store is None) != (manifests is None):
             raise StoreError("LatentCache needs a path, or a store together with its manifests")
@@ -59,7 +62,7 @@ class LatentCache:
             if read_only is None:
                 # A reader that may write marks damage at once, so that the next precache mends it.
                 read_only = not os.access(self.path, os.W_OK)
-            store = DiskStore(self.path, read_only=read_only, create=False)
+            store = DiskStore(self.path, read_only=read_only, create=False, io=io)
             manifests = ManifestFolder(self.path / "manifests")
         assert store is not None and manifests is not None
         self.store: Store = store

@@ -20,6 +20,7 @@ from latentcache.retrieve.batches import LatentCache
 from latentcache.retrieve.draws import Visit
 from latentcache.retrieve.placing import Batch, place
 from latentcache.retrieve.wanted import SIZES, Wanted
+from latentcache.store.direct import Io
 from latentcache.types import Bucket
 
 
@@ -35,7 +36,7 @@ class LatentDataset(Dataset[Batch]):
     drawn anew at each visit. With `BucketBatchSampler` the draw follows from its seed, the epoch and the position;
     a plain item number draws with torch's global generator, which a DataLoader seeds for each worker. Samples that
     were imported and not verified are a SampleError at once, unless `unverified` takes them as they are.
-    Each process opens the cache for itself, so fork and spawn both work.
+    Each process opens the cache for itself, so fork and spawn both work. `io` is that of `LatentCache`.
     """
 
     def __init__(
@@ -46,8 +47,10 @@ class LatentDataset(Dataset[Batch]):
         flips: bool = False,
         caption: int | Literal["random"] = 0,
         unverified: bool = False,
+        io: Io = "auto",
     ):
         self.path = Path(path)
+        self._io: Io = io
         self.caption = caption
         self._unverified = unverified
         self._cache: LatentCache | None = None
@@ -70,7 +73,7 @@ class LatentDataset(Dataset[Batch]):
     def cache(self) -> LatentCache:
         """This process's own cache."""
         if self._cache is None or self._pid != os.getpid():
-            self._cache, self._pid = LatentCache(self.path, unverified=self._unverified), os.getpid()
+            self._cache, self._pid = LatentCache(self.path, unverified=self._unverified, io=self._io), os.getpid()
         return self._cache
 
     def __getstate__(self) -> dict[str, Any]:

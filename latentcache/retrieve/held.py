@@ -74,8 +74,13 @@ class HeldSamples:
         return self._rows
 
     def keep(self, since: _Rows, wanted: Sequence[Wanted], caption: int, flip: bool) -> None:
-        """Hold these samples from now on, unless all were forgotten after `since`. Errors as for `Store.sources`."""
+        """Hold these samples from now on, unless all were forgotten after `since`. Errors as for `Store.sources`.
+
+        Nothing is held of a store that reads anew each time (`Store.version` is None).
+        """
         version = self._store.version  # first: what goes meanwhile changes it
+        if version is None:
+            return
         held = since
         if held.version is not version or held.num() + len(wanted) > MAX_HELD:
             held = _Rows(version)  # a new one: a thread that fills the old one does no harm

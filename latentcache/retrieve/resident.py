@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import torch
 
 from latentcache.devices.placement import free_memory
 from latentcache.errors import EntryDamagedError, EntryMissingError, SampleError, StoreError
+from latentcache.host_memory import free_host_memory
 from latentcache.retrieve.batches import Allocate, LatentCache
 from latentcache.retrieve.placing import Batch
 from latentcache.retrieve.wanted import Wanted, facts
@@ -23,31 +23,6 @@ FREE_SHARE = 0.9
 
 Shape = tuple[tuple[str, str, tuple[int, ...]], ...]
 """Name, dtype name and shape of each field of an entry."""
-
-
-def free_host_memory() -> int | None:
-    """Bytes that can be taken on the CPU without swapping, or None where the system does not tell (only Linux does).
-
-    The least of MemAvailable and what the control group leaves, as in a container.
-    """
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    fields = dict(line.split(":", 1) for line in lines if ":" in line)
-    if "MemAvailable" not in fields:
-        return None
-    free = int(fields["MemAvailable"].split()[0]) * 1024
-    limit, used = (_number(Path("/sys/fs/cgroup") / name) for name in ("memory.max", "memory.current"))
-    return free if limit is None or used is None else min(free, max(0, limit - used))
-
-
-def _number(path: Path) -> int | None:
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None  # "max" is no limit
 
 
 @dataclass(frozen=True, slots=True)

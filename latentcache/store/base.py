@@ -247,8 +247,11 @@ class Store(Protocol):
         """
 
     @property
-    def version(self) -> object:
-        """As long as it is the same object, what `sources` gave lies where it did. Ask for it before `sources`."""
+    def version(self) -> object | None:
+        """As long as it is the same object, what `sources` gave lies where it did. Ask for it before `sources`.
+
+        None: entries are read from the disk each time, so nothing is gained by remembering where they lie.
+        """
 
     def sources(self, keys: Sequence[str]) -> Sequence[Source]:
         """Where the bytes of these entries can be read, verified. EntryMissingError, EntryDamagedError.

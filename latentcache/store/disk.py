@@ -13,7 +13,6 @@ from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from latentcache.errors import (
@@ -24,15 +23,17 @@ from latentcache.errors import (
     StoreError,
     UnsafeStoreError,
 )
-from latentcache.files import unreadable
-from latentcache.store.base import ARRAY_DTYPES, Source, StoreStats, check_key
+from latentcache.host_memory import host_memory
+from latentcache.store.base import Source, StoreStats, check_key
 from latentcache.store.catalog import Catalog
+from latentcache.store.direct import IO, MEMORY_SHARE, DirectReader, DirectReads, Io, Read
 from latentcache.store.directory import CacheDirectory
 from latentcache.store.entries import Found
 from latentcache.store.gather import stack
 from latentcache.store.location import Location
 from latentcache.store.lock import locked
-from latentcache.store.pack import Header, check_payload, map_pack, new_pack_id, read_header, write_pack
+from latentcache.store.mapped import MappedEntries, source_in
+from latentcache.store.pack import Header, check_payload, new_pack_id, read_header, write_pack
 from latentcache.store.readahead import AskAhead, ReadAhead, ask_for
 from latentcache.store.writer import PackWriter, Sealed
 from latentcache.types import Entry, Record
@@ -42,9 +43,6 @@ logger = logging.getLogger("latentcache")
 _MAX_HEADERS = 32  # a full pack's header is a few MiB
 _MAX_PATHS = 1 << 14
 _ADD_CHUNK = 1024  # keys looked up at once by `add`
-MAX_READY = 1 << 17
-"""Entries whose place in memory is kept for the next batch, at some 300 bytes each. Beyond it all are forgotten, and
-looked up again. That an entry was verified is kept for all that were read, at some 50 bytes each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,25 +58,14 @@ class DiskRows:
     version: object
 
 
-class _Ready:
-    """Where verified entries can be read, by key. It counts as long as `version` is the catalog's.
-
-    What was taken from it counts as long as it is the store's, also when they are forgotten because there are many.
-    """
-
-    __slots__ = ("sources", "version")
-
-    def __init__(self, version: object):
-        self.version = version
-        self.sources: dict[str, Source] = {}
-
-
 class DiskStore:
     """A `base.Store` in a directory. Processes and threads may share the directory; forks may share the store.
 
     `read_only` writes nothing at all, so that a directory without write access can be read. `create=False` wants the
-    cache to be there. `ask_ahead` says when the system is asked to read a batch's bytes before they are copied
-    (`readahead.ReadAhead`). StoreError, SchemaError, ReadOnlyError as for `CacheDirectory`.
+    cache to be there. `io` says whether packs are read through the page cache or past it (`direct.Io`), and
+    `ask_ahead` when the system is asked to bring a batch's bytes into the page cache before they are copied
+    (`readahead.ReadAhead`). StoreError, SchemaError, ReadOnlyError as for `CacheDirectory`; StoreError for an unknown
+    `io`, and at the first read where the file system cannot do `direct`.
 
     A damaged index is made anew from the packs, packs that a dead writer sealed are taken in, and its half-written
     files are removed, when a store is opened for writing.
@@ -90,19 +77,23 @@ class DiskStore:
         *,
         read_only: bool = False,
         create: bool = True,
+        io: Io = "auto",
         ask_ahead: AskAhead = "missing",
     ):
+        if io not in IO:
+            raise StoreError(f"io is {io!r}; it must be one of {', '.join(IO)}")
         self.read_only = read_only
+        self.io: Io = io
         self.directory = CacheDirectory(path, create=create, read_only=read_only)
         self.path = self.directory.path
-        self._catalog: Catalog | None = Catalog(self.directory, read_only=read_only)
-        self._maps: dict[str, np.ndarray] = {}
+        catalog = Catalog(self.directory, read_only=read_only)
+        self._catalog: Catalog | None = catalog
         self._read_header = lru_cache(_MAX_HEADERS)(read_header)
         self._pack_path = lru_cache(_MAX_PATHS)(self.directory.pack_path)
+        self._mapped = MappedEntries(catalog, self._pack_path, self._moved_or_damaged)
         self._read_ahead = ReadAhead(ask_ahead)
-        # The pack in which an entry was found good.
-        self._verified: dict[str, str] = {}
-        self._ready = _Ready(object())
+        self._direct = DirectReader(self._pack_path, must=io == "direct")
+        self._is_direct: bool | None = False if io == "mapped" else None
 
     @classmethod
     @contextmanager
@@ -185,7 +176,7 @@ class DiskStore:
         return iter(self.catalog.keys())
 
     def describe(self, key: str) -> Mapping[str, tuple[str, tuple[int, ...]]]:
-        source = self._ready_now().sources.get(key) if isinstance(key, str) else None
+        source = self._mapped.now().sources.get(key) if isinstance(key, str) and self._catalog is not None else None
         return dict(self._locate(key).description if source is None else source.description)
 
     def get(self, key: str) -> Entry:
@@ -219,20 +210,27 @@ class DiskStore:
         return DiskRows(keys, found.packs(), found, version)
 
     @property
-    def version(self) -> object:
-        return self._ready_now()
+    def version(self) -> object | None:
+        if self._catalog is None:  # not by the property `catalog`: a small batch is copied in the time of some calls
+            self._check_open()
+        return self._mapped.now() if self._direct_reads() is None else None
 
     def asks_ahead(self) -> bool:
-        return self._read_ahead.wanted()
+        return self._direct_reads() is not None or self._read_ahead.wanted()
 
     def sources(self, keys: Sequence[str]) -> list[Source]:
-        known = self._known_sources(keys)
+        self._check_open()
+        known = self._mapped.known(keys)
         return self._sources(self.resolve(keys)) if known is None else known
+
+    def _sources(self, rows: DiskRows) -> list[Source]:
+        return self._mapped.sources(rows.keys, rows.locations, rows.packs, rows.version)
 
     def read_batch(
         self, keys: Sequence[str], fields: Sequence[str] | None = None, out: Mapping[str, torch.Tensor] | None = None
     ) -> dict[str, torch.Tensor]:
-        sources = self._known_sources(keys)
+        self._check_open()
+        sources = self._mapped.known(keys) if self._direct_reads() is None else None
         if sources is None:
             return self.read_rows(self.resolve(keys), fields, out)
         if self._read_ahead.wanted():
@@ -243,51 +241,63 @@ class DiskStore:
         self, rows: DiskRows, fields: Sequence[str] | None = None, out: Mapping[str, torch.Tensor] | None = None
     ) -> dict[str, torch.Tensor]:
         self._check_open()
+        direct = self._direct_reads()
+        # All are found and verified before the first byte is written to `out`.
+        if direct is not None:
+            wanted = dict(zip(rows.keys, rows.locations, strict=True))
+            with direct.reading(wanted) as reads:
+                sources = {key: self._source_of(key, read, direct) for key, read in reads.items()}
+                return stack(rows.keys, [sources[key] for key in rows.keys], fields, out)
         if self._read_ahead.wanted():
             self._ask(self._read_ahead.to_ask_now(rows.keys))
-        # All are found and verified before the first byte is written to `out`.
         return stack(rows.keys, self._sources(rows), fields, out)
 
-    def _known_sources(self, keys: Sequence[str]) -> list[Source] | None:
-        """Without looking anything up. None unless all of them are known."""
-        ready = self._ready_now().sources
-        try:
-            return [ready[key] for key in keys]
-        except (KeyError, TypeError):
+    def _source_of(self, key: str, read: Read, direct: DirectReads) -> Source:
+        verified, pack = self._mapped.verified, read.location.pack
+        if direct.wait(read) and (verified.get(key) == pack or check_payload(read.data, key, read.inside) is None):
+            verified[key] = pack
+            return source_in(read.data, read.inside)
+        # Here it is found out what is wrong with it, or where it is now.
+        return self._mapped.verify(key, read.location)
+
+    def _direct_reads(self) -> DirectReads | None:
+        """This thread's reads past the page cache; None where packs are read through it."""
+        if self._is_direct is None:
+            self._is_direct = self._decided()  # at the first read: before, there may be no packs
+        return self._direct.mine() if self._is_direct else None
+
+    def _decided(self) -> bool | None:
+        """Whether packs are read past the page cache. None: it cannot be said now."""
+        packs = dict(self.catalog.packs)
+        num_bytes = sum(size.file_bytes for size in packs.values())
+        if not packs:
             return None
-
-    def _sources(self, rows: DiskRows) -> list[Source]:
-        ready = self._ready_now().sources if rows.version is self.catalog.version else {}
-        sources = []
-        for number, (key, pack) in enumerate(zip(rows.keys, rows.packs, strict=True)):
-            source = ready.get(key)
-            if source is None:
-                location = rows.locations[number]
-                assert location is not None
-                data = self._maps.get(pack) if self._verified.get(key) == pack else None
-                source = self._verify(key, location) if data is None else _source(data, location)
-                ready[key] = source
-            sources.append(source)
-        return sources
-
-    def _ready_now(self) -> _Ready:
-        """The entries that are there and were verified. What is added to it counts while nothing goes or moves."""
-        # Not by the property `catalog`: a small batch is copied in the time that some calls take.
-        catalog = self._catalog
-        if catalog is None:
-            self._check_open()
-        ready, version = self._ready, catalog.version
-        # A new one each time, so that a thread that fills the old one does no harm.
-        if ready.version is not version:
-            ready = self._ready = _Ready(version)
-        elif len(ready.sources) >= MAX_READY:
-            ready.sources = {}
-        return ready
+        if self.io == "auto" and num_bytes <= MEMORY_SHARE * host_memory():
+            return False
+        direct = self._direct.mine()
+        if direct is None:
+            return False
+        path = self._pack_path(next(iter(packs)))
+        try:
+            reason = direct.refusal(path)
+        except (OSError, StoreError):
+            return None  # what is wrong with it is said when an entry of it is read
+        if reason is None:
+            return True
+        if self.io == "direct":
+            raise StoreError(f"{path}: cannot be read past the page cache: {reason}. Open the cache with io='mapped'.")
+        logger.info("%s: packs are read through the page cache: %s", self.path, reason)
+        return False
 
     def ask_ahead(self, keys: Iterable[str]) -> None:
         if self._catalog is None:
             self._check_open()
-        if self._read_ahead.wanted_lately():
+        direct = self._direct_reads()
+        if direct is not None:
+            keys = list(keys)
+            found = zip(keys, self.catalog.look_up(keys), strict=True)
+            direct.ask({key: location for key, location in found if location is not None})
+        elif self._read_ahead.wanted_lately():
             self._ask(self._read_ahead.to_ask(keys))
 
     def _ask(self, keys: Sequence[str]) -> None:
@@ -308,42 +318,9 @@ class DiskStore:
         reason = self.catalog.reason(key)
         return EntryMissingError(key) if reason is None else EntryDamagedError(key, reason)
 
-    def _verify(self, key: str, location: Location) -> Source:
-        """The entry's bytes, mapped and verified, where they lie now. This is done once for each entry."""
-        while True:
-            data, problem = self._map(location)
-            if data is not None:
-                problem = check_payload(data, key, location)
-                if problem is None:
-                    self._verified[key] = location.pack
-                    return _source(data, location)
-            location = self._moved_or_damaged(key, location, problem)
-
-    def _map(self, location: Location) -> tuple[np.ndarray | None, str]:
-        """The mapped pack in which the entry lies, or why there is none: the file is gone, or is not what was written.
-
-        A plain StoreError: it cannot be read now, which says nothing about its bytes.
-        """
-        path = self._pack_path(location.pack)
-        data = self._maps.get(location.pack)
-        try:
-            if data is None:
-                return self._maps.setdefault(location.pack, map_pack(path, location.end)), ""
-            if path.stat().st_size < location.end:
-                # Touching mapped bytes that a truncation took away would kill the process.
-                return None, f"its pack was cut short: {path}"
-        except FileNotFoundError:
-            # A mapped file stays readable after its name is gone.
-            return data, f"its pack is gone: {path}"
-        except (PackError, UnsafeStoreError) as error:
-            return None, str(error)
-        except OSError as error:
-            raise unreadable(path, error) from error
-        return data, ""
-
     def _moved_or_damaged(self, key: str, location: Location, problem: str) -> Location:
         """Another place for the entry if the index now has one; otherwise it is damaged, and marked so."""
-        self._verified.pop(key, None)
+        self._mapped.verified.pop(key, None)
         moved = self.catalog.relocate(key)
         if moved is None:
             self._locate(key)  # raises: it was removed, or found damaged, elsewhere
@@ -354,9 +331,7 @@ class DiskStore:
 
     def mark_damaged(self, damaged: Mapping[str, tuple[Location, str]]) -> None:
         """Make entries misses from now on. If that cannot be written it is logged: the caller's error comes first."""
-        for key in damaged:
-            self._verified.pop(key, None)
-        self._ready = _Ready(object())  # also where nothing can be written: they are verified again, and fail
+        self._mapped.distrust(damaged)  # also where nothing can be written: they are verified again, and fail
         try:
             self.catalog.mark(damaged)
         except StoreError as error:
@@ -364,11 +339,7 @@ class DiskStore:
 
     def release(self, packs: Iterable[str]) -> None:
         """Let go of packs that were compacted away."""
-        gone = set(packs)
-        self._verified = {key: pack for key, pack in list(self._verified.items()) if pack not in gone}
-        for pack in gone:
-            self._maps.pop(pack, None)
-        self._ready = _Ready(object())  # last: nothing that lies in them is taken from here on
+        self._mapped.release(packs)
 
     def remove(self, keys: Iterable[str]) -> int:
         return self.catalog.remove([check_key(key) for key in dict.fromkeys(keys)])
@@ -397,13 +368,6 @@ class DiskStore:
         if self._catalog is not None:
             self._catalog.close()
         self._catalog = None
-        self._verified.clear()
-        self._ready = _Ready(object())
-        self._maps.clear()
+        self._mapped.close()
+        self._direct.close()
         self._read_header.cache_clear()
-
-
-def _source(data: np.ndarray, location: Location) -> Source:
-    fields = zip(location.description.values(), location.offsets, strict=True)
-    rows = [np.ndarray((1, *shape), ARRAY_DTYPES[dtype], data, offset) for (dtype, shape), offset in fields]
-    return Source(location.description, tuple(rows))

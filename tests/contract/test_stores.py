@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from store_contract import StoreContract, assert_holds, make_entry, same
 
 from latentcache.store import DiskStore, MemoryStore
+from latentcache.store.gather import stack
 from latentcache.store.upkeep import compact, prune, rebuild, verify
 
 
@@ -19,6 +20,23 @@ class TestDiskStore(StoreContract):
     def store(self, tmp_path):
         with DiskStore(tmp_path / "cache") as store:
             yield store
+
+
+@pytest.mark.usefixtures("past_cache")
+class TestDirectDiskStore(StoreContract):
+    @pytest.fixture
+    def store(self, tmp_path):
+        with DiskStore(tmp_path / "cache", io="direct") as store:
+            yield store
+
+    def test_sources_lie_where_they_did_as_long_as_the_version_is_the_same(self, store):
+        entries = [make_entry(number) for number in range(3)]
+        store.add(entries)
+        sources = store.sources([entry.record.key for entry in entries])
+        assert store.version is None, "nothing is to be remembered: entries are read anew"
+        assert same(
+            stack([""] * 3, sources, None, None)["moments"], torch.stack([each.tensors["moments"] for each in entries])
+        )
 
 
 class TestMemoryStore(StoreContract):
@@ -118,6 +136,15 @@ class DiskStoreMachine(StoreMachine):
         assert report.ok and report.num_entries == len(self.model)
 
 
+class DirectDiskStoreMachine(DiskStoreMachine):
+    def open(self):
+        return DiskStore(Path(self.folder.name) / "cache", io="direct")
+
+    @rule(numbers=StoreMachine.numbers)
+    def ask_ahead(self, numbers):
+        self.store.ask_ahead([self.entry(number).record.key for number in numbers])
+
+
 quick = settings(
     max_examples=15, stateful_step_count=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
@@ -125,3 +152,5 @@ TestMemoryMachine = StoreMachine.TestCase
 TestMemoryMachine.settings = quick
 TestDiskMachine = DiskStoreMachine.TestCase
 TestDiskMachine.settings = settings(quick, max_examples=8)
+TestDirectDiskMachine = pytest.mark.usefixtures("past_cache")(DirectDiskStoreMachine.TestCase)
+TestDirectDiskMachine.settings = settings(quick, max_examples=8)

@@ -378,11 +378,6 @@ def test_resident_holds_each_entry_once_and_refuses_what_does_not_fit(
     assert loader_of(dataset, resident="cpu").resident is not None
 
 
-def test_free_host_memory_is_known_here() -> None:
-    if sys.platform == "linux":
-        assert (resident.free_host_memory() or 0) > 1 << 20
-
-
 def test_settings_that_make_no_sense(dataset: LatentDataset) -> None:
     for options, message in (
         ({"prefetch": -1}, "prefetch is -1"),

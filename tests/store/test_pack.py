@@ -191,7 +191,7 @@ def test_many_mapped_packs_cost_no_descriptors(tmp_path):
             store.add([entry])
         before = len(os.listdir("/dev/fd"))
         store.read_batch([entry.record.key for entry in entries])
-        assert len(store._maps) == 20
+        assert len(store._mapped._maps) == 20
         assert len(os.listdir("/dev/fd")) == before
 
 

@@ -12,7 +12,7 @@ from store_samples import key, packs, run, sample, samples
 
 from latentcache.errors import EntryDamagedError, EntryMissingError, StoreError
 from latentcache.store import DiskStore
-from latentcache.store import disk as disk_module
+from latentcache.store import mapped as mapped_module
 from latentcache.store.catalog import Catalog
 from latentcache.store.upkeep import compact, prune, verify
 
@@ -39,7 +39,7 @@ def read(store, *numbers):
 def calls(monkeypatch):
     """Counts digests and look-ups."""
     counts = {"digests": 0, "look_ups": 0}
-    check, look_up = disk_module.check_payload, Catalog.look_up
+    check, look_up = mapped_module.check_payload, Catalog.look_up
 
     def counted_check(*args):
         counts["digests"] += 1
@@ -49,7 +49,7 @@ def calls(monkeypatch):
         counts["look_ups"] += 1
         return look_up(self, keys)
 
-    monkeypatch.setattr(disk_module, "check_payload", counted_check)
+    monkeypatch.setattr(mapped_module, "check_payload", counted_check)
     monkeypatch.setattr(Catalog, "look_up", counted_look_up)
     return counts
 
@@ -66,14 +66,14 @@ def test_the_next_batch_looks_nothing_up(tmp_path, store, calls):
 
 
 def test_each_entry_is_verified_once_also_when_its_place_is_forgotten(store, calls, monkeypatch):
-    monkeypatch.setattr(disk_module, "MAX_READY", 2)
+    monkeypatch.setattr(mapped_module, "MAX_READY", 2)
     for _ in range(3):
         assert read(store, *range(6)).equal(moments(*range(6)))
         assert read(store, 1).equal(moments(1))
     assert calls["digests"] == 6
     for number in range(6):
         read(store, number)
-        assert len(store._ready.sources) <= 2
+        assert len(store._mapped._ready.sources) <= 2
     store.remove([key(5)])
     assert read(store, *range(5)).equal(moments(*range(5)))
     assert calls["digests"] == 6
@@ -172,7 +172,7 @@ def test_a_closed_store_keeps_nothing(store):
     for call in (lambda: read(store, 0), lambda: store.describe(key(0)), lambda: store.ask_ahead([key(0)])):
         with pytest.raises(StoreError, match="closed"):
             call()
-    assert not store._ready.sources and not store._verified and not store._maps
+    assert not store._mapped._ready.sources and not store._mapped.verified and not store._mapped._maps
 
 
 def test_threads_that_remove_and_read_never_see_what_is_gone(store):

@@ -1,0 +1,41 @@
+"""How much memory the machine has for this process, and how much of it is free."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_GROUP = Path("/sys/fs/cgroup")
+"""As a container sees its own control group (cgroups(7), version 2)."""
+
+
+def host_memory() -> int:
+    """Bytes of memory: the machine's, or what the control group is limited to, as in a container."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = _number(_GROUP / "memory.max")
+    return total if limit is None else min(total, limit)
+
+
+def free_host_memory() -> int | None:
+    """Bytes that can be taken on the CPU without swapping, or None where the system does not tell (only Linux does).
+
+    The least of MemAvailable and what the control group leaves, as in a container.
+    """
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    fields = dict(line.split(":", 1) for line in lines if ":" in line)
+    if "MemAvailable" not in fields:
+        return None
+    free = int(fields["MemAvailable"].split()[0]) * 1024
+    limit, used = (_number(_GROUP / name) for name in ("memory.max", "memory.current"))
+    return free if limit is None or used is None else min(free, max(0, limit - used))
+
+
+def _number(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None  # "max" is no limit

@@ -1,0 +1,46 @@
+"""Memory to read into from a disk, used again and again."""
+
+from __future__ import annotations
+
+import mmap
+
+import numpy as np
+
+SLAB_BYTES = 16 << 20
+MAX_IDLE_BYTES = 64 << 20
+_GRAIN = 1 << 14  # buffers are multiples of it, so that entries of almost equal size can share them
+
+
+class Slabs:
+    """Buffers that start on a page, cut from huge pages where the system has them. One thread's.
+
+    Why huge pages: past the page cache a disk writes into this memory, and does it half as fast where it is given
+    hundreds of small pages (docs/benchmarks/retrieve.md).
+    """
+
+    def __init__(self) -> None:
+        self._idle: dict[int, list[np.ndarray]] = {}
+        self._idle_bytes = 0
+        self._slab = np.empty(0, np.uint8)
+
+    def take(self, num_bytes: int) -> np.ndarray:
+        """A flat uint8 buffer of at least so many bytes."""
+        num_bytes = -(-num_bytes // _GRAIN) * _GRAIN
+        idle = self._idle.get(num_bytes)
+        if idle:
+            self._idle_bytes -= num_bytes
+            return idle.pop()
+        if self._slab.nbytes < num_bytes:
+            memory = mmap.mmap(-1, max(SLAB_BYTES, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                memory.madvise(mmap.MADV_HUGEPAGE)
+            self._slab = np.frombuffer(memory, np.uint8)
+        buffer, self._slab = self._slab[:num_bytes], self._slab[num_bytes:]
+        return buffer
+
+    def give(self, buffer: np.ndarray) -> None:
+        """What `take` gave may be given out again. At most MAX_IDLE_BYTES are kept."""
+        if self._idle_bytes + buffer.nbytes > MAX_IDLE_BYTES:
+            self._idle, self._idle_bytes = {}, 0  # the next entries may have another size
+        self._idle.setdefault(buffer.nbytes, []).append(buffer)
+        self._idle_bytes += buffer.nbytes
