@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import logging
-import mmap
 import os
 import stat
 import uuid
@@ -14,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from latentcache.errors import ReadOnlyError, StorageFullError, StoreError, UnsafeStoreError
+from latentcache.host_memory import disk_memory
 
 TEMPORARY_SUFFIX = ".tmp"
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -88,8 +88,7 @@ def write_past_cache(fd: int, buffers: Iterable[bytes | memoryview]) -> None:
     if not _set_direct(fd, True):
         write_all(fd, buffers)
         return
-    # Mapped, so that it lies on a page.
-    staging = memoryview(mmap.mmap(-1, _STAGING_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    staging = disk_memory(_STAGING_BYTES)
     used = 0
     for buffer in buffers:
         rest = memoryview(buffer)

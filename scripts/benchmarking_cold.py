@@ -32,7 +32,23 @@ from latentcache.retrieve.sampler import BucketBatchSampler
 from latentcache.store import DiskStore
 
 BATCH = 16
-ASK_AHEAD = ("missing", "always", "never")
+WAYS = {
+    "direct": ("direct", "missing"),
+    "mapped": ("mapped", "missing"),
+    "mapped_always": ("mapped", "always"),
+    "mapped_never": ("mapped", "never"),
+}
+"""How batches are read: `io` and `ask_ahead` of the store."""
+LOADERS = ("direct", "mapped")
+LABELS = {
+    "direct": "batch, past the page cache",
+    "mapped": "batch, mapped, asks when missing",
+    "mapped_always": "batch, mapped, always asks",
+    "mapped_never": "batch, mapped, never asks",
+    "loader_direct": "LatentLoader, past the cache",
+    "loader_mapped": "LatentLoader, mapped",
+    "preadv": "preadv, default read-ahead",
+} | PEERS
 WANTED_COLD = {"ratio_to_preadv": 0.7, "times_faster_than_torch_load": 4}
 
 
@@ -125,10 +141,10 @@ def cold(folder: Path, samples: Samples, options: argparse.Namespace) -> dict[st
         shares.append(cached_share(files[:64]))
         return seconds_of(lambda: read(rounds.batches(number, size)))
 
-    def opened(mode: str) -> Callable[[int], float]:
+    def opened(io: Any, ask_ahead: Any) -> Callable[[int], float]:
         def run(number: int) -> float:
             drop(packs)  # before it is mapped
-            with DiskStore(path, ask_ahead=mode) as store:  # type: ignore[arg-type]
+            with DiskStore(path, io=io, ask_ahead=ask_ahead) as store:
                 cache = LatentCache(store=store, manifests=ManifestFolder(path / "manifests"))
                 cache.sample_ids()
                 out = samples.out(size)
@@ -138,21 +154,25 @@ def cold(folder: Path, samples: Samples, options: argparse.Namespace) -> dict[st
 
         return run
 
-    def looked_ahead(number: int) -> float:
-        drop(packs)
-        dataset = LatentDataset(path)
-        with LatentLoader(BucketBatchSampler(dataset, size, seed=number), device="cpu") as made:
+    def looked_ahead(io: Any) -> Callable[[int], float]:
+        def run(number: int) -> float:
+            drop(packs)
+            dataset = LatentDataset(path, io=io)
+            with LatentLoader(BucketBatchSampler(dataset, size, seed=number), device="cpu") as made:
+                begun = []  # ended with the loader, which waits for its thread: it must not map packs any more
 
-            def read(wanted: Batches) -> None:
-                batches = made.forever()
-                for _ in wanted:
-                    next(batches)
+                def read(wanted: Batches) -> None:
+                    begun.append(batches := made.forever())
+                    for _ in wanted:
+                        next(batches)
 
-            return timed(packs, read, number)
+                return timed(packs, read, number)
 
-    runs: dict[str, Callable[[int], float]] = {f"ours_{mode}": opened(mode) for mode in ASK_AHEAD}
+        return run
+
+    runs: dict[str, Callable[[int], float]] = {name: opened(*way) for name, way in WAYS.items()}
+    runs |= {f"loader_{io}": looked_ahead(io) for io in LOADERS}
     runs["preadv"] = lambda number: timed(packs, preadv.read, number)
-    runs["loader"] = looked_ahead
     for name, load in loads.items():
         runs[name] = lambda number, name=name, load=load: timed(peer_files[name], stacked(load), number)
     numbers = {name: iter(range(options.repetitions)) for name in runs}
@@ -160,15 +180,17 @@ def cold(folder: Path, samples: Samples, options: argparse.Namespace) -> dict[st
     seconds = in_turns(methods, options.repetitions, clock=lambda method: method())
     preadv.close()
     ratio = {name: ratios(seconds[name], seconds["preadv"]) for name in runs if name != "preadv"}
-    faster, loader_faster = (
-        {name: ratios(seconds[name], seconds[way])["median"] for name in loads} for way in ("ours_missing", "loader")
-    )
+    faster = {
+        way: {name: ratios(seconds[name], seconds[way]) for name in loads}
+        for way in (*LOADERS, *(f"loader_{io}" for io in LOADERS))
+    }
     return {
         "cold": {
-            "ratio_to_preadv": ratio["ours_missing"]["median"],
-            "times_faster": faster,
-            "times_faster_loader": loader_faster,
-            "ratios_to_preadv": ratio,
+            "ratio_to_preadv": {io: ratio[io]["median"] for io in LOADERS},
+            "times_faster": {
+                way: {name: values["median"] for name, values in found.items()} for way, found in faster.items()
+            },
+            "spread": {"ratio_to_preadv": ratio, "times_faster": faster},
             "us_per_sample": {name: statistics.median(v) / options.num_read * 1e6 for name, v in seconds.items()},
             "cached_before": {"median": statistics.median(shares), "max": max(shares)},
             "wanted": WANTED_COLD,
@@ -177,18 +199,17 @@ def cold(folder: Path, samples: Samples, options: argparse.Namespace) -> dict[st
 
 
 def cold_lines(result: Mapping[str, Any]) -> list[str]:
-    labels = {f"ours_{mode}": f"batch, ask ahead: {mode}" for mode in ASK_AHEAD}
-    labels |= {"loader": "LatentLoader", "preadv": "preadv, default read-ahead"}
-    lines = [f"{f'cold, B={BATCH}':32}{'us/sample':>10}{'x preadv':>10}"]
+    ratio, faster = result["spread"]["ratio_to_preadv"], result["spread"]["times_faster"]
+    lines = [f"{f'cold, B={BATCH}':34}{'us/sample':>10}{'x preadv':>10}{'x torch.load':>24}"]
     for name, value in result["us_per_sample"].items():
-        ratio = 1.0 if name == "preadv" else result["ratios_to_preadv"][name]["median"]
-        lines.append(f"{labels.get(name) or PEERS[name]:32}{value:10.1f}{ratio:10.2f}")
+        against = 1.0 if name == "preadv" else ratio[name]["median"]
+        found = faster.get(name, {}).get("torch_load")
+        times = f"{found['median']:.1f} ({found['min']:.1f}..{found['max']:.1f})" if found else ""
+        lines.append(f"{LABELS[name]:34}{value:10.1f}{against:10.2f}{times:>24}")
     wanted = result["wanted"]
-    lines.append(f"wanted: {wanted['ratio_to_preadv']} x preadv; here {result['ratio_to_preadv']:.2f}")
-    faster, loader = (result[name]["torch_load"] for name in ("times_faster", "times_faster_loader"))
     lines.append(
-        f"wanted: {wanted['times_faster_than_torch_load']} times faster than torch.load; here {faster:.1f}, "
-        f"with LatentLoader {loader:.1f}"
+        f"wanted: {wanted['ratio_to_preadv']} x preadv, {wanted['times_faster_than_torch_load']} x torch.load. "
+        "Packs are read past the page cache where memory cannot hold them"
     )
     lines.append(
         f"of the files' pages were in the page cache before a pass: {result['cached_before']['max']:.1%} at most"

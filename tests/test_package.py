@@ -17,8 +17,8 @@ PACKAGE = Path(latentcache.__file__).parent
 MODULES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 
 LAYERS = [
-    {"errors", "types", "__init__"},
-    {"config", "files", "fingerprint", "garbage", "host_memory", "provenance"},
+    {"errors", "host_memory", "types", "__init__"},
+    {"config", "files", "fingerprint", "garbage", "provenance"},
     {"dataset", "store", "devices"},
     {"encoders"},
     {"precache", "retrieve"},

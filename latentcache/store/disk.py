@@ -90,7 +90,7 @@ class DiskStore:
         self._catalog: Catalog | None = catalog
         self._read_header = lru_cache(_MAX_HEADERS)(read_header)
         self._pack_path = lru_cache(_MAX_PATHS)(self.directory.pack_path)
-        self._mapped = MappedEntries(catalog, self._pack_path, self._moved_or_damaged)
+        self._mapped = MappedEntries(catalog, self._pack_path)
         self._read_ahead = ReadAhead(ask_ahead)
         self._direct = DirectReader(self._pack_path, must=io == "direct")
         self._is_direct: bool | None = False if io == "mapped" else None
@@ -213,10 +213,14 @@ class DiskStore:
     def version(self) -> object | None:
         if self._catalog is None:  # not by the property `catalog`: a small batch is copied in the time of some calls
             self._check_open()
-        return self._mapped.now() if self._direct_reads() is None else None
+        if self._is_direct is not False and self._direct_reads() is not None:
+            return None
+        return self._mapped.now()
 
     def asks_ahead(self) -> bool:
-        return self._direct_reads() is not None or self._read_ahead.wanted()
+        if self._is_direct is not False and self._direct_reads() is not None:
+            return True
+        return self._read_ahead.wanted()
 
     def sources(self, keys: Sequence[str]) -> list[Source]:
         self._check_open()
@@ -224,7 +228,7 @@ class DiskStore:
         return self._sources(self.resolve(keys)) if known is None else known
 
     def _sources(self, rows: DiskRows) -> list[Source]:
-        return self._mapped.sources(rows.keys, rows.locations, rows.packs, rows.version)
+        return self._mapped.sources(rows.keys, rows.locations, rows.packs, rows.version, self._moved_or_damaged)
 
     def read_batch(
         self, keys: Sequence[str], fields: Sequence[str] | None = None, out: Mapping[str, torch.Tensor] | None = None
@@ -258,7 +262,7 @@ class DiskStore:
             verified[key] = pack
             return source_in(read.data, read.inside)
         # Here it is found out what is wrong with it, or where it is now.
-        return self._mapped.verify(key, read.location)
+        return self._mapped.verify(key, read.location, self._moved_or_damaged)
 
     def _direct_reads(self) -> DirectReads | None:
         """This thread's reads past the page cache; None where packs are read through it."""

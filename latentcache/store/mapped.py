@@ -33,22 +33,16 @@ class _Ready:
         self.sources: dict[str, Source] = {}
 
 
+Elsewhere = Callable[[str, Location, str], Location]
+"""Is told of an entry that is not what was stored, and why. It gives another place for it, or raises."""
+
+
 class MappedEntries:
-    """Where the entries of `catalog` can be read.
+    """Where the entries of `catalog` can be read. `pack_path` gives a pack's file."""
 
-    `pack_path` gives a pack's file. `elsewhere` is told of an entry that is not what was stored, and why: it gives
-    another place for it, or raises.
-    """
-
-    def __init__(
-        self,
-        catalog: Catalog,
-        pack_path: Callable[[str], Path],
-        elsewhere: Callable[[str, Location, str], Location],
-    ):
+    def __init__(self, catalog: Catalog, pack_path: Callable[[str], Path]):
         self._catalog = catalog
         self._pack_path = pack_path
-        self._elsewhere = elsewhere
         self._maps: dict[str, np.ndarray] = {}
         self._ready = _Ready(object())
         self.verified: dict[str, str] = {}
@@ -72,7 +66,9 @@ class MappedEntries:
         except (KeyError, TypeError):
             return None
 
-    def sources(self, keys: Sequence[str], locations: Found, packs: Sequence[str], version: object) -> list[Source]:
+    def sources(
+        self, keys: Sequence[str], locations: Found, packs: Sequence[str], version: object, elsewhere: Elsewhere
+    ) -> list[Source]:
         """Those of keys that were looked up while the catalog had this version; `packs` has the pack of each."""
         ready = self.now().sources if version is self._catalog.version else {}
         sources = []
@@ -82,12 +78,12 @@ class MappedEntries:
                 location = locations[number]
                 assert location is not None
                 data = self._maps.get(pack) if self.verified.get(key) == pack else None
-                source = self.verify(key, location) if data is None else source_in(data, location)
+                source = self.verify(key, location, elsewhere) if data is None else source_in(data, location)
                 ready[key] = source
             sources.append(source)
         return sources
 
-    def verify(self, key: str, location: Location) -> Source:
+    def verify(self, key: str, location: Location, elsewhere: Elsewhere) -> Source:
         """The entry's bytes, mapped and compared with its digest, where they lie now."""
         while True:
             data, problem = self._map(location)
@@ -97,7 +93,7 @@ class MappedEntries:
                     self.verified[key] = location.pack
                     return source_in(data, location)
                 problem = found
-            location = self._elsewhere(key, location, problem)
+            location = elsewhere(key, location, problem)
 
     def _map(self, location: Location) -> tuple[np.ndarray | None, str]:
         """The mapped pack in which the entry lies, or why there is none: the file is gone, or is not what was written.

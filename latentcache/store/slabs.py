@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import mmap
-
 import numpy as np
+
+from latentcache.host_memory import disk_memory
 
 SLAB_BYTES = 16 << 20
 MAX_IDLE_BYTES = 64 << 20
@@ -12,11 +12,7 @@ _GRAIN = 1 << 14  # buffers are multiples of it, so that entries of almost equal
 
 
 class Slabs:
-    """Buffers that start on a page, cut from huge pages where the system has them. One thread's.
-
-    Why huge pages: past the page cache a disk writes into this memory, and does it half as fast where it is given
-    hundreds of small pages (docs/benchmarks/retrieve.md).
-    """
+    """Buffers that start on a page, cut from `disk_memory`. One thread's."""
 
     def __init__(self) -> None:
         self._idle: dict[int, list[np.ndarray]] = {}
@@ -31,10 +27,7 @@ class Slabs:
             self._idle_bytes -= num_bytes
             return idle.pop()
         if self._slab.nbytes < num_bytes:
-            memory = mmap.mmap(-1, max(SLAB_BYTES, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                memory.madvise(mmap.MADV_HUGEPAGE)
-            self._slab = np.frombuffer(memory, np.uint8)
+            self._slab = np.frombuffer(disk_memory(max(SLAB_BYTES, num_bytes)), np.uint8)
         buffer, self._slab = self._slab[:num_bytes], self._slab[num_bytes:]
         return buffer
 

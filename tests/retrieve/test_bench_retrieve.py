@@ -17,10 +17,14 @@ PEERS = {"torch_load", "npz", "safetensors_file", "diskcache_pickle"}
 
 
 def run(folder: Path, *flags: str) -> dict[str, Any]:
-    command = [sys.executable, str(SCRIPT), "--tiny", "--json", "--repetitions", "2", "--folder", str(folder), *flags]
+    return json.loads(printed(folder, "--json", *flags))
+
+
+def printed(folder: Path, *flags: str) -> str:
+    command = [sys.executable, str(SCRIPT), "--tiny", "--repetitions", "2", "--folder", str(folder), *flags]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=200)
     assert list(folder.iterdir()) == []
-    return json.loads(done.stdout)
+    return done.stdout
 
 
 @pytest.mark.parametrize("flags", [(), ("--one_file",)], ids=["two files", "one file"])
@@ -36,10 +40,17 @@ def test_warm(tmp_path: Path, flags: tuple[str, ...]) -> None:
 
 
 @pytest.mark.skipif(not CAN_ASK, reason="the page cache cannot be dropped here")
+@pytest.mark.usefixtures("past_cache")
 def test_cold(tmp_path: Path) -> None:
     cold = run(tmp_path, "--cold")["cold"]
-    assert cold["ratio_to_preadv"] == cold["ratios_to_preadv"]["ours_missing"]["median"] > 0
-    assert cold["times_faster"].keys() == cold["times_faster_loader"].keys() == {"torch_load", "safetensors_file"}
+    assert cold["ratio_to_preadv"].keys() == {"direct", "mapped"}
+    assert cold["ratio_to_preadv"]["direct"] == cold["spread"]["ratio_to_preadv"]["direct"]["median"] > 0
+    loaders = {"loader_direct", "loader_mapped"}
+    assert cold["times_faster"].keys() == {"direct", "mapped", *loaders}
+    assert all(found.keys() == {"torch_load", "safetensors_file"} for found in cold["times_faster"].values())
     assert cold["us_per_sample"].keys() == {
-        *("ours_missing", "ours_always", "ours_never", "preadv", "loader", "torch_load", "safetensors_file")
+        *("direct", "mapped", "mapped_always", "mapped_never", "preadv", "torch_load", "safetensors_file"),
+        *loaders,
     }
+    text = printed(tmp_path, "--cold")
+    assert "batch, past the page cache" in text and "wanted: 0.7 x preadv" in text
