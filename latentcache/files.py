@@ -85,7 +85,7 @@ def write_past_cache(fd: int, buffers: Iterable[bytes | memoryview]) -> None:
     For large files that are synced at once and read later: filling the page cache only to wait until it is written out
     costs more than the writing. The descriptor is as it was afterwards; an error may leave O_DIRECT set.
     """
-    if not _set_direct(fd, True):
+    if not set_past_cache(fd, True):
         write_all(fd, buffers)
         return
     staging = disk_memory(_STAGING_BYTES)
@@ -101,7 +101,7 @@ def write_past_cache(fd: int, buffers: Iterable[bytes | memoryview]) -> None:
                 used = 0
     num_whole = used - used % BLOCK_BYTES
     _write_direct(fd, staging[:num_whole])
-    _set_direct(fd, False)
+    set_past_cache(fd, False)
     _write_some(fd, [staging[num_whole:used]])
 
 
@@ -113,13 +113,13 @@ def _write_direct(fd: int, view: memoryview) -> None:
         if error.errno != errno.EINVAL:
             raise
         # A file system that takes the flag but wants larger blocks, or no such writes at all.
-        _set_direct(fd, False)
+        set_past_cache(fd, False)
         os.lseek(fd, start, os.SEEK_SET)
         _write_some(fd, [view])
 
 
-def _set_direct(fd: int, on: bool) -> bool:
-    """Whether the descriptor now writes as asked."""
+def set_past_cache(fd: int, on: bool) -> bool:
+    """Whether the descriptor now reads and writes as asked: past the page cache, in whole blocks, or through it."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | _DIRECT if on else flags & ~_DIRECT)
@@ -214,19 +214,17 @@ def sweep_temporaries(folder: Path) -> int:
     return num_removed
 
 
-def open_regular(path: Path, *, past_cache: bool = False) -> int:
+def open_regular(path: Path) -> int:
     """Open a regular file for reading, and nothing else: UnsafeStoreError for links, pipes and devices.
 
     The folder must not be a link either. FileNotFoundError is passed on; any other refusal is a plain StoreError,
-    which says nothing about the file's bytes. The caller closes the descriptor. `past_cache`: what is read comes from
-    the disk, into memory, from offsets and in lengths of whole blocks.
+    which says nothing about the file's bytes. The caller closes the descriptor.
     """
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | (_DIRECT if past_cache else 0)
     try:
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             # O_NONBLOCK: opening a pipe must not wait for its other end.
-            fd = os.open(path.name, flags, dir_fd=folder)
+            fd = os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
         finally:
             os.close(folder)
     except OSError as error:

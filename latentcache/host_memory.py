@@ -6,9 +6,11 @@ import ctypes
 import errno
 import mmap
 import os
+import sys
 from pathlib import Path
 
 _HUGE_BYTES = 2 << 20
+_WIPE_ON_FORK = 18  # MADV_WIPEONFORK of madvise(2), which Python does not name
 _GROUP = Path("/sys/fs/cgroup")
 """As a container sees its own control group (cgroups(7), version 2)."""
 
@@ -40,18 +42,24 @@ def free_host_memory() -> int | None:
 def disk_memory(num_bytes: int) -> memoryview:
     """So much memory of this process, for reading or writing past the page cache: it starts on a page.
 
-    In huge pages, where the system has them. A disk that is given hundreds of small pages takes half as long again
-    (docs/benchmarks/write.md).
+    In huge pages, where the system has them: a disk that is given hundreds of small pages takes half as long again
+    (docs/benchmarks/write.md). A fork's child finds it empty.
     """
     memory = mmap.mmap(-1, num_bytes + _HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        except OSError as error:
-            if error.errno != errno.EINVAL:  # a kernel without them
-                raise
+    if sys.platform == "linux":
+        _advise(memory, mmap.MADV_HUGEPAGE)
+        # A fork must not share these pages: what the disk still writes to them could go to the wrong copy (open(2)).
+        _advise(memory, _WIPE_ON_FORK)
     start = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % _HUGE_BYTES
     return memoryview(memory)[start : start + num_bytes]
+
+
+def _advise(memory: mmap.mmap, advice: int) -> None:
+    try:
+        memory.madvise(advice)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a kernel that does not know it
+            raise
 
 
 def _number(path: Path) -> int | None:

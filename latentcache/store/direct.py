@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from latentcache.errors import StoreError, UnsafeStoreError
-from latentcache.files import BLOCK_BYTES, open_regular, unreadable
+from latentcache.files import BLOCK_BYTES, open_regular, set_past_cache, unreadable
 from latentcache.store.aio import Piece, ReadQueue
 from latentcache.store.location import Location
 from latentcache.store.slabs import Slabs
@@ -32,7 +32,7 @@ IO: tuple[Io, ...] = ("auto", "mapped", "direct")
 MEMORY_SHARE = 0.5
 """Of a machine's memory. The rest is for the training."""
 DEPTH = 256
-"""Fields that are being read at once for a thread. All queues of a machine may have 32,768 together (fs.aio-max-nr)."""
+"""Fields that are being read at once for a thread. The queues of a machine may have 65,536 together (fs.aio-max-nr)."""
 MAX_ASKED_BYTES = 64 << 20
 """What a thread has asked for and not read yet. What is asked for beyond it is read when its turn comes."""
 MAX_WAITING_READS = 64
@@ -69,7 +69,12 @@ class _Part(NamedTuple):
 
 
 class DirectReads:
-    """One thread's reads. OSError as for `ReadQueue`."""
+    """One thread's reads. OSError as for `ReadQueue`.
+
+    `is_broken` after what is no StoreError, as Ctrl-C: what is counted here may not be what the kernel does.
+    """
+
+    is_broken = False
 
     def __init__(self, path_of: Callable[[str], Path]):
         self._path_of = path_of
@@ -84,65 +89,81 @@ class DirectReads:
 
     def ask(self, wanted: Mapping[str, Location]) -> None:
         """Begin to read these entries, which `reading` is asked for later. It is not waited for."""
-        self._reap(0)
-        self._forget_waiting()
-        new: list[tuple[Read, list[_Part]]] = []
-        room = self._queue.room
-        for key, location in wanted.items():
-            if key in self._asked:
-                continue
-            room -= len(location.offsets)
-            if room < 0 or self._asked_bytes >= MAX_ASKED_BYTES:
-                break
-            new.append(self._made(location))
-            read = self._asked[key] = new[-1][0]
-            self._asked_bytes += read.data.nbytes
-        self._begin(new)
+        with self._unbroken():
+            self._reap(0)
+            self._forget_waiting()
+            new: dict[str, tuple[Read, list[_Part]]] = {}
+            room, num_bytes = self._queue.room, self._asked_bytes
+            for key, location in wanted.items():
+                if key in self._asked:
+                    continue
+                room -= len(location.offsets)
+                if room < 0 or num_bytes >= MAX_ASKED_BYTES:
+                    break
+                try:
+                    new[key] = self._made(location)
+                except StoreError:
+                    break  # it comes up again when the entry is read
+                num_bytes += new[key][0].data.nbytes
+            self._begin(list(new.values()))
+            self._asked.update((key, read) for key, (read, _) in new.items())
+            self._asked_bytes = num_bytes
 
     @contextmanager
     def reading(self, wanted: Mapping[str, Location]) -> Iterator[dict[str, Read]]:
         """The reads of these entries, in order. `wait` for each. Their memory is theirs inside the block only."""
-        self._num_reads += 1
-        reads: dict[str, Read] = {}
-        new: list[tuple[Read, list[_Part]]] = []
-        for key, location in wanted.items():
-            read = self._take(key)
-            if read is None or read.location != location:
-                new.append(self._made(location))
-                read = new[-1][0]
-            reads[key] = read
-        self._begin(new)
+        with self._unbroken():
+            self._num_reads += 1
+            reads: dict[str, Read] = {}
+            new: list[tuple[Read, list[_Part]]] = []
+            for key, location in wanted.items():
+                read = self._take(key)
+                if read is None or read.location != location or read.error is not None:
+                    new.append(self._made(location))
+                    read = new[-1][0]
+                reads[key] = read
+            self._begin(new)
         yield reads
         for read in reads.values():
             self._give_back(read)
 
     def wait(self, read: Read) -> bool:
-        """Whether the entry came whole: False where its file is gone, or no file, or ends too early.
+        """Whether the entry came whole: False where its file is gone, or none to be read so, or ends too early.
 
         StoreError: it cannot be read now.
         """
-        while read.num_left:
-            self._reap(1)
+        if read.num_left:
+            with self._unbroken():
+                while read.num_left:
+                    self._reap(1)
         if read.error is not None:
             raise read.error
         return read.is_whole
 
+    @contextmanager
+    def _unbroken(self) -> Iterator[None]:
+        try:
+            yield
+        except StoreError:
+            raise
+        except BaseException:
+            self.is_broken = True
+            raise
+
     def refusal(self, path: Path) -> str | None:
         """Why this file cannot be read past the page cache, or None. To be asked before anything is begun.
 
-        StoreError, FileNotFoundError as for `open_regular`.
+        StoreError, FileNotFoundError as for `open_regular`; OSError if there is no memory.
         """
         assert not self._under_way
-        try:
-            fd = open_regular(path, past_cache=True)
-        except StoreError as error:
-            if isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EINVAL:
-                return "its file system cannot do it"
-            raise
         buffer = self._slabs.take(BLOCK_BYTES)
+        fd = open_regular(path)
         try:
-            self._queue.submit([Piece(0, fd, buffer.ctypes.data, BLOCK_BYTES, 0)])
-            ((_, result),) = self._queue.reap(1)
+            if not set_past_cache(fd, True):
+                return "its file system cannot do it"
+            with self._unbroken():
+                self._queue.submit([Piece(0, fd, buffer.ctypes.data, BLOCK_BYTES, 0)])
+                ((_, result),) = self._queue.reap(1)
         except OSError as error:
             return str(error)
         finally:
@@ -181,9 +202,13 @@ class DirectReads:
             windows.append((at, end, first, offset + num_bytes - first))
             offsets.append(at + offset - first)
             at = end
-        data = self._slabs.take(at)
+        path = self._path_of(location.pack)
+        try:
+            data = self._slabs.take(at)
+        except (OSError, MemoryError) as error:
+            raise unreadable(path, error) from error
         inside = Location(location.pack, location.digest, location.spec, tuple(offsets))
-        read = Read(location, self._path_of(location.pack), data, inside, self._num_reads)
+        read = Read(location, path, data, inside, self._num_reads)
         return read, [_Part(data[start:end], first, least) for start, end, first, least in windows]
 
     def _begin(self, reads: Sequence[tuple[Read, list[_Part]]]) -> None:
@@ -236,7 +261,11 @@ class DirectReads:
 
 def _opened(read: Read) -> int | None:
     try:
-        return open_regular(read.path, past_cache=True)
+        fd = open_regular(read.path)
+        if set_past_cache(fd, True):
+            return fd
+        os.close(fd)
+        read.is_whole = False
     except (FileNotFoundError, UnsafeStoreError):
         read.is_whole = False
     except StoreError as error:
@@ -254,29 +283,33 @@ class _Thread(threading.local):
 class DirectReader:
     """Each thread's `DirectReads`. No descriptor stays open. `path_of` gives a pack's file.
 
-    A thread for which the system has no queue is told so: with `must`, by a StoreError.
+    A thread for which the system has no queue is told so: with `must`, by a StoreError. `may_work` until the system
+    said that it has none for any thread.
     """
 
     def __init__(self, path_of: Callable[[str], Path], *, must: bool):
         self._path_of = path_of
         self._must = must
+        self.may_work = True
         self._thread = _Thread()
 
     def mine(self) -> DirectReads | None:
         """Those of the calling thread."""
         thread = self._thread
+        if thread.pid == os.getpid() and thread.reads is not None and thread.reads.is_broken:
+            thread.pid = -1
+            thread.reads.close()
         if thread.pid != os.getpid():
-            thread.pid, thread.reads = os.getpid(), None
+            thread.reads = None
             try:
                 thread.reads = DirectReads(self._path_of)
             except OSError as error:
                 self._refused(error)
-        elif thread.reads is None and self._must:
-            thread.pid = -1
-            return self.mine()
+            thread.pid = os.getpid()
         return thread.reads
 
     def _refused(self, error: OSError) -> None:
+        self.may_work = self.may_work and error.errno == errno.EAGAIN
         message = (
             f"this thread cannot read past the page cache: {error}. With EAGAIN, raise fs.aio-max-nr or read in fewer "
             "threads"

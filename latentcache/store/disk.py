@@ -62,7 +62,8 @@ class DiskStore:
     """A `base.Store` in a directory. Processes and threads may share the directory; forks may share the store.
 
     `read_only` writes nothing at all, so that a directory without write access can be read. `create=False` wants the
-    cache to be there. `io` says whether packs are read through the page cache or past it (`direct.Io`), and
+    cache to be there. `io` says whether packs are read through the page cache or, whole entries at a time, past it
+    (`direct.Io`), and
     `ask_ahead` when the system is asked to bring a batch's bytes into the page cache before they are copied
     (`readahead.ReadAhead`). StoreError, SchemaError, ReadOnlyError as for `CacheDirectory`; StoreError for an unknown
     `io`, and at the first read where the file system cannot do `direct`.
@@ -94,6 +95,8 @@ class DiskStore:
         self._read_ahead = ReadAhead(ask_ahead)
         self._direct = DirectReader(self._pack_path, must=io == "direct")
         self._is_direct: bool | None = False if io == "mapped" else None
+        # The pack in which an entry was found good as the disk gave it: what the page cache holds may be better.
+        self._good_directly: dict[str, str] = {}
 
     @classmethod
     @contextmanager
@@ -257,9 +260,9 @@ class DiskStore:
         return stack(rows.keys, self._sources(rows), fields, out)
 
     def _source_of(self, key: str, read: Read, direct: DirectReads) -> Source:
-        verified, pack = self._mapped.verified, read.location.pack
-        if direct.wait(read) and (verified.get(key) == pack or check_payload(read.data, key, read.inside) is None):
-            verified[key] = pack
+        good, pack = self._good_directly, read.location.pack
+        if direct.wait(read) and (good.get(key) == pack or check_payload(read.data, key, read.inside) is None):
+            good[key] = pack
             return source_in(read.data, read.inside)
         # Here it is found out what is wrong with it, or where it is now.
         return self._mapped.verify(key, read.location, self._moved_or_damaged)
@@ -267,7 +270,9 @@ class DiskStore:
     def _direct_reads(self) -> DirectReads | None:
         """This thread's reads past the page cache; None where packs are read through it."""
         if self._is_direct is None:
-            self._is_direct = self._decided()  # at the first read: before, there may be no packs
+            decided = self._decided()  # at the first read: before, there may be no packs
+            if decided is not None and self._is_direct is None:  # no thread takes back what another decided
+                self._is_direct = decided
         return self._direct.mine() if self._is_direct else None
 
     def _decided(self) -> bool | None:
@@ -280,18 +285,19 @@ class DiskStore:
             return False
         direct = self._direct.mine()
         if direct is None:
+            return None if self._direct.may_work else False
+        for path in map(self._pack_path, packs):
+            try:
+                reason = direct.refusal(path)
+            except (OSError, StoreError):
+                continue  # what is wrong with it is said when an entry of it is read
+            if reason is None:
+                return True
+            if self.io == "direct":
+                raise StoreError(f"{path}: cannot be read past the page cache: {reason}. Open it with io='mapped'.")
+            logger.info("%s: packs are read through the page cache: %s", self.path, reason)
             return False
-        path = self._pack_path(next(iter(packs)))
-        try:
-            reason = direct.refusal(path)
-        except (OSError, StoreError):
-            return None  # what is wrong with it is said when an entry of it is read
-        if reason is None:
-            return True
-        if self.io == "direct":
-            raise StoreError(f"{path}: cannot be read past the page cache: {reason}. Open the cache with io='mapped'.")
-        logger.info("%s: packs are read through the page cache: %s", self.path, reason)
-        return False
+        return None
 
     def ask_ahead(self, keys: Iterable[str]) -> None:
         if self._catalog is None:
@@ -325,6 +331,7 @@ class DiskStore:
     def _moved_or_damaged(self, key: str, location: Location, problem: str) -> Location:
         """Another place for the entry if the index now has one; otherwise it is damaged, and marked so."""
         self._mapped.verified.pop(key, None)
+        self._good_directly.pop(key, None)
         moved = self.catalog.relocate(key)
         if moved is None:
             self._locate(key)  # raises: it was removed, or found damaged, elsewhere
@@ -335,6 +342,8 @@ class DiskStore:
 
     def mark_damaged(self, damaged: Mapping[str, tuple[Location, str]]) -> None:
         """Make entries misses from now on. If that cannot be written it is logged: the caller's error comes first."""
+        for key in damaged:
+            self._good_directly.pop(key, None)
         self._mapped.distrust(damaged)  # also where nothing can be written: they are verified again, and fail
         try:
             self.catalog.mark(damaged)
@@ -343,7 +352,9 @@ class DiskStore:
 
     def release(self, packs: Iterable[str]) -> None:
         """Let go of packs that were compacted away."""
-        self._mapped.release(packs)
+        gone = set(packs)
+        self._mapped.release(gone)
+        self._good_directly = {key: pack for key, pack in list(self._good_directly.items()) if pack not in gone}
 
     def remove(self, keys: Iterable[str]) -> int:
         return self.catalog.remove([check_key(key) for key in dict.fromkeys(keys)])
@@ -373,5 +384,6 @@ class DiskStore:
             self._catalog.close()
         self._catalog = None
         self._mapped.close()
+        self._good_directly.clear()
         self._direct.close()
         self._read_header.cache_clear()

@@ -33,7 +33,13 @@ class Slabs:
 
     def give(self, buffer: np.ndarray) -> None:
         """What `take` gave may be given out again. At most MAX_IDLE_BYTES are kept."""
-        if self._idle_bytes + buffer.nbytes > MAX_IDLE_BYTES:
-            self._idle, self._idle_bytes = {}, 0  # the next entries may have another size
-        self._idle.setdefault(buffer.nbytes, []).append(buffer)
-        self._idle_bytes += buffer.nbytes
+        num_bytes = buffer.nbytes
+        if num_bytes > MAX_IDLE_BYTES:
+            return
+        if self._idle_bytes + num_bytes > MAX_IDLE_BYTES:
+            same = self._idle.get(num_bytes, [])  # the next entries may have this size: those of others go first
+            self._idle, self._idle_bytes = {num_bytes: same}, num_bytes * len(same)
+            if self._idle_bytes + num_bytes > MAX_IDLE_BYTES:
+                return
+        self._idle.setdefault(num_bytes, []).append(buffer)
+        self._idle_bytes += num_bytes
