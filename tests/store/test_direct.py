@@ -246,6 +246,38 @@ def test_reads_that_were_interrupted_leave_nothing_wrong(root, monkeypatch, call
             assert read(store, *reversed(NUMBERS)).equal(values(*reversed(NUMBERS)))
 
 
+def test_a_passing_error_while_asking_is_no_error_of_the_read(root, monkeypatch):
+    with DiskStore(root, io="direct") as store:
+        read(store, 0)
+        with monkeypatch.context() as patch:
+            patch.setattr(direct, "open_regular", fail(StoreError("cannot be read now: too many open files")))
+            store.ask_ahead([key(2), key(3)])
+        assert read(store, 2, 3).equal(values(2, 3))
+
+
+def test_no_memory_is_an_error_of_the_read_and_none_of_the_asking(root, monkeypatch):
+    with DiskStore(root, io="direct") as store:
+        read(store, 0)
+        monkeypatch.setattr(Slabs, "take", fail(OSError(errno.ENOMEM, "no memory")))
+        store.ask_ahead([key(2)])
+        with pytest.raises(StoreError, match=r"cannot be read now: .*no memory"):
+            read(store, 2)
+        monkeypatch.undo()
+        assert read(store, 2).equal(values(2)) and not store.damaged()
+
+
+def test_a_pipe_in_a_packs_place_is_damage_and_others_are_read(root, begun):
+    with DiskStore(root, io="direct") as store:
+        path = store.directory.pack_path(next(iter(store.catalog.packs)))
+        path.unlink()
+        os.mkfifo(path)
+        lost = [number for number in NUMBERS if store.catalog.locate(key(number)).pack == path.stem]
+        with pytest.raises(EntryDamagedError, match="not a regular file"):
+            read(store, lost[0])
+        rest = [number for number in NUMBERS if number not in lost]
+        assert read(store, *rest).equal(values(*rest)) and begun, "the first pack decides nothing"
+
+
 def test_what_is_asked_for_is_read_once(root, begun):
     with DiskStore(root, io="direct") as store:
         read(store, 7)
