@@ -10,11 +10,11 @@ import errno
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from latentcache.store.slabs import Slabs
 Io = Literal["auto", "mapped", "direct"]
 """How packs are read. `mapped`: through the page cache, which keeps what was read. `direct`: past it. `auto`: direct
 where the packs take more than MEMORY_SHARE of the memory and the system can do it, else mapped."""
-IO: tuple[Io, ...] = ("auto", "mapped", "direct")
+IO: tuple[Io, ...] = get_args(Io)
 
 MEMORY_SHARE = 0.5
 """Of a machine's memory. The rest is for the training."""
@@ -105,7 +105,7 @@ class DirectReads:
                 except StoreError:
                     break  # it comes up again when the entry is read
                 num_bytes += new[key][0].data.nbytes
-            self._begin(list(new.values()))
+            self._begin(new.values())
             self._asked.update((key, read) for key, (read, _) in new.items())
             self._asked_bytes = num_bytes
 
@@ -211,7 +211,7 @@ class DirectReads:
         read = Read(location, path, data, inside, self._num_reads)
         return read, [_Part(data[start:end], first, least) for start, end, first, least in windows]
 
-    def _begin(self, reads: Sequence[tuple[Read, list[_Part]]]) -> None:
+    def _begin(self, reads: Iterable[tuple[Read, list[_Part]]]) -> None:
         rest = iter(reads)
         while group := list(islice(rest, _TOGETHER)):
             files: list[int] = []

@@ -216,6 +216,7 @@ class DiskStore:
     def version(self) -> object | None:
         if self._catalog is None:  # not by the property `catalog`: a small batch is copied in the time of some calls
             self._check_open()
+        # `is not False` here and below saves the call: both are asked for each small batch.
         if self._is_direct is not False and self._direct_reads() is not None:
             return None
         return self._mapped.now()
