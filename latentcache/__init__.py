@@ -12,12 +12,12 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Config": "latentcache.config",
-    "LatentCache": "latentcache.retrieve.batches",
+    "LatentCache": "latentcache.loading.cache",
     "LatentCacheError": "latentcache.errors",
-    "LatentDataset": "latentcache.retrieve.dataset",
-    "LatentLoader": "latentcache.retrieve.loader",
-    "Phase": "latentcache.validation.phases",
-    "Phases": "latentcache.validation.phases",
+    "LatentDataset": "latentcache.loading.dataset",
+    "LatentLoader": "latentcache.loading.loader",
+    "Phase": "latentcache.phases.phases",
+    "Phases": "latentcache.phases.phases",
     "Report": "latentcache.precache.report",
     "Size": "latentcache.types",
     "ValidationRunner": "latentcache.validation.runner",

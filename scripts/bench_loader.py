@@ -31,12 +31,12 @@ from torch.utils.data import DataLoader
 
 from latentcache import LatentDataset
 from latentcache.dataset.manifest import CaptionRef, ImageRef, Manifest, ManifestFolder, Row
-from latentcache.fingerprint import key_of
-from latentcache.retrieve.buffers import BufferPool
-from latentcache.retrieve.draws import noise_generator
-from latentcache.retrieve.loader import LatentLoader
-from latentcache.retrieve.sampler import BucketBatchSampler
-from latentcache.retrieve.transfer import tensors_of, transfer_to
+from latentcache.identity import key_of
+from latentcache.loading.batch_transfer import tensors_of, transfer_to
+from latentcache.loading.loader import LatentLoader
+from latentcache.loading.pinned_pool import BufferPool
+from latentcache.loading.randomness import noise_generator
+from latentcache.loading.sampler import BucketBatchSampler
 from latentcache.store.disk import DiskStore
 from latentcache.types import Crop, Entry, Geometry, Record, Size
 

@@ -51,7 +51,7 @@ from precache_inputs import (
 )
 
 from latentcache.devices.placement import device_named
-from latentcache.encoders.vae import DTYPES
+from latentcache.models.vae import DTYPES
 
 GOALS = {
     "fraction_of_ceiling": 0.95,

@@ -50,7 +50,7 @@ from benchmarking_samples import (
 )
 
 from latentcache import LatentCache, LatentDataset, LatentLoader
-from latentcache.retrieve.sampler import BucketBatchSampler
+from latentcache.loading.sampler import BucketBatchSampler
 
 WANTED = {"torch_load": 15, "npz": 18, "safetensors_file": 6, "diskcache_pickle": 10}
 WANTED_RATIO = {4: 1.25, 16: 1.15, 64: 1.15}

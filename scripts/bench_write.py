@@ -47,7 +47,7 @@ from benchmarking import (
 from benchmarking_samples import KINDS
 from benchmarking_samples import SHAPES as SAMPLE_SHAPES
 
-from latentcache.fingerprint import key_of
+from latentcache.identity import key_of
 from latentcache.store.disk import DiskStore
 from latentcache.types import Entry, Record
 

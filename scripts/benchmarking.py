@@ -20,7 +20,7 @@ import numpy as np
 import safetensors.torch
 import torch
 
-from latentcache.devices.filesystem import filesystem_of
+from latentcache.doctor.filesystem import filesystem_of
 
 MIN_REPETITIONS = 7
 

@@ -28,7 +28,7 @@ from benchmarking_samples import (
 
 from latentcache import LatentCache, LatentDataset, LatentLoader
 from latentcache.dataset.manifest import ManifestFolder
-from latentcache.retrieve.sampler import BucketBatchSampler
+from latentcache.loading.sampler import BucketBatchSampler
 from latentcache.store import DiskStore
 
 BATCH = 16

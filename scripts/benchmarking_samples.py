@@ -15,7 +15,7 @@ from benchmarking import FILE_FORMATS, Tensors, pickling_diskcache
 
 from latentcache import LatentCache
 from latentcache.dataset.manifest import CaptionRef, ImageRef, Manifest, ManifestFolder, Row
-from latentcache.fingerprint import key_of
+from latentcache.identity import key_of
 from latentcache.store import DiskStore
 from latentcache.types import Crop, Entry, Geometry, Record, Size
 

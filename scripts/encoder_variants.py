@@ -13,9 +13,9 @@ import benchmarking
 import torch
 
 from latentcache.devices.placement import placed
-from latentcache.encoders.batching import free_cached_memory, is_out_of_memory
-from latentcache.encoders.models import TextParts
-from latentcache.encoders.vae import encode_images
+from latentcache.models.batching import free_cached_memory, is_out_of_memory
+from latentcache.models.loader import TextParts
+from latentcache.models.vae import encode_images
 
 
 def synchronize(device: torch.device) -> None:

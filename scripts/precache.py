@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from latentcache.cli import main
+from latentcache.cli.app import main
 
 if __name__ == "__main__":
     sys.exit(main(["precache", *sys.argv[1:]]))

@@ -22,11 +22,11 @@ from latentcache.config import parse_config
 from latentcache.dataset.buckets import assign, bucket_table, fit
 from latentcache.dataset.images import ImagePolicy, decode, prepare
 from latentcache.devices.placement import device_named, placed
-from latentcache.encoders.clip import tokenize
-from latentcache.encoders.models import LoadedModels
-from latentcache.encoders.settings import text_settings, vae_settings
-from latentcache.encoders.vae import DTYPES, encode_images
-from latentcache.fingerprint import digest
+from latentcache.identity import digest
+from latentcache.models.clip import tokenize
+from latentcache.models.loader import LoadedModels
+from latentcache.models.settings import text_settings, vae_settings
+from latentcache.models.vae import DTYPES, encode_images
 from latentcache.precache.encodings import choose_encodings
 from latentcache.precache.plan import TEXT_BATCH_SIZE
 from latentcache.precache.workspace import open_workspace

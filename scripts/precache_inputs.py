@@ -11,8 +11,8 @@ from diffusers import AutoencoderKL
 from PIL import Image
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
-from latentcache.encoders.models import LoadedModels, TextParts
-from latentcache.encoders.tiny import tiny_sdxl, tiny_tokenizers
+from latentcache.models.loader import LoadedModels, TextParts
+from latentcache.models.tiny import tiny_sdxl, tiny_tokenizers
 
 JPEG_QUALITY = 92
 WORDS = ("a", "photo", "of", "red", "house", "under", "tall", "trees", "beside", "quiet", "river", "at", "dusk", "with")

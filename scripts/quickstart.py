@@ -61,7 +61,7 @@ def read_back(path: Path, name: str) -> list[dict[str, object]]:
     from torch.utils.data import DataLoader
 
     from latentcache import LatentDataset
-    from latentcache.retrieve.sampler import BucketBatchSampler
+    from latentcache.loading.sampler import BucketBatchSampler
 
     dataset = LatentDataset(path, name, flips=True)
     sampler = BucketBatchSampler(dataset, batch_size=4, seed=1)
@@ -78,7 +78,7 @@ def run(config: Config) -> dict[str, Any]:
     from train_lora_sdxl import Options, train
 
     from latentcache import run_precache
-    from latentcache.precache.progress import default_progress
+    from latentcache.utils.progress import default_progress
 
     photos, folder = config.datasets[0], config.cache.path.with_name("quickstart-lora")
     copy_photos(photos.source.path)

@@ -30,21 +30,21 @@ from peft.utils import get_peft_model_state_dict
 from tqdm import tqdm
 
 from latentcache import Config, LatentCache, LatentDataset, LatentLoader, load_config
+from latentcache.checkpoints.checkpoint import load_checkpoint, save_checkpoint
 from latentcache.dataset.manifest import ManifestFolder
-from latentcache.devices.checkpoint import load_checkpoint, save_checkpoint
 from latentcache.devices.placement import device_named
-from latentcache.encoders.lora import LORA_FILE, SETTINGS_KEY, lora_settings
-from latentcache.encoders.unet import check_conditioning, load_scheduler, load_unet
-from latentcache.encoders.vae import text_dtype, vae_dtype
 from latentcache.errors import CheckpointError, ConfigError, LatentCacheError, StoreError
-from latentcache.files import typed_errors, write_sealed
+from latentcache.loading.dataset import LatentDatasets
+from latentcache.loading.sampler import BucketBatchSampler
+from latentcache.models.lora import LORA_FILE, SETTINGS_KEY, lora_settings
+from latentcache.models.unet import check_conditioning, load_scheduler, load_unet
+from latentcache.models.vae import text_dtype, vae_dtype
+from latentcache.phases.phases import Phases
 from latentcache.precache.encodings import load_models
-from latentcache.precache.interruption import stop_on_signals
-from latentcache.retrieve.dataset import LatentDatasets
-from latentcache.retrieve.sampler import BucketBatchSampler
-from latentcache.validation.document import plain
-from latentcache.validation.phases import Phases
-from latentcache.validation.prompts import prompt_embeddings
+from latentcache.utils.durable_files import typed_errors, write_sealed
+from latentcache.utils.json_document import plain
+from latentcache.utils.signals import stop_on_signals
+from latentcache.validation.prompt_set import prompt_embeddings
 from latentcache.validation.runner import ValidationRunner
 
 TARGET_MODULES = ["to_q", "to_k", "to_v", "to_out.0"]

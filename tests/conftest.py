@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from photo_files import write_photo
+from helpers.photo_files import write_photo
 
-from latentcache.cli import main
+from latentcache.cli.app import main
 from latentcache.config import Config, parse_config
 from latentcache.errors import StoreError
-from latentcache.fingerprint import key_of
+from latentcache.identity import key_of
 from latentcache.store import DiskStore
 from latentcache.types import Entry, Record
 

@@ -17,21 +17,21 @@ PACKAGE = Path(latentcache.__file__).parent
 MODULES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 
 LAYERS = [
-    {"errors", "host_memory", "types", "__init__"},
-    {"config", "files", "fingerprint", "garbage", "provenance"},
+    {"errors", "types", "__init__"},
+    {"utils"},
+    {"config", "identity", "provenance"},
     {"dataset", "store", "devices"},
-    {"encoders"},
-    {"precache", "retrieve"},
+    {"checkpoints"},
+    {"models"},
+    {"precache", "loading", "phases"},
     {"validation"},
-    {"exchange"},
-    {"integrations", "service", "scaleout"},
-    {"console", "flags"},
-    {"exchange_commands"},
+    {"doctor"},
+    {"interop"},
+    {"integrations"},
     {"cli"},
-    {"__main__"},
 ]
 """Design 3: imports go down only. A package of a layer may import itself and lower layers. Validation is above
-retrieve and precache: it reads cached batches, and fills a validation set that is not cached yet."""
+loading and precache: it reads cached batches, and fills a validation set that is not cached yet."""
 
 MAY_MEET = {("provenance", "__init__"), ("cli", "__init__")}
 """`latentcache/__init__.py` holds the version."""
@@ -39,14 +39,14 @@ MAY_MEET = {("provenance", "__init__"), ("cli", "__init__")}
 OWNERS = {
     "diskcache": ("store/index.py",),
     # diffusion-pipe's cache is a SQLite database, ai-toolkit's is safetensors files.
-    "sqlite3": ("store/index.py", "store/connection.py", "integrations/diffusion_pipe.py"),
-    "safetensors": ("store/pack.py", "devices/checkpoint_folder.py", "integrations/ai_toolkit.py"),
-    "PIL": ("dataset/images.py", "encoders/tiny.py", "validation/", "service/"),
+    "sqlite3": ("store/index.py", "store/connection.py", "interop/formats/diffusion_pipe.py"),
+    "safetensors": ("store/pack.py", "checkpoints/folder.py", "interop/formats/ai_toolkit.py"),
+    "PIL": ("dataset/images.py", "models/tiny.py", "validation/", "service/"),
     "pyarrow": ("dataset/tables.py",),
-    "diffusers": ("encoders/", "validation/", "integrations/diffusers.py"),
-    "transformers": ("encoders/", "integrations/diffusers.py"),
+    "diffusers": ("models/", "validation/", "integrations/diffusers.py"),
+    "transformers": ("models/", "integrations/diffusers.py"),
     "matplotlib": ("validation/",),
-    "cyclopts": ("cli.py", "exchange_commands.py", "flags.py"),
+    "cyclopts": ("cli/app.py", "cli/interop_commands.py", "cli/options.py"),
 }
 FORBIDDEN = {"pickle", "dill", "joblib", "cloudpickle", "torchvision", "datasets"}
 
@@ -77,8 +77,8 @@ def test_imports_go_down_only(module: Path) -> None:
         other = parts[1] if len(parts) > 1 else "__init__"
         if other == own or (own, other) in MAY_MEET:
             continue
-        if layer_of(own) == layer_of(other) == 1:
-            continue  # config, files, fingerprint and provenance are single modules that do not form a cycle
+        if layer_of(own) == layer_of(other) == 2:
+            continue  # config, identity and provenance are single modules that do not form a cycle
         assert layer_of(other) < layer_of(own), f"{module}:{line} imports {name}, which is not below {own}"
 
 
@@ -103,7 +103,7 @@ def test_nothing_unpickles_or_evaluates_and_nothing_names_cuda(module: Path) -> 
             if called == "torch.load":
                 # Other people's checkpoints and caches are pickles: one module reads each, with torch's own limits.
                 restricted = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
-                readers = {"devices/checkpoint_import.py", "exchange/torch_files.py"}
+                readers = {"checkpoints/checkpoint_import.py", "interop/torch_files.py"}
                 assert str(module) in readers, f"{module}:{node.lineno}: {called}"
                 assert restricted.get("weights_only") == "True", f"{module}:{node.lineno}: {called}"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from latentcache.cli import app
+from latentcache.cli.app import app
 from latentcache.config import load_config
 from latentcache.precache.run import run_precache
 

@@ -17,13 +17,13 @@ from typing import Any
 
 import pytest
 import torch
-from photo_files import write_photo
+from helpers.photo_files import write_photo
 from torch.utils._pytree import tree_leaves_with_path
 
 from latentcache.config import Config, parse_config
-from latentcache.encoders.lora import load_lora
-from latentcache.encoders.unet import load_unet
 from latentcache.errors import CheckpointError, ConfigError, ModelError, StoreError
+from latentcache.models.lora import load_lora
+from latentcache.models.unet import load_unet
 from latentcache.precache.run import run_precache
 
 ROOT = Path(__file__).parent.parent

@@ -14,10 +14,10 @@ from typing import Any, Literal, Protocol, get_args
 
 from latentcache.config import PROMPTS_PREFIX
 from latentcache.errors import DatasetError
-from latentcache.files import sealed_file, typed_errors, write_all
-from latentcache.fingerprint import canonical_json, digest
-from latentcache.garbage import collector_paused
+from latentcache.identity import canonical_json, digest
 from latentcache.types import Geometry, Refusal
+from latentcache.utils.durable_files import sealed_file, typed_errors, write_all
+from latentcache.utils.gc_pause import collector_paused
 
 FORMAT = 1
 UNFINISHED = ".unfinished"

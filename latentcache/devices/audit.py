@@ -8,13 +8,13 @@ from typing import Literal
 
 import torch
 
-from latentcache.devices.declared import Declared
-from latentcache.devices.findings import AuditReport, Finding, Kind
-from latentcache.devices.holdings import Holding, holdings_of, is_optimizer, is_scaler
+from latentcache.devices.audit_report import AuditReport, Finding, Kind
 from latentcache.devices.offload import hooks_by_path, numbered
 from latentcache.devices.optimizer_audit import ownership_findings, params_of, state_findings, states_of
+from latentcache.devices.part_tensors import Holding, holdings_of, is_optimizer, is_scaler
 from latentcache.devices.placement import Asker, device_of
-from latentcache.devices.tensors import device_of_values, why_left_alone
+from latentcache.devices.prefix_map import Declared
+from latentcache.devices.tensor_location import device_of_values, why_left_alone
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from latentcache.devices.findings import listed
-from latentcache.devices.leaves import named_tensors
+from latentcache.devices.audit_report import listed
 from latentcache.devices.offload import offload_hook_of
-from latentcache.devices.tensors import device_of_values, why_left_alone
+from latentcache.devices.tensor_location import device_of_values, why_left_alone
 from latentcache.errors import DeviceMismatchError
+from latentcache.utils.nested import named_tensors
 
 CPU = torch.device("cpu")
 

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from latentcache.devices.declared import Declared
-from latentcache.devices.findings import Finding
-from latentcache.devices.holdings import Holding, is_optimizer
-from latentcache.devices.leaves import named_tensors
+from latentcache.devices.audit_report import Finding
+from latentcache.devices.part_tensors import Holding, is_optimizer
+from latentcache.devices.prefix_map import Declared
 from latentcache.devices.state_rules import unwrapped, wanted_state_device
-from latentcache.devices.tensors import device_of_values, is_partitioned
+from latentcache.devices.tensor_location import device_of_values, is_partitioned
+from latentcache.utils.nested import named_tensors
 
 
 class StateTensor(NamedTuple):

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from latentcache.devices.tensors import device_of_values, why_immovable
+from latentcache.devices.tensor_location import device_of_values, why_immovable
 
 CPU = torch.device("cpu")
 

@@ -14,14 +14,14 @@ from diffusers import DiffusionPipeline
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from latentcache.devices.placement import Asker, device_of
-from latentcache.encoders.unet import check_conditioning
 from latentcache.errors import ModelError, StoreError
-from latentcache.retrieve.batches import IMAGE_FIELDS, TEXT_FIELDS, Batch, LatentCache, place
-from latentcache.retrieve.dataset import LatentDataset, LatentDatasets
-from latentcache.retrieve.draws import Visit, seed_of
-from latentcache.retrieve.sampler import BucketBatchSampler
+from latentcache.loading.cache import IMAGE_FIELDS, TEXT_FIELDS, Batch, LatentCache, place
+from latentcache.loading.dataset import LatentDataset, LatentDatasets
+from latentcache.loading.randomness import Visit, seed_of
+from latentcache.loading.sampler import BucketBatchSampler
+from latentcache.models.unet import check_conditioning
 from latentcache.types import Bucket
-from latentcache.validation.prompts import prompt_embeddings
+from latentcache.validation.prompt_set import prompt_embeddings
 
 SIZES = {"original_sizes": "original_size", "crop_top_lefts": "crop_top_left", "target_sizes": "target_size"}
 """What a batch of the scripts calls the sizes, and what LatentDataset calls them."""
@@ -101,7 +101,7 @@ def collate(examples: Sequence[Batch]) -> Batch:
         met = ", ".join(str(Bucket(*bucket)) for bucket in sorted(buckets))
         raise StoreError(
             f"a batch has one bucket, but these samples lie in {met}: batch them with "
-            "latentcache.integrations.diffusers.data_loader or latentcache.retrieve.sampler.BucketBatchSampler"
+            "latentcache.integrations.diffusers.data_loader or latentcache.loading.sampler.BucketBatchSampler"
         )
     batch: Batch = {name: torch.stack([each[name] for each in examples]) for name in ("model_input", *TEXT_FIELDS)}
     return batch | {name: [example[name] for example in examples] for name in SIZES}

@@ -8,11 +8,11 @@ from typing import Any
 
 from latentcache.config import Config
 from latentcache.dataset.manifest import Row
-from latentcache.encoders.models import Models
 from latentcache.errors import SampleError
+from latentcache.models.loader import Models
 from latentcache.precache.encodings import choose_encodings, load_models
+from latentcache.precache.miss_reasons import REFUSED
 from latentcache.precache.planner import make_plan
-from latentcache.precache.reasons import REFUSED
 from latentcache.precache.workspace import open_workspace
 
 

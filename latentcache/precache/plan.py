@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from latentcache.dataset.images import ImagePolicy
 from latentcache.dataset.manifest import CaptionRef, ImageRef, Manifest, Row
 from latentcache.dataset.sources import Sample, Source
-from latentcache.fingerprint import ImageIdentity, TextEncoding, TextIdentity, caption_digest
+from latentcache.identity import ImageIdentity, TextEncoding, TextIdentity, caption_digest
 from latentcache.precache.encodings import TEXT_BATCH_SIZE, Encodings
 from latentcache.precache.shard import Batches, Shard
 from latentcache.store.base import Store

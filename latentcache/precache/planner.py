@@ -20,7 +20,7 @@ from latentcache.dataset.images import ImagePolicy, probe
 from latentcache.dataset.manifest import CaptionRef, ImageRef, Manifest, Manifests, Row, prompts_name
 from latentcache.dataset.sources import Sample, open_source
 from latentcache.errors import ImageRefused
-from latentcache.fingerprint import (
+from latentcache.identity import (
     SCHEMA,
     ImageIdentity,
     Preparation,
@@ -28,16 +28,16 @@ from latentcache.fingerprint import (
     encoding_json,
     key_of,
 )
-from latentcache.garbage import collector_paused
 from latentcache.precache.encodings import Encodings
+from latentcache.precache.miss_reasons import History
 from latentcache.precache.plan import ImageTask, Plan, PlanBuilder
-from latentcache.precache.progress import NoProgress, Progress
 from latentcache.precache.prompts import last_manifest, prompts_manifest, prompts_of_others, text_key
-from latentcache.precache.reasons import History
 from latentcache.precache.shard import Shard
-from latentcache.precache.window import windowed
 from latentcache.precache.workspace import Workspace
 from latentcache.types import Bucket, Geometry, Refusal, Size, prompt_id
+from latentcache.utils.gc_pause import collector_paused
+from latentcache.utils.progress import NoProgress, Progress
+from latentcache.utils.window import windowed
 
 CHUNK = 1024
 """Samples whose keys are looked up together."""

@@ -13,11 +13,8 @@ import torch
 from latentcache.config import Config
 from latentcache.dataset.manifest import CaptionRef, Manifest, Manifests, Row, prompts_name
 from latentcache.devices.placement import Asker, device_of
-from latentcache.encoders.batching import BatchRunner
-from latentcache.encoders.clip import encode_captions, num_tokens, token_limit
-from latentcache.encoders.models import PARTS, Models
 from latentcache.errors import DatasetError, EncodeError, ModelError
-from latentcache.fingerprint import (
+from latentcache.identity import (
     SCHEMA,
     PartIdentity,
     TextEncoding,
@@ -26,10 +23,13 @@ from latentcache.fingerprint import (
     encoding_json,
     key_of,
 )
+from latentcache.models.batching import BatchRunner
+from latentcache.models.clip import encode_captions, num_tokens, token_limit
+from latentcache.models.loader import PARTS, Models
 from latentcache.precache.encodings import TextEncodings, choose_text_encodings, text_batch_size
-from latentcache.precache.faults import Fault
+from latentcache.precache.failures import Fault
 from latentcache.precache.plan import TextTask
-from latentcache.precache.texts import finished_texts, placed_texts, text_entries
+from latentcache.precache.text_stage import finished_texts, placed_texts, text_entries
 from latentcache.precache.workspace import Workspace
 from latentcache.store.base import Store
 from latentcache.types import prompt_id

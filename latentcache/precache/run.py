@@ -11,21 +11,21 @@ import time
 
 from latentcache.config import Config
 from latentcache.devices.placement import Placement
-from latentcache.encoders.models import Models
+from latentcache.models.loader import Models
+from latentcache.precache.context import Job, timed
 from latentcache.precache.encodings import Encodings, choose_encodings, dtype_name, load_models
-from latentcache.precache.faults import Faults, write_manifests
-from latentcache.precache.images import ImageStage
-from latentcache.precache.job import Job, timed
+from latentcache.precache.failures import Faults, write_manifests
+from latentcache.precache.image_stage import ImageStage
 from latentcache.precache.plan import Plan
 from latentcache.precache.planner import Stopped, make_plan
-from latentcache.precache.progress import NoProgress, Progress
-from latentcache.precache.rates import estimate_seconds, remember_rate
 from latentcache.precache.report import Report
 from latentcache.precache.shard import Shard
-from latentcache.precache.texts import TextStage
+from latentcache.precache.text_stage import TextStage
+from latentcache.precache.throughput import estimate_seconds, remember_rate
 from latentcache.precache.workspace import Workspace, open_workspace
 from latentcache.store.base import Writer
-from latentcache.store.memo import Memo
+from latentcache.store.scratch import Memo
+from latentcache.utils.progress import NoProgress, Progress
 
 
 def run_precache(

@@ -12,8 +12,8 @@ from latentcache.config import CacheConfig
 from latentcache.dataset.manifest import ManifestFolder, ManifestMemory, Manifests
 from latentcache.store.base import Store
 from latentcache.store.disk import DiskStore
-from latentcache.store.memo import Memo
 from latentcache.store.memory import MemoryStore
+from latentcache.store.scratch import Memo
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ import torch
 import xxhash
 
 from latentcache.errors import StoreError
-from latentcache.fingerprint import canonical_json, digest
+from latentcache.identity import canonical_json, digest
 from latentcache.types import Entry, Kind, Record
 
 KINDS: tuple[str, ...] = get_args(Kind)

@@ -19,10 +19,10 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 
 from latentcache.errors import StoreError, UnsafeStoreError
-from latentcache.files import BLOCK_BYTES, open_regular, set_past_cache, unreadable
 from latentcache.store.aio import Piece, ReadQueue
+from latentcache.store.aligned_buffers import Slabs
 from latentcache.store.location import Location
-from latentcache.store.slabs import Slabs
+from latentcache.utils.durable_files import BLOCK_BYTES, open_regular, set_past_cache, unreadable
 
 Io = Literal["auto", "mapped", "direct"]
 """How packs are read. `mapped`: through the page cache, which keeps what was read. `direct`: past it. `auto`: direct

@@ -9,9 +9,16 @@ import stat
 from pathlib import Path
 
 from latentcache.errors import ReadOnlyError, SchemaError, StoreError, UnsafeStoreError
-from latentcache.files import open_regular, sweep_temporaries, sync_folder, typed_errors, unreadable, write_sealed
 from latentcache.store.location import is_pack_id
 from latentcache.store.pack import PACK_SUFFIX
+from latentcache.utils.durable_files import (
+    open_regular,
+    sweep_temporaries,
+    sync_folder,
+    typed_errors,
+    unreadable,
+    write_sealed,
+)
 
 SCHEMA = 1
 """Version of the directory's layout."""

@@ -23,20 +23,20 @@ from latentcache.errors import (
     StoreError,
     UnsafeStoreError,
 )
-from latentcache.host_memory import host_memory
 from latentcache.store.base import Source, StoreStats, check_key
 from latentcache.store.catalog import Catalog
 from latentcache.store.direct import IO, MEMORY_SHARE, DirectReader, DirectReads, Io, Read
 from latentcache.store.directory import CacheDirectory
 from latentcache.store.entries import Found
-from latentcache.store.gather import stack
 from latentcache.store.location import Location
 from latentcache.store.lock import locked
 from latentcache.store.mapped import MappedEntries, source_in
 from latentcache.store.pack import Header, check_payload, new_pack_id, read_header, write_pack
 from latentcache.store.readahead import AskAhead, ReadAhead, ask_for
+from latentcache.store.stacking import stack
 from latentcache.store.writer import PackWriter, Sealed
 from latentcache.types import Entry, Record
+from latentcache.utils.host_memory import host_memory
 
 logger = logging.getLogger("latentcache")
 

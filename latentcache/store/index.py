@@ -22,7 +22,7 @@ import diskcache
 from diskcache.core import DBNAME, DEFAULT_SETTINGS, METADATA, MODE_RAW
 
 from latentcache.errors import IndexDamagedError, ReadOnlyError, StoreError
-from latentcache.fingerprint import digest
+from latentcache.identity import digest
 from latentcache.store.connection import JOURNALS, MAX_TEXT_BYTES, TIMEOUT_S, connect, typed_error
 from latentcache.store.fork import hold_in_forks
 from latentcache.store.history import Point, Reading

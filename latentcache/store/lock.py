@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from latentcache.errors import StoreBusyError, UnsafeStoreError
-from latentcache.files import typed_errors, unlock_and_close
+from latentcache.utils.durable_files import typed_errors, unlock_and_close
 
 _MAX_NOTE_BYTES = 4096
 

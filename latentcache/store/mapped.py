@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 
 from latentcache.errors import PackError, UnsafeStoreError
-from latentcache.files import unreadable
 from latentcache.store.base import ARRAY_DTYPES, Source
 from latentcache.store.catalog import Catalog
 from latentcache.store.entries import Found
 from latentcache.store.location import Location
 from latentcache.store.pack import check_payload, map_pack
+from latentcache.utils.durable_files import unreadable
 
 MAX_READY = 1 << 17
 """Entries whose place in memory is kept for the next batch, at some 300 bytes each. Beyond it all are forgotten, and

@@ -12,8 +12,8 @@ import torch
 
 from latentcache.errors import EntryMissingError, StoreError
 from latentcache.store.base import Source, StoreStats, as_array, check_key, dtype_name
-from latentcache.store.gather import stack
 from latentcache.store.location import spec_of
+from latentcache.store.stacking import stack
 from latentcache.store.writer import PackWriter, Sealed
 from latentcache.types import Entry, Record
 

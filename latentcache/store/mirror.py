@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterable, Mapping
 
 from latentcache.errors import IndexDamagedError, StoreError
-from latentcache.files import typed_errors
 from latentcache.store.directory import CacheDirectory
 from latentcache.store.entries import Entries
 from latentcache.store.history import Point
@@ -15,6 +14,7 @@ from latentcache.store.location import Location, PackSize
 from latentcache.store.recovery import Scan, scan_packs, scan_unknown
 from latentcache.store.rows import PACK_PREFIX, read_table, sort_rows
 from latentcache.store.snapshot import Snapshot, SnapshotDamagedError, read_snapshot, write_snapshot
+from latentcache.utils.durable_files import typed_errors
 
 logger = logging.getLogger("latentcache")
 

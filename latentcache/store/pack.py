@@ -21,12 +21,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from latentcache.errors import PackError
-from latentcache.files import open_regular, sealed_file, unreadable, write_past_cache
-from latentcache.fingerprint import digest
+from latentcache.identity import digest
 from latentcache.store.base import ALIGNMENT, DTYPES, dtype_name, entry_digest, flat_bytes, payload_digest
 from latentcache.store.location import Location, PackSize, spec_of
 from latentcache.store.records import Column, PackedRecord, decode_records, encode_records
 from latentcache.types import Entry, Record
+from latentcache.utils.durable_files import open_regular, sealed_file, unreadable, write_past_cache
 
 PACK_FORMAT = "1"
 PACK_SUFFIX = ".safetensors"

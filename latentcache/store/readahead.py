@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from latentcache.errors import StoreError
-from latentcache.files import open_regular
+from latentcache.utils.durable_files import open_regular
 
 AskAhead = Literal["missing", "always", "never"]
 """`missing`: while this thread's reads come from the disk."""

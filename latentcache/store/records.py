@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from latentcache.errors import StoreError
-from latentcache.fingerprint import key_of
+from latentcache.identity import key_of
 from latentcache.store.base import DTYPES, KINDS, check_key, is_field
 from latentcache.store.location import checked_shape, count_bytes, is_pack_id
 from latentcache.types import Record

@@ -18,10 +18,10 @@ import numpy as np
 import xxhash
 
 from latentcache.errors import StoreError, UnsafeStoreError
-from latentcache.files import open_regular, sealed_file, write_all
 from latentcache.store.history import Point
 from latentcache.store.location import Location, PackSize, Spec, is_pack_id, parse_location
 from latentcache.store.table import COLUMNS, OFFSET, EntryTable, ascends, num_offsets
+from latentcache.utils.durable_files import open_regular, sealed_file, write_all
 
 _MAGIC = b"latentcache-entries-1\n".ljust(32, b"\0")
 _PREFIX_BYTES = 64  # magic, digest, bytes of the header

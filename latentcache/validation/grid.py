@@ -14,7 +14,7 @@ from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
 
 if TYPE_CHECKING:
-    from latentcache.validation.samples import SampleImage
+    from latentcache.validation.sample_images import SampleImage
 
 MIN_CELL_WIDTH = 192
 """Pixels: a caption under a tiny image must still be readable."""

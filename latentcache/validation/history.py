@@ -14,8 +14,8 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from latentcache.errors import ConfigError, StoreError, UnsafeStoreError
-from latentcache.files import open_regular
-from latentcache.validation.document import plain
+from latentcache.utils.durable_files import open_regular
+from latentcache.utils.json_document import plain
 from latentcache.validation.loss import Estimate, LossReport, TimestepBin
 
 METRICS_NAME = "metrics.json"

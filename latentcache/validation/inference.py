@@ -10,19 +10,19 @@ import torch
 
 from latentcache.config import Config
 from latentcache.devices.placement import device_named
-from latentcache.encoders.lora import load_lora
-from latentcache.encoders.models import ModelLoader
-from latentcache.encoders.unet import load_scheduler, load_unet
-from latentcache.encoders.vae import DTYPES, vae_dtype
 from latentcache.errors import ConfigError
-from latentcache.precache.progress import Progress
-from latentcache.retrieve.batches import LatentCache
+from latentcache.loading.cache import LatentCache
+from latentcache.models.loader import ModelLoader
+from latentcache.models.lora import load_lora
+from latentcache.models.unet import load_scheduler, load_unet
+from latentcache.models.vae import DTYPES, vae_dtype
+from latentcache.phases.phases import Phases
+from latentcache.utils.progress import Progress
 from latentcache.validation.history import read_losses
 from latentcache.validation.loss_report import Estimate, paired_difference
-from latentcache.validation.phases import Phases
-from latentcache.validation.report import ValidationReport, format_estimate
 from latentcache.validation.results import Paths
 from latentcache.validation.runner import ValidationRunner
+from latentcache.validation.validation_report import ValidationReport, format_estimate
 
 
 def validate_checkpoint(

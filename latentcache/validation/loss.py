@@ -15,11 +15,11 @@ import torch
 from latentcache.config import ValidationConfig
 from latentcache.devices.placement import device_of, dtype_of
 from latentcache.errors import ConfigError, ModelError, SampleError, StoreError
-from latentcache.fingerprint import canonical_json, digest
-from latentcache.precache.progress import NoProgress, Progress
-from latentcache.retrieve.batches import LatentCache
-from latentcache.retrieve.wanted import Wanted
+from latentcache.identity import canonical_json, digest
+from latentcache.loading.cache import LatentCache
+from latentcache.loading.sample import Wanted
 from latentcache.types import Bucket
+from latentcache.utils.progress import NoProgress, Progress
 from latentcache.validation.loss_report import (
     Estimate,
     LossReport,

@@ -11,7 +11,7 @@ import torch
 from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler
 
 from latentcache.errors import ConfigError
-from latentcache.fingerprint import canonical_json, digest
+from latentcache.identity import canonical_json, digest
 
 FLOW = "flow_prediction"
 PREDICTION_TYPES = ("epsilon", "v_prediction", "sample", FLOW)

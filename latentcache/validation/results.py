@@ -12,13 +12,20 @@ from pathlib import Path
 from typing import Any
 
 from latentcache.errors import UnsafeStoreError
-from latentcache.files import sealed_file, sweep_temporaries, sync_folder, typed_errors, write_all, write_sealed
-from latentcache.validation.document import to_bytes
+from latentcache.utils.durable_files import (
+    sealed_file,
+    sweep_temporaries,
+    sync_folder,
+    typed_errors,
+    write_all,
+    write_sealed,
+)
+from latentcache.utils.json_document import to_bytes
 from latentcache.validation.grid import grid_png, image_png
 from latentcache.validation.history import METRICS_NAME, MeasuredStep, read_history, step_folder
 from latentcache.validation.plots import loss_plot
-from latentcache.validation.report import ValidationReport, image_name
 from latentcache.validation.trackers import log_to, recognise
+from latentcache.validation.validation_report import ValidationReport, image_name
 
 GRID_NAME, PLOT_NAME = "samples.png", "loss.png"
 _OURS = re.compile(r"sample-\d{2,}\.png|samples\.png|loss\.png")

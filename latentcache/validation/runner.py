@@ -13,21 +13,21 @@ import torch
 from latentcache.config import Config
 from latentcache.devices.offload import hooks_by_path
 from latentcache.devices.placement import dtype_of
-from latentcache.encoders.identity import check_frozen
-from latentcache.encoders.unet import check_conditioning
 from latentcache.errors import ConfigError
-from latentcache.precache.progress import Progress
-from latentcache.retrieve.batches import LatentCache
-from latentcache.validation.filling import Filling
+from latentcache.loading.cache import LatentCache
+from latentcache.models.part_identity import check_frozen
+from latentcache.models.unet import check_conditioning
+from latentcache.phases.phases import Phases
+from latentcache.phases.sharding import why_sharded
+from latentcache.utils.progress import Progress
+from latentcache.validation.cold_cache import Filling
 from latentcache.validation.loss import LossReport, LossSettings, validation_loss
-from latentcache.validation.managed import why_sharded
 from latentcache.validation.noise_schedule import NoiseSchedule
-from latentcache.validation.phases import Phases
-from latentcache.validation.prompts import PromptEmbeddings, prompt_embeddings
-from latentcache.validation.report import ValidationReport, checked_step
+from latentcache.validation.prompt_set import PromptEmbeddings, prompt_embeddings
 from latentcache.validation.results import Paths, prepare_folder, publish
-from latentcache.validation.samples import SampleImage, SampleSettings, decode_samples, denoise, scheduler_copy
+from latentcache.validation.sample_images import SampleImage, SampleSettings, decode_samples, denoise, scheduler_copy
 from latentcache.validation.trackers import recognise
+from latentcache.validation.validation_report import ValidationReport, checked_step
 
 
 class ValidationRunner:

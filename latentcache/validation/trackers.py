@@ -11,7 +11,7 @@ import numpy as np
 
 from latentcache.errors import ConfigError
 from latentcache.validation.grid import caption_of, sample_grid
-from latentcache.validation.report import ValidationReport
+from latentcache.validation.validation_report import ValidationReport
 
 SCALAR, SAMPLES = "validation/loss", "validation/samples"
 

@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from photo_files import write_photo
+from helpers.photo_files import write_photo
 
 from latentcache.config import Config
-from latentcache.precache.progress import NoProgress
 from latentcache.precache.run import run_precache
 from latentcache.store import writer
 from latentcache.store.disk import DiskStore
 from latentcache.store.upkeep import verify
+from latentcache.utils.progress import NoProgress
 
 NUM_KILLS = 20
 NUM_PHOTOS = 250
@@ -62,7 +62,7 @@ def many_photos(photos: Path) -> None:
 def test_twenty_kills(make_config: Callable[..., Config], many_photos: None, tmp_path: Path) -> None:
     # A server that has imported torch but never used it: its forks start at once and share no threads.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["latentcache.precache.run", "latentcache.encoders.tiny"])
+    context.set_forkserver_preload(["latentcache.precache.run", "latentcache.models.tiny"])
     generator = random.Random(20)
     config = make_config()
     sealed: set[str] = set()
@@ -112,7 +112,7 @@ def test_two_processes_at_once_build_what_one_builds(
 ) -> None:
     """RANK and WORLD_SIZE from the environment, as torchrun sets them, into one cache at the same time."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["latentcache.precache.run", "latentcache.encoders.tiny"])
+    context.set_forkserver_preload(["latentcache.precache.run", "latentcache.models.tiny"])
     shared, single = make_config(), make_config(**{"cache.path": tmp_path / "single"})
     children = [context.Process(target=precache_as_rank, args=(shared, rank, 2)) for rank in range(2)]
     children.append(context.Process(target=precache_as_rank, args=(single, 0, 1)))

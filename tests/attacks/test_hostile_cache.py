@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from latentcache.errors import IndexDamagedError, StoreError
-from latentcache.fingerprint import key_of
+from latentcache.identity import key_of
 from latentcache.store import DiskStore, Index
 from latentcache.store.upkeep import compact, prune, rebuild, verify
 from latentcache.types import Entry, Record

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from latentcache.errors import EntryMissingError, StoreError
-from latentcache.fingerprint import key_of
-from latentcache.store.gather import stack
+from latentcache.identity import key_of
+from latentcache.store.stacking import stack
 from latentcache.types import Entry, Record
 
 DTYPES = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from store_contract import StoreContract, assert_holds, make_entry, same
 
 from latentcache.store import DiskStore, MemoryStore
-from latentcache.store.gather import stack
+from latentcache.store.stacking import stack
 from latentcache.store.upkeep import compact, prune, rebuild, verify
 
 

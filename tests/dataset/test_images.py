@@ -22,7 +22,7 @@ from skimage.transform import resize as reference_resize
 
 from latentcache.dataset.images import ImagePolicy, decode, prepare, probe
 from latentcache.errors import ConfigError, DatasetError, ImageRefused
-from latentcache.fingerprint import Preparation
+from latentcache.identity import Preparation
 from latentcache.types import Crop, Geometry, Size
 
 # Pillow itself reads the EXIF block of a JPEG, for its DPI, and warns about a broken one.

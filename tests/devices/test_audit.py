@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from latentcache.devices.audit import audit
-from latentcache.devices.findings import AuditReport, Finding
+from latentcache.devices.audit_report import AuditReport, Finding
 from latentcache.errors import DeviceError, DeviceMismatchError
 
 

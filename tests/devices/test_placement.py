@@ -10,8 +10,8 @@ from accelerate import cpu_offload
 from accelerate.hooks import remove_hook_from_module
 
 from latentcache.devices.placement import device_named, device_of, dtype_of, placed, vae_batch_size
-from latentcache.encoders.tiny import tiny_unet
 from latentcache.errors import DeviceError
+from latentcache.models.tiny import tiny_unet
 
 
 def test_a_device_its_name_a_tensor_and_a_module_ask_alike() -> None:

@@ -13,13 +13,12 @@ import torch.nn.functional as F
 from accelerate import Accelerator, cpu_offload
 from accelerate.data_loader import BatchSamplerShard
 from diffusers import DDPMScheduler, DiffusionPipeline, StableDiffusionXLPipeline, UNet2DConditionModel
-from photo_files import write_photo
+from helpers.photo_files import write_photo
 from PIL import Image
 from torch.utils.data import DataLoader
 
 from latentcache import LatentCache, LatentDataset
 from latentcache.config import Config, parse_config
-from latentcache.encoders.tiny import tiny_pipeline, tiny_sdxl, tiny_unet
 from latentcache.errors import ModelError, SampleError, StoreError
 from latentcache.integrations.diffusers import (
     PrecomputedDataset,
@@ -28,9 +27,10 @@ from latentcache.integrations.diffusers import (
     prompt_kwargs,
     time_ids,
 )
+from latentcache.loading.dataset import LatentDatasets
+from latentcache.loading.sampler import BucketBatchSampler
+from latentcache.models.tiny import tiny_pipeline, tiny_sdxl, tiny_unet
 from latentcache.precache.run import run_precache
-from latentcache.retrieve.dataset import LatentDatasets
-from latentcache.retrieve.sampler import BucketBatchSampler
 
 # Sizes that need no resize, so that the live path needs none; d is cropped. All differ: a size tells the sample.
 SIZES = {"a.png": (96, 96), "b.png": (64, 128), "c.png": (128, 64), "d.png": (96, 120), "e.png": (96, 98)}

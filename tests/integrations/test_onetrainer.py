@@ -21,15 +21,15 @@ from typing import Any
 
 import pytest
 import torch
-from photo_files import write_photo
-from pipeline_host import host
-from pipeline_sdxl import Setup, concept, write_photos
+from helpers.photo_files import write_photo
+from helpers.pipeline_host import host
+from helpers.pipeline_sdxl import Setup, concept, write_photos
 
-from latentcache.encoders.tiny import tiny_sdxl
 from latentcache.errors import EntryDamagedError
 from latentcache.integrations.onetrainer.values import PLAIN_FIELD
+from latentcache.models.tiny import tiny_sdxl
 from latentcache.store.disk import DiskStore
-from latentcache.store.memo import Memo
+from latentcache.store.scratch import Memo
 
 NUM = 6
 EVERYTHING = Counter(vae=NUM, text_encoder=NUM, text_encoder_2=NUM)
@@ -339,8 +339,8 @@ def test_resume_after_a_crash(setup: Callable[..., Setup], folder: Path, tmp_pat
         import os, signal, sys
         sys.path[:0] = [{str(ROOT / "tests")!r}, {str(ROOT)!r}]
         from pathlib import Path
-        from pipeline_host import host
-        from pipeline_sdxl import Setup, concept
+        from helpers.pipeline_host import host
+        from helpers.pipeline_sdxl import Setup, concept
         from latentcache.store import disk, writer
         writer.PACK_ENTRIES = 4
         write_pack, written = disk.write_pack, []

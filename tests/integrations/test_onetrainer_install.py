@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from pipeline_host import host
-from pipeline_sdxl import Setup, concept, write_photos
+from helpers.pipeline_host import host
+from helpers.pipeline_sdxl import Setup, concept, write_photos
 
 from latentcache.errors import PipelineError
 from latentcache.integrations import onetrainer

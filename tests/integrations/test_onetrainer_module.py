@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from photo_files import write_photo
-from pipeline_host import host
-from pipeline_sdxl import SPLIT_IMAGE, Run, Setup, concept, write_photos
+from helpers.photo_files import write_photo
+from helpers.pipeline_host import host
+from helpers.pipeline_sdxl import SPLIT_IMAGE, Run, Setup, concept, write_photos
 
-from latentcache.encoders import identity
-from latentcache.encoders.tiny import tiny_sdxl
 from latentcache.errors import ItemsError, PipelineError, PipelineStopped, ReadOnlyError
+from latentcache.models import part_identity as identity
+from latentcache.models.tiny import tiny_sdxl
 from latentcache.store.disk import DiskStore
 
 NUM = 4

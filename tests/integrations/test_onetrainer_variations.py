@@ -6,9 +6,9 @@ import math
 from typing import Any
 
 import torch
+from helpers.pipeline_host import host
 from hypothesis import given
 from hypothesis import strategies as st
-from pipeline_host import host
 
 from latentcache.integrations.onetrainer.variations import GroupNames, make_groups
 

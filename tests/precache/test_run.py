@@ -16,16 +16,13 @@ import pyarrow.parquet
 import pytest
 import torch
 from diffusers import AutoencoderKL
-from photo_files import write_photo
+from helpers.photo_files import write_photo
 from PIL import Image
 
 from latentcache import LatentCache
 from latentcache.config import Config
 from latentcache.dataset.images import ImagePolicy, decode, prepare
 from latentcache.dataset.manifest import ManifestFolder
-from latentcache.encoders.models import LoadedModels
-from latentcache.encoders.tiny import tiny_pipeline, tiny_sdxl
-from latentcache.encoders.vae import encode_images
 from latentcache.errors import (
     DatasetError,
     ModelError,
@@ -34,11 +31,14 @@ from latentcache.errors import (
     StoreError,
     TrainableEncoderError,
 )
+from latentcache.models.loader import LoadedModels
+from latentcache.models.tiny import tiny_pipeline, tiny_sdxl
+from latentcache.models.vae import encode_images
 from latentcache.precache import encodings
-from latentcache.precache.progress import NoProgress
 from latentcache.precache.run import run_precache
 from latentcache.precache.shard import Shard
 from latentcache.precache.workspace import Workspace, open_workspace
+from latentcache.utils.progress import NoProgress
 
 
 def test_a_run_encodes_each_thing_once_and_a_second_run_nothing(make_config: Callable[..., Config]) -> None:

@@ -12,21 +12,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fake_streams import Streams
-from photo_files import write_photo
+from helpers.fake_streams import Streams
+from helpers.photo_files import write_photo
 
 from latentcache import LatentCache
 from latentcache.config import Config
-from latentcache.devices.copies import StreamCopies
-from latentcache.encoders.models import LoadedModels
-from latentcache.encoders.tiny import tiny_sdxl
+from latentcache.devices.transfer import StreamCopies
 from latentcache.errors import ImageRefused, StoreError
-from latentcache.precache import encodings, images, texts
-from latentcache.precache.progress import NoProgress
+from latentcache.models.loader import LoadedModels
+from latentcache.models.tiny import tiny_sdxl
+from latentcache.precache import encodings
+from latentcache.precache import image_stage as images
+from latentcache.precache import text_stage as texts
 from latentcache.precache.run import run_precache
 from latentcache.precache.workspace import Workspace
 from latentcache.store.memory import MemoryStore
 from latentcache.types import Entry
+from latentcache.utils.progress import NoProgress
 
 
 @pytest.fixture

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from photo_files import write_photo
+from helpers.photo_files import write_photo
 from PIL import Image
 
-import latentcache.fingerprint as fingerprint
+import latentcache.identity as fingerprint
 from latentcache.config import Config
 from latentcache.dataset.images import ImagePolicy
-from latentcache.encoders.models import LoadedModels
-from latentcache.encoders.tiny import tiny_sdxl
+from latentcache.models.loader import LoadedModels
+from latentcache.models.tiny import tiny_sdxl
 from latentcache.precache import planner
 from latentcache.precache.report import Report
 from latentcache.precache.run import run_precache

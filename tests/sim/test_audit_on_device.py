@@ -11,8 +11,8 @@ from diffusers.hooks import apply_group_offloading
 from diffusers.training_utils import EMAModel
 
 from latentcache.devices.audit import audit
-from latentcache.devices.findings import AuditReport
-from latentcache.encoders.tiny import tiny_sdxl, tiny_unet
+from latentcache.devices.audit_report import AuditReport
+from latentcache.models.tiny import tiny_sdxl, tiny_unet
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {"amsgrad": True}),

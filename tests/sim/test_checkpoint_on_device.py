@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from training_run import Run, assert_same_bits
+from helpers.training_run import Run, assert_same_bits
 
-from latentcache.devices.checkpoint import load_checkpoint, save_checkpoint
+from latentcache.checkpoints.checkpoint import load_checkpoint, save_checkpoint
 from latentcache.devices.optimizer import named_state
 
 FLAGS = {

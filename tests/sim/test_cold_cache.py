@@ -18,10 +18,10 @@ from diffusers import DDPMScheduler
 from latentcache.config import Config
 from latentcache.devices.audit import AuditReport, audit
 from latentcache.devices.placement import placed
-from latentcache.encoders.models import LoadedModels
-from latentcache.encoders.tiny import tiny_sdxl, tiny_unet
-from latentcache.encoders.vae import encode_images, latents_from_moments
 from latentcache.errors import DeviceMismatchError, TrainableEncoderError
+from latentcache.models.loader import LoadedModels
+from latentcache.models.tiny import tiny_sdxl, tiny_unet
+from latentcache.models.vae import encode_images, latents_from_moments
 from latentcache.precache.run import run_precache
 
 CPU = torch.device("cpu")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from latentcache.devices.environment import device_state, examine_environment
-from latentcache.validation import trial
-from latentcache.validation.trial import try_training
+from latentcache.doctor import training_check as trial
+from latentcache.doctor.environment import device_state, examine_environment
+from latentcache.doctor.training_check import try_training
 
 
 def test_the_device_is_listed_and_named(device: torch.device) -> None:

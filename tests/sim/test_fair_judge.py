@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from latentcache.encoders.tiny import tiny_unet
+from latentcache.models.tiny import tiny_unet
 
 CPU = torch.device("cpu")
 Device = torch.device

@@ -8,8 +8,8 @@ from accelerate import cpu_offload, cpu_offload_with_hook
 from accelerate.hooks import remove_hook_from_module
 
 from latentcache.devices.guard import check_same_device, guard
-from latentcache.encoders.tiny import tiny_pipeline, tiny_sdxl
 from latentcache.errors import DeviceMismatchError
+from latentcache.models.tiny import tiny_pipeline, tiny_sdxl
 
 
 class Classifier(torch.nn.Module):

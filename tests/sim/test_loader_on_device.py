@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from loss_cases import make_cache
+from helpers.loss_cases import make_cache
 
 from latentcache import LatentCache, LatentDataset
 from latentcache.errors import StoreError
-from latentcache.retrieve import resident as resident_module
-from latentcache.retrieve.draws import noise_generator
-from latentcache.retrieve.loader import LatentLoader
-from latentcache.retrieve.sampler import BucketBatchSampler
+from latentcache.loading import resident as resident_module
+from latentcache.loading.loader import LatentLoader
+from latentcache.loading.randomness import noise_generator
+from latentcache.loading.sampler import BucketBatchSampler
 
 TENSORS = ("latents", "prompt_embeds", "pooled_prompt_embeds", "add_time_ids")
 TOLERANCE = {"sim": 0.0, "cuda": 1e-6}

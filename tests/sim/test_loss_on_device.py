@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from diffusers import DDPMScheduler
-from loss_cases import SCHEDULER, make_cache
+from helpers.loss_cases import SCHEDULER, make_cache
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from latentcache import LatentCache
-from latentcache.encoders.tiny import tiny_unet
+from latentcache.models.tiny import tiny_unet
 from latentcache.validation.loss import LossReport, LossSettings, validation_loss
 
 SETTINGS = LossSettings(num_timesteps=2, batch_size=4)

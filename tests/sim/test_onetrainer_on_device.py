@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from pipeline_host import host
-from pipeline_sdxl import Run, Setup, concept, write_photos
+from helpers.pipeline_host import host
+from helpers.pipeline_sdxl import Run, Setup, concept, write_photos
 
-from latentcache.encoders.tiny import tiny_sdxl, tiny_unet
 from latentcache.errors import ItemsError
 from latentcache.integrations.onetrainer import restoring
+from latentcache.models.tiny import tiny_sdxl, tiny_unet
 
 CPU = torch.device("cpu")
 ENCODERS = ("text_encoder", "text_encoder_2")

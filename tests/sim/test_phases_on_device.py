@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from accelerate import cpu_offload, cpu_offload_with_hook
-from phase_disturbances import DISTURBANCES
-from phase_mutations import cases, is_noticed, without
-from phase_runs import CASES, assert_as_without, fill, leave_no_trace, name_of, predict
-from phase_training import Training
+from helpers.phase_disturbances import DISTURBANCES
+from helpers.phase_mutations import cases, is_noticed, without
+from helpers.phase_runs import CASES, assert_as_without, fill, leave_no_trace, name_of, predict
+from helpers.phase_training import Training
 
 from latentcache.errors import PhaseError
-from latentcache.validation.phases import Phase, Phases
+from latentcache.phases.phases import Phase, Phases
 
 CPU = torch.device("cpu")
 

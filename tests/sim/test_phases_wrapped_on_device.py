@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from phase_mutations import text_of, without
-from phase_training import Training
+from helpers.phase_mutations import text_of, without
+from helpers.phase_training import Training
 
 from latentcache.errors import DeviceMismatchError, PhaseError
-from latentcache.validation import weights
-from latentcache.validation.phases import Phase, Phases
+from latentcache.phases import weights
+from latentcache.phases.phases import Phase, Phases
 
 CPU = torch.device("cpu")
 

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from phase_runs import assert_as_without
-from phase_training import Training
-from runner_runs import precache_training_set, runner_for, validation_config
+from helpers.phase_runs import assert_as_without
+from helpers.phase_training import Training
+from helpers.runner_runs import precache_training_set, runner_for, validation_config
 
 from latentcache.config import Config
+from latentcache.loading.cache import LatentCache
+from latentcache.phases.phases import Phases
 from latentcache.precache.run import run_precache
-from latentcache.retrieve.batches import LatentCache
-from latentcache.validation.phases import Phases
 from latentcache.validation.runner import ValidationRunner
 
 CPU = torch.device("cpu")

@@ -13,15 +13,15 @@ import torch
 from latentcache import LatentCache
 from latentcache.config import Config
 from latentcache.devices.audit import audit
-from latentcache.encoders import decoding
-from latentcache.encoders.decoding import decode_fitting
-from latentcache.encoders.models import LoadedModels
-from latentcache.encoders.tiny import tiny_pipeline, tiny_sdxl, tiny_unet
 from latentcache.errors import DeviceMismatchError
+from latentcache.models import decoding
+from latentcache.models.decoding import decode_fitting
+from latentcache.models.loader import LoadedModels
+from latentcache.models.tiny import tiny_pipeline, tiny_sdxl, tiny_unet
 from latentcache.precache.prompts import cache_prompts
 from latentcache.precache.workspace import open_workspace
-from latentcache.validation.prompts import PromptEmbeddings, prompt_embeddings
-from latentcache.validation.samples import SampleSettings, denoise, generate
+from latentcache.validation.prompt_set import PromptEmbeddings, prompt_embeddings
+from latentcache.validation.sample_images import SampleSettings, denoise, generate
 
 # diffusers 0.42's Euler scheduler asks numpy 2 for a tensor's array without a copy.
 

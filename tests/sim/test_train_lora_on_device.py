@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from photo_files import write_photo
+from helpers.photo_files import write_photo
 
 from latentcache.config import Config
 from latentcache.precache.run import run_precache

@@ -7,7 +7,7 @@ import os
 
 import torch
 
-from latentcache.fingerprint import key_of
+from latentcache.identity import key_of
 from latentcache.types import Entry, Record
 
 fork = multiprocessing.get_context("fork")

@@ -14,12 +14,12 @@ import torch
 from store_samples import key, packs, run, sample, samples
 
 from latentcache.errors import EntryDamagedError, EntryMissingError, StoreError
-from latentcache.files import BLOCK_BYTES
 from latentcache.store import DiskStore, aio, direct, disk
-from latentcache.store import slabs as slabs_module
+from latentcache.store import aligned_buffers as slabs_module
 from latentcache.store.aio import Piece, ReadQueue
-from latentcache.store.slabs import Slabs
+from latentcache.store.aligned_buffers import Slabs
 from latentcache.store.upkeep import compact
+from latentcache.utils.durable_files import BLOCK_BYTES
 
 pytestmark = pytest.mark.usefixtures("past_cache")
 NUMBERS = range(8)

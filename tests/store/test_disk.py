@@ -12,7 +12,7 @@ import time
 
 import pytest
 import torch
-from other_users import open_to_others
+from helpers.other_users import open_to_others
 from store_samples import CLEAN, fork, key, listing, packs, run, same, sample, samples, spawn
 
 from latentcache.errors import (
@@ -250,7 +250,7 @@ def test_a_live_writers_temporary_file_is_left_alone(root):
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EACCES])
 @pytest.mark.parametrize(("name", "call"), [("writev", 1), ("writev", 2), ("fsync", 1), ("fsync", 2), ("rename", 1)])
 def test_a_refused_write_leaves_nothing_behind(root, monkeypatch, number, name, call):
-    monkeypatch.setattr("latentcache.files._MAX_BUFFERS", 2)
+    monkeypatch.setattr("latentcache.utils.durable_files._MAX_BUFFERS", 2)
     with DiskStore(root) as store:
         store.add(samples(0))
         calls, real = iter(range(1, 1000)), getattr(os, name)

@@ -8,9 +8,9 @@ import time
 
 import diskcache
 import pytest
+from helpers.other_users import open_to_others
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from other_users import open_to_others
 from store_samples import fork, run, spawn
 
 from latentcache.errors import IndexDamagedError, ReadOnlyError, StoreBusyError, StoreError

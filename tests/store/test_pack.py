@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from store_samples import bits, same, sample, samples
 
 from latentcache.errors import EntryDamagedError, PackError, StoreError, UnsafeStoreError
-from latentcache.fingerprint import digest
+from latentcache.identity import digest
 from latentcache.store import DiskStore
 from latentcache.store.pack import map_pack, new_pack_id, read_entry, read_header, write_pack
 

@@ -7,7 +7,7 @@ import os
 import shutil
 
 import pytest
-from other_users import open_to_others
+from helpers.other_users import open_to_others
 from store_samples import key, packs, run, same, sample, samples
 
 from latentcache.errors import EntryDamagedError, StoreError

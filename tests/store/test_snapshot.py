@@ -14,10 +14,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.other_users import open_to_others
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from other_users import open_to_others
 from store_samples import fork, key, run, same, sample, samples
 
 from latentcache.store import DiskStore

@@ -9,8 +9,8 @@ from PIL import Image
 
 from latentcache.validation.history import MeasuredStep
 from latentcache.validation.loss import Estimate, LossReport, SkippedSample, TimestepBin
-from latentcache.validation.report import ValidationReport
-from latentcache.validation.samples import SampleImage
+from latentcache.validation.sample_images import SampleImage
+from latentcache.validation.validation_report import ValidationReport
 
 FOOTING = {"prediction_type": "epsilon", "num_timesteps": 2, "seed": 0, "snr_gamma": None, "schedule": "ab12"}
 

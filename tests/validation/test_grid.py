@@ -13,7 +13,7 @@ from report_samples import image
 
 from latentcache.validation import grid as grid_module
 from latentcache.validation.grid import caption_of, grid_png, image_png, sample_grid, wrap
-from latentcache.validation.samples import SampleImage
+from latentcache.validation.sample_images import SampleImage
 
 FONT = ImageFont.load_default(12)
 PROMPTS = [

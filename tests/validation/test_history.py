@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from report_samples import FOOTING, losses, measured, report
 
-from latentcache.validation.document import to_bytes
+from latentcache.utils.json_document import to_bytes
 from latentcache.validation.history import MeasuredStep, read_history, same_footing
-from latentcache.validation.report import ValidationReport
+from latentcache.validation.validation_report import ValidationReport
 
 
 def equal(found: MeasuredStep, expected: MeasuredStep) -> bool:

@@ -19,14 +19,14 @@ import torch
 import torch.nn.functional as F
 from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler
 from diffusers.training_utils import compute_snr
-from loss_cases import OTHERS, PHOTOS, SCHEDULER, make_cache, noise_of, predict, read_sample, timestep_of
-from pack_damage import damage
+from helpers.loss_cases import OTHERS, PHOTOS, SCHEDULER, make_cache, noise_of, predict, read_sample, timestep_of
+from helpers.pack_damage import damage
 
 from latentcache import LatentCache
 from latentcache.config import ValidationConfig
 from latentcache.dataset.manifest import ManifestMemory
-from latentcache.encoders.tiny import tiny_unet
 from latentcache.errors import ConfigError, ModelError, SampleError, StoreError
+from latentcache.models.tiny import tiny_unet
 from latentcache.store.memory import MemoryStore
 from latentcache.types import Refusal
 from latentcache.validation.loss import (

@@ -11,11 +11,11 @@ import pytest
 from PIL import Image
 from report_samples import measured, report
 
-from latentcache import files
 from latentcache.errors import ReadOnlyError, StorageFullError, StoreError, UnsafeStoreError
+from latentcache.utils import durable_files as files
 from latentcache.validation.plots import loss_plot
-from latentcache.validation.report import ValidationReport
 from latentcache.validation.results import write_results
+from latentcache.validation.validation_report import ValidationReport
 
 ALL = ["loss.png", "metrics.json", "sample-00.png", "sample-01.png", "samples.png"]
 

@@ -9,20 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-from phase_disturbances import differences, state_of
-from phase_runs import assert_as_without
-from phase_training import VARIANTS, Training
+from helpers.phase_disturbances import differences, state_of
+from helpers.phase_runs import assert_as_without
+from helpers.phase_training import VARIANTS, Training
+from helpers.runner_runs import precache_training_set, runner_for, validation_config
 from PIL import Image
-from runner_runs import precache_training_set, runner_for, validation_config
 
 from latentcache.config import Config
 from latentcache.errors import ConfigError, ModelError, SampleError, StoreError, TrainableEncoderError
+from latentcache.loading.cache import LatentCache
+from latentcache.phases.phases import Phases
 from latentcache.precache.run import run_precache
 from latentcache.precache.workspace import Workspace
-from latentcache.retrieve.batches import LatentCache
 from latentcache.validation import runner as runner_module
 from latentcache.validation.loss import validation_loss
-from latentcache.validation.phases import Phases
 from latentcache.validation.runner import ValidationRunner
 
 CPU = torch.device("cpu")

@@ -20,9 +20,9 @@ from torch.utils.tensorboard import SummaryWriter
 
 from latentcache.errors import ConfigError
 from latentcache.validation.grid import sample_grid
-from latentcache.validation.report import ValidationReport
 from latentcache.validation.results import publish
 from latentcache.validation.trackers import log_to, recognise
+from latentcache.validation.validation_report import ValidationReport
 
 
 class Run:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from latentcache.devices.deepspeed_config import check_deepspeed_config
+from latentcache.doctor.deepspeed import check_deepspeed_config
 
 pytestmark = pytest.mark.deepspeed
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from latentcache.integrations.onetrainer.installation import install, mgds_module_class, module_class
-from latentcache.integrations.onetrainer.placement import Restoring, restoring
+from latentcache.integrations.onetrainer.module_placement import Restoring, restoring
 
 __all__ = ["LatentCacheModule", "Restoring", "install", "module_class", "restoring"]
 

@@ -15,15 +15,15 @@ from typing import Any
 import torch
 
 from latentcache.devices.placement import dtype_of
-from latentcache.encoders.identity import module_identity, tokenizer_identity, weights_digest
 from latentcache.errors import PipelineError
-from latentcache.fingerprint import canonical_json, digest
+from latentcache.identity import canonical_json, digest
 from latentcache.integrations.onetrainer.recognised import (
     RECOGNISED,
     class_name,
     constructor_settings,
     unkept_settings,
 )
+from latentcache.models.part_identity import module_identity, tokenizer_identity, weights_digest
 
 logger = logging.getLogger("latentcache")
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from latentcache.errors import PipelineError
 from latentcache.integrations.onetrainer.module import CacheModule
-from latentcache.integrations.onetrainer.placement import restoring
+from latentcache.integrations.onetrainer.module_placement import restoring
 
 LOADERS = (
     "modules.dataLoader.mixin.DataLoaderText2ImageMixin",

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from latentcache.fingerprint import canonical_json, caption_digest, digest, key_of
+from latentcache.identity import canonical_json, caption_digest, digest, key_of
 from latentcache.integrations.onetrainer.description import describe, plain_settings
 from latentcache.integrations.onetrainer.recognised import (
     DRAWS,
@@ -15,7 +15,7 @@ from latentcache.integrations.onetrainer.recognised import (
     class_name,
     draws_random_numbers,
 )
-from latentcache.integrations.onetrainer.sources import FileDigests
+from latentcache.integrations.onetrainer.source_files import FileDigests
 from latentcache.integrations.onetrainer.upstream import Asked, Upstream, asked_names
 from latentcache.provenance import now, software_versions
 from latentcache.types import Kind

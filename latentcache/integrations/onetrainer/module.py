@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from latentcache.errors import EntryDamagedError, EntryMissingError, PipelineError, ReadOnlyError
-from latentcache.fingerprint import canonical_json
-from latentcache.integrations.onetrainer.filling import (
+from latentcache.identity import canonical_json
+from latentcache.integrations.onetrainer.cache_filling import (
     Failure,
     Filling,
     current_device,
@@ -20,14 +20,14 @@ from latentcache.integrations.onetrainer.filling import (
     set_current_device,
 )
 from latentcache.integrations.onetrainer.items import Item, Items
-from latentcache.integrations.onetrainer.sources import FileDigests, signature_of
+from latentcache.integrations.onetrainer.source_files import FileDigests, signature_of
 from latentcache.integrations.onetrainer.upstream import walk
 from latentcache.integrations.onetrainer.values import PLAIN_FIELD, PlainValues, tensors_of, values_of
 from latentcache.integrations.onetrainer.variations import GroupNames, Groups, make_groups
+from latentcache.phases.interrupts import uninterrupted
 from latentcache.store.disk import DiskStore
-from latentcache.store.memo import Memo
+from latentcache.store.scratch import Memo
 from latentcache.types import Entry, Record
-from latentcache.validation.interrupts import uninterrupted
 
 logger = logging.getLogger("latentcache")
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from latentcache.errors import EntryDamagedError, EntryMissingError, PipelineError
-from latentcache.fingerprint import digest
+from latentcache.identity import digest
 from latentcache.store.base import Store, is_field
 
 PLAIN_FIELD = "plain_values"

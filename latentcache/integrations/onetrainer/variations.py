@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from latentcache.errors import PipelineError
-from latentcache.fingerprint import canonical_json
+from latentcache.identity import canonical_json
 
 REPEATS, SAMPLES = "REPEATS", "SAMPLES"
 

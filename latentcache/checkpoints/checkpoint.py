@@ -1,0 +1,206 @@
+"""Checkpoints of a training run: model, optimizer, GradScaler, scheduler, EMA, random state, epoch and step, no pickle.
+
+What the caller built decides where and how things run: each part is loaded onto the device that it is on now, and the
+optimizer keeps its flags (fused, foreach, capturable, maximize, differentiable). The file decides the values: weights,
+moments, lr, betas, weight decay, counters. A resumed run is bit-identical to one that was not interrupted.
+
+Everything is compared before anything is loaded: a checkpoint that does not fit changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from latentcache.checkpoints.folder import read_document, read_tensors, write_checkpoint
+from latentcache.checkpoints.parts import (
+    Modules,
+    load_module_state,
+    load_named_optimizer_state,
+    module_differences,
+    module_state,
+    optimizer_differences,
+    optimizer_state,
+    partitions,
+)
+from latentcache.checkpoints.state_codec import TreeWriter, devices_of, differences, place_items, placed, unpack
+from latentcache.devices.optimizer import inner_optimizer
+from latentcache.devices.part_tensors import is_swapped_in
+from latentcache.devices.rng import rng_state, set_rng_state
+from latentcache.errors import CheckpointError
+from latentcache.provenance import now, software_versions
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointState:
+    """What a checkpoint says beside the parts that were loaded. Tensors in `extra` are on the CPU."""
+
+    epoch: int
+    step: int
+    extra: Any
+
+
+# More parameters than elsewhere: each is one part of a run, by keyword, and most calls name two or three.
+def save_checkpoint(
+    folder: str | Path,
+    *,
+    model: Modules,
+    optimizer: torch.optim.Optimizer | None = None,
+    scaler: Any = None,
+    scheduler: Any = None,
+    ema: Any = None,
+    rng: bool = True,
+    epoch: int = 0,
+    step: int = 0,
+    extra: Any = None,
+) -> Path:
+    """Write the run's state into `folder`, and give the folder's path.
+
+    `model` is one module or several by name; `ema` a module, or an object with `state_dict`. `extra` is plain data and
+    tensors. A checkpoint that `folder` holds is replaced, without a moment in which there is none. One process writes a
+    folder: random state is that process's. Raises CheckpointError, with every offender, for what cannot be written:
+    sharded and quantised tensors, objects that are not plain data, optimizer parameters that `model` does not have, an
+    EMA that is swapped in. The folder is then as it was.
+    """
+    folder = Path(folder)
+    parts: dict[str, Any] = {"model": module_state(model), "extra": extra}
+    orphans: list[str] = []
+    if optimizer is not None:
+        parts["optimizer"], orphans = optimizer_state(optimizer, model)
+    if ema is not None:
+        parts["ema"] = _ema_state(folder, ema)
+    if scaler is not None:
+        parts["scaler"] = scaler.state_dict()
+    if scheduler is not None:
+        parts["scheduler"] = scheduler.state_dict()
+    if rng:
+        parts["rng"] = rng_state()
+    if orphans:
+        detail = "the optimizer has parameters that no module of `model` has; name all trained modules: "
+        raise CheckpointError(folder, detail + "model={'unet': unet, ...}", offenders=tuple(orphans))
+    writers = {part: TreeWriter(part) for part in parts}
+    trees = {part: writers[part].pack(value) for part, value in parts.items()}
+    offenders = (*partitions(model), *(line for writer in writers.values() for line in writer.offenders))
+    if offenders:
+        raise CheckpointError(folder, "these cannot be written:", offenders=offenders)
+    document = {
+        "saved_at": now(),
+        "software": dict(software_versions()),
+        "epoch": epoch,
+        "step": step,
+        "classes": _classes(optimizer=optimizer, scaler=scaler, scheduler=scheduler, ema=ema),
+        "parts": trees,
+    }
+    write_checkpoint(folder, document, {part: writer.tensors for part, writer in writers.items()})
+    return folder
+
+
+def load_checkpoint(
+    folder: str | Path,
+    *,
+    model: Modules,
+    optimizer: torch.optim.Optimizer | None = None,
+    scaler: Any = None,
+    scheduler: Any = None,
+    ema: Any = None,
+    rng: bool = True,
+) -> CheckpointState:
+    """Load what `save_checkpoint` wrote into the parts given, each on the device that it is on now.
+
+    Parts of the file that are not asked for are left alone. Random streams of accelerators that are not here are left
+    out, with a logged warning. Raises CheckpointError if the files are damaged, if a part asked for is not in the
+    file, or if names, shapes, dtypes, tied weights, parameter groups or classes differ; it names each. Nothing has
+    changed then.
+    """
+    folder = Path(folder)
+    document = read_document(folder)
+    given = {"optimizer": optimizer, "scaler": scaler, "scheduler": scheduler, "ema": ema}
+    wanted = [
+        "model",
+        "extra",
+        *(part for part, value in given.items() if value is not None),
+        *(["rng"] if rng else []),
+    ]
+    missing = [part for part in wanted if part not in document["parts"]]
+    if missing:
+        have = ", ".join(sorted(document["parts"]))
+        detail = f"has no {', '.join(missing)}, it has {have}; leave out what it has not ({missing[0]}=...)"
+        raise CheckpointError(folder, detail)
+    saved = {part: _read_part(folder, document, part) for part in wanted}
+    offenders = _mismatches(document, saved, model, given)
+    if offenders:
+        detail = "does not fit what it is loaded into; build it as it was when saved:"
+        raise CheckpointError(folder, detail, offenders=tuple(offenders))
+    load_module_state(model, saved["model"])
+    if ema is not None:
+        _load_ema(ema, saved["ema"])
+    if optimizer is not None:
+        load_named_optimizer_state(optimizer, saved["optimizer"], model)
+    # After the optimizer: a scheduler's constructor has changed its lr.
+    if scheduler is not None:
+        scheduler.load_state_dict(placed(saved["scheduler"], devices_of(scheduler.state_dict())))
+    if scaler is not None:
+        scaler.load_state_dict(saved["scaler"])
+    if rng:
+        set_rng_state(saved["rng"])
+    return CheckpointState(document["epoch"], document["step"], saved["extra"])
+
+
+def _read_part(folder: Path, document: Mapping[str, Any], part: str) -> Any:
+    try:
+        return unpack(document["parts"][part], read_tensors(folder, document, part))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(folder, f"{part} is not what latentcache writes: {error!r}") from error
+
+
+def _mismatches(
+    document: Mapping[str, Any], saved: Mapping[str, Any], model: Modules, given: Mapping[str, Any]
+) -> list[str]:
+    found = module_differences(saved["model"], model, "model")
+    for part, name in _classes(**given).items():
+        if document["classes"].get(part) != name:
+            found.append(f"{part}: saved from {document['classes'].get(part)}, here is {name}")
+    if found:
+        return found
+    if given["optimizer"] is not None:
+        found += optimizer_differences(saved["optimizer"], given["optimizer"], model)
+    if isinstance(given["ema"], torch.nn.Module):
+        found += module_differences(saved["ema"], given["ema"], "ema")
+    elif given["ema"] is not None:
+        found += differences(saved["ema"], given["ema"].state_dict(), "ema")
+    if given["scaler"] is not None and bool(saved["scaler"]) != bool(given["scaler"].state_dict()):
+        found.append(f"scaler: enabled={bool(saved['scaler'])} in the file; build it so, or leave scaler=None")
+    return found
+
+
+def _classes(**parts: Any) -> dict[str, str]:
+    """The class of each part that is given; an optimizer's without its wrappers."""
+    if parts.get("optimizer") is not None:
+        parts["optimizer"] = inner_optimizer(parts["optimizer"])
+    kinds = {part: type(value) for part, value in parts.items() if value is not None}
+    return {part: f"{kind.__module__}.{kind.__qualname__}" for part, kind in kinds.items()}
+
+
+def _ema_state(folder: Path, ema: Any) -> dict[str, Any]:
+    if is_swapped_in(ema):
+        raise CheckpointError(
+            folder, "the EMA weights are in the model now, and would be saved as its own; call ema.restore(...) first"
+        )
+    return module_state(ema) if isinstance(ema, torch.nn.Module) else ema.state_dict()
+
+
+def _load_ema(ema: Any, saved: Mapping[str, Any]) -> None:
+    if isinstance(ema, torch.nn.Module):
+        load_module_state(ema, saved)
+        return
+    devices = devices_of(ema.state_dict())
+    # Such classes keep copies of what they are given. Moved one by one afterwards, the device never holds a second set.
+    ema.load_state_dict(saved)
+    place_items(ema.state_dict(), devices)
+    if devices_of(ema.state_dict()) != devices:
+        # Its state_dict does not hand out its own lists.
+        ema.load_state_dict(placed(saved, devices))

@@ -1,0 +1,279 @@
+"""The commands `import` and `export`: caches of other trainers."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from cyclopts import App, Parameter
+
+from latentcache.cli.options import AsJson, Switch
+from latentcache.cli.output import DONE, DONE_WITH_FAULTS, print_result
+from latentcache.config import CacheConfig, Config, load_config, settings_from_environment
+from latentcache.dataset.samples import MAX_CAPTION_BYTES, CaptionError, captions_in_text
+from latentcache.errors import ConfigError
+
+FORMATS = {
+    "kohya": "kohya",
+    "simpletuner": "simpletuner",
+    "ai-toolkit": "ai_toolkit",
+    "diffusion-pipe": "diffusion_pipe",
+    "onetrainer": "onetrainer",
+}
+"""Format -> its module in `interop.formats`: `read(root, *, ...)` reads a cache, `export(cache, name, folder, *, ...)`, if
+there is one, writes one. Their keyword arguments are the options of that format."""
+
+# The longer name first: cyclopts would take it for a key of the shorter one.
+CacheFolder = Annotated[Path | None, Parameter(name=("--cache.path", "--cache"), help="The cache's directory.")]
+FromConfig = Annotated[Path | None, Parameter(name="--config", help="A config: names the cache, and the models.")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImportOptions:
+    """What an import does with what it reads."""
+
+    name: str | None = None
+    """Name of the manifest. Default: that of the config's only dataset, else that of the format."""
+    role: Literal["train", "validation"] | None = None
+    """What the dataset is for. Default: what the config says of it, else train."""
+    repeats: int | None = None
+    """How often an epoch visits each sample. Default: what the config says of it, else 1."""
+    dtype: Literal["float32", "float16", "bfloat16"] | None = None
+    """What is stored. Default: what the files hold, float32 for latents that have to be divided; with --verify what the
+    config stores."""
+    verify: str | None = None
+    """Encode so many entries of each kind again, or `all`, and keep as verified what is equal. Needs --config."""
+    seed: int = 0
+    """Which entries are verified."""
+    tolerance: float | None = None
+    """Largest absolute difference that is equal. Default: by dtype."""
+    no_scale_check: Switch = False
+    """Do not compare the latents' standard deviation with SDXL's: they are of another VAE."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReaderOptions:
+    """What helps to read a cache. Each format has some of these."""
+
+    images: Path | None = None
+    """The images' folder. kohya: if the images are not beside the files."""
+    caption_extension: str | None = None
+    """Suffix of the caption files beside the images. Default: .txt."""
+    captions: Path | None = None
+    """A text file of further captions, one a line, for formats that name files by a hash of the caption."""
+    text_cache: Path | None = None
+    """simpletuner: the text cache, if it is in another folder."""
+    metadata: Path | None = None
+    """simpletuner: aspect_ratio_bucket_metadata_ID.json."""
+    recorded_root: str | None = None
+    """Where the images' folder was when the cache was made, if it was moved since."""
+    trigger: str | None = None
+    """ai-toolkit: the trigger word of the training."""
+    variation: int | None = None
+    """onetrainer: which variation, from 0."""
+    area: int | None = None
+    """kohya: of a file with several resolutions, take the one nearest to so many pixels. Default: the largest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriterOptions:
+    """How a format is written. Each format has some of these."""
+
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """simpletuner, ai-toolkit: dtype of the latents. Default: bfloat16."""
+    caption_extension: str | None = None
+    """ai-toolkit: suffix of the caption files beside the images. Default: .txt."""
+    unsuffixed: Switch = False
+    """kohya: also write the names that releases before March 2026 read."""
+    seed: int | None = None
+    """Export a draw of the moments with this seed. Default: their mean."""
+    overwrite: Switch = False
+    """Replace files that are there already."""
+
+
+def register(app: App) -> None:
+    """Add the commands to the command line."""
+    app.command(import_foreign, name="import")
+    app.command(export_foreign, name="export")
+
+
+def import_foreign(
+    root: Path,
+    /,
+    *,
+    source: Annotated[str, Parameter(name="--from")],
+    cache:
+    # The longer name first: cyclopts would take it for a key of the shorter one.
+    CacheFolder = None,
+    config: FromConfig = None,
+    options: Annotated[ImportOptions | None, Parameter(name="*")] = None,
+    reader: Annotated[ReaderOptions | None, Parameter(name="*", group="Reading")] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Import the cache of another trainer. What is imported is unverified, until encoding shows that it is right.
+
+    Parameters
+    ----------
+    root
+        The folder of the foreign cache.
+    source
+        Its format: kohya, simpletuner, ai-toolkit, diffusion-pipe or onetrainer.
+    """
+    from latentcache.interop.importing import import_cache
+    from latentcache.precache.workspace import open_workspace
+    from latentcache.store.base import DTYPES
+    from latentcache.utils.progress import default_progress
+
+    options = options or ImportOptions()
+    loaded = None if config is None else load_config(config)
+    dataset = None
+    if loaded is not None:
+        named = [each for each in loaded.datasets if options.name in (None, each.name)]
+        dataset = named[0] if len(named) == 1 else None
+    given = _given(reader or ReaderOptions())
+    if "captions" in given:
+        given["captions"] = _lines(given["captions"])
+    if loaded is not None and "tokenize" in _options_of(source, "read"):
+        given["tokenize"] = _tokenize(loaded)
+    foreign = _chosen(source, "read", given)(root)
+    with open_workspace(_cache_config(cache, loaded)) as workspace:
+        report = import_cache(
+            foreign,
+            workspace,
+            name=options.name or (dataset.name if dataset is not None else source),
+            role=options.role or (dataset.role if dataset is not None else "train"),
+            repeats=options.repeats if options.repeats is not None else (dataset.repeats if dataset is not None else 1),
+            store_dtype=None if options.dtype is None else DTYPES[options.dtype],
+            scale_check=not options.no_scale_check,
+            verification=_verification(options, loaded),
+            progress=default_progress(),
+        )
+    print_result(report.to_json(), report.to_text, as_json)
+    return DONE_WITH_FAULTS if report.has_faults else DONE
+
+
+def export_foreign(
+    root: Path,
+    /,
+    *,
+    target: Annotated[str, Parameter(name="--to")],
+    cache:
+    # The longer name first: cyclopts would take it for a key of the shorter one.
+    CacheFolder = None,
+    config: FromConfig = None,
+    manifest: str | None = None,
+    unverified: Switch = False,
+    writer: Annotated[WriterOptions | None, Parameter(name="*", group="Writing")] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Export a dataset of the cache to another trainer's format.
+
+    Parameters
+    ----------
+    root
+        The folder to write to. kohya: the images' folder, or one laid out like it.
+    target
+        The format: kohya, simpletuner or ai-toolkit.
+    manifest
+        The dataset. Default: the only one.
+    unverified
+        Also export what was imported and not verified.
+    """
+    from latentcache.loading.cache import LatentCache
+    from latentcache.store.base import DTYPES
+
+    loaded = None if config is None else load_config(config)
+    given = _given(writer or WriterOptions())
+    if "dtype" in given:
+        given["dtype"] = DTYPES[given["dtype"]]
+    export = _chosen(target, "export", given)
+    with LatentCache(_cache_config(cache, loaded).path, unverified=unverified) as opened:
+        names = opened.dataset_names()
+        if manifest is None and len(names) != 1:
+            raise ConfigError(f"which dataset? Give --manifest; there are: {', '.join(names) or 'none'}")
+        report = export(opened, manifest or names[0], root)
+    print_result(report.to_json(), report.to_text, as_json)
+    return DONE_WITH_FAULTS if report.has_faults else DONE
+
+
+def _functions(action: Literal["read", "export"]) -> dict[str, Callable[..., Any]]:
+    """The formats that have such a function."""
+    modules = {name: import_module(f"latentcache.interop.formats.{module}") for name, module in FORMATS.items()}
+    return {name: getattr(module, action) for name, module in modules.items() if hasattr(module, action)}
+
+
+def _options_of(format_name: str, action: Literal["read", "export"]) -> dict[str, inspect.Parameter]:
+    function = _functions(action).get(format_name)
+    parameters = {} if function is None else inspect.signature(function).parameters
+    return {name: each for name, each in parameters.items() if each.kind is each.KEYWORD_ONLY}
+
+
+def _chosen(format_name: str, action: Literal["read", "export"], given: Mapping[str, Any]) -> Callable[..., Any]:
+    """`read` or `export` of a format, with these options. ConfigError for what the format does not have or lacks."""
+    flag = "--from" if action == "read" else "--to"
+    functions = _functions(action)
+    if format_name not in functions:
+        raise ConfigError(f"{flag} is {format_name!r}; use one of {', '.join(functions)}")
+    known = _options_of(format_name, action)
+    for name in given:
+        if name not in known:
+            allowed = ", ".join(_flag(each) for each in sorted(known) if each != "tokenize") or "none"
+            raise ConfigError(f"{_flag(name)} is no option of {flag} {format_name}; its options are: {allowed}")
+    for name, each in known.items():
+        if each.default is each.empty and name not in given:
+            raise ConfigError(f"{flag} {format_name} needs {_flag(name)}")
+    return lambda *arguments: functions[format_name](*arguments, **given)
+
+
+def _tokenize(config: Config) -> Any:
+    """What makes tokens of captions: formats without captions are paired by them."""
+    from latentcache.interop.formats.onetrainer import tokenize_with
+    from latentcache.precache.encodings import load_models
+
+    return tokenize_with(load_models(config.model, {}).tokenizers()[0])
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _given(options: Any) -> dict[str, Any]:
+    """The options that were given; a switch that is off was not."""
+    return {name: value for name, value in asdict(options).items() if value is not None and value is not False}
+
+
+def _lines(path: Path) -> tuple[str, ...]:
+    """The captions in a file, one a line."""
+    try:
+        with open(path, "rb") as file:
+            return captions_in_text(file.read(64 * MAX_CAPTION_BYTES))
+    except (OSError, CaptionError) as error:
+        raise ConfigError(f"cannot be used: {error}", source=f"--captions {path}") from error
+
+
+def _cache_config(flag: Path | None, config: Config | None) -> CacheConfig:
+    """Where the cache is: the flag, else the config, else the environment."""
+    path: Any = flag if flag is not None else settings_from_environment(os.environ).get("cache", {}).get("path")
+    if config is not None:
+        return config.cache if flag is None else config.cache.model_copy(update={"path": flag.expanduser()})
+    if path is None:
+        raise ConfigError("which cache? Give --cache DIR, --config, or set LATENTCACHE_CACHE_PATH")
+    return CacheConfig(path=path)
+
+
+def _verification(options: ImportOptions, config: Config | None) -> Any:
+    from latentcache.interop.verification import Verification
+
+    if options.verify is None:
+        return None
+    if config is None:
+        raise ConfigError("--verify encodes again, and needs --config to say with which models")
+    if options.verify != "all" and not (options.verify.isdecimal() and int(options.verify) > 0):
+        raise ConfigError(f"--verify is {options.verify!r}; give a number of entries, or all")
+    num_entries = "all" if options.verify == "all" else int(options.verify)
+    return Verification(config, None, num_entries, options.seed, options.tolerance)

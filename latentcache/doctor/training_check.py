@@ -1,0 +1,78 @@
+"""A trial of the device: one training step of the tiny SDXL's UNet, and an audit of all that took part."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from latentcache.devices.audit import audit
+from latentcache.doctor.diagnosis import Diagnosis, Finding
+from latentcache.models.tiny import HIDDEN_SIZE, HIDDEN_SIZE_2, NUM_TOKENS, tiny_unet
+
+BATCH_SIZE, LATENT_SIDE = 2, 8
+SUBJECT = "training trial"
+
+
+def try_training(device: torch.device) -> Diagnosis:
+    """Forward, backward and an AdamW step on `device`, in float32; the facts hold loss and audit under `training`.
+
+    A step that fails is an error finding with torch's own message. Global random states stay as they were.
+    """
+    generator = torch.Generator().manual_seed(0)
+    unet = tiny_unet().train()
+    batch = training_batch(generator)
+    target = torch.randn(batch["sample"].shape, generator=generator)
+    try:
+        unet.to(device)
+        batch = {name: tensor.to(device) for name, tensor in batch.items()}
+        optimizer = torch.optim.AdamW(unet.parameters(), lr=1e-4)
+        before = torch.nn.utils.parameters_to_vector(unet.parameters()).detach().clone()
+        loss = torch.nn.functional.mse_loss(_predict(unet, batch), target.to(device))
+        loss.backward()
+        optimizer.step()
+        moved = torch.nn.utils.parameters_to_vector(unet.parameters()).detach().sub(before).abs().max().item()
+    except RuntimeError as error:
+        # Out of memory, a kernel that is missing, tensors on two devices: each is what the trial is there to find.
+        finding = Finding("error", SUBJECT, f"the step failed on {device}: {error}", "mend what the message names")
+        return Diagnosis((finding,), {"training": {"device": str(device), "error": str(error)}})
+    report = audit(
+        {"unet": unet, "optimizer": optimizer, "batch": batch},
+        device=device,
+        training={"unet": True},
+        dtypes={"unet": torch.float32},
+    )
+    findings = [
+        Finding(found.level, f"{SUBJECT}: {found.part}", found.to_text(), "see README, When devices disagree")
+        for found in report.findings
+    ]
+    loss_value = loss.item()
+    if not (math.isfinite(loss_value) and 0 < moved < math.inf):
+        found = f"on {device}: loss {loss_value}, largest change of a weight {moved}: the step computed nonsense"
+        findings.append(Finding("error", SUBJECT, found, "run the same on cpu; if it is sound there, mend the driver"))
+    if report.ok and not findings:
+        text = f"one step on {device}: loss {loss_value:.4f}; {report.num_tensors} tensors audited, all in place"
+        findings.append(Finding("ok", SUBJECT, text))
+    facts = {"device": str(device), "loss": loss_value if math.isfinite(loss_value) else None}
+    return Diagnosis(tuple(findings), {"training": {**facts, "audit": report.to_json()}})
+
+
+def training_batch(generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """What SDXL's UNet takes, for the tiny one, on the CPU: latents [B, 4, h, w], embeddings and time ids."""
+    height = width = LATENT_SIDE * 8
+    return {
+        "sample": torch.randn(BATCH_SIZE, 4, LATENT_SIDE, LATENT_SIDE, generator=generator),
+        "timestep": torch.randint(0, 1000, (BATCH_SIZE,), generator=generator),
+        "prompt_embeds": torch.randn(BATCH_SIZE, NUM_TOKENS, HIDDEN_SIZE + HIDDEN_SIZE_2, generator=generator),
+        "pooled_prompt_embeds": torch.randn(BATCH_SIZE, HIDDEN_SIZE_2, generator=generator),
+        "add_time_ids": torch.tensor([[height, width, 0, 0, height, width]] * BATCH_SIZE, dtype=torch.float32),
+    }
+
+
+def _predict(unet: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return unet(
+        batch["sample"],
+        batch["timestep"],
+        encoder_hidden_states=batch["prompt_embeds"],
+        added_cond_kwargs={"text_embeds": batch["pooled_prompt_embeds"], "time_ids": batch["add_time_ids"]},
+    ).sample

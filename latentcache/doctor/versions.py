@@ -1,0 +1,100 @@
+"""Versions of the packages that matter here, and the ranges that are known to be bad: one table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+from latentcache.doctor.diagnosis import Finding, Level
+
+PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "safetensors", "peft", "deepspeed", "bitsandbytes")
+
+
+@dataclass(frozen=True, slots=True)
+class BadRange:
+    """Versions of a package that fail, why, what to do, and where that is known from."""
+
+    package: str
+    specifier: str
+    level: Level
+    reason: str
+    remedy: str
+    source: str
+
+
+BAD_RANGES = (
+    BadRange(
+        "torch",
+        "<2.1",
+        "error",
+        "loading an optimizer's state leaves `step` on the CPU, and a fused optimizer then fails on `state_steps`",
+        "install torch>=2.6",
+        "https://github.com/pytorch/pytorch/pull/102619",
+    ),
+    BadRange("torch", "<2.6", "error", "latentcache is written for torch>=2.6", "install torch>=2.6", "pyproject.toml"),
+    BadRange(
+        "diffusers",
+        "<0.42",
+        "error",
+        "a pipeline whose parts lie on several devices fails, e.g. a UNet on the GPU with its text encoders on the CPU",
+        "install diffusers>=0.42",
+        "https://github.com/huggingface/diffusers/pull/14383",
+    ),
+    BadRange(
+        "transformers",
+        "<5.0",
+        "error",
+        "latentcache reads CLIP text encoders as transformers 5 builds them (without `text_model`)",
+        "install transformers>=5.0",
+        "pyproject.toml",
+    ),
+    BadRange(
+        "accelerate",
+        "<1.0",
+        "error",
+        "latentcache is written for accelerate>=1.0",
+        "install accelerate>=1.0",
+        "pyproject.toml",
+    ),
+    BadRange(
+        "deepspeed",
+        ">=0.14.1,<0.14.3",
+        "error",
+        "clipping multiplies gradients by a 0-dim tensor on the accelerator: with an offloaded optimizer the gradients "
+        "are on the CPU, and the step fails with `Expected all tensors to be on the same device`",
+        "install deepspeed>=0.14.3",
+        "https://github.com/deepspeedai/DeepSpeed/issues/5422",
+    ),
+)
+"""A version is compared without its local part (`2.13.0+cpu`); `0.42.0.dev0` counts as 0.42."""
+
+
+def installed_versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
+    """Version of each package that is installed. Nothing is imported."""
+    found = {}
+    for name in packages:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def check_versions(installed: Mapping[str, str]) -> list[Finding]:
+    """One finding per package: its first bad range in the table, or ok."""
+    return [_check(name, text) for name, text in installed.items()]
+
+
+def _check(name: str, text: str) -> Finding:
+    try:
+        number = Version(text)
+    except InvalidVersion:
+        return Finding("warning", name, f"{text}: not a version that can be compared", "compare it by hand")
+    for bad in BAD_RANGES:
+        if bad.package == name and SpecifierSet(bad.specifier).contains(number, prereleases=True):
+            return Finding(bad.level, name, f"{text}: {bad.reason} ({bad.source})", bad.remedy)
+    return Finding("ok", name, text)

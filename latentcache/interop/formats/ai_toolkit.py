@@ -1,0 +1,356 @@
+"""ai-toolkit's caches for SDXL: safetensors files in `_latent_cache` and `_t_e_cache`, folders beside the images.
+
+Latents: `<stem>_<hash>.safetensors`, tensor `latent` [4, h, w], one draw multiplied by the VAE's scaling factor. The
+file's metadata are the facts that the hash is of: the image's name, the size that it was scaled to, the crop, flips. An
+image is mirrored first, then scaled and cropped; a `Geometry` crops first, so that its crop is turned here.
+Text: `<stem>_<hash>.safetensors`, tensors `text_embed` [1, 77, 2048] and `pooled_embed` [1, 1280], without metadata.
+The hash is of the caption as it was encoded, with the trigger word in it.
+
+A hash is the MD5 of sorted JSON, in URL-safe base64 without padding. (Read in ai-toolkit, which has the MIT license.)
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+
+from latentcache.dataset.samples import MAX_CAPTION_BYTES, walk
+from latentcache.errors import DatasetError, ForeignFileRefused
+from latentcache.interop.export_files import WrittenFiles
+from latentcache.interop.exporting import ExportSample, export_samples
+from latentcache.interop.items import ForeignImage, ForeignItem, ForeignText
+from latentcache.interop.reports import ExportReport
+from latentcache.interop.source_images import Originals, refusal_of
+from latentcache.interop.torch_files import read_file, tensor_in
+from latentcache.loading.cache import LatentCache
+from latentcache.types import Crop, Geometry, Refusal, Size
+
+SCALING_FACTOR = 0.13025
+LATENT_FOLDER, TEXT_FOLDER = "_latent_cache", "_t_e_cache"
+NOTE_NO_IMAGE = "the image is not there: the size that it was scaled to stands for its own"
+NOTE_UNUSUAL = "ai-toolkit scales or crops the image otherwise: it does not find the latent, and encodes it anew"
+
+_SPACE = "sdxl"
+_VERSION = 1
+_SUFFIX = ".safetensors"
+_NOT_HASHED = ("software", "format")
+_STRINGS = ("filename", "latent_space_version")
+_SIDES = ("scale_to_height", "scale_to_width", "crop_height", "crop_width")
+_STARTS = ("crop_y", "crop_x")
+_KNOWN = {*_STRINGS, *_SIDES, *_STARTS, "latent_version", "flip_x", "flip_y", "cache_tensors_to_disk"}
+_MAX_SIDE = 1 << 20
+_MAX_HEADER_BYTES = 1 << 20
+_TAIL = len("_") + 22 + len(_SUFFIX)
+"""Characters of a name behind the image's stem: 16 bytes are 22 characters of base64."""
+_SLACK = 2
+"""Pixels by which the scaled size may miss the computed one: ai-toolkit rounds up, after an optional factor."""
+
+
+def read(root: str | Path, *, caption_extension: str = ".txt", trigger: str | None = None) -> AiToolkitCache:
+    """The caches in and below the images' folder `root`. `trigger` is the trigger word of the run that made them.
+
+    Raises DatasetError if the folder cannot be read.
+    """
+    originals = Originals(root, caption_extension=caption_extension)
+    return AiToolkitCache(os.path.abspath(root), originals, caption_extension, trigger)
+
+
+def export(
+    cache: LatentCache,
+    name: str,
+    folder: str | Path,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    seed: int | None = None,
+    overwrite: bool = False,
+    caption_extension: str = ".txt",
+) -> ExportReport:
+    """Write ai-toolkit's files for the manifest `name` below `folder`: the images' own folder, or a copy of its layout.
+
+    Latents are the mean of the moments, or with `seed` a draw, as ai-toolkit has it, multiplied by the scaling factor,
+    in `dtype`; embeddings keep theirs. ai-toolkit encodes a whole caption file as one text, and the text's name follows
+    from it, line ends included: only samples with one caption have their text exported. It uses a latent only if its
+    own buckets, which round sizes up, give the image the same size and crop; the report counts those that do not fit.
+    Files that are there are left alone, and listed, unless `overwrite`. Raises what `export_samples` does, and
+    ReadOnlyError, StorageFullError or StoreError.
+    """
+    report = ExportReport("ai-toolkit", name, str(folder))
+    files = WrittenFiles(report, overwrite=overwrite)
+    for sample in export_samples(cache, name, report, seed=seed):
+        base = Path(folder, sample.stem)
+        try:
+            sample.sample_id.encode()
+        except UnicodeEncodeError:
+            detail = "its name is not UTF-8, as the metadata of a safetensors file must be"
+            report.skipped.append(Refusal(sample.sample_id, sample.path, "unreadable", detail))
+            continue
+        if not _is_usual(sample.geometry):
+            report.note(NOTE_UNUSUAL)
+        for flip, latents in ((False, sample.latents), (True, sample.flipped)):
+            if latents is None:
+                continue
+            facts = _facts_of(PurePosixPath(sample.sample_id).name, replace(sample.geometry, flip=flip))
+            scaled = (latents * SCALING_FACTOR).to(dtype).contiguous()
+            data = save({"latent": scaled}, _metadata(facts))
+            report.num_images += files.write(base.parent / LATENT_FOLDER / latent_name(facts), data, sample)
+        _export_text(sample, base, files, report, caption_extension)
+    return report
+
+
+def _export_text(
+    sample: ExportSample, base: Path, files: WrittenFiles, report: ExportReport, caption_extension: str
+) -> None:
+    if len(sample.captions) != 1:
+        report.note("several captions: ai-toolkit encodes them as one text, which is not in the cache")
+        return
+    (caption,) = sample.captions
+    beside = os.path.splitext(sample.path)[0] + caption_extension
+    try:
+        text = _caption_text(beside) if os.path.lexists(beside) else caption.text
+    except ForeignFileRefused as error:
+        report.skipped.append(refusal_of(sample.sample_id, error))
+        return
+    if text.split() != caption.text.split():
+        report.note("the caption file was edited since: its text is not in the cache")
+        return
+    path = base.parent / TEXT_FOLDER / text_name(base.name, _encoded(text, None))
+    if path in files:
+        return  # an image of the same stem
+    tensors = {
+        "text_embed": caption.prompt_embeds[None].contiguous(),
+        "pooled_embed": caption.pooled_prompt_embeds[None].contiguous(),
+    }
+    report.num_texts += files.write(path, save(tensors), sample)
+
+
+def _facts_of(filename: str, geometry: Geometry) -> dict[str, Any]:
+    """The facts about a latent, of which its file's name is the hash."""
+    (top, left), resized, target = geometry.crop_top_left, geometry.resized_size, geometry.target_size
+    facts: dict[str, Any] = {
+        "filename": filename,
+        "scale_to_width": resized.width,
+        "scale_to_height": resized.height,
+        "crop_x": resized.width - target.width - left if geometry.flip else left,
+        "crop_y": top,
+        "crop_width": target.width,
+        "crop_height": target.height,
+        "latent_space_version": _SPACE,
+        "latent_version": _VERSION,
+    }
+    return facts | {"flip_x": True} if geometry.flip else facts
+
+
+def _metadata(facts: Mapping[str, Any]) -> dict[str, str]:
+    strings = {name: value if isinstance(value, str) else json.dumps(value) for name, value in facts.items()}
+    return strings | {"software": json.dumps({"name": "latentcache"}), "format": "pt"}
+
+
+def _is_usual(geometry: Geometry) -> bool:
+    """Whether ai-toolkit, with the same bucket, scales and crops in the same way: up, and to the middle."""
+    size, target = geometry.original_size, geometry.target_size
+    scale = max(target.width / size.width, target.height / size.height)
+    resized = Size(math.ceil(size.height * scale), math.ceil(size.width * scale))
+    spare = Crop((resized.height - target.height) // 2, (resized.width - target.width) // 2)
+    return (geometry.resized_size, geometry.crop_top_left) == (resized, spare)
+
+
+def latent_name(facts: Mapping[str, Any]) -> str:
+    """The file's name for the facts about a latent, in its `_latent_cache` folder."""
+    return _name(os.path.splitext(facts["filename"])[0], facts)
+
+
+def text_name(stem: str, caption: str) -> str:
+    """The file's name for the caption of the image with this stem, in its `_t_e_cache` folder."""
+    facts = {"caption": caption, "text_embedding_space_version": _SPACE, "text_embedding_version": _VERSION}
+    return _name(stem, facts)
+
+
+def _name(stem: str, facts: Mapping[str, Any]) -> str:
+    document = json.dumps(facts, sort_keys=True).encode()
+    code = base64.urlsafe_b64encode(hashlib.md5(document, usedforsecurity=False).digest()).decode().rstrip("=")
+    return f"{stem}_{code}{_SUFFIX}"
+
+
+def _caption_text(path: str) -> str:
+    """All of a caption file. Raises ForeignFileRefused."""
+    try:
+        text = read_file(path, MAX_CAPTION_BYTES).decode()
+    except UnicodeDecodeError as error:
+        raise ForeignFileRefused(path, "bad-caption", f"it is not UTF-8: {error}") from error
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _encoded(text: str, trigger: str | None) -> str:
+    """What ai-toolkit makes of a caption: a space behind every comma, and no placeholders."""
+    text = ", ".join(text.split(","))
+    for placeholder in ("[name]", "[trigger]"):
+        text = text.replace(placeholder, trigger or "")
+    return text
+
+
+def _tensors(data: bytes, path: str) -> dict[str, torch.Tensor]:
+    try:
+        return load(data)
+    except (SafetensorError, ValueError, KeyError, RuntimeError, TypeError, OverflowError) as error:
+        raise ForeignFileRefused(path, "corrupt", f"safetensors: {error}") from error
+
+
+def _facts(data: bytes, path: str) -> dict[str, Any]:
+    """The metadata of a latent's file, with numbers as numbers. Raises ForeignFileRefused."""
+    length = int.from_bytes(data[:8], "little")
+    if length > min(len(data) - 8, _MAX_HEADER_BYTES):
+        raise ForeignFileRefused(path, "truncated", f"its header has {length:,} bytes, more than there are or may be")
+    try:
+        metadata = json.loads(data[8 : 8 + length]).get("__metadata__")
+        if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+            raise ForeignFileRefused(path, "corrupt", "it has no metadata, from which sizes and crop would follow")
+        return {
+            name: value if name in _STRINGS else json.loads(value)
+            for name, value in metadata.items()
+            if name not in _NOT_HASHED
+        }
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise ForeignFileRefused(path, "corrupt", f"its metadata cannot be read: {error}") from error
+
+
+def _check_facts(facts: Mapping[str, Any], path: str) -> None:
+    """Raises ForeignFileRefused unless they describe one SDXL image, and the file's name follows from them."""
+    if unknown := sorted(facts.keys() - _KNOWN):
+        raise ForeignFileRefused(path, "corrupt", f"its metadata has {', '.join(unknown)}: no plain image's latent")
+    if facts.get("latent_space_version") != _SPACE or facts.get("latent_version") != _VERSION:
+        space, version = facts.get("latent_space_version"), facts.get("latent_version")
+        raise ForeignFileRefused(
+            path, "corrupt", f"its latent is of {space!r}, version {version!r}; not of {_SPACE!r}, 1"
+        )
+    for names, least in ((_SIDES, 1), (_STARTS, 0)):
+        for name in names:
+            value = facts.get(name)
+            if type(value) is not int or not least <= value <= _MAX_SIDE:
+                raise ForeignFileRefused(path, "corrupt", f"its {name} is {value!r}, which is no number of pixels")
+    if facts.get("filename") in (None, "", ".", "..") or "/" in facts["filename"]:
+        raise ForeignFileRefused(path, "corrupt", f"its filename is {facts.get('filename')!r}, which names no file")
+    if latent_name(facts) != os.path.basename(path):
+        raise ForeignFileRefused(
+            path, "changed", "its name does not follow from its metadata: it was renamed, or is of another version"
+        )
+    if facts.get("flip_y", False):
+        raise ForeignFileRefused(path, "corrupt", "it is upside down (flip_y), which no geometry here says")
+
+
+def _geometry(facts: Mapping[str, Any], size: Size | None, path: str) -> Geometry:
+    """The geometry of a latent. `size` is the image's, if it is there. Raises ForeignFileRefused."""
+    resized = Size(facts["scale_to_height"], facts["scale_to_width"])
+    target = Size(facts["crop_height"], facts["crop_width"])
+    top, left = facts["crop_y"], facts["crop_x"]
+    if top + target.height > resized.height or left + target.width > resized.width:
+        raise ForeignFileRefused(
+            path, "corrupt", f"its crop of {target} at {(top, left)} leaves the image of {resized}"
+        )
+    if size is not None:
+        # By the side that must be enlarged most, as in ai-toolkit.
+        scale = max(target.height / size.height, target.width / size.width)
+        if any(abs(side * scale - there) > _SLACK for side, there in zip(size, resized, strict=True)):
+            raise ForeignFileRefused(
+                path,
+                "changed",
+                f"the image is {size} now, which is not scaled to {resized} for {target}: it was replaced",
+            )
+    flip = facts.get("flip_x", False) is True
+    if flip:
+        left = resized.width - target.width - left
+    return Geometry(size or resized, resized, Crop(top, left), target, flip)
+
+
+class AiToolkitCache:
+    """See `read`."""
+
+    format = "ai-toolkit"
+
+    def __init__(self, root: str, originals: Originals, caption_extension: str, trigger: str | None):
+        self._root, self._originals = root, originals
+        self._caption_extension, self._trigger = caption_extension, trigger
+
+    def items(self) -> Iterator[ForeignItem]:
+        """Folder by folder, in the order of names."""
+        yield from self._originals.refusals
+        samples_of: dict[str, list[str]] = {}
+        for sample_id in self._originals:
+            samples_of.setdefault(os.path.splitext(sample_id)[0], []).append(sample_id)
+        for found in walk(self._root):
+            if isinstance(found, Refusal):
+                yield found
+                continue
+            folder, names = found
+            parent, _, last = folder.rpartition("/")
+            for name in names:
+                path = os.path.join(self._root, folder, name)
+                if not name.endswith(_SUFFIX) or last not in (LATENT_FOLDER, TEXT_FOLDER):
+                    continue
+                try:
+                    if last == LATENT_FOLDER:
+                        yield self._image(parent, path)
+                    else:
+                        yield self._text(samples_of, f"{parent}/{name[:-_TAIL]}".lstrip("/"), path)
+                except DatasetError as error:
+                    yield refusal_of(f"{parent}/{name[:-_TAIL]}".lstrip("/"), error)
+
+    def _image(self, folder: str, path: str) -> ForeignImage:
+        data = read_file(path)
+        facts = _facts(data, path)
+        _check_facts(facts, path)
+        sample_id = f"{folder}/{facts['filename']}".lstrip("/")
+        size = self._originals.size(sample_id)
+        geometry = _geometry(facts, size, path)
+        latents = tensor_in(_tensors(data, path).get("latent"), "latent", path, ndim=3)
+        image, note = self._originals.path(sample_id), NOTE_NO_IMAGE if size is None else None
+        return ForeignImage(sample_id, path, image, latents, SCALING_FACTOR, "sample", geometry, note)
+
+    def _text(self, samples_of: Mapping[str, list[str]], stem: str, path: str) -> ForeignText:
+        """`stem` is the sample_id without suffix: images that differ in it alone share their caption."""
+        sample_ids = tuple(samples_of.get(stem, ()))
+        if not sample_ids:
+            raise ForeignFileRefused(path, "missing", "there is no image of this name beside its folder")
+        name, image_stem = os.path.basename(path), os.path.basename(stem)
+        encoded = self._encoded_captions(stem)
+        match = next(((caption, drop) for caption, drop in encoded if text_name(image_stem, caption) == name), None)
+        if match is None:
+            raise ForeignFileRefused(
+                path, "missing", "its name does not follow from the caption: edited since, or made with a trigger word"
+            )
+        tensors = _tensors(read_file(path), path)
+        embeds = tensor_in(tensors.get("text_embed"), "text_embed", path, ndim=3)
+        pooled = tensor_in(tensors.get("pooled_embed"), "pooled_embed", path, ndim=2)
+        if embeds.shape[0] != 1 or pooled.shape[0] != 1:
+            raise ForeignFileRefused(path, "corrupt", f"it holds {embeds.shape[0]} captions; one is expected")
+        caption, is_dropped = " ".join(match[0].split()), match[1]
+        own = next(
+            (own for own in self._originals.captions_of(sample_ids[0]) if " ".join(own.split()) == caption), None
+        )
+        # The embedding that stands for a dropped caption is not one of the sample's captions.
+        of = () if is_dropped and own is None else sample_ids
+        return ForeignText(of, path, caption if own is None else own, embeds[0], pooled[0])
+
+    def _encoded_captions(self, stem: str) -> Iterator[tuple[str, bool]]:
+        """What ai-toolkit may have encoded for a sample, and whether that stands for its dropped caption.
+
+        It encodes the whole caption file; a trigger word that is not in the caption goes before it.
+        """
+        path = os.path.join(self._root, stem + self._caption_extension)
+        text = _caption_text(path) if os.path.lexists(path) else ""
+        for base, is_dropped in ((text, False), (text.strip(), False), ("", bool(text.strip()))):
+            for trigger in dict.fromkeys((self._trigger, None)):
+                caption = _encoded(base, trigger)
+                if trigger and trigger not in caption:
+                    yield f"{trigger} {caption}", is_dropped
+                yield caption, is_dropped

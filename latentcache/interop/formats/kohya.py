@@ -1,0 +1,357 @@
+"""kohya sd-scripts' caches for SDXL: `.npz` files beside the images.
+
+Its pairs are (width, height): they are turned here, and nowhere else.
+Latents: `<image without suffix>_{W:04d}x{H:04d}_sdxl.npz`, W and H those of the image, or the older `<image without
+suffix>.npz`, which kohya prefers where it is there. One draw of the posterior, unscaled, float32 [4, h, w]. There are
+two dialects. A: `latents`, `original_size`, `crop_ltrb` and, if asked for, `latents_flipped` and `alpha_mask`. B, since
+2026: the same names with a suffix `_{h}x{w}`, in latent units, so that one file holds several resolutions.
+Text: `<image without suffix>_te_outputs.npz` with `hidden_state1` [77, 768], `hidden_state2` [77, 1280] and `pool2`
+[1280]. It does not say of which caption: of the first line of the file beside the image, if nobody edited that since.
+
+`crop_ltrb` is not the crop that kohya performs: it is where the whole image would lie inside the bucket. The image is
+resized to cover the bucket, and cropped in the middle; the geometry follows from that.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+
+import numpy as np
+import torch
+
+from latentcache.dataset.buckets import fit
+from latentcache.dataset.images import ImagePolicy, probe
+from latentcache.dataset.samples import Sample, Source, walk
+from latentcache.dataset.sources import open_source
+from latentcache.errors import DatasetError, ForeignFileRefused, ImageRefused
+from latentcache.interop.export_files import WrittenFiles
+from latentcache.interop.exporting import ExportCaption, ExportSample, export_samples
+from latentcache.interop.items import ForeignImage, ForeignItem, ForeignText
+from latentcache.interop.npz_files import NpzFile, npz_bytes, open_npz
+from latentcache.interop.reports import ExportReport
+from latentcache.loading.cache import LatentCache
+from latentcache.types import Bucket, Geometry, Refusal, Size
+
+NUM_TOKENS = 77
+SUFFIX, TEXT_SUFFIX = "_sdxl.npz", "_te_outputs.npz"
+NOTE_MASK = "alpha_mask not imported: entries have no mask"
+NOTE_LEGACY = "the file has the older name, which does not say for which model it was made"
+NOTE_NO_IMAGE = "no image found: the sample_id has no suffix"
+NOTE_TURNED = "kohya does not turn images as EXIF says: this latent is of the image lying on its side"
+NOTE_CROP = "crop_ltrb does not follow kohya's rule: the crop is not known, a middle one is assumed"
+NOTE_NO_UPSCALE = "with bucket_no_upscale the image was cropped, not resized: a resize is assumed"
+NOTE_OTHERS = "the file holds other resolutions too, which were not imported"
+NOTE_FIRST_LINE = "kohya encodes the first line of a caption file, unless it has wildcards"
+
+_LATENT_NAME = re.compile(
+    r"(?P<base>.+)_(?P<width>\d{4,6})x(?P<height>\d{4,6})_(?P<arch>[a-z][a-z0-9_]*)\.npz", re.DOTALL
+)
+_RESOLUTION = re.compile(r"latents_(?P<h>\d{1,5})x(?P<w>\d{1,5})")
+_DOWNSCALE = 8
+_LARGEST_STEP = 64  # of kohya's buckets, in pixels
+# Only sizes are read here, and kohya accepted the image already.
+_POLICY = ImagePolicy(animated="first-frame", max_aspect=float(1 << 20), min_side=1)
+
+
+def contain_rule(original_size: Size, bucket: Bucket) -> tuple[float, float, float, float]:
+    """kohya's `crop_ltrb`: left, top, right and bottom of the whole image inside the bucket, in its pixels."""
+    aspect = original_size.width / original_size.height
+    if bucket.width / bucket.height > aspect:
+        width, height = bucket.height * aspect, float(bucket.height)
+    else:
+        width, height = float(bucket.width), bucket.width / aspect
+    left, top = (bucket.width - width) // 2, (bucket.height - height) // 2
+    return left, top, left + width, top + height
+
+
+def read(
+    root: str | Path, *, images: str | Path | None = None, caption_extension: str = ".txt", area: int | None = None
+) -> KohyaCache:
+    """The `.npz` files below `root`. `images` is the images' folder if they are elsewhere, laid out in the same way.
+
+    Of a file with several resolutions the one nearest to `area` (pixels) is read; by default the largest. Raises
+    DatasetError for folders that cannot be read.
+    """
+    return KohyaCache(Path(root), None if images is None else Path(images), caption_extension, area)
+
+
+class KohyaCache:
+    """A folder of kohya's `.npz` files."""
+
+    format = "kohya"
+
+    def __init__(self, root: Path, images: Path | None, caption_extension: str, area: int | None):
+        self._root, self._area = root, area
+        self._source: Source | None = None
+        self._samples: dict[str, list[Sample]] = {}
+        if not root.is_dir():
+            raise DatasetError(root, "is not a folder")
+        try:
+            self._source = open_source("folder", images or root, caption_extension=caption_extension)
+        except DatasetError:
+            if images is not None:
+                raise
+            return  # the files alone: their samples have no image
+        for sample in self._source.samples():
+            if isinstance(sample, Sample):
+                self._samples.setdefault(_base(sample.sample_id), []).append(sample)
+
+    def items(self) -> Iterator[ForeignItem]:
+        """Every `.npz` file, in the order of the folders and names."""
+        for found in walk(str(self._root)):
+            if isinstance(found, Refusal):
+                yield found
+                continue
+            folder, names = found
+            present = {name for name in names if name.endswith(".npz")}
+            for name in sorted(present):
+                base, path = f"{folder}/{name}" if folder else name, self._root / folder / name
+                try:
+                    yield from self._file(base, path, present)
+                except (ForeignFileRefused, ImageRefused) as error:
+                    yield Refusal(base, str(path), error.reason, error.detail)
+
+    def _file(self, name: str, path: Path, present: set[str]) -> Iterator[ForeignItem]:
+        """What one file holds. `name` is its path below the root; `present` are the npz files of its folder."""
+        if name.endswith(TEXT_SUFFIX):
+            yield self._text(name.removesuffix(TEXT_SUFFIX), path)
+            return
+        match = _LATENT_NAME.fullmatch(name)
+        if match is None or name.removesuffix(".npz") in self._samples:  # an image may have such a name itself
+            yield from self._latents(name.removesuffix(".npz"), path, None)
+            return
+        if match["arch"] != "sdxl":
+            raise ForeignFileRefused(path, "unsupported-format", f"it is of the architecture {match['arch']}, not sdxl")
+        legacy = f"{PurePosixPath(match['base']).name}.npz"
+        if legacy in present:
+            raise ForeignFileRefused(
+                path, "duplicate", f"kohya uses {legacy} beside it in its place; so does the import"
+            )
+        yield from self._latents(match["base"], path, Size(int(match["height"]), int(match["width"])))
+
+    # Latents
+
+    def _latents(self, base: str, path: Path, named: Size | None) -> Iterator[ForeignItem]:
+        """The latent of a file and its flipped twin. `named` is the original size that the file's name tells."""
+        with open_npz(path) as file:
+            stored = _stored(file, path, self._area)
+            bucket = Bucket(stored.height * _DOWNSCALE, stored.width * _DOWNSCALE)
+            notes = [NOTE_OTHERS] if stored.has_others else []
+            notes += [] if named else [NOTE_LEGACY]
+            size = _original_size(file, path, stored, named)
+            sample_id, image = self._image(base, path, size, notes)
+            geometry = _geometry(file, size, bucket, stored, notes)
+            if f"alpha_mask{stored.suffix}" in file.names:
+                notes.append(NOTE_MASK)
+            for flip in (False, True):
+                name = f"latents{'_flipped' if flip else ''}{stored.suffix}"
+                if name in file.names:
+                    latents = _tensor(file, name, path, ndim=3)
+                    yield ForeignImage(
+                        sample_id=sample_id,
+                        path=str(path),
+                        image_path=image,
+                        latents=latents,
+                        scaling_factor=None,
+                        output="sample",
+                        geometry=replace(geometry, flip=flip),
+                        note="; ".join(notes) or None,
+                    )
+
+    def _image(self, base: str, path: Path, size: Size, notes: list[str]) -> tuple[str, Path | None]:
+        """The sample that a latent is of, and its image; its sizes must agree."""
+        samples = self._samples.get(base, [])
+        if not samples or self._source is None:
+            notes.append(NOTE_NO_IMAGE)
+            return base, None
+        upright = {s.sample_id: probe(self._source.read(s), s.path, _POLICY).size for s in samples}
+        fitting = [sample for sample in samples if upright[sample.sample_id] == size]
+        if not fitting:
+            # kohya takes the size as the file has it, before a turn.
+            fitting = [sample for sample in samples if upright[sample.sample_id] == Size(size.width, size.height)]
+            notes += [NOTE_TURNED] if fitting else []
+        if not fitting:
+            met = ", ".join(f"{sample_id} is {size}" for sample_id, size in upright.items())
+            raise ForeignFileRefused(path, "changed", f"it is of an image of {size}, but {met}: it was replaced")
+        if len(fitting) > 1:
+            names = " and ".join(sample.sample_id for sample in fitting)
+            raise ForeignFileRefused(path, "duplicate", f"{names} share this file, so it is of only one of them")
+        return fitting[0].sample_id, Path(fitting[0].path)
+
+    # Text
+
+    def _text(self, base: str, path: Path) -> ForeignText:
+        with open_npz(path) as file:
+            first, second = (_tensor(file, f"hidden_state{number}", path, ndim=2) for number in (1, 2))
+            pooled = _tensor(file, "pool2", path, ndim=1)
+        if first.shape[0] != NUM_TOKENS or second.shape[0] != NUM_TOKENS:
+            met = f"hidden_state1 is {list(first.shape)}, hidden_state2 {list(second.shape)}"
+            raise ForeignFileRefused(
+                path, "unsupported-format", f"{met}: {NUM_TOKENS} tokens are needed (max_token_length 75)"
+            )
+        if not first.dtype == second.dtype == pooled.dtype:
+            raise ForeignFileRefused(path, "corrupt", f"its dtypes are {first.dtype}, {second.dtype}, {pooled.dtype}")
+        samples = self._samples.get(base, [])
+        captions = next((sample.captions for sample in samples if sample.has_caption), ())
+        return ForeignText(
+            sample_ids=tuple(sample.sample_id for sample in samples) or (base,),
+            path=str(path),
+            caption=captions[0] if captions else None,
+            prompt_embeds=torch.cat([first, second], dim=-1),
+            pooled_prompt_embeds=pooled,
+            note=NOTE_FIRST_LINE if len(captions) > 1 else None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """One resolution of a file: the suffix of its names, and its latent's height and width."""
+
+    suffix: str
+    height: int
+    width: int
+    has_others: bool = False
+
+
+def _stored(file: NpzFile, path: Path, area: int | None) -> _Stored:
+    """The resolution to read, by the headers alone."""
+    found: dict[tuple[int, int], _Stored] = {}
+    for name in sorted(file.names):
+        match = _RESOLUTION.fullmatch(name)
+        if match is None and name != "latents":
+            continue
+        shape = file.shape(name)
+        if len(shape) != 3 or min(shape) < 1:
+            raise ForeignFileRefused(path, "corrupt", f"{name} has the shape {list(shape)}; it must be [4, h, w]")
+        if match is not None and (int(match["h"]), int(match["w"])) != shape[1:]:
+            raise ForeignFileRefused(path, "corrupt", f"{name} has the shape {list(shape)}, which its name denies")
+        # kohya looks for the name with a suffix first.
+        if match is not None or shape[1:] not in found:
+            found[shape[1:]] = _Stored(name.removeprefix("latents"), shape[1], shape[2])
+    if not found:
+        raise ForeignFileRefused(
+            path, "unsupported-format", "it holds no latents: it is no file of kohya's latent cache"
+        )
+    sizes = sorted(found, key=lambda size: -size[0] * size[1])
+    if area is not None:
+        sizes.sort(key=lambda size: abs(size[0] * size[1] * _DOWNSCALE**2 - area))
+    chosen = found[sizes[0]]
+    return _Stored(chosen.suffix, chosen.height, chosen.width, len(found) > 1)
+
+
+def _original_size(file: NpzFile, path: Path, stored: _Stored, named: Size | None) -> Size:
+    values = file.read(f"original_size{stored.suffix}")
+    if (
+        values.shape != (2,)
+        or values.dtype.kind not in "iu"
+        or not all(0 < value < 1 << 20 for value in values.tolist())
+    ):
+        raise ForeignFileRefused(
+            path, "corrupt", f"original_size is {values.tolist()!s:.100}; it must be (width, height)"
+        )
+    width, height = values.tolist()
+    size = Size(height, width)
+    if named is not None and named != size:
+        raise ForeignFileRefused(path, "corrupt", f"its name says an image of {named}, its content one of {size}")
+    return size
+
+
+def _geometry(file: NpzFile, size: Size, bucket: Bucket, stored: _Stored, notes: list[str]) -> Geometry:
+    """What kohya did to the image. Where `crop_ltrb` does not follow its rule, a note says so."""
+    geometry = fit(size, bucket)
+    crop = file.read(f"crop_ltrb{stored.suffix}")
+    # Within a pixel: releases may round otherwise.
+    if crop.shape != (4,) or not np.allclose(crop.astype(np.float64), contain_rule(size, bucket), rtol=0, atol=1.0):
+        notes.append(NOTE_CROP)
+    spare = (size.height - bucket.height, size.width - bucket.width)
+    if size != geometry.resized_size and all(0 <= side < _LARGEST_STEP for side in spare):
+        notes.append(NOTE_NO_UPSCALE)
+    return geometry
+
+
+def _tensor(file: NpzFile, name: str, path: Path, *, ndim: int) -> torch.Tensor:
+    array = file.read(name)
+    if array.dtype not in (np.float32, np.float16) or array.ndim != ndim or array.size == 0:
+        raise ForeignFileRefused(
+            path, "corrupt", f"{name} is {array.dtype} {list(array.shape)}; it must be float with {ndim} dimensions"
+        )
+    return torch.from_numpy(array)
+
+
+def _base(sample_id: str) -> str:
+    """What the names of a sample's files begin with."""
+    return os.path.splitext(sample_id)[0]
+
+
+# Export
+
+
+def export(
+    cache: LatentCache,
+    name: str,
+    folder: str | Path,
+    *,
+    unsuffixed: bool = False,
+    seed: int | None = None,
+    overwrite: bool = False,
+) -> ExportReport:
+    """Write kohya's files for the manifest `name` below `folder`: the images' own folder, or a copy of its layout.
+
+    Dialect B, and with `unsuffixed` A too, for releases before March 2026. Latents are the mean of the moments, or with
+    `seed` a draw, as kohya has it. A sample has one caption in kohya: its first. Files that are there are left alone,
+    and listed, unless `overwrite`. kohya uses a latent only if its own buckets give the image the same size; images
+    that EXIF turns have another name in kohya, which does not turn them. Raises what `export_samples` does, and
+    ReadOnlyError, StorageFullError or StoreError.
+    """
+    report = ExportReport("kohya", name, str(folder))
+    files = WrittenFiles(report, overwrite=overwrite)
+    for sample in export_samples(cache, name, report, seed=seed):
+        base = Path(folder, sample.stem)
+        height, width = sample.geometry.original_size
+        latents = base.with_name(f"{base.name}_{width:04d}x{height:04d}{SUFFIX}")
+        if files.write(latents, npz_bytes(_latent_arrays(sample, unsuffixed, report)), sample):
+            report.num_images += 1 if sample.flipped is None else 2
+        arrays = _text_arrays(sample.captions[0], sample, report) if sample.captions else None
+        text = base.with_name(f"{base.name}{TEXT_SUFFIX}")
+        if arrays is not None and files.write(text, npz_bytes(arrays), sample):
+            report.num_texts += 1
+        if len(sample.captions) > 1:
+            report.note("several captions: only the first was exported")
+    return report
+
+
+def _latent_arrays(sample: ExportSample, unsuffixed: bool, report: ExportReport) -> dict[str, np.ndarray]:
+    geometry = sample.geometry
+    if geometry != fit(geometry.original_size, geometry.target_size):
+        report.note("the crop is not kohya's: its time ids will not tell what was done")
+    arrays = {
+        "latents": sample.latents.numpy(),
+        "original_size": np.array([geometry.original_size.width, geometry.original_size.height], dtype=np.int64),
+        "crop_ltrb": np.array(contain_rule(geometry.original_size, geometry.target_size), dtype=np.float64),
+    }
+    if sample.flipped is not None:
+        arrays["latents_flipped"] = sample.flipped.numpy()
+    height, width = sample.latents.shape[1:]
+    suffixed = {f"{name}_{height}x{width}": array for name, array in arrays.items()}
+    return suffixed | arrays if unsuffixed else suffixed
+
+
+def _text_arrays(caption: ExportCaption, sample: ExportSample, report: ExportReport) -> dict[str, np.ndarray] | None:
+    embeds, pooled = caption.prompt_embeds, caption.pooled_prompt_embeds
+    # The second encoder's hidden states are as wide as its pooled output.
+    width = embeds.shape[1] - pooled.shape[0]
+    if embeds.shape[0] != NUM_TOKENS or width < 1:
+        detail = f"embeddings of the shapes {list(embeds.shape)} and {list(pooled.shape)} are not SDXL's"
+        report.skipped.append(Refusal(sample.sample_id, sample.path, "unsupported-format", detail))
+        return None
+    if embeds.dtype is not torch.float16:
+        embeds, pooled = embeds.float(), pooled.float()  # npz has no bfloat16
+    return {
+        "hidden_state1": embeds[:, :width].contiguous().numpy(),
+        "hidden_state2": embeds[:, width:].contiguous().numpy(),
+        "pool2": pooled.numpy(),
+    }

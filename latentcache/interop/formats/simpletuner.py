@@ -1,0 +1,335 @@
+"""SimpleTuner's caches for SDXL: VAE latents and text embeddings, as files that are named by hashes.
+
+Latents: `<cache_dir_vae>/<sub folders of the images>/<sha256 of the image's name without suffix>.pt`, one draw of the
+posterior [4, h, w], multiplied by the VAE's scaling factor. Sizes are in `aspect_ratio_bucket_metadata_<id>.json`.
+Text: `<md5 of the prompt>-sdxl.pt`, a dict or (older, and negative prompts) a tuple of prompt_embeds [1, 77, 2048] and
+the pooled embeds [1280] or [1, 1280]. Both are `torch.save` files, or gzip of one, or (old ones from S3) a `torch.save`
+file that holds the bytes of such a gzip.
+
+A hash leads from a name to a file and never back, so the images' folder is needed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from latentcache.dataset.buckets import fit
+from latentcache.dataset.samples import walk
+from latentcache.errors import ConfigError, DatasetError, ForeignFileRefused
+from latentcache.interop.export_files import WrittenFiles
+from latentcache.interop.exporting import export_samples
+from latentcache.interop.items import ForeignImage, ForeignItem, ForeignText
+from latentcache.interop.reports import ExportReport
+from latentcache.interop.source_images import Originals, refusal_of
+from latentcache.interop.torch_files import gunzip, is_gzip, load_torch, read_file, tensor_in, torch_bytes
+from latentcache.loading.cache import LatentCache
+from latentcache.types import Crop, Geometry, Refusal, Size
+
+SCALING_FACTOR = 0.13025
+NOTE_DERIVED = "sizes derived from the image: resized to cover the bucket, cropped in the middle"
+NOTE_ORDER = "the recorded sizes and crop fit as (height, width) and as (width, height): one was assumed"
+
+NOTE_LISTS = "delete all_vae_cache_files_<id>.json in SimpleTuner's output_dir: until then it does not see new files"
+NOTE_BUCKETS = "sizes and crops are not exported: SimpleTuner must resize and bucket the images as this cache did"
+
+_LATENT_NAME = re.compile(r"[0-9a-f]{64}\.pt")
+_TEXT_NAME = re.compile(r"[0-9a-f]{32}-sdxl\.pt")
+_METADATA_NAME = "aspect_ratio_bucket_metadata_*.json"
+_MAX_METADATA_BYTES = 1 << 30
+_MAX_SIDE = 1 << 20
+_DOWNSCALE = 8
+
+
+def read(
+    root: str | Path,
+    *,
+    images: str | Path,
+    text_cache: str | Path | None = None,
+    metadata: str | Path | None = None,
+    caption_extension: str = ".txt",
+    captions: Iterable[str] = (),
+    recorded_root: str | None = None,
+) -> SimpleTunerCache:
+    """The cache of the folder `images`, of which `root` is `cache_dir_vae`; `root` may hold the text cache too.
+
+    `text_cache` is the text cache's folder if it is elsewhere. `metadata` is `aspect_ratio_bucket_metadata_<id>.json`;
+    by default the only one beside the images or in `root`, and without one the sizes are derived from the images.
+    `captions` are prompts beyond those beside the images. `recorded_root` is where the images were when the cache was
+    made, if they were moved. Raises DatasetError for folders that cannot be read, and ConfigError if there are several
+    metadata files.
+    """
+    originals = Originals(images, caption_extension=caption_extension, captions=captions, recorded_root=recorded_root)
+    found = Path(metadata) if metadata is not None else _find_metadata(Path(images), Path(root))
+    sizes = RecordedSizes({}) if found is None else RecordedSizes.read(found, originals)
+    folders = [os.path.abspath(folder) for folder in (root, text_cache) if folder is not None]
+    return SimpleTunerCache(folders, originals, sizes)
+
+
+def latent_name(sample_id: str) -> str:
+    """The file of an image's latent, relative to the VAE cache's folder."""
+    folder, _, name = sample_id.rpartition("/")
+    stem = os.path.splitext(name)[0].encode("utf-8", "surrogateescape")
+    return f"{folder}/{hashlib.sha256(stem).hexdigest()}.pt".lstrip("/")
+
+
+def text_name(caption: str) -> str:
+    """The file of a prompt's embeddings, relative to the text cache's folder."""
+    return f"{hashlib.md5(caption.encode(), usedforsecurity=False).hexdigest()}-sdxl.pt"
+
+
+def export(
+    cache: LatentCache,
+    name: str,
+    folder: str | Path,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    seed: int | None = None,
+    overwrite: bool = False,
+) -> ExportReport:
+    """Write SimpleTuner's files for the manifest `name`: `folder`/vae is a `cache_dir_vae`, `folder`/text a text cache.
+
+    Latents are the mean of the moments, or with `seed` a draw, as SimpleTuner has it, and multiplied by the scaling
+    factor; `dtype` is bfloat16 or float32, since SimpleTuner refuses float16. Embeddings keep theirs. Flipped latents,
+    sizes and crops are left out. Files that are there are left alone, and listed, unless `overwrite`. Raises
+    ConfigError for another dtype, what `export_samples` does, and ReadOnlyError, StorageFullError or StoreError.
+    """
+    if dtype not in (torch.bfloat16, torch.float32):
+        raise ConfigError(f"dtype is {dtype}; SimpleTuner reads latents of bfloat16 and float32", key="dtype")
+    report = ExportReport("simpletuner", name, str(folder))
+    report.note(NOTE_LISTS)
+    report.note(NOTE_BUCKETS)
+    files = WrittenFiles(report, overwrite=overwrite)
+    for sample in export_samples(cache, name, report, seed=seed):
+        if sample.flipped is not None:
+            report.note("SimpleTuner has no flipped latents: they were not exported")
+        latents = (sample.latents * SCALING_FACTOR).to(dtype)
+        if files.write(Path(folder, "vae", latent_name(sample.sample_id)), torch_bytes(latents), sample):
+            report.num_images += 1
+        for caption in sample.captions:
+            path = Path(folder, "text", text_name(caption.text))
+            if path in files:
+                continue  # a caption of several samples
+            embeds = {
+                "prompt_embeds": caption.prompt_embeds[None].contiguous(),
+                "pooled_prompt_embeds": caption.pooled_prompt_embeds.contiguous(),
+            }
+            if files.write(path, torch_bytes(embeds), sample):
+                report.num_texts += 1
+    return report
+
+
+def _find_metadata(images: Path, root: Path) -> Path | None:
+    found = sorted({path.resolve() for folder in (images, root) for path in folder.glob(_METADATA_NAME)})
+    if len(found) > 1:
+        names = ", ".join(path.name for path in found)
+        raise ConfigError(f"there are several metadata files ({names}); name the one of this dataset", key="metadata")
+    return found[0] if found else None
+
+
+def _payload(path: str) -> Any:
+    """What the file holds, in whichever of the three wrappings. Raises ForeignFileRefused."""
+    data = read_file(path)
+    if is_gzip(data):
+        return load_torch(gunzip(data, path), path)
+    content = load_torch(data, path)
+    if isinstance(content, bytes):
+        if not is_gzip(content):
+            raise ForeignFileRefused(path, "corrupt", "it holds bytes that are no gzip")
+        return load_torch(gunzip(content, path), path)
+    return content
+
+
+def _embeds(content: Any, path: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """prompt_embeds [77, D] and pooled [P] of either payload. Raises ForeignFileRefused."""
+    if isinstance(content, dict) and {"prompt_embeds", "pooled_prompt_embeds"} <= content.keys():
+        embeds, pooled = content["prompt_embeds"], content["pooled_prompt_embeds"]
+    elif isinstance(content, tuple) and len(content) == 2:
+        embeds, pooled = content
+    else:
+        raise ForeignFileRefused(path, "corrupt", f"it holds a {type(content).__name__} that is no prompt's embeddings")
+    embeds = tensor_in(embeds, "prompt_embeds", path, ndim=3)
+    pooled = tensor_in(pooled, "pooled_prompt_embeds", path, ndim=getattr(pooled, "ndim", 1))
+    if embeds.shape[0] != 1 or pooled.ndim not in (1, 2) or (pooled.ndim == 2 and pooled.shape[0] != 1):
+        raise ForeignFileRefused(
+            path, "corrupt", f"it holds {list(embeds.shape)} and {list(pooled.shape)}; one prompt has [1, T, D] and [P]"
+        )
+    return embeds[0], pooled.flatten()
+
+
+class SimpleTunerCache:
+    """See `read`."""
+
+    format = "simpletuner"
+
+    def __init__(self, folders: list[str], originals: Originals, sizes: RecordedSizes):
+        self._folders, self._originals, self._sizes = folders, originals, sizes
+
+    def items(self) -> Iterator[ForeignItem]:
+        """Images in the order of their samples, then texts, then the files that nothing leads to, as refusals."""
+        yield from self._originals.refusals
+        used: set[str] = set()
+        yield from self._images(used)
+        yield from self._texts(used)
+        for folder in self._folders:
+            yield from self._unknown(folder, used)
+
+    def _images(self, used: set[str]) -> Iterator[ForeignItem]:
+        samples_of: dict[str, list[str]] = {}
+        for sample_id in self._originals:
+            samples_of.setdefault(os.path.join(self._folders[0], latent_name(sample_id)), []).append(sample_id)
+        for path, sample_ids in samples_of.items():
+            if not os.path.lexists(path):
+                continue
+            used.add(path)
+            if len(sample_ids) > 1:
+                names = ", ".join(sample_ids)
+                yield Refusal(sample_ids[0], path, "duplicate", f"it may be of any of {names}: they have the same stem")
+                continue
+            try:
+                yield self._image(sample_ids[0], path)
+            except DatasetError as error:
+                yield refusal_of(sample_ids[0], error)
+
+    def _image(self, sample_id: str, path: str) -> ForeignImage:
+        latents = tensor_in(_payload(path), "the latent", path, ndim=3)
+        size = self._originals.size(sample_id)
+        assert size is not None  # it is a sample of the folder
+        target = Size(latents.shape[1] * _DOWNSCALE, latents.shape[2] * _DOWNSCALE)
+        geometry, note = self._sizes.geometry(sample_id, size, target, path)
+        image = self._originals.path(sample_id)
+        return ForeignImage(sample_id, path, image, latents, SCALING_FACTOR, "sample", geometry, note)
+
+    def _texts(self, used: set[str]) -> Iterator[ForeignItem]:
+        for caption, sample_ids in self._originals.captions():
+            for folder in self._folders:
+                path = os.path.join(folder, text_name(caption))
+                if path in used or not os.path.lexists(path):
+                    continue
+                used.add(path)
+                try:
+                    yield ForeignText(sample_ids, path, caption, *_embeds(_payload(path), path))
+                except ForeignFileRefused as error:
+                    yield refusal_of(sample_ids[0] if sample_ids else "", error)
+                break
+
+    def _unknown(self, root: str, used: set[str]) -> Iterator[Refusal]:
+        for found in walk(root):
+            if isinstance(found, Refusal):
+                yield found
+                continue
+            folder, names = found
+            for name in names:
+                path = os.path.join(root, folder, name)
+                if path in used:
+                    continue
+                if _LATENT_NAME.fullmatch(name):
+                    used.add(path)
+                    yield Refusal("", path, "missing", "no image's name has this hash: renamed, removed, or elsewhere")
+                elif _TEXT_NAME.fullmatch(name):
+                    used.add(path)
+                    yield Refusal("", path, "missing", "no caption has this hash: edited since, or a validation prompt")
+
+
+class RecordedSizes:
+    """`aspect_ratio_bucket_metadata_<id>.json`: original, intermediary and target size, and crop, of each image.
+
+    Which of the two numbers is the height is not taken from the format: the image, the latents and the space for
+    the crop tell it, and a record that does not fit them is refused.
+    """
+
+    def __init__(self, records: Mapping[str, Any]):
+        """`records`: by sample_id."""
+        self._records = records
+        self._crossed = self._is_crossed()
+
+    @classmethod
+    def read(cls, path: Path, originals: Originals) -> RecordedSizes:
+        """Raises DatasetError. Records of images that are not there are left out."""
+        try:
+            content = json.loads(read_file(path, _MAX_METADATA_BYTES))
+        except (ValueError, RecursionError) as error:
+            raise DatasetError(
+                path, f"is no JSON document: {error}; leave it out to derive sizes from images"
+            ) from error
+        if not isinstance(content, dict):
+            raise DatasetError(path, f"holds a {type(content).__name__}; it must map image paths to their sizes")
+        found = ((originals.find(recorded), record) for recorded, record in content.items())
+        return cls({sample_id: record for sample_id, record in found if sample_id is not None})
+
+    def geometry(self, sample_id: str, size: Size, target: Size, path: str) -> tuple[Geometry, str | None]:
+        """The geometry of a latent for `target`, made from an image of `size`, and a note on what was derived.
+
+        Raises ForeignFileRefused if the record does not fit: the image was replaced, or the latent is an old one.
+        """
+        record = self._records.get(sample_id)
+        if record is None:
+            return fit(size, target), NOTE_DERIVED
+        pairs = _pairs(record)
+        if pairs is None:
+            raise ForeignFileRefused(path, "corrupt", f"the metadata of {sample_id} has no sizes and crop in integers")
+        original, resized, recorded_target, crop = pairs
+        if tuple(size) not in (original, original[::-1]):
+            raise ForeignFileRefused(
+                path, "changed", f"the image is {size} now, but was {original[0]}x{original[1]} (in either order)"
+            )
+        found: dict[Geometry, bool] = {}
+        for turn in (1, -1):
+            if original[::turn] != tuple(size) or recorded_target[::turn] != tuple(target):
+                continue
+            for crossed in (False, True):
+                top_left = Crop(*crop[:: -turn if crossed else turn])
+                geometry = Geometry(size, Size(*resized[::turn]), top_left, target)
+                if _fits(geometry):
+                    found.setdefault(geometry, crossed)
+        if not found:
+            raise ForeignFileRefused(
+                path, "corrupt", f"the metadata of {sample_id} does not fit a latent for {target} of an image of {size}"
+            )
+        likely = [geometry for geometry, crossed in found.items() if crossed == self._crossed] or list(found)
+        return likely[0], NOTE_ORDER if len(likely) > 1 else None
+
+    def _is_crossed(self) -> bool | None:
+        """Whether crops name the sides in the other order than sizes do, by the records that fit one order only."""
+        votes: Counter[bool] = Counter()
+        for record in self._records.values():
+            if (pairs := _pairs(record)) is None:
+                continue
+            _, resized, target, crop = pairs
+            straight, crossed = (
+                all(start + side <= whole for start, side, whole in zip(starts, target, resized, strict=True))
+                for starts in (crop, crop[::-1])
+            )
+            if straight != crossed:
+                votes[crossed] += 1
+        return None if len(votes) != 1 else next(iter(votes))
+
+
+def _pairs(record: Any) -> list[tuple[int, int]] | None:
+    """original_size, intermediary_size, target_size and crop_coordinates in the record's own order."""
+    names = ("original_size", "intermediary_size", "target_size", "crop_coordinates")
+    pairs = []
+    for name in names:
+        value = record.get(name) if isinstance(record, dict) else None
+        least = 0 if name == "crop_coordinates" else 1
+        if not isinstance(value, list) or len(value) != 2:
+            return None
+        if not all(type(number) is int and least <= number <= _MAX_SIDE for number in value):
+            return None
+        pairs.append((value[0], value[1]))
+    return pairs
+
+
+def _fits(geometry: Geometry) -> bool:
+    return all(
+        start + side <= whole
+        for start, side, whole in zip(geometry.crop_top_left, geometry.target_size, geometry.resized_size, strict=True)
+    )

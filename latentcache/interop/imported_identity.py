@@ -1,0 +1,88 @@
+"""What an imported entry is: its identity, which no encoded entry can have, and where it came from."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from latentcache.identity import SCHEMA, canonical_json, digest, key_of
+from latentcache.provenance import now, software_versions
+from latentcache.store.base import dtype_name, flat_bytes
+from latentcache.types import Entry, Geometry, Kind, Record
+
+SCALING_FACTOR = 0.13025
+"""SDXL's: what its UNet expects latents to be multiplied by."""
+
+
+def imported_common(format_name: str) -> dict[str, Any]:
+    """The `common` of an imported manifest: what it was made with is not known, only how its latents are scaled."""
+    return {
+        "schema": SCHEMA,
+        "salt": "",
+        "imported": {"format": format_name, "time": now()},
+        "policy": {},
+        "image_encoding": {"scaling_factor": SCALING_FACTOR, "shift_factor": None},
+        "text_encoding": {},
+    }
+
+
+def tensors_digest(tensors: Mapping[str, torch.Tensor]) -> str:
+    """BLAKE3 of names, dtypes, shapes and bytes of contiguous CPU tensors: 64 hexadecimal digits."""
+    described = [[name, dtype_name(tensor), list(tensor.shape)] for name, tensor in sorted(tensors.items())]
+    parts = [canonical_json(described), *(flat_bytes(tensor).tobytes() for _, tensor in sorted(tensors.items()))]
+    return digest(b"".join(parts))
+
+
+def unverified_entry(
+    kind: Kind,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    format_name: str,
+    output: str | None,
+    source: str | None,
+    geometry: Geometry | None,
+    provenance: Mapping[str, Any],
+) -> Entry:
+    """An entry that says that it was imported: its key can never be that of an entry that was encoded.
+
+    `source` is the digest of the image's bytes or of the caption, where they are known. `output` is `mean` or `sample`
+    for latents, None for text.
+    """
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    dtype = dtype_name(next(iter(tensors.values())))
+    identity = {
+        "kind": kind,
+        "schema": SCHEMA,
+        "imported": {
+            "format": format_name,
+            "digest": tensors_digest(tensors),
+            "output": output,
+            "dtype": dtype,
+        },
+        "source": source,
+        "geometry": None if geometry is None else geometry.to_json(),
+        "trust": "unverified",
+    }
+    return Entry(Record(key_of(identity), kind, identity, provenance), tensors)
+
+
+def import_provenance(format_name: str, path: str, sample_id: str, note: str | None, file_dtype: str) -> dict[str, Any]:
+    """From which file an entry was imported, by whom and when. It carries the format's claims, not proofs.
+
+    `file_dtype` is that of the values in the file: they are rounded so, whatever is stored.
+    """
+    value: dict[str, Any] = {
+        "sample_id": sample_id,
+        "source_path": path,
+        "imported_from": format_name,
+        "file_dtype": file_dtype,
+        "host": socket.gethostname(),
+        "created": now(),
+        "software": dict(software_versions()),
+    }
+    if note is not None:
+        value["note"] = note
+    return value

@@ -1,0 +1,110 @@
+"""A batch that was read, brought to the asking device: moved, converted, drawn, scaled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from latentcache.devices.placement import Asker, device_of, dtype_of
+from latentcache.errors import StoreError
+from latentcache.store.stacking import check_output
+
+Batch = dict[str, Any]
+IMAGE_FIELDS = ("moments", "latents")
+OUTPUTS = ("latents", "moments")
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """What the UNet expects: `(latents - shift_factor) * scaling_factor`, as diffusers' training scripts do it."""
+
+    scaling_factor: float
+    shift_factor: float | None
+
+    def apply(self, latents: torch.Tensor) -> torch.Tensor:
+        shifted = latents if self.shift_factor is None else latents - self.shift_factor
+        return shifted * self.scaling_factor
+
+
+def place(
+    batch: Batch,
+    device: Asker,
+    *,
+    dtype: torch.dtype | None = None,
+    output: Literal["latents", "moments"] = "latents",
+    scaling: Scaling | None = None,
+    generator: torch.Generator | None = None,
+) -> Batch:
+    """A gathered batch moved to the asking device: see `LatentCache.batch`. `scaling` None leaves latents unscaled.
+
+    It is the same dictionary where there is nothing to do.
+    """
+    if output not in OUTPUTS:
+        raise StoreError(f"output is {output!r}; it must be one of {', '.join(OUTPUTS)}")
+    if is_cpu(device) and dtype is None and scaling is None and generator is None:
+        stored = batch.get(output)
+        if stored is not None and stored.is_cpu:
+            return batch  # as it is: a small batch is copied in the time that the rest would take
+    target, dtype = device_of(device), dtype or dtype_of(device)
+    placed: Batch = {}
+    for name, value in batch.items():
+        if name in IMAGE_FIELDS:
+            continue
+        if isinstance(value, torch.Tensor):
+            value = value.to(target, torch.float32 if name == "add_time_ids" else dtype)
+        placed[name] = value
+    moments, latents = batch.get("moments"), batch.get("latents")
+    if output == "moments":
+        if moments is None:
+            raise StoreError("this cache holds latents, not moments: set encode.image_output to moments and precache")
+        if scaling is not None:
+            raise StoreError("moments are stored unscaled: ask for latents, or leave out scaled=True")
+        return {"moments": moments.to(target, dtype), **placed}
+    if moments is not None:
+        latents = _draw(moments.to(target), generator)
+    elif latents is None:
+        raise StoreError("the batch holds neither moments nor latents")
+    elif generator is not None:
+        raise StoreError("this cache holds latents, which are drawn already: a generator has no effect on them")
+    latents = latents.to(target)
+    if scaling is not None:
+        latents = scaling.apply(latents.float())
+    return {"latents": latents.to(dtype or batch_dtype(batch)), **placed}
+
+
+def _draw(moments: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
+    # It imports diffusers, which a reader of latents never needs.
+    from latentcache.models.vae import latents_from_moments
+
+    return latents_from_moments(moments.float(), generator)
+
+
+def fill(out: Mapping[str, torch.Tensor], batch: Batch) -> Batch:
+    """The batch with the tensors of `out` in place of those of the same names, and their values copied to them.
+
+    StoreError for one that does not fit, or that the batch does not have.
+    """
+    for name, given in out.items():
+        value = batch.get(name)
+        if value is given:
+            continue  # the store has written to it
+        if not isinstance(value, torch.Tensor):
+            names = ", ".join(name for name, value in batch.items() if isinstance(value, torch.Tensor))
+            raise StoreError(f"out[{name!r}]: the batch has no such tensor; it has {names}")
+        check_output(name, given, value.dtype, tuple(value.shape), value.device)
+        given.detach().copy_(value)
+        batch[name] = given
+    return batch
+
+
+def is_cpu(device: Asker) -> bool:
+    """Whether it is the CPU by name, which asks for no dtype."""
+    return device == "cpu" if isinstance(device, str) else isinstance(device, torch.device) and device.type == "cpu"
+
+
+def batch_dtype(batch: Mapping[str, Any]) -> torch.dtype:
+    """The dtype that the image field of a batch is stored in."""
+    return next(batch[name].dtype for name in IMAGE_FIELDS if name in batch)

@@ -1,0 +1,200 @@
+"""Batches of one bucket each: their order in an epoch, each rank's share of them, and the place where a run stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from torch.utils.data import Sampler
+
+from latentcache.errors import StoreError
+from latentcache.loading.randomness import Visit, order_generator, visits
+from latentcache.types import Bucket
+
+STATE_VERSION = 1
+
+
+class Bucketed(Protocol):
+    """A dataset whose items lie in buckets."""
+
+    def __len__(self) -> int: ...
+
+    def bucket(self, index: int) -> Bucket:
+        """The bucket of an item, without reading it."""
+
+    def identity(self) -> str:
+        """A digest of what the order depends on: which items there are, in which buckets."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedBatch:
+    """One batch of a rank: its place in the epoch, its items, and the position at which all ranks have had theirs."""
+
+    epoch: int
+    position: int
+    items: list[Visit]
+    end: int
+
+
+@dataclass(slots=True)
+class Cursor:
+    """How far an epoch has come: `position` batches of it, of all ranks together, are done."""
+
+    epoch: int
+    position: int = 0
+    started: bool = False
+
+
+class BucketBatchSampler(Sampler[list[int]]):
+    """Yields lists of item numbers, each list from one bucket. The order depends on `seed` and the epoch alone.
+
+    `shuffle` mixes the items of each bucket and the batches. `drop_last` leaves out batches smaller than `batch_size`.
+    Call `set_epoch` before each epoch, as with torch's DistributedSampler. The numbers are `Visit`s: what a dataset
+    chooses anew at each visit (a caption) follows from seed, epoch and position too.
+
+    With `world_size` ranks every rank gets the same number of batches, and the order does not depend on how many ranks
+    there are. What does not go round at the end of an epoch is left out (`uneven="drop"`; others are left out in the
+    next epoch), or filled up with the first batches of the epoch (`uneven="repeat"`).
+
+    `state_dict` says where the last iteration is, `load_state_dict` lets the next one begin there. A DataLoader with
+    workers takes batches ahead of the loop, so with one the state is too far on: `LatentLoader` counts right.
+    """
+
+    def __init__(
+        self,
+        dataset: Bucketed,
+        batch_size: int,
+        *,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        uneven: Literal["drop", "repeat"] = "drop",
+    ):
+        if batch_size < 1:
+            raise StoreError(f"batch_size is {batch_size}; it must be at least 1")
+        if not 0 <= rank < world_size:
+            raise StoreError(f"rank is {rank}; it must be at least 0 and less than world_size {world_size}")
+        if uneven not in ("drop", "repeat"):
+            raise StoreError(f"uneven is {uneven!r}; it must be drop or repeat")
+        self.dataset = dataset
+        self.batch_size, self.shuffle, self.drop_last = batch_size, shuffle, drop_last
+        self.seed, self.rank, self.world_size, self.uneven = seed, rank, world_size, uneven
+        buckets: dict[Bucket, list[int]] = {}
+        for index in range(len(dataset)):
+            buckets.setdefault(dataset.bucket(index), []).append(index)
+        self._buckets = [np.array(buckets[bucket], dtype=np.int64) for bucket in sorted(buckets)]
+        self._cursor = Cursor(0)
+        self._identity: str | None = None
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the last iteration, or of the next one after `set_epoch` or `load_state_dict`."""
+        return self._cursor.epoch
+
+    @property
+    def num_batches(self) -> int:
+        """Batches of a whole epoch, of all ranks together, before any is left out or repeated."""
+        if not self.drop_last:
+            return sum(-(-len(items) // self.batch_size) for items in self._buckets)
+        return sum(len(items) // self.batch_size for items in self._buckets)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the next epoch. The present one keeps its place, so a resumed run may call this as always."""
+        if epoch != self._cursor.epoch:
+            self._cursor = Cursor(epoch)
+
+    def begin(self) -> Cursor:
+        """Start an iteration: where the state that was loaded says, otherwise with the epoch's first batch.
+
+        `state_dict` follows this cursor from now on.
+        """
+        if self._cursor.started:
+            self._cursor = Cursor(self._cursor.epoch)
+        self._cursor.started = True
+        return self._cursor
+
+    def plan(self, epoch: int, position: int = 0) -> Iterator[PlannedBatch]:
+        """This rank's batches of an epoch, from a position on. A position counts the batches of all ranks."""
+        order = self._order(epoch)
+        for first in range(position, position + self._num_left(position) * self.world_size, self.world_size):
+            place = first + self.rank
+            items = visits(order[place % len(order)], self.seed, epoch, place)
+            yield PlannedBatch(epoch, place, items, first + self.world_size)
+
+    def __len__(self) -> int:
+        """Batches of this rank in a whole epoch."""
+        return self._num_left(0)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self._drawn(self.begin())
+
+    def _drawn(self, cursor: Cursor) -> Iterator[list[int]]:
+        for batch in self.plan(cursor.epoch, cursor.position):
+            cursor.position = batch.end
+            yield batch.items
+
+    def state_dict(self) -> dict[str, Any]:
+        """The epoch, how many of its batches are done, and what the order depends on: integers and strings.
+
+        The state of any rank is that of all.
+        """
+        return self._settings() | {"epoch": self._cursor.epoch, "position": self._cursor.position}
+
+    def load_state_dict(self, state: Mapping[str, Any], *, reshard: bool = False) -> None:
+        """Let the next iteration begin where this state was taken.
+
+        Raises StoreError, naming each thing that differs, for a state of another dataset, batch size, seed, shuffle,
+        drop_last, uneven or world size. With `reshard` the world size may differ: what is left of the epoch is dealt
+        to the ranks that there are now, so that no batch comes twice. Captions that were edited and values that were
+        encoded anew do not matter; samples that came, went or changed their bucket do.
+        """
+        epoch, position = state.get("epoch"), state.get("position")
+        if type(epoch) is not int or type(position) is not int or position < 0:
+            raise StoreError(
+                f"the sampler's state has epoch {epoch!r} and position {position!r}, but two integers are needed: "
+                "give what state_dict() returned"
+            )
+        here = self._settings()
+        if reshard:
+            here["world_size"] = state.get("world_size")
+        differing = [
+            f"{name} ({state.get(name)!r} there, {here[name]!r} here)" for name in here if state.get(name) != here[name]
+        ]
+        if differing:
+            hint = "; load_state_dict(state, reshard=True) goes on with another world_size"
+            raise StoreError(
+                f"the sampler's state is not of this run: {', '.join(differing)}. Start with what it was taken from, "
+                f"or begin the epoch anew with set_epoch({epoch})"
+                + (hint if len(differing) == 1 and "world_size" in differing[0] else "")
+            )
+        self._cursor = Cursor(epoch, position)
+
+    def _settings(self) -> dict[str, Any]:
+        if self._identity is None:
+            self._identity = self.dataset.identity()
+        names = ("batch_size", "shuffle", "drop_last", "uneven", "seed", "world_size")
+        fixed = {"version": STATE_VERSION, "dataset": self._identity, "num_items": len(self.dataset)}
+        return fixed | {name: getattr(self, name) for name in names}
+
+    def _num_left(self, position: int) -> int:
+        left = max(0, self.num_batches - position)
+        return left // self.world_size if self.uneven == "drop" else -(-left // self.world_size)
+
+    def _order(self, epoch: int) -> list[list[int]]:
+        """The batches of an epoch, of all ranks."""
+        generator = order_generator(self.seed, epoch)
+        batches = [batch for items in self._buckets for batch in self._split(items, generator)]
+        if self.shuffle:
+            batches = [batches[i] for i in generator.permutation(len(batches)).tolist()]
+        return batches
+
+    def _split(self, items: np.ndarray, generator: np.random.Generator) -> list[list[int]]:
+        if self.shuffle:
+            items = generator.permutation(items)
+        numbers = items.tolist()
+        batches = [numbers[start : start + self.batch_size] for start in range(0, len(numbers), self.batch_size)]
+        return [batch for batch in batches if len(batch) == self.batch_size or not self.drop_last]

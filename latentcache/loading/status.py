@@ -1,0 +1,147 @@
+"""What a cache holds, for people and scripts. Nothing here writes."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from latentcache.errors import EntryDamagedError, EntryMissingError, StoreError
+from latentcache.loading.cache import LatentCache
+
+MIN_PREFIX = 6
+"""Fewest digits that may stand for a key."""
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestStatus:
+    """One manifest: how many of its samples are complete, refused, or lack an entry."""
+
+    name: str
+    role: str
+    num_samples: int
+    num_refused: int
+    num_lost: int
+    num_unverified: int
+    """Samples with an entry that was imported and not verified."""
+    imported_from: str | None
+    """The format that the manifest was imported from; None for what precache made."""
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """A cache as a whole. `num_lost` counts samples whose entries are gone or damaged: precache mends them."""
+
+    path: str
+    store: dict[str, Any]
+    num_unused: int
+    """Entries that no manifest refers to: `prune` removes them."""
+    manifests: tuple[ManifestStatus, ...]
+
+    @property
+    def num_damaged(self) -> int:
+        return self.store["num_damaged"]
+
+    @property
+    def num_lost(self) -> int:
+        return sum(manifest.num_lost for manifest in self.manifests)
+
+    @property
+    def num_refused(self) -> int:
+        return sum(manifest.num_refused for manifest in self.manifests)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {
+            "num_damaged": self.num_damaged,
+            "num_lost": self.num_lost,
+            "num_refused": self.num_refused,
+        }
+
+    def to_text(self) -> str:
+        entries = ", ".join(f"{count} {kind}" for kind, count in self.store["num_entries"].items())
+        lines = [
+            f"cache     {self.path}",
+            f"entries   {entries or 'none'}; {self.num_unused} that no manifest refers to",
+            f"packs     {self.store['num_packs']}, {self.store['file_bytes']:,} bytes",
+            f"damaged   {self.num_damaged}",
+        ]
+        for manifest in self.manifests:
+            line = (
+                f"manifest  {manifest.name} ({manifest.role}): {manifest.num_samples} samples, "
+                f"{manifest.num_refused} refused, {manifest.num_lost} lack an entry"
+            )
+            if manifest.imported_from is not None:
+                line += f"; imported from {manifest.imported_from}, {manifest.num_unverified} unverified"
+            lines.append(line)
+        return "\n".join(lines)
+
+
+def status(path: str | Path) -> Status:
+    """Count what the cache at `path` holds. Reads the index and the manifests, no payload."""
+    with LatentCache(path, read_only=True) as cache:
+        present = set(cache.store.keys())
+        used: set[str] = set()
+        manifests = []
+        for name in cache.manifests.names():
+            manifest = cache.manifest(name)
+            used |= manifest.keys()
+            whole = [row for row in manifest.rows.values() if row.refusal is None]
+            manifests.append(
+                ManifestStatus(
+                    name=name,
+                    role=manifest.role,
+                    num_samples=len(manifest.rows),
+                    num_refused=len(manifest.rows) - len(whole),
+                    num_lost=sum(not present.issuperset(row.keys()) for row in whole),
+                    num_unverified=sum(not row.is_verified for row in whole),
+                    imported_from=manifest.imported_from,
+                )
+            )
+        return Status(str(path), cache.store.stats().to_json(), len(present - used), tuple(manifests))
+
+
+def show(path: str | Path, key_or_sample: str) -> dict[str, Any]:
+    """The record of one entry (by its key or at least 6 of its first digits), or of all entries of a sample.
+
+    Raises StoreError when nothing, or more than one thing, goes by that name.
+    """
+    with LatentCache(path, read_only=True) as cache:
+        samples = [m for m in map(cache.manifest, cache.manifests.names()) if key_or_sample in m.rows]
+        if samples:
+            rows = [(manifest.name, manifest.rows[key_or_sample]) for manifest in samples]
+            return {
+                "sample_id": key_or_sample,
+                "datasets": [
+                    {"dataset": name, **row.to_json(), "entries": [_entry(cache, key) for key in row.keys()]}
+                    for name, row in rows
+                ],
+            }
+        return _entry(cache, _whole_key(cache, key_or_sample))
+
+
+def _whole_key(cache: LatentCache, prefix: str) -> str:
+    if len(prefix) < MIN_PREFIX or set(prefix) - set("0123456789abcdef"):
+        raise StoreError(
+            f"{prefix!r} is no sample_id of this cache, and no key: give at least {MIN_PREFIX} hexadecimal digits"
+        )
+    found = [key for key in cache.store.keys() if key.startswith(prefix)]
+    if len(found) != 1:
+        raise StoreError(
+            f"{len(found)} keys start with {prefix!r}: give more digits, or look with `latentcache status`"
+        )
+    return found[0]
+
+
+def _entry(cache: LatentCache, key: str) -> dict[str, Any]:
+    try:
+        record = cache.store.record(key)
+        fields = cache.store.describe(key)
+    except (EntryMissingError, EntryDamagedError) as error:
+        return {"key": key, "error": str(error)}
+    return {
+        "key": key,
+        "kind": record.kind,
+        "fields": {name: {"dtype": dtype, "shape": list(shape)} for name, (dtype, shape) in fields.items()},
+        "identity": dict(record.identity),
+        "provenance": dict(record.provenance),
+    }

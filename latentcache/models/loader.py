@@ -1,0 +1,271 @@
+"""The frozen parts of an SDXL model: loaded when needed, and identified without being loaded where possible."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import diffusers
+import torch
+import transformers
+
+from latentcache.errors import ModelError
+from latentcache.identity import PartIdentity, canonical_json, digest
+from latentcache.models.origin import Source, find_model, find_vae, loading
+from latentcache.models.part_identity import check_frozen, module_identity, tokenizer_identity
+
+PARTS = ("vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
+_MEMO = "part-identity/1"
+
+
+@dataclass(frozen=True, slots=True)
+class TextParts:
+    """SDXL's two text encoders and their tokenizers."""
+
+    text_encoder: torch.nn.Module
+    text_encoder_2: torch.nn.Module
+    tokenizer: Any
+    tokenizer_2: Any
+
+
+class Models(Protocol):
+    """What the encoders need of a model. `ModelLoader` and `LoadedModels` are interchangeable."""
+
+    def origin(self, part: str) -> str: ...
+
+    def identity(self, part: str, dtype: torch.dtype) -> PartIdentity: ...
+
+    def vae_config(self) -> Mapping[str, Any]: ...
+
+    def vae(self, dtype: torch.dtype) -> torch.nn.Module: ...
+
+    def text(self, dtype: torch.dtype) -> TextParts: ...
+
+    def release(self, *parts: str) -> None: ...
+
+
+@contextmanager
+def inference(device: torch.device) -> Iterator[None]:
+    """Without gradients, and without a surrounding autocast: an entry's identity states the dtype of computation."""
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        yield
+
+
+class ModelLoader:
+    """Loads the parts of an SDXL model on the CPU, frozen and in eval mode; never its UNet.
+
+    `path` is `tiny`, a hub id, a diffusers folder or one .safetensors checkpoint. `vae` names another VAE: hub id,
+    folder or .safetensors file. `config` names a folder or hub id with the configs and tokenizers for a checkpoint
+    (default: what diffusers infers from it). `variant` and `revision` are those of `path`. `memo` remembers
+    identities from one process to the next. All failures are ModelError. Nothing is read before the first call.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        vae: str | None = None,
+        config: str | None = None,
+        variant: str | None = None,
+        revision: str | None = None,
+        memo: MutableMapping[str, str] | None = None,
+    ):
+        self.path, self.vae_path, self.config, self.variant, self.revision = path, vae, config, variant, revision
+        self._memo: MutableMapping[str, str] = {} if memo is None else memo
+        self._sources: dict[str, Source] = {}
+        self._modules: dict[tuple[str, torch.dtype], torch.nn.Module] = {}
+        self._tokenizers: tuple[Any, Any] | None = None
+
+    def origin(self, part: str) -> str:
+        """Where the part comes from, for provenance: a path, `tiny`, or a hub id with its commit."""
+        return self._source(part).name
+
+    def identity(self, part: str, dtype: torch.dtype) -> PartIdentity:
+        """The identity of one of PARTS as loaded in `dtype`. A part whose files have not changed is not loaded."""
+        key = self._memo_key(part, dtype)
+        known = None if key is None else _parse_identity(self._memo.get(key))
+        if known is not None:
+            return known
+        if part in ("tokenizer", "tokenizer_2"):
+            found = tokenizer_identity(part, self.tokenizers()[part == "tokenizer_2"])
+        else:
+            found = module_identity(part, self._module(part, dtype), dtype)
+        # A file that changed while it was read must not be remembered.
+        if key is not None and key == self._memo_key(part, dtype):
+            self._memo[key] = json.dumps(asdict(found))
+        return found
+
+    def vae_config(self) -> Mapping[str, Any]:
+        """`scaling_factor`, `shift_factor`, `force_upcast`, `latent_channels` and `downscale_factor` of the VAE.
+
+        Read from its config, without its weights. Raises ModelError for a VAE with per-channel latent statistics.
+        """
+        source = self._source("vae")
+        settings = source.vae_settings()
+        with loading("vae", source.name), torch.device("meta"):  # fills in the defaults of keys that are not stated
+            config = diffusers.AutoencoderKL.from_config(settings).config
+        return _vae_config(config)
+
+    def vae(self, dtype: torch.dtype) -> torch.nn.Module:
+        """The AutoencoderKL, on the CPU unless a caller moved it."""
+        return self._module("vae", dtype)
+
+    def text(self, dtype: torch.dtype) -> TextParts:
+        """The text encoders and tokenizers, on the CPU unless a caller moved them."""
+        encoders = self._module("text_encoder", dtype), self._module("text_encoder_2", dtype)
+        return TextParts(*encoders, *self.tokenizers())
+
+    def tokenizers(self) -> tuple[Any, Any]:
+        """Both tokenizers; no text encoder is loaded for them."""
+        if self._tokenizers is None:
+            self._tokenizers = self._source("tokenizer").load_tokenizers()
+        return self._tokenizers
+
+    def release(self, *parts: str) -> None:
+        """Forget these parts (default: all), so that their memory is freed; the next call loads them again."""
+        gone = set(parts or PARTS)
+        self._modules = {key: module for key, module in self._modules.items() if key[0] not in gone}
+        if gone & {"tokenizer", "tokenizer_2"}:
+            self._tokenizers = None
+
+    def _source(self, part: str) -> Source:
+        if part not in PARTS:
+            raise ModelError(f"{part!r} is no part of an SDXL model: name one of {', '.join(PARTS)}", part=part)
+        if "model" not in self._sources:
+            self._sources["model"] = find_model(self.path, self.config, self.variant, self.revision)
+        if part != "vae" or self.vae_path is None:
+            return self._sources["model"]
+        if "vae" not in self._sources:
+            self._sources["vae"] = find_vae(self.vae_path, self._sources["model"])
+        return self._sources["vae"]
+
+    def _module(self, part: str, dtype: torch.dtype) -> torch.nn.Module:
+        source = self._source(part)
+        if (part, dtype) not in self._modules:
+            if part == "vae":
+                loaded = {"vae": source.load_vae(dtype)}
+            else:
+                loaded = dict(zip(("text_encoder", "text_encoder_2"), source.load_text_encoders(dtype), strict=True))
+            for name, module in loaded.items():
+                self._modules[name, dtype] = module.eval().requires_grad_(False)
+        return self._modules[part, dtype]
+
+    def _memo_key(self, part: str, dtype: torch.dtype) -> str | None:
+        """None if the part comes from no file. Library versions count: another one may read a config otherwise."""
+        files = [_signature(path) for path in self._source(part).files(part)]
+        if not files:
+            return None
+        versions = [diffusers.__version__, transformers.__version__]
+        return f"{_MEMO} {digest(canonical_json([part, str(dtype), self.variant, versions, files]))}"
+
+
+class LoadedModels:
+    """Parts that the caller has already, e.g. a trainer's: the same interface as `ModelLoader`.
+
+    A part is handed out as it is; move it with `devices.placement.placed`, which puts it back. Asked for another
+    dtype, a CPU copy is made and kept until `release()`, because a cast there and back would change the caller's
+    weights. Each use checks that the part is frozen (TrainableEncoderError). Weights may change between calls, so
+    identities are not kept.
+    """
+
+    def __init__(
+        self,
+        *,
+        vae: torch.nn.Module | None = None,
+        text_encoder: torch.nn.Module | None = None,
+        text_encoder_2: torch.nn.Module | None = None,
+        tokenizer: Any = None,
+        tokenizer_2: Any = None,
+    ):
+        self._parts = dict(zip(PARTS, (vae, text_encoder, text_encoder_2, tokenizer, tokenizer_2), strict=True))
+        self._copies: dict[tuple[str, torch.dtype], torch.nn.Module] = {}
+
+    def origin(self, part: str) -> str:
+        """Where the part comes from, for provenance: the name that its config has kept, if any."""
+        name = getattr(getattr(self._part(part), "config", None), "_name_or_path", None)
+        return f"loaded by the caller ({name})" if name else "loaded by the caller"
+
+    def identity(self, part: str, dtype: torch.dtype) -> PartIdentity:
+        """The identity of the part when it computes in `dtype`."""
+        if part in ("tokenizer", "tokenizer_2"):
+            return tokenizer_identity(part, self._part(part))
+        module = self._part(part)
+        check_frozen(part, module)
+        return module_identity(part, module, dtype)
+
+    def vae_config(self) -> Mapping[str, Any]:
+        """As `ModelLoader.vae_config`."""
+        return _vae_config(self._part("vae").config)
+
+    def vae(self, dtype: torch.dtype) -> torch.nn.Module:
+        """The caller's VAE if it has this dtype, else a CPU copy."""
+        return self._module("vae", dtype)
+
+    def text(self, dtype: torch.dtype) -> TextParts:
+        """The caller's text encoders if they have this dtype, else CPU copies; and the tokenizers."""
+        return TextParts(
+            self._module("text_encoder", dtype),
+            self._module("text_encoder_2", dtype),
+            self._part("tokenizer"),
+            self._part("tokenizer_2"),
+        )
+
+    def release(self, *parts: str) -> None:
+        """Forget the copies of these parts (default: all). The caller's parts stay."""
+        gone = set(parts or PARTS)
+        self._copies = {key: module for key, module in self._copies.items() if key[0] not in gone}
+
+    def _part(self, part: str) -> Any:
+        if self._parts.get(part) is None:
+            given = ", ".join(name for name, value in self._parts.items() if value is not None) or "none"
+            raise ModelError(f"{part} was not given (given: {given}). Pass LoadedModels({part}=...).", part=part)
+        return self._parts[part]
+
+    def _module(self, part: str, dtype: torch.dtype) -> torch.nn.Module:
+        module = self._part(part)
+        check_frozen(part, module)
+        if all(tensor.dtype == dtype for tensor in module.parameters()):
+            return module
+        if (part, dtype) not in self._copies:
+            self._copies[part, dtype] = copy.deepcopy(module).to("cpu", dtype).eval()
+        return self._copies[part, dtype]
+
+
+def _vae_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    for name in ("latents_mean", "latents_std"):
+        if config.get(name) is not None:
+            raise ModelError(
+                f"vae: its config has {name}, so its latents are scaled per channel, which is not supported. "
+                "Use a VAE with a single scaling_factor, such as SDXL's.",
+                part="vae",
+            )
+    return {
+        "scaling_factor": config["scaling_factor"],
+        "shift_factor": config["shift_factor"],
+        "force_upcast": bool(config["force_upcast"]),
+        "latent_channels": config["latent_channels"],
+        "downscale_factor": 2 ** (len(config["block_out_channels"]) - 1),
+    }
+
+
+def _signature(path: Path) -> list[Any]:
+    try:
+        stat = path.stat()
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read any more ({error.strerror}). Name the model anew.") from error
+    return [str(path.absolute()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
+
+
+def _parse_identity(text: str | None) -> PartIdentity | None:
+    """The remembered identity; None if there is none, or it is not readable (then it is made anew)."""
+    if text is None:
+        return None
+    try:
+        return PartIdentity(**json.loads(text))
+    except (TypeError, ValueError):
+        return None

@@ -1,0 +1,207 @@
+"""LoRA adapters on a UNet: loading them from a file, and keeping their settings in a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import StableDiffusionXLPipeline, UNet2DConditionModel
+from diffusers.loaders.single_file_utils import load_single_file_checkpoint
+from diffusers.utils import is_peft_available
+from diffusers.utils.state_dict_utils import convert_unet_state_dict_to_peft
+
+from latentcache.checkpoints.folder import DOCUMENT
+from latentcache.checkpoints.parts import unwrapped_module
+from latentcache.devices.placement import dtype_of
+from latentcache.errors import ModelError
+from latentcache.models.origin import is_checkpoint, loading
+
+SETTINGS_KEY = "lora"
+"""Where a checkpoint's `extra` holds what `lora_settings` gives."""
+LORA_FILE = "pytorch_lora_weights.safetensors"
+
+_ENCODERS = ("text_encoder.", "text_encoder_2.", "lora_te_", "lora_te1_", "lora_te2_")
+_KINDS = (".lora_A.weight", ".lora_B.weight", ".lora_B.bias", ".lora_magnitude_vector.weight", ".lora_magnitude_vector")
+_UNET_BLOCKS = ("add_embedding.", "conv_", "down_blocks.", "mid_block.", "time_embedding.", "up_blocks.")
+
+
+def load_lora(unet: UNet2DConditionModel, path: str | Path, *, scale: float = 1.0) -> str:
+    """Add the LoRA in a .safetensors file, or in a folder with one, to the UNet; gives the new adapter's name.
+
+    Files of diffusers (`save_lora_weights`, `save_lora_adapter`) and of kohya. It acts with `scale` (1: as trained)
+    beside the adapters that the UNet has; without alphas in the file each is taken as the rank, as diffusers does. The
+    new parameters are frozen. ModelError, and the UNet as it was, if peft is missing, or if anything in the file has
+    no place in the UNet: names, shapes, weights of text encoders, kinds other than LoRA and peft's DoRA.
+    """
+    _need_peft()
+    file = _lora_file(str(path))
+    with loading("lora", str(file)):
+        names = list(load_single_file_checkpoint(str(file)))
+    _check_names(str(file), names)
+    with loading("lora", str(file)):
+        state, alphas, metadata = StableDiffusionXLPipeline.lora_state_dict(
+            str(file), unet_config=unet.config, use_safetensors=True, local_files_only=True, return_lora_metadata=True
+        )
+    # diffusers converts a whole file or nothing, by its first name, and no alphas. Its own save_lora_weights mixes both
+    # ways of naming; what it does not convert it then leaves out, or gives another layer's alpha.
+    state, alphas = convert_unet_state_dict_to_peft(state), convert_unet_state_dict_to_peft(alphas or {})
+    prefix = "unet" if any(key.startswith("unet.") for key in state) else None
+    _check_fit(str(file), state, prefix, unet)
+    dtype = dtype_of(unet)
+    requires_grad = {id(parameter): parameter.requires_grad for parameter in unet.parameters()}
+    had = set(getattr(unet, "peft_config", {}))
+    active = _active_adapters(unet)
+    with loading("lora", str(file)), _several_adapters():
+        # On meta until the values come: an initialisation would draw from the global random state.
+        unet.load_lora_adapter(
+            state, prefix=prefix, network_alphas=alphas or None, metadata=metadata, low_cpu_mem_usage=True
+        )
+    (name,) = set(unet.peft_config) - had
+    unet.set_adapter([*active, name])
+    for layer in _adapted(unet):
+        layer.set_scale(name, scale)
+        layer.train(unet.training)
+    for parameter in unet.parameters():
+        parameter.requires_grad_(requires_grad.get(id(parameter), False))
+        if id(parameter) not in requires_grad:
+            # A copy: the file may be replaced while the UNet is in use.
+            parameter.data = parameter.data.to(dtype, copy=True)
+    return name
+
+
+def lora_settings(unet: torch.nn.Module) -> dict[str, Any]:
+    """The settings of the UNet's LoRA adapters, as plain data: what `extra["lora"]` of a checkpoint should hold.
+
+    A state_dict has an adapter's weights, but not its alpha. `unet` is a UNet with `add_adapter`, or inside peft's or a
+    parallel wrapper. Raises ModelError if it has no adapter.
+    """
+    unet = unwrapped_module(unet)
+    configs = getattr(unet, "peft_config", None)
+    if not configs:
+        raise ModelError("lora: the UNet has no adapter. Call unet.add_adapter(LoraConfig(...)) first.", part="lora")
+    # peft's configs hold sets and enums of text: as JSON they are lists and text, which LoraConfig takes as well.
+    adapters = {name: json.loads(json.dumps(config.to_dict(), default=sorted)) for name, config in configs.items()}
+    return {"adapters": adapters, "active": _active_adapters(unet)}
+
+
+def add_adapters(unet: UNet2DConditionModel, settings: Mapping[str, Any] | None) -> None:
+    """Build the adapters that `lora_settings` describes into a UNet that has none; their weights are not set."""
+    if settings is None:
+        return
+    _need_peft()
+    from peft import LoraConfig
+
+    with loading("lora", "the checkpoint's extra['lora']"), _several_adapters():
+        for name, config in settings["adapters"].items():
+            # The weights come from the checkpoint: no initialisation, which some kinds compute from the UNet's own.
+            unet.add_adapter(LoraConfig(**{**config, "init_lora_weights": False}), name)
+        unet.set_adapter(list(settings["active"]))
+
+
+def is_lora(names: Iterable[str]) -> bool:
+    """Whether tensors of these names are a LoRA alone: none belongs to a whole model."""
+    names = list(names)
+    return bool(names) and all(_looks_like_lora(name) for name in names)
+
+
+def _looks_like_lora(name: str) -> bool:
+    return "lora" in name or "lokr_" in name or "hada_" in name or name.endswith((".alpha", ".dora_scale"))
+
+
+def _need_peft() -> None:
+    if not is_peft_available():
+        raise ModelError("lora: LoRA adapters need peft, which is not installed. Run: pip install peft", part="lora")
+
+
+def _lora_file(path: str) -> Path:
+    folder = Path(path)
+    if not folder.is_dir():
+        if not is_checkpoint("lora", path):
+            raise ModelError(
+                f"lora: there is no file or folder {path}. Name a local LoRA: download one from the hub first.",
+                part="lora",
+            )
+        return Path(path)
+    if (folder / DOCUMENT).is_file():
+        raise ModelError(
+            f"lora: {path} is a checkpoint of a whole UNet with its LoRA. Name it as the UNet.", part="lora"
+        )
+    if (folder / LORA_FILE).is_file():
+        return folder / LORA_FILE
+    files = sorted(folder.glob("*.safetensors"))
+    if len(files) != 1:
+        have = ", ".join(file.name for file in files) or "no .safetensors file"
+        raise ModelError(f"lora: {path} has no {LORA_FILE} (it has {have}). Name the file itself.", part="lora")
+    return files[0]
+
+
+def _check_names(file: str, names: list[str]) -> None:
+    encoders = [name for name in names if name.startswith(_ENCODERS)]
+    if encoders:
+        raise ModelError(
+            f"lora: {file} changes the text encoders too ({len(encoders)} tensors, e.g. {encoders[0]}), which cannot "
+            "act on cached embeddings. Save the LoRA without them, or merge them into the text encoders, name that "
+            "model as model.path and run precache.",
+            part="lora",
+        )
+    # diffusers drops dora_scale with a warning, and the file then means something else; of LoHa and LoKr it names none.
+    kinds = ("dora_scale", "hada_", "lokr_")
+    others = [name for name in names if not _looks_like_lora(name) or any(kind in name for kind in kinds)]
+    if others or not names:
+        raise ModelError(
+            f"lora: {file} holds {len(others)} tensors that are not LoRA weights of a UNet, e.g. "
+            f"{others[0] if others else 'nothing at all'}. Name a LoRA in diffusers' or kohya's format.",
+            part="lora",
+        )
+
+
+def _check_fit(file: str, state: Mapping[str, torch.Tensor], prefix: str | None, unet: torch.nn.Module) -> None:
+    """ModelError unless every tensor has its place: peft leaves out what has none, at most with a warning."""
+    own = {key.removeprefix(f"{prefix}."): value for key, value in state.items()}
+    layers = {name.removesuffix(".base_layer"): module for name, module in unet.named_modules()}
+    faults = []
+    for key, tensor in own.items():
+        kind = next((kind for kind in _KINDS if key.endswith(kind)), None)
+        weight = getattr(layers.get(key.removesuffix(kind or "")), "weight", None)
+        if kind is None:
+            faults.append(f"{key} is not a LoRA weight")
+        elif weight is None or weight.ndim < 2:
+            faults.append(f"{key} has no layer in the UNet")
+        elif kind == ".lora_A.weight" and tensor.shape[1:] != weight.shape[1:]:
+            faults.append(f"{key} takes {list(tensor.shape[1:])}, the layer {list(weight.shape[1:])}")
+        elif kind == ".lora_B.weight" and tensor.shape[0] != weight.shape[0]:
+            faults.append(f"{key} gives {tensor.shape[0]}, the layer {weight.shape[0]}")
+        elif kind in (".lora_A.weight", ".lora_B.weight"):
+            other = ".lora_B.weight" if kind == ".lora_A.weight" else ".lora_A.weight"
+            if key.removesuffix(kind) + other not in own:
+                faults.append(f"{key} has no {other.removeprefix('.')} beside it")
+    if faults or not own:
+        raise ModelError(
+            f"lora: {file} does not fit this UNet: of {len(own)} tensors {len(faults)} have no place in it, e.g. "
+            f"{faults[0] if faults else 'nothing'}. Name a LoRA of an SDXL UNet.",
+            part="lora",
+        )
+
+
+@contextmanager
+def _several_adapters() -> Iterator[None]:
+    """peft warns of a second adapter, lest it be one by mistake."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")
+        yield
+
+
+def _adapted(unet: torch.nn.Module) -> list[Any]:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return [module for module in unet.modules() if isinstance(module, BaseTunerLayer)]
+
+
+def _active_adapters(unet: torch.nn.Module) -> list[str]:
+    layer = next(iter(_adapted(unet)), None)
+    return [] if layer is None else list(layer.active_adapters)

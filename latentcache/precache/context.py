@@ -1,0 +1,54 @@
+"""What the stages of one run share."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from latentcache.config import EncodeConfig
+from latentcache.errors import EncodeError
+from latentcache.models.loader import Models
+from latentcache.precache.encodings import Encodings
+from latentcache.precache.failures import Fault, Faults
+from latentcache.precache.report import Report
+from latentcache.store.base import Writer
+from latentcache.utils.progress import Progress
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One run while it encodes. `report`, `progress` and `stop` are for the main thread, `writer` for the one behind.
+
+    `faults` takes them from both.
+    """
+
+    encode: EncodeConfig
+    encodings: Encodings
+    models: Models
+    writer: Writer
+    faults: Faults
+    report: Report
+    progress: Progress
+    stop: threading.Event
+
+    def is_stopped(self) -> bool:
+        """Whether to leave the rest to the next run."""
+        self.report.interrupted |= self.stop.is_set()
+        return self.report.interrupted
+
+    def refuse(self, key: str, error: EncodeError) -> None:
+        """One item does not fit into memory alone."""
+        self.faults.add(key, Fault("out-of-memory", str(error)))
+
+
+@contextmanager
+def timed(report: Report, stage: str) -> Iterator[None]:
+    """Add the time spent inside to the report's stage."""
+    started = time.monotonic()
+    try:
+        yield
+    finally:
+        report.seconds[stage] = report.seconds.get(stage, 0.0) + time.monotonic() - started

@@ -1,0 +1,240 @@
+"""The image stage: decode | encode | keep, each in its threads.
+
+Threads decode ahead of the main thread, which runs the VAE; one thread behind checks, converts and stores the results.
+Where copies run beside the computation, the next batch is uploaded and launched before the results of the last one
+are fetched, so that the device never waits for the host. On a CPU nothing works behind. Threads that decode have a
+lower priority than those that encode.
+
+Memory is bounded whatever the dataset's size. With T decoding threads, groups of G images (`image_group_size`) and
+batches of B, at most `T + G + 5 B` decoded images are alive, of bucket size (3 bytes a pixel): T + G decoded ahead, and
+B each in the batch that is formed, in the one that was launched before it, in the two that are kept or wait for it,
+and among those that wait for a retry in float32. Beside them a decoding thread holds its own full-size image, and the
+writer two packs.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+
+from latentcache.dataset.images import decode, prepare
+from latentcache.devices.placement import placed
+from latentcache.devices.transfer import Copies, Download, copies_with
+from latentcache.errors import EncodeError, ImageRefused
+from latentcache.identity import digest
+from latentcache.models.batching import BatchRunner
+from latentcache.models.settings import vae_settings
+from latentcache.models.vae import DTYPES, encode_images, keep_output, problems
+from latentcache.precache.context import Job, timed
+from latentcache.precache.failures import Fault
+from latentcache.precache.plan import ImageTask
+from latentcache.provenance import Provenance
+from latentcache.types import Entry, Record
+from latentcache.utils.overlap import Behind, step_back
+from latentcache.utils.window import windowed
+
+BATCHES_BEHIND = 2
+"""Batches that wait to be kept, or are being kept."""
+
+logger = logging.getLogger("latentcache")
+
+
+@dataclass(frozen=True, slots=True)
+class ImageItem:
+    """An image that is ready to be encoded: its pixels, uint8 [H, W, 3]."""
+
+    task: ImageTask
+    pixels: np.ndarray
+
+
+class ImageStage:
+    """Encodes images in batches of one bucket."""
+
+    def __init__(self, job: Job):
+        self._job = job
+        self._placement = job.encodings.vae
+        self._copies: Copies = copies_with(self._placement.device)
+        self._retries: deque[tuple[ImageItem, str]] = deque()
+        """Images with bad outputs, and what was bad, from the thread behind to the main one."""
+
+    def run(self, batches: Sequence[Sequence[ImageTask]]) -> tuple[float, int]:
+        """Encode the batches, and return how long that took, without loading, and how many pixels were done."""
+        job, placement = self._job, self._placement
+        with ExitStack() as stack:
+            with timed(job.report, "load"):
+                vae = stack.enter_context(placed(job.models.vae(placement.dtype), placement.device))
+            job.progress.start("encode images", sum(map(len, batches)))
+            started = time.monotonic()
+            stack.enter_context(vae_settings(vae, compile=job.encode.compile))
+            num_pixels = self._encode(vae, batches)
+        seconds = time.monotonic() - started
+        job.progress.finish()
+        return seconds, num_pixels
+
+    def _encode(self, vae: torch.nn.Module, batches: Sequence[Sequence[ImageTask]]) -> int:
+        job, num_pixels = self._job, 0
+        num_workers = job.encode.num_workers
+        num_threads = (os.cpu_count() or 1) if num_workers == "auto" else num_workers
+        runner: BatchRunner[ImageItem, torch.Tensor] = BatchRunner(
+            "vae", self._placement.batch_size, self._placement.device
+        )
+        with (
+            ThreadPoolExecutor(num_threads, "latentcache-decode", initializer=step_back) as executor,
+            Behind(BATCHES_BEHIND, "keep", beside=self._placement.device.type != "cpu") as behind,
+        ):
+            groups = self._groups(batches, executor, num_threads + job.encodings.image_group_size)
+            results = runner.run_ahead(
+                groups,
+                partial(self._launch, vae),
+                self._fetch,
+                self._out_of_memory,
+                num_ahead=int(self._copies.are_beside),
+            )
+            try:
+                for items, moments in results:
+                    with timed(job.report, "write"):
+                        behind.call(self._keep, items, moments)
+                    num_pixels += sum(item.pixels.shape[0] * item.pixels.shape[1] for item in items)
+                    job.progress.advance(len(items))
+                    self._retry(behind)
+                    if job.is_stopped():
+                        break
+            finally:
+                groups.close()  # what waits to be decoded is not
+            with timed(job.report, "write"):
+                behind.finish()
+            self._retry(behind)
+        return num_pixels
+
+    # Ahead
+
+    def _groups(
+        self, batches: Iterable[Sequence[ImageTask]], executor: ThreadPoolExecutor, num_ahead: int
+    ) -> Iterator[Iterator[ImageItem]]:
+        """The batches' images, each when it is decoded, in order."""
+        batches = list(batches)
+        decoded = windowed(executor, _decode, (task for batch in batches for task in batch), num_ahead)
+        try:
+            for batch in batches:
+                if self._job.is_stopped():
+                    return
+                yield self._decoded(decoded, len(batch))
+        finally:
+            decoded.close()
+
+    def _decoded(self, decoded: Iterator, num_images: int) -> Iterator[ImageItem]:
+        """The next images, without those that are refused."""
+        for _ in range(num_images):
+            with timed(self._job.report, "decode"):
+                task, future = next(decoded)
+            try:
+                yield ImageItem(task, future.result())
+            except ImageRefused as refused:
+                self._job.faults.add(task.key, Fault(refused.reason, refused.detail, refused.path))
+                self._job.progress.advance(1)
+                if self._job.is_stopped():  # nobody else looks until there is an image to encode
+                    return
+
+    # The device
+
+    def _launch(self, vae: torch.nn.Module, items: Sequence[ImageItem]) -> Download:
+        with timed(self._job.report, "encode"):
+            pixels = self._copies.host((len(items), *items[0].pixels.shape), torch.uint8)
+            np.stack([item.pixels for item in items], out=pixels.numpy())
+            moments = encode_images(vae, self._copies.upload(pixels))
+            return self._copies.download({"moments": moments})
+
+    def _fetch(self, download: Download) -> torch.Tensor:
+        with timed(self._job.report, "encode"):
+            return download.wait()["moments"]
+
+    def _out_of_memory(self, item: ImageItem, error: EncodeError) -> None:
+        self._job.refuse(item.task.key, error)
+
+    def _retry(self, behind: Behind) -> None:
+        """Encode images with bad outputs again, in float32, one at a time."""
+        while self._retries:
+            item, note = self._retries.popleft()
+            # Loaded anew, or a copy: weights that were rounded to half precision do not come back by a cast.
+            with placed(self._job.models.vae(torch.float32), self._placement.device) as vae:
+                runner: BatchRunner[ImageItem, torch.Tensor] = BatchRunner("vae", 1, self._placement.device)
+
+                def encode(items: Sequence[ImageItem], vae: torch.nn.Module = vae) -> torch.Tensor:
+                    return self._fetch(self._launch(vae, items))
+
+                for items, moments in runner.run([item], encode, self._out_of_memory):
+                    behind.call(self._keep_retried, items, moments, note)
+
+    # Behind
+
+    def _keep(self, items: Sequence[ImageItem], moments: torch.Tensor) -> None:
+        """Store a batch; images with bad outputs are told of, or wait for a retry."""
+        computed = self._job.encodings.image.compute_dtype
+        for item, outputs, problem in self._finished(items, moments):
+            if problem is None:
+                self._add(item.task, outputs, computed)
+            elif self._placement.dtype == torch.float32:
+                self._spoilt(item.task, problem, computed)
+            else:
+                note = f"the VAE gave {problem} in {computed}: encoded again in float32"
+                logger.warning("%s: %s", item.task.sample.path, note)
+                self._retries.append((item, note))
+
+    def _keep_retried(self, items: Sequence[ImageItem], moments: torch.Tensor, note: str) -> None:
+        for item, outputs, problem in self._finished(items, moments):
+            if problem is None:
+                self._add(item.task, outputs, "float32", note)
+                self._job.report.num_retried_in_float32 += 1
+            else:
+                self._spoilt(item.task, problem, "float32")
+
+    def _finished(
+        self, items: Sequence[ImageItem], moments: torch.Tensor
+    ) -> Iterator[tuple[ImageItem, dict[str, torch.Tensor], str | None]]:
+        """Each image with what is stored of its moments, and what is wrong with it."""
+        encoding = self._job.encodings.image
+        seeds = [int(item.task.key[:15], 16) for item in items]  # the key holds the seed of the config and the image
+        kept = keep_output(moments, encoding.output, seeds)
+        tensors = {name: tensor.to(DTYPES[encoding.store_dtype]) for name, tensor in kept.items()}
+        found = [problems(tensor) for tensor in (moments, *tensors.values())]
+        for number, item in enumerate(items):
+            problem = next((names[number] for names in found if names[number]), None)
+            yield item, {name: tensor[number] for name, tensor in tensors.items()}, problem
+
+    def _add(
+        self, task: ImageTask, outputs: dict[str, torch.Tensor], computed_dtype: str, note: str | None = None
+    ) -> None:
+        job = self._job
+        provenance = Provenance(
+            sample_id=task.sample.sample_id,
+            source_path=task.sample.path,
+            models={"vae": job.models.origin("vae")},
+            device=str(self._placement.device),
+            computed_dtype=computed_dtype,
+            compiled=job.encode.compile and note is None,
+            note=note,
+        )
+        job.writer.add(Entry(Record(task.key, "image", task.identity.to_json(), provenance.to_json()), outputs))
+
+    def _spoilt(self, task: ImageTask, problem: str, computed_dtype: str) -> None:
+        stored = self._job.encodings.image.store_dtype
+        detail = f"the VAE gave {problem}, computed in {computed_dtype} and stored as {stored}"
+        self._job.faults.add(task.key, Fault("bad-output", detail, task.sample.path))
+
+
+def _decode(task: ImageTask) -> np.ndarray:
+    """The pixels that the encoder sees. The very bytes that are decoded are hashed: the entry is what it says."""
+    data = task.source.read(task.sample)
+    if digest(data) != task.identity.source:
+        raise ImageRefused(task.sample.path, "changed", "the file changed during the run; run precache again")
+    return prepare(decode(data, task.sample.path, task.policy), task.identity.preparation.geometry)

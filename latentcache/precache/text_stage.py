@@ -1,0 +1,185 @@
+"""The text stage: tokens | encoders | what is stored of their outputs, each in its thread.
+
+One thread tokenizes ahead, the main thread runs the encoders, one thread behind keeps the results. Where copies run
+beside the computation, a batch is launched before the results of the last one are fetched.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+
+from latentcache.devices.placement import Placement, placed
+from latentcache.devices.transfer import Copies, Download, copies_with
+from latentcache.errors import EncodeError
+from latentcache.models.batching import BatchRunner
+from latentcache.models.clip import Tokens, encode_tokens, join_tokens, token_limit, tokenize
+from latentcache.models.loader import Models, TextParts
+from latentcache.models.settings import text_settings
+from latentcache.models.vae import DTYPES, problem_flags, problem_names
+from latentcache.precache.context import Job, timed
+from latentcache.precache.encodings import TextEncodings
+from latentcache.precache.failures import Fault
+from latentcache.precache.plan import TextTask
+from latentcache.provenance import Provenance
+from latentcache.types import Entry, Record
+from latentcache.utils.overlap import Behind
+from latentcache.utils.window import windowed
+
+GROUPS_AHEAD = 3
+"""Groups of captions that are tokenized ahead of the encoders."""
+BATCHES_BEHIND = 2
+"""Batches that wait to be kept, or are being kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextItem:
+    """A caption that is ready to be encoded."""
+
+    task: TextTask
+    tokens: Tokens
+
+
+@contextmanager
+def placed_texts(models: Models, placement: Placement) -> Iterator[TextParts]:
+    """Both text encoders on the placement's device, in its dtype; they go home whatever happens."""
+    parts = models.text(placement.dtype)
+    with placed(parts.text_encoder, placement.device), placed(parts.text_encoder_2, placement.device):
+        yield parts
+
+
+class TextStage:
+    """Encodes captions. A caption whose tokens wait or whose outputs are not kept yet costs some hundred kilobytes: at
+    most GROUPS_AHEAD + 1 groups of tokens and BATCHES_BEHIND + 2 batches of outputs are in memory."""
+
+    def __init__(self, job: Job):
+        self._job = job
+        self._placement = job.encodings.text_encoders
+        self._copies: Copies = copies_with(self._placement.device)
+        self._parts: TextParts
+
+    def run(self, batches: Sequence[Sequence[TextTask]]) -> tuple[float, int]:
+        """Encode the batches, and return how long that took, without loading, and how many captions were done."""
+        job, placement = self._job, self._placement
+        with ExitStack() as stack:
+            with timed(job.report, "load"):
+                self._parts = stack.enter_context(placed_texts(job.models, placement))
+            job.progress.start("encode captions", sum(map(len, batches)))
+            started = time.monotonic()
+            with timed(job.report, "text"), text_settings(self._parts, compile=job.encode.compile):
+                num_done = self._encode(batches)
+            seconds = time.monotonic() - started
+        job.progress.finish()
+        return seconds, num_done
+
+    def _encode(self, batches: Sequence[Sequence[TextTask]]) -> int:
+        job, num_done, limit = self._job, 0, token_limit(self._parts)
+        runner: BatchRunner[TextItem, dict[str, torch.Tensor]] = BatchRunner(
+            "text_encoder", self._placement.batch_size, self._placement.device
+        )
+        with (
+            ThreadPoolExecutor(1, "latentcache-tokenize") as executor,
+            Behind(BATCHES_BEHIND, "keep", beside=self._placement.device.type != "cpu") as behind,
+        ):
+            results = runner.run_ahead(
+                self._groups(batches, executor),
+                self._launch,
+                lambda download: download.wait(),
+                self._out_of_memory,
+                num_ahead=int(self._copies.are_beside),
+            )
+            for items, outputs in results:
+                lengths = [item.tokens.num_tokens[0] for item in items]
+                job.report.num_truncated_captions += sum(length > limit for length in lengths)
+                behind.call(self._keep, [item.task for item in items], outputs, lengths)
+                num_done += len(items)
+                job.progress.advance(len(items))
+                if job.is_stopped():
+                    break
+        return num_done
+
+    def _groups(self, batches: Iterable[Sequence[TextTask]], executor: ThreadPoolExecutor) -> Iterator[list[TextItem]]:
+        """The batches with their tokens, made a few groups ahead."""
+
+        def read(batch: Sequence[TextTask]) -> list[Tokens]:
+            return tokenize(self._parts, [task.caption for task in batch]).rows()
+
+        for batch, made in windowed(executor, read, batches, GROUPS_AHEAD):
+            yield [TextItem(task, tokens) for task, tokens in zip(batch, made.result(), strict=True)]
+
+    def _launch(self, items: Sequence[TextItem]) -> Download:
+        tokens = join_tokens([item.tokens for item in items])
+        # encode_prompt would copy them on the stream that computes, and wait for all that was launched on it before.
+        tokens = replace(
+            tokens,
+            input_ids=self._copies.upload(tokens.input_ids),
+            input_ids_2=self._copies.upload(tokens.input_ids_2),
+        )
+        clip_skip = items[0].task.identity.encoding.clip_skip  # a batch has one: it is formed by it
+        made = encode_tokens(self._parts, tokens, clip_skip=clip_skip, device=self._placement.device)
+        return self._copies.download(finished_texts(made, self._job.encodings))
+
+    def _keep(self, tasks: Sequence[TextTask], finished: Mapping[str, torch.Tensor], lengths: Sequence[int]) -> None:
+        job = self._job
+        for task, made in text_entries(
+            tasks, finished, lengths, job.encodings, job.models, compiled=job.encode.compile
+        ):
+            if isinstance(made, Fault):
+                job.faults.add(task.key, made)
+            else:
+                job.writer.add(made)
+
+    def _out_of_memory(self, item: TextItem, error: EncodeError) -> None:
+        self._job.refuse(item.task.key, error)
+
+
+_FLAGS = "problem flags"
+
+
+def finished_texts(outputs: Mapping[str, torch.Tensor], encodings: TextEncodings) -> dict[str, torch.Tensor]:
+    """What is stored of a batch's outputs, on their device, with what `text_entries` needs to know of them.
+
+    The host does not wait for it: on an accelerator the checks cost nothing, on the host several times a copy.
+    """
+    dtype = DTYPES[encodings.text.store_dtype]
+    tensors = {name: tensor.to(dtype) for name, tensor in outputs.items()}
+    flags = torch.stack([problem_flags(tensor) for tensor in tensors.values()])
+    return {**tensors, _FLAGS: flags}
+
+
+def text_entries(
+    tasks: Sequence[TextTask],
+    finished: Mapping[str, torch.Tensor],
+    lengths: Sequence[int],
+    encodings: TextEncodings,
+    models: Models,
+    *,
+    compiled: bool = False,
+) -> Iterator[tuple[TextTask, Entry | Fault]]:
+    """What is stored of a batch, or why it cannot be. `finished` is that of `finished_texts`, on any device.
+
+    `lengths` are the captions' numbers of tokens.
+    """
+    tensors = {name: tensor.cpu() for name, tensor in finished.items()}
+    faults = [problem_names(flags) for flags in tensors.pop(_FLAGS)]
+    for number, task in enumerate(tasks):
+        fault = next((names[number] for names in faults if names[number]), None)
+        if fault is not None:
+            yield task, Fault("bad-output", f"the text encoders gave {fault} for caption {task.caption!r}")
+            continue
+        provenance = Provenance(
+            sample_id=task.sample_id,
+            source_path=task.path,
+            models={part: models.origin(part) for part in ("text_encoder", "text_encoder_2")},
+            device=str(encodings.text_encoders.device),
+            computed_dtype=encodings.text.compute_dtype,
+            compiled=compiled,
+            num_tokens=lengths[number],
+        )
+        record = Record(task.key, "text", task.identity.to_json(), provenance.to_json())
+        yield task, Entry(record, {name: tensor[number] for name, tensor in tensors.items()})

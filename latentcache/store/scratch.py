@@ -1,0 +1,116 @@
+"""A memo of digests: what a file was when it was last read. Disposable, like every memo."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+import uuid
+from collections.abc import Iterable, Iterator, MutableMapping
+from pathlib import Path
+
+from latentcache.errors import IndexDamagedError
+from latentcache.identity import digest
+from latentcache.store.index import Index
+from latentcache.store.lock import locked
+from latentcache.utils.durable_files import typed_errors
+
+FLUSH_ROWS = 1000
+
+logger = logging.getLogger("latentcache")
+
+
+class Memo(MutableMapping[str, str]):
+    """Text by name, in memory and in an index on disk. Rows are written in groups, and by `flush` and `close`.
+
+    Names may be any text (paths with broken encodings too): the index holds their digests. A damaged memo is thrown
+    away, as all it costs is reading files again. Threads may share one.
+    """
+
+    def __init__(self, path: str | Path, *, read_only: bool = False):
+        self._lock = threading.Lock()
+        self._new: dict[str, str] = {}
+        self._index: Index | None = None
+        self._rows: dict[str, str] = {}
+        if read_only and not Path(path).exists():
+            return
+        try:
+            self._index = Index(path, read_only=read_only)
+            self._rows = self._index.items()
+        except IndexDamagedError as error:
+            if read_only:
+                logger.warning("memo of digests not used: %s", error)
+                return
+            self._index = _replaced(Path(path), error)
+            self._rows = self._index.items()
+
+    def __getitem__(self, name: str) -> str:
+        return self._rows[_row_of(name)]
+
+    def reread(self, names: Iterable[str]) -> dict[str, str]:
+        """Those of the names that any process has written by now."""
+        rows = {_row_of(name): name for name in names}
+        found = self._rows if self._index is None else self._index.get_many(rows)
+        return {name: found[row] for row, name in rows.items() if row in found}
+
+    def __setitem__(self, name: str, value: str) -> None:
+        row = _row_of(name)
+        with self._lock:
+            if self._rows.get(row) == value:
+                return
+            self._rows[row] = self._new[row] = value
+            if len(self._new) >= FLUSH_ROWS:
+                self._flush()
+
+    def __delitem__(self, name: str) -> None:
+        row = _row_of(name)
+        with self._lock:
+            del self._rows[row]
+            self._new.pop(row, None)
+            if self._index is not None and not self._index.read_only:
+                self._index.remove_many([row])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def flush(self) -> None:
+        """Write what is new. A memo opened for reading keeps it in memory only."""
+        with self._lock:
+            self._flush()
+
+    def close(self) -> None:
+        self.flush()
+        if self._index is not None:
+            self._index.close()
+
+    def _flush(self) -> None:
+        if self._new and self._index is not None and not self._index.read_only:
+            self._index.replace_many(self._new)
+        self._new = {}
+
+
+def _replaced(path: Path, error: IndexDamagedError) -> Index:
+    """A new memo in place of a damaged one, or the one that another process has put there by now."""
+    with locked(path.with_name(f"{path.name}.lock"), "replacing a damaged memo", shared=False, wait=True):
+        try:
+            index = Index(path)
+            index.items()
+            return index
+        except IndexDamagedError:
+            logger.warning("memo of digests thrown away, files will be read again: %s", error)
+        with typed_errors(path, 0):
+            if path.is_symlink():
+                path.unlink()
+            else:
+                # First out of the way: another process must never see half of it.
+                aside = path.with_name(f"{path.name}.damaged-{uuid.uuid4().hex[:8]}")
+                path.rename(aside)
+                shutil.rmtree(aside)
+        return Index(path)
+
+
+def _row_of(name: str) -> str:
+    return digest(name.encode("utf-8", "surrogatepass"))

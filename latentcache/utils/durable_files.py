@@ -1,0 +1,239 @@
+"""Files that are either whole or not there: written as a sibling, synced, then renamed into place."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import stat
+import uuid
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from latentcache.errors import ReadOnlyError, StorageFullError, StoreError, UnsafeStoreError
+from latentcache.utils.host_memory import disk_memory
+
+TEMPORARY_SUFFIX = ".tmp"
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
+_MAX_BUFFERS = 512  # below IOV_MAX (1024 on Linux and macOS)
+_STAGING_BYTES = 4 << 20
+_DIRECT = getattr(os, "O_DIRECT", 0)  # macOS has none
+BLOCK_BYTES = 4096
+"""Past the page cache, memory, offsets and lengths must be whole blocks of the disk; none in use is larger."""
+
+logger = logging.getLogger("latentcache")
+
+
+@contextmanager
+def typed_errors(path: Path, num_bytes: int) -> Iterator[None]:
+    """Turn the operating system's refusals to write `path` into StorageFullError, ReadOnlyError or StoreError."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL:
+            raise StorageFullError(path, num_bytes) from error
+        if error.errno in _FORBIDDEN:
+            raise ReadOnlyError(path, f"cannot be written: {error.strerror}") from error
+        raise StoreError(
+            f"{path}: cannot be written: {error}. Mend the file system and run the same command."
+        ) from error
+
+
+def unreadable(path: Path, error: Exception) -> StoreError:
+    """The error for a file that cannot be read now, for a reason that may pass: rights, descriptors, memory, a disk."""
+    return StoreError(f"{path}: cannot be read now: {error}. It is left as it is: mend the cause and try again.")
+
+
+def sync_folder(path: Path) -> None:
+    """Make the names in a folder durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_all(fd: int, buffers: Iterable[bytes | memoryview]) -> None:
+    """Write every buffer (bytes, or a flat view of bytes), in order, without joining them."""
+    pending: list[memoryview] = []
+    for buffer in buffers:
+        pending.append(memoryview(buffer))
+        if len(pending) == _MAX_BUFFERS:
+            _write_some(fd, pending)
+            pending = []
+    if pending:
+        _write_some(fd, pending)
+
+
+def _write_some(fd: int, views: list[memoryview]) -> None:
+    start = 0
+    while start < len(views):
+        written = os.writev(fd, views[start:])
+        while start < len(views) and written >= views[start].nbytes:
+            written -= views[start].nbytes
+            start += 1
+        if written:
+            views[start] = views[start][written:]
+
+
+def write_past_cache(fd: int, buffers: Iterable[bytes | memoryview]) -> None:
+    """As `write_all` on an empty file, but past the page cache where the file system can do that.
+
+    For large files that are synced at once and read later: filling the page cache only to wait until it is written out
+    costs more than the writing. The descriptor is as it was afterwards; an error may leave O_DIRECT set.
+    """
+    if not set_past_cache(fd, True):
+        write_all(fd, buffers)
+        return
+    staging = disk_memory(_STAGING_BYTES)
+    used = 0
+    for buffer in buffers:
+        rest = memoryview(buffer)
+        while rest:
+            count = min(len(rest), len(staging) - used)
+            staging[used : used + count] = rest[:count]
+            rest, used = rest[count:], used + count
+            if used == len(staging):
+                _write_direct(fd, staging)
+                used = 0
+    num_whole = used - used % BLOCK_BYTES
+    _write_direct(fd, staging[:num_whole])
+    set_past_cache(fd, False)
+    _write_some(fd, [staging[num_whole:used]])
+
+
+def _write_direct(fd: int, view: memoryview) -> None:
+    start = os.lseek(fd, 0, os.SEEK_CUR)
+    try:
+        _write_some(fd, [view])
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        # A file system that takes the flag but wants larger blocks, or no such writes at all.
+        set_past_cache(fd, False)
+        os.lseek(fd, start, os.SEEK_SET)
+        _write_some(fd, [view])
+
+
+def set_past_cache(fd: int, on: bool) -> bool:
+    """Whether the descriptor now reads and writes as asked: past the page cache, in whole blocks, or through it."""
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | _DIRECT if on else flags & ~_DIRECT)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return False  # tmpfs, among others
+    return not on or bool(_DIRECT)
+
+
+@contextmanager
+def sealed_file(path: Path, num_bytes: int) -> Iterator[int]:
+    """Give the descriptor of a temporary sibling; on leaving it becomes `path`, durably. On an error nothing is left.
+
+    `num_bytes` is what will be written, for the message of StorageFullError.
+    """
+    with typed_errors(path, num_bytes):
+        fd, temporary = _locked_sibling(path)
+        try:
+            yield fd
+            os.fsync(fd)
+            os.rename(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        finally:
+            unlock_and_close(fd)
+        sync_folder(path.parent)
+
+
+def write_sealed(path: Path, data: bytes) -> None:
+    """Make `path` hold `data`, durably; a file that is there is replaced whole. The mode follows the umask.
+
+    StorageFullError, ReadOnlyError, or another StoreError: the file is as it was.
+    """
+    with sealed_file(path, len(data)) as fd:
+        write_all(fd, [data])
+
+
+def _locked_sibling(path: Path) -> tuple[int, Path]:
+    while True:
+        temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}{TEMPORARY_SUFFIX}")
+        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            # A sweep may have come between open and flock, and removed the name.
+            if temporary.exists():
+                return fd, temporary
+        except BaseException:
+            unlock_and_close(fd)
+            temporary.unlink(missing_ok=True)
+            raise
+        unlock_and_close(fd)
+
+
+def unlock_and_close(fd: int) -> None:
+    """Let go of the `flock` on a descriptor, and close it."""
+    # Closing alone is not enough: a child forked meanwhile holds the same lock until it exits.
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    os.close(fd)
+
+
+def sweep_temporaries(folder: Path) -> int:
+    """Remove the temporary files in `folder` whose writer is dead, and count them. A live writer holds a lock.
+
+    What may not be listed or removed is left alone, with a warning.
+    """
+    num_removed = 0
+    try:
+        names = [n for n in os.listdir(folder) if n.startswith(".") and n.endswith(TEMPORARY_SUFFIX)]
+    except OSError as error:
+        logger.warning("%s: not looked through for half-written files: %s", folder, error)
+        return 0
+    for name in names:
+        try:
+            fd = os.open(folder / name, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            logger.warning("%s: left alone: %s", folder / name, error)
+            continue
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            (folder / name).unlink(missing_ok=True)
+            num_removed += 1
+        except BlockingIOError:
+            continue
+        except OSError as error:
+            logger.warning("%s: left alone: %s", folder / name, error)
+        finally:
+            os.close(fd)
+    return num_removed
+
+
+def open_regular(path: Path) -> int:
+    """Open a regular file for reading, and nothing else: UnsafeStoreError for links, pipes and devices.
+
+    The folder must not be a link either. FileNotFoundError is passed on; any other refusal is a plain StoreError,
+    which says nothing about the file's bytes. The caller closes the descriptor.
+    """
+    try:
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            # O_NONBLOCK: opening a pipe must not wait for its other end.
+            fd = os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+        finally:
+            os.close(folder)
+    except OSError as error:
+        if error.errno in {errno.ELOOP, errno.ENOTDIR, errno.ENXIO}:
+            raise UnsafeStoreError(path, "is a link or a device; remove it, then run `latentcache rebuild`") from error
+        if isinstance(error, FileNotFoundError):
+            raise
+        raise unreadable(path, error) from error
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise UnsafeStoreError(path, "is not a regular file; remove it, then run `latentcache rebuild`")
+    return fd

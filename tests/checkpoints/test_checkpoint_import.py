@@ -1,0 +1,118 @@
+"""Checkpoints of other programs: read without running what they contain, or refused with the reason."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from latentcache.checkpoints.checkpoint_import import import_checkpoint
+from latentcache.devices.optimizer import load_optimizer_state
+from latentcache.errors import CheckpointError
+
+
+def run_parts() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def saved(path: Path, content: Any) -> Path:
+    torch.save(content, path)
+    return path
+
+
+def test_the_file_of_var_resumes_a_fused_optimizer(tmp_path: Path) -> None:
+    """The layout of VAR #127: the optimizer two levels down, and flags that differ from those of the second run."""
+    model, optimizer = run_parts()
+    content = {
+        "epoch": 3,
+        "trainer": {"var_wo_ddp": model.state_dict(), "var_opt": {"optimizer": optimizer.state_dict()}},
+    }
+    path = saved(tmp_path / "ar-ckpt-last.pth", content)
+    found = import_checkpoint(path, names={"model": "trainer.var_wo_ddp", "optimizer": "trainer.var_opt.optimizer"})
+    assert (found.epoch, found.step, found.ema) == (3, None, None)
+    assert found.model is not None and found.optimizer is not None
+    other = torch.nn.Linear(2, 2)
+    fused = torch.optim.AdamW(other.parameters(), fused=True)
+    other.load_state_dict(found.model)
+    load_optimizer_state(fused, found.optimizer)
+    assert (fused.param_groups[0]["fused"], fused.param_groups[0]["lr"]) == (True, 0.5)
+    assert torch.equal(fused.state[other.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])
+
+
+def test_lightning_names_are_known(tmp_path: Path) -> None:
+    model, optimizer = run_parts()
+    content = {
+        "state_dict": model.state_dict(),
+        "optimizer_states": [optimizer.state_dict()],
+        "lr_schedulers": [],
+        "epoch": 2,
+        "global_step": 40,
+    }
+    found = import_checkpoint(saved(tmp_path / "last.ckpt", content))
+    assert (found.epoch, found.step, found.scheduler) == (2, 40, None)
+    assert found.optimizer is not None and found.optimizer["param_groups"][0]["lr"] == 0.5
+    assert torch.equal(found.content["state_dict"]["weight"], model.weight)
+
+
+def test_a_flat_file_is_a_model(tmp_path: Path) -> None:
+    model, _ = run_parts()
+    found = import_checkpoint(saved(tmp_path / "model.bin", model.state_dict()))
+    assert found.model is not None and torch.equal(found.model["weight"], model.weight)
+    assert found.optimizer is None
+
+
+class Trap:
+    """What a hostile file does: the call happens while it is read."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("new_format", [True, False], ids=["zip", "before torch 1.6"])
+def test_a_file_that_needs_code_is_refused_and_does_not_run_it(new_format: bool, tmp_path: Path) -> None:
+    torch.save({"x": Trap(tmp_path / "was-run")}, tmp_path / "bad.ckpt", _use_new_zipfile_serialization=new_format)
+    with pytest.raises(CheckpointError, match="needs code to be run") as caught:
+        import_checkpoint(tmp_path / "bad.ckpt")
+    assert not (tmp_path / "was-run").exists()
+    if new_format:
+        assert any("pathlib" in name for name in caught.value.offenders)
+
+
+def test_names_that_someone_trusts_can_be_allowed(tmp_path: Path) -> None:
+    path = saved(tmp_path / "args.pt", {"args": argparse.Namespace(lr=1), "step": 5})
+    with pytest.raises(CheckpointError, match=r"(?s)safe_globals.*argparse\.Namespace"):
+        import_checkpoint(path)
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        assert import_checkpoint(path).step == 5
+
+
+def test_damaged_foreign_and_missing_files_are_told_apart(tmp_path: Path) -> None:
+    model, _ = run_parts()
+    whole = saved(tmp_path / "whole.pt", model.state_dict()).read_bytes()
+    for name, data in (("cut.pt", whole[: len(whole) // 2]), ("empty.pt", b""), ("text.pt", b"hello")):
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(CheckpointError, match="is damaged, or not written by torch") as caught:
+            import_checkpoint(tmp_path / name)
+        assert "weights_only" not in str(caught.value), "no advice to read it without restrictions"
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        import_checkpoint(tmp_path / "none.pt")
+    with pytest.raises(CheckpointError, match="read it with safetensors"):
+        import_checkpoint(tmp_path / "model.safetensors")
+
+
+def test_a_path_that_is_not_there_lists_what_is(tmp_path: Path) -> None:
+    path = saved(tmp_path / "a.pt", {"trainer": {"unet": {}}, "lists": [1]})
+    with pytest.raises(CheckpointError, match=r"has no 'trainer\.vae': 'vae' is not among unet"):
+        import_checkpoint(path, names={"model": "trainer.vae"})
+    with pytest.raises(CheckpointError, match="names has \\['weights'\\], allowed are"):
+        import_checkpoint(path, names={"weights": "trainer"})

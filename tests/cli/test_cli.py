@@ -1,0 +1,351 @@
+"""The command line: one JSON document on stdout, everything else on stderr, honest exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from helpers.photo_files import write_photo
+
+import latentcache
+import latentcache.precache.run
+from latentcache.config import known_settings
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def config_file(tmp_path: Path, photos: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    settings = {
+        "cache": {"path": str(tmp_path / "cache")},
+        "datasets": [
+            {
+                "name": "photos",
+                "source": {"path": str(photos)},
+                "buckets": {"area": 9216, "step": 32},
+                "images": {"min_side": 8},
+            }
+        ],
+        "model": {"path": "tiny"},
+        "encode": {"device": "cpu"},
+    }
+    path.write_text(yaml.safe_dump(settings))
+    return path
+
+
+def test_precache_status_explain_show(config_file: Path, run: Any, run_json: Any, photos: Path) -> None:
+    code, report = run_json("precache", config_file)
+    assert code == 0 and report["num_encoded"] == report["num_misses"] == 10
+    code, report = run_json("precache", config_file, "--dry-run")
+    assert code == 0 and report["dry_run"] and report["num_hits"] == 10
+
+    code, status = run_json("status", config_file)
+    assert code == 0 and status["store"]["num_entries"] == {"text": 5, "image": 5} and status["num_unused"] == 0
+    assert [m["role"] for m in status["manifests"]] == ["train", "prompts"]
+
+    code, found = run_json("explain", "b.png", config_file)
+    assert code == 0 and [e["status"] for e in found["datasets"][0]["entries"]] == ["hit", "hit"]
+    (photos / "b.txt").write_text("a green car")
+    code, found = run_json("explain", "b.png", config_file)
+    entries = found["datasets"][0]["entries"]
+    assert [(e["kind"], e["status"], e["reason"]) for e in entries] == [
+        ("image", "hit", None),
+        ("text", "miss", "caption changed"),
+    ]
+    code, out, _ = run("explain", "b.png", config_file)
+    assert code == 0 and "miss: caption changed" in out and "'a green car'" in out
+
+    code, shown = run_json("show", "a.png", config_file)
+    assert code == 0 and [e["kind"] for e in shown["datasets"][0]["entries"]] == ["image", "text", "text"]
+    key = shown["datasets"][0]["entries"][0]["key"]
+    code, entry = run_json("show", key[:12], config_file)
+    assert code == 0 and entry["key"] == key and entry["fields"]["moments"]["shape"] == [8, 8, 16]
+    code, out, _ = run("show", key, config_file.parent / "cache")
+    assert code == 0 and json.loads(out)["provenance"]["sample_id"] == "a.png"
+
+
+def test_the_cache_can_be_named_in_every_way(
+    config_file: Path, run_json: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run_json("precache", config_file)
+    cache = tmp_path / "cache"
+    for arguments in ([cache], [config_file], ["--config", config_file], ["--cache.path", cache]):
+        code, status = run_json("status", *arguments)
+        assert code == 0 and status["path"] == str(cache), arguments
+    code, error = run_json("status")
+    assert code == 2 and "which cache?" in error["error"]
+    monkeypatch.setenv("LATENTCACHE_CACHE_PATH", str(cache))
+    assert run_json("status")[0] == 0
+
+
+def test_flags_override_every_scalar_setting(config_file: Path, run_json: Any, tmp_path: Path, photos: Path) -> None:
+    photos.rename(tmp_path / "elsewhere")
+    code, report = run_json(
+        "precache", config_file, "--cache.path", tmp_path / "other", "--encode.batch_size", "3",
+        "--encode.image-output=mean", "--datasets.photos.source.path", tmp_path / "elsewhere",
+        "--datasets.0.flip", "true",
+    )  # fmt: skip
+    assert code == 0 and report["cache"]["path"] == str(tmp_path / "other") and report["num_encoded"] == 15
+    assert "3 images were asked for" in report["placement"]["vae"]
+
+
+def test_every_scalar_setting_has_a_flag(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")  # narrower, long names are broken over two lines
+    help_text = "".join(run("precache", "--help")[1].split())
+    lists = {"cache", "datasets", "model", "encode", "validation", "validation.prompts"}
+    sections = {"datasets.N.source", "datasets.N.buckets", "datasets.N.images", "datasets.N.source.caption_columns"}
+    for name in set(known_settings()) - lists - sections:
+        flag = "--" + name.replace(".N.", ".{NAME}.").replace("_", "-")
+        assert flag.split("{NAME}")[-1] in help_text, flag
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--encode.batch-sise", "1"], "Did you mean --encode.batch-size?"),
+        (["--dryrun"], "Did you mean --dry-run?"),
+        (["--encode.vae_dtype", "fp16"], "'float16'"),
+        (["--datasets.cats.flip", "true"], "no such dataset; there are photos, 0"),
+        (["--datasets.0.flop", "true"], "flop"),
+        (["--model.path", "nowhere.safetensors"], "nowhere.safetensors"),
+        (["--encode.device", "gpu"], "device 'gpu' is unknown"),
+    ],
+)
+def test_what_cannot_run_exits_with_2_and_says_why(
+    config_file: Path, run: Any, run_json: Any, arguments: list[str], message: str
+) -> None:
+    code, out, err = run("precache", config_file, *arguments)
+    assert (code, out) == (2, "") and message in err
+    code, document = run_json("precache", config_file, *arguments)
+    assert code == 2 and message in document["error"]
+
+
+def test_unknown_keys_in_a_config(config_file: Path, run: Any) -> None:
+    config_file.write_text(config_file.read_text() + "encod: {}\n")
+    code, _, err = run("precache", config_file)
+    assert code == 2 and "run.yaml: encod: unknown setting; did you mean 'encode'?" in err
+
+
+def test_unknown_samples_and_keys(config_file: Path, run: Any) -> None:
+    run("precache", config_file)
+    code, _, err = run("explain", "a.pgn", config_file)
+    assert code == 2 and "did you mean 'a.png'?" in err
+    assert "is no sample_id of this cache, and no key" in run("show", "nothing", config_file)[2]
+    assert run("show", "0" * 64, config_file)[0] == 2
+
+
+def test_refusals_make_the_exit_code_1(config_file: Path, run: Any, run_json: Any, photos: Path) -> None:
+    (photos / "bad.png").write_bytes(b"")
+    code, report = run_json("precache", config_file)
+    assert code == 1 and report["num_refused"] == 1
+    code, out, _ = run("precache", config_file)
+    assert code == 1 and f"{photos}/bad.png: empty" in out
+    assert run_json("status", config_file)[0] == 1
+    code, found = run_json("explain", "bad.png", config_file)
+    assert code == 1 and found["datasets"][0]["refusal"]["reason"] == "empty"
+
+
+def test_verify_finds_damage_and_precache_mends_it(config_file: Path, run: Any, run_json: Any, tmp_path: Path) -> None:
+    run("precache", config_file)
+    code, report = run_json("verify", config_file)
+    assert code == 0 and report["ok"] and report["num_entries"] == 10
+    pack = max(tmp_path.glob("cache/packs/*/*.safetensors"), key=lambda path: path.stat().st_size)
+    data = bytearray(pack.read_bytes())
+    data[-5] ^= 1
+    pack.write_bytes(data)
+    code, report = run_json("verify", config_file)
+    assert code == 1 and len(report["damaged"]) == 1
+    code, again = run_json("verify", config_file)
+    assert code == 1 and not again["ok"] and again["known_damaged"] == report["damaged"]
+    assert run_json("status", config_file)[0] == 1
+    code, report = run_json("precache", config_file)
+    assert code == 0 and report["misses_by_reason"] == {"damaged": 1}
+    assert run_json("verify", config_file)[1]["ok"]
+    code, out, _ = run("verify", config_file, "--subset", "1/2")
+    assert code == 0 and "damaged" in out
+    assert run("verify", config_file, "--subset", "x")[0] == 2
+
+
+def test_rebuild_brings_everything_back(config_file: Path, run_json: Any, tmp_path: Path) -> None:
+    run_json("precache", config_file)
+    shutil.rmtree(tmp_path / "cache" / "index")
+    code, report = run_json("rebuild", config_file)
+    assert code == 0 and report["num_entries"] == 10 and report["damaged"] == {}
+    assert run_json("precache", config_file)[1]["num_hits"] == 10
+
+
+def test_prune_and_compact(config_file: Path, run_json: Any, photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_json("precache", config_file)
+    (photos / "a.png").unlink()
+    run_json("precache", config_file)
+    with monkeypatch.context() as patch:  # a cache that may only be read is told of all the same
+        patch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
+        assert run_json("compact", config_file, "--dry-run")[0] == 0
+        assert run_json("prune", config_file, "--dry-run")[1]["num_entries"] == 3
+    code, told = run_json("prune", config_file, "--dry-run")
+    assert code == 0 and told["num_entries"] == 3 and told["num_bytes"] > 0 and told["dry_run"]
+    assert run_json("status", config_file)[1]["num_unused"] == 3
+    code, done = run_json("prune", config_file)
+    assert (done["num_entries"], done["num_bytes"]) == (told["num_entries"], told["num_bytes"])
+    assert run_json("status", config_file)[1]["num_unused"] == 0
+    before = run_json("status", config_file)[1]["store"]["file_bytes"]
+    code, report = run_json("compact", config_file)
+    assert code == 0 and report["file_bytes_after"] < before
+    assert run_json("precache", config_file)[1]["num_misses"] == 0
+    assert run_json("verify", config_file)[1]["ok"]
+
+
+def test_prune_does_not_empty_a_cache_without_a_manifest(config_file: Path, run: Any, tmp_path: Path) -> None:
+    run("precache", config_file)
+    shutil.rmtree(tmp_path / "cache" / "manifests")
+    code, _, err = run("prune", config_file)
+    assert code == 2 and "has no manifest" in err
+
+
+def test_prune_waits_for_a_run_that_was_stopped(
+    config_file: Path, run: Any, run_json: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run("precache", config_file)
+    with monkeypatch.context() as patch:
+        patch.setattr(latentcache.precache.run, "write_manifests", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            latentcache.run_precache(latentcache.load_config(config_file, overrides={"cache": {"salt": "x"}}))
+    code, error = run_json("prune", config_file)
+    assert code == 2 and "not finished: photos (begun 20" in error["error"] and "--unfinished" in error["error"]
+    assert run_json("precache", config_file, "--cache.salt", "x")[1]["num_hits"] == 10
+    code, report = run_json("prune", config_file)
+    assert code == 0 and report["num_entries"] == 9, "the old images and captions, but not the old empty prompt"
+
+
+def stopped(*arguments: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_prune_can_be_told_to_give_up_unfinished_work(
+    config_file: Path, run: Any, run_json: Any, tmp_path: Path
+) -> None:
+    run("precache", config_file)
+    (tmp_path / "cache" / "manifests" / "photos.unfinished").write_text("2026-01-01T00:00:00+00:00")
+    assert run("prune", config_file)[0] == 2
+    assert run_json("prune", config_file, "--unfinished")[1]["num_entries"] == 0
+
+
+def test_a_fault_of_ours_is_not_taken_for_refusals(
+    config_file: Path, run_json: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(latentcache.precache.run, "choose_encodings", lambda *arguments: 1 / 0)
+    code, document = run_json("precache", config_file)
+    assert code == 2 and document["type"] == "ZeroDivisionError" and "please report it" in caplog.text
+
+
+def test_a_reader_that_goes_away_is_no_traceback(config_file: Path) -> None:
+    command = f"{sys.executable} -m latentcache.cli.app precache {config_file} --json | true"
+    done = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
+    assert "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr
+
+
+def test_names_that_are_no_text_do_not_lose_the_report(config_file: Path, photos: Path) -> None:
+    (Path(os.fsdecode(os.fsencode(photos) + b"/b\xfed.png"))).write_bytes(b"")
+    done = subprocess.run(
+        [sys.executable, "-m", "latentcache.cli.app", "precache", str(config_file)],
+        capture_output=True, check=False, env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"},
+    )  # fmt: skip
+    assert done.returncode == 1 and b"b\\udcfed.png: empty" in done.stdout
+
+
+def test_a_memory_store_on_the_command_line_warns(
+    config_file: Path, run: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    code, _, _ = run("precache", config_file, "--cache.store", "cpu")
+    assert code == 0 and "gone when this command ends" in caplog.text
+
+
+def test_the_home_directory_is_expanded(
+    config_file: Path, run_json: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    code, report = run_json("precache", config_file, "--cache.path=~/home-cache")
+    assert code == 0 and report["cache"]["path"] == str(tmp_path / "home-cache")
+    assert (tmp_path / "home-cache" / "manifests").is_dir()
+    assert run_json("status", "--cache.path=~/home-cache")[1]["num_unused"] == 0
+
+
+def test_logs_and_progress_stay_off_stdout(config_file: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "precache.py"), str(config_file), "--json"],
+        capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["num_encoded"] == 10
+    assert "encode images: 5 of 5" in done.stderr and "\r" not in done.stderr
+
+
+_POLICY_WHEN_TORCH_IS_LOADED = """
+import builtins, os, sys
+import latentcache.cli.app
+load, seen = builtins.__import__, []
+def spy(name, *args, **options):
+    if name == "torch":
+        seen.append(os.environ.get("OMP_WAIT_POLICY"))
+    return load(name, *args, **options)
+assert "torch" not in sys.modules
+builtins.__import__ = spy
+latentcache.cli.app.main(["precache", sys.argv[1], "--dry-run"])
+sys.exit(f"policy {seen[0]}")
+"""
+
+
+@pytest.mark.parametrize("own", [None, "active"])
+def test_torchs_threads_wait_quietly_unless_told_otherwise(config_file: Path, own: str | None) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    environment |= {"OMP_WAIT_POLICY": own} if own else {}
+    done = subprocess.run(
+        [sys.executable, "-c", _POLICY_WHEN_TORCH_IS_LOADED, config_file],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stderr.rstrip().endswith(f"policy {own or 'passive'}"), done.stderr
+
+
+def test_version_and_help(run: Any) -> None:
+    assert run("--version")[1].strip() == latentcache.__version__
+    out = run("--help")[1]
+    for command in ("precache", "status", "explain", "show", "verify", "rebuild", "prune", "compact"):
+        assert command in out
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_seals_and_the_next_run_goes_on(config_file: Path, run_json: Any, photos: Path, number: int) -> None:
+    for index in range(20):
+        write_photo(photos / f"more{index}.png", index, (300, 520))
+    arguments = ["--json", "--datasets.0.buckets.area", "65536", "--datasets.0.buckets.step", "64"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "latentcache.cli.app", "precache", str(config_file), *arguments],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "encode captions" in line:
+            break
+    # Now it encodes images, and has a second or more to go.
+    process.send_signal(number)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 128 + number, err
+    report = json.loads(out)
+    assert report["interrupted"] and 0 < report["num_encoded"] < report["num_misses"] == 30
+    code, after = run_json("precache", config_file, *arguments[1:])
+    assert code == 0 and after["num_hits"] == report["num_encoded"]
+    assert after["num_hits"] + after["num_encoded"] == 30

@@ -1,0 +1,162 @@
+"""`latentcache doctor`: on a machine without a GPU, as a table and as JSON, with honest exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import latentcache.doctor.environment
+import latentcache.doctor.training_check
+from latentcache.doctor.training_check import training_batch, try_training
+from latentcache.store.disk import DiskStore
+
+
+@pytest.fixture
+def run(run: Callable[..., tuple[int, str, str]]) -> Callable[..., tuple[int, str, str]]:
+    """`run` of this file's command; run_json follows it."""
+    return partial(run, "doctor")
+
+
+def subjects(report: dict[str, Any], level: str) -> list[str]:
+    return [finding["subject"] for finding in report["findings"] if finding["level"] == level]
+
+
+def test_a_process_without_a_gpu_prints_one_document(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "latentcache.cli.app",
+        "doctor",
+        "--json",
+        "--device=cpu",
+        f"--cache.path={tmp_path}",
+    ]
+    done = subprocess.run(
+        command, check=False, capture_output=True, text=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["ok"] and report["device"] == "cpu" and not [d for d in report["devices"] if "cuda" in d["device"]]
+    assert report["packages"]["torch"] == torch.__version__
+    assert report["cache"]["path"] == str(tmp_path.resolve()) and report["cache"]["free_bytes"] > 0
+    assert all(set(finding) == {"level", "subject", "found", "remedy"} for finding in report["findings"])
+
+
+def test_the_table(run: Any) -> None:
+    code, out, err = run("--device", "cpu")
+    assert code == 0 and not err
+    lines = out.splitlines()
+    assert lines[0].startswith("ok       Python") and any(line.startswith("ok       torch ") for line in lines)
+    assert lines[-1] == "nothing to do" or "note" in lines[-1]
+
+
+def test_the_journal_mode_is_the_one_that_a_cache_really_has(run_json: Any, tmp_path: Path) -> None:
+    DiskStore(tmp_path / "cache").close()
+    _, report = run_json("--device", "cpu", "--cache.path", tmp_path / "cache")
+    (database,) = (tmp_path / "cache" / "index").glob("*.db")
+    with sqlite3.connect(database) as connection:
+        (mode,) = connection.execute("PRAGMA journal_mode").fetchone()
+    connection.close()
+    assert report["sqlite"] == {"version": sqlite3.sqlite_version, "journal_mode": mode}
+
+
+def test_the_cache_can_come_from_the_environment(
+    run_json: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LATENTCACHE_CACHE_PATH", str(tmp_path / "from-variable"))
+    assert run_json("--device", "cpu")[1]["cache"]["path"] == str(tmp_path.resolve())
+    (tmp_path / "flag").mkdir()
+    _, report = run_json("--device", "cpu", "--cache.path", tmp_path / "flag")
+    assert report["cache"]["path"] == str((tmp_path / "flag").resolve())
+
+
+def test_a_bad_deepspeed_is_an_error(run_json: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(latentcache.doctor.environment, "installed_versions", lambda: {"deepspeed": "0.14.2"})
+    code, report = run_json("--device", "cpu")
+    assert code == 1 and not report["ok"] and subjects(report, "error") == ["deepspeed"]
+
+
+def test_a_deepspeed_config(run: Any, run_json: Any, tmp_path: Path) -> None:
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}))
+    code, report = run_json("--device", "cpu", "--deepspeed", path)
+    assert code == 0 and subjects(report, "warning") == ["zero_optimization.offload_param"]
+    path.write_text(json.dumps({"fp16": {"enabled": True}, "bf16": {"enabled": True}}))
+    code, report = run_json("--device", "cpu", "--deepspeed", path)
+    assert code == 1 and subjects(report, "error") == ["fp16.enabled"]
+    code, out, _ = run("--device", "cpu", "--deepspeed", path)
+    assert code == 1 and "error    fp16.enabled" in out and out.splitlines()[-1].startswith("1 error")
+
+
+def test_what_cannot_run_is_exit_code_2(run: Any, run_json: Any, tmp_path: Path) -> None:
+    code, report = run_json("--deepspeed", tmp_path / "none.json")
+    assert code == 2 and report["type"] == "ConfigError" and "none.json" in report["error"]
+    code, _, err = run("--nonsense")
+    assert code == 2 and "--nonsense" in err
+
+
+def test_a_device_that_is_not_here_is_an_error_and_is_not_trained_on(run_json: Any) -> None:
+    code, report = run_json("--device", "xpu:99", "--training")
+    assert code == 1 and subjects(report, "error") == ["device"] and "training" not in report
+
+
+def test_a_training_step_is_audited(run_json: Any) -> None:
+    random_state = torch.random.get_rng_state()
+    code, report = run_json("--device", "cpu", "--training")
+    assert code == 0 and "training trial" in subjects(report, "ok")
+    training = report["training"]
+    assert training["device"] == "cpu" and 0 < training["loss"] < 10
+    assert training["audit"]["ok"] and training["audit"]["findings"] == []
+    # 3 tensors of each parameter's optimizer state, its gradient and itself, and the batch.
+    assert training["audit"]["num_tensors"] > 1000
+    assert torch.equal(torch.random.get_rng_state(), random_state)
+    assert run_json("--device", "cpu", "--training")[1]["training"]["loss"] == training["loss"]
+
+
+def test_a_step_that_fails_is_an_error_with_torchs_message(run_json: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong_batch(generator: torch.Generator) -> dict[str, torch.Tensor]:
+        batch = training_batch(generator)
+        return {**batch, "prompt_embeds": batch["prompt_embeds"][..., :-1]}
+
+    monkeypatch.setattr(latentcache.doctor.training_check, "training_batch", wrong_batch)
+    code, report = run_json("--device", "cpu", "--training")
+    assert code == 1 and subjects(report, "error") == ["training trial"]
+    assert "cannot be multiplied" in report["training"]["error"]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_step_that_computes_nonsense_is_an_error(value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken_batch(generator: torch.Generator) -> dict[str, torch.Tensor]:
+        batch = training_batch(generator)
+        return {**batch, "pooled_prompt_embeds": batch["pooled_prompt_embeds"] * value}
+
+    monkeypatch.setattr(latentcache.doctor.training_check, "training_batch", broken_batch)
+    found = try_training(torch.device("cpu"))
+    assert [finding.level for finding in found.findings] == ["error"] and "nonsense" in found.findings[0].found
+    assert found.facts["training"]["loss"] is None
+    json.dumps(found.to_json(), allow_nan=False)
+
+
+def test_a_tensor_left_behind_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The audit's findings come through: here the model forgets that it trains."""
+    tiny_unet = latentcache.doctor.training_check.tiny_unet
+
+    def half_eval() -> torch.nn.Module:
+        unet = tiny_unet()
+        unet.mid_block.train = lambda mode=True: unet.mid_block  # refuses the switch
+        unet.mid_block.training = False
+        return unet
+
+    monkeypatch.setattr(latentcache.doctor.training_check, "tiny_unet", half_eval)
+    found = try_training(torch.device("cpu"))
+    assert not found.ok and any("mid_block" in finding.found for finding in found.findings)

@@ -1,0 +1,118 @@
+"""`latentcache validate`: a checkpoint, a cache, a loss and images; no trainer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from helpers.runner_runs import precache_training_set, validation_config
+
+from latentcache.checkpoints.checkpoint import save_checkpoint
+from latentcache.config import Config
+from latentcache.models.tiny import tiny_unet
+from latentcache.precache.run import run_precache
+
+RunJson = Callable[..., tuple[int, Any]]
+
+
+@pytest.fixture
+def config_file(make_config: Callable[..., Config], photos: Path, tmp_path: Path) -> Path:
+    config = validation_config(make_config, photos)
+    run_precache(config)
+    return written(config, tmp_path)
+
+
+def written(config: Config, folder: Path) -> Path:
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(json.loads(config.model_dump_json())))
+    return path
+
+
+def test_the_models_own_unet_is_validated(config_file: Path, run_json: RunJson, tmp_path: Path) -> None:
+    code, found = run_json("validate", config_file)
+    assert code == 0
+    assert isinstance(found["loss"], float) and found["num_samples"] == 5 and len(found["loss_by_timestep"]) == 2
+    assert [Path(image["path"]).is_file() for image in found["images"]] == [True]
+    assert json.loads((tmp_path / "validation/000000/metrics.json").read_text())["loss"] == found["loss"]
+    assert found["difference"] is None
+
+
+def test_two_checkpoints_are_compared_sample_by_sample(config_file: Path, run_json: RunJson, tmp_path: Path) -> None:
+    other = tiny_unet()
+    with torch.no_grad():
+        other.conv_out.weight.mul_(0.5)
+        other.conv_out.bias.mul_(0.5)
+    checkpoint = save_checkpoint(tmp_path / "run", model=other, step=30, rng=False)
+    _, first = run_json("validate", config_file)
+    metrics = tmp_path / "validation/000000/metrics.json"
+    code, second = run_json("validate", config_file, "--unet", checkpoint, "--step", "30", "--against", metrics)
+    assert code == 0 and second["step"] == 30
+    assert second["difference"]["mean"] == pytest.approx(second["loss"] - first["loss"], rel=1e-6)
+    assert second["difference"]["num"] == 5
+    assert (tmp_path / "validation/000030/loss.png").is_file()
+
+
+def test_losses_on_another_footing_are_not_compared(
+    config_file: Path, run_json: RunJson, run: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    run_json("validate", config_file)
+    metrics = tmp_path / "validation/000000/metrics.json"
+    code, _, error = run("validate", config_file, "--step", "1", "--against", metrics, "--validation.seed", "3")
+    assert code == 2 and "seed is 3 in one and 0 in the other" in error
+    code, _, error = run("validate", config_file, "--against", tmp_path / "nothing.json")
+    assert code == 2 and "nothing.json" in error
+
+
+def test_without_a_loss_there_is_nothing_to_compare(
+    make_config: Callable[..., Config], photos: Path, run: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    config = validation_config(make_config, photos)
+    config = config.model_copy(update={"datasets": config.datasets[:1]})
+    run_precache(config)
+    metrics = tmp_path / "metrics.json"
+    metrics.write_text(json.dumps({"footing": {"datasets": {}}, "loss_by_sample": {}}))
+    code, _, error = run("validate", written(config, tmp_path), "--against", metrics)
+    assert code == 2 and "no loss to compare" in error and not config.validation.path.exists()
+
+
+@pytest.mark.parametrize("footing", [{"datasets": []}, {"datasets": {"held-out": 3}}, {}, [], None])
+def test_a_foreign_file_is_not_compared(
+    footing: Any, config_file: Path, run: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    metrics = tmp_path / "metrics.json"
+    metrics.write_text(json.dumps({"footing": footing, "loss_by_sample": {}}))
+    code, _, error = run("validate", config_file, "--against", metrics)
+    assert code == 2 and "no metrics.json of a validation with a loss" in error
+
+
+def test_the_text_names_the_results(config_file: Path, run: Callable[..., tuple[int, str, str]]) -> None:
+    code, out, _ = run("validate", config_file, "--step", "12")
+    assert code == 0 and "000012" in out.splitlines()[-1] and out.startswith("step      12")
+
+
+def test_what_is_not_cached_names_the_command(
+    make_config: Callable[..., Config], photos: Path, run: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    config = validation_config(make_config, photos)
+    precache_training_set(config)
+    code, _, error = run("validate", written(config, tmp_path))
+    assert code == 2 and "held-out is not cached" in error and "latentcache precache CONFIG" in error
+
+
+def test_bad_input_is_named(config_file: Path, run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+    for *arguments, message in (
+        ("--unet", "nowhere", "no file or folder nowhere"),
+        ("--dtype", "float8", "--dtype is 'float8'"),
+        ("--lora", "nowhere", "no file or folder nowhere"),
+        ("--validation.scheduler", "EulerScheduler", "did you mean"),
+        ("--validation.seed", "-1", "validation.seed"),
+        ("--cache.store", "cpu", "cache.store is cpu"),
+    ):
+        code, _, error = run("validate", config_file, *arguments)
+        assert code == 2 and message in error, (arguments, error)
+    assert not (tmp_path / "validation").exists()

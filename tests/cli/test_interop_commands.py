@@ -1,0 +1,250 @@
+"""The commands import and export, and a training run on what was imported."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.kohya_files import dialect_a, latents_name, text_of, write_npz
+
+from latentcache.config import Config
+from latentcache.precache.run import run_precache
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def foreign(photos: Path) -> Path:
+    """kohya's files beside two of the photos."""
+    for seed, (stem, width, height, bucket) in enumerate([("a", 144, 80, (128, 64)), ("c", 80, 144, (64, 128))]):
+        write_npz(photos / latents_name(stem, width, height), dialect_a(seed, width, height, bucket))
+        write_npz(photos / f"{stem}_te_outputs.npz", text_of(seed))
+    return photos
+
+
+@pytest.fixture
+def exported(make_config: Callable[..., Config], photos: Path, tmp_path: Path, run_json: Callable[..., Any]) -> Config:
+    """A config whose cache holds the mean of the latents, and kohya's files of it beside the photos."""
+    (photos / "a.txt").write_text("a red house\n")  # kohya has one caption for an image
+    config = make_config(**{"encode.image_output": "mean", "datasets.0.flip": True})
+    run_precache(config)
+    code, report = run_json("export", photos, "--to", "kohya", "--cache", config.cache.path)
+    assert code == 0 and (report["num_images"], report["num_texts"], report["num_files"]) == (10, 5, 10)
+    return config
+
+
+def config_file(config: Config, file: Path, **cache: Any) -> Path:
+    """The config as a file, its cache elsewhere."""
+    value = json.loads(config.model_dump_json())
+    value["cache"] |= {"path": str(file.parent / "imported"), **cache}
+    file.write_text(json.dumps(value))
+    return file
+
+
+def test_import_tells_what_it_did(
+    foreign: Path, tmp_path: Path, run: Callable[..., Any], run_json: Callable[..., Any]
+) -> None:
+    (foreign / latents_name("d", 80, 144)).write_bytes(b"PK")
+    cache = tmp_path / "imported"
+    code, report = run_json("import", foreign, "--from", "kohya", "--cache", cache)
+    assert code == 1 and report["name"] == "kohya" and report["cache"] == str(cache)
+    assert (report["num_samples"], report["num_unverified"], report["num_verified"]) == (2, 4, 0)
+    assert [refusal["reason"] for refusal in report["refused"]] == ["corrupt"]
+    code, out, _ = run("import", foreign, "--from", "kohya", "--cache.path", cache, "--name", "again")
+    assert code == 1 and "imported  2 samples from kohya as again" in out
+    assert "d_0080x0144_sdxl.npz: corrupt" in out
+    code, status = run_json("status", cache)
+    assert [manifest["name"] for manifest in status["manifests"]] == ["again", "kohya"]
+    assert {(manifest["imported_from"], manifest["num_unverified"]) for manifest in status["manifests"]} == {
+        ("kohya", 2)
+    }
+    assert "imported from kohya, 2 unverified" in run("status", cache)[1]
+    # One import's entries are another's: nothing is stored twice.
+    assert status["store"]["num_entries"] == {"image": 2, "text": 2}
+
+
+def test_import_takes_name_role_and_repeats_from_the_config(
+    foreign: Path, tmp_path: Path, make_config: Callable[..., Config], run_json: Callable[..., Any]
+) -> None:
+    config = make_config(**{"datasets.0.role": "validation", "datasets.0.repeats": 3})
+    file = config_file(config, tmp_path / "config.json")
+    for flags, expected in [
+        ((), ("photos", "validation", 3)),
+        (("--name", "other"), ("other", "train", 1)),
+        (("--name", "mine", "--role", "validation", "--repeats", "2"), ("mine", "validation", 2)),
+    ]:
+        code, _ = run_json("import", foreign, "--from", "kohya", "--config", file, *flags)
+        assert code == 0
+        header = json.loads((tmp_path / "imported" / "manifests" / f"{expected[0]}.jsonl").read_text().splitlines()[0])
+        assert (header["name"], header["role"], header["repeats"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--from", "nothing", "--cache", "x"), "--from is 'nothing'; use one of kohya, simpletuner"),
+        (("--from", "kohya", "--trigger", "t", "--cache", "x"), "--trigger is no option of --from kohya"),
+        (("--from", "simpletuner", "--cache", "x"), "--from simpletuner needs --images"),
+        (("--from", "kohya"), "which cache? Give --cache DIR"),
+        (("--from", "kohya", "--cache", "x", "--verify", "3"), "--verify encodes again, and needs --config"),
+        (("--from", "kohya", "--cache", "x", "--name", "../x"), "the name is '../x'"),
+        (("--from", "kohya", "--cache", "x", "--images", "none"), "does not exist"),
+        (("--from", "kohya", "--cache", "x", "--repeats", "0"), "repeats is 0; it must be at least 1"),
+        (("--from", "simpletuner", "--images", ".", "--captions", "none", "--cache", "x"), "--captions none"),
+    ],
+    ids=["format", "option", "needed", "cache", "config", "name", "images", "repeats", "captions"],
+)
+def test_what_cannot_be_imported_says_what_to_do(
+    foreign: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    run: Callable[..., Any],
+    arguments: tuple[str, ...],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, _, err = run("import", foreign, *arguments)
+    assert code == 2 and message in err
+
+
+@pytest.mark.parametrize("source", ["kohya", "ai-toolkit", "simpletuner"])
+def test_a_folder_without_a_cache_is_an_error(
+    photos: Path, tmp_path: Path, run: Callable[..., Any], run_json: Callable[..., Any], source: str
+) -> None:
+    flags = ("--images", photos) if source == "simpletuner" else ()
+    code, _, err = run("import", photos, "--from", source, "--cache", tmp_path / "imported", *flags)
+    assert code == 2 and f"nothing was imported: there are no files of {source}'s cache" in err
+    assert run_json("status", tmp_path / "imported")[1]["manifests"] == []
+
+
+@pytest.mark.parametrize("number", ["0", "-1", "x"])
+def test_how_many_to_verify_is_a_number(
+    foreign: Path, tmp_path: Path, config: Config, run: Callable[..., Any], number: str
+) -> None:
+    file = config_file(config, tmp_path / "config.json")
+    code, _, err = run("import", foreign, "--from", "kohya", "--config", file, f"--verify={number}")
+    assert code == 2 and f"--verify is {number!r}; give a number of entries, or all" in err
+
+
+def test_another_scale_is_refused_with_both_numbers(foreign: Path, tmp_path: Path, run: Callable[..., Any]) -> None:
+    for stem, width, height in (("a", 144, 80), ("c", 80, 144)):
+        path = foreign / latents_name(stem, width, height)
+        with np.load(path) as arrays:
+            scaled = {name: arrays[name] * 0.13025 if name == "latents" else arrays[name] for name in arrays}
+        write_npz(path, {name: array.astype("f4") if name == "latents" else array for name, array in scaled.items()})
+    flags = ("import", foreign, "--from", "kohya", "--cache", tmp_path / "imported")
+    code, _, err = run(*flags)
+    assert code == 2 and re.search(r"standard deviation is (1|0\.9)", err) and "about 7.7" in err
+    assert run(*flags, "--no-scale-check")[0] == 0
+
+
+def test_export_needs_a_dataset_and_trust(
+    foreign: Path, tmp_path: Path, run: Callable[..., Any], run_json: Callable[..., Any]
+) -> None:
+    cache, out = tmp_path / "imported", tmp_path / "out"
+    for name in ("one", "two"):
+        run("import", foreign, "--from", "kohya", "--cache", cache, "--name", name)
+    code, _, err = run("export", out, "--to", "kohya", "--cache", cache)
+    assert code == 2 and "Give --manifest; there are: one, two" in err
+    code, _, err = run("export", out, "--to", "kohya", "--cache", cache, "--manifest", "one")
+    assert code == 2 and "is unverified" in err
+    code, report = run_json(
+        "export", out, "--to", "kohya", "--cache", cache, "--manifest", "one", "--unverified", "--unsuffixed"
+    )
+    assert code == 0 and report["num_images"] == 2
+    with np.load(out / latents_name("a", 144, 80)) as after, np.load(foreign / latents_name("a", 144, 80)) as before:
+        assert all(np.array_equal(before[name], after[name]) for name in before)
+    code, out_text, _ = run("export", out, "--to", "kohya", "--cache", cache, "--manifest", "two", "--unverified")
+    assert code == 1 and "skipped   4" in out_text
+    code, _, err = run("export", out, "--to", "diffusion-pipe", "--cache", cache)
+    assert code == 2 and "--to is 'diffusion-pipe'; use one of kohya" in err
+
+
+def test_verify_makes_precache_hit(
+    exported: Config, photos: Path, tmp_path: Path, run_json: Callable[..., Any], run: Callable[..., Any]
+) -> None:
+    file = config_file(exported, tmp_path / "config.json")
+    flags = ("import", photos, "--from", "kohya", "--config", file, "--no-scale-check", "--verify", "all")
+    code, report = run_json(*flags)
+    # d.png has no caption file: of what its embeddings are nobody can tell.
+    assert code == 1 and [refusal["sample_id"] for refusal in report["unequal"]] == ["d.png"]
+    assert (report["num_verified"], report["num_unverified"]) == (14, 1)
+    assert report["differences"]["image"]["num_equal"] == 10 and report["differences"]["image"]["largest_share"] <= 1
+    # Exported means are imported as draws, which kohya's are: these lie on the mean.
+    assert report["differences"]["image"]["largest_deviations"] < 0.01
+    code, planned = run_json("precache", file, "--dry-run")
+    assert code == 0 and planned["num_hits"] == 13  # 10 latents, 3 captions that differ
+    assert run_json("precache", file)[0] == 0
+    assert run("verify", tmp_path / "imported")[0] == 0
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import train_lora_sdxl
+
+    yield train_lora_sdxl
+    sys.modules.pop("train_lora_sdxl")
+
+
+def test_training_on_an_import_is_training_on_what_was_exported(
+    script: Any,
+    exported: Config,
+    photos: Path,
+    tmp_path: Path,
+    run: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flags = ("import", photos, "--from", "kohya", "--cache", tmp_path / "imported", "--name", "photos")
+    assert run(*flags, "--no-scale-check")[0] == 0
+
+    def train(file: Path, out: str) -> tuple[int, dict[str, Any], str]:
+        flags = ["--steps", "3", "--batch_size", "2", "--rank", "2", "--device", "cpu", "--json", "--out"]
+        monkeypatch.setattr(sys, "argv", ["train_lora_sdxl", str(file), *flags, str(tmp_path / out)])
+        code = script.main()
+        captured = capsys.readouterr()
+        return code, json.loads(captured.out), captured.err
+
+    def file(name: str, path: Path, unverified: bool) -> Path:
+        config = exported.model_copy(update={"validation": exported.validation.model_copy(update={"prompts": ()})})
+        return config_file(config, tmp_path / name, path=str(path), unverified=unverified)
+
+    code, told, err = train(file("careful.json", tmp_path / "imported", False), "careful")
+    assert code == 2 and "was imported from kohya and is unverified" in err and "SampleError" in told["type"]
+    code, here, _ = train(file("trusting.json", tmp_path / "imported", True), "trusting")
+    assert code == 0 and len(here["losses"]) == 3
+    code, there, _ = train(file("origin.json", exported.cache.path, False), "origin")
+    assert code == 0 and here["losses"] == there["losses"]
+    assert Path(here["lora"]).exists()
+
+
+def test_validation_prompts_are_encoded_beside_an_import(
+    script: Any,
+    exported: Config,
+    photos: Path,
+    tmp_path: Path,
+    run: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    cache = tmp_path / "imported"
+    assert run("import", photos, "--from", "kohya", "--cache", cache, "--name", "photos", "--no-scale-check")[0] == 0
+    small = {"height": 64, "width": 64, "num_inference_steps": 1, "path": tmp_path / "validation"}
+    config = exported.model_copy(update={"validation": exported.validation.model_copy(update=small)})
+    file = config_file(config, tmp_path / "config.json", path=str(cache), unverified=True)
+    flags = ["--steps", "1", "--batch_size", "2", "--rank", "2", "--device", "cpu", "--json", "--out"]
+    monkeypatch.setattr(sys, "argv", ["train_lora_sdxl", str(file), *flags, str(tmp_path / "out")])
+    assert script.main() == 0
+    assert Path(json.loads(capsys.readouterr().out)["validations"][0]["grid"]).exists()
+    shutil.rmtree(tmp_path / "validation")
+    lora = tmp_path / "out" / "pytorch_lora_weights.safetensors"
+    code, _, err = run("validate", file, "--lora", lora, "--json")
+    assert code == 0, err

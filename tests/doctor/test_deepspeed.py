@@ -1,0 +1,223 @@
+"""A DeepSpeed config: what the stage ignores, what DeepSpeed refuses, what was left to be filled in."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from latentcache.doctor.deepspeed import check_deepspeed_config, examine_deepspeed_config
+from latentcache.errors import ConfigError
+
+SOUND: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 1,
+    "bf16": {"enabled": True},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.999]}},
+    "zero_optimization": {
+        "stage": 3,
+        "offload_param": {"device": "cpu", "pin_memory": True},
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+    },
+}
+
+
+def levels(config: dict[str, Any]) -> dict[str, str]:
+    findings = check_deepspeed_config(config)
+    assert all(finding.found and finding.remedy for finding in findings)
+    return {finding.subject: finding.level for finding in findings}
+
+
+def zero(stage: Any = 3, **sections: Any) -> dict[str, Any]:
+    return {"optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": stage, **sections}}
+
+
+CPU, NONE = {"device": "cpu"}, {"device": "none"}
+
+
+@pytest.mark.parametrize("config", [SOUND, {}, zero(2), zero(2, offload_optimizer=CPU), zero(3, offload_param=None)])
+def test_sound_configs_have_no_findings(config: dict[str, Any]) -> None:
+    assert levels(config) == {}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_offload_param_below_stage_3_is_ignored(stage: int, device: str) -> None:
+    section = {"device": device, "nvme_path": "/nvme"} if device == "nvme" else {"device": device}
+    found = {f.subject: f for f in check_deepspeed_config(zero(stage, offload_param=section))}
+    finding = found["zero_optimization.offload_param"]
+    assert finding.level == "warning" and "ignored" in finding.found and f"stage is {stage}" in finding.found
+    assert "stage to 3" in finding.remedy
+    assert "zero_optimization.offload_param" not in levels(zero(3, offload_param=section))
+
+
+def test_offload_param_of_none_below_stage_3_is_nothing() -> None:
+    assert levels(zero(2, offload_param=NONE)) == {}
+
+
+def test_offload_optimizer_at_stage_0_is_ignored() -> None:
+    (finding,) = check_deepspeed_config(zero(0, offload_optimizer=CPU))
+    assert finding.subject == "zero_optimization.offload_optimizer" and finding.level == "warning"
+    assert "stage is 0" in finding.found and "ignored" in finding.found
+    assert levels({"zero_optimization": {"offload_optimizer": CPU}, "optimizer": {}}) == {
+        "zero_optimization.offload_optimizer": "warning"  # 0 is the default
+    }
+
+
+def test_every_auto_is_named() -> None:
+    config = {
+        "train_batch_size": "auto",
+        "optimizer": {"params": {"lr": "auto", "betas": [0.9, "auto"]}},
+        "zero_optimization": {"stage": "auto", "offload_param": {"device": "auto"}, "reduce_bucket_size": "auto"},
+    }
+    assert levels(config) == dict.fromkeys(
+        (
+            "train_batch_size",
+            "optimizer.params.lr",
+            "optimizer.params.betas.1",
+            "zero_optimization.stage",
+            "zero_optimization.offload_param.device",
+            "zero_optimization.reduce_bucket_size",
+        ),
+        "warning",
+    )
+    assert "automatic" not in json.dumps(levels({"name": "automatic"}))
+
+
+@pytest.mark.parametrize(
+    ("config", "subject", "level", "says"),
+    [
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16.enabled", "error", "refuses both"),
+        ({"fp16": {"enabled": True}, "bfloat16": {"enabled": True}}, "fp16.enabled", "error", "bfloat16.enabled"),
+        (
+            zero(2, offload_optimizer={"device": "nvme"}),
+            "zero_optimization.offload_optimizer.nvme_path",
+            "error",
+            "TypeError",
+        ),
+        (zero(2, offload_optimizer={"device": "cuda"}), "zero_optimization.offload_optimizer.device", "error", "nvme"),
+        (zero(4), "zero_optimization.stage", "error", "is 4"),
+        (zero(True), "zero_optimization.stage", "error", "is true"),
+        (zero("3"), "zero_optimization.stage", "error", 'is "3"'),
+        (zero([3]), "zero_optimization.stage", "error", "is [3]"),
+        (zero(3, offload_param={"device": ["cpu"]}), "zero_optimization.offload_param.device", "error", '["cpu"]'),
+        (zero(3, offload_param=True), "zero_optimization.offload_param", "error", "is true"),
+        ({"zero_optimization": True}, "zero_optimization", "warning", "outdated"),
+        ({"zero_optimization": [3]}, "zero_optimization", "error", "not settings"),
+        (zero(2, cpu_offload=True), "zero_optimization.cpu_offload", "warning", "outdated"),
+        (zero(3, cpu_offload_param=False), "zero_optimization.cpu_offload_param", "warning", "outdated"),
+        (
+            zero(2, offload_optimizer={"device": "cpu", "ratio": 0.5}),
+            "zero_optimization.offload_optimizer.ratio",
+            "error",
+            "below stage 3",
+        ),
+        (
+            zero(3, offload_param={"device": "none", "pin_memory": True}),
+            "zero_optimization.offload_param.pin_memory",
+            "warning",
+            "device is none",
+        ),
+        (
+            zero(3, offload_param={"device": "none", "nvme_path": "/nvme"}),
+            "zero_optimization.offload_param.nvme_path",
+            "warning",
+            "nothing is offloaded",
+        ),
+        (
+            zero(3, offload_param=CPU, offload_optimizer=NONE),
+            "zero_optimization.offload_optimizer",
+            "note",
+            "larger share",
+        ),
+        (
+            zero(
+                3,
+                offload_param={"device": "cpu", "pin_memory": True},
+                offload_optimizer={"device": "cpu", "pin_memory": False},
+            ),
+            "zero_optimization.offload_param.pin_memory",
+            "note",
+            "offload_param: true and offload_optimizer: false",
+        ),
+        (
+            zero(3, offload_param={"device": "cpu", "pin_memory": False}, offload_optimizer=CPU),
+            "zero_optimization.offload_param.pin_memory",
+            "note",
+            "offload_optimizer: not given",
+        ),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": CPU}},
+            "zero_force_ds_cpu_optimizer",
+            "note",
+            "torch optimizer",
+        ),
+    ],
+)
+def test_odd_and_refused_settings(config: dict[str, Any], subject: str, level: str, says: str) -> None:
+    (finding,) = check_deepspeed_config(config)
+    assert (finding.subject, finding.level) == (subject, level) and says in finding.found
+    assert finding.remedy
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"fp16": {"enabled": False}, "bf16": {"enabled": True}},
+        {"bf16": {"enabled": True}, "bfloat16": {"enabled": True}},
+        zero(3, offload_param={"device": "nvme", "nvme_path": "/nvme"}, offload_optimizer=CPU),
+        zero(3, offload_optimizer={"device": "cpu", "ratio": 0.5}),
+        zero(2, offload_optimizer={"device": "cpu", "ratio": 1.0}),
+        zero(3, offload_param=NONE, offload_optimizer=CPU),
+        {"zero_force_ds_cpu_optimizer": False, "zero_optimization": {"stage": 2, "offload_optimizer": CPU}},
+    ],
+)
+def test_their_legal_neighbours_are_silent(config: dict[str, Any]) -> None:
+    assert levels(config) == {}
+
+
+def test_a_file_and_what_is_in_it(tmp_path: Path) -> None:
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps(SOUND))
+    (finding,) = examine_deepspeed_config(path).findings
+    assert finding.level == "ok"
+    path.write_text('{"bf16": {"enabled": true}, "bf16": {"enabled": false}}')
+    found = examine_deepspeed_config(path)
+    assert not found.ok and found.findings[0].subject == "bf16" and "twice" in found.findings[0].found
+    assert found.to_json()["deepspeed_config"] == str(path)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{,}", "[" * 100_000, "\xff"])
+def test_a_file_that_is_no_config_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "ds_config.json"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ConfigError, match="DeepSpeed config") as caught:
+        examine_deepspeed_config(path)
+    assert caught.value.source == str(path)
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        examine_deepspeed_config(tmp_path / "none.json")
+
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.sampled_from(["auto", "cpu", ""])
+names = st.sampled_from(
+    ["stage", "offload_param", "offload_optimizer", "device", "pin_memory", "nvme_path", "ratio", "enabled", "other"]
+)
+values = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=5), max_leaves=12
+)
+top_names = st.sampled_from(["zero_optimization", "fp16", "bf16", "optimizer", "zero_force_ds_cpu_optimizer"])
+
+
+@given(st.dictionaries(top_names, values, max_size=5))
+@example({"zero_optimization": "auto"})
+def test_any_json_object_gets_an_answer(config: dict[str, Any]) -> None:
+    """Whatever stands in the file, each finding names its setting and a remedy, and it never breaks."""
+    findings = check_deepspeed_config(config)
+    assert all(finding.subject and finding.found and finding.remedy for finding in findings)
+    assert json.dumps(config).count('"auto"') == sum('is "auto"' in finding.found for finding in findings)

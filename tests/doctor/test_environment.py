@@ -1,0 +1,187 @@
+"""The environment on a machine without a GPU: real facts, NVIDIA's rules for drivers, findings in order."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from latentcache.doctor.diagnosis import Diagnosis, Finding
+from latentcache.doctor.environment import (
+    DeviceState,
+    check_device,
+    check_driver,
+    check_sqlite,
+    device_state,
+    driver_cuda_version,
+    examine_environment,
+    multiplies,
+)
+
+CPU = torch.device("cpu")
+
+
+def test_the_report_holds_this_machine(tmp_path: Path) -> None:
+    found = examine_environment(
+        device="cpu", cache_path=tmp_path / "cache", sqlite_version="3.40.1", journal_mode="delete"
+    )
+    assert found.ok and found.num_errors == 0
+    facts = found.to_json()
+    assert json.loads(json.dumps(facts)) == facts
+    assert facts["python"] == platform.python_version() and facts["packages"]["torch"] == torch.__version__
+    assert facts["device"] == "cpu" and facts["cuda_build"] == torch.version.cuda
+    assert len(facts["devices"]) == torch.accelerator.device_count()
+    assert facts["cache"]["free_bytes"] == pytest.approx(shutil.disk_usage(tmp_path).free, rel=0.05)
+    assert facts["sqlite"] == {"version": "3.40.1", "journal_mode": "delete"}
+    assert all(set(finding) == {"level", "subject", "found", "remedy"} for finding in facts["findings"])
+    subjects = [finding["subject"] for finding in facts["findings"]]
+    assert subjects[0] == "Python" and {"torch", "device", "SQLite", "cache file system"} <= set(subjects)
+
+
+def test_without_a_path_it_says_how_to_give_one() -> None:
+    found = examine_environment(device="cpu")
+    assert "cache" not in found.facts and "sqlite" not in found.facts
+    assert [f.remedy for f in found.findings if f.subject == "cache"] == ["--cache.path DIR looks at its disk"]
+
+
+@pytest.mark.parametrize("name", ["gpu", "meta", "cpu:x", "xpu:99"])
+def test_a_device_that_is_not_here_is_an_error_finding(name: str) -> None:
+    found = examine_environment(device=name)
+    assert not found.ok and "device" not in found.facts
+    (finding,) = [f for f in found.findings if f.level == "error"]
+    assert finding.subject == "device" and name.split(":")[0] in finding.found and "cpu" in finding.remedy
+
+
+def test_what_torch_warns_of_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver that is too old is told by torch as a warning, which would be lost on the terminal."""
+    import warnings
+
+    def current_accelerator(check_available: bool = False) -> None:
+        warnings.warn("CUDA initialization: the NVIDIA driver is too old", UserWarning, stacklevel=1)
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", current_accelerator)
+    with pytest.warns(UserWarning, match="too old"):  # the asking for `auto`, after the report's own look
+        found = examine_environment(device="auto")
+    assert [f.level for f in found.findings if f.subject == "accelerator"] == ["warning"]
+
+
+@pytest.mark.parametrize(
+    ("build", "driver", "level", "says"),
+    [
+        ("12.6", (12, 6), "ok", "the driver runs CUDA 12.6"),
+        ("12.6", (13, 0), "ok", "the driver runs CUDA 13.0"),
+        ("12.8", (12, 2), "note", "same major version"),
+        ("13.0", (12, 9), "error", "too old"),
+        ("12.1.105", (11, 8), "error", "too old"),
+        (None, (12, 4), "warning", "has no CUDA"),
+        ("12.6", None, "note", "no NVIDIA driver"),
+    ],
+)
+def test_the_driver_against_the_build(build: str | None, driver: tuple[int, int] | None, level: str, says: str) -> None:
+    finding = check_driver(build, driver)
+    assert finding is not None and finding.level == level and says in finding.found
+    assert bool(finding.remedy) == (level != "ok")
+
+
+def test_neither_build_nor_driver_is_no_finding() -> None:
+    assert check_driver(None, None) is None
+
+
+def test_a_driver_is_asked_without_cuda(tmp_path: Path) -> None:
+    """A library with the driver's one function stands in for it: called for real, through the same loader."""
+    assert driver_cuda_version("libno-such-driver.so.1") is None
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler to build a stand-in for libcuda")
+    for code, expected in ((0, (12, 4)), (999, None)):
+        source, library = tmp_path / f"driver{code}.c", tmp_path / f"libdriver{code}.so"
+        source.write_text(f"int cuDriverGetVersion(int *version) {{ *version = 12040; return {code}; }}")
+        subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)
+        assert driver_cuda_version(str(library)) == expected
+
+
+@pytest.mark.parametrize(
+    ("version", "mode", "level"),
+    [
+        ("3.40.1", "delete", "note"),
+        ("3.51.2", "delete", "note"),
+        ("3.51.3", "wal", "ok"),
+        ("3.52.0", "wal", "ok"),
+        ("3.9.0", "wal", "error"),
+    ],
+)
+def test_sqlite_and_the_journal_mode_that_follows(version: str, mode: str, level: str) -> None:
+    finding = check_sqlite(version, mode)
+    assert finding.level == level and version in finding.found and mode in finding.found
+    assert ("WAL-reset" in finding.found) == (level != "ok")
+
+
+def test_the_cpu_as_a_device() -> None:
+    state = device_state(CPU)
+    assert state.device == CPU and state.name and state.emulated == ()
+    assert state.dtypes == tuple(d for d in (torch.bfloat16, torch.float16) if multiplies(CPU, d))
+    assert torch.bfloat16 in state.dtypes
+
+
+def test_a_dtype_that_a_device_lacks_is_found_by_trying() -> None:
+    assert multiplies(CPU, torch.float32)
+    assert not multiplies(CPU, torch.uint16)  # no CPU kernel multiplies it
+
+
+def test_a_full_device_is_not_taken_for_one_without_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ones(*_: object, **__: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(torch, "ones", ones)
+    with pytest.raises(torch.OutOfMemoryError):
+        multiplies(CPU, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "emulated", "levels"),
+    [
+        ((torch.bfloat16, torch.float16), (), ["ok"]),
+        ((torch.bfloat16, torch.float16), (torch.bfloat16,), ["ok", "note"]),
+        ((torch.float16,), (), ["ok", "warning"]),
+    ],
+)
+def test_half_precision_of_a_device(
+    dtypes: tuple[torch.dtype, ...], emulated: tuple[torch.dtype, ...], levels: list[str]
+) -> None:
+    state = DeviceState(torch.device("cuda", 1), "T4", 10**9, 16 * 10**9, dtypes, emulated)
+    findings = list(check_device(state))
+    assert [finding.level for finding in findings] == levels
+    assert {finding.subject for finding in findings} == {"cuda:1"}
+    assert "1.0 GB free of 16.0 GB" in findings[0].found
+    assert state.to_json()["bf16"] is (torch.bfloat16 in dtypes)
+
+
+def test_a_diagnosis_as_text() -> None:
+    one = Diagnosis((Finding("ok", "torch", "2.13.0"),), {"a": 1})
+    two = Diagnosis((Finding("error", "deepspeed", "0.14.1: bad\nmore", "install another"),), {"b": 2})
+    both = one + two
+    assert both.facts == {"a": 1, "b": 2} and one.ok and not both.ok
+    assert both.to_text().splitlines() == [
+        "ok       torch      2.13.0",
+        "error    deepspeed  0.14.1: bad",
+        "                    more",
+        "                    -> install another",
+        "1 error",
+    ]
+    assert one.to_text().endswith("nothing to do") and Diagnosis().to_text() == "nothing to do"
+
+
+def test_no_gpu_library_and_no_model_is_imported() -> None:
+    code = (
+        "import sys; from latentcache.doctor.environment import examine_environment; "
+        "examine_environment(device='cpu'); print([m for m in ('diffusers', 'transformers', 'deepspeed') "
+        "if m in sys.modules])"
+    )
+    output = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert output.strip() == "[]"

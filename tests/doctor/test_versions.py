@@ -1,0 +1,76 @@
+"""Known-bad versions: the window of DeepSpeed to the patch, floors that agree with pyproject, and nothing imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from latentcache.doctor.versions import BAD_RANGES, check_versions, installed_versions
+
+PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
+
+
+@pytest.mark.parametrize("version", ["0.14.1", "0.14.2", "0.14.2+cu121", "0.14.1.post1"])
+def test_the_deepspeed_window_is_an_error_that_says_why(version: str) -> None:
+    (finding,) = check_versions({"deepspeed": version})
+    assert finding.level == "error" and finding.subject == "deepspeed" and version in finding.found
+    assert "Expected all tensors to be on the same device" in finding.found and "issues/5422" in finding.found
+    assert finding.remedy == "install deepspeed>=0.14.3"
+
+
+@pytest.mark.parametrize("version", ["0.14.0", "0.14.3", "0.14.5", "0.19.8", "0.9.0"])
+def test_the_versions_around_the_deepspeed_window_are_fine(version: str) -> None:
+    (finding,) = check_versions({"deepspeed": version})
+    assert (finding.level, finding.found, finding.remedy) == ("ok", version, "")
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "says"),
+    [
+        ("torch", "2.0.1+cu118", "state_steps"),
+        ("torch", "2.5.1", "torch>=2.6"),
+        ("diffusers", "0.41.0", "several devices"),
+        ("transformers", "4.57.1", "text_model"),
+        ("accelerate", "0.34.2", "accelerate>=1.0"),
+    ],
+)
+def test_old_versions_are_errors(package: str, version: str, says: str) -> None:
+    (finding,) = check_versions({package: version})
+    assert finding.level == "error" and says in finding.found and finding.remedy.startswith(f"install {package}>=")
+
+
+def test_a_version_that_is_no_version_is_a_warning() -> None:
+    (finding,) = check_versions({"torch": "git-main"})
+    assert finding.level == "warning" and "git-main" in finding.found
+
+
+def test_floors_are_those_of_pyproject() -> None:
+    """A floor that is raised in pyproject is raised here too, and every remedy is a version that is not bad."""
+    lines = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]["dependencies"]
+    required = {requirement.name: requirement.specifier for requirement in map(Requirement, lines)}
+    highest = {bad.package: bad for bad in BAD_RANGES if bad.specifier.startswith("<")}
+    assert set(highest) == {"torch", "diffusers", "transformers", "accelerate"}
+    for package, bad in highest.items():
+        assert SpecifierSet(bad.specifier.replace("<", ">=")) == required[package]
+    for bad in BAD_RANGES:
+        floor = next(iter(Requirement(bad.remedy.removeprefix("install ")).specifier)).version
+        assert check_versions({bad.package: floor})[0].level == "ok"
+
+
+def test_what_is_installed_here_is_fine_and_is_not_imported() -> None:
+    installed = installed_versions()
+    assert {"torch", "diffusers", "transformers"} <= set(installed)
+    assert {finding.level for finding in check_versions(installed)} == {"ok"}
+    assert installed_versions(["no-such-package"]) == {}
+    code = (
+        "import sys; from latentcache.doctor.versions import installed_versions; "
+        "assert installed_versions(); print('torch' in sys.modules, 'diffusers' in sys.modules)"
+    )
+    output = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert output.split() == ["False", "False"]

@@ -1,0 +1,235 @@
+"""A small host for pipeline modules, after mgds' module contract, and a way to run the same tests in mgds itself.
+
+`host("own")` needs nothing. `host("mgds")` takes the base classes, and all modules that can be imported without
+torchvision, from an mgds that is installed, or whose `src` folder is named in LATENTCACHE_MGDS_SRC.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers import pipeline_modules
+
+from latentcache.integrations.onetrainer import module_class
+
+
+class PipelineState:
+    """What all modules of a pipeline share."""
+
+    def __init__(self, max_threads: int | None = None):
+        self.executor = ThreadPoolExecutor(max_threads)
+
+
+class _ItemCache(threading.local):
+    """The last item that a module gave in this thread."""
+
+    def __init__(self) -> None:
+        self.place: tuple[int, int] | None = None
+        self.values: dict[str, Any] = {}
+
+
+class RandomAccessPipelineModule:
+    """get_item(variation, index, name); started once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.started = False
+
+    def start(self, variation: int) -> None: ...
+
+
+class SingleVariationRandomAccessPipelineModule:
+    """get_item(index, name); started each epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.current_variation = -1
+
+    def start(self, variation: int) -> None: ...
+
+
+class SerialPipelineModule:
+    """get_next_item(); started each epoch at an index."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.current_variation = self.current_index = -1
+
+    def start(self, variation: int, start_index: int) -> None: ...
+
+
+class PipelineModule:
+    """The base class of all modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clear_item_cache()
+
+    def init(self, pipeline: Any, base_seed: int, module_index: int, state: PipelineState) -> None:
+        self.pipeline, self._state = pipeline, state
+        self.__base_seed, self.__module_index = base_seed, module_index
+
+    def clear_item_cache(self) -> None:
+        self.__cache = _ItemCache()
+
+    def _get_previous_item(self, variation: int, name: str, index: int) -> Any:
+        head, *path = name.split(".")
+        item = None
+        for module in reversed(self.pipeline.modules[: self.__module_index]):
+            if head in module.get_outputs():
+                item = module.__item(variation, head, index)
+                if item is not None:
+                    break
+        for part in path:
+            item = item.get(part)
+            if item is None:
+                break
+        return item
+
+    def __item(self, variation: int, name: str, index: int) -> Any:
+        cache = self.__cache
+        if cache.place != (variation, index):
+            cache.place, cache.values = (variation, index), {}
+        if name not in cache.values:
+            if isinstance(self, RandomAccessPipelineModule):
+                values = self.get_item(variation, index, name)
+            elif isinstance(self, SingleVariationRandomAccessPipelineModule):
+                if variation != self.current_variation:
+                    raise RuntimeError(f"{self}: variation {variation}, started with {self.current_variation}")
+                values = self.get_item(index, name)
+            else:
+                raise RuntimeError(f"{self} gives items in turn only")
+            cache.values = {**cache.values, **values}
+        return cache.values[name]
+
+    def _get_previous_length(self, name: str) -> int:
+        head = name.split(".")[0]
+        return next(
+            m for m in reversed(self.pipeline.modules[: self.__module_index]) if head in m.get_outputs()
+        ).length()
+
+    def _get_rand(self, variation: int, index: int = -1) -> Random:
+        return Random(hash((self.__base_seed, self.__module_index, variation, index)))
+
+    def _all_contexts(self, contexts: list[Any]) -> ExitStack:
+        stack = ExitStack()
+        for context in contexts:
+            stack.enter_context(context)
+        return stack
+
+
+class LoadingPipeline:
+    """Modules in a row. `start_next_epoch` starts them in order; iterating gives the outputs of the last one."""
+
+    def __init__(self, device: torch.device, modules: list[Any], batch_size: int, seed: int, state: PipelineState):
+        self.device, self.modules = device, modules
+        self._epoch = -1
+        for index, module in enumerate(modules):
+            module.init(self, seed, index, state)
+
+    def start_next_epoch(self) -> None:
+        self._epoch += 1
+        with torch.no_grad():
+            for module in self.modules:
+                module.clear_item_cache()
+                if isinstance(module, RandomAccessPipelineModule):
+                    if not module.started:
+                        module.start(self._epoch)
+                    module.started = True
+                elif isinstance(module, SingleVariationRandomAccessPipelineModule):
+                    module.current_variation = self._epoch
+                    module.start(self._epoch)
+                else:
+                    module.current_variation = self._epoch
+                    module.start(self._epoch, 0)
+                    module.current_index = 0
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        output = self.modules[-1]
+        for _ in range(output.approximate_length()):
+            with torch.no_grad():
+                yield output.get_next_item()
+            output.current_index += 1
+
+
+class OutputPipelineModule(PipelineModule, SerialPipelineModule):
+    """The last module: items by name, tensors on the pipeline's device."""
+
+    def __init__(self, names: list[str]):
+        super().__init__()
+        self.names = names
+
+    def approximate_length(self) -> int:
+        return self._get_previous_length(self.names[0])
+
+    def get_inputs(self) -> list[str]:
+        return self.names
+
+    def get_outputs(self) -> list[str]:
+        return self.names
+
+    def get_next_item(self) -> dict[str, Any]:
+        values = {n: self._get_previous_item(self.current_variation, n, self.current_index) for n in self.names}
+        return {n: v.to(self.pipeline.device) if torch.is_tensor(v) else v for n, v in values.items() if v is not None}
+
+
+def host(name: str) -> SimpleNamespace:
+    """Base classes, modules, and the cache module over them. Skips the test where mgds is asked for and not there."""
+    own = SimpleNamespace(
+        name="own",
+        PipelineState=PipelineState,
+        PipelineModule=PipelineModule,
+        RandomAccessPipelineModule=RandomAccessPipelineModule,
+        SingleVariationRandomAccessPipelineModule=SingleVariationRandomAccessPipelineModule,
+        LoadingPipeline=LoadingPipeline,
+        OutputPipelineModule=OutputPipelineModule,
+    )
+    if name == "mgds":
+        own = SimpleNamespace(**(vars(own) | _mgds_core()))
+    modules = pipeline_modules.make(own) | (_mgds_modules() if name == "mgds" else {})
+    made = module_class(own.PipelineModule, own.SingleVariationRandomAccessPipelineModule)
+    return SimpleNamespace(**(vars(own) | modules | {"LatentCacheModule": made}))
+
+
+def _mgds_core() -> dict[str, Any]:
+    source = os.environ.get("LATENTCACHE_MGDS_SRC")
+    if source and source not in sys.path:
+        sys.path.append(source)
+    pytest.importorskip("mgds.PipelineModule", reason="mgds is not installed; name its src in LATENTCACHE_MGDS_SRC")
+    homes = {
+        "PipelineState": "mgds.PipelineModule",
+        "PipelineModule": "mgds.PipelineModule",
+        "RandomAccessPipelineModule": "mgds.pipelineModuleTypes.RandomAccessPipelineModule",
+        "SingleVariationRandomAccessPipelineModule": (
+            "mgds.pipelineModuleTypes.SingleVariationRandomAccessPipelineModule"
+        ),
+        "LoadingPipeline": "mgds.LoadingPipeline",
+        "OutputPipelineModule": "mgds.OutputPipelineModule",
+        "ConceptPipelineModule": "mgds.ConceptPipelineModule",
+        "SettingsPipelineModule": "mgds.SettingsPipelineModule",
+    }
+    return {"name": "mgds"} | {name: getattr(importlib.import_module(home), name) for name, home in homes.items()}
+
+
+MGDS_MODULES = (
+    *("AspectBatchSorting", "AspectBucketing", "CalcAspect", "CollectPaths", "EncodeClipText", "EncodeVAE"),
+    *("GenerateImageLike", "LoadMultipleTexts", "ModifyPath", "SampleVAEDistribution", "SelectRandomText", "Tokenize"),
+    "VariationSorting",
+)
+"""Those of mgds that need no torchvision. For the others its pipelines get the modules of this host."""
+
+
+def _mgds_modules() -> dict[str, Any]:
+    found = {name: getattr(importlib.import_module(f"mgds.pipelineModules.{name}"), name) for name in MGDS_MODULES}
+    return found | {name: _mgds_core()[name] for name in ("ConceptPipelineModule", "SettingsPipelineModule")}

@@ -1,0 +1,447 @@
+"""kohya sd-scripts' caches: what the specification says is read and written, and what is odd is refused by name."""
+
+from __future__ import annotations
+
+import io
+import re
+import struct
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.kohya_files import dialect_a, dialect_b, latents_name, latents_of, text_of, write_npz
+from helpers.photo_files import write_photo
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from latentcache.config import Config
+from latentcache.errors import DatasetError, SampleError, StoreError
+from latentcache.interop.formats import kohya
+from latentcache.interop.importing import import_cache
+from latentcache.interop.items import ForeignImage, ForeignItem, ForeignText
+from latentcache.loading.cache import LatentCache
+from latentcache.models.vae import latents_from_moments
+from latentcache.precache.run import run_precache
+from latentcache.precache.workspace import Workspace
+from latentcache.types import Crop, Geometry, Refusal, Size
+
+
+def items_of(root: Path, **options: Any) -> list[ForeignItem]:
+    return list(kohya.read(root, **options).items())
+
+
+def only(root: Path, **options: Any) -> Any:
+    [item] = items_of(root, **options)
+    return item
+
+
+# Reading
+
+
+def test_dialect_a_with_its_flipped_twin(tmp_path: Path) -> None:
+    write_photo(tmp_path / "sub" / "cat.png", 0, (600, 300))
+    arrays = dialect_a(1, 300, 600, (64, 64), latents_flipped=latents_of(2, 64, 64))
+    path = write_npz(tmp_path / "sub" / latents_name("cat", 300, 600), arrays)
+    plain, flipped = items_of(tmp_path)
+    assert isinstance(plain, ForeignImage) and isinstance(flipped, ForeignImage)
+    for item, name in ((plain, "latents"), (flipped, "latents_flipped")):
+        assert item.sample_id == "sub/cat.png" and item.path == str(path)
+        assert item.image_path == tmp_path / "sub" / "cat.png"
+        assert item.latents.dtype is torch.float32 and torch.equal(item.latents, torch.from_numpy(arrays[name]))
+        assert item.scaling_factor is None and item.output == "sample" and item.note is None
+    # The whole image would lie at (16, 0) in the bucket; what kohya does is another thing.
+    assert arrays["crop_ltrb"].tolist() == [16, 0, 48, 64]
+    assert plain.geometry == Geometry(Size(600, 300), Size(128, 64), Crop(32, 0), Size(64, 64))
+    assert flipped.geometry == Geometry(Size(600, 300), Size(128, 64), Crop(32, 0), Size(64, 64), flip=True)
+
+
+def test_the_contain_rule_is_that_of_the_specification() -> None:
+    assert kohya.contain_rule(Size(2000, 1000), Size(1024, 1024)) == (256, 0, 768, 1024)
+    assert kohya.contain_rule(Size(1000, 2000), Size(1024, 1024)) == (0, 256, 1024, 768)
+    assert kohya.contain_rule(Size(999, 1000), Size(832, 1216)) == (191.0, 0.0, 191 + 832 * 1000 / 999, 832.0)
+
+
+def test_dialect_b_gives_one_of_its_resolutions(tmp_path: Path) -> None:
+    write_photo(tmp_path / "cat.png", 0, (160, 320))
+    small, large = dialect_a(1, 320, 160, (64, 32)), dialect_a(2, 320, 160, (128, 64))
+    write_npz(tmp_path / latents_name("cat", 320, 160), dialect_b(small) | dialect_b(large))
+    largest, smaller = only(tmp_path), only(tmp_path, area=64 * 32)
+    assert torch.equal(largest.latents, torch.from_numpy(large["latents"]))
+    assert largest.geometry.target_size == Size(64, 128) and largest.note == kohya.NOTE_OTHERS
+    assert torch.equal(smaller.latents, torch.from_numpy(small["latents"]))
+    assert smaller.geometry.target_size == Size(32, 64)
+
+
+def test_of_both_dialects_in_one_file_the_suffixed_names_count(tmp_path: Path) -> None:
+    write_photo(tmp_path / "cat.png", 0, (160, 320))
+    old, new = dialect_a(1, 320, 160, (128, 64)), dialect_a(2, 320, 160, (128, 64))
+    write_npz(tmp_path / latents_name("cat", 320, 160), old | dialect_b(new))
+    item = only(tmp_path)
+    assert torch.equal(item.latents, torch.from_numpy(new["latents"])) and item.note is None
+
+
+def test_the_older_name_is_preferred_as_kohya_does(tmp_path: Path) -> None:
+    write_photo(tmp_path / "cat.png", 0, (160, 320))
+    legacy = dialect_a(1, 320, 160, (128, 64))
+    write_npz(tmp_path / "cat.npz", legacy)
+    write_npz(tmp_path / latents_name("cat", 320, 160), dialect_a(2, 320, 160, (128, 64)))
+    item, refused = items_of(tmp_path)
+    assert item.sample_id == "cat.png" and item.note == kohya.NOTE_LEGACY
+    assert torch.equal(item.latents, torch.from_numpy(legacy["latents"]))
+    assert isinstance(refused, Refusal) and refused.reason == "duplicate" and "cat.npz" in refused.detail
+
+
+def test_an_image_whose_own_name_looks_like_a_cache_name(tmp_path: Path) -> None:
+    write_photo(tmp_path / "wall_1920x1080_v1.png", 0, (160, 320))
+    write_npz(tmp_path / "wall_1920x1080_v1.npz", dialect_a(1, 320, 160, (128, 64)))
+    assert only(tmp_path).sample_id == "wall_1920x1080_v1.png"
+
+
+@pytest.mark.parametrize(
+    ("more", "note"),
+    [
+        ({"alpha_mask": np.ones((64, 128), dtype=np.float32)}, kohya.NOTE_MASK),
+        ({"crop_ltrb": np.array([5.0, 5.0, 60.0, 60.0])}, kohya.NOTE_CROP),
+        ({"crop_ltrb": np.array([np.nan] * 4)}, kohya.NOTE_CROP),
+    ],
+    ids=["mask", "crop", "nan-crop"],
+)
+def test_what_is_not_imported_or_not_known_is_noted(tmp_path: Path, more: dict[str, Any], note: str) -> None:
+    write_photo(tmp_path / "cat.png", 0, (160, 320))
+    write_npz(tmp_path / latents_name("cat", 320, 160), dialect_a(1, 320, 160, (128, 64), **more))
+    assert only(tmp_path).note == note
+
+
+@pytest.mark.parametrize(
+    ("width", "height", "note"),
+    [(160, 80, kohya.NOTE_NO_UPSCALE), (128, 64, None), (192, 96, None), (100, 50, None)],
+    ids=["hardly-larger", "equal", "larger", "smaller"],
+)
+def test_a_crop_without_a_resize_is_possible_where_the_image_hardly_exceeds_its_bucket(
+    tmp_path: Path, width: int, height: int, note: str | None
+) -> None:
+    write_photo(tmp_path / "cat.png", 0, (height, width))
+    write_npz(tmp_path / latents_name("cat", width, height), dialect_a(1, width, height, (128, 64)))
+    assert only(tmp_path).note == note
+
+
+def test_an_image_that_lies_on_its_side(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    write_photo(tmp_path / "cat.jpg", 0, (160, 320), exif=exif)
+    write_npz(tmp_path / latents_name("cat", 320, 160), dialect_a(1, 320, 160, (128, 64)))
+    item = only(tmp_path)
+    assert item.note == kohya.NOTE_TURNED and item.geometry.original_size == Size(160, 320)
+
+
+def test_files_without_images(tmp_path: Path) -> None:
+    write_npz(tmp_path / "sub" / latents_name("a.b", 320, 160), dialect_a(1, 320, 160, (128, 64)))
+    write_npz(tmp_path / "sub" / "a.b_te_outputs.npz", text_of(0))
+    image, text = items_of(tmp_path)
+    assert (image.sample_id, image.image_path, image.note) == ("sub/a.b", None, kohya.NOTE_NO_IMAGE)
+    assert (text.sample_ids, text.caption) == (("sub/a.b",), None)
+    with pytest.raises(DatasetError, match="holds no images"):
+        kohya.read(tmp_path, images=tmp_path)
+    with pytest.raises(DatasetError, match="is not a folder"):
+        kohya.read(tmp_path / "none")
+
+
+def test_images_in_another_folder(tmp_path: Path) -> None:
+    photo = write_photo(tmp_path / "images" / "sub" / "cat.png", 0, (160, 320))
+    photo.with_suffix(".txt").write_text("a cat\nanother caption\n")
+    write_npz(tmp_path / "cache" / "sub" / latents_name("cat", 320, 160), dialect_a(1, 320, 160, (128, 64)))
+    write_npz(tmp_path / "cache" / "sub" / "cat_te_outputs.npz", text_of(0, np.float16))
+    image, text = items_of(tmp_path / "cache", images=tmp_path / "images")
+    assert (image.sample_id, image.image_path) == ("sub/cat.png", photo)
+    assert (text.sample_ids, text.caption, text.note) == (("sub/cat.png",), "a cat", kohya.NOTE_FIRST_LINE)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_text_is_both_encoders_side_by_side(tmp_path: Path, dtype: type) -> None:
+    arrays = text_of(3, dtype)
+    for suffix in (".png", ".jpg"):
+        write_photo(tmp_path / f"cat{suffix}", 0)
+    (tmp_path / "cat.txt").write_text("a cat\n")
+    write_npz(tmp_path / "cat_te_outputs.npz", arrays)
+    text = only(tmp_path)
+    assert isinstance(text, ForeignText)
+    assert text.sample_ids == ("cat.jpg", "cat.png") and text.caption == "a cat"
+    assert text.prompt_embeds.shape == (77, 2048) and text.pooled_prompt_embeds.shape == (1280,)
+    assert np.array_equal(text.prompt_embeds[:, :768].numpy(), arrays["hidden_state1"])
+    assert np.array_equal(text.prompt_embeds[:, 768:].numpy(), arrays["hidden_state2"])
+    assert np.array_equal(text.pooled_prompt_embeds.numpy(), arrays["pool2"])
+
+
+# Refusals
+
+
+def without(name: str) -> dict[str, np.ndarray]:
+    return {key: array for key, array in dialect_a(1, 320, 160, (128, 64)).items() if key != name}
+
+
+GOOD = dialect_a(1, 320, 160, (128, 64))
+NAME = latents_name("cat", 320, 160)
+
+
+@pytest.mark.parametrize(
+    ("name", "arrays", "reason", "detail"),
+    [
+        (NAME, without("latents"), "unsupported-format", "holds no latents"),
+        (NAME, without("original_size"), "corrupt", "has no original_size"),
+        (NAME, without("crop_ltrb"), "corrupt", "has no crop_ltrb"),
+        (NAME, GOOD | {"latents": GOOD["latents"].astype(np.float64)}, "corrupt", "latents is float64"),
+        (NAME, GOOD | {"latents": GOOD["latents"][0]}, "corrupt", r"must be \[4, h, w\]"),
+        (NAME, GOOD | {"original_size": np.array([320.0, 160.0])}, "corrupt", "original_size is"),
+        (NAME, GOOD | {"original_size": np.array([-320, 160])}, "corrupt", "original_size is"),
+        (NAME, GOOD | {"original_size": np.array([160, 320])}, "corrupt", "its name says an image of 160x320"),
+        (NAME, {"latents_8x8": GOOD["latents"]}, "corrupt", "which its name denies"),
+        (NAME, GOOD | {"latents": np.array([{}], dtype=object)}, "corrupt", "never unpickled"),
+        (latents_name("cat", 640, 160), dialect_a(1, 640, 160, (128, 64)), "changed", "cat.png is 160x320"),
+        ("cat_0320x0160_flux.npz", GOOD, "unsupported-format", "architecture flux"),
+        ("cat_te_outputs.npz", text_of(0, length=152), "unsupported-format", "77 tokens are needed"),
+        ("cat_te_outputs.npz", text_of(0) | {"pool2": np.zeros(1280, np.float16)}, "corrupt", "its dtypes are"),
+        ("cat_te_outputs.npz", {"hidden_state1": np.zeros((77, 768), np.float32)}, "corrupt", "has no hidden_state2"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_odd_files_are_refused_by_name(
+    tmp_path: Path, name: str, arrays: dict[str, np.ndarray], reason: str, detail: str
+) -> None:
+    write_photo(tmp_path / "cat.png", 0, (160, 320))
+    path = write_npz(tmp_path / name, arrays)
+    refusal = only(tmp_path)
+    assert isinstance(refusal, Refusal) and refusal.path == str(path) and refusal.reason == reason
+    assert re.search(detail, refusal.detail)
+
+
+def test_two_images_cannot_share_one_latent(tmp_path: Path) -> None:
+    for suffix in (".png", ".jpg"):
+        write_photo(tmp_path / f"cat{suffix}", 0, (160, 320))
+    write_npz(tmp_path / NAME, GOOD)
+    refusal = only(tmp_path)
+    assert refusal.reason == "duplicate" and "cat.jpg and cat.png share this file" in refusal.detail
+
+
+def huge_header() -> bytes:
+    """An array that says that it is 4 TB large."""
+    header = b"{'descr': '<f4', 'fortran_order': False, 'shape': (4, 500000, 500000), }"
+    header += b" " * (63 - (10 + len(header)) % 64) + b"\n"
+    npy = b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("latents.npy", npy + bytes(64))
+        for name in ("original_size", "crop_ltrb"):
+            part = io.BytesIO()
+            np.save(part, GOOD[name])
+            archive.writestr(f"{name}.npy", part.getvalue())
+    return buffer.getvalue()
+
+
+def zip_bomb() -> bytes:
+    """1 GB of zeros in a compressed array."""
+    header = b"{'descr': '<f4', 'fortran_order': False, 'shape': (4, 8192, 8192), }"
+    header += b" " * (63 - (10 + len(header)) % 64) + b"\n"
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        with archive.open("latents.npy", "w", force_zip64=True) as file:
+            file.write(b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header)
+            for _ in range(64):
+                file.write(bytes(1 << 20))
+        for name in ("original_size", "crop_ltrb"):
+            part = io.BytesIO()
+            np.save(part, GOOD[name])
+            archive.writestr(f"{name}.npy", part.getvalue())
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("data", "detail"),
+    [
+        (b"", "no bytes"),
+        (b"PK\x03\x04 and nothing else", "not a whole zip file"),
+        (huge_header(), "are allowed"),
+        (zip_bomb(), "are allowed"),
+    ],
+    ids=["empty", "no-zip", "huge", "bomb"],
+)
+def test_files_that_are_no_npz_or_too_large(tmp_path: Path, data: bytes, detail: str) -> None:
+    (tmp_path / NAME).write_bytes(data)
+    refusal = only(tmp_path)
+    assert isinstance(refusal, Refusal) and detail in refusal.detail
+
+
+def whole() -> bytes:
+    buffer = io.BytesIO()
+    np.savez(buffer, **GOOD)
+    return buffer.getvalue()
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_no_damage_raises_or_changes_a_value(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    good = bytearray(whole())
+    if data.draw(st.booleans()):
+        good = good[: data.draw(st.integers(0, len(good) - 1))]
+    else:
+        # Headers, names and the directory are where zips break; the latents are most of the bytes.
+        position = data.draw(st.integers(0, len(good) - 1) | st.integers(0, 400) | st.integers(-400, -1))
+        good[position] ^= 1 << data.draw(st.integers(0, 7))
+    folder = tmp_path_factory.mktemp("damaged")
+    (folder / NAME).write_bytes(good)
+    for item in items_of(folder):
+        if isinstance(item, ForeignImage):
+            # A bit in a place that nothing reads: a time stamp, an attribute.
+            assert np.array_equal(item.latents.numpy(), GOOD["latents"])
+            assert item.geometry.original_size == Size(160, 320)
+        else:
+            assert isinstance(item, Refusal)
+
+
+# Writing
+
+
+@pytest.fixture
+def flipped(make_config: Callable[..., Config]) -> Config:
+    config = make_config(**{"datasets.0.flip": True})
+    run_precache(config)
+    return config
+
+
+def test_the_files_are_as_the_specification_has_them(flipped: Config, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with LatentCache(flipped.cache.path, manifest="photos") as cache:
+        report = kohya.export(cache, "photos", out)
+        _, row = cache.row("sub/e.png")
+        moments = {ref.geometry.flip: cache.get(ref.key).tensors["moments"] for ref in row.images}
+        text = cache.get(row.captions[0].key).tensors
+        geometry = row.images[0].geometry
+    assert (report.num_images, report.num_texts, report.num_files, report.skipped) == (10, 5, 10, [])
+    assert report.notes == {"several captions: only the first was exported": 1}
+    files = sorted(path.relative_to(out).as_posix() for path in out.rglob("*.npz"))
+    assert "sub/e_0144x0080_sdxl.npz" in files and "sub/e_te_outputs.npz" in files and len(files) == 10
+    height, width = (side // 8 for side in geometry.target_size)
+    with np.load(out / "sub" / "e_0144x0080_sdxl.npz") as latents:
+        suffix = f"_{height}x{width}"
+        assert set(latents) == {
+            f"{name}{suffix}" for name in ("latents", "latents_flipped", "original_size", "crop_ltrb")
+        }
+        for flip, name in ((False, "latents"), (True, "latents_flipped")):
+            stored = latents[f"{name}{suffix}"]
+            assert stored.dtype == np.float32
+            assert np.array_equal(stored, latents_from_moments(moments[flip][None])[0].numpy())
+        original_size, crop = latents[f"original_size{suffix}"], latents[f"crop_ltrb{suffix}"]
+        assert original_size.dtype == np.int64 and original_size.tolist() == [144, 80]
+        assert crop.dtype == np.float64
+        expected = dialect_a(0, 144, 80, (geometry.target_size.width, geometry.target_size.height))["crop_ltrb"]
+        assert np.array_equal(crop, expected)
+    with np.load(out / "sub" / "e_te_outputs.npz") as arrays:
+        assert {name: arrays[name].shape for name in arrays} == {
+            "hidden_state1": (77, 32),
+            "hidden_state2": (77, 40),
+            "pool2": (40,),
+        }
+        assert np.array_equal(
+            np.concatenate([arrays["hidden_state1"], arrays["hidden_state2"]], axis=1), text["prompt_embeds"]
+        )
+        assert np.array_equal(arrays["pool2"], text["pooled_prompt_embeds"])
+
+
+def test_older_releases_find_their_names_too(config: Config, tmp_path: Path) -> None:
+    with LatentCache(config.cache.path) as cache:
+        kohya.export(cache, "photos", tmp_path / "out", unsuffixed=True)
+    with np.load(tmp_path / "out" / "a_0144x0080_sdxl.npz") as arrays:
+        plain = {name: arrays[name] for name in arrays if name in ("latents", "original_size", "crop_ltrb")}
+        assert len(plain) == 3 and set(arrays) == set(plain) | set(dialect_b(plain))
+
+
+def test_export_then_import_gives_the_same_tensors_and_geometry(flipped: Config, photos: Path) -> None:
+    workspace = Workspace()
+    with LatentCache(flipped.cache.path, manifest="photos") as cache:
+        kohya.export(cache, "photos", photos)
+        report = import_cache(kohya.read(photos), workspace, name="back", scale_check=False)
+        assert (report.num_samples, report.num_images, report.num_flipped) == (5, 10, 5)
+        assert report.refused == [] and report.num_unverified == 15
+        back = LatentCache(store=workspace.store, manifests=workspace.manifests, unverified=True)
+        for sample_id in cache.sample_ids():
+            for flip in (False, True):
+                ours = cache.batch([sample_id], device="cpu", flip=flip)
+                theirs = back.batch([sample_id], device="cpu", flip=flip)
+                assert ours.keys() == theirs.keys()
+                for name in ours:
+                    same = torch.equal(ours[name], theirs[name]) if isinstance(ours[name], torch.Tensor) else None
+                    assert same is True or ours[name] == theirs[name], name
+
+
+def test_import_then_export_gives_the_files_back(tmp_path: Path, photos: Path) -> None:
+    sizes = {"a": (144, 80), "c": (80, 144)}
+    for seed, (stem, (width, height)) in enumerate(sizes.items()):
+        bucket = (128, 64) if width > height else (64, 128)
+        flip = latents_of(seed + 50, bucket[1], bucket[0])
+        write_npz(
+            photos / latents_name(stem, width, height),
+            dialect_b(dialect_a(seed, width, height, bucket, latents_flipped=flip)),
+        )
+        write_npz(photos / f"{stem}_te_outputs.npz", text_of(seed, np.float16))
+    workspace, out = Workspace(), tmp_path / "out"
+    report = import_cache(kohya.read(photos), workspace, name="kohya")
+    assert report.num_samples == 2 and report.refused == []
+    cache = LatentCache(store=workspace.store, manifests=workspace.manifests)
+    with pytest.raises(SampleError, match="imported from kohya and is unverified"):
+        kohya.export(cache, "kohya", out)
+    assert not out.exists()
+    cache = LatentCache(store=workspace.store, manifests=workspace.manifests, unverified=True)
+    kohya.export(cache, "kohya", out)
+    names = sorted(path.name for path in photos.glob("*.npz"))
+    assert names == sorted(path.name for path in out.glob("*.npz")) and len(names) == 4
+    for name in names:
+        with np.load(photos / name) as before, np.load(out / name) as after:
+            assert set(before) == set(after)
+            for key in before:
+                assert before[key].dtype == after[key].dtype and np.array_equal(before[key], after[key])
+
+
+def test_files_that_are_there_stay_unless_asked_for(config: Config, tmp_path: Path) -> None:
+    mine = write_npz(tmp_path / "out" / "a_te_outputs.npz", text_of(0)).read_bytes()
+    with LatentCache(config.cache.path) as cache:
+        first = kohya.export(cache, "photos", tmp_path / "out")
+        assert (tmp_path / "out" / "a_te_outputs.npz").read_bytes() == mine
+        assert [(item.sample_id, item.reason) for item in first.skipped] == [("a.png", "duplicate")]
+        assert first.has_faults and "give --overwrite" in first.to_text()
+        second = kohya.export(cache, "photos", tmp_path / "out", overwrite=True)
+    assert second.skipped == [] and (tmp_path / "out" / "a_te_outputs.npz").read_bytes() != mine
+
+
+def test_images_that_share_a_name_share_a_file(
+    make_config: Callable[..., Config], photos: Path, tmp_path: Path
+) -> None:
+    write_photo(photos / "a.jpg", 70, (80, 144))
+    config = make_config()
+    run_precache(config)
+    with LatentCache(config.cache.path) as cache:
+        report = kohya.export(cache, "photos", tmp_path / "out")
+    assert [Path(item.path).name for item in report.skipped] == ["a_0144x0080_sdxl.npz", "a_te_outputs.npz"]
+    assert {item.sample_id for item in report.skipped} == {"a.png"}
+
+
+def test_a_seed_draws_and_the_same_seed_draws_the_same(config: Config, tmp_path: Path) -> None:
+    drawn = []
+    with LatentCache(config.cache.path) as cache:
+        for number, seed in enumerate((None, 1, 1, 2)):
+            kohya.export(cache, "photos", tmp_path / str(number), seed=seed)
+            [file] = (tmp_path / str(number)).glob("a_*_sdxl.npz")
+            with np.load(file) as arrays:
+                drawn.append(next(arrays[name] for name in arrays if name.startswith("latents")))
+    assert np.array_equal(drawn[1], drawn[2])
+    assert not np.array_equal(drawn[0], drawn[1]) and not np.array_equal(drawn[1], drawn[3])
+
+
+def test_prompts_are_no_dataset(config: Config, tmp_path: Path) -> None:
+    with LatentCache(config.cache.path) as cache:
+        prompts = next(name for name in cache.manifests.names() if name != "photos")
+        with pytest.raises(StoreError, match="holds prompts, not images"):
+            kohya.export(cache, prompts, tmp_path / "out")

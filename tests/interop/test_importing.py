@@ -1,0 +1,351 @@
+"""Any foreign cache as a manifest: unscaled, unverified, handed back only when asked for, replaced by precache."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from foreign_samples import FACTOR, STD, Foreign, image, pairs, text
+from helpers.photo_files import write_photo
+
+from latentcache.config import Config
+from latentcache.dataset.manifest import ManifestFolder, Row
+from latentcache.errors import ConfigError, DatasetError, SampleError, StoreError
+from latentcache.identity import caption_digest, digest, key_of
+from latentcache.interop.importing import import_cache
+from latentcache.interop.reports import ImportReport
+from latentcache.loading.cache import LatentCache
+from latentcache.loading.dataset import LatentDataset
+from latentcache.precache.run import run_precache
+from latentcache.precache.workspace import Workspace, open_workspace
+from latentcache.types import Refusal
+
+
+def imported(workspace: Workspace, *items: Any, **options: Any) -> ImportReport:
+    return import_cache(Foreign(items), workspace, name="foreign", **options)
+
+
+def cache_of(workspace: Workspace, **options: Any) -> LatentCache:
+    return LatentCache(store=workspace.store, manifests=workspace.manifests, **options)
+
+
+def rows_of(workspace: Workspace) -> dict[str, Row]:
+    manifest = workspace.manifests.read("foreign")
+    assert manifest is not None
+    return dict(manifest.rows)
+
+
+# What is stored
+
+
+def test_an_unscaled_import_keeps_every_bit_and_says_what_it_is(tmp_path: Path) -> None:
+    photo = write_photo(tmp_path / "a.png", 0, (80, 160))
+    plain, twin = image("a.png", image_path=photo), image("a.png", flip=True, image_path=photo)
+    words = text("a.png", caption="a photo", dtype=torch.float16)
+    workspace = Workspace()
+    report = imported(workspace, twin, plain, words)
+    assert (report.num_samples, report.num_images, report.num_flipped, report.num_texts) == (1, 2, 1, 1)
+    assert (report.num_verified, report.num_unverified, report.num_unknown_captions) == (0, 3, 0)
+    row = rows_of(workspace)["a.png"]
+    assert row.path == str(photo) and row.source == digest(photo.read_bytes()) and not row.is_verified
+    assert [ref.geometry for ref in row.images] == [plain.geometry, twin.geometry]
+    for ref, item in zip(row.images, (plain, twin), strict=True):
+        entry = workspace.store.get(ref.key)
+        assert torch.equal(entry.tensors["latents"], item.latents)
+        identity = entry.record.identity
+        assert identity["trust"] == "unverified" and identity["geometry"] == item.geometry.to_json()
+        assert identity["source"] == row.source and key_of(identity) == ref.key
+        assert identity["imported"] | {"digest": ""} == {
+            "format": "test",
+            "digest": "",
+            "output": "sample",
+            "dtype": "float32",
+        }
+        assert entry.record.provenance["source_path"] == item.path
+    entry = workspace.store.get(row.captions[0].key)
+    assert entry.tensors["prompt_embeds"].dtype is torch.float16
+    assert torch.equal(entry.tensors["prompt_embeds"], words.prompt_embeds)
+    assert entry.record.identity["source"] == caption_digest("a photo") and row.captions[0].text == "a photo"
+
+
+def test_scaled_latents_are_divided_in_float32() -> None:
+    workspace = Workspace()
+    latents = (torch.randn(4, 8, 16) * 1.0).to(torch.bfloat16)
+    imported(workspace, image("a", latents=latents, scaling_factor=FACTOR), text("a"))
+    stored = workspace.store.get(rows_of(workspace)["a"].images[0].key).tensors["latents"]
+    assert stored.dtype is torch.float32 and torch.equal(stored, latents.float() / FACTOR)
+    # Multiplied again and rounded, they are what the file held; and so they are handed to a UNet.
+    assert torch.equal((stored * FACTOR).to(torch.bfloat16), latents)
+    batch = cache_of(workspace, unverified=True).batch(["a"], device="cpu", dtype=torch.bfloat16, scaled=True)
+    assert torch.equal(batch["latents"][0], latents)
+
+
+def test_a_dtype_can_be_asked_for() -> None:
+    workspace = Workspace()
+    item = image("a")
+    imported(workspace, item, text("a"), store_dtype=torch.float16)
+    row = rows_of(workspace)["a"]
+    assert torch.equal(workspace.store.get(row.images[0].key).tensors["latents"], item.latents.half())
+    assert workspace.store.get(row.captions[0].key).tensors["pooled_prompt_embeds"].dtype is torch.float16
+
+
+def test_what_overflows_the_dtype_that_was_asked_for_is_not_imported() -> None:
+    workspace = Workspace()
+    large = text("a", caption="of a")
+    large.prompt_embeds[3, 5] = 1e6
+    report = imported(workspace, image("a"), large, store_dtype=torch.float16)
+    assert [(refusal.reason, refusal.detail) for refusal in report.refused] == [
+        ("bad-output", "prompt_embeds holds inf in torch.float16, which is to be stored")
+    ]
+
+
+def test_captions_that_nobody_knows_and_captions_that_are_shared() -> None:
+    workspace = Workspace()
+    report = imported(
+        workspace, image("a"), image("b"), text("a", "b", caption=None), text("b", caption="x"), text("b", caption="x")
+    )
+    assert report.num_unknown_captions == 1 and report.num_samples == 2
+    rows = rows_of(workspace)
+    assert [ref.text for ref in rows["a"].captions] == [""] and [ref.text for ref in rows["b"].captions] == ["", "x"]
+    assert rows["a"].captions[0].key == rows["b"].captions[0].key
+    assert workspace.store.get(rows["a"].captions[0].key).record.identity["source"] is None
+
+
+def test_notes_are_counted() -> None:
+    report = imported(Workspace(), *(image(each, note="derived") for each in "abc"))
+    assert report.notes == {"derived": 3} and "3 derived" in report.to_text()
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("item", "reason", "detail"),
+    [
+        (image("x", latents=torch.full((4, 8, 16), math.nan)), "bad-output", "nan"),
+        (image("x", latents=torch.full((4, 8, 16), math.inf)), "bad-output", "inf"),
+        (image("x", latents=torch.zeros(4, 8, 16)), "bad-output", "all-zero"),
+        (image("x", latents=torch.randn(4, 16, 8)), "corrupt", "does not fit a bucket of 64x128"),
+        (image("x", latents=torch.randn(8, 16)), "corrupt", "does not fit a bucket"),
+        (image("x", latents=torch.ones(4, 8, 16, dtype=torch.int32)), "corrupt", "torch.int32"),
+        (image("x", latents=torch.randn(8, 8, 16)), "corrupt", "a batch holds one form"),
+        (image("x", latents=torch.randn(4, 8, 16).half()), "corrupt", "--dtype"),
+        (image("a"), "duplicate", "only the first is imported"),
+        (text(), "missing", "of no sample"),
+        (text("a", width=80), "corrupt", "a batch holds one form"),
+        (replace(text("a"), prompt_embeds=torch.randn(77)), "corrupt", "the shapes"),
+        (replace(text("a"), pooled_prompt_embeds=torch.full((40,), math.nan)), "bad-output", "nan"),
+        (Refusal("x", "/x", "truncated", "ends early"), "truncated", "ends early"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_bad_items_are_listed_and_the_others_imported(item: Any, reason: str, detail: str) -> None:
+    workspace = Workspace()
+    report = imported(workspace, *pairs("a"), item, *pairs("b"))
+    assert report.num_samples == 2 and report.has_faults
+    assert [(refusal.reason, detail in refusal.detail) for refusal in report.refused] == [(reason, True)]
+    assert set(rows_of(workspace)) == {"a", "b"}
+    assert report.to_json()["num_refused"] == 1 and "refused   1" in report.to_text()
+
+
+def test_samples_that_lack_a_part_are_listed_and_not_handed_back() -> None:
+    workspace = Workspace()
+    report = imported(workspace, *pairs("a"), image("b"), text("c"), image("d", flip=True), text("d"))
+    assert [(item.sample_id, item.detail.split()[1]) for item in report.incomplete] == [
+        ("b", "text"),
+        ("c", "image"),
+        ("d", "image"),
+    ]
+    assert cache_of(workspace).sample_ids() == ["a"]
+    with pytest.raises(SampleError, match="no text entry was imported"):
+        cache_of(workspace, unverified=True).row("b")
+
+
+@pytest.mark.parametrize(
+    ("scaling_factor", "std", "met", "wanted"),
+    [(None, 1.0, r"is 1(\.0\d)?\b|is 0\.9", "about 7.7"), (FACTOR, STD, r"is 7\.\d", "about 1 |about 1[.]")],
+    ids=["unscaled-claimed", "scaled-claimed"],
+)
+@pytest.mark.parametrize("count", [1, 100])
+def test_latents_that_are_not_scaled_as_claimed_are_refused(
+    tmp_path: Path, scaling_factor: float | None, std: float, met: str, wanted: str, count: int
+) -> None:
+    # A few white images hide nothing: the median counts.
+    items = [image(f"{number}", scaling_factor=scaling_factor, std=std) for number in range(count)]
+    read: list[str] = []
+
+    class Counting(Foreign):
+        def items(self) -> Any:
+            for item in super().items():
+                read.append(item.path)
+                yield item
+
+    with open_workspace(cache_config(tmp_path)) as workspace:
+        with pytest.raises(DatasetError, match=met) as caught:
+            import_cache(Counting(items), workspace, name="foreign")
+        assert re.search(wanted, str(caught.value)) and "--no-scale-check" in str(caught.value)
+        assert len(read) == min(count, 64)  # the rest need not be read
+        assert list(workspace.store.keys()) == [] and workspace.manifests.names() == []
+        report = import_cache(Foreign(items), workspace, name="foreign", scale_check=False)
+    assert report.num_images == count and report.scale["checked"] is False
+
+
+def test_latents_that_are_scaled_as_claimed_pass_also_with_odd_ones_among_them() -> None:
+    scaled = [image(f"{number}", scaling_factor=FACTOR, std=1.0) for number in range(70)]
+    odd = [image(f"odd {number}", scaling_factor=FACTOR, std=20.0) for number in range(30)]
+    report = imported(Workspace(), *odd, *scaled)
+    assert report.num_images == 100 and report.scale["median_std_scaled"] == pytest.approx(1.1, abs=0.3)
+
+
+def cache_config(tmp_path: Path) -> Any:
+    from latentcache.config import CacheConfig
+
+    return CacheConfig(path=tmp_path / "cache")
+
+
+def test_an_interrupted_import_leaves_nothing(tmp_path: Path) -> None:
+    class Interrupted(Foreign):
+        def items(self) -> Any:
+            yield from super().items()
+            raise KeyboardInterrupt
+
+    with open_workspace(cache_config(tmp_path)) as workspace:
+        imported(workspace, *pairs("a"))
+        before = set(workspace.store.keys())
+        with pytest.raises(KeyboardInterrupt):
+            import_cache(Interrupted(pairs("a", "b")), workspace, name="other")
+        assert set(workspace.store.keys()) == before  # what another import refers to stays
+        assert workspace.manifests.names() == ["foreign"]
+
+
+@pytest.mark.parametrize("name", ["", "../up", "a b", "validation-prompts-x", "x" * 65])
+def test_names_are_those_of_a_config(name: str) -> None:
+    with pytest.raises(ConfigError, match="name"):
+        import_cache(Foreign(()), Workspace(), name=name)
+
+
+def test_an_import_replaces_an_import_but_never_what_precache_made(config: Config) -> None:
+    with open_workspace(config.cache) as workspace:
+        imported(workspace, *pairs("a"))
+        imported(workspace, *pairs("b"))
+        assert set(rows_of(workspace)) == {"b"}
+        with pytest.raises(StoreError, match="photos was made by precache"):
+            import_cache(Foreign(pairs("a")), workspace, name="photos")
+
+
+def test_an_import_of_nothing_changes_nothing() -> None:
+    workspace = Workspace()
+    imported(workspace, *pairs("a"))
+    with pytest.raises(StoreError, match="nothing was imported: there are no files of test's cache"):
+        imported(workspace)
+    refused = Refusal("", "/foreign", "missing", "there is no index")
+    report = imported(workspace, refused)
+    assert report.refused == [refused] and report.has_faults
+    assert "manifest  none written: nothing was imported" in report.to_text()
+    assert set(rows_of(workspace)) == {"a"}
+
+
+# Trust
+
+
+def test_manifests_on_disk_keep_the_trust(tmp_path: Path) -> None:
+    with open_workspace(cache_config(tmp_path)) as workspace:
+        imported(workspace, *pairs("a"))
+        rows = rows_of(workspace)
+    file = tmp_path / "cache" / "manifests" / "foreign.jsonl"
+    header, line = file.read_text().splitlines()
+    assert json.loads(header)["common"]["imported"]["format"] == "test"
+    assert json.loads(line)["images"][0]["trust"] == "unverified"
+    verified = replace(rows["a"].images[0], trust="verified")
+    assert "trust" not in replace(rows["a"], images=(verified,)).to_json()["images"][0]
+    file.write_text(f"{header}\n{line.replace('unverified', 'trusted')}\n")
+    with pytest.raises(DatasetError, match="trust is 'trusted'"):
+        ManifestFolder(file.parent).read("foreign")
+
+
+def test_unverified_samples_are_handed_back_only_when_asked_for(tmp_path: Path) -> None:
+    with open_workspace(cache_config(tmp_path)) as workspace:
+        imported(workspace, *pairs("a", "b"))
+    path = tmp_path / "cache"
+    with LatentCache(path) as cache:
+        message = "sample 'a': was imported from test and is unverified.*precache.*--verify.*unverified"
+        with pytest.raises(SampleError, match=message):
+            cache.batch(["a"], device="cpu")
+        with pytest.raises(SampleError, match=message):
+            cache.restricted("foreign").row("a")
+        with pytest.raises(SampleError, match=message):
+            LatentDataset(path, "foreign")
+        key = cache.manifest("foreign").rows["a"].images[0].key
+        with pytest.raises(SampleError, match=message):
+            cache.get(key)
+    with LatentCache(path, unverified=True) as cache:
+        assert cache.batch(["a", "b"], device="cpu")["latents"].shape == (2, 4, 8, 16)
+        assert cache.restricted("foreign").row("a")[1].sample_id == "a"
+        assert cache.get(key).tensors["latents"].shape == (4, 8, 16)
+    dataset = LatentDataset(path, "foreign", unverified=True)
+    assert len(dataset) == 2 and dataset[1]["latents"].shape == (4, 8, 16)
+    assert dataset.place({**dataset[0]}, device="cpu", scaled=True)["latents"].std() == pytest.approx(1.0, abs=0.2)
+
+
+def test_precache_replaces_what_was_imported(
+    make_config: Callable[..., Config], photos: Path, run_json: Callable[..., tuple[int, Any]]
+) -> None:
+    config = make_config()
+    names = ("a.png", "b.png", "gone.png")
+    items = [
+        part for each in names for part in (image(each, image_path=photos / each), text(each, caption="a red house"))
+    ]
+    with open_workspace(config.cache) as workspace:
+        report = import_cache(Foreign(items), workspace, name="photos")
+        assert report.notes == {"image could not be read: No such file or directory": 1}
+        imported_keys = set(workspace.store.keys())
+    code, status = run_json("status", config.cache.path)
+    assert code == 0 and status["manifests"][0] | {"name": ""} == {
+        "name": "",
+        "role": "train",
+        "num_samples": 3,
+        "num_refused": 0,
+        "num_lost": 0,
+        "num_unverified": 3,
+        "imported_from": "test",
+    }
+    code, shown = run_json("show", "a.png", config.cache.path)
+    assert code == 0 and shown["datasets"][0]["entries"][0]["identity"]["trust"] == "unverified"
+    report = run_precache(config, dry_run=True)
+    assert report.num_hits == 0
+    assert report.misses_by_reason["imported, unverified"] == 3  # two images, and the caption they share
+    assert report.misses_by_reason["new"] == report.num_misses - 3
+    assert run_precache(config).num_encoded == report.num_misses
+    with LatentCache(config.cache.path) as cache:
+        assert cache.batch(["a.png"], device="cpu")["latents"].shape[0] == 1
+        assert cache.manifest("photos").imported_from is None
+        assert imported_keys <= set(cache.store.keys())
+    assert run_json("prune", config.cache.path)[0] == 0
+    with LatentCache(config.cache.path) as cache:
+        assert imported_keys.isdisjoint(cache.store.keys())
+    assert run_precache(config).num_misses == 0
+
+
+def test_prompts_of_an_imported_dataset(make_config: Callable[..., Config]) -> None:
+    config = make_config()
+    with open_workspace(config.cache) as workspace:
+        imported(workspace, *pairs("a"))
+    with LatentCache(config.cache.path) as cache, pytest.raises(SampleError, match=r"prompt.*is not cached"):
+        cache.prompt("", device="cpu")
+    run_precache(config)
+    # Which encoders an import comes from nobody knows: the cache's only prompts are taken.
+    with LatentCache(config.cache.path, manifest="foreign") as cache:
+        assert cache.prompt("", device="cpu")["prompt_embeds"].shape == (1, 77, 72)
+    run_precache(make_config(**{"encode.clip_skip": 1}))
+    with (
+        LatentCache(config.cache.path, manifest="foreign") as cache,
+        pytest.raises(StoreError, match="different text encoders"),
+    ):
+        cache.prompt("", device="cpu")

@@ -1,0 +1,308 @@
+"""An imported entry is verified only if encoding gives it; then precache finds it, and otherwise it does not."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from foreign_samples import Foreign, image
+from helpers.photo_files import write_photo
+from hypothesis import given
+from hypothesis import strategies as st
+
+from latentcache.config import Config
+from latentcache.errors import ConfigError
+from latentcache.interop.exporting import ExportSample, export_samples
+from latentcache.interop.importing import import_cache
+from latentcache.interop.items import ForeignImage, ForeignItem, ForeignText
+from latentcache.interop.reports import ExportReport, ImportReport
+from latentcache.interop.verification import RELATIVE, Verification, compare
+from latentcache.loading.cache import LatentCache
+from latentcache.models.loader import LoadedModels
+from latentcache.models.tiny import tiny_sdxl
+from latentcache.models.vae import posterior_std
+from latentcache.precache.explain import explain
+from latentcache.precache.run import run_precache
+from latentcache.precache.workspace import Workspace, open_workspace
+
+
+@dataclass
+class Copy:
+    """A cache of ours as a foreign one, its values changed by `change`."""
+
+    samples: list[ExportSample]
+    folder: Path
+    change: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
+    output: Any = "mean"
+    format: str = "copy"
+
+    def items(self) -> Iterator[ForeignItem]:
+        for sample in self.samples:
+            twins = [(False, sample.latents), (True, sample.flipped)]
+            for flip, latents in twins:
+                if latents is not None:
+                    yield ForeignImage(
+                        sample_id=sample.sample_id,
+                        path=sample.path,
+                        image_path=self.folder / sample.sample_id,
+                        latents=self.change(latents),
+                        scaling_factor=None,
+                        output=self.output,
+                        geometry=replace(sample.geometry, flip=flip),
+                    )
+            for caption in sample.captions:
+                yield ForeignText(
+                    sample_ids=(sample.sample_id,),
+                    path=sample.path,
+                    caption=caption.text,
+                    prompt_embeds=self.change(caption.prompt_embeds),
+                    pooled_prompt_embeds=self.change(caption.pooled_prompt_embeds),
+                )
+
+
+def samples_of(config: Config, seed: int | None = None) -> list[ExportSample]:
+    with LatentCache(config.cache.path) as cache:
+        return list(export_samples(cache, "photos", ExportReport("", "", ""), seed=seed))
+
+
+@pytest.fixture
+def target(make_config: Callable[..., Config], tmp_path: Path) -> Config:
+    """A config over the same photos, with an empty cache of its own, that keeps the mean."""
+    return make_config(**{"cache.path": tmp_path / "target", "encode.image_output": "mean", "datasets.0.flip": True})
+
+
+@pytest.fixture
+def samples(make_config: Callable[..., Config], tmp_path: Path) -> list[ExportSample]:
+    """What the tiny SDXL gives for the photos, with flipped twins."""
+    config = make_config(**{"cache.path": tmp_path / "origin", "datasets.0.flip": True})
+    run_precache(config)
+    return samples_of(config)
+
+
+def verified(config: Config, foreign: Any, **options: Any) -> ImportReport:
+    with open_workspace(config.cache) as workspace:
+        verification = Verification(config, **{"num_entries": "all", **options})
+        return import_cache(foreign, workspace, name="photos", scale_check=False, verification=verification)
+
+
+def test_precache_finds_what_was_verified(target: Config, samples: list[ExportSample], photos: Path) -> None:
+    report = verified(target, Copy(samples, photos))
+    # 10 latents, and 6 captions of samples, of which two are one entry.
+    assert (report.num_verified, report.num_unverified, report.unequal) == (16, 0, [])
+    assert not report.has_faults
+    with LatentCache(target.cache.path) as cache:
+        assert cache.store.stats().num_packs == 2  # however many entries: one of the import, one of what was verified
+    assert {kind: (found.num_compared, found.num_equal) for kind, found in report.differences.items()} == {
+        "image": (10, 10),
+        "text": (5, 5),
+    }
+    assert max(found.largest_share for found in report.differences.values()) < 1
+    # As it stands it can be trained on ...
+    with LatentCache(target.cache.path) as cache:
+        batch = cache.batch(["a.png"], device="cpu", caption=1)
+        expected = next(sample for sample in samples if sample.sample_id == "a.png")
+        assert torch.equal(batch["latents"][0], expected.latents)
+        record = cache.store.record(cache.row("a.png")[1].images[0].key)
+        assert record.provenance["verification"]["trust"] == "verified"
+        assert record.provenance["imported_from"] == "copy" and "imported" not in record.identity
+    # ... and a run encodes only what the import did not have: the validation prompts.
+    planned = run_precache(target, dry_run=True)
+    assert planned.num_hits == 15 and planned.misses_by_reason == {"new": planned.num_misses}
+    assert planned.num_misses == 2
+    run_precache(target)
+    with LatentCache(target.cache.path) as cache:
+        assert torch.equal(cache.batch(["a.png"], device="cpu")["latents"][0], expected.latents)
+
+
+def test_some_entries_of_each_kind_are_drawn_by_the_seed(
+    target: Config, samples: list[ExportSample], photos: Path
+) -> None:
+    keys = []
+    for seed in (0, 0, 1):
+        report = verified(target, Copy(samples, photos), num_entries=2, seed=seed)
+        assert (report.num_verified, report.num_unverified) in ((4, 12), (5, 11))  # one caption is shared by two
+        assert {kind: found.num_compared for kind, found in report.differences.items()} == {"image": 2, "text": 2}
+        with LatentCache(target.cache.path, manifest="photos") as cache:
+            rows = cache.manifest("photos").rows.values()
+            refs = [ref for row in rows for ref in (*row.images, *row.captions)]
+            keys.append({ref.key for ref in refs if ref.trust == "verified"})
+    assert keys[0] == keys[1] != keys[2]
+
+
+def test_what_is_not_equal_stays_unverified_and_is_encoded(
+    target: Config, samples: list[ExportSample], photos: Path
+) -> None:
+    def shifted(tensor: torch.Tensor) -> torch.Tensor:
+        changed = tensor.clone()
+        changed.view(-1)[7] += 0.05
+        return changed
+
+    report = verified(target, Copy(samples, photos, shifted))
+    assert report.num_verified == 0 and len(report.unequal) == 15 and report.has_faults
+    assert {refusal.reason for refusal in report.unequal} == {"unequal"}
+    assert all(found.largest == pytest.approx(0.05, abs=1e-3) for found in report.differences.values())
+    assert "largest difference 0.05" in report.to_text() and "encoding gives other latents" in report.to_text()
+    planned = run_precache(target, dry_run=True)
+    # The empty caption of d.png counts as the empty prompt, which is new.
+    assert planned.num_hits == 0 and planned.misses_by_reason["imported, unverified"] == 14
+    assert "imported, unverified" in explain(target, "a.png").to_text()
+    # A user who knows better sets the tolerance, and takes the responsibility.
+    assert verified(target, Copy(samples, photos, shifted), tolerance=0.06).num_verified == 16
+    assert verified(target, Copy(samples, photos), tolerance=0.0).unequal == []
+
+
+def test_rounding_is_equal_where_the_file_is_rounded(target: Config, samples: list[ExportSample], photos: Path) -> None:
+    for dtype in (torch.float16, torch.bfloat16):
+        report = verified(target, Copy(samples, photos, lambda tensor, dtype=dtype: tensor.to(dtype)))
+        assert report.unequal == [] and report.num_verified == 16
+        assert max(found.largest for found in report.differences.values()) > 0
+        with LatentCache(target.cache.path) as cache:  # stored as the identity says
+            assert cache.batch(["a.png"], device="cpu")["latents"].dtype is torch.float32
+
+
+def test_scaled_latents_are_rounded_as_their_file_is(target: Config, samples: list[ExportSample], photos: Path) -> None:
+    items = [
+        replace(item, latents=(item.latents * 0.13025).bfloat16(), scaling_factor=0.13025)
+        for item in Copy(samples, photos).items()
+        if isinstance(item, ForeignImage)
+    ]
+    report = verified(target, Foreign(items))
+    assert report.unequal == [] and report.differences["image"].num_equal == 10
+
+
+def test_a_draw_is_compared_with_the_mean_and_the_deviation(
+    make_config: Callable[..., Config], target: Config, tmp_path: Path, photos: Path
+) -> None:
+    config = make_config(**{"cache.path": tmp_path / "origin"})
+    run_precache(config)
+    drawn = samples_of(config, seed=3)
+    report = verified(target, Copy(drawn, photos, output="sample"))
+    found = report.differences["image"]
+    assert found.num_equal == 0 and found.largest > 0.01
+    assert found.largest_deviations == pytest.approx(1.0, abs=0.1)
+    assert "it is one draw of the posterior" in report.to_text() and "deviations off" in report.to_text()
+    with LatentCache(config.cache.path) as cache:
+        _, row = cache.row("a.png")
+        std = posterior_std(cache.get(row.images[0].key).tensors["moments"][None])
+    assert found.largest < 7 * std.max()
+    # A draw that is the mean is one.
+    assert verified(target, Copy(samples_of(config), photos, output="sample")).differences["image"].num_equal == 5
+
+
+def test_only_the_mean_can_be_verified(
+    make_config: Callable[..., Config], samples: list[ExportSample], photos: Path
+) -> None:
+    config = make_config()
+    with pytest.raises(ConfigError, match=r"it is moments.*image_output: mean"):
+        verified(config, Copy(samples, photos))
+    with open_workspace(config.cache) as workspace:
+        assert list(workspace.store.keys()) == []  # found out before anything is read
+
+
+def test_what_cannot_be_encoded_again_says_why(target: Config, samples: list[ExportSample], photos: Path) -> None:
+    (photos / "a.png").unlink()
+    (photos / "b.png").write_bytes((photos / "b.png").read_bytes()[:100])
+    write_photo(photos / "c.png", 2, (100, 80))
+    report = verified(target, Copy(samples, photos))
+    told = {(refusal.sample_id, refusal.reason): refusal.detail for refusal in report.unequal}
+    assert "give --images" in told["a.png", "missing"]
+    assert ("b.png", "truncated") in told
+    assert "the image is 100x80 now (upright), but one of 144x80 was cached" in told["c.png", "unequal"]
+    assert report.num_unverified == 6 and report.num_verified == 10
+
+
+def test_an_unknown_caption_cannot_be_verified(target: Config, samples: list[ExportSample], photos: Path) -> None:
+    items = [
+        replace(item, caption=None) if isinstance(item, ForeignText) else item for item in Copy(samples, photos).items()
+    ]
+    report = verified(target, Foreign(items))
+    assert {refusal.detail for refusal in report.unequal} == {"its caption is not known, so it cannot be encoded again"}
+    assert report.differences.keys() == {"image"} and report.num_verified == 10
+
+
+def test_entries_of_another_model_say_so(target: Config, photos: Path) -> None:
+    foreign = Foreign([image("a.png", image_path=photos / "a.png", latents=torch.randn(16, 8, 16))])
+    report = verified(target, foreign)
+    assert "the image is 80x144 now (upright), but one of 80x160 was cached" in report.unequal[0].detail
+    write_photo(photos / "a.png", 0, (80, 160))
+    assert "it comes from another model" in verified(target, foreign).unequal[0].detail
+
+
+def test_models_in_memory_come_back_as_they_were(target: Config, samples: list[ExportSample], photos: Path) -> None:
+    parts = tiny_sdxl()
+    models = LoadedModels(**parts)
+    before = [
+        (name, p.device, p.data_ptr()) for part in ("vae", "text_encoder") for name, p in parts[part].named_parameters()
+    ]
+    assert verified(target, Copy(samples, photos), models=models).num_verified == 16
+    assert before == [
+        (name, p.device, p.data_ptr()) for part in ("vae", "text_encoder") for name, p in parts[part].named_parameters()
+    ]
+
+
+def test_the_config_must_say_which_images_policy(target: Config, samples: list[ExportSample], photos: Path) -> None:
+    [dataset] = target.datasets
+    two = target.model_copy(
+        update={"datasets": (dataset.model_copy(update={"name": "x"}), dataset.model_copy(update={"name": "y"}))}
+    )
+    with pytest.raises(ConfigError, match="none of the datasets x, y is named 'photos'"):
+        verified(two, Copy(samples, photos))
+    with Workspace() as workspace:
+        import_cache(
+            Copy(samples, photos), workspace, name="y", scale_check=False, verification=Verification(two, None, 1)
+        )
+
+
+@pytest.mark.parametrize("tolerance", [-1.0, math.nan, math.inf])
+def test_a_tolerance_that_allows_anything_is_refused(
+    target: Config, samples: list[ExportSample], photos: Path, tolerance: float
+) -> None:
+    with pytest.raises(ConfigError, match=f"the tolerance is {tolerance}; give a finite number"):
+        verified(target, Copy(samples, photos), tolerance=tolerance)
+
+
+def test_an_encoder_that_gives_nan_verifies_nothing(target: Config, samples: list[ExportSample], photos: Path) -> None:
+    components = tiny_sdxl()
+    for module in (components["vae"].quant_conv, components["text_encoder_2"].text_projection):
+        torch.nn.init.constant_(module.weight, math.nan)
+    report = verified(target, Copy(samples, photos), models=LoadedModels(**components))
+    assert (report.num_verified, report.num_unverified) == (0, 16)
+    assert {refusal.reason for refusal in report.unequal} == {"bad-output"}
+    assert "encoding in float32 gives latents that are nan: nothing to compare with" in report.to_text()
+    json.dumps(report.to_json(), allow_nan=False)
+
+
+def test_verified_and_unverified_samples_fit_into_one_batch(
+    make_config: Callable[..., Config], samples: list[ExportSample], photos: Path, tmp_path: Path
+) -> None:
+    changes = {"encode.image_output": "mean", "encode.store_dtype": "float16"}
+    config = make_config(**{"cache.path": tmp_path / "half", "datasets.0.flip": True, **changes})
+    report = verified(config, Copy(samples, photos), num_entries=2)
+    assert report.num_verified > 0 and report.num_unverified > 0
+    with LatentCache(config.cache.path, unverified=True) as cache:
+        for sample_ids in (["a.png", "b.png", "sub/e.png"], ["c.png", "d.png"]):
+            for flip in (False, True):
+                batch = cache.batch(sample_ids, device="cpu", flip=flip)
+                assert batch["latents"].dtype is batch["prompt_embeds"].dtype is torch.float16
+    with open_workspace(config.cache) as workspace, pytest.raises(ConfigError, match="no --dtype with --verify"):
+        copy, verification = Copy(samples, photos), Verification(config)
+        import_cache(copy, workspace, name="photos", store_dtype=torch.float32, verification=verification)
+
+
+@given(
+    # Below 2**-14 float16 has fewer bits; no latent and no embedding is so small as a whole.
+    values=st.lists(st.floats(2.0**-14, 1000, width=32), min_size=1, max_size=20),
+    dtype=st.sampled_from([torch.float16, torch.bfloat16]),
+)
+def test_rounding_alone_is_never_a_difference(values: list[float], dtype: torch.dtype) -> None:
+    encoded = torch.tensor(values)
+    found = compare(encoded.to(dtype), encoded, relative=RELATIVE[dtype], tolerance=None)
+    assert found.share <= 1
+    # What is allowed is small beside the values: another model's numbers are far away.
+    assert compare(encoded * 1.1, encoded, relative=RELATIVE[dtype], tolerance=None).share > 1

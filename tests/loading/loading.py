@@ -1,0 +1,75 @@
+"""Helpers for the tests of the loader."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from helpers.photo_files import write_photo
+from torch.utils.data import default_collate
+
+from latentcache import LatentDataset
+from latentcache.config import parse_config
+from latentcache.loading.randomness import noise_generator
+from latentcache.loading.sampler import BucketBatchSampler
+from latentcache.precache.run import run_precache
+
+TENSORS = ("latents", "prompt_embeds", "pooled_prompt_embeds", "add_time_ids")
+
+
+def plain(batch: dict[str, Any]) -> dict[str, Any]:
+    """The batch with its tensors as lists, for comparison and after the batch is gone."""
+    return {name: v.float().tolist() if isinstance(v, torch.Tensor) else v for name, v in batch.items()}
+
+
+def by_hand(sampler: BucketBatchSampler, *, device: Any = "cpu", epoch: int = 0) -> list[dict[str, Any]]:
+    """What the loader must give with scaled=True, made with the dataset's own means."""
+    dataset = sampler.dataset
+    batches = []
+    for planned in sampler.plan(epoch):
+        batch = default_collate(dataset.__getitems__(planned.items))
+        generator = noise_generator(sampler.seed, epoch, planned.position)
+        batch = dataset.place(batch, device=device, scaled=True, generator=generator)
+        for name in ("original_size", "resized_size", "crop_top_left", "target_size"):
+            batch[name] = [tuple(size) for size in batch[name].tolist()]
+        batches.append(plain(batch))
+    return batches
+
+
+def ids(batches: Iterable[dict[str, Any]]) -> list[list[str]]:
+    return [batch["sample_id"] for batch in batches]
+
+
+def num_threads() -> int:
+    return sum(thread.name == "latentcache-prefetch" for thread in threading.enumerate())
+
+
+def wait_for_no_thread(timeout_s: float = 20.0) -> None:
+    end = time.monotonic() + timeout_s
+    while num_threads():
+        assert time.monotonic() < end, "a thread of a loader is still there"
+        time.sleep(0.01)
+
+
+def lose_image(dataset: LatentDataset, sample_id: str) -> None:
+    """Remove the sample's image entry from the cache."""
+    row = dataset.cache.row(sample_id)[1]
+    assert dataset.cache.store.remove([row.images[0].key]) == 1
+
+
+def make_cache(folder: Path) -> Path:
+    """A cache of five flipped photos in two buckets, each twice, the first with two captions; gives its path."""
+    captions = [["a red house", "a house in the rain"], ["a blue car"], ["a blue car"], [], ["a tree"]]
+    for number, (name, lines) in enumerate(zip(("a", "b", "c", "d", "sub/e"), captions, strict=True)):
+        path = write_photo(folder / "photos" / f"{name}.png", number, (144, 80) if name in "cd" else (80, 144))
+        path.with_suffix(".txt").write_text("\n".join(lines), encoding="utf-8")
+    data: dict[str, Any] = {"name": "photos", "flip": True, "repeats": 2}
+    data |= {"source": {"kind": "folder", "path": folder / "photos"}, "images": {"min_side": 8}}
+    data |= {"buckets": {"area": 96 * 96, "step": 32}}
+    settings: dict[str, Any] = {"cache": {"path": folder / "cache"}, "datasets": [data], "model": {"path": "tiny"}}
+    run_precache(parse_config(settings | {"encode": {"device": "cpu", "num_workers": 1}}))
+    return folder / "cache"

@@ -1,0 +1,221 @@
+"""Entries handed back: on the asking device, in its dtype, and never anything in place of what was asked for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+from helpers.pack_damage import damage
+
+from latentcache import LatentCache
+from latentcache.config import Config
+from latentcache.errors import EntryDamagedError, EntryMissingError, SampleError, StoreError
+from latentcache.loading.sample import add_time_ids
+from latentcache.precache.run import run_precache
+from latentcache.types import Crop, Geometry, Size
+
+WIDE = ["a.png", "b.png", "sub/e.png"]
+
+
+@pytest.fixture
+def cache(config: Config) -> LatentCache:
+    with LatentCache(config.cache.path) as cache:
+        yield cache
+
+
+def test_a_batch_follows_the_asking_module(cache: LatentCache) -> None:
+    unet = torch.nn.Linear(2, 2).to(torch.bfloat16)
+    batch = cache.batch(WIDE, device=unet)
+    assert {name: tuple(batch[name].shape) for name in ("latents", "prompt_embeds", "pooled_prompt_embeds")} == {
+        "latents": (3, 4, 8, 16),
+        "prompt_embeds": (3, 77, 72),
+        "pooled_prompt_embeds": (3, 40),
+    }
+    assert {batch[name].dtype for name in ("latents", "prompt_embeds", "pooled_prompt_embeds")} == {torch.bfloat16}
+    assert {batch[name].device.type for name in ("latents", "add_time_ids")} == {"cpu"}
+    assert batch["sample_id"] == WIDE and batch["caption"] == ["a red house", "a blue car", "a tree"]
+
+
+def test_sizes_are_integers_and_time_ids_float32(cache: LatentCache) -> None:
+    batch = cache.batch(WIDE, device=torch.nn.Linear(1, 1).half())
+    assert batch["original_size"] == [(80, 144)] * 3 and batch["target_size"] == [(64, 128)] * 3
+    assert batch["add_time_ids"].dtype == torch.float32
+    rows = [[80, 144, *crop, 64, 128] for crop in batch["crop_top_left"]]
+    assert batch["add_time_ids"].tolist() == rows
+    height, width = batch["resized_size"][0]
+    assert (height == 64 and width >= 128) or (width == 128 and height >= 64)
+
+
+def test_time_ids_hold_what_bfloat16_cannot() -> None:
+    geometry = Geometry(Size(4097, 3001), Size(1371, 1024), Crop(171, 1), Size(1024, 1024))
+    assert add_time_ids([geometry]).tolist() == [[4097, 3001, 171, 1, 1024, 1024]]
+    assert add_time_ids([]).shape == (0, 6)
+
+
+def test_dtype_given_wins_and_a_name_keeps_the_stored_one(cache: LatentCache) -> None:
+    assert cache.batch(WIDE, device=torch.nn.Linear(1, 1), dtype=torch.float16)["latents"].dtype == torch.float16
+    assert cache.batch(WIDE, device="cpu")["latents"].dtype == torch.float32
+    assert cache.batch(WIDE, device=torch.zeros(1, dtype=torch.float16))["prompt_embeds"].dtype == torch.float16
+
+
+def test_moments_are_drawn_with_the_generator_that_is_given(cache: LatentCache) -> None:
+    moments = cache.batch(WIDE, device="cpu", output="moments")["moments"]
+    posterior = DiagonalGaussianDistribution(moments)
+    drawn = cache.batch(WIDE, device="cpu", generator=torch.Generator().manual_seed(3))["latents"]
+    assert torch.equal(drawn, posterior.sample(torch.Generator().manual_seed(3)))
+    assert torch.equal(cache.batch(WIDE, device="cpu")["latents"], posterior.mode())
+    state = torch.get_rng_state()
+    cache.batch(WIDE, device="cpu", generator=torch.Generator().manual_seed(4))
+    assert torch.equal(torch.get_rng_state(), state), "the global generator is not touched"
+
+
+def test_scaled_and_unscaled(cache: LatentCache) -> None:
+    plain, scaled = (cache.batch(WIDE, device="cpu", scaled=flag)["latents"] for flag in (False, True))
+    assert torch.allclose(scaled, plain * 0.13025, rtol=0, atol=1e-7) and not torch.equal(scaled, plain)
+    with pytest.raises(StoreError, match="moments are stored unscaled"):
+        cache.batch(WIDE, device="cpu", output="moments", scaled=True)
+
+
+def test_a_cache_of_latents(make_config: Callable[..., Config]) -> None:
+    config = make_config(**{"encode.image_output": "mean"})
+    run_precache(config)
+    with LatentCache(config.cache.path) as cache:
+        assert cache.batch(WIDE, device="cpu")["latents"].shape == (3, 4, 8, 16)
+        with pytest.raises(StoreError, match="holds latents, not moments"):
+            cache.batch(WIDE, device="cpu", output="moments")
+        with pytest.raises(StoreError, match="a generator has no effect"):
+            cache.batch(WIDE, device="cpu", generator=torch.Generator())
+
+
+def test_captions_and_flips(make_config: Callable[..., Config], cache: LatentCache) -> None:
+    batch = cache.batch(["a.png"], device="cpu", caption=1)
+    assert batch["caption"] == ["a house in the rain"]
+    with pytest.raises(SampleError, match=r"'b\.png': has 1 captions, but number 1"):
+        cache.batch(["b.png"], device="cpu", caption=1)
+    with pytest.raises(SampleError, match=r"has no flipped entry.*set `flip: true`"):
+        cache.batch(["b.png"], device="cpu", flip=True)
+    config = make_config(**{"datasets.0.flip": True})
+    run_precache(config)
+    with LatentCache(config.cache.path) as flipped:
+        one, other = (flipped.batch(["a.png"], device="cpu", flip=flag)["latents"] for flag in (False, True))
+        assert not torch.equal(one, other)
+
+
+def test_a_missing_caption_is_the_empty_prompt(cache: LatentCache) -> None:
+    batch = cache.batch(["d.png"], device="cpu")
+    assert batch["caption"] == [""]
+    assert torch.equal(batch["prompt_embeds"], cache.prompt("", device="cpu")["prompt_embeds"])
+
+
+def test_buckets_do_not_mix(cache: LatentCache) -> None:
+    with pytest.raises(StoreError, match=r"lie in 128x64, 64x128: batch them with .*BucketBatchSampler"):
+        cache.batch(["a.png", "c.png"], device="cpu")
+    with pytest.raises(StoreError, match="no samples were asked for"):
+        cache.batch([], device="cpu")
+
+
+def test_unknown_and_ambiguous_samples(make_config: Callable[..., Config], cache: LatentCache) -> None:
+    with pytest.raises(SampleError, match=r"'none\.png': is in no manifest \(photos\)"):
+        cache.batch(["none.png"], device="cpu")
+    other = make_config(**{"datasets.0.name": "other"})
+    run_precache(other)
+    ambiguous = pytest.raises(SampleError, match=r"is in several manifests: other, photos.*manifest=NAME")
+    with LatentCache(other.cache.path) as both, ambiguous:
+        both.batch(["a.png"], device="cpu")
+    with LatentCache(other.cache.path, manifest="other") as one:
+        assert one.batch(["a.png"], device="cpu")["sample_id"] == ["a.png"]
+    with pytest.raises(StoreError, match="no manifest 'nothing'; there are: other, photos"):
+        LatentCache(other.cache.path, manifest="nothing")
+
+
+def test_get_places_the_tensors(cache: LatentCache) -> None:
+    key = cache.row("a.png")[1].images[0].key
+    entry = cache.get(key, device=torch.nn.Linear(1, 1).half())
+    assert entry.tensors["moments"].dtype == torch.float16 and entry.record.key == key
+    with pytest.raises(EntryMissingError, match="no such entry"):
+        cache.get("0" * 64)
+
+
+def test_damage_is_named_and_mended(config: Config) -> None:
+    with LatentCache(config.cache.path) as cache:
+        key = cache.row("b.png")[1].images[0].key
+        needle = cache.get(key).tensors["moments"].numpy().tobytes()[:64]
+    damage(config.cache.path, needle)
+    with LatentCache(config.cache.path) as cache:
+        with pytest.raises(SampleError, match=r"'b\.png': is damaged: .*run `latentcache precache CONFIG` again"):
+            cache.batch(["a.png", "b.png"], device="cpu")
+        assert cache.batch(["a.png"], device="cpu")["sample_id"] == ["a.png"]
+        with pytest.raises(EntryDamagedError):
+            cache.get(key)
+    report = run_precache(config)
+    assert report.misses_by_reason == {"damaged": 1} and report.num_encoded == 1
+    with LatentCache(config.cache.path) as cache:
+        assert cache.batch(["b.png"], device="cpu")["latents"].isfinite().all()
+
+
+def test_a_reader_that_may_not_write_says_how_to_mend(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    with LatentCache(config.cache.path) as cache:
+        key = cache.row("b.png")[1].captions[0].key
+        needle = cache.get(key).tensors["pooled_prompt_embeds"].numpy().tobytes()[:64]
+    damage(config.cache.path, needle)
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
+    with LatentCache(config.cache.path) as cache:
+        assert cache.store.read_only
+        with pytest.raises(SampleError, match=r"is damaged: .*`latentcache verify .*`, then run `latentcache precache"):
+            cache.batch(["c.png"], device="cpu")
+
+
+def test_removed_entries_are_missing(config: Config) -> None:
+    with LatentCache(config.cache.path) as cache:
+        cache.store.remove([cache.row("b.png")[1].captions[0].key])
+        with pytest.raises(SampleError, match=r"'b\.png': has no entry: no such entry.*latentcache precache"):
+            cache.batch(["b.png"], device="cpu")
+    assert run_precache(config).misses_by_reason == {"entry lost": 1}
+
+
+def test_what_another_process_caches_is_seen_after_a_refresh(
+    config: Config, make_config: Callable[..., Config]
+) -> None:
+    with LatentCache(config.cache.path) as cache:
+        assert cache.sample_ids() and cache.prompt("", device="cpu")
+        with pytest.raises(SampleError, match="a late idea"):
+            cache.prompt("a late idea", device="cpu")
+        settings = make_config(**{"validation.prompts": ["a late idea"]}).model_dump_json()
+        code = (
+            "import sys; from latentcache.config import Config; from latentcache.precache.run import run_precache; "
+            "print(run_precache(Config.model_validate_json(sys.argv[1])).num_encoded)"
+        )
+        command = [sys.executable, "-c", code, settings]
+        assert subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip() == "1"
+        with pytest.raises(SampleError, match="a late idea"):
+            cache.prompt("a late idea", device="cpu")
+        cache.refresh()
+        assert cache.prompt("a late idea", device="cpu")["prompt_embeds"].isfinite().all()
+        assert cache.batch(WIDE, device="cpu")["latents"].shape[0] == 3
+
+
+def test_what_another_store_of_this_process_caches_is_seen_after_a_refresh(
+    config: Config, make_config: Callable[..., Config]
+) -> None:
+    with LatentCache(config.cache.path) as cache:
+        known = cache.sample_ids()
+        other = make_config(**{"datasets.0.name": "other", "encode.image_output": "mean"})
+        assert run_precache(other).num_encoded == 5
+        assert cache.dataset_names() == ["other", "photos"], "names are read each time"
+        cache.refresh()
+        assert len(cache.sample_ids()) == 2 * len(known)
+        row = cache.manifest("other").rows["a.png"]
+        assert set(cache.get(row.images[0].key).tensors) == {"latents"}
+
+
+def test_a_cache_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="none"):
+        LatentCache(tmp_path / "none")
+    with pytest.raises(StoreError, match="needs a path, or a store"):
+        LatentCache()

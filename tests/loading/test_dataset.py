@@ -1,0 +1,127 @@
+"""A torch Dataset in a DataLoader: in-process, and with workers under fork and spawn."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from latentcache import LatentCache, LatentDataset
+from latentcache.config import Config
+from latentcache.errors import SampleError, StoreError
+from latentcache.loading.sampler import BucketBatchSampler
+from latentcache.precache.run import run_precache
+
+
+@pytest.fixture
+def config(make_config: Callable[..., Config]) -> Config:
+    config = make_config(**{"datasets.0.flip": True, "datasets.0.repeats": 2})
+    run_precache(config)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "context"), [(0, None), (2, "fork"), (2, "spawn")], ids=["in-process", "fork", "spawn"]
+)
+@pytest.mark.filterwarnings("ignore:This process.*is multi-threaded, use of fork:DeprecationWarning")
+def test_a_data_loader_gives_what_the_cache_gives(config: Config, num_workers: int, context: str | None) -> None:
+    dataset = LatentDataset(config.cache.path)
+    assert len(dataset) == 10
+    dataset[0]  # opens the cache before the fork
+    sampler = BucketBatchSampler(dataset, 2, seed=1)
+    loader = DataLoader(dataset, batch_sampler=sampler, num_workers=num_workers, multiprocessing_context=context)
+    seen = []
+    with LatentCache(config.cache.path) as cache:
+        for batch in loader:
+            placed = dataset.place(batch, device="cpu", scaled=True, generator=torch.Generator().manual_seed(0))
+            direct = cache.batch(
+                batch["sample_id"], device="cpu", scaled=True, generator=torch.Generator().manual_seed(0)
+            )
+            for name in ("latents", "prompt_embeds", "pooled_prompt_embeds", "add_time_ids"):
+                assert torch.equal(placed[name], direct[name]), name
+            assert placed["caption"] == direct["caption"]
+            assert placed["original_size"].tolist() == [list(size) for size in direct["original_size"]]
+            seen += batch["sample_id"]
+    assert sorted(seen) == sorted(["a.png", "b.png", "c.png", "d.png", "sub/e.png"] * 2)
+
+
+def test_items_are_as_they_are_stored(config: Config) -> None:
+    item = LatentDataset(config.cache.path)[0]
+    assert item["moments"].shape == (8, 8, 16) and item["prompt_embeds"].shape == (77, 72)
+    assert item["add_time_ids"].dtype == torch.float32 and item["add_time_ids"].shape == (6,)
+    assert item["target_size"].tolist() == [64, 128] and item["target_size"].dtype == torch.int64
+    assert item["sample_id"] == "a.png" and item["caption"] == "a red house"
+
+
+def test_flips_are_items_of_their_own(config: Config) -> None:
+    plain, flipped = LatentDataset(config.cache.path), LatentDataset(config.cache.path, flips=True)
+    assert len(flipped) == 2 * len(plain)
+    assert torch.equal(flipped[0]["moments"], plain[0]["moments"])
+    assert not torch.equal(flipped[5]["moments"], plain[0]["moments"]) and flipped[5]["sample_id"] == "a.png"
+
+
+def test_flips_that_are_not_cached(make_config: Callable[..., Config]) -> None:
+    config = make_config()
+    run_precache(config)
+    with pytest.raises(SampleError, match="has no flipped entry"):
+        LatentDataset(config.cache.path, flips=True)[5]
+
+
+def test_random_captions_follow_the_global_generator(config: Config) -> None:
+    dataset = LatentDataset(config.cache.path, caption="random")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        first = [dataset[0]["caption"] for _ in range(20)]
+        torch.manual_seed(0)
+        assert [dataset[0]["caption"] for _ in range(20)] == first
+    assert set(first) == {"a red house", "a house in the rain"}
+
+
+def test_refused_samples_are_left_out(make_config: Callable[..., Config], photos: Path) -> None:
+    (photos / "bad.png").write_bytes(b"")
+    config = make_config()
+    run_precache(config)
+    assert len(LatentDataset(config.cache.path)) == 5
+
+
+def test_the_manifest_must_be_named_when_there_are_several(make_config: Callable[..., Config]) -> None:
+    config = make_config()
+    run_precache(config)
+    run_precache(make_config(**{"datasets.0.name": "other"}))
+    with pytest.raises(StoreError, match="name the manifest; there are: other, photos"):
+        LatentDataset(config.cache.path)
+    assert len(LatentDataset(config.cache.path, "other")) == 5
+
+
+def test_an_open_dataset_travels_to_another_process(config: Config) -> None:
+    dataset = LatentDataset(config.cache.path)
+    before = dataset[3]["moments"]
+    assert torch.equal(pickle.loads(pickle.dumps(dataset))[3]["moments"], before)
+
+
+def test_batches_keep_to_one_bucket_and_follow_seed_and_epoch(config: Config) -> None:
+    dataset = LatentDataset(config.cache.path)
+    sampler = BucketBatchSampler(dataset, 4, seed=7)
+    first = list(sampler)
+    assert list(sampler) == first and len(first) == len(sampler) == 3
+    assert sorted(index for batch in first for index in batch) == list(range(10))
+    assert all(len({dataset.bucket(index) for index in batch}) == 1 for batch in first)
+    sampler.set_epoch(1)
+    assert list(sampler) != first
+    dropping = BucketBatchSampler(dataset, 4, drop_last=True)
+    assert [len(batch) for batch in dropping] == [4] * len(dropping) == [4, 4]
+
+
+def test_ranks_share_the_batches_evenly(config: Config) -> None:
+    dataset = LatentDataset(config.cache.path)
+    shares = [list(BucketBatchSampler(dataset, 1, seed=7, rank=rank, world_size=3)) for rank in range(3)]
+    assert [len(share) for share in shares] == [3, 3, 3]
+    assert len({index for share in shares for batch in share for index in batch}) == 9
+    with pytest.raises(StoreError, match="rank is 3"):
+        BucketBatchSampler(dataset, 1, rank=3, world_size=3)
+    with pytest.raises(StoreError, match="batch_size is 0"):
+        BucketBatchSampler(dataset, 0)

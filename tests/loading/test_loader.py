@@ -1,0 +1,412 @@
+"""The loader: what the cache gives, in the sampler's order, whatever the threads do."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from loading import by_hand, ids, lose_image, make_cache, num_threads, plain, wait_for_no_thread
+from torch.utils.data import DataLoader
+
+from latentcache import LatentDataset
+from latentcache.config import Config
+from latentcache.errors import SampleError, StoreError
+from latentcache.loading import resident
+from latentcache.loading.dataset import LatentDatasets
+from latentcache.loading.loader import LatentLoader
+from latentcache.loading.sampler import BucketBatchSampler
+from latentcache.precache.run import run_precache
+
+PREFETCH = pytest.mark.parametrize("prefetch", [0, 1, 3])
+RESIDENT = pytest.mark.parametrize("where", [None, "cpu"])
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_cache(tmp_path_factory.mktemp("loader"))
+
+
+@pytest.fixture
+def path(made: Path, tmp_path: Path) -> Path:
+    """A cache of this test's own."""
+    return shutil.copytree(made, tmp_path / "cache")
+
+
+@pytest.fixture
+def dataset(path: Path) -> LatentDataset:
+    return LatentDataset(path, flips=True, caption="random")
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left() -> Iterator[None]:
+    yield
+    if num_threads():
+        gc.collect()
+    wait_for_no_thread()
+
+
+def loader_of(dataset: LatentDataset, **options: object) -> LatentLoader:
+    options = {"device": "cpu", "scaled": True, **options}
+    return LatentLoader(BucketBatchSampler(dataset, 3, seed=5), **options)
+
+
+@RESIDENT
+@PREFETCH
+def test_batches_are_those_of_the_dataset_bit_for_bit(dataset: LatentDataset, prefetch: int, where: str | None) -> None:
+    with loader_of(dataset, prefetch=prefetch, resident=where) as loader:
+        expected = by_hand(loader.sampler)
+        assert len(expected) == len(loader) == 7
+        assert [plain(batch) for batch in loader] == expected
+        loader.set_epoch(1)
+        other = [plain(batch) for batch in loader]
+        assert other == by_hand(loader.sampler, epoch=1) and other != expected
+
+
+def test_a_batch_is_what_the_cache_gives(path: Path) -> None:
+    dataset = LatentDataset(path)
+    unet = torch.nn.Linear(2, 2).to(torch.bfloat16)
+    for batch in loader_of(dataset, device=unet, output="mean"):
+        direct = dataset.cache.batch(batch["sample_id"], device=unet, scaled=True)
+        assert batch["latents"].dtype == torch.bfloat16 and batch["add_time_ids"].dtype == torch.float32
+        assert batch.keys() == direct.keys() and plain(batch) == plain(direct)
+    for batch in loader_of(dataset, output="moments", scaled=False):
+        direct = dataset.cache.batch(batch["sample_id"], device="cpu", output="moments")
+        assert torch.equal(batch["moments"], direct["moments"]) and batch.keys() == direct.keys()
+
+
+def test_a_cache_of_latents_needs_no_draw(make_config: Callable[..., Config]) -> None:
+    config = make_config(**{"encode.image_output": "mean"})
+    run_precache(config)
+    dataset = LatentDataset(config.cache.path)
+    for batch in loader_of(dataset):
+        assert torch.equal(
+            batch["latents"], dataset.cache.batch(batch["sample_id"], device="cpu", scaled=True)["latents"]
+        )
+
+
+def test_global_generators_are_left_alone_and_do_not_matter(dataset: LatentDataset) -> None:
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    first = [plain(batch) for batch in loader_of(dataset)]
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(2)
+    assert [plain(batch) for batch in loader_of(dataset)] == first
+
+
+def test_repeats_of_an_epoch_are_drawn_anew(dataset: LatentDataset) -> None:
+    seen: dict[tuple[str, int], list[object]] = {}
+    captions = set()
+    for batch in loader_of(dataset):
+        batch = plain(batch)
+        for number, sample_id in enumerate(batch["sample_id"]):
+            seen.setdefault((sample_id, 0), []).append(batch["latents"][number])
+            captions.add((sample_id, batch["caption"][number]))
+    assert all(len(drawn) == 4 and drawn[0] not in drawn[1:] for drawn in seen.values())
+    assert ("a.png", "a red house") in captions or ("a.png", "a house in the rain") in captions
+
+
+@RESIDENT
+@PREFETCH
+def test_held_batches_are_never_overwritten(dataset: LatentDataset, prefetch: int, where: str | None) -> None:
+    loader = loader_of(dataset, prefetch=prefetch, resident=where, output="moments", scaled=False)
+    held, copies = [], []
+    for batch in loader:
+        held.append(batch["moments"][:1].view(-1))  # a view is enough, of one field
+        copies.append(held[-1].clone())
+    for _ in loader:
+        assert all(torch.equal(one, other) for one, other in zip(held, copies, strict=True))
+
+
+def test_buffers_rotate_once_batches_are_let_go(dataset: LatentDataset) -> None:
+    loader = loader_of(dataset, output="moments", scaled=False)
+    for _ in range(5):
+        for _ in loader:
+            pass
+    assert loader._pool is not None and loader._pool.num_allocated <= 6
+
+
+@PREFETCH
+def test_the_state_counts_what_was_handed_out(dataset: LatentDataset, prefetch: int) -> None:
+    whole = loader_of(dataset, prefetch=prefetch)
+    expected = [[plain(batch) for batch in whole]]
+    whole.set_epoch(1)
+    expected.append([plain(batch) for batch in whole])
+    for stop in (1, 5, 7):
+        first = loader_of(dataset, prefetch=prefetch)
+        with iter(first) as batches:
+            assert [plain(next(batches)) for _ in range(stop)] == expected[0][:stop]
+            time.sleep(0.02)  # time to read ahead
+            state = first.state_dict()
+        second = loader_of(dataset, prefetch=2 - prefetch if prefetch < 2 else 0)
+        second.load_state_dict(state)
+        got = []
+        for epoch in (0, 1):
+            second.set_epoch(epoch)
+            got.append([plain(batch) for batch in second])
+        assert got == [expected[0][stop:], expected[1]]
+
+
+def test_forever_goes_on_into_the_next_epochs_and_resumes_there(dataset: LatentDataset) -> None:
+    loader = loader_of(dataset)
+    batches = loader.forever()
+    got = [plain(next(batches)) for _ in range(20)]
+    assert got == (by_hand(loader.sampler) + by_hand(loader.sampler, epoch=1) + by_hand(loader.sampler, epoch=2))[:20]
+    state = loader.state_dict()
+    assert (state["epoch"], state["position"]) == (2, 6)
+    following = plain(next(batches))
+    batches.close()
+    other = loader_of(dataset, prefetch=0)
+    other.load_state_dict(state)
+    assert plain(next(other.forever())) == following
+
+
+@RESIDENT
+@PREFETCH
+def test_a_lost_sample_is_named_at_its_batch(dataset: LatentDataset, prefetch: int, where: str | None) -> None:
+    with loader_of(dataset, prefetch=prefetch) as loader:
+        expected = by_hand(loader.sampler)
+        bad = next(i for i, batch in enumerate(expected) if "c.png" in batch["sample_id"])
+        lose_image(dataset, "c.png")
+        if where is not None:
+            with pytest.raises(SampleError, match=r"'c\.png': has no entry"):
+                loader_of(dataset, prefetch=prefetch, resident=where)
+            return
+        got, batches = [], iter(loader)
+        with pytest.raises(SampleError, match=r"'c\.png': has no entry.*latentcache precache") as raised:
+            while True:
+                got.append(plain(next(batches)))
+        image = next(i for i, b in enumerate(expected) if i >= len(got))
+        assert got == expected[: len(got)] and image == len(got) >= bad
+        assert f"batch {len(got)} of epoch 0" in raised.value.__notes__[0]
+        assert loader.state_dict()["position"] == len(got)
+        with pytest.raises(SampleError, match=r"c\.png"):
+            next(batches)  # not the end of the epoch
+
+
+@RESIDENT
+@PREFETCH
+def test_lost_samples_can_be_skipped(
+    path: Path, prefetch: int, where: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    dataset = LatentDataset(path)
+    lose_image(dataset, "c.png")
+    lose_image(dataset, "d.png")  # with it the whole bucket is gone
+    caplog.set_level(logging.WARNING, logger="latentcache")
+    with loader_of(dataset, prefetch=prefetch, damaged="skip", resident=where) as loader:
+        seen = [name for batch in ids(loader) for name in batch]
+        assert sorted(seen) == sorted(["a.png", "b.png", "sub/e.png"] * 2)
+        assert loader.num_skipped == 4 and loader.skipped.keys() == {"c.png", "d.png"}
+        assert loader.state_dict()["position"] >= 2
+        loader.set_epoch(1)
+        assert len(ids(loader)) == 2
+    logged = [record.getMessage() for record in caplog.records]
+    assert [sum(name in line for line in logged) for name in ("c.png", "d.png")] == [1, 1]
+
+
+def test_with_several_ranks_no_batch_is_left_out(path: Path) -> None:
+    dataset = LatentDataset(path)
+    for name in ("c.png", "d.png"):
+        lose_image(dataset, name)
+    for rank in range(2):
+        sampler = BucketBatchSampler(dataset, 1, rank=rank, world_size=2)
+        with pytest.raises(SampleError, match=r"no other sample is left in its batch.*no batch can be left out"):
+            list(LatentLoader(sampler, device="cpu", damaged="skip"))
+
+
+def test_any_error_of_the_thread_comes_up_in_the_loop(dataset: LatentDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: object, **options: object) -> None:
+        raise MemoryError("no page left")
+
+    monkeypatch.setattr("latentcache.loading.loader.place", broken)
+    with pytest.raises(MemoryError, match="no page left") as raised:
+        list(loader_of(dataset))
+    assert "while reading batch 0 of epoch 0" in raised.value.__notes__[0]
+
+
+def test_an_early_break_an_exception_and_a_dropped_iterator_end_the_thread(dataset: LatentDataset) -> None:
+    loader = loader_of(dataset)
+    for _ in loader:
+        assert num_threads() == 1
+        break
+    wait_for_no_thread()
+
+    def failing() -> None:
+        for _ in loader:
+            raise ValueError("the training step")
+
+    with pytest.raises(ValueError, match="the training step"):
+        failing()
+    wait_for_no_thread()
+    batches = iter(loader)
+    next(batches)
+    del batches
+    wait_for_no_thread()
+
+
+def test_several_iterations_at_once_and_close(dataset: LatentDataset) -> None:
+    loader = loader_of(dataset)
+    expected = by_hand(loader.sampler)
+    one, two = iter(loader), iter(loader)
+    for batch in expected[:4]:
+        assert plain(next(one)) == batch and plain(next(two)) == batch
+    kept = next(one)
+    loader.close()
+    assert num_threads() == 0, "close waits for the threads"
+    assert plain(kept) == expected[4]
+    for use in (lambda: next(one), lambda: iter(loader)):
+        with pytest.raises(StoreError, match="closed"):
+            use()
+
+
+def test_several_manifests_as_one_dataset(path: Path, make_config: Callable[..., Config], tmp_path: Path) -> None:
+    run_precache(make_config(**{"datasets.0.name": "other", "cache.path": path}))
+    parts = [LatentDataset(path, name, flips=name == "photos", caption="random") for name in ("photos", "other")]
+    dataset = LatentDatasets(parts)
+    assert len(dataset) == 25 and dataset.bucket(24) == parts[1].bucket(4)
+    assert dataset.identity() not in {part.identity() for part in parts}
+    expected = by_hand(BucketBatchSampler(dataset, 3, seed=5))
+    for where in (None, "cpu"):
+        assert [plain(batch) for batch in loader_of(dataset, resident=where)] == expected
+    sampler = BucketBatchSampler(dataset, 3, seed=5)
+    for num_workers in (0, 2):
+        workers = DataLoader(
+            dataset,
+            batch_sampler=sampler,
+            num_workers=num_workers,
+            multiprocessing_context="spawn" if num_workers else None,
+        )
+        assert [batch["caption"] for batch in workers] == [batch["caption"] for batch in expected]
+    with pytest.raises(StoreError, match="at least one LatentDataset"):
+        LatentDatasets([])
+    elsewhere = shutil.copytree(path, tmp_path / "elsewhere")
+    with pytest.raises(StoreError, match="lie in 2 caches"):
+        LatentDatasets([parts[0], LatentDataset(elsewhere, "photos")])
+
+
+def test_threads_that_consume_share_nothing(dataset: LatentDataset) -> None:
+    loader = loader_of(dataset)
+    expected = by_hand(loader.sampler)
+    results: list[bool] = []
+
+    def consume() -> None:
+        results.append([plain(batch) for batch in loader_of(dataset)] == expected)
+
+    threads = [threading.Thread(target=consume) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [True] * 4
+
+
+@pytest.mark.filterwarnings("ignore:This process.*is multi-threaded, use of fork:DeprecationWarning")
+def test_a_fork_is_told_to_make_its_own_iterator(dataset: LatentDataset) -> None:
+    loader = loader_of(dataset)
+    expected = by_hand(loader.sampler)
+    batches = iter(loader)
+    next(batches)
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            try:
+                next(batches)
+            except StoreError as error:
+                code = 0 if "not in the fork" in str(error) else 2
+            if code == 0 and [plain(batch) for batch in loader] != expected:
+                code = 3
+            loader.close()
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert [plain(batch) for batch in batches] == expected[1:]
+
+
+SCRIPT = """
+    import sys, time
+    from latentcache import LatentDataset
+    from latentcache.loading.loader import LatentLoader
+    from latentcache.loading.sampler import BucketBatchSampler
+    loader = LatentLoader(BucketBatchSampler(LatentDataset(sys.argv[1]), 1), device="cpu")
+    batches = loader.forever()
+    next(batches)
+    print("ready", flush=True)
+    if sys.argv[2] == "wait":
+        while True:
+            next(batches)
+            time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize("how", ["end", "wait"])
+def test_the_process_ends_in_the_middle_of_an_iteration(path: Path, how: str) -> None:
+    command = [sys.executable, "-c", textwrap.dedent(SCRIPT), str(path), how]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        if how == "wait":
+            process.send_signal(signal.SIGINT)
+        errors = process.communicate(timeout=60)[1]
+    if how == "end":
+        assert process.returncode == 0 and "Traceback" not in errors and "atal" not in errors, errors
+    else:
+        assert process.returncode in (-signal.SIGINT, 130) and errors.rstrip().endswith("KeyboardInterrupt")
+
+
+def test_resident_holds_each_entry_once_and_refuses_what_does_not_fit(
+    dataset: LatentDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader = loader_of(dataset, resident="cpu")
+    manifest = dataset.cache.manifest("photos")
+    entries = [dataset.cache.get(key) for key in manifest.keys()]
+    assert loader.resident is not None and loader.resident.num_bytes == sum(entry.num_bytes for entry in entries)
+    monkeypatch.setattr(resident, "free_host_memory", lambda: 100_000)
+    with pytest.raises(StoreError, match=r"resident='cpu': the dataset has 0\.\d+ GB, but on cpu 0\.000 GB are free"):
+        loader_of(dataset, resident="cpu")
+    monkeypatch.setattr(resident, "free_host_memory", lambda: None)
+    assert loader_of(dataset, resident="cpu").resident is not None
+
+
+def test_settings_that_make_no_sense(dataset: LatentDataset) -> None:
+    for options, message in (
+        ({"prefetch": -1}, "prefetch is -1"),
+        ({"output": "pixels"}, "output is 'pixels'; it must be one of latents, mean, moments"),
+        ({"damaged": "ignore"}, "damaged is 'ignore'"),
+        ({"output": "moments"}, "moments are stored unscaled"),
+    ):
+        with pytest.raises(StoreError, match=message):
+            loader_of(dataset, **options)
+    empty = LatentLoader(BucketBatchSampler(dataset, 100, drop_last=True), device="cpu")
+    assert list(empty) == []
+    with pytest.raises(StoreError, match="an epoch has no batch"):
+        empty.forever()
+
+
+def test_the_loop_does_not_wait_while_a_batch_is_faster_than_a_step(
+    dataset: LatentDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No timing: while the loop is in its step, the thread makes `prefetch` batches and then stops."""
+    made: list[int] = []
+    from latentcache.loading import loader as module
+
+    real = module.place
+    monkeypatch.setattr(module, "place", lambda *args, **options: made.append(1) or real(*args, **options))
+    batches = iter(loader_of(dataset, prefetch=2))
+    next(batches)
+    end = time.monotonic() + 20
+    while len(made) < 3 and time.monotonic() < end:
+        time.sleep(0.01)
+    time.sleep(0.1)
+    assert len(made) == 3, "one handed out, two ahead"
+    batches.close()

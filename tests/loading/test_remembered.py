@@ -1,0 +1,398 @@
+"""`LatentCache.batch` again: what it remembers of samples, and the tensors that it is given to write to."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loading import make_cache, plain
+
+from latentcache import LatentCache, LatentDataset
+from latentcache.config import Config
+from latentcache.dataset.manifest import CaptionRef
+from latentcache.errors import SampleError, StoreError
+from latentcache.identity import key_of
+from latentcache.loading import cache as batches
+from latentcache.loading import held, loader
+from latentcache.loading.loader import LatentLoader
+from latentcache.loading.sample import Wanted, layout_of
+from latentcache.loading.sampler import BucketBatchSampler
+from latentcache.precache.run import run_precache
+from latentcache.precache.workspace import Workspace
+from latentcache.store import DiskStore, MemoryStore
+from latentcache.store.readahead import QUIET_READS
+from latentcache.store.upkeep import compact
+from latentcache.types import Crop, Entry, Geometry, Record, Refusal, Size
+
+WIDE = ["a.png", "b.png", "sub/e.png"]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_cache(tmp_path_factory.mktemp("remembered"))
+
+
+@pytest.fixture
+def path(made: Path, tmp_path: Path) -> Path:
+    """A cache of this test's own: moments in float32, embeddings too, flips, two captions of one sample."""
+    return shutil.copytree(made, tmp_path / "cache")
+
+
+@pytest.fixture
+def cache(path: Path) -> Iterator[LatentCache]:
+    with LatentCache(path) as cache:
+        yield cache
+
+
+# What is remembered ---------------------------------------------------------------------------------------------------
+
+
+def test_samples_are_found_without_a_manifest_the_second_time(
+    cache: LatentCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asks = [{}, {"caption": 0, "flip": True}, {"output": "moments"}]
+    first = [plain(cache.batch(WIDE, device="cpu", **options)) for options in asks]
+    assert first[0]["latents"] != first[1]["latents"]
+    monkeypatch.setattr(cache, "dataset_names", lambda: pytest.fail("it looked"))
+    assert [plain(cache.batch(WIDE, device="cpu", **options)) for options in asks] == first
+    order = [2, 0, 1, 0]
+    mixed = plain(cache.batch([WIDE[number] for number in order], device="cpu"))
+    assert mixed == {name: [values[number] for number in order] for name, values in first[0].items()}
+
+
+def test_an_output_that_there_is_not_is_refused(cache: LatentCache) -> None:
+    for output in ("moment", "prompt_embeds"):
+        with pytest.raises(StoreError, match=f"output is '{output}'; it must be one of latents, moments"):
+            cache.batch(WIDE, device="cpu", output=output)
+
+
+def test_the_callers_default_device_moves_nothing(path: Path) -> None:
+    def everything() -> list[Any]:
+        with LatentCache(path) as cache:
+            entry = cache.get(cache.row("a.png")[1].images[0].key)
+            found: list[Any] = [plain(entry.tensors), plain(cache.batch(WIDE, device="cpu", output="moments"))]
+        for resident in (None, "cpu"):
+            with loader_of(path, prefetch=0, resident=resident) as made:
+                found.append([plain(batch) for batch in made])
+        items = LatentDataset(path, caption="random").__getitems__([0, 1])
+        return found + [item["original_size"].tolist() for item in items]
+
+    expected = everything()
+    with torch.device("meta"):  # as torch.set_default_device does it
+        assert everything() == expected
+
+
+def test_lists_are_the_callers_own(cache: LatentCache) -> None:
+    first, expected = cache.batch(WIDE, device="cpu"), plain(cache.batch(WIDE, device="cpu"))
+    for value in first.values():
+        value.zero_() if isinstance(value, torch.Tensor) else value.clear()
+    assert plain(cache.batch(WIDE, device="cpu")) == expected
+
+
+def test_a_manifest_that_was_replaced_counts_after_a_refresh(cache: LatentCache) -> None:
+    assert cache.batch(WIDE, device="cpu")["caption"] == ["a red house", "a blue car", "a tree"]
+    manifest = cache.manifests.read("photos")
+    assert manifest is not None
+    rows = dict(manifest.rows)
+    a, b = rows["a.png"], rows["b.png"]
+    rows["a.png"] = replace(a, captions=(CaptionRef("edited", a.captions[1].key),))
+    rows["b.png"] = replace(b, refusal=Refusal("b.png", "b.png", "corrupt", "a test says so"))
+    cache.manifests.write(replace(manifest, rows=rows))
+    assert cache.batch(WIDE, device="cpu")["caption"] == ["a red house", "a blue car", "a tree"]
+    cache.refresh()
+    batch = cache.batch(["a.png"], device="cpu")
+    assert batch["caption"] == ["edited"]
+    assert torch.equal(batch["prompt_embeds"][0], cache.get(a.captions[1].key).tensors["prompt_embeds"])
+    with pytest.raises(SampleError, match=r"'b\.png': was refused"):
+        cache.batch(WIDE, device="cpu")
+
+
+def test_a_dataset_that_came_makes_a_sample_ambiguous_after_a_refresh(cache: LatentCache) -> None:
+    cache.batch(WIDE, device="cpu")
+    manifest = cache.manifests.read("photos")
+    assert manifest is not None
+    cache.manifests.write(replace(manifest, name="other"))
+    assert cache.batch(WIDE, device="cpu")["sample_id"] == WIDE
+    cache.refresh()
+    with pytest.raises(SampleError, match="is in several manifests"):
+        cache.batch(WIDE, device="cpu")
+    assert cache.restricted("other").batch(WIDE, device="cpu")["sample_id"] == WIDE
+
+
+def test_entries_that_go_are_missed_at_once(path: Path, cache: LatentCache) -> None:
+    cache.batch(WIDE, device="cpu")
+    cache.store.remove([cache.row("b.png")[1].images[0].key])
+    with pytest.raises(SampleError, match=r"'b\.png': has no entry"):
+        cache.batch(WIDE, device="cpu")
+    assert cache.batch(["a.png", "sub/e.png"], device="cpu")["sample_id"] == ["a.png", "sub/e.png"]
+
+
+def test_samples_that_were_read_are_looked_up_in_no_store(cache: LatentCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = plain(cache.batch(WIDE, device="cpu"))
+    until_quiet(cache)
+    for name in ("read_batch", "read_rows", "sources", "resolve", "describe", "find"):
+        monkeypatch.setattr(cache.store, name, lambda *_, name=name, **__: pytest.fail(name))
+    assert plain(cache.batch(WIDE, device="cpu")) == expected
+    out = tensors(cache.batch(WIDE, device="cpu", output="moments"))
+    for tensor in out.values():
+        tensor.zero_()
+    again = cache.batch(WIDE, device="cpu", output="moments", out=out)
+    assert all(again[name] is tensor for name, tensor in out.items())
+    assert all(plain(again)[name] == values for name, values in expected.items() if name != "latents")
+    assert cache.batch(WIDE[:1], device="cpu", scaled=True)["latents"].shape[0] == 1
+
+
+def until_quiet(cache: LatentCache) -> None:
+    """Until this thread's reads are taken for warm."""
+    for _ in range(2 * QUIET_READS):
+        cache.store.asks_ahead()
+
+
+def test_samples_of_two_buckets_are_refused_though_each_is_remembered(cache: LatentCache) -> None:
+    until_quiet(cache)
+    for sample_id in cache.sample_ids():
+        cache.batch([sample_id], device="cpu")
+    with pytest.raises(StoreError, match="a batch has one bucket, but these samples lie in"):
+        cache.batch(cache.sample_ids(), device="cpu")
+    with pytest.raises(StoreError, match="a batch has at least one"):
+        cache.batch([], device="cpu")
+
+
+def test_entries_that_move_are_read_where_they_lie_now(cache: LatentCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = [plain(cache.batch([sample_id], device="cpu")) for sample_id in cache.sample_ids()]
+    until_quiet(cache)
+    assert isinstance(cache.store, DiskStore)
+    extra = Record(key_of({"extra": 1}), "text", {"extra": 1}, {})
+    cache.store.add([Entry(extra, {"prompt_embeds": torch.ones(1)})])  # one more small pack, to be joined with
+    assert compact(cache.store).num_entries > len(expected)
+    read, found = cache.store.read_rows, []
+    monkeypatch.setattr(cache.store, "read_rows", lambda *args: found.append(args) or read(*args))
+    assert [plain(cache.batch([sample_id], device="cpu")) for sample_id in cache.sample_ids()] == expected
+    assert found
+
+
+def test_what_another_thread_removes_meanwhile_is_not_held(cache: LatentCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the reading of a batch and the holding of its samples."""
+    until_quiet(cache)
+    sources, key = cache.store.sources, cache.row("b.png")[1].images[0].key
+
+    def remove_then(keys: Any) -> Any:
+        found = sources(keys)
+        cache.store.remove([key])
+        return found
+
+    monkeypatch.setattr(cache.store, "sources", remove_then)
+    assert cache.batch(["b.png", "a.png"], device="cpu")["sample_id"] == ["b.png", "a.png"]
+    with pytest.raises(SampleError, match=r"'b\.png': has no entry"):
+        cache.batch(["b.png", "a.png"], device="cpu")
+
+
+def test_what_is_forgotten_while_a_batch_is_read_is_not_held(
+    cache: LatentCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    until_quiet(cache)
+    gather = cache.gather
+
+    def refresh_then(wanted: Any, **options: Any) -> Any:
+        batch = gather(wanted, **options)
+        cache.refresh()  # as another thread may
+        return batch
+
+    monkeypatch.setattr(cache, "gather", refresh_then)
+    cache.batch(WIDE, device="cpu")
+    assert cache._held.num() == 0
+    monkeypatch.undo()
+    cache.batch(WIDE, device="cpu")
+    assert cache._held.num() == len(WIDE)
+
+
+def test_a_closed_cache_lets_go_of_what_it_held(cache: LatentCache) -> None:
+    cache.batch(WIDE, device="cpu")
+    assert cache._held.num() == len(WIDE)
+    cache.close()
+    assert cache._held.num() == 0
+
+
+def test_fields_in_another_order_and_under_one_name_are_told_apart() -> None:
+    size = Size(8, 8)
+    geometry = Geometry(size, size, Crop(0, 0), size)
+    store, wanted = MemoryStore(), []
+    for number in range(2):
+        names = ("a", "b", "both") if number else ("both", "b", "a")
+        for kind, fields in (("image", names), ("text", ("both",))):
+            identity = {"number": number, "kind": kind}
+            tensors = {name: torch.full((2,), float(10 * number + len(name) + (kind == "text"))) for name in fields}
+            tensors |= {"b": torch.full((2,), 7.0 + number)} if kind == "image" else {}
+            store.add([Entry(Record(key_of(identity), kind, identity, {}), tensors)])  # type: ignore[arg-type]
+        keys = [key_of({"number": number, "kind": kind}) for kind in ("image", "text")]
+        wanted.append(Wanted(str(number), keys[0], geometry, keys[1], "caption", layout_of(geometry)))
+    samples = held.HeldSamples(store)
+    samples.keep(samples.now(), wanted, 0, False)
+    batch = samples.read(["0", "1"], 0, False, None)
+    assert batch is not None
+    found = {name: batch[name][:, 0].tolist() for name in ("a", "b", "both")}
+    assert found == {"a": [1.0, 11.0], "b": [7.0, 8.0], "both": [5.0, 15.0]}
+
+
+def test_what_is_remembered_is_bounded(cache: LatentCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches, "MAX_REMEMBERED", 4)
+    monkeypatch.setattr(held, "MAX_HELD", 4)
+    for flip, output in product((False, True), ("latents", "moments")):
+        expected = plain(LatentCache(cache.path).batch(WIDE, device="cpu", flip=flip, output=output))  # type: ignore[arg-type]
+        assert plain(cache.batch(WIDE, device="cpu", flip=flip, output=output)) == expected  # type: ignore[arg-type]
+        for sample_id in WIDE:
+            cache.batch([sample_id], device="cpu", flip=flip)
+        assert sum(map(len, cache._asked.values())) <= 4 and cache._held.num() <= 4
+
+
+def test_a_cache_in_memory_remembers_too(make_config: Callable[..., Config]) -> None:
+    workspace = Workspace()
+    run_precache(make_config(**{"cache.store": "cpu"}), workspace=workspace)
+    with LatentCache(store=workspace.store, manifests=workspace.manifests) as cache:
+        first = plain(cache.batch(WIDE, device="cpu"))
+        assert plain(cache.batch(WIDE, device="cpu")) == first
+        cache.store.remove([cache.row("b.png")[1].images[0].key])
+        with pytest.raises(SampleError, match=r"'b\.png': has no entry"):
+            cache.batch(WIDE, device="cpu")
+
+
+# Tensors that are given ---------------------------------------------------------------------------------------------
+
+
+def tensors(batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("output", ["latents", "moments"])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_batch_in_given_tensors_is_the_same(cache: LatentCache, dtype: Any, output: Any, scaled: bool) -> None:
+    if scaled and output == "moments":
+        pytest.skip("moments are stored unscaled")
+    options = {"device": "cpu", "dtype": dtype, "output": output, "scaled": scaled}
+    expected = cache.batch(WIDE, **options)
+    names = list(tensors(expected))
+    for given in ([], names[:1], names[1:], names):
+        out = {name: torch.full_like(expected[name], 7) for name in given}
+        batch = cache.batch(WIDE, out=out, **options)
+        assert list(batch) == list(expected) and plain(batch) == plain(expected)
+        assert all(batch[name] is tensor for name, tensor in out.items())
+
+
+def test_stored_bytes_are_copied_to_them_directly(cache: LatentCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tensors(cache.batch(WIDE, device="cpu", output="moments"))
+    expected = plain(out)
+    for tensor in out.values():
+        tensor.zero_()
+    cache.refresh()  # as if it was asked for the first time
+    given: list[Any] = []
+    read = cache.store.read_batch
+    monkeypatch.setattr(cache.store, "read_batch", lambda keys, out: given.append(out) or read(keys, out=out))
+    for dtype in (None, torch.float32):
+        assert plain(tensors(cache.batch(WIDE, device="cpu", output="moments", dtype=dtype, out=out))) == expected
+    assert all(set(each) >= {"moments", "prompt_embeds", "pooled_prompt_embeds"} for each in given)
+
+
+def bad_tensors() -> dict[str, tuple[str, Callable[[torch.Tensor], torch.Tensor]]]:
+    return {
+        "shape": ("moments", lambda t: t[:2].clone()),
+        "dtype": ("prompt_embeds", lambda t: t.half()),
+        "strides": ("moments", lambda t: t.transpose(-1, -2).contiguous().transpose(-1, -2)),
+        "device": ("pooled_prompt_embeds", lambda t: t.to("meta")),
+        "time ids": ("add_time_ids", lambda t: t.double()),
+        "name": ("latents", lambda t: t),
+        "no tensor": ("moments", lambda t: t.numpy()),  # type: ignore[return-value, dict-item]
+    }
+
+
+@pytest.mark.parametrize("case", list(bad_tensors()))
+def test_a_tensor_that_does_not_fit_is_refused(cache: LatentCache, case: str) -> None:
+    out = tensors(cache.batch(WIDE, device="cpu", output="moments"))
+    name, spoil = bad_tensors()[case]
+    out[name] = spoil(out.get(name, torch.zeros(1)))
+    with pytest.raises(StoreError, match=rf"out\['{name}'\]") as caught:
+        cache.batch(WIDE, device="cpu", output="moments", out=out)
+    assert ("it has moments, pooled_prompt_embeds, prompt_embeds" in str(caught.value)) == (case == "name")
+
+
+def test_computed_latents_are_checked_too(cache: LatentCache) -> None:
+    latents = cache.batch(WIDE, device="cpu")["latents"]
+    with pytest.raises(StoreError, match=r"out\['latents'\] is float16 .*give a contiguous cpu tensor, float32"):
+        cache.batch(WIDE, device="cpu", out={"latents": latents.half()})
+
+
+# The loader asks ahead ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]]]:
+    """What the loader does: asks ahead for samples, and gathers them."""
+    done: list[tuple[str, list[str]]] = []
+    ask_ahead, gather = LatentCache.ask_ahead, LatentCache.gather
+
+    def asked(self: LatentCache, wanted: Any) -> None:
+        wanted = list(wanted)
+        done.append(("ask", [item.sample_id for item in wanted]))
+        ask_ahead(self, wanted)
+
+    def gathered(self: LatentCache, wanted: Any, **options: Any) -> Any:
+        done.append(("gather", [item.sample_id for item in wanted]))
+        return gather(self, wanted, **options)
+
+    monkeypatch.setattr(LatentCache, "ask_ahead", asked)
+    monkeypatch.setattr(LatentCache, "gather", gathered)
+    return done
+
+
+def loader_of(path: Path, **options: Any) -> LatentLoader:
+    dataset = LatentDataset(path, flips=True, caption="random")
+    return LatentLoader(BucketBatchSampler(dataset, 2, seed=5), device="cpu", **options)
+
+
+def test_planned_batches_are_asked_for_in_time(path: Path, steps: list[tuple[str, list[str]]]) -> None:
+    with loader_of(path, prefetch=0) as made:
+        given = [batch["sample_id"] for batch in made]
+    assert [ids for what, ids in steps if what == "gather"] == given == [ids for what, ids in steps if what == "ask"]
+    kinds = [what for what, _ in steps]
+    ahead = loader.LOOK_AHEAD
+    middle = ["ask", "gather"] * (len(given) - ahead)
+    assert kinds == ["ask"] * ahead + middle + ["gather"] * ahead
+
+
+def test_an_error_comes_up_with_its_own_batch(path: Path) -> None:
+    with loader_of(path, prefetch=2) as made:
+        plan = [list(map(made.dataset.wanted, planned.items)) for planned in made.sampler.plan(0)]
+        lost = next(item for item in plan[-1] if item.image_key is not None)
+        first = next(n for n, batch in enumerate(plan) if any(item.image_key == lost.image_key for item in batch))
+        assert made.dataset.cache.store.remove([lost.image_key]) == 1
+        num_given = 0
+        with pytest.raises(SampleError, match="has no entry") as caught:
+            for _ in made:
+                num_given += 1
+        assert num_given == first and caught.value.sample_id == lost.sample_id
+
+
+def test_a_sample_that_cannot_be_asked_for_is_an_error_in_its_place(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with loader_of(path) as made:
+        plan = list(made.sampler.plan(0))
+        bad, wanted = plan[3].items[0], LatentDataset.wanted
+
+        def refusing(self: LatentDataset, index: int) -> Any:
+            if index == bad:
+                raise SampleError("it", "is no more", "nothing helps")
+            return wanted(self, index)
+
+        monkeypatch.setattr(LatentDataset, "wanted", refusing)
+        num_given = 0
+        with pytest.raises(SampleError, match="is no more"):
+            for _ in made:
+                num_given += 1
+        assert num_given == 3

@@ -1,0 +1,34 @@
+"""A tiny SDXL in every form that a model can come in. Nothing here reaches the hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import huggingface_hub.constants
+import pytest
+from single_file import save_checkpoint
+
+from latentcache.models.tiny import save_diffusers_folder, tiny_sdxl
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+
+
+@pytest.fixture(scope="session")
+def parts() -> dict:
+    """The parts of `tiny`. Shared: tests do not change them."""
+    return tiny_sdxl()
+
+
+@pytest.fixture(scope="session")
+def folder(parts: dict, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The parts as a diffusers folder. Shared: tests do not change it."""
+    return save_diffusers_folder(parts, tmp_path_factory.mktemp("models") / "tiny-sdxl")
+
+
+@pytest.fixture(scope="session")
+def checkpoint(parts: dict, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The parts as one file in the original SDXL layout."""
+    return save_checkpoint(parts, tmp_path_factory.mktemp("checkpoints") / "tiny.safetensors")

@@ -1,0 +1,210 @@
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from latentcache.errors import EncodeError
+from latentcache.models.batching import BatchRunner, is_out_of_memory
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick_collections() -> Iterator[None]:
+    """Each shortage collects garbage: without this, each collection walks all of torch and diffusers."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+class LimitedMemory:
+    """An encoder that fits `limits[item]` items in one call at most."""
+
+    def __init__(self, limits):
+        self.limits, self.calls = limits, []
+
+    def __call__(self, items):
+        self.calls.append(len(items))
+        if any(self.limits[item] < len(items) for item in items):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return [item * 10 for item in items]
+
+
+@given(limits=st.lists(st.integers(1, 9), max_size=25), batch_size=st.integers(1, 12))
+def test_every_item_completes_once_and_in_order(limits, batch_size):
+    runner = BatchRunner("vae", batch_size, "cpu")
+    batches = runner.run(range(len(limits)), LimitedMemory(limits))
+    done = [pair for items, results in batches for pair in zip(items, results, strict=True)]
+    assert done == [(index, index * 10) for index in range(len(limits))]
+    assert 1 <= runner.batch_size <= batch_size
+
+
+@pytest.mark.parametrize("failing_call", [1, 2, 3, 4])
+def test_a_shortage_at_any_call_halves_the_batch_and_all_items_complete(failing_call):
+    calls = []
+
+    def encode(items):
+        calls.append(len(items))
+        if len(calls) == failing_call:
+            raise RuntimeError(
+                "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory"
+            )
+        return torch.tensor(items)
+
+    runner = BatchRunner("vae", 4, "cpu")
+    done = torch.cat([result for _, result in runner.run(list(range(16)), encode)])
+    assert done.tolist() == list(range(16))
+    assert (runner.batch_size, runner.num_reductions) == (2, 1)
+    assert calls[failing_call - 1 : failing_call + 1] == [4, 2]
+
+
+def test_an_item_that_does_not_fit_alone_is_refused_by_name_and_the_rest_goes_on():
+    refused = []
+    runner = BatchRunner("vae", 4, "cpu")
+    batches = runner.run(range(6), LimitedMemory([4, 4, 0, 4, 4, 4]), lambda item, error: refused.append((item, error)))
+    assert [item for items, _ in batches for item in items] == [0, 1, 3, 4, 5]
+    [(item, error)] = refused
+    assert item == 2
+    assert (error.problem, error.part) == ("out-of-memory", "vae")
+
+
+def test_without_a_handler_the_refusal_is_raised():
+    with pytest.raises(EncodeError, match="one item alone does not fit") as caught:
+        list(BatchRunner("vae", 2, "cpu").run([0], LimitedMemory([0])))
+    assert caught.value.problem == "out-of-memory"
+
+
+def test_other_errors_pass_through():
+    def encode(items):
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    with pytest.raises(RuntimeError, match="mat1"):
+        list(BatchRunner("vae", 2, "cpu").run([0, 1], encode))
+
+
+def test_what_the_failed_call_held_is_freed_before_the_next_one():
+    held, alive = [], []
+
+    def encode(items):
+        alive.append([reference() is not None for reference in held])
+        big = torch.zeros(8)
+        held.append(weakref.ref(big))
+        if len(items) > 1:
+            raise torch.OutOfMemoryError("out of memory")
+        return items
+
+    list(BatchRunner("vae", 2, "cpu").run([0, 1], encode))
+    assert alive == [[], [False], [False, False]]
+
+
+def test_a_real_shortage_of_the_cpu_allocator_is_recognised():
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 46)
+    assert is_out_of_memory(caught.value)
+    assert not is_out_of_memory(ValueError("out of memory"))
+
+
+def test_a_batch_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="at least 1"):
+        BatchRunner("vae", 0, "cpu")
+
+
+class Device:
+    """Launches at once and gives results when asked; `memory(call, items)` says when it runs out, and where."""
+
+    def __init__(self, shortage=lambda phase, items: False):
+        self.shortage, self.log, self.most_under_way, self.under_way = shortage, [], 0, 0
+
+    def launch(self, items):
+        self.log.append(("launch", *items))
+        if self.shortage("launch", items):
+            raise torch.OutOfMemoryError("out of memory")
+        self.under_way += 1
+        self.most_under_way = max(self.most_under_way, self.under_way)
+        return items
+
+    def fetch(self, items):
+        self.log.append(("fetch", *items))
+        self.under_way -= 1
+        if self.shortage("fetch", items):
+            raise RuntimeError("CUDA error: out of memory")
+        return [item * 10 for item in items]
+
+
+def test_the_next_batch_is_launched_before_the_last_one_is_fetched():
+    device = Device()
+    results = list(BatchRunner("vae", 2, "cpu").run_ahead([[0, 1, 2], [3, 4]], device.launch, device.fetch))
+    assert results == [([0, 1], [0, 10]), ([2], [20]), ([3, 4], [30, 40])], "no batch holds items of two groups"
+    assert device.log == [
+        ("launch", 0, 1),
+        ("launch", 2),
+        ("fetch", 0, 1),
+        ("launch", 3, 4),
+        ("fetch", 2),
+        ("fetch", 3, 4),
+    ]
+
+
+@given(
+    groups=st.lists(st.lists(st.integers(1, 5), max_size=7), max_size=6),
+    batch_size=st.integers(1, 6),
+    num_ahead=st.integers(0, 3),
+    phase=st.sampled_from(["launch", "fetch"]),
+)
+def test_every_item_completes_in_order_wherever_memory_runs_out(groups, batch_size, num_ahead, phase):
+    """Item n fits into batches of at most `limits[n]`."""
+    limits = [limit for group in groups for limit in group]
+    numbers = iter(range(len(limits)))
+    items = [[next(numbers) for _ in group] for group in groups]
+    group_of = {item: number for number, group in enumerate(items) for item in group}
+    device = Device(lambda at, batch: at == phase and any(limits[item] < len(batch) for item in batch))
+    runner = BatchRunner("vae", batch_size, "cpu")
+    done = list(runner.run_ahead(items, device.launch, device.fetch, num_ahead=num_ahead))
+    assert [item for batch, _ in done for item in batch] == list(range(len(limits)))
+    assert all(result == [item * 10 for item in batch] for batch, result in done)
+    assert all(len({group_of[item] for item in batch}) == 1 for batch, _ in done)
+    assert device.most_under_way <= num_ahead + 1 or phase == "fetch"
+
+
+@pytest.mark.parametrize("phase", ["launch", "fetch"])
+def test_an_item_that_does_not_fit_alone_is_refused_in_either_phase(phase):
+    device, refused = Device(lambda at, items: at == phase and 2 in items), []
+    results = BatchRunner("vae", 2, "cpu").run_ahead(
+        [range(5)], device.launch, device.fetch, lambda item, error: refused.append((item, error.problem))
+    )
+    assert [item for batch, _ in results for item in batch] == [0, 1, 3, 4]
+    assert refused == [(2, "out-of-memory")]
+
+
+@pytest.mark.parametrize("phase", ["launch", "fetch"])
+def test_another_error_comes_after_the_results_of_what_was_launched_before(phase):
+    device, done = Device(), []
+
+    def fails(items):
+        if items == [2]:
+            raise ZeroDivisionError("a bug")
+        return getattr(device, phase)(items)
+
+    calls = {"launch": device.launch, "fetch": device.fetch, phase: fails}
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        for batch, _ in BatchRunner("vae", 1, "cpu").run_ahead([range(5)], calls["launch"], calls["fetch"]):
+            done += batch
+    assert done == [0, 1]
+
+
+def test_groups_are_asked_for_when_they_are_needed():
+    asked = []
+
+    def groups():
+        for number in range(10):
+            asked.append(number)
+            yield [number]
+
+    device = Device()
+    results = BatchRunner("vae", 4, "cpu").run_ahead(groups(), device.launch, device.fetch)
+    next(results)
+    assert asked == [0, 1]

@@ -1,0 +1,177 @@
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from diffusers import StableDiffusionXLPipeline
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from latentcache.errors import ModelError
+from latentcache.models.clip import encode_captions, encode_tokens, join_tokens, num_tokens, token_limit, tokenize
+from latentcache.models.loader import LoadedModels, ModelLoader
+from latentcache.models.tiny import tiny_pipeline, tiny_sdxl
+
+LONG = "a very long caption " * 20
+CAPTIONS = ["a photo of a cat", "", "日本の猫 🙂 café", LONG, "  Mixed CASE,  punctuation!? "]
+
+
+@pytest.fixture(scope="module")
+def text():
+    return ModelLoader("tiny").text(torch.float32)
+
+
+@pytest.fixture(scope="module")
+def pipeline(parts) -> StableDiffusionXLPipeline:
+    return tiny_pipeline(parts)
+
+
+@pytest.mark.parametrize("clip_skip", [0, 1])
+@pytest.mark.parametrize("captions", [*([caption] for caption in CAPTIONS), CAPTIONS], ids=lambda c: str(len(c[0])))
+def test_embeddings_are_bit_equal_to_the_pipelines(text, pipeline, captions, clip_skip):
+    ours = encode_captions(text, captions, clip_skip=clip_skip)
+    with torch.no_grad():
+        expected = pipeline.encode_prompt(captions, device="cpu", clip_skip=clip_skip or None)
+    assert torch.equal(ours["prompt_embeds"], expected[0])
+    assert torch.equal(ours["pooled_prompt_embeds"], expected[2])
+    assert ours["prompt_embeds"].shape == (len(captions), 77, 72)
+    assert ours["pooled_prompt_embeds"].shape == (len(captions), 40)
+    assert not ours["prompt_embeds"].requires_grad
+
+
+def test_clip_skip_changes_the_embeddings(text):
+    first, second = (encode_captions(text, ["a cat"], clip_skip=skip)["prompt_embeds"] for skip in (0, 1))
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("negative", ["", "blurry, low quality"])
+def test_a_negative_prompt_is_encoded_like_a_caption_without_clip_skip(text, pipeline, negative):
+    with torch.no_grad():
+        _, embeds, _, pooled = pipeline.encode_prompt(
+            "a cat", device="cpu", negative_prompt=negative, do_classifier_free_guidance=True, clip_skip=1
+        )
+    ours = encode_captions(text, [negative])
+    assert torch.equal(ours["prompt_embeds"], embeds)
+    assert torch.equal(ours["pooled_prompt_embeds"], pooled)
+
+
+def test_a_surrounding_autocast_does_not_count(text):
+    expected = encode_captions(text, ["a cat"])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = encode_captions(text, ["a cat"])
+    assert all(torch.equal(inside[name], expected[name]) for name in expected)
+
+
+def test_both_results_go_to_the_asked_device(text):
+    results = encode_captions(text, ["a cat"], device="meta")
+    assert {tensor.device.type for tensor in results.values()} == {"meta"}
+
+
+@pytest.mark.parametrize("clip_skip", [-1, 2, 99])
+def test_a_clip_skip_beyond_the_layers_names_the_allowed_range(text, clip_skip):
+    with pytest.raises(ModelError, match=rf"clip_skip is {clip_skip}, but these text encoders allow 0 to 1"):
+        encode_captions(text, ["a cat"], clip_skip=clip_skip)
+
+
+def test_no_captions_are_refused(text):
+    with pytest.raises(ValueError, match="no captions"):
+        encode_captions(text, [])
+
+
+def test_tokens_are_counted_uncut(text):
+    assert token_limit(text) == 77
+    counts = num_tokens(text, ["", "ab", LONG])
+    assert counts[:2] == [2, 4]
+    assert counts[2] == 2 + len(LONG.replace(" ", ""))
+    assert num_tokens(text, []) == []
+
+
+def test_counting_tokens_does_not_change_later_encodings(text):
+    before = encode_captions(text, ["a cat"])
+    num_tokens(text, [LONG])
+    after = encode_captions(text, ["a cat"])
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_only_the_truncation_warning_is_silenced_and_only_inside(text, pipeline):
+    heard = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())
+    logger = logging.getLogger("diffusers.pipelines.stable_diffusion_xl.pipeline_stable_diffusion_xl")
+    logger.addHandler(handler)
+    filters = list(logger.filters)
+    try:
+        encode_captions(text, [LONG])
+        assert heard == []
+        pipeline.encode_prompt(LONG, device="cpu")
+        assert any("truncated" in message for message in heard)
+        assert logger.filters == filters
+    finally:
+        logger.removeHandler(handler)
+
+
+def test_tokens_know_how_long_the_captions_were(text):
+    captions = ["", "ab", LONG, "x" * 75, "x" * 74, "x" * 76]
+    tokens = tokenize(text, captions)
+    assert list(tokens.num_tokens) == num_tokens(text, captions)
+    assert tokens.input_ids.shape == tokens.input_ids_2.shape == (6, 77) and len(tokens) == 6
+
+
+def test_captions_that_are_tokenized_together_and_encoded_apart_are_those_that_are_alone(text):
+    rows = tokenize(text, CAPTIONS).rows()
+    for caption, row in zip(CAPTIONS, rows, strict=True):
+        alone, ours = encode_captions(text, [caption]), encode_tokens(text, row)
+        assert all(torch.equal(alone[name], ours[name]) for name in alone)
+    together, joined = encode_captions(text, CAPTIONS), encode_tokens(text, join_tokens(rows))
+    assert all(torch.equal(together[name], joined[name]) for name in together)
+
+
+def test_a_textual_inversion_of_several_vectors_is_written_out_as_the_pipeline_does():
+    parts = tiny_sdxl()
+    added = ["<toy>", "<toy>_1", "<toy>_2"]
+    for name, tokenizer in (("text_encoder", "tokenizer"), ("text_encoder_2", "tokenizer_2")):
+        parts[tokenizer].add_tokens(added)
+        parts[name].resize_token_embeddings(len(parts[tokenizer]), mean_resizing=False)
+    text = LoadedModels(
+        **{name: part.requires_grad_(False) if "encoder" in name else part for name, part in parts.items()}
+    ).text(torch.float32)
+    captions = ["a photo of <toy> on a table", "nothing"]
+    with torch.no_grad():
+        expected = tiny_pipeline(parts).encode_prompt(captions, device="cpu")
+    ours = encode_captions(text, captions)
+    assert torch.equal(ours["prompt_embeds"], expected[0]) and torch.equal(ours["pooled_prompt_embeds"], expected[2])
+    assert tokenize(text, captions).num_tokens[0] == tokenize(text, ["a photo of  on a table"]).num_tokens[0] + 3
+
+
+@pytest.mark.parametrize("ask", ["one by one", "as one text", "other texts"])
+def test_a_diffusers_that_asks_for_tokens_in_another_way_is_noticed(text, monkeypatch, ask):
+    def encode_prompt(self, prompt, **options):
+        asked = {"one by one": prompt[:1], "as one text": prompt[0], "other texts": [f"{text}." for text in prompt]}[
+            ask
+        ]
+        return self.tokenizer(asked, padding="max_length")
+
+    monkeypatch.setattr(StableDiffusionXLPipeline, "encode_prompt", encode_prompt)
+    with pytest.raises(ModelError, match=r"diffusers [\d.]+.* asks its tokenizer for"):
+        encode_captions(text, ["a cat", "a dog"])
+
+
+def test_the_host_waits_for_nothing_while_tokens_are_encoded(text):
+    """On an accelerator these operations wait for the device."""
+    tokens = tokenize(text, ["a cat", "a dog"])
+    with Operations() as operations:
+        encode_tokens(text, tokens)
+    assert "aten::embedding" in operations.names
+    assert not operations.names & {"aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero"}
+
+
+class Operations(TorchDispatchMode):
+    """Writes down what is computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, operation, types, arguments=(), options=None):
+        self.names.add(operation._schema.name)
+        return operation(*arguments, **(options or {}))

@@ -1,0 +1,255 @@
+"""Latents -> images: the pipeline's own bits, and a VAE that is left as it was."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from latentcache.errors import EncodeError, ModelError
+from latentcache.models import decoding
+from latentcache.models.decoding import decode_fitting, decode_latents, decoding_bytes
+from latentcache.models.tiny import tiny_pipeline
+
+SIZE = {"height": 64, "width": 96}
+
+
+@pytest.fixture
+def vae(parts: dict) -> torch.nn.Module:
+    return copy.deepcopy(parts["vae"])
+
+
+@pytest.fixture
+def latents() -> torch.Tensor:
+    return torch.randn(1, 4, 8, 12, generator=torch.Generator().manual_seed(0))
+
+
+def state_of(vae: torch.nn.Module) -> dict[str, Any]:
+    """Everything that a decode must leave alone."""
+    return {
+        "tensors": [(id(p), p.dtype, p.device, p.data_ptr()) for p in vae.parameters()],
+        "values": [p.detach().clone() for p in vae.parameters()],
+        "modes": [part.training for part in vae.modules()],
+        "tiling": (vae.use_tiling, vae.use_slicing, vae.tile_latent_min_size, vae.tile_sample_min_size),
+    }
+
+
+@pytest.fixture
+def untouched(vae: torch.nn.Module) -> Iterator[Any]:
+    """Call it after the dtype is settled; the state is compared when the test ends."""
+    before: dict[str, Any] = {}
+    yield lambda: before.update(state_of(vae))
+    after = state_of(vae)
+    assert before, "the test never said what the state was"
+    assert all(map(torch.equal, before.pop("values"), after.pop("values")))
+    assert after == before
+
+
+def pipeline_images(vae: torch.nn.Module, latents: torch.Tensor) -> np.ndarray:
+    """What the pipeline makes of these latents: it starts at them, and a scheduler that does nothing keeps them."""
+
+    class Still:
+        """No step, so that the pipeline's second half is left alone with the latents."""
+
+        order, init_noise_sigma, timesteps = 1, 1.0, torch.tensor([1])
+
+        def set_timesteps(self, num: int, device: torch.device) -> None: ...
+
+        def scale_model_input(self, sample: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
+            return sample
+
+        def step(self, predicted: torch.Tensor, timestep: torch.Tensor, sample: torch.Tensor, return_dict: bool) -> Any:
+            return (sample,)
+
+    pipeline = tiny_pipeline({"vae": vae, **dict.fromkeys(("text_encoder", "text_encoder_2"))} | _tokenizers())
+    pipeline.scheduler = Still()
+    pipeline.unet.to(latents.dtype)
+    embeds = {"prompt_embeds": torch.zeros(1, 77, 72), "pooled_prompt_embeds": torch.zeros(1, 40)}
+    images = pipeline(
+        **{name: tensor.to(latents.dtype) for name, tensor in embeds.items()},
+        latents=latents,
+        num_inference_steps=1,
+        guidance_scale=1.0,
+        **SIZE,
+    ).images
+    return np.stack([np.asarray(image) for image in images])
+
+
+def _tokenizers() -> dict[str, Any]:
+    return dict.fromkeys(("tokenizer", "tokenizer_2"))
+
+
+@pytest.mark.filterwarnings("ignore:.*upcast_vae:FutureWarning")
+@pytest.mark.parametrize(
+    ("vae_dtype", "latents_dtype"),
+    [
+        (torch.float32, torch.float32),
+        (torch.float16, torch.float16),
+        (torch.float16, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+    ],
+)
+def test_the_bits_are_the_pipelines(
+    vae: torch.nn.Module,
+    latents: torch.Tensor,
+    untouched: Any,
+    vae_dtype: torch.dtype,
+    latents_dtype: torch.dtype,
+) -> None:
+    vae.to(vae_dtype)
+    untouched()
+    latents = latents.to(latents_dtype)
+    images = decode_latents(vae, latents)
+    assert images.dtype == np.uint8 and images.shape == (1, 64, 96, 3) and images.std() > 1
+    assert np.array_equal(images, pipeline_images(copy.deepcopy(vae), latents))
+
+
+def test_statistics_of_latents_as_in_the_pipeline(vae: torch.nn.Module, latents: torch.Tensor) -> None:
+    plain = decode_latents(vae, latents)
+    vae.register_to_config(latents_mean=[0.1, 0.2, 0.3, 0.4], latents_std=[1.0, 2.0, 3.0, 4.0])
+    images = decode_latents(vae, latents)
+    assert np.array_equal(images, pipeline_images(vae, latents)) and not np.array_equal(images, plain)
+
+
+def test_a_shift_is_added(vae: torch.nn.Module, latents: torch.Tensor) -> None:
+    shifted = latents + 0.5 * vae.config.scaling_factor
+    plain = decode_latents(vae, shifted)
+    vae.register_to_config(shift_factor=0.5)
+    assert np.abs(decode_latents(vae, latents).astype(int) - plain).max() <= 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("tiled", [False, True])
+def test_a_decode_that_raises_leaves_the_vae_as_it_was(
+    vae: torch.nn.Module,
+    latents: torch.Tensor,
+    untouched: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    tiled: bool,
+) -> None:
+    vae.to(dtype)
+    untouched()
+    seen = []
+
+    def broken(*_: Any, **__: Any) -> None:
+        seen.append((vae.dtype, vae.use_tiling))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(vae, "decode", broken)
+    with pytest.raises(KeyboardInterrupt):
+        decode_latents(vae, latents, tiled=tiled)
+    assert seen == [(torch.float32 if dtype == torch.float16 else dtype, tiled)]
+
+
+def test_memory_that_runs_out_while_upcasting(
+    vae: torch.nn.Module, latents: torch.Tensor, untouched: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vae.half()
+    untouched()
+    cast, calls = torch.Tensor.float, []
+
+    def float_(tensor: torch.Tensor) -> torch.Tensor:
+        calls.append(tensor)
+        if len(calls) == 5:
+            raise torch.OutOfMemoryError("simulated")
+        return cast(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "float", float_)
+    with pytest.raises(torch.OutOfMemoryError):
+        decode_latents(vae, latents)
+    assert len(calls) == 5
+
+
+def test_tiles_give_other_pixels_of_the_same_picture(
+    vae: torch.nn.Module, latents: torch.Tensor, untouched: Any
+) -> None:
+    untouched()
+    smooth = torch.nn.functional.interpolate(latents[..., :2, :3], size=(8, 12), mode="bilinear")
+    whole, tiles = (decode_latents(vae, smooth, tiled=tiled).astype(int) for tiled in (False, True))
+    assert whole.shape == tiles.shape
+    assert 0 < np.abs(whole - tiles).mean() < whole.std()
+
+
+def test_whole_where_it_fits(vae: torch.nn.Module, latents: torch.Tensor, untouched: Any) -> None:
+    untouched()
+    decoded = decode_fitting(vae, latents)
+    assert not decoded.tiled and decoded.reason.startswith("whole: about 0.0 GB on cpu")
+    assert np.array_equal(decoded.images, decode_latents(vae, latents))
+    vae.enable_tiling()
+    vae.tile_latent_min_size, vae.tile_sample_min_size = 4, 32
+    tiles = decode_fitting(vae, latents)
+    assert tiles.tiled and "tiling enabled" in tiles.reason and not np.array_equal(tiles.images, decoded.images)
+    vae.disable_tiling()
+    vae.tile_latent_min_size, vae.tile_sample_min_size = 8, 64
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
+def test_tiles_after_running_out_of_memory(
+    vae: torch.nn.Module,
+    latents: torch.Tensor,
+    untouched: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    error: type[RuntimeError],
+) -> None:
+    vae.half()
+    untouched()
+    expected = decode_latents(vae, latents, tiled=True)
+    decode = vae.decode
+    monkeypatch.setattr(vae, "decode", lambda z, **kwargs: decode(z, **kwargs) if vae.use_tiling else _short(error))
+    decoded = decode_fitting(vae, latents)
+    assert decoded.tiled and np.array_equal(decoded.images, expected)
+    assert decoded.reason == "tiles: decoding at once ran out of memory on cpu (CUDA out of memory. Simulated)"
+
+
+def _short(error: type[RuntimeError]) -> None:
+    raise error("CUDA out of memory. Simulated")
+
+
+def test_tiles_that_do_not_fit_either(
+    vae: torch.nn.Module, latents: torch.Tensor, untouched: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    untouched()
+    monkeypatch.setattr(vae, "decode", lambda *_, **__: _short(torch.OutOfMemoryError))
+    with pytest.raises(EncodeError, match=r"tiles of 512 pixels do not fit .* on the CPU") as caught:
+        decode_fitting(vae, latents)
+    assert caught.value.problem == "out-of-memory"
+
+
+def test_other_errors_are_not_taken_for_a_shortage(vae: torch.nn.Module, latents: torch.Tensor, untouched: Any) -> None:
+    untouched()
+    with pytest.raises(RuntimeError, match="channels"):
+        decode_fitting(vae, latents[:, :3])
+
+
+def test_the_estimate_counts_the_largest_activation_and_the_second_set_of_weights(
+    vae: torch.nn.Module, latents: torch.Tensor
+) -> None:
+    # tiny: the last stage takes 32 channels in, at 64x96 pixels.
+    activation = 32 * 64 * 96
+    assert decoding_bytes(vae, latents) == activation * 4 * decoding.LIVE_COPIES
+    assert decoding_bytes(vae, latents.repeat(3, 1, 1, 1)) == 3 * decoding_bytes(vae, latents)
+    weights = sum(p.numel() for p in vae.parameters())
+    assert decoding_bytes(vae.half(), latents) == activation * 4 * decoding.LIVE_COPIES + weights * 4
+    assert decoding_bytes(vae.bfloat16(), latents) == activation * 2 * decoding.LIVE_COPIES
+
+
+def test_a_vae_without_tiles_is_named(vae: torch.nn.Module, latents: torch.Tensor) -> None:
+    whole = decode_latents(vae, latents)
+    del vae.use_tiling
+    vae.decode = lambda z, **_: (vae.decoder(vae.post_quant_conv(z)),)
+    assert np.array_equal(decode_latents(vae, latents), whole)
+    with pytest.raises(ModelError, match="AutoencoderKL cannot decode in tiles"):
+        decode_latents(vae, latents, tiled=True)
+
+
+def test_numbers_that_are_not_finite_become_black(
+    vae: torch.nn.Module, latents: torch.Tensor, caplog: pytest.LogCaptureFixture
+) -> None:
+    images = decode_latents(vae, latents * torch.nan)
+    assert not images.any()
+    assert "18432 of 18432 decoded numbers are NaN" in caplog.text

@@ -1,0 +1,175 @@
+from __future__ import annotations
+
+import json
+import os
+import shutil
+
+import pytest
+import torch
+from model_identities import F16, F32, PIXELS, identities
+from safetensors.torch import load_file, save_file
+
+from latentcache.errors import ModelError, TrainableEncoderError
+from latentcache.models import origin as sources
+from latentcache.models.clip import encode_captions
+from latentcache.models.loader import PARTS, LoadedModels, ModelLoader
+from latentcache.models.tiny import tiny_sdxl
+from latentcache.models.vae import encode_images
+
+
+@pytest.fixture(params=["tiny", "folder", "checkpoint", "loaded"])
+def models(request, parts, folder, checkpoint):
+    """The same weights in each form that they can come in."""
+    return {
+        "tiny": lambda: ModelLoader("tiny"),
+        "folder": lambda: ModelLoader(str(folder)),
+        "checkpoint": lambda: ModelLoader(str(checkpoint), config=str(folder)),
+        "loaded": lambda: LoadedModels(**parts),
+    }[request.param]()
+
+
+# One suite for all forms.
+
+
+@pytest.mark.parametrize("dtype", [F32, F16])
+def test_all_forms_have_the_same_identities(models, dtype):
+    assert identities(models, dtype) == identities(ModelLoader("tiny"), dtype)
+
+
+def test_all_forms_give_the_same_outputs(models, parts):
+    assert torch.equal(encode_images(models.vae(F32), PIXELS), encode_images(parts["vae"], PIXELS))
+    ours, expected = (encode_captions(m.text(F32), ["a cat", ""]) for m in (models, LoadedModels(**parts)))
+    assert all(torch.equal(ours[name], expected[name]) for name in expected)
+
+
+def test_all_forms_give_frozen_cpu_modules_in_the_dtype(models):
+    for dtype in (F16, F32):
+        text = models.text(dtype)
+        for module in (models.vae(dtype), text.text_encoder, text.text_encoder_2):
+            assert not module.training
+            assert {(p.device.type, p.dtype, p.requires_grad) for p in module.parameters()} == {("cpu", dtype, False)}
+    assert models.identity("vae", F16) != models.identity("vae", F32)
+
+
+def test_all_forms_know_the_config_of_the_vae(models):
+    assert models.vae_config() == {
+        "scaling_factor": 0.13025,
+        "shift_factor": None,
+        "force_upcast": True,
+        "latent_channels": 4,
+        "downscale_factor": 8,
+    }
+
+
+def test_all_forms_say_where_a_part_comes_from_and_refuse_other_parts(models):
+    assert all(models.origin(part) for part in PARTS)
+    with pytest.raises(ModelError, match="unet"):
+        models.identity("unet", F32)
+
+
+def test_release_forgets_and_the_next_call_gives_the_same(models):
+    before = models.identity("vae", F16)
+    models.release()
+    assert models.identity("vae", F16) == before
+
+
+# The memo.
+
+
+def counting(method, counted: list[str]):
+    def count(self, *args):
+        counted.append(method.__name__)
+        return method(self, *args)
+
+    return count
+
+
+@pytest.fixture
+def loads(monkeypatch) -> list[str]:
+    """What is loaded, as it happens."""
+    counted: list[str] = []
+    for source in (sources.FolderSource, sources.FileSource):
+        for name in ("load_vae", "load_text_encoders", "load_tokenizers"):
+            monkeypatch.setattr(source, name, counting(getattr(source, name), counted))
+    return counted
+
+
+@pytest.mark.parametrize("form", ["folder", "checkpoint"])
+def test_an_unchanged_model_is_not_loaded_again(form, folder, checkpoint, loads):
+    path, config = (str(folder), None) if form == "folder" else (str(checkpoint), str(folder))
+    memo: dict[str, str] = {}
+    first = identities(ModelLoader(path, config=config, memo=memo))
+    assert set(loads) == {"load_vae", "load_text_encoders", "load_tokenizers"}
+    loads.clear()
+    again = ModelLoader(path, config=config, memo=json.loads(json.dumps(memo)))
+    assert identities(again) == first
+    assert again.vae_config()["scaling_factor"] == 0.13025
+    assert loads == []
+
+
+def test_a_part_is_loaded_once_for_identity_and_use(folder, loads):
+    loader = ModelLoader(str(folder))
+    for _ in range(2):
+        identities(loader)
+        loader.vae(F32), loader.text(F32)
+    assert sorted(loads) == ["load_text_encoders", "load_tokenizers", "load_vae"]
+
+
+def test_a_touched_file_is_read_again_and_a_changed_one_is_another_part(folder, tmp_path, loads):
+    shutil.copytree(folder, tmp_path / "model")
+    memo: dict[str, str] = {}
+    path = str(tmp_path / "model")
+    before = identities(ModelLoader(path, memo=memo))
+    weights = tmp_path / "model" / "vae" / "diffusion_pytorch_model.safetensors"
+    os.utime(weights, ns=(1, 1))
+    loads.clear()
+    assert identities(ModelLoader(path, memo=memo)) == before
+    assert loads == ["load_vae"]
+    tensors = load_file(weights)
+    tensors["encoder.conv_in.bias"][0] += 1
+    save_file(tensors, weights)
+    after = identities(ModelLoader(path, memo=memo))
+    assert [part for part in PARTS if after[part] != before[part]] == ["vae"]
+
+
+def test_an_unreadable_memo_is_made_anew(folder):
+    memo: dict[str, str] = {}
+    first = ModelLoader(str(folder), memo=memo).identity("vae", F32)
+    for damage in ("{", "[]", '{"weights": "x"}'):
+        memo = dict.fromkeys(memo, damage)
+        assert ModelLoader(str(folder), memo=memo).identity("vae", F32) == first
+        assert damage not in memo.values()
+
+
+# The caller's own modules.
+
+
+@pytest.mark.parametrize("part", ["vae", "text_encoder", "text_encoder_2"])
+def test_an_encoder_that_is_trained_is_refused(part):
+    parts = tiny_sdxl()
+    list(parts[part].parameters())[-1].requires_grad_(True)
+    models = LoadedModels(**parts)
+    for call in (lambda: models.identity(part, F32), lambda: (models.vae(F32), models.text(F32))):
+        with pytest.raises(TrainableEncoderError, match="requires grad") as caught:
+            call()
+        assert caught.value.part == part
+
+
+def test_the_callers_module_is_handed_out_as_it_is_or_copied_for_another_dtype(parts):
+    models = LoadedModels(**parts)
+    assert models.vae(F32) is parts["vae"]
+    half = models.vae(F16)
+    assert half is models.vae(F16)
+    assert next(half.parameters()).dtype is F16
+    assert next(parts["vae"].parameters()).dtype is F32
+
+
+def test_a_part_that_was_not_given_is_named(parts):
+    with pytest.raises(ModelError, match=r"text_encoder was not given \(given: vae\)"):
+        LoadedModels(vae=parts["vae"]).text(F32)
+
+
+def test_offloaded_weights_are_refused():
+    vae = tiny_sdxl()["vae"].to("meta")
+    with pytest.raises(ModelError, match="meta device"):
+        LoadedModels(vae=vae).identity("vae", F32)

@@ -1,0 +1,284 @@
+"""LoRA adapters from files of diffusers and of kohya, onto a tiny UNet."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import StableDiffusionXLPipeline, UNet2DConditionModel
+from diffusers.training_utils import _collate_lora_metadata
+from diffusers.utils import convert_state_dict_to_diffusers
+from peft.utils import get_peft_model_state_dict
+from safetensors.torch import load_file, save_file
+from single_file import original_unet_name
+from unets import F16, F32, TINY, adapted_unet, frozen_unet, output
+
+from latentcache.checkpoints.checkpoint import save_checkpoint
+from latentcache.errors import ModelError
+from latentcache.models import lora
+from latentcache.models.lora import LORA_FILE, load_lora
+from latentcache.models.unet import load_unet
+
+TARGETS = ["to_q", "to_out.0", "conv1", "time_emb_proj", "ff.net.0.proj"]
+
+
+def save_diffusers(unet: UNet2DConditionModel, folder: Path, metadata: bool = True, **others) -> Path:
+    """As diffusers' training scripts do."""
+    layers = convert_state_dict_to_diffusers(get_peft_model_state_dict(unet))
+    settings = _collate_lora_metadata({"unet": unet}) if metadata else {}
+    StableDiffusionXLPipeline.save_lora_weights(folder, unet_lora_layers=layers, **settings, **others)
+    return folder
+
+
+def kohya_tensors(unet: UNet2DConditionModel, original: bool, alpha: float) -> dict[str, torch.Tensor]:
+    """As kohya's sd-scripts do: a layer's name with underscores, in Stability's or diffusers' naming."""
+    tensors = {}
+    for key, value in get_peft_model_state_dict(unet).items():
+        layer, kind = key.rsplit(".lora_", 1)
+        layer = original_unet_name(unet, layer) if original else layer
+        name = "lora_unet_" + layer.replace(".", "_")
+        tensors[name + (".lora_down.weight" if kind == "A.weight" else ".lora_up.weight")] = value.contiguous()
+        tensors[name + ".alpha"] = torch.tensor(float(alpha))
+    return tensors
+
+
+def adapter(unet: UNet2DConditionModel, name: str = "default") -> dict[str, torch.Tensor]:
+    return get_peft_model_state_dict(unet, adapter_name=name)
+
+
+@pytest.fixture(scope="module")
+def adapted() -> UNet2DConditionModel:
+    """A UNet with a LoRA whose alpha (10) is not its rank (4). Shared: tests do not change it."""
+    return adapted_unet(target_modules=TARGETS).requires_grad_(False)
+
+
+def check_loaded(unet: UNet2DConditionModel, expected: UNet2DConditionModel, name: str) -> None:
+    found, wanted = adapter(unet, name), adapter(expected)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[key], wanted[key]) for key in found)
+    assert not any(parameter.requires_grad for parameter in unet.parameters())
+    assert not any(module.training for module in unet.modules())
+    assert torch.equal(output(unet), output(expected))
+
+
+@pytest.mark.parametrize(
+    "form", ["folder", "file", "one file in a folder", "adapter", "kohya", "kohya, diffusers' names"]
+)
+def test_every_form_gives_the_same_unet(form, adapted, tmp_path):
+    path = tmp_path / "lora"
+    if form.startswith("kohya"):
+        save_file(kohya_tensors(adapted, form == "kohya", 10), path := tmp_path / "kohya.safetensors")
+    elif form == "adapter":
+        adapted.save_lora_adapter(path)
+    else:
+        save_diffusers(adapted, path)
+        if form == "file":
+            path = path / LORA_FILE
+        elif form == "one file in a folder":
+            (path / LORA_FILE).rename(path / "mine.safetensors")
+    unet = frozen_unet(5)
+    assert not torch.equal(output(unet), output(adapted))
+    name = load_lora(unet, path)
+    check_loaded(unet, adapted, name)
+
+
+@pytest.mark.parametrize("settings", [{"use_dora": True}, {"rank_pattern": {"to_q": 2}}, {"use_rslora": True}])
+def test_settings_come_with_the_file(settings, tmp_path):
+    adapted = adapted_unet(**settings).requires_grad_(False)
+    unet = frozen_unet(5)
+    name = load_lora(unet, save_diffusers(adapted, tmp_path / "lora"))
+    check_loaded(unet, adapted, name)
+
+
+def test_without_alphas_each_is_the_rank(tmp_path):
+    adapted = adapted_unet(lora_alpha=4).requires_grad_(False)
+    unet = frozen_unet(5)
+    check_loaded(unet, adapted, load_lora(unet, save_diffusers(adapted, tmp_path / "lora", metadata=False)))
+
+
+@pytest.mark.parametrize("original", [True, False])
+def test_kohyas_alphas_are_those_of_their_layers(original, tmp_path):
+    alphas = {"to_q": 12, "conv1": 2, "to_out.0": 7}
+    adapted = adapted_unet(target_modules=TARGETS, alpha_pattern=alphas).requires_grad_(False)
+    tensors = kohya_tensors(adapted, original, 10)
+    for name, alpha in (("to_q", 12), ("to_out_0", 7), ("in_layers_2", 2), ("conv1", 2)):
+        tensors |= {key: torch.tensor(float(alpha)) for key in tensors if key.endswith(f"_{name}.alpha")}
+    save_file(tensors, path := tmp_path / "kohya.safetensors")
+    unet = frozen_unet(5)
+    check_loaded(unet, adapted, load_lora(unet, path))
+
+
+def test_the_scale(adapted, tmp_path):
+    path = save_diffusers(adapted, tmp_path / "lora")
+    half, none = frozen_unet(5), frozen_unet(5)
+    load_lora(half, path, scale=0.5)
+    load_lora(none, path, scale=0.0)
+    expected = adapted_unet(target_modules=TARGETS)
+    expected.set_adapters(["default"], [0.5])
+    assert torch.equal(output(half), output(expected.requires_grad_(False)))
+    assert torch.equal(output(none), output(frozen_unet(5)))
+
+
+def test_the_adapter_has_the_unets_dtype(adapted, tmp_path):
+    path = save_diffusers(adapted, tmp_path / "lora")
+    unet = frozen_unet(5, F16)
+    load_lora(unet, path)
+    assert {parameter.dtype for parameter in unet.parameters()} == {F16}
+    half = torch.nn.Module.to(adapted_unet(target_modules=TARGETS), F16).requires_grad_(False)
+    assert torch.equal(output(unet), output(half))
+
+
+def test_a_second_lora_acts_beside_the_first(adapted, tmp_path):
+    first = save_diffusers(adapted, tmp_path / "first")
+    second = save_diffusers(adapted_unet(target_modules=["to_q", "to_k"], r=2), tmp_path / "second")
+    both, other_way, alone = frozen_unet(5), frozen_unet(5), frozen_unet(5)
+    names = [load_lora(both, first, scale=0.5), load_lora(both, second, scale=2.0)]
+    assert both.active_adapters() == names and len(set(names)) == 2
+    load_lora(other_way, second, scale=2.0)
+    load_lora(other_way, first, scale=0.5)
+    torch.testing.assert_close(output(both), output(other_way))
+    load_lora(alone, second, scale=2.0)
+    assert not torch.allclose(output(both), output(alone))
+
+
+def test_beside_the_adapter_of_a_checkpoint(adapted, tmp_path):
+    save_checkpoint(tmp_path / "step", model=adapted, extra={"lora": lora.lora_settings(adapted)})
+    path = save_diffusers(adapted, tmp_path / "lora")
+    unet = load_unet(tmp_path / "step", dtype=F32, model=TINY)
+    load_lora(unet, path)
+    twice = frozen_unet(5)
+    load_lora(twice, path, scale=2.0)
+    torch.testing.assert_close(output(unet), output(twice))
+
+
+def test_nothing_else_changes(adapted, tmp_path):
+    path = save_diffusers(adapted, tmp_path / "lora")
+    unet = frozen_unet(5)
+    unet.train()
+    unet.conv_in.requires_grad_(True)
+    before = {id(parameter): parameter.clone() for parameter in unet.parameters()}
+    state = torch.get_rng_state()
+    load_lora(unet, path)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(module.training for module in unet.modules())
+    after = {id(parameter): parameter for parameter in unet.parameters()}
+    assert all(torch.equal(after[key], value) for key, value in before.items())
+    assert [name for name, p in unet.named_parameters() if p.requires_grad] == ["conv_in.weight", "conv_in.bias"]
+
+
+def test_a_file_may_be_replaced_while_its_lora_is_in_use(adapted, tmp_path):
+    path = save_diffusers(adapted, tmp_path / "lora")
+    unet = frozen_unet(5)
+    name = load_lora(unet, path)
+    os.truncate(path / LORA_FILE, 0)
+    check_loaded(unet, adapted, name)
+
+
+# Refusals.
+
+
+def refused(unet: UNet2DConditionModel, path: Path | str, message: str) -> None:
+    names = list(unet.state_dict())
+    with pytest.raises(ModelError, match=message) as caught:
+        load_lora(unet, path)
+    assert caught.value.part == "lora"
+    assert list(unet.state_dict()) == names
+    assert not getattr(unet, "peft_config", None)
+
+
+@pytest.mark.parametrize("form", ["diffusers", "kohya"])
+def test_a_lora_for_text_encoders_cannot_act_on_cached_embeddings(form, adapted, tmp_path):
+    weights = {"layers.0.self_attn.q_proj.lora_A.weight": torch.ones(4, 32)}
+    if form == "diffusers":
+        path = save_diffusers(adapted, tmp_path / "lora", metadata=False, text_encoder_2_lora_layers=weights)
+    else:
+        tensors = kohya_tensors(adapted, True, 4)
+        tensors["lora_te1_text_model_encoder_layers_0_mlp_fc1.lora_down.weight"] = torch.ones(4, 32)
+        save_file(tensors, path := tmp_path / "kohya.safetensors")
+    refused(frozen_unet(5), path, r"changes the text encoders too \(1 tensors.*cached embeddings")
+
+
+def test_without_peft_it_says_so(adapted, tmp_path, monkeypatch):
+    path = save_diffusers(adapted, tmp_path / "lora")
+    save_checkpoint(tmp_path / "step", model=adapted, extra={"lora": lora.lora_settings(adapted)})
+    monkeypatch.setattr(lora, "is_peft_available", lambda: False)
+    refused(frozen_unet(5), path, "need peft, which is not installed")
+    with pytest.raises(ModelError, match="need peft"):
+        load_unet(tmp_path / "step", dtype=F32, model=TINY)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda name: name.replace("down_blocks", "double_blocks"), "have no place in it.*has no layer"),
+        (
+            lambda name: name.replace("transformer_blocks.0", "transformer_blocks.7"),
+            "have no place in it.*has no layer",
+        ),
+        (lambda name: name.replace("unet.", "transformer."), "have no place in it"),
+        (lambda name: name.replace("lora_A", "lokr_w1"), r"not LoRA weights of a UNet, e\.g\. .*lokr_w1"),
+        (lambda name: name.replace("lora_A", "weight"), "tensors that are not LoRA weights"),
+        (lambda name: name.replace("lora_A", "lora_embedding_A"), "does not fit"),
+    ],
+)
+def test_a_lora_of_another_model_is_an_error_and_not_a_silent_nothing(change, message, adapted, tmp_path):
+    file = save_diffusers(adapted, tmp_path / "lora", metadata=False) / LORA_FILE
+    tensors = {change(name): value for name, value in load_file(file).items()}
+    save_file(tensors, file)
+    refused(frozen_unet(5), file, message)
+
+
+@pytest.mark.parametrize("which", ["lora_A", "lora_B"])
+@pytest.mark.parametrize("damage", ["shape", "missing"])
+def test_weights_that_do_not_fit_are_refused(which, damage, adapted, tmp_path):
+    tensors = {f"unet.{name}": value.clone() for name, value in adapter(adapted).items()}
+    name = next(name for name in tensors if f"to_q.{which}" in name)
+    if damage == "shape":
+        tensors[name] = torch.ones(4, 7) if which == "lora_A" else torch.ones(7, 4)
+    else:
+        del tensors[name]
+    save_file(tensors, path := tmp_path / "lora.safetensors")
+    refused(frozen_unet(5), path, r"does not fit this UNet.*to_q")
+
+
+def test_a_loha_is_named_as_what_it_is_not(adapted, tmp_path):
+    tensors = kohya_tensors(adapted, True, 4)
+    tensors = {name.replace("lora_down.weight", "hada_w1_a"): value for name, value in tensors.items()}
+    save_file(tensors, path := tmp_path / "loha.safetensors")
+    refused(frozen_unet(5), path, r"not LoRA weights of a UNet, e\.g\. .*hada_w1_a")
+
+
+def test_kohyas_dora_is_refused_and_not_read_as_a_lora(adapted, tmp_path):
+    tensors = kohya_tensors(adapted, True, 10)
+    name = next(name for name in tensors if name.endswith("to_q.alpha"))
+    save_file({**tensors, name.replace("alpha", "dora_scale"): torch.ones(1, 64)}, path := tmp_path / "x.safetensors")
+    refused(frozen_unet(5), path, "dora_scale")
+
+
+def test_what_is_no_lora_file_is_refused(adapted, tmp_path):
+    unet = frozen_unet(5)
+    refused(unet, tmp_path / "nowhere", "there is no file or folder")
+    refused(unet, "some/where", r"there is no file or folder some/where")
+    (tmp_path / "lora.bin").write_bytes(b"")
+    refused(unet, tmp_path / "lora.bin", "is a pickle")
+    save_diffusers(adapted, folder := tmp_path / "two")
+    (folder / LORA_FILE).rename(folder / "a.safetensors")
+    refused(unet, tmp_path, r"has no pytorch_lora_weights\.safetensors \(it has no \.safetensors file\)")
+    (folder / "b.safetensors").write_bytes((folder / "a.safetensors").read_bytes())
+    refused(unet, folder, r"it has a\.safetensors, b\.safetensors\)\. Name the file itself")
+    os.truncate(folder / "a.safetensors", 100)
+    refused(unet, folder / "a.safetensors", "could not be loaded")
+    save_checkpoint(tmp_path / "step", model=adapted)
+    refused(unet, tmp_path / "step", "Name it as the UNet")
+    unet.save_pretrained(tmp_path / "unet")
+    refused(unet, tmp_path / "unet", "not LoRA weights of a UNet")
+
+
+def test_a_lora_is_no_unet(adapted, tmp_path):
+    folder = save_diffusers(adapted, tmp_path / "lora")
+    save_file(kohya_tensors(adapted, True, 4), kohya := tmp_path / "kohya.safetensors")
+    for path in (folder, folder / LORA_FILE, kohya):
+        with pytest.raises(ModelError, match="is a LoRA, which changes a UNet but is none"):
+            load_unet(path, dtype=F32, model=TINY)

@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import copy
+import shutil
+
+import pytest
+import torch
+from model_identities import F16, F32, identities
+from safetensors.torch import load_file, save_file
+from single_file import save_checkpoint
+from transformers import CLIPTokenizer
+
+from latentcache.errors import ModelError
+from latentcache.models.loader import PARTS, LoadedModels, ModelLoader
+from latentcache.models.tiny import tiny_sdxl
+
+
+@pytest.mark.parametrize("part", ["vae", "text_encoder", "text_encoder_2"])
+def test_one_flipped_bit_of_the_weights_counts(part):
+    models = LoadedModels(**(parts := tiny_sdxl()))
+    before = identities(models)
+    weights = next(parts[part].parameters()).data.view(torch.int32)
+    weights.view(-1)[0] ^= 1
+    after = identities(models)
+    assert [name for name in PARTS if before[name] != after[name]] == [part]
+    assert before[part].config == after[part].config
+
+
+def test_the_merges_of_a_tokenizer_count(parts):
+    vocab = {**parts["tokenizer"].get_vocab(), "ab": 514}
+    plain, merged = (
+        LoadedModels(tokenizer=CLIPTokenizer(vocab=vocab, merges=merges)).identity("tokenizer", F32)
+        for merges in ([], [("a", "b")])
+    )
+    assert plain.weights != merged.weights
+    assert plain.config == merged.config
+
+
+@pytest.mark.parametrize("change", ["pad_token", "model_max_length", "added_token"])
+def test_a_changed_tokenizer_counts(parts, change):
+    tokenizer = copy.deepcopy(parts["tokenizer"])
+    if change == "added_token":
+        tokenizer.add_tokens(["<my-style>"])
+    else:
+        setattr(tokenizer, change, {"pad_token": "!", "model_max_length": 64}[change])
+    changed = LoadedModels(tokenizer=tokenizer).identity("tokenizer", F32)
+    assert changed != LoadedModels(**parts).identity("tokenizer", F32)
+
+
+def test_the_use_of_a_tokenizer_does_not_count(parts):
+    models = LoadedModels(**parts)
+    before = models.identity("tokenizer", F32)
+    parts["tokenizer"](["a", "much longer text"], padding="max_length", max_length=9, truncation=True)
+    assert models.identity("tokenizer", F32) == before
+
+
+@pytest.mark.parametrize(
+    ("part", "key", "value", "counts"),
+    [
+        ("vae", "act_fn", "relu", True),
+        ("vae", "norm_num_groups", 4, True),
+        ("vae", "a_key_of_the_future", 1, True),
+        ("vae", "scaling_factor", 0.5, False),
+        ("vae", "sample_size", 1024, False),
+        ("vae", "a_key_of_the_future_without_a_value", None, False),
+        ("vae", "up_block_types", ("UpDecoderBlock2D",), False),
+        ("vae", "_name_or_path", "elsewhere", False),
+        ("text_encoder", "hidden_act", "gelu", True),
+        ("text_encoder", "eos_token_id", 2, True),
+        ("text_encoder", "a_key_of_the_future", 1, True),
+        ("text_encoder", "attention_dropout", 0.5, False),
+        ("text_encoder", "architectures", ["Other"], False),
+        ("text_encoder", "transformers_version", "9", False),
+    ],
+)
+def test_a_key_of_the_config_counts_unless_it_is_known_not_to(part, key, value, counts):
+    parts = tiny_sdxl()
+    before = LoadedModels(**parts).identity(part, F32)
+    if part == "vae":
+        parts[part].register_to_config(**{key: value})
+    else:
+        setattr(parts[part].config, key, value)
+    after = LoadedModels(**parts).identity(part, F32)
+    assert (after != before) == counts
+    assert after.weights == before.weights
+
+
+def test_tiling_counts_and_slicing_does_not():
+    vae = tiny_sdxl()["vae"]
+    models = LoadedModels(vae=vae)
+    before = models.identity("vae", F32)
+    vae.enable_slicing()
+    assert models.identity("vae", F32) == before
+    vae.enable_tiling()
+    assert models.identity("vae", F32) != before
+
+
+def test_the_decoder_of_the_vae_does_not_count():
+    vae = tiny_sdxl()["vae"]
+    models = LoadedModels(vae=vae)
+    before = models.identity("vae", F32)
+    with torch.no_grad():
+        vae.decoder.conv_out.weight += 1
+        vae.post_quant_conv.weight += 1
+    assert models.identity("vae", F32) == before
+    with torch.no_grad():
+        vae.quant_conv.weight += 1
+    assert models.identity("vae", F32) != before
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # of peft itself
+def test_adapters_are_refused_until_they_are_merged():
+    peft = pytest.importorskip("peft")
+    encoder = tiny_sdxl()["text_encoder"]
+    before = LoadedModels(text_encoder=encoder).identity("text_encoder", F32)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    wrapped = peft.get_peft_model(encoder, config).requires_grad_(False)
+    with pytest.raises(ModelError, match=r"q_proj has adapters \(default\).*merge_and_unload"):
+        LoadedModels(text_encoder=wrapped.base_model.model).identity("text_encoder", F32)
+    merged = wrapped.merge_and_unload()
+    assert LoadedModels(text_encoder=merged).identity("text_encoder", F32) != before
+
+
+def test_strides_and_ties_do_not_count():
+    parts = tiny_sdxl()
+    before = LoadedModels(**parts).identity("text_encoder", F32)
+    encoder = parts["text_encoder"]
+    layer = encoder.encoder.layers[0].mlp.fc1
+    layer.weight = torch.nn.Parameter(layer.weight.data.T.contiguous().T, requires_grad=False)
+    # Two equal tensors that share memory, where there were two copies.
+    encoder.encoder.layers[0].layer_norm2.weight = encoder.encoder.layers[0].layer_norm1.weight
+    assert LoadedModels(**parts).identity("text_encoder", F32) == before
+
+
+def test_a_copied_and_renamed_folder_is_the_same_model(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "renamed")
+    assert identities(ModelLoader(str(tmp_path / "renamed"))) == identities(ModelLoader(str(folder)))
+
+
+def test_a_half_precision_checkpoint_is_another_model_than_the_single_precision_one(parts, folder, tmp_path):
+    half = ModelLoader(str(save_checkpoint(parts, tmp_path / "half.safetensors", F16)), config=str(folder))
+    full = ModelLoader(str(folder))
+    for part in ("vae", "text_encoder", "text_encoder_2"):
+        assert half.identity(part, F32) != full.identity(part, F32)
+        assert half.identity(part, F16) == full.identity(part, F16)
+
+
+def test_weights_with_the_old_prefix_are_the_same_model(folder, tmp_path):
+    """The hub's SDXL names them `text_model.*`; transformers 5 has dropped that."""
+    shutil.copytree(folder, tmp_path / "old")
+    file = tmp_path / "old" / "text_encoder" / "model.safetensors"
+    tensors = {f"text_model.{name.removeprefix('text_model.')}": value for name, value in load_file(file).items()}
+    tensors["text_model.embeddings.position_ids"] = torch.arange(77)[None]
+    save_file(tensors, file, metadata={"format": "pt"})
+    assert identities(ModelLoader(str(tmp_path / "old"))) == identities(ModelLoader(str(folder)))

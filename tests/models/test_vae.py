@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+
+from latentcache.errors import ConfigError, ModelError
+from latentcache.models.tiny import tiny_sdxl
+from latentcache.models.vae import (
+    encode_images,
+    keep_output,
+    latents_from_moments,
+    problems,
+    text_dtype,
+    vae_dtype,
+)
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda:1")
+
+
+@pytest.fixture(scope="module")
+def pixels() -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, (3, 64, 96, 3), dtype=np.uint8)
+
+
+@pytest.fixture(scope="module")
+def moments(parts, pixels) -> torch.Tensor:
+    return encode_images(parts["vae"], pixels)
+
+
+def test_moments_are_those_of_the_vae(parts, pixels, moments):
+    images = (torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 127.5 - 1).contiguous()
+    with torch.no_grad():
+        expected = parts["vae"].encode(images).latent_dist.parameters
+    assert torch.equal(moments, expected)
+    assert moments.shape == (3, 8, 8, 12)
+    assert not moments.requires_grad
+
+
+@pytest.mark.parametrize("form", ["tensor", "read-only", "flipped"])
+def test_pixels_may_be_a_tensor_or_any_array(parts, pixels, form):
+    given = {"tensor": torch.from_numpy(pixels), "read-only": pixels.copy(), "flipped": pixels[:, :, ::-1]}[form]
+    if form == "read-only":
+        given.flags.writeable = False
+    plain = np.ascontiguousarray(np.asarray(given))
+    assert torch.equal(encode_images(parts["vae"], given), encode_images(parts["vae"], plain.copy()))
+
+
+def test_a_surrounding_autocast_does_not_count(parts, pixels, moments):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = encode_images(parts["vae"], pixels)
+    assert torch.equal(inside, moments)
+
+
+def test_the_vae_computes_in_its_own_dtype(parts, pixels):
+    vae = copy.deepcopy(parts["vae"]).to(torch.bfloat16)
+    assert encode_images(vae, pixels).dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        np.zeros((1, 8, 8, 3), np.float32),
+        np.zeros((8, 8, 3), np.uint8),
+        np.zeros((1, 3, 8, 8), np.uint8),
+    ],
+)
+def test_pixels_of_another_form_are_refused(parts, wrong):
+    with pytest.raises(ModelError, match=r"uint8 \[B, H, W, 3\] is needed"):
+        encode_images(parts["vae"], wrong)
+
+
+def test_slicing_and_tiling_stay_as_the_caller_set_them(parts, pixels, moments):
+    vae = copy.deepcopy(parts["vae"])
+    vae.enable_slicing()
+    encode_images(vae, pixels)
+    assert (vae.use_slicing, vae.use_tiling) == (True, False)
+    vae.enable_tiling()
+    assert not torch.equal(encode_images(vae, pixels), moments)
+
+
+def test_mean_and_moments(moments):
+    assert torch.equal(keep_output(moments, "moments")["moments"], moments)
+    mean = keep_output(moments, "mean")["latents"]
+    assert torch.equal(mean, moments[:, :4])
+    assert torch.equal(latents_from_moments(moments), mean)
+
+
+def test_a_sample_is_that_of_diffusers_for_its_seed(moments):
+    latents = keep_output(moments, "sample", seeds=[5, 6, 7])["latents"]
+    for index, seed in enumerate([5, 6, 7]):
+        posterior = DiagonalGaussianDistribution(moments[index : index + 1])
+        assert torch.equal(latents[index], posterior.sample(torch.Generator().manual_seed(seed))[0])
+
+
+def test_a_sample_does_not_depend_on_its_batch_or_on_the_global_random_state(moments):
+    together = keep_output(moments, "sample", seeds=[5, 6, 7])["latents"]
+    before = torch.get_rng_state()
+    for index, seed in [(2, 7), (0, 5), (1, 6)]:
+        alone = keep_output(moments[index : index + 1], "sample", seeds=[seed])["latents"]
+        assert torch.equal(alone[0], together[index])
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not torch.equal(keep_output(moments, "sample", seeds=[5, 6, 8])["latents"][2], together[2])
+
+
+def test_a_half_precision_sample_uses_the_same_noise(moments):
+    single = keep_output(moments, "sample", seeds=[5, 6, 7])["latents"]
+    half = keep_output(moments.half(), "sample", seeds=[5, 6, 7])["latents"]
+    assert half.dtype is torch.float16
+    torch.testing.assert_close(half.float(), single, atol=5e-3, rtol=5e-3)
+
+
+@pytest.mark.parametrize("seeds", [None, [1, 2]])
+def test_a_sample_needs_a_seed_for_each_item(moments, seeds):
+    with pytest.raises(ValueError, match="one seed for each"):
+        keep_output(moments, "sample", seeds=seeds)
+
+
+def test_an_unknown_output_is_refused(moments):
+    with pytest.raises(ValueError, match="moments, mean or sample"):
+        keep_output(moments, "mode")
+
+
+def test_draws_from_stored_moments_are_those_of_diffusers(moments):
+    drawn = latents_from_moments(moments, torch.Generator().manual_seed(1))
+    assert torch.equal(drawn, DiagonalGaussianDistribution(moments).sample(torch.Generator().manual_seed(1)))
+
+
+def test_problems_name_what_is_wrong_with_each_item():
+    outputs = torch.randn(5, 4, 2, 2)
+    outputs[1, 0, 0, 0] = torch.nan
+    outputs[2, 3, 1, 1] = -torch.inf
+    outputs[3] = 0
+    outputs[4, 0] = 0
+    assert problems(outputs) == [None, "nan", "inf", "all-zero", None]
+
+
+def test_an_overflow_in_float16_is_found_and_float32_is_fine(pixels):
+    vae = tiny_sdxl()["vae"]
+    with torch.no_grad():
+        vae.encoder.conv_in.weight.mul_(1e6)  # like SDXL's: its activations pass 65504
+    single = encode_images(vae, pixels)
+    half = encode_images(copy.deepcopy(vae).half(), pixels)
+    assert problems(single) == [None] * 3
+    assert set(problems(half)) <= {"nan", "inf"}
+
+
+@pytest.mark.parametrize(
+    ("requested", "upcast", "device", "expected"),
+    [
+        ("auto", True, CPU, torch.float32),
+        ("auto", False, CPU, torch.float32),
+        ("auto", True, CUDA, torch.float32),
+        ("auto", False, CUDA, torch.float16),
+        ("float16", True, CUDA, torch.float16),
+        ("bfloat16", True, CUDA, torch.bfloat16),
+    ],
+)
+def test_the_dtype_of_the_vae_comes_with_its_reason(requested, upcast, device, expected):
+    dtype, reason = vae_dtype(requested, {"force_upcast": upcast}, device)
+    assert dtype is expected
+    assert reason.endswith(".")
+    assert ("force_upcast" in reason) == (device == CUDA and requested != "bfloat16")
+
+
+def test_the_dtype_of_the_text_encoders():
+    assert text_dtype("auto", CPU)[0] is torch.float32
+    assert text_dtype("auto", CUDA)[0] is torch.float16
+    assert text_dtype("bfloat16", CUDA)[0] is torch.bfloat16
+
+
+def test_an_unknown_dtype_names_the_setting():
+    with pytest.raises(ConfigError, match="float64") as caught:
+        text_dtype("float64", CPU)
+    assert caught.value.key == "encode.text_dtype"

@@ -1,0 +1,63 @@
+"""The phase switch on the CPU: training goes on as if nothing had happened. tests/sim does it on a second device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers.phase_disturbances import DISTURBANCES, FLAGS, differences, prepare, state_of
+from helpers.phase_mutations import cases, is_noticed, without
+from helpers.phase_runs import CASES, assert_as_without, leave_no_trace, name_of, variant_for
+from helpers.phase_training import VARIANTS, Training
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(("variant", "scenario"), CASES, ids=name_of)
+def test_training_goes_on_bit_by_bit(variant: str, scenario: Callable[[Training], None]) -> None:
+    assert_as_without(scenario, CPU, variant)
+
+
+@pytest.mark.parametrize("disturb", DISTURBANCES, ids=name_of)
+def test_each_disturbance_is_put_back(disturb: Callable[[Training], None]) -> None:
+    leave_no_trace(CPU, variant_for(disturb), [disturb])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_all_disturbances_at_once_are_put_back(variant: str) -> None:
+    leave_no_trace(CPU, variant, DISTURBANCES)
+
+
+@pytest.mark.parametrize("disturb", DISTURBANCES, ids=name_of)
+def test_each_disturbance_shows_without_the_switch(disturb: Callable[[Training], None]) -> None:
+    """So none of the tests above passes because nothing was done."""
+    if disturb.__name__ == "placement":
+        pytest.skip("there is one device here; tests/sim has two")
+    training = prepare(Training(CPU, variant_for(disturb)))
+    training.step()
+    defaults = {name: read() for name, (read, _, _) in FLAGS.items()}
+    before = state_of(training)
+    try:
+        disturb(training)
+        assert differences(before, state_of(training)) != []
+    finally:
+        for name, (_, put, _) in FLAGS.items():
+            put(defaults[name])
+
+
+NOT_HERE = (
+    "module.set_rng_state(stream)",
+    "module.set_rng_state(stream, index)",
+    "self._held[id(tensor)] = (tensor, values)",
+)
+"""Statements that act where there is an accelerator: tests/sim takes these out."""
+
+
+@pytest.mark.parametrize(("owner", "name", "number"), cases(lambda text: text not in NOT_HERE))
+def test_taking_out_any_one_restore_is_noticed(
+    owner: Any, name: str, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, name, without(owner, name, number))
+    assert is_noticed(CPU)

@@ -1,0 +1,430 @@
+"""The phase switch over what trainers hold: prepared, compiled, adapted and quantised modules, on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import schedulefree
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from diffusers import DDPMScheduler
+from diffusers.training_utils import EMAModel
+from helpers.phase_wrapped import WrappedRun, assert_as_without, assert_same, forward, validate
+from peft import LoraConfig
+
+from latentcache.errors import PhaseError
+from latentcache.models.tiny import tiny_sdxl
+from latentcache.phases.phases import Phases
+
+LORA = LoraConfig(r=2, lora_alpha=4, target_modules=["to_q", "to_v"], init_lora_weights="gaussian")
+
+
+@pytest.fixture
+def accelerator_state() -> Iterator[None]:
+    """accelerate keeps what the first Accelerator of a process was made with."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def prepared(mixed_precision: str, **options: Any) -> Callable[[], WrappedRun]:
+    def make() -> WrappedRun:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        accelerator = Accelerator(cpu=True, mixed_precision=mixed_precision)
+        return WrappedRun(lambda unet, optimizer: accelerator.prepare(unet, optimizer), **options)
+
+    return make
+
+
+@pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
+@pytest.mark.usefixtures("accelerator_state")
+def test_what_accelerate_prepared_trains_on_bit_by_bit(mixed_precision: str) -> None:
+    dtypes = []
+
+    def watch(run: WrappedRun) -> None:
+        with run.phases.enter("validate") as phases:
+            handle = phases.module("unet").conv_in.register_forward_hook(
+                lambda module, args, output: dtypes.append(output.dtype)
+            )
+            assert forward(phases.module("unet")).dtype == torch.float32
+            handle.remove()
+        validate(run)
+
+    run = assert_as_without(prepared(mixed_precision), watch)
+    assert type(run.optimizer).__name__ == "AcceleratedOptimizer"
+    # accelerate puts autocast around forward: the phase measures in the precision of the training.
+    assert set(dtypes) == {torch.bfloat16 if mixed_precision == "bf16" else torch.float32}
+
+
+def averaging(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return schedulefree.AdamWScheduleFree(parameters, lr=1e-2, foreach=False)
+
+
+def averaging_around_another(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return schedulefree.ScheduleFreeWrapper(torch.optim.SGD(parameters, lr=1e-2), momentum=0.9)
+
+
+@pytest.mark.parametrize("make_optimizer", [averaging, averaging_around_another])
+@pytest.mark.usefixtures("accelerator_state")
+def test_a_schedule_free_optimizer_that_accelerate_prepared(make_optimizer: Callable[..., Any]) -> None:
+    def make() -> WrappedRun:
+        run = prepared("no", make_optimizer=make_optimizer)()
+        run.inner_optimizer.train()
+        return run
+
+    differs = []
+
+    def averaged(run: WrappedRun) -> None:
+        trained = run.unet.conv_in.weight.clone()
+        with run.phases.enter("validate"):
+            differs.append(not torch.equal(run.unet.conv_in.weight, trained))
+        assert torch.equal(run.unet.conv_in.weight, trained)
+
+    assert_as_without(make, averaged)
+    assert differs[-1], "averages are in from the second update on"
+
+
+# Compiled
+
+
+class Counting:
+    """A backend that counts what it compiles, and how often that is called."""
+
+    def __init__(self) -> None:
+        self.num_compiled = self.num_called = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        self.num_compiled += 1
+
+        def call(*args: torch.Tensor) -> Any:
+            self.num_called += 1
+            return graph.forward(*args)
+
+        return call
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        return self.num_compiled, self.num_called
+
+
+OF_A_BLOCK = "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+"""torch.compile looks at the gradient of a block's input."""
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def compile_whole(unet: torch.nn.Module, backend: Any) -> Any:
+    return torch.compile(unet, backend=backend)
+
+
+def compile_in_place(unet: torch.nn.Module, backend: Any) -> Any:
+    unet.compile(backend=backend)
+    return unet
+
+
+def compile_regions_in_place(unet: Any, backend: Any) -> Any:
+    for block in unet.mid_block.resnets:
+        block.compile(backend=backend)
+    return unet
+
+
+def compile_regions_around(unet: Any, backend: Any) -> Any:
+    """As accelerate does with `use_regional_compilation`: wrappers take the submodules' places."""
+    unet.mid_block = torch.compile(unet.mid_block, backend=backend)
+    return unet
+
+
+@pytest.mark.parametrize(
+    ("compiled", "immovable"),
+    [
+        (compile_whole, ()),
+        (compile_in_place, ("unet",)),
+        (compile_regions_in_place, ("unet",)),
+        (compile_regions_around, ()),
+    ],
+)
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.filterwarnings(OF_A_BLOCK)
+def test_the_eager_module_runs_in_a_phase_and_the_compiled_one_after_it(
+    compiled: Callable[..., Any], immovable: tuple[str, ...]
+) -> None:
+    backend = Counting()
+    run = WrappedRun(lambda unet, optimizer: (compiled(unet, backend), optimizer), immovable=immovable)
+    run.backward()
+    run.update()
+    run.backward()
+    run.update()
+    num_compiled, before = backend.counts
+    per_step = before // 2
+    assert num_compiled and per_step
+    for _ in range(2):
+        validate(run)
+        with run.phases.enter("sample") as phases:
+            forward(phases.module("unet"))
+            phases.place()
+            forward(phases.module("unet"), num=1)
+    assert backend.counts == (num_compiled, before), "a compiled module ran in a phase"
+    run.backward()
+    run.update()
+    assert backend.counts == (num_compiled, before + per_step), "compiled again, or left eager"
+
+
+@pytest.mark.parametrize("compiled", [compile_in_place, compile_regions_around])
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.filterwarnings(OF_A_BLOCK)
+def test_compiled_modules_train_on_bit_by_bit(compiled: Callable[..., Any]) -> None:
+    assert_as_without(lambda: WrappedRun(lambda unet, optimizer: (compiled(unet, "eager"), optimizer)))
+
+
+# Adapters
+
+
+def add_lora(unet: Any) -> None:
+    unet.add_adapter(LORA)
+
+
+def test_a_lora_in_eval_mode_is_put_back_in_eval_mode() -> None:
+    """A UNet whose frozen base is in eval mode while its adapters train: the flags are those of each submodule."""
+
+    run = WrappedRun(prepare=add_lora)
+    run.unet.eval()
+    for name, module in run.unet.named_modules():
+        if "lora_" in name:
+            module.train()
+    modes = {name: module.training for name, module in run.unet.named_modules()}
+    assert set(modes.values()) == {True, False}
+    with run.phases.enter("validate"):
+        assert not any(module.training for module in run.unet.modules())
+        with run.phases.enter("train"):
+            assert all(module.training for module in run.unet.modules())
+        assert not any(module.training for module in run.unet.modules())
+    assert {name: module.training for name, module in run.unet.named_modules()} == modes
+
+
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
+def test_an_adapter_that_validation_loads_is_gone_after_it_every_time() -> None:
+    """A turbo LoRA for the samples, say."""
+
+    def borrow(run: WrappedRun) -> None:
+        with run.phases.enter("sample"):
+            plain = forward(run.unet)
+            run.unet.add_adapter(LoraConfig(r=2, target_modules=["to_k"], init_lora_weights=False), "turbo")
+            run.unet.set_adapter(["default", "turbo"])
+            assert not torch.equal(forward(run.unet), plain)
+
+    run = assert_as_without(lambda: WrappedRun(prepare=add_lora), borrow)
+    assert list(run.unet.peft_config) == ["default"]
+
+
+def test_adapters_on_a_part_that_is_not_moved_are_put_back() -> None:
+    """A block swapper's UNet, say."""
+    run = WrappedRun(prepare=add_lora, immovable=("unet",))
+    layers = [module for module in run.unet.modules() if hasattr(module, "scaling")]
+    with run.phases.enter("sample"):
+        run.unet.disable_adapters()
+        layers[0].set_scale("default", 0.1)
+    assert layers and all(layer.scaling == {"default": 2.0} and not layer.disable_adapters for layer in layers)
+
+
+def test_a_first_adapter_that_validation_loads_is_gone_after_it() -> None:
+    def borrow(run: WrappedRun) -> None:
+        with run.phases.enter("sample"):
+            add_lora(run.unet)
+
+    run = assert_as_without(WrappedRun, borrow)
+    assert not hasattr(run.unet, "peft_config") and not run.unet._hf_peft_config_loaded
+
+
+def test_a_lora_that_is_fused_in_place_is_reported() -> None:
+    run = WrappedRun(prepare=add_lora)
+    for _ in range(2):
+        run.backward()
+        run.update()
+    with pytest.raises(PhaseError, match="values were changed in place") as caught, run.phases.enter("sample"):
+        run.unet.fuse_lora()
+    names = [line.partition(":")[0] for line in caught.value.offenders]
+    fused = {f"unet.{name}" for name, _ in run.unet.named_parameters() if name.endswith("base_layer.weight")}
+    assert set(names) == fused and caught.value.phase == "sample"
+    assert "unet.down_blocks.1" in str(caught.value)
+
+
+# What others manage
+
+
+def named_like(package: str) -> type[torch.nn.Parameter]:
+    """A Parameter class as a package of quantised weights has it."""
+    return type("Params4bit", (torch.nn.Parameter,), {"__module__": f"{package}.nn"})
+
+
+def quantised(unet: Any) -> None:
+    add_lora(unet)
+    layer = unet.mid_block.attentions[0].proj_in
+    layer.weight = named_like("bitsandbytes")(layer.weight.data, requires_grad=False)
+
+
+def test_a_quantised_base_is_left_and_what_trains_on_it_is_put_back() -> None:
+    """QLoRA: the tensors stay, everything else is put back as on any other part."""
+
+    def disturb(run: WrappedRun) -> None:
+        with run.phases.enter("validate"):
+            forward(run.unet)
+            run.unet.disable_adapters()
+            run.unet.requires_grad_(False)
+            run.unet.register_forward_hook(lambda module, args, output: None)
+            run.unet.conv_in = torch.nn.Identity()
+            run.optimizer.zero_grad()
+            run.unet.train()
+
+    run = assert_as_without(lambda: WrappedRun(prepare=quantised), disturb)
+    assert run.phases.not_moved() == {
+        "unet": "mid_block.attentions.0.proj_in.weight is a bitsandbytes Params4bit, which its package places"
+    }
+
+
+def partitioned(unet: Any) -> None:
+    for number, parameter in enumerate(unet.parameters()):
+        parameter.ds_id = number
+
+
+def test_a_partitioned_part_keeps_what_its_software_changes() -> None:
+    run = WrappedRun(prepare=partitioned)
+    assert run.phases.why_not_moved("unet") == "conv_in.weight is a partition of DeepSpeed ZeRO-3"
+    taken = run.unet.conv_in.weight
+    with run.phases.enter("validate"):
+        assert not run.unet.training
+        run.unet.conv_in.weight = torch.nn.Parameter(torch.ones_like(taken))  # as a gather may do it
+        run.unet.requires_grad_(False)
+    assert run.unet.conv_in.weight is not taken
+    assert run.unet.training and all(p.requires_grad for p in run.unet.parameters() if p is not run.unet.conv_in.weight)
+
+
+# What training keeps besides
+
+
+def test_scaler_and_schedulers_are_not_touched() -> None:
+    noise_scheduler = DDPMScheduler()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**6)
+    run = WrappedRun(parts={"scheduler": noise_scheduler, "scaler": scaler})
+    lr_scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(run.inner_optimizer, T_max=5)
+    for _ in range(2):
+        scaler.scale(forward(run.unet).square().mean()).backward()
+        scaler.step(run.optimizer)
+        scaler.update()
+        run.optimizer.zero_grad()
+        lr_scheduler.step()
+    objects = [scaler._scale, scaler._growth_tracker, noise_scheduler.timesteps, noise_scheduler.alphas_cumprod]
+    before = [scaler.state_dict(), lr_scheduler.state_dict(), dict(noise_scheduler.config)]
+    validate(run)
+    after = [scaler._scale, scaler._growth_tracker, noise_scheduler.timesteps, noise_scheduler.alphas_cumprod]
+    assert all(a is b for a, b in zip(after, objects, strict=True))
+    assert [scaler.state_dict(), lr_scheduler.state_dict(), dict(noise_scheduler.config)] == before
+
+
+def test_validation_between_the_backwards_of_one_update() -> None:
+    run = assert_as_without(lambda: WrappedRun(num_accumulated=2))
+    assert all(parameter.grad is None for parameter in run.unet.parameters())
+    validate(run)
+    assert all(parameter.grad is None for parameter in run.unet.parameters())
+
+
+def test_tied_parameters_and_buffers_that_are_not_saved() -> None:
+    def tie(unet: Any) -> None:
+        blocks = unet.mid_block.attentions[0].transformer_blocks[0]
+        blocks.attn2.to_k.weight = blocks.attn2.to_v.weight
+        unet.register_buffer("scratch", torch.arange(6.0), persistent=False)
+
+    def disturb(run: WrappedRun) -> None:
+        attention = run.unet.mid_block.attentions[0].transformer_blocks[0].attn2
+        replaced = pytest.raises(PhaseError, match=r"1 trained Parameters were replaced.*to_k\.weight")
+        with replaced, run.phases.enter("validate"):
+            attention.to_k.weight = torch.nn.Parameter(attention.to_k.weight.detach().clone())
+            run.unet.scratch = torch.zeros(6)
+            run.unet.register_buffer("more", torch.zeros(2), persistent=True)
+            run.unet._non_persistent_buffers_set.clear()
+        assert attention.to_k.weight is attention.to_v.weight
+        assert torch.equal(run.unet.scratch, torch.arange(6.0)) and not hasattr(run.unet, "more")
+        assert "scratch" not in run.unet.state_dict()
+
+    assert_as_without(lambda: WrappedRun(prepare=tie), disturb)
+
+
+def test_two_parts_may_share_a_tensor() -> None:
+    parts = tiny_sdxl(1)
+    one, other = parts["text_encoder"], parts["text_encoder_2"]
+    other.embeddings_of_the_first = one.embeddings
+    phases = Phases({"text_encoder": one, "text_encoder_2": other}, device="cpu")
+    weight = one.embeddings.token_embedding.weight
+    with phases.enter("validate"):
+        torch.nn.Module.to(one, dtype=torch.float16)
+    assert other.embeddings_of_the_first.token_embedding.weight is weight and weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_weights_of_any_dtype_and_memory_format(dtype: torch.dtype) -> None:
+    vae = tiny_sdxl(1)["vae"].to(dtype=dtype, memory_format=torch.channels_last)
+    run = WrappedRun(prepare=lambda unet: unet.to(memory_format=torch.channels_last), parts={"vae": vae})
+
+    def memory() -> list[Any]:
+        tensors = [*vae.parameters(), *run.unet.parameters()]
+        return [(t.dtype, t.data_ptr(), t.stride(), t.detach().clone()) for t in tensors]
+
+    before = memory()
+    assert any(stride[1] == 1 and values.ndim == 4 for _, _, stride, values in before), "not channels_last"
+    with run.phases.enter("sample") as phases, phases.lend("vae"):
+        vae.to(torch.float32, memory_format=torch.contiguous_format)
+        run.unet.to(torch.float16, memory_format=torch.contiguous_format)
+    for (*old, values), (*new, found) in zip(before, memory(), strict=True):
+        assert old == new and torch.equal(values, found)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_phase_in_inference_mode(inside: bool) -> None:
+    def validate_so(run: WrappedRun) -> None:
+        if inside:
+            with run.phases.enter("validate"), torch.inference_mode():
+                forward(run.unet)
+                with run.phases.lend("vae"):
+                    pass
+        else:
+            with torch.inference_mode(), run.phases.enter("validate"):
+                forward(run.unet)
+        assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+
+    assert_as_without(lambda: WrappedRun(parts={"vae": tiny_sdxl(1)["vae"]}), validate_so)
+
+
+def test_an_average_that_is_in_already_stays_in() -> None:
+    run = WrappedRun()
+    run.backward()
+    run.update()
+    ema = EMAModel(run.unet.parameters(), decay=0.5)
+    for _ in range(2):
+        run.backward()
+        run.update()
+        ema.step(run.unet.parameters())
+    phases = Phases({**run.parts, "ema": ema}, device="cpu")
+    trained = run.unet.conv_in.weight.clone()
+    ema.store(run.unet.parameters())
+    ema.copy_to(run.unet.parameters())
+    average = run.unet.conv_in.weight.clone()
+    assert not torch.equal(average, trained)
+    with phases.enter("validate"), phases.enter("sample"):
+        assert torch.equal(run.unet.conv_in.weight, average)
+    assert torch.equal(run.unet.conv_in.weight, average)
+    ema.restore(run.unet.parameters())
+    with phases.enter("validate"):
+        assert torch.equal(run.unet.conv_in.weight, average)
+        run.unet.requires_grad_(False)
+        with phases.enter("sample"):
+            assert torch.equal(run.unet.conv_in.weight, average)
+    assert_same([run.unet.conv_in.weight], [trained])

@@ -1,0 +1,50 @@
+"""A bar on a terminal, log lines elsewhere."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import pytest
+
+from latentcache.utils.progress import BarProgress, LogProgress, default_progress
+
+
+def test_log_lines_tell_rate_and_time_left(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "latentcache")
+    progress = LogProgress(interval_s=0)
+    progress.start("encode images", 4)
+    progress.advance(2)
+    progress.advance(2)
+    progress.finish()
+    progress.finish()  # the end of a run, after that of its last stage
+    lines = [record.message for record in caplog.records]
+    assert lines[0].startswith("encode images: 2 of 4, ") and lines[0].endswith(" s left")
+    assert lines[-1].startswith("encode images: 4 of 4, ") and "left" not in lines[-1] and len(lines) == 3
+
+
+def test_log_lines_come_every_few_seconds_only(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "latentcache")
+    progress = LogProgress(interval_s=3600)
+    progress.start("plan", None)
+    for _ in range(1000):
+        progress.advance()
+    assert not caplog.records
+    progress.start("next", None)
+    assert [record.message.split(",")[0] for record in caplog.records] == ["plan: 1000"]
+
+
+def test_the_bar_is_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = BarProgress()
+    progress.advance()  # before a stage: nothing to show
+    progress.start("encode images", 2)
+    progress.advance(2)
+    progress.finish()
+    captured = capsys.readouterr()
+    assert captured.out == "" and "encode images: 100%" in captured.err
+
+
+@pytest.mark.parametrize(("terminal", "kind"), [(True, BarProgress), (False, LogProgress)])
+def test_a_terminal_gets_a_bar(terminal: bool, kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
+    assert isinstance(default_progress(), kind)

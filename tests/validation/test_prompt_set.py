@@ -1,0 +1,302 @@
+"""Validation prompts out of the cache; and single ones brought into it, with the encoders back where they were."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from latentcache import LatentCache
+from latentcache.config import Config
+from latentcache.dataset.manifest import Manifest, Row
+from latentcache.errors import EncodeError, ModelError, SampleError, TrainableEncoderError
+from latentcache.models.clip import encode_captions
+from latentcache.models.loader import LoadedModels
+from latentcache.models.tiny import tiny_sdxl
+from latentcache.precache.prompts import cache_prompts
+from latentcache.precache.run import run_precache
+from latentcache.precache.workspace import Workspace, open_workspace
+from latentcache.types import prompt_id
+from latentcache.validation.prompt_set import Pair, prompt_embeddings
+
+TEXT_PARTS = ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
+NEW = [("a late idea", False), ("blurry", True)]
+
+
+@pytest.fixture
+def parts() -> dict[str, Any]:
+    return tiny_sdxl()
+
+
+@pytest.fixture
+def models(parts: dict[str, Any]) -> LoadedModels:
+    """The text parts only: no VAE."""
+    return LoadedModels(**{name: parts[name] for name in TEXT_PARTS})
+
+
+@pytest.fixture
+def workspace(config: Config) -> Iterator[Workspace]:
+    with open_workspace(config.cache) as workspace:
+        yield workspace
+
+
+@pytest.fixture
+def cache(config: Config) -> Iterator[LatentCache]:
+    with LatentCache(config.cache.path) as cache:
+        yield cache
+
+
+def prompts_of(workspace: Workspace) -> Manifest:
+    (name,) = (name for name in workspace.manifests.names() if name.startswith("validation-prompts"))
+    manifest = workspace.manifests.read(name)
+    assert manifest is not None
+    return manifest
+
+
+def encoders(parts: dict[str, Any]) -> list[tuple[Any, ...]]:
+    """All that must not change: objects, places, dtypes, memory, modes."""
+    modules = [parts["text_encoder"], parts["text_encoder_2"]]
+    tensors = [(id(t), t.device, t.dtype, t.data_ptr(), t.requires_grad) for m in modules for t in m.parameters()]
+    return [*tensors, *((part.training,) for module in modules for part in module.modules())]
+
+
+def test_cached_prompts_in_their_order_and_in_the_askers_dtype(cache: LatentCache, parts: dict[str, Any]) -> None:
+    unet = torch.nn.Linear(1, 1).half()
+    first, second = prompt_embeddings(cache, ["a validation prompt", ""], "ugly", device=unet)
+    assert (first.prompt, second.prompt, first.negative_prompt) == ("a validation prompt", "", "ugly")
+    assert {tensor.dtype for tensor in first.tensors().values()} == {torch.float16}
+    assert torch.equal(first.negative_prompt_embeds, second.negative_prompt_embeds)
+    for text, names in (
+        ("a validation prompt", ("prompt_embeds", "pooled_prompt_embeds")),
+        ("ugly", ("negative_prompt_embeds", "negative_pooled_prompt_embeds")),
+    ):
+        encoded = encode_captions(LoadedModels(**parts).text(torch.float32), [text])
+        for name, tensor in zip(names, encoded.values(), strict=True):
+            assert torch.equal(getattr(first, name), tensor.half())
+    exact = prompt_embeddings(cache, [""], "ugly", device=unet, dtype=torch.float32)
+    assert exact[0].prompt_embeds.dtype == torch.float32
+    assert prompt_embeddings(cache, [], "never cached", device="cpu") == []
+
+
+def test_no_negative_prompt_is_zeros(cache: LatentCache) -> None:
+    (embeddings,) = prompt_embeddings(cache, [""], None, device="cpu")
+    assert embeddings.negative_prompt is None
+    assert embeddings.negative_prompt_embeds.shape == (1, 77, 72) and not embeddings.negative_prompt_embeds.any()
+    assert embeddings.negative_pooled_prompt_embeds.shape == (1, 40)
+    assert not embeddings.negative_pooled_prompt_embeds.any() and embeddings.prompt_embeds.any()
+
+
+@pytest.mark.parametrize(
+    ("prompts", "negative", "said"),
+    [
+        (["nobody cached this"], "", r"'prompt: nobody cached this': is not cached.*add it to validation\.prompts"),
+        ([""], "nor this", r"'negative prompt: nor this': is not cached.*add it to validation\.negative_prompt"),
+    ],
+)
+def test_without_encoders_the_prompt_and_the_command_are_named(
+    cache: LatentCache, prompts: list[str], negative: str, said: str
+) -> None:
+    with pytest.raises(SampleError, match=said + " and run `latentcache precache CONFIG`"):
+        prompt_embeddings(cache, prompts, negative, device="cpu")
+
+
+def test_an_encoder_that_does_not_cache_is_found_out(cache: LatentCache) -> None:
+    calls: list[Any] = []
+    with pytest.raises(SampleError, match="nobody cached this"):
+        prompt_embeddings(cache, ["nobody cached this"], "", device="cpu", encode=calls.append)
+    assert calls == [[("nobody cached this", False)]]
+
+
+def test_with_encoders_what_is_missing_is_cached_once(
+    config: Config, workspace: Workspace, cache: LatentCache, models: LoadedModels, parts: dict[str, Any]
+) -> None:
+    before, asked = encoders(parts), []
+
+    def encode(pairs: list[Pair]) -> int:
+        asked.append((pairs, cache_prompts(config, workspace, models, pairs, device="cpu")))
+        return asked[-1][1]
+
+    for _ in range(2):
+        embeddings = prompt_embeddings(
+            cache, ["a validation prompt", "a late idea"], "blurry", device="cpu", encode=encode
+        )
+    assert asked == [(NEW, 2)], "asked once, for what was missing"
+    assert encoders(parts) == before
+    text = LoadedModels(**parts).text(torch.float32)
+    late, negative = (encode_captions(text, [caption]) for caption in ("a late idea", "blurry"))
+    assert torch.equal(embeddings[1].prompt_embeds, late["prompt_embeds"])
+    assert torch.equal(embeddings[1].negative_pooled_prompt_embeds, negative["pooled_prompt_embeds"])
+    with LatentCache(config.cache.path) as other:
+        assert prompt_embeddings(other, ["a late idea"], "blurry", device="cpu")
+
+
+@pytest.mark.parametrize("clip_skip", [0, 1])
+def test_the_next_precache_has_them_as_hits_with_the_same_bytes(
+    make_config: Callable[..., Config], models: LoadedModels, tmp_path: Any, clip_skip: int
+) -> None:
+    wanted = {"encode.clip_skip": clip_skip, "validation.prompts": ["a late idea"]}
+    wanted["validation.negative_prompt"] = "a late idea"
+    configs = [
+        make_config(**{"encode.clip_skip": clip_skip}),
+        make_config(**wanted),
+        make_config(**wanted, **{"cache.path": tmp_path / "other"}),
+    ]
+    run_precache(configs[0])
+    with open_workspace(configs[0].cache) as workspace:
+        pairs = [("a late idea", False), ("a late idea", True)]
+        num_encoded = cache_prompts(configs[0], workspace, models, pairs, device="cpu")
+        assert num_encoded == (1 if clip_skip == 0 else 2), "clip_skip counts for positive prompts only"
+        assert cache_prompts(configs[0], workspace, models, pairs, device="cpu") == 0
+        assert not workspace.manifests.unfinished()
+    report = run_precache(configs[1])
+    assert report.num_misses == 0 and report.num_hits > 0
+    run_precache(configs[2])
+    with LatentCache(configs[1].cache.path) as one, LatentCache(configs[2].cache.path) as other:
+        for text, negative in pairs:
+            tensors = (each.prompt(text, device="cpu", negative=negative) for each in (one, other))
+            for mine, theirs in zip(*(each.values() for each in tensors), strict=True):
+                assert torch.equal(mine, theirs)
+        name = next(name for name in one.manifests.names() if name.startswith("validation-prompts"))
+        mine, theirs = (each.manifests.read(name).rows[prompt_id("a late idea")] for each in (one, other))
+        assert mine == theirs
+        key = mine.captions[0].key
+        records = [each.store.record(key) for each in (one, other)]
+        assert records[0].identity == records[1].identity
+        assert records[0].provenance["num_tokens"] == records[1].provenance["num_tokens"]
+
+
+def test_rows_of_others_stay(
+    config: Config, workspace: Workspace, models: LoadedModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process caches a prompt while this one encodes."""
+    from latentcache.precache import prompts
+
+    encode = prompts._encode
+
+    def meanwhile(*arguments: Any) -> None:
+        monkeypatch.setattr(prompts, "_encode", encode)
+        with open_workspace(config.cache) as other:
+            cache_prompts(config, other, models, [("of another process", False)], device="cpu")
+        encode(*arguments)
+
+    monkeypatch.setattr(prompts, "_encode", meanwhile)
+    before = set(prompts_of(workspace).rows)
+    cache_prompts(config, workspace, models, NEW, device="cpu")
+    added = {prompt_id("a late idea"), prompt_id("blurry", negative=True), prompt_id("of another process")}
+    assert set(prompts_of(workspace).rows) == before | added
+
+
+def test_an_entry_that_is_there_only_needs_its_row(config: Config, workspace: Workspace, models: LoadedModels) -> None:
+    """A caption of the dataset as a prompt: it is encoded already."""
+    assert cache_prompts(config, workspace, models, [("a red house", False)], device="cpu") == 0
+    with LatentCache(config.cache.path) as cache:
+        assert torch.equal(
+            cache.prompt("a red house", device="cpu")["prompt_embeds"],
+            cache.batch(["a.png"], device="cpu")["prompt_embeds"],
+        )
+
+
+def test_lost_and_damaged_entries_are_encoded_again(
+    config: Config, workspace: Workspace, cache: LatentCache, models: LoadedModels
+) -> None:
+    row: Row = prompts_of(workspace).rows[prompt_id("a validation prompt")]
+    before = cache.prompt("a validation prompt", device="cpu")
+    cache.store.remove([row.captions[0].key])
+
+    def encode(pairs: list[Pair]) -> int:
+        return cache_prompts(config, workspace, models, pairs, device="cpu")
+
+    (embeddings,) = prompt_embeddings(cache, ["a validation prompt"], "", device="cpu", encode=encode)
+    assert torch.equal(embeddings.prompt_embeds, before["prompt_embeds"])
+    needle = before["pooled_prompt_embeds"].numpy().tobytes()
+    for pack in config.cache.path.glob("packs/*/*.safetensors"):
+        data = pack.read_bytes()
+        if needle in data:
+            os.chmod(pack, 0o600)
+            pack.write_bytes(data.replace(needle, bytes(len(needle))))
+    with LatentCache(config.cache.path) as damaged:
+        (embeddings,) = prompt_embeddings(damaged, ["a validation prompt"], "", device="cpu", encode=encode)
+    assert torch.equal(embeddings.pooled_prompt_embeds, before["pooled_prompt_embeds"])
+
+
+def test_other_text_encoders_are_refused(config: Config, workspace: Workspace, parts: dict[str, Any]) -> None:
+    others = {name: tiny_sdxl(5)[name] for name in TEXT_PARTS}
+    rows = prompts_of(workspace).rows
+    with pytest.raises(
+        ModelError, match=r"captions of dataset photos were: text_encoder_2 is [0-9a-f]{6}, in the cache [0-9a-f]{6}\. "
+    ) as caught:
+        models = LoadedModels(**(others | {"text_encoder": parts["text_encoder"]}))
+        cache_prompts(config, workspace, models, NEW, device="cpu")
+    assert caught.value.part == "text_encoder_2"
+    assert prompts_of(workspace).rows == rows and len(workspace.manifests.names()) == 2
+
+
+def test_other_settings_are_refused(
+    make_config: Callable[..., Config], workspace: Workspace, models: LoadedModels
+) -> None:
+    changed = make_config(**{"encode.text_dtype": "float16", "encode.clip_skip": 1, "cache.salt": "x"})
+    with pytest.raises(
+        ModelError,
+        match=r"salt is 'x', in the cache ''; compute_dtype is 'float16', in the cache 'float32'; "
+        r"store_dtype is 'float16', in the cache 'float32'; clip_skip is 1, in the cache 0",
+    ):
+        cache_prompts(changed, workspace, models, NEW, device="cpu")
+
+
+def test_an_encoder_that_is_trained_is_refused(
+    config: Config, workspace: Workspace, models: LoadedModels, parts: dict[str, Any]
+) -> None:
+    parts["text_encoder_2"].text_projection.requires_grad_(True)
+    before = encoders(parts)
+    with pytest.raises(TrainableEncoderError, match=r"text_encoder_2\.text_projection\.weight requires grad"):
+        cache_prompts(config, workspace, models, NEW, device="cpu")
+    assert encoders(parts) == before
+
+
+@pytest.mark.parametrize("failing", ["text_encoder", "text_encoder_2"])
+def test_an_encoder_that_fails_goes_home_and_can_be_tried_again(
+    config: Config, workspace: Workspace, models: LoadedModels, parts: dict[str, Any], failing: str
+) -> None:
+    def fail(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    parts["text_encoder"].train()
+    before = encoders(parts)
+    hook = parts[failing].register_forward_pre_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        cache_prompts(config, workspace, models, NEW, device="cpu")
+    hook.remove()
+    assert encoders(parts) == before
+    assert cache_prompts(config, workspace, models, NEW, device="cpu") == 2
+
+
+def test_an_output_that_cannot_be_stored_is_named(
+    config: Config, workspace: Workspace, models: LoadedModels, parts: dict[str, Any]
+) -> None:
+    hook = parts["text_encoder_2"].text_projection.register_forward_hook(lambda *args: args[2] * torch.nan)
+    with pytest.raises(EncodeError, match="prompt: a late idea: the text encoders gave nan for caption 'a late idea'"):
+        cache_prompts(config, workspace, models, NEW, device="cpu")
+    hook.remove()
+    assert prompt_id("a late idea") not in prompts_of(workspace).rows
+
+
+def test_a_prompt_that_is_cut_is_told(
+    config: Config, workspace: Workspace, models: LoadedModels, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache_prompts(config, workspace, models, [("x" * 100, False)], device="cpu")
+    assert "has 102 tokens, 77 are used" in caplog.text
+
+
+def test_the_cpu_tier(make_config: Callable[..., Config], models: LoadedModels) -> None:
+    config = make_config(**{"cache.store": "cpu"})
+    with Workspace() as workspace:
+        run_precache(config, workspace=workspace)
+        cache = LatentCache(store=workspace.store, manifests=workspace.manifests)
+
+        def encode(pairs: list[Pair]) -> int:
+            return cache_prompts(config, workspace, models, pairs, device="cpu")
+
+        assert prompt_embeddings(cache, ["a late idea"], "blurry", device="cpu", encode=encode)
