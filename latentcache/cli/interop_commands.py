@@ -25,8 +25,8 @@ FORMATS = {
     "diffusion-pipe": "diffusion_pipe",
     "onetrainer": "onetrainer",
 }
-"""Format -> its module in `interop.formats`: `read(root, *, ...)` reads a cache, `export(cache, name, folder, *, ...)`, if
-there is one, writes one. Their keyword arguments are the options of that format."""
+"""Format -> its module in `interop.formats`. `read(root, *, ...)` reads a cache; `export(cache, name, folder, *, ...)`,
+where a module has it, writes one. Their keyword arguments are the options of that format."""
 
 # The longer name first: cyclopts would take it for a key of the shorter one.
 CacheFolder = Annotated[Path | None, Parameter(name=("--cache.path", "--cache"), help="The cache's directory.")]
