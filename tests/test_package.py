@@ -19,7 +19,7 @@ MODULES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 LAYERS = [
     {"errors", "types", "__init__"},
     {"utils"},
-    {"config", "identity", "provenance"},
+    {"config", "identity", "provenance", "families"},
     {"dataset", "store", "devices"},
     {"checkpoints"},
     {"models"},

@@ -8,7 +8,8 @@ import torch
 
 from latentcache.devices.audit import audit
 from latentcache.doctor.diagnosis import Diagnosis, Finding
-from latentcache.models.tiny import HIDDEN_SIZE, HIDDEN_SIZE_2, NUM_TOKENS, tiny_unet
+from latentcache.families.sdxl import DOWNSCALE_FACTOR, LATENT_CHANNELS, NUM_TOKENS, time_ids
+from latentcache.models.tiny import HIDDEN_SIZE, HIDDEN_SIZE_2, tiny_unet
 
 BATCH_SIZE, LATENT_SIDE = 2, 8
 SUBJECT = "training trial"
@@ -59,13 +60,13 @@ def try_training(device: torch.device) -> Diagnosis:
 
 def training_batch(generator: torch.Generator) -> dict[str, torch.Tensor]:
     """What SDXL's UNet takes, for the tiny one, on the CPU: latents [B, 4, h, w], embeddings and time ids."""
-    height = width = LATENT_SIDE * 8
+    size = (LATENT_SIDE * DOWNSCALE_FACTOR,) * 2
     return {
-        "sample": torch.randn(BATCH_SIZE, 4, LATENT_SIDE, LATENT_SIDE, generator=generator),
+        "sample": torch.randn(BATCH_SIZE, LATENT_CHANNELS, LATENT_SIDE, LATENT_SIDE, generator=generator),
         "timestep": torch.randint(0, 1000, (BATCH_SIZE,), generator=generator),
         "prompt_embeds": torch.randn(BATCH_SIZE, NUM_TOKENS, HIDDEN_SIZE + HIDDEN_SIZE_2, generator=generator),
         "pooled_prompt_embeds": torch.randn(BATCH_SIZE, HIDDEN_SIZE_2, generator=generator),
-        "add_time_ids": torch.tensor([[height, width, 0, 0, height, width]] * BATCH_SIZE, dtype=torch.float32),
+        "add_time_ids": torch.tensor([time_ids(size, (0, 0), size)] * BATCH_SIZE, dtype=torch.float32),
     }
 
 

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from latentcache.devices.placement import Asker, device_of
 from latentcache.errors import ModelError, StoreError
+from latentcache.families import sdxl
 from latentcache.loading.cache import IMAGE_FIELDS, TEXT_FIELDS, Batch, LatentCache, place
 from latentcache.loading.dataset import LatentDataset, LatentDatasets
 from latentcache.loading.randomness import Visit, seed_of
@@ -174,7 +175,7 @@ def time_ids(
     """
     targets = batch["target_sizes"] if resolution is None else [(resolution, resolution)] * len(batch["target_sizes"])
     sizes = zip(batch["original_sizes"], batch["crop_top_lefts"], targets, strict=True)
-    rows = [[*original, *crop, *target] for original, crop, target in sizes]
+    rows = [sdxl.time_ids(*each) for each in sizes]
     return torch.tensor(rows, dtype=dtype, device=device_of(device))
 
 

@@ -8,13 +8,11 @@ from typing import Any
 
 import torch
 
+from latentcache.families.sdxl import SCALING_FACTOR
 from latentcache.identity import SCHEMA, canonical_json, digest, key_of
 from latentcache.provenance import now, software_versions
 from latentcache.store.base import dtype_name, flat_bytes
 from latentcache.types import Entry, Geometry, Kind, Record
-
-SCALING_FACTOR = 0.13025
-"""SDXL's: what its UNet expects latents to be multiplied by."""
 
 
 def imported_common(format_name: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from latentcache.config import PROMPTS_PREFIX, Name
 from latentcache.dataset.manifest import CaptionRef, ImageRef, Manifest, Row
 from latentcache.errors import ConfigError, StoreError
+from latentcache.families.sdxl import DOWNSCALE_FACTOR
 from latentcache.identity import caption_digest, digest
 from latentcache.interop.imported_identity import import_provenance, imported_common, unverified_entry
 from latentcache.interop.items import ForeignCache, ForeignImage, ForeignText
@@ -29,8 +30,6 @@ from latentcache.utils.progress import NoProgress, Progress
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 Dtypes = Mapping[Kind, torch.dtype | None]
 """In which dtype each kind is stored; None: as it comes."""
-DOWNSCALE = 8
-"""Pixels of an image to one of its latent, along each side: SDXL's VAE."""
 
 
 def import_cache(
@@ -195,7 +194,7 @@ class _Import:
 
     def _image_fault(self, item: ForeignImage) -> tuple[str, str] | None:
         shape, target = tuple(item.latents.shape), item.geometry.target_size
-        if len(shape) != 3 or (shape[1] * DOWNSCALE, shape[2] * DOWNSCALE) != target:
+        if len(shape) != 3 or (shape[1] * DOWNSCALE_FACTOR, shape[2] * DOWNSCALE_FACTOR) != target:
             return "corrupt", f"its latents have the shape {list(shape)}, which does not fit a bucket of {target}"
         sample = self._samples.get(item.sample_id)
         if sample is not None and any(ref.geometry.flip == item.geometry.flip for ref in sample.images):

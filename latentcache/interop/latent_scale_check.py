@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from latentcache.errors import DatasetError
-from latentcache.interop.imported_identity import SCALING_FACTOR
+from latentcache.families.sdxl import SCALING_FACTOR
 
 UNSCALED_STD = 7.7
 """Median standard deviation of unscaled SDXL latents: the scaling factor was chosen to bring it near 1."""

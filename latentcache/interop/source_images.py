@@ -11,8 +11,8 @@ from latentcache.dataset.sources import Sample, open_source
 from latentcache.errors import DatasetError, ForeignFileRefused
 from latentcache.types import Refusal, Size
 
-# Only sizes are read here, and the other trainer accepted the image already.
-_POLICY = ImagePolicy(animated="first-frame", max_aspect=float(1 << 20), min_side=1)
+SIZE_POLICY = ImagePolicy(animated="first-frame", max_aspect=float(1 << 20), min_side=1)
+"""Refuses no image for its form: only its size is read, and the other trainer accepted it already."""
 
 
 class Originals:
@@ -72,7 +72,7 @@ class Originals:
         sample = self._samples.get(sample_id)
         if sample is None:
             return None
-        return probe(self._source.read(sample), sample.path, _POLICY).size
+        return probe(self._source.read(sample), sample.path, SIZE_POLICY).size
 
     def find(self, recorded: str) -> str | None:
         """The sample that a foreign cache names by a path: relative, below the folder, or below `recorded_root`.

@@ -12,6 +12,7 @@ import torch
 
 from latentcache.dataset.manifest import ImageRef, Row
 from latentcache.errors import SampleError
+from latentcache.families import sdxl
 from latentcache.types import Geometry
 
 SIZES = ("original_size", "resized_size", "crop_top_left", "target_size")
@@ -34,14 +35,10 @@ class Layout(NamedTuple):
 
 @lru_cache(_MAX_LAYOUTS)
 def layout_of(geometry: Geometry) -> Layout:
-    """The layout of a geometry. Time ids are original_size + crop_top_left + target_size.
-
-    The order is that of diffusers' `StableDiffusionXLPipeline._get_add_time_ids`. float32, because bfloat16 cannot
-    hold every integer above 256.
-    """
-    time_ids = [*geometry.original_size, *geometry.crop_top_left, *geometry.target_size]
+    """The layout of a geometry. Time ids are float32: bfloat16 cannot hold every integer above 256."""
+    ids = sdxl.time_ids(geometry.original_size, geometry.crop_top_left, geometry.target_size)
     pairs = [tuple(getattr(geometry, name)) for name in SIZES]
-    return Layout(*pairs, np.array(time_ids, dtype=np.float32).tobytes())
+    return Layout(*pairs, np.array(ids, dtype=np.float32).tobytes())
 
 
 @dataclass(frozen=True, slots=True)

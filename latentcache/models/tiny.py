@@ -16,8 +16,9 @@ import torch
 from diffusers import AutoencoderKL, EulerDiscreteScheduler, StableDiffusionXLPipeline, UNet2DConditionModel
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
+from latentcache.families.sdxl import LATENT_CHANNELS, NUM_TOKENS, SCALING_FACTOR
+
 HIDDEN_SIZE, HIDDEN_SIZE_2 = 32, 40
-NUM_TOKENS = 77
 TIME_EMBED_DIM = 8
 
 
@@ -34,10 +35,10 @@ def tiny_sdxl(seed: int = 0) -> dict[str, Any]:
             block_out_channels=(16, 32, 32, 32),
             down_block_types=("DownEncoderBlock2D",) * 4,
             up_block_types=("UpDecoderBlock2D",) * 4,
-            latent_channels=4,
+            latent_channels=LATENT_CHANNELS,
             norm_num_groups=8,
             sample_size=64,
-            scaling_factor=0.13025,
+            scaling_factor=SCALING_FACTOR,
             force_upcast=True,
         )
     for module in (text_encoder, text_encoder_2, vae):
@@ -67,8 +68,8 @@ def tiny_unet(seed: int = 0) -> UNet2DConditionModel:
     with _seeded(seed):
         return UNet2DConditionModel(
             sample_size=8,
-            in_channels=4,
-            out_channels=4,
+            in_channels=LATENT_CHANNELS,
+            out_channels=LATENT_CHANNELS,
             layers_per_block=1,
             block_out_channels=(32, 64, 64),
             down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),

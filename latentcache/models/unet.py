@@ -20,6 +20,7 @@ from diffusers.loaders.single_file_utils import convert_ldm_unet_checkpoint, loa
 from latentcache.checkpoints.folder import DOCUMENT
 from latentcache.config import ModelConfig
 from latentcache.errors import ModelError
+from latentcache.families.sdxl import LATENT_CHANNELS
 from latentcache.models.lora import add_adapters, is_lora
 from latentcache.models.origin import (
     TINY,
@@ -272,7 +273,7 @@ def _check_settings(settings: _Settings, name: str) -> None:
             f"has addition_embed_type {settings.get('addition_embed_type')!r} and cross_attention_dim "
             f"{settings.get('cross_attention_dim')}, as Stable Diffusion 1 and 2 have"
         )
-    elif settings.get("in_channels") != 4:
+    elif settings.get("in_channels") != LATENT_CHANNELS:
         met = f"takes {settings.get('in_channels')} channels, as an inpainting UNet does, not 4"
     elif _num_time_ids(settings) == 5:
         met = f"takes 5 time ids and cross_attention_dim {settings.get('cross_attention_dim')}, as SDXL's refiner does"

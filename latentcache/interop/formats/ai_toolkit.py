@@ -27,6 +27,7 @@ from safetensors.torch import load, save
 
 from latentcache.dataset.samples import MAX_CAPTION_BYTES, walk
 from latentcache.errors import DatasetError, ForeignFileRefused
+from latentcache.families.sdxl import SCALING_FACTOR
 from latentcache.interop.export_files import WrittenFiles
 from latentcache.interop.exporting import ExportSample, export_samples
 from latentcache.interop.items import ForeignImage, ForeignItem, ForeignText
@@ -36,7 +37,6 @@ from latentcache.interop.torch_files import read_file, tensor_in
 from latentcache.loading.cache import LatentCache
 from latentcache.types import Crop, Geometry, Refusal, Size
 
-SCALING_FACTOR = 0.13025
 LATENT_FOLDER, TEXT_FOLDER = "_latent_cache", "_t_e_cache"
 NOTE_NO_IMAGE = "the image is not there: the size that it was scaled to stands for its own"
 NOTE_UNUSUAL = "ai-toolkit scales or crops the image otherwise: it does not find the latent, and encodes it anew"

@@ -21,19 +21,18 @@ from urllib.parse import quote
 from latentcache.dataset.buckets import fit
 from latentcache.dataset.samples import walk
 from latentcache.errors import DatasetError, ForeignFileRefused
+from latentcache.families.sdxl import DOWNSCALE_FACTOR, SCALING_FACTOR
 from latentcache.interop.items import ForeignImage, ForeignItem
 from latentcache.interop.source_images import Originals, refusal_of, sample_id_of
 from latentcache.interop.torch_files import MAX_FILE_BYTES, load_torch, opened, read_at, tensor_in
 from latentcache.types import Refusal, Size
 
-SCALING_FACTOR = 0.13025
 DATABASE = "metadata.db"
 NOTE_DERIVED = "sizes derived from the image: resized to cover the bucket, cropped in the middle"
 NOTE_NO_IMAGE = "the image is not there: the bucket stands for its size, as where diffusion-pipe trains"
 NOTE_MASK = "its mask is not imported"
 
 _SHARD = re.compile(r"shard_(\d{1,6})")
-_DOWNSCALE = 8
 _MAX_QUERY_S = 60.0
 _MAX_ITEMS = 1 << 22
 _MAX_TEXT_BYTES = 1 << 20
@@ -135,7 +134,7 @@ class DiffusionPipeCache:
         if archive is not None:
             raise ForeignFileRefused(path, "unsupported-format", f"its image is in the tar {archive!r:.200}")
         sample_id = self._originals.find(recorded)
-        target = Size(latents.shape[1] * _DOWNSCALE, latents.shape[2] * _DOWNSCALE)
+        target = Size(latents.shape[1] * DOWNSCALE_FACTOR, latents.shape[2] * DOWNSCALE_FACTOR)
         size = None if sample_id is None else self._originals.size(sample_id)
         if sample_id is None or size is None:
             geometry, note, image = fit(target, target), NOTE_NO_IMAGE, None

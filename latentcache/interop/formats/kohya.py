@@ -24,19 +24,20 @@ import numpy as np
 import torch
 
 from latentcache.dataset.buckets import fit
-from latentcache.dataset.images import ImagePolicy, probe
+from latentcache.dataset.images import probe
 from latentcache.dataset.samples import Sample, Source, walk
 from latentcache.dataset.sources import open_source
 from latentcache.errors import DatasetError, ForeignFileRefused, ImageRefused
+from latentcache.families.sdxl import DOWNSCALE_FACTOR, NUM_TOKENS
 from latentcache.interop.export_files import WrittenFiles
 from latentcache.interop.exporting import ExportCaption, ExportSample, export_samples
 from latentcache.interop.items import ForeignImage, ForeignItem, ForeignText
 from latentcache.interop.npz_files import NpzFile, npz_bytes, open_npz
 from latentcache.interop.reports import ExportReport
+from latentcache.interop.source_images import SIZE_POLICY
 from latentcache.loading.cache import LatentCache
 from latentcache.types import Bucket, Geometry, Refusal, Size
 
-NUM_TOKENS = 77
 SUFFIX, TEXT_SUFFIX = "_sdxl.npz", "_te_outputs.npz"
 NOTE_MASK = "alpha_mask not imported: entries have no mask"
 NOTE_LEGACY = "the file has the older name, which does not say for which model it was made"
@@ -51,10 +52,7 @@ _LATENT_NAME = re.compile(
     r"(?P<base>.+)_(?P<width>\d{4,6})x(?P<height>\d{4,6})_(?P<arch>[a-z][a-z0-9_]*)\.npz", re.DOTALL
 )
 _RESOLUTION = re.compile(r"latents_(?P<h>\d{1,5})x(?P<w>\d{1,5})")
-_DOWNSCALE = 8
 _LARGEST_STEP = 64  # of kohya's buckets, in pixels
-# Only sizes are read here, and kohya accepted the image already.
-_POLICY = ImagePolicy(animated="first-frame", max_aspect=float(1 << 20), min_side=1)
 
 
 def contain_rule(original_size: Size, bucket: Bucket) -> tuple[float, float, float, float]:
@@ -139,7 +137,7 @@ class KohyaCache:
         """The latent of a file and its flipped twin. `named` is the original size that the file's name tells."""
         with open_npz(path) as file:
             stored = _stored(file, path, self._area)
-            bucket = Bucket(stored.height * _DOWNSCALE, stored.width * _DOWNSCALE)
+            bucket = Bucket(stored.height * DOWNSCALE_FACTOR, stored.width * DOWNSCALE_FACTOR)
             notes = [NOTE_OTHERS] if stored.has_others else []
             notes += [] if named else [NOTE_LEGACY]
             size = _original_size(file, path, stored, named)
@@ -168,7 +166,7 @@ class KohyaCache:
         if not samples or self._source is None:
             notes.append(NOTE_NO_IMAGE)
             return base, None
-        upright = {s.sample_id: probe(self._source.read(s), s.path, _POLICY).size for s in samples}
+        upright = {s.sample_id: probe(self._source.read(s), s.path, SIZE_POLICY).size for s in samples}
         fitting = [sample for sample in samples if upright[sample.sample_id] == size]
         if not fitting:
             # kohya takes the size as the file has it, before a turn.
@@ -238,7 +236,7 @@ def _stored(file: NpzFile, path: Path, area: int | None) -> _Stored:
         )
     sizes = sorted(found, key=lambda size: -size[0] * size[1])
     if area is not None:
-        sizes.sort(key=lambda size: abs(size[0] * size[1] * _DOWNSCALE**2 - area))
+        sizes.sort(key=lambda size: abs(size[0] * size[1] * DOWNSCALE_FACTOR**2 - area))
     chosen = found[sizes[0]]
     return _Stored(chosen.suffix, chosen.height, chosen.width, len(found) > 1)
 

@@ -22,12 +22,12 @@ import torch
 
 from latentcache.dataset.samples import walk
 from latentcache.errors import DatasetError, ForeignFileRefused
+from latentcache.families.sdxl import NUM_TOKENS
 from latentcache.interop.items import ForeignImage, ForeignItem, ForeignText
 from latentcache.interop.source_images import Originals, refusal_of, sample_id_of
 from latentcache.interop.torch_files import load_torch, read_file, tensor_in
 from latentcache.types import Crop, Geometry, Refusal, Size
 
-NUM_TOKENS = 77
 AGGREGATE = "aggregate.pt"
 NOTE_AUGMENTED = "flips and other augmentations are not recorded: none are assumed"
 NOTE_LAYER = "the hidden layer (clip skip) is not recorded"

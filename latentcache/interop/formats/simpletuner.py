@@ -25,6 +25,7 @@ import torch
 from latentcache.dataset.buckets import fit
 from latentcache.dataset.samples import walk
 from latentcache.errors import ConfigError, DatasetError, ForeignFileRefused
+from latentcache.families.sdxl import DOWNSCALE_FACTOR, SCALING_FACTOR
 from latentcache.interop.export_files import WrittenFiles
 from latentcache.interop.exporting import export_samples
 from latentcache.interop.items import ForeignImage, ForeignItem, ForeignText
@@ -34,7 +35,6 @@ from latentcache.interop.torch_files import gunzip, is_gzip, load_torch, read_fi
 from latentcache.loading.cache import LatentCache
 from latentcache.types import Crop, Geometry, Refusal, Size
 
-SCALING_FACTOR = 0.13025
 NOTE_DERIVED = "sizes derived from the image: resized to cover the bucket, cropped in the middle"
 NOTE_ORDER = "the recorded sizes and crop fit as (height, width) and as (width, height): one was assumed"
 
@@ -46,7 +46,6 @@ _TEXT_NAME = re.compile(r"[0-9a-f]{32}-sdxl\.pt")
 _METADATA_NAME = "aspect_ratio_bucket_metadata_*.json"
 _MAX_METADATA_BYTES = 1 << 30
 _MAX_SIDE = 1 << 20
-_DOWNSCALE = 8
 
 
 def read(
@@ -203,7 +202,7 @@ class SimpleTunerCache:
         latents = tensor_in(_payload(path), "the latent", path, ndim=3)
         size = self._originals.size(sample_id)
         assert size is not None  # it is a sample of the folder
-        target = Size(latents.shape[1] * _DOWNSCALE, latents.shape[2] * _DOWNSCALE)
+        target = Size(latents.shape[1] * DOWNSCALE_FACTOR, latents.shape[2] * DOWNSCALE_FACTOR)
         geometry, note = self._sizes.geometry(sample_id, size, target, path)
         image = self._originals.path(sample_id)
         return ForeignImage(sample_id, path, image, latents, SCALING_FACTOR, "sample", geometry, note)
