@@ -12,7 +12,7 @@ from latentcache.devices.audit_report import AuditReport, Finding, Kind
 from latentcache.devices.offload import hooks_by_path, numbered
 from latentcache.devices.optimizer_audit import ownership_findings, params_of, state_findings, states_of
 from latentcache.devices.part_tensors import Holding, holdings_of, is_optimizer, is_scaler
-from latentcache.devices.placement import Asker, device_of
+from latentcache.devices.placement import DeviceLike, device_of
 from latentcache.devices.prefix_map import Declared
 from latentcache.devices.tensor_location import device_of_values, why_left_alone
 
@@ -22,7 +22,7 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 def audit(
     parts: Mapping[str, object],
     *,
-    device: Asker | Mapping[str, Asker] | None = None,
+    device: DeviceLike | Mapping[str, DeviceLike] | None = None,
     training: Mapping[str, bool] | None = None,
     dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> AuditReport:
@@ -38,7 +38,7 @@ def audit(
     holdings = _holdings(parts)
     states = [state for part, value in parts.items() if is_optimizer(value) for state in states_of(part, value)]
     given = device if isinstance(device, Mapping) else dict.fromkeys(parts, device) if device is not None else {}
-    devices = Declared("device", {key: numbered(device_of(asker)) for key, asker in given.items()}, parts)
+    devices = Declared("device", {key: numbered(device_of(requester)) for key, requester in given.items()}, parts)
     flags, kinds = Declared("training", training, parts), Declared("dtypes", dtypes, parts)
     inferred = _inferred([holding for holding in holdings if devices.of(holding.path) is None])
 

@@ -1,4 +1,4 @@
-"""Where tensors and modules go: the asking device, and the placement of an encoder with the reason for it."""
+"""Where tensors and modules go: the requesting device, and the placement of an encoder with the reason for it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 from latentcache.devices.offload import casting_dtype_of, offload_hook_of
 from latentcache.errors import DeviceError
 
-Asker: TypeAlias = "torch.device | str | torch.Tensor | torch.nn.Module"
-"""Who asks for tensors: a device, its name, or something that lives on it."""
+DeviceLike: TypeAlias = "torch.device | str | torch.Tensor | torch.nn.Module"
+"""Names the requesting device: a device, its name, or a tensor or module that lies on it."""
 
 VAE_BYTES_PER_PIXEL = 128 * 5
 """Peak activations of the SDXL VAE's encoder, in elements per pixel: 128 channels at full resolution, of which about
@@ -59,30 +59,30 @@ def device_named(name: str, local_rank: int | None = None) -> torch.device:
     return device
 
 
-def device_of(asker: Asker) -> torch.device:
-    """The device of the asker. A module under an offload hook asks for its execution device.
+def device_of(requester: DeviceLike) -> torch.device:
+    """The requesting device. A module under an offload hook stands for its execution device.
 
     Raises DeviceError for a module whose parameters and buffers lie on several devices, on `meta`, or that has none.
     """
-    if isinstance(asker, torch.Tensor):
-        return device_of_tensor("tensor", asker)
-    if not isinstance(asker, torch.nn.Module):
-        return device_named(str(asker))
-    hook = next(filter(None, map(offload_hook_of, asker.modules())), None)
+    if isinstance(requester, torch.Tensor):
+        return device_of_tensor("tensor", requester)
+    if not isinstance(requester, torch.nn.Module):
+        return device_named(str(requester))
+    hook = next(filter(None, map(offload_hook_of, requester.modules())), None)
     if hook is not None:
         # The parameters wait on the CPU or on meta: only the hook knows where the forward will run.
         return hook.execution_device
     first: dict[torch.device, str] = {}
-    for name, tensor in chain(asker.named_parameters(), asker.named_buffers()):
+    for name, tensor in chain(requester.named_parameters(), requester.named_buffers()):
         first.setdefault(tensor.device, name)
     if not first:
-        raise DeviceError(f"{type(asker).__name__} has no parameters and no buffers: name the device instead")
+        raise DeviceError(f"{type(requester).__name__} has no parameters and no buffers: name the device instead")
     if len(first) > 1:
         found = ", ".join(f"{name} on {device}" for device, name in first.items())
-        raise DeviceError(f"{type(asker).__name__} lies on {len(first)} devices ({found}): move it to one first")
+        raise DeviceError(f"{type(requester).__name__} lies on {len(first)} devices ({found}): move it to one first")
     device, name = next(iter(first.items()))
     if device.type == "meta":
-        raise DeviceError(f"{type(asker).__name__}.{name} is on meta and holds no values: load the module first")
+        raise DeviceError(f"{type(requester).__name__}.{name} is on meta and holds no values: load the module first")
     return device
 
 
@@ -93,17 +93,17 @@ def device_of_tensor(name: str, tensor: torch.Tensor) -> torch.device:
     return tensor.device
 
 
-def dtype_of(asker: Asker) -> torch.dtype | None:
-    """The floating dtype that the asker computes in, or None when it has none (a device, an integer tensor).
+def dtype_of(requester: DeviceLike) -> torch.dtype | None:
+    """The floating dtype that the requester computes in, or None when it has none (a device, an integer tensor).
 
     Nothing computes in the 8-bit floats that weights may be stored in: diffusers' `enable_layerwise_casting` says what
     its module computes in, and of other modules those tensors do not count.
     """
-    if isinstance(asker, torch.Tensor):
-        return asker.dtype if _computes(asker) else None
-    if isinstance(asker, torch.nn.Module):
-        stored = (t.dtype for t in chain(asker.parameters(), asker.buffers()) if _computes(t))
-        return next(chain(filter(None, map(casting_dtype_of, asker.modules())), stored), None)
+    if isinstance(requester, torch.Tensor):
+        return requester.dtype if _computes(requester) else None
+    if isinstance(requester, torch.nn.Module):
+        stored = (t.dtype for t in chain(requester.parameters(), requester.buffers()) if _computes(t))
+        return next(chain(filter(None, map(casting_dtype_of, requester.modules())), stored), None)
     return None
 
 

@@ -13,7 +13,7 @@ import torch
 from diffusers import DiffusionPipeline
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from latentcache.devices.placement import Asker, device_of
+from latentcache.devices.placement import DeviceLike, device_of
 from latentcache.errors import ModelError, StoreError
 from latentcache.families import sdxl
 from latentcache.loading.cache import IMAGE_FIELDS, TEXT_FIELDS, Batch, LatentCache, place
@@ -163,11 +163,11 @@ class Epochs(Sampler[list[int]]):
 def time_ids(
     batch: Mapping[str, Any],
     *,
-    device: Asker,
+    device: DeviceLike,
     dtype: torch.dtype = torch.float32,
     resolution: int | None = None,
 ) -> torch.Tensor:
-    """SDXL's time ids of a batch, [B, 6]: original size, crop and target size, on the asking device.
+    """SDXL's time ids of a batch, [B, 6]: original size, crop and target size, on the requesting device.
 
     The target is the bucket, as SDXL was trained. With `resolution` it is (resolution, resolution), as the scripts'
     `compute_time_ids` has it; the two are equal for square buckets of that resolution. The scripts have them in their
@@ -184,14 +184,14 @@ def prompt_kwargs(
     prompts: str | Sequence[str],
     negative: str | Sequence[str] | None = None,
     *,
-    device: Asker | DiffusionPipeline,
+    device: DeviceLike | DiffusionPipeline,
     dtype: torch.dtype | None = None,
 ) -> dict[str, torch.Tensor]:
     """What any SDXL pipeline of diffusers takes in place of its prompts: `pipe(**prompt_kwargs(...))`.
 
     Returns `prompt_embeds` and `negative_prompt_embeds` [B, T, D], `pooled_prompt_embeds` and
-    `negative_pooled_prompt_embeds` [B, P] for B prompts (one string: B is 1), on the asking device. A pipeline asks for
-    the device and dtype of its UNet, and needs no text encoder. `negative` is one text for all, or one for each.
+    `negative_pooled_prompt_embeds` [B, P] for B prompts (one string: B is 1), on the requesting device. A pipeline
+    stands for its UNet's device and dtype, and needs no text encoder. `negative` is one text for all, or one for each.
     None is what the pipeline makes of no negative prompt: zeros, or the embeddings of the empty prompt where its
     config has `force_zeros_for_empty_prompt` off.
 
@@ -200,16 +200,16 @@ def prompt_kwargs(
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
     if not texts:
         raise StoreError("prompts is empty; it must hold at least one text")
-    unet, asker = None, device
+    unet, requester = None, device
     if isinstance(device, DiffusionPipeline):
-        unet = asker = _unet_of(device)
+        unet = requester = _unet_of(device)
         if negative is None and not device.config.get("force_zeros_for_empty_prompt", True):
             negative = ""
     negatives = [negative] * len(texts) if negative is None or isinstance(negative, str) else list(negative)
     if len(negatives) != len(texts):
         raise StoreError(f"negative holds {len(negatives)} texts for {len(texts)} prompts; give one for each, or one")
     found = [
-        prompt_embeddings(cache, [text], other, device=asker, dtype=dtype)[0].tensors()
+        prompt_embeddings(cache, [text], other, device=requester, dtype=dtype)[0].tensors()
         for text, other in zip(texts, negatives, strict=True)
     ]
     kwargs = {name: torch.cat([tensors[name] for tensors in found]) for name in found[0]}

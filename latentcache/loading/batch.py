@@ -1,4 +1,4 @@
-"""A batch that was read, brought to the asking device: moved, converted, drawn, scaled."""
+"""A batch that was read, brought to the requesting device: moved, converted, drawn, scaled."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from latentcache.devices.placement import Asker, device_of, dtype_of
+from latentcache.devices.placement import DeviceLike, device_of, dtype_of
 from latentcache.errors import StoreError
 from latentcache.store.stacking import check_output
 
@@ -31,14 +31,14 @@ class Scaling:
 
 def place(
     batch: Batch,
-    device: Asker,
+    device: DeviceLike,
     *,
     dtype: torch.dtype | None = None,
     output: Literal["latents", "moments"] = "latents",
     scaling: Scaling | None = None,
     generator: torch.Generator | None = None,
 ) -> Batch:
-    """A gathered batch moved to the asking device: see `LatentCache.batch`. `scaling` None leaves latents unscaled.
+    """A gathered batch moved to the requesting device: see `LatentCache.batch`. `scaling` None leaves latents unscaled.
 
     It is the same dictionary where there is nothing to do.
     """
@@ -100,7 +100,7 @@ def fill(out: Mapping[str, torch.Tensor], batch: Batch) -> Batch:
     return batch
 
 
-def is_cpu(device: Asker) -> bool:
+def is_cpu(device: DeviceLike) -> bool:
     """Whether it is the CPU by name, which asks for no dtype."""
     return device == "cpu" if isinstance(device, str) else isinstance(device, torch.device) and device.type == "cpu"
 

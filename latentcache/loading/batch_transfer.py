@@ -1,4 +1,4 @@
-"""From host buffers to the asking device, beside the training step where the device can do that."""
+"""From host buffers to the requesting device, beside the training step where the device can do that."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Entries handed back: gathered from the store, on the asking model's device."""
+"""Entries handed back: gathered from the store, on the requesting model's device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from latentcache.config import PROMPTS_PREFIX
 from latentcache.dataset.manifest import Manifest, ManifestFolder, Manifests, Row, prompts_name
-from latentcache.devices.placement import Asker, device_of, dtype_of
+from latentcache.devices.placement import DeviceLike, device_of, dtype_of
 from latentcache.errors import EntryDamagedError, EntryMissingError, SampleError, StoreError
 from latentcache.loading.batch import IMAGE_FIELDS, Batch, Scaling, fill, is_cpu, place
 from latentcache.loading.held import HeldSamples
@@ -40,8 +40,8 @@ class LatentCache:
     sample_id that occurs in several datasets is an error. `read_only` writes nothing, not even marks of damage; by
     default it is so where the directory cannot be written. `unverified` also hands back samples that were imported and
     not verified; without it they are a SampleError. The sizes of a batch are integers; its tensors are on the
-    asking device. The cache never moves the model that asks. `io` is that of `DiskStore`, for a path: "mapped" reads
-    through the page cache, "direct" past it, "auto" past it where the packs take more than half of the memory.
+    requesting device. The cache never moves the requesting model. `io` is that of `DiskStore`, for a path: "mapped"
+    reads through the page cache, "direct" past it, "auto" past it where the packs take more than half of the memory.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class LatentCache:
 
     # Tensors
 
-    def get(self, key: str, *, device: Asker = "cpu", dtype: torch.dtype | None = None) -> Entry:
+    def get(self, key: str, *, device: DeviceLike = "cpu", dtype: torch.dtype | None = None) -> Entry:
         """One entry, compared with its digest, with its tensors on `device`.
 
         Raises EntryMissingError, EntryDamagedError, or SampleError for an imported entry that is unverified, unless
@@ -191,7 +191,7 @@ class LatentCache:
         self,
         sample_ids: Sequence[str],
         *,
-        device: Asker,
+        device: DeviceLike,
         dtype: torch.dtype | None = None,
         output: Literal["latents", "moments"] = "latents",
         scaled: bool = False,
@@ -200,11 +200,11 @@ class LatentCache:
         flip: bool = False,
         out: Mapping[str, torch.Tensor] | None = None,
     ) -> Batch:
-        """A batch of B samples of one bucket on the asking device.
+        """A batch of B samples of one bucket on the requesting device.
 
         Returns `latents` [B, C, h, w] (or `moments` [B, 2C, h, w]), `prompt_embeds` [B, T, D], `pooled_prompt_embeds`
         [B, P], `add_time_ids` [B, 6] in float32, and lists: `sample_id`, `caption`, `original_size`, `resized_size`,
-        `crop_top_left`, `target_size` (pairs of integers, height or top first). `dtype` follows the asking module.
+        `crop_top_left`, `target_size` (pairs of integers, height or top first). `dtype` follows the requesting module.
         Stored moments give a draw with `generator`, or their mean without one. `scaled` applies the VAE's shift and
         scaling factor; without it latents are as the VAE gave them. `caption` is the number of the caption.
 
@@ -288,7 +288,7 @@ class LatentCache:
         }
 
     def prompt(
-        self, text: str, *, device: Asker, dtype: torch.dtype | None = None, negative: bool = False
+        self, text: str, *, device: DeviceLike, dtype: torch.dtype | None = None, negative: bool = False
     ) -> dict[str, torch.Tensor]:
         """`prompt_embeds` [1, T, D] and `pooled_prompt_embeds` [1, P] of a cached validation prompt.
 

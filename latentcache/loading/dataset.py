@@ -14,7 +14,7 @@ from blake3 import blake3
 from torch.utils.data import ConcatDataset, Dataset
 
 from latentcache.dataset.manifest import Row
-from latentcache.devices.placement import Asker
+from latentcache.devices.placement import DeviceLike
 from latentcache.errors import StoreError
 from latentcache.loading.batch import Batch, place
 from latentcache.loading.cache import LatentCache
@@ -29,7 +29,7 @@ class LatentDataset(Dataset[Batch]):
 
     An item is a dict of CPU tensors as they are stored: `moments` [2C, h, w] or `latents` [C, h, w], `prompt_embeds`
     [T, D], `pooled_prompt_embeds` [P], `add_time_ids` [6] float32, the sizes as int64 [2], and the strings `sample_id`
-    and `caption`. torch's default collate stacks them. `place` then moves a batch to the asking model and draws
+    and `caption`. torch's default collate stacks them. `place` then moves a batch to the requesting model and draws
     latents from moments. Batches must not mix buckets: use `BucketBatchSampler`.
 
     `flips` adds the mirrored entries as items of their own. `caption` is the number of the caption, or "random": one
@@ -134,13 +134,13 @@ class LatentDataset(Dataset[Batch]):
         self,
         batch: Batch,
         *,
-        device: Asker,
+        device: DeviceLike,
         dtype: torch.dtype | None = None,
         output: Literal["latents", "moments"] = "latents",
         scaled: bool = False,
         generator: torch.Generator | None = None,
     ) -> Batch:
-        """A collated batch on the asking device; the arguments are those of `LatentCache.batch`."""
+        """A collated batch on the requesting device; the arguments are those of `LatentCache.batch`."""
         sizes = {name: batch[name] for name in SIZES}
         rest = {name: value for name, value in batch.items() if name not in SIZES}
         scaling = self.scaling if scaled else None

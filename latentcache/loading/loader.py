@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from latentcache.devices.placement import Asker, device_named, device_of, dtype_of
+from latentcache.devices.placement import DeviceLike, device_named, device_of, dtype_of
 from latentcache.errors import SampleError, StoreError
 from latentcache.loading.batch import Batch, Scaling, place
 from latentcache.loading.batch_transfer import MAX_IN_FLIGHT, Sent, Transfer, transfer_to
@@ -133,7 +133,7 @@ class _Maker:
 
 
 class LatentLoader:
-    """Iterates over the batches of a `BucketBatchSampler` on the asking device, `prefetch` batches ahead.
+    """Iterates over the batches of a `BucketBatchSampler` on the requesting device, `prefetch` batches ahead.
 
     A batch is what `LatentCache.batch` gives: tensors on the device, in its dtype, and lists. `output`: `latents` are
     drawn from moments anew at each visit (stored latents are as they are), `mean` is the moments' mean, `moments` are
@@ -142,7 +142,7 @@ class LatentLoader:
 
     One thread reads whole batches into buffers that are used again (pinned, with copies on a stream of their own, where
     the device has streams; `BufferPool` and `transfer.py` have the rules). Who holds a batch keeps it valid. Without
-    `prefetch` the same is done in the calling thread. Device and dtype are those of the asker when an iteration
+    `prefetch` the same is done in the calling thread. Device and dtype are those of the requester when an iteration
     begins. `resident` ("cpu" or a device) holds the whole dataset there once and gathers batches from it.
 
     An error comes up at the batch that it belongs to: SampleError for a sample that is missing or damaged. With
@@ -156,7 +156,7 @@ class LatentLoader:
         self,
         sampler: BucketBatchSampler,
         *,
-        device: Asker,
+        device: DeviceLike,
         dtype: torch.dtype | None = None,
         output: Output = "latents",
         scaled: bool = False,
@@ -175,7 +175,7 @@ class LatentLoader:
         if scaled and output == "moments":
             raise StoreError("moments are stored unscaled: ask for latents, or leave out scaled=True")
         self.sampler, self.dataset = sampler, sampler.dataset
-        self.asker, self.dtype, self.output, self.scaled = device, dtype, output, scaled
+        self.requester, self.dtype, self.output, self.scaled = device, dtype, output, scaled
         self.prefetch, self.damaged = prefetch, damaged
         self.skipped: dict[str, str] = {}
         self.num_skipped = 0
@@ -231,7 +231,7 @@ class LatentLoader:
             raise StoreError("the loader is closed; make a new one")
         if endless and not len(self.sampler):
             raise StoreError("an epoch has no batch: use a smaller batch_size, fewer ranks or drop_last=False")
-        target = device_of(self.asker)
+        target = device_of(self.requester)
         transfer = transfer_to(target)
         if self._pool is None or self._pool.wanted_pin != transfer.pin:
             self._pool = BufferPool(pin=transfer.pin, num_idle=self.prefetch + MAX_IN_FLIGHT + 2)
@@ -240,7 +240,7 @@ class LatentLoader:
             source=self.resident or self.dataset.cache,
             pool=self._pool,
             transfer=transfer,
-            dtype=self.dtype or dtype_of(self.asker),
+            dtype=self.dtype or dtype_of(self.requester),
             output=self.output,
             scaling=self.dataset.scaling if self.scaled else None,
             seed=self.sampler.seed,

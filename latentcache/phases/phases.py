@@ -13,7 +13,7 @@ from latentcache.checkpoints.parts import unwrapped_module
 from latentcache.devices.audit import audit
 from latentcache.devices.offload import numbered
 from latentcache.devices.part_tensors import is_optimizer, is_scaler
-from latentcache.devices.placement import Asker, device_of
+from latentcache.devices.placement import DeviceLike, device_of
 from latentcache.devices.state_rules import unwrapped
 from latentcache.errors import PhaseError
 from latentcache.phases.averaged_weights import EmaWeights, ScheduleFreeMode, is_training
@@ -69,8 +69,8 @@ class Phases:
         self,
         parts: Mapping[str, Any],
         *,
-        device: Asker,
-        park: Asker = "cpu",
+        device: DeviceLike,
+        park: DeviceLike = "cpu",
         train: Phase | None = None,
         validate: Phase | None = None,
         sample: Phase | None = None,

@@ -12,7 +12,7 @@ import torch
 
 from latentcache.config import Config
 from latentcache.dataset.manifest import CaptionRef, Manifest, Manifests, Row, prompts_name
-from latentcache.devices.placement import Asker, device_of
+from latentcache.devices.placement import DeviceLike, device_of
 from latentcache.errors import DatasetError, EncodeError, ModelError
 from latentcache.identity import (
     SCHEMA,
@@ -43,7 +43,7 @@ def cache_prompts(
     models: Models,
     texts: Sequence[tuple[str, bool]],
     *,
-    device: Asker,
+    device: DeviceLike,
 ) -> int:
     """Cache these prompts, pairs of a text and whether it is a negative prompt. Returns how many were encoded.
 

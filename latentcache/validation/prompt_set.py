@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from latentcache.devices.placement import Asker
+from latentcache.devices.placement import DeviceLike
 from latentcache.errors import SampleError
 from latentcache.loading.cache import LatentCache
 
@@ -40,11 +40,11 @@ def prompt_embeddings(
     prompts: Sequence[str],
     negative_prompt: str | None,
     *,
-    device: Asker,
+    device: DeviceLike,
     dtype: torch.dtype | None = None,
     encode: Callable[[Sequence[Pair]], object] | None = None,
 ) -> list[PromptEmbeddings]:
-    """The embeddings of these prompts, in their order, on the asking device; `dtype` follows an asking module.
+    """The embeddings of these prompts, in their order, on the requesting device; `dtype` follows a requesting module.
 
     `encode` is called once with all pairs (text, is negative) that the cache cannot hand back, and has to cache them
     (`precache.prompts.cache_prompts`); then they are read again. It is not called when nothing is missing. Without it
@@ -74,7 +74,7 @@ def prompt_embeddings(
 
 
 def _read(
-    cache: LatentCache, pairs: Iterable[Pair], device: Asker, dtype: torch.dtype | None
+    cache: LatentCache, pairs: Iterable[Pair], device: DeviceLike, dtype: torch.dtype | None
 ) -> tuple[dict[Pair, dict[str, torch.Tensor]], dict[Pair, SampleError]]:
     """The tensors of each pair, and why the others cannot be had: not cached, lost or damaged."""
     found: dict[Pair, dict[str, torch.Tensor]] = {}

@@ -1,4 +1,4 @@
-"""Who asks, and where tensors go."""
+"""The requesting device, and where tensors go."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from latentcache.models.tiny import tiny_unet
 
 def test_a_device_its_name_a_tensor_and_a_module_ask_alike() -> None:
     cpu = torch.device("cpu")
-    for asker in ("cpu", cpu, torch.zeros(1), torch.nn.Linear(1, 1)):
-        assert device_of(asker) == cpu
+    for requester in ("cpu", cpu, torch.zeros(1), torch.nn.Linear(1, 1)):
+        assert device_of(requester) == cpu
 
 
 def test_auto_is_the_accelerator_or_the_cpu() -> None:
@@ -64,7 +64,7 @@ def test_a_module_that_does_not_fit_is_put_back(monkeypatch: pytest.MonkeyPatch)
     assert Large.calls == 2
 
 
-def test_dtype_follows_the_asker() -> None:
+def test_dtype_follows_the_requester() -> None:
     assert dtype_of(torch.nn.Linear(1, 1).half()) == torch.float16
     assert dtype_of(torch.zeros(1, dtype=torch.bfloat16)) == torch.bfloat16
     assert dtype_of(torch.zeros(1, dtype=torch.int64)) is None
@@ -95,16 +95,16 @@ def test_buffers_count() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asker", "message"),
+    ("requester", "message"),
     [
         (torch.nn.ReLU(), "ReLU has no parameters and no buffers"),
         (torch.nn.Linear(1, 1, device="meta"), r"Linear\.weight is on meta"),
         (torch.zeros(1, device="meta"), "tensor is on meta"),
     ],
 )
-def test_who_cannot_ask(asker: object, message: str) -> None:
+def test_what_names_no_device(requester: object, message: str) -> None:
     with pytest.raises(DeviceError, match=message):
-        device_of(asker)  # type: ignore[arg-type]
+        device_of(requester)  # type: ignore[arg-type]
 
 
 def test_an_offloaded_module_asks_for_its_execution_device() -> None:

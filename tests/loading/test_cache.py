@@ -1,4 +1,4 @@
-"""Entries handed back: on the asking device, in its dtype, and never anything in place of what was asked for."""
+"""Entries handed back: on the requesting device, in its dtype, and never anything in place of what was asked for."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def cache(config: Config) -> LatentCache:
         yield cache
 
 
-def test_a_batch_follows_the_asking_module(cache: LatentCache) -> None:
+def test_a_batch_follows_the_requesting_module(cache: LatentCache) -> None:
     unet = torch.nn.Linear(2, 2).to(torch.bfloat16)
     batch = cache.batch(WIDE, device=unet)
     assert {name: tuple(batch[name].shape) for name in ("latents", "prompt_embeds", "pooled_prompt_embeds")} == {

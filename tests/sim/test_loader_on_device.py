@@ -48,9 +48,9 @@ def test_batches_are_those_of_the_cache(path: Path, device: torch.device, prefet
 
 
 def test_the_numbers_are_those_of_the_cpu(path: Path, device: torch.device) -> None:
-    def latents(asker: torch.device | str) -> list[torch.Tensor]:
+    def latents(requester: torch.device | str) -> list[torch.Tensor]:
         sampler = BucketBatchSampler(LatentDataset(path, "photos"), 2, seed=9)
-        return [batch["latents"].cpu() for batch in LatentLoader(sampler, device=asker, scaled=True)]
+        return [batch["latents"].cpu() for batch in LatentLoader(sampler, device=requester, scaled=True)]
 
     for here, there in zip(latents("cpu"), latents(device), strict=True):
         torch.testing.assert_close(there, here, rtol=TOLERANCE[device.type], atol=TOLERANCE[device.type])

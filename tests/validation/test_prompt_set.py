@@ -63,7 +63,7 @@ def encoders(parts: dict[str, Any]) -> list[tuple[Any, ...]]:
     return [*tensors, *((part.training,) for module in modules for part in module.modules())]
 
 
-def test_cached_prompts_in_their_order_and_in_the_askers_dtype(cache: LatentCache, parts: dict[str, Any]) -> None:
+def test_cached_prompts_in_their_order_and_in_the_requesters_dtype(cache: LatentCache, parts: dict[str, Any]) -> None:
     unet = torch.nn.Linear(1, 1).half()
     first, second = prompt_embeddings(cache, ["a validation prompt", ""], "ugly", device=unet)
     assert (first.prompt, second.prompt, first.negative_prompt) == ("a validation prompt", "", "ugly")
