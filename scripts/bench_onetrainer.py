@@ -141,7 +141,7 @@ def torch_load_cache(host: SimpleNamespace) -> type:
 def hosts() -> tuple[SimpleNamespace, type, str]:
     """The host of pipelines, the class to compare with, and what these are."""
     sys.path.insert(0, str(TESTS))
-    pipeline_host = importlib.import_module("pipeline_host")
+    pipeline_host = importlib.import_module("helpers.pipeline_host")
     source = os.environ.get("LATENTCACHE_MGDS_SRC")
     if source:
         sys.path.append(source)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from latentcache.errors import PipelineError
@@ -21,6 +21,7 @@ _plain = st.recursive(
 ).filter(lambda value: value is not None)
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])  # the text strategy is slow to draw on a busy machine
 @given(st.dictionaries(st.text(), _plain, max_size=4))
 def test_plain_values_come_back_as_they_were(values: dict[str, Any]) -> None:
     fields = tensors_of(values)
