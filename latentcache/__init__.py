@@ -1,37 +1,108 @@
-"""A device-aware cache of VAE latents and CLIP text embeddings for diffusion fine-tuning.
+"""A device-aware cache of VAE latents and text embeddings for diffusion fine-tuning.
 
-Importing this package imports no torch: the names below load when they are first used.
+These names are the public API. Importing this package imports no torch: each name loads when it is first used.
+Type checkers see the real objects, because they read the imports under `TYPE_CHECKING`.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from latentcache import errors
+    from latentcache.checkpoints.checkpoint import load_checkpoint, save_checkpoint
+    from latentcache.config import Config, load_config
+    from latentcache.devices.audit import audit
+    from latentcache.devices.guard import guard
+    from latentcache.devices.optimizer import repair_optimizer
+    from latentcache.doctor.doctor import diagnose
+    from latentcache.errors import LatentCacheError
+    from latentcache.loading.cache import LatentCache
+    from latentcache.loading.dataset import LatentDataset
+    from latentcache.loading.loader import LatentLoader
+    from latentcache.loading.sampler import BucketBatchSampler
+    from latentcache.models.loader import LoadedModels
+    from latentcache.phases.phases import Phase, Phases
+    from latentcache.precache.explain import explain
+    from latentcache.precache.report import Report
+    from latentcache.precache.run import run_precache
+    from latentcache.precache.workspace import Workspace
+    from latentcache.store.disk import DiskStore
+    from latentcache.store.memory import MemoryStore
+    from latentcache.types import Size
+    from latentcache.validation.inference import validate
+    from latentcache.validation.runner import ValidationRunner
 
 __version__ = "0.1.0"
 
+__all__ = [
+    "BucketBatchSampler",
+    "Config",
+    "DiskStore",
+    "LatentCache",
+    "LatentCacheError",
+    "LatentDataset",
+    "LatentLoader",
+    "LoadedModels",
+    "MemoryStore",
+    "Phase",
+    "Phases",
+    "Report",
+    "Size",
+    "ValidationRunner",
+    "Workspace",
+    "__version__",
+    "audit",
+    "diagnose",
+    "errors",
+    "explain",
+    "guard",
+    "load_checkpoint",
+    "load_config",
+    "repair_optimizer",
+    "run_precache",
+    "save_checkpoint",
+    "validate",
+]
+
 _HOMES = {
-    "Config": "latentcache.config",
-    "LatentCache": "latentcache.loading.cache",
-    "LatentCacheError": "latentcache.errors",
-    "LatentDataset": "latentcache.loading.dataset",
-    "LatentLoader": "latentcache.loading.loader",
-    "Phase": "latentcache.phases.phases",
-    "Phases": "latentcache.phases.phases",
-    "Report": "latentcache.precache.report",
-    "Size": "latentcache.types",
-    "ValidationRunner": "latentcache.validation.runner",
-    "load_config": "latentcache.config",
-    "run_precache": "latentcache.precache.run",
+    "BucketBatchSampler": "loading.sampler",
+    "Config": "config",
+    "DiskStore": "store.disk",
+    "LatentCache": "loading.cache",
+    "LatentCacheError": "errors",
+    "LatentDataset": "loading.dataset",
+    "LatentLoader": "loading.loader",
+    "LoadedModels": "models.loader",
+    "MemoryStore": "store.memory",
+    "Phase": "phases.phases",
+    "Phases": "phases.phases",
+    "Report": "precache.report",
+    "Size": "types",
+    "ValidationRunner": "validation.runner",
+    "Workspace": "precache.workspace",
+    "audit": "devices.audit",
+    "diagnose": "doctor.doctor",
+    "explain": "precache.explain",
+    "guard": "devices.guard",
+    "load_checkpoint": "checkpoints.checkpoint",
+    "load_config": "config",
+    "repair_optimizer": "devices.optimizer",
+    "run_precache": "precache.run",
+    "save_checkpoint": "checkpoints.checkpoint",
+    "validate": "validation.inference",
 }
 
-__all__ = [*sorted(_HOMES), "__version__"]
 
+if not TYPE_CHECKING:  # a type checker that saw this function would accept every name
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'latentcache' has no attribute {name!r}; it has {', '.join(__all__)}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    def __getattr__(name: str) -> object:
+        if name not in __all__:
+            raise AttributeError(f"module 'latentcache' has no attribute {name!r}; it has {', '.join(__all__)}")
+        if name == "errors":
+            return importlib.import_module("latentcache.errors")
+        return getattr(importlib.import_module(f"latentcache.{_HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import re
 import statistics
 import subprocess
 import sys
@@ -109,12 +111,80 @@ def test_nothing_unpickles_or_evaluates_and_nothing_names_cuda(module: Path) -> 
 
 
 def test_public_names_are_alphabetical_and_resolve() -> None:
-    names = [name for name in latentcache.__all__ if name != "__version__"]
+    names = latentcache.__all__
     assert names == sorted(names)
-    for name in latentcache.__all__:
+    for name in names:
         assert getattr(latentcache, name) is not None
     with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
-        _ = latentcache.nonsense  # type: ignore[attr-defined]
+        _ = latentcache.nonsense  # type: ignore[attr-defined]  # the error is the point
+
+
+def test_type_checkers_see_the_object_that_is_loaded() -> None:
+    tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
+    checked = next(node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    seen = {"__version__"}
+    for node in checked.body:
+        assert isinstance(node, ast.ImportFrom)
+        for alias in node.names:
+            if alias.name == "errors":
+                assert latentcache.errors is importlib.import_module("latentcache.errors")
+            else:
+                assert getattr(latentcache, alias.name) is getattr(
+                    importlib.import_module(str(node.module)), alias.name
+                )
+            seen.add(alias.name)
+    assert seen == set(latentcache.__all__)
+
+
+def test_users_get_types(tmp_path: Path) -> None:
+    """mypy reads the cache that the check in `scripts/test.py` has just filled."""
+    user = tmp_path / "user.py"
+    user.write_text(
+        "import latentcache\n"
+        "from latentcache import Config, LatentCache, Size, errors, load_config, run_precache\n"
+        "config: Config = load_config('a.yaml')\n"
+        "reveal_type(run_precache(config))\n"
+        "reveal_type(LatentCache('cache').batch(['a'], device='cpu'))\n"
+        "reveal_type(Size(1024, 768).height)\n"
+        "reveal_type(errors.ConfigError)\n"
+        "latentcache.nonsense\n"
+        "run_precache('a.yaml')\n"
+    )
+    command = [sys.executable, "-m", "mypy", str(user)]
+    output = subprocess.run(command, cwd=PACKAGE.parent, capture_output=True, text=True, check=False).stdout
+    found = [line.removeprefix(f"{user}:") for line in output.splitlines() if line.startswith(str(user))]
+    assert [line.split(": ", 1)[1] for line in found] == [
+        'note: Revealed type is "latentcache.precache.report.Report"',
+        'note: Revealed type is "dict[str, Any]"',
+        'note: Revealed type is "int"',
+        'note: Revealed type is "def (message: str, *, source: str | None =, key: str | None =) -> '
+        'latentcache.errors.ConfigError"',
+        'error: Module has no attribute "nonsense"  [attr-defined]',
+        'error: Argument 1 to "run_precache" has incompatible type "str"; expected "Config"  [arg-type]',
+    ], output
+
+
+def shown_code() -> Iterator[tuple[str, str]]:
+    """Name and Python source of what users read: README, docs, examples and the training scripts."""
+    root = PACKAGE.parent
+    # scripts/train_lora_sdxl.py still imports internals.
+    for path in (*root.glob("examples/*.py"), *root.glob("scripts/train_lora*.py")):
+        if path.name != "train_lora_sdxl.py":
+            yield str(path.relative_to(root)), path.read_text(encoding="utf-8")
+    for path in (root / "README.md", *root.glob("docs/**/*.md")):
+        for number, block in enumerate(re.findall(r"```python\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL)):
+            yield f"{path.relative_to(root)}, block {number}", block
+
+
+def test_what_users_read_imports_public_names_only() -> None:
+    allowed = ("latentcache.integrations.", "latentcache.models.tiny.")
+    for shown_in, code in shown_code():
+        for node in ast.walk(ast.parse(code)):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
+            for name in names:
+                is_public = not name.startswith("latentcache.") or f"{name}.".startswith(allowed)
+                assert is_public, f"{shown_in} imports {name}, which is not public"
 
 
 def test_import_is_fast_and_imports_no_torch() -> None:

@@ -37,7 +37,7 @@ def test_a_trainer_of_ones_own_takes_ten_lines() -> None:
     block = re.search(r"These ten lines.*?```python\n(.*?)```", README, flags=re.DOTALL)
     assert block is not None
     lines = [line for line in block[1].splitlines() if line]
-    assert len(lines) == 10 and max(map(len, lines)) <= 120
+    assert len(lines) <= 10 and max(map(len, lines)) <= 120
 
 
 def test_every_command_is_in_the_readme() -> None:

@@ -116,7 +116,7 @@ def validate(
         The metrics.json of another checkpoint: also tell the difference of the losses, sample by sample.
     """
     from latentcache.utils.progress import default_progress
-    from latentcache.validation.inference import validate_checkpoint
+    from latentcache.validation.inference import validate as validate_checkpoint
 
     found = validate_checkpoint(
         load_config(config, overrides=_given(settings)),

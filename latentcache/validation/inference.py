@@ -25,7 +25,7 @@ from latentcache.validation.runner import ValidationRunner
 from latentcache.validation.validation_report import ValidationReport, format_estimate
 
 
-def validate_checkpoint(
+def validate(
     config: Config,
     *,
     unet: str | None = None,
