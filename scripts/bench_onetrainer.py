@@ -101,7 +101,7 @@ def encoder_class(host: SimpleNamespace) -> type:
     return BenchEncoder
 
 
-def torch_load_cache(host: SimpleNamespace) -> type:
+def torch_load_cache(host: SimpleNamespace) -> type:  # noqa: C901 - a class with the methods that mgds asks for
     """What DiskCache does, for hosts without mgds: two files for each sample, and a list of aggregate values."""
 
     class TorchLoadCache(host.PipelineModule, host.SingleVariationRandomAccessPipelineModule):  # type: ignore[misc,name-defined]

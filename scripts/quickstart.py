@@ -43,8 +43,10 @@ HELD_OUT = {
 
 
 def copy_photos(folder: Path) -> None:
-    """Put photos and captions into `folder`, as a user's dataset would be, and the held-out ones into its neighbour
-    `<folder>-held-out`. What is there stays."""
+    """Put photos and captions into `folder`, laid out as a user's dataset, and keep what is there.
+
+    The held-out photos go into the folder next to it, `<folder>-held-out`.
+    """
     import skimage
 
     for place, photos in ((folder, CAPTIONS), (folder.with_name(f"{folder.name}-held-out"), HELD_OUT)):

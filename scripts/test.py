@@ -1,8 +1,8 @@
-"""Check and test the project: makes .venv if needed, then runs ruff and each lane of tests in a process of its own.
+"""Check and test the project: makes .venv if needed, runs ruff and mypy, then each lane of tests in its own process.
 
-Lanes: `default`; `sim`, the tests that need a second device, on a simulated one; `cuda`, the same on a CUDA device
-where there is one; with `--deepspeed` the opt-in lane `deepspeed`, which installs DeepSpeed into .venv and needs a
-C++ compiler. Extra arguments go to pytest in the default lane.
+Lanes: `default`; `sim`, the tests that need a second device, on a simulated one; `bench`, the benchmarks at a tiny
+size; `cuda`, the tests of `sim` on a CUDA device where there is one; with `--deepspeed` the opt-in lane `deepspeed`,
+which installs DeepSpeed into .venv and needs a C++ compiler. Extra arguments go to pytest in the default lane.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     known, for_pytest = parser.parse_known_args(arguments)
     bootstrap.inside()
 
-    for check in (["check"], ["format", "--check"]):
-        code = run(sys.executable, "-m", "ruff", *check, ".")
+    for check in (["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"]):
+        code = run(sys.executable, "-m", *check)
         if code:
             return code
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -58,6 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     passed = {
         "default": lane("default", *shared, *for_pytest),
         "sim": lane("sim", *shared, "-m", "sim and not cuda", "tests/sim"),
+        "bench": lane("bench", *shared, "-m", "bench", *map(str, bootstrap.ROOT.glob("tests/*/test_bench_*.py"))),
     }
     if run(sys.executable, "-c", CUDA_IS_HERE) == 0:
         passed["cuda"] = lane("cuda", "-m", "sim and cuda", "tests/sim")

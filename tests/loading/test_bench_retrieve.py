@@ -12,6 +12,7 @@ import pytest
 
 from latentcache.store.readahead import CAN_ASK
 
+pytestmark = pytest.mark.bench
 SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_retrieve.py"
 PEERS = {"torch_load", "npz", "safetensors_file", "diskcache_pickle"}
 

@@ -6,8 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import latentcache
 
+pytestmark = pytest.mark.bench
 SCRIPT = Path(latentcache.__file__).parents[1] / "scripts" / "bench_index.py"
 
 
