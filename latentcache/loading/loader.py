@@ -18,11 +18,11 @@ from latentcache.loading.batch import Batch, Scaling, place
 from latentcache.loading.batch_transfer import MAX_IN_FLIGHT, Sent, Transfer, transfer_to
 from latentcache.loading.cache import Allocate, LatentCache
 from latentcache.loading.pinned_pool import BufferPool
-from latentcache.loading.prefetch import Prefetched
 from latentcache.loading.randomness import noise_generator
 from latentcache.loading.resident import ResidentEntries
 from latentcache.loading.sample import Wanted
 from latentcache.loading.sampler import BucketBatchSampler, Cursor, PlannedBatch
+from latentcache.utils.concurrency import Prefetcher
 
 logger = logging.getLogger("latentcache")
 
@@ -250,7 +250,7 @@ class LatentLoader:
         )
         cursor = self.sampler.begin()
         source = maker.make_all(_plan(self.sampler, cursor.epoch, cursor.position, endless))
-        iterator = BatchIterator(self, Prefetched(source, self.prefetch) if self.prefetch else source, transfer, cursor)
+        iterator = BatchIterator(self, Prefetcher(source, self.prefetch) if self.prefetch else source, transfer, cursor)
         self._iterators.add(iterator)
         return iterator
 
@@ -268,7 +268,7 @@ class BatchIterator(Iterator[Batch]):
     def __init__(
         self,
         loader: LatentLoader,
-        source: Prefetched[_Made] | Generator[_Made, None, None],
+        source: Prefetcher[_Made] | Generator[_Made, None, None],
         transfer: Transfer,
         cursor: Cursor,
     ):

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
+
 from latentcache.config import EncodeConfig
 from latentcache.errors import EncodeError
 from latentcache.models.loader import Models
@@ -15,7 +17,11 @@ from latentcache.precache.encodings import Encodings
 from latentcache.precache.failures import Fault, Faults
 from latentcache.precache.report import Report
 from latentcache.store.base import Writer
+from latentcache.utils.concurrency import BackgroundWorker
 from latentcache.utils.progress import Progress
+
+BATCHES_TO_STORE = 2
+"""Batches that wait to be stored, or are being stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +48,11 @@ class Job:
     def refuse(self, key: str, error: EncodeError) -> None:
         """One item does not fit into memory alone."""
         self.faults.add(key, Fault("out-of-memory", str(error)))
+
+
+def storing_worker(device: torch.device) -> BackgroundWorker:
+    """Stores results in the background while `device` encodes; at once, without a thread, where that is the CPU."""
+    return BackgroundWorker(BATCHES_TO_STORE, "storing", in_thread=device.type != "cpu")
 
 
 @contextmanager

@@ -35,16 +35,12 @@ from latentcache.identity import digest
 from latentcache.models.batching import BatchRunner
 from latentcache.models.settings import vae_settings
 from latentcache.models.vae import DTYPES, encode_images, keep_output, problems
-from latentcache.precache.context import Job, timed
+from latentcache.precache.context import Job, storing_worker, timed
 from latentcache.precache.failures import Fault
 from latentcache.precache.plan import ImageTask
 from latentcache.provenance import Provenance
 from latentcache.types import Entry, Record
-from latentcache.utils.overlap import Behind, step_back
-from latentcache.utils.window import windowed
-
-BATCHES_BEHIND = 2
-"""Batches that wait to be kept, or are being kept."""
+from latentcache.utils.concurrency import BackgroundWorker, bounded_map, lower_priority
 
 logger = logging.getLogger("latentcache")
 
@@ -89,8 +85,8 @@ class ImageStage:
             "vae", self._placement.batch_size, self._placement.device
         )
         with (
-            ThreadPoolExecutor(num_threads, "latentcache-decode", initializer=step_back) as executor,
-            Behind(BATCHES_BEHIND, "keep", beside=self._placement.device.type != "cpu") as behind,
+            ThreadPoolExecutor(num_threads, "latentcache-decode", initializer=lower_priority) as executor,
+            storing_worker(self._placement.device) as worker,
         ):
             groups = self._groups(batches, executor, num_threads + job.encodings.image_group_size)
             results = runner.run_ahead(
@@ -103,17 +99,17 @@ class ImageStage:
             try:
                 for items, moments in results:
                     with timed(job.report, "write"):
-                        behind.call(self._keep, items, moments)
+                        worker.call(self._keep, items, moments)
                     num_pixels += sum(item.pixels.shape[0] * item.pixels.shape[1] for item in items)
                     job.progress.advance(len(items))
-                    self._retry(behind)
+                    self._retry(worker)
                     if job.is_stopped():
                         break
             finally:
                 groups.close()  # what waits to be decoded is not
             with timed(job.report, "write"):
-                behind.finish()
-            self._retry(behind)
+                worker.finish()
+            self._retry(worker)
         return num_pixels
 
     # Ahead
@@ -123,7 +119,7 @@ class ImageStage:
     ) -> Iterator[Iterator[ImageItem]]:
         """The batches' images, each when it is decoded, in order."""
         batches = list(batches)
-        decoded = windowed(executor, _decode, (task for batch in batches for task in batch), num_ahead)
+        decoded = bounded_map(executor, _decode, (task for batch in batches for task in batch), num_ahead)
         try:
             for batch in batches:
                 if self._job.is_stopped():
@@ -161,7 +157,7 @@ class ImageStage:
     def _out_of_memory(self, item: ImageItem, error: EncodeError) -> None:
         self._job.refuse(item.task.key, error)
 
-    def _retry(self, behind: Behind) -> None:
+    def _retry(self, worker: BackgroundWorker) -> None:
         """Encode images with bad outputs again, in float32, one at a time."""
         while self._retries:
             item, note = self._retries.popleft()
@@ -173,7 +169,7 @@ class ImageStage:
                     return self._fetch(self._launch(vae, items))
 
                 for items, moments in runner.run([item], encode, self._out_of_memory):
-                    behind.call(self._keep_retried, items, moments, note)
+                    worker.call(self._keep_retried, items, moments, note)
 
     # Behind
 

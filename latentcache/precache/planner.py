@@ -35,9 +35,9 @@ from latentcache.precache.prompts import last_manifest, prompts_manifest, prompt
 from latentcache.precache.shard import Shard
 from latentcache.precache.workspace import Workspace
 from latentcache.types import Bucket, Geometry, Refusal, Size, prompt_id
+from latentcache.utils.concurrency import bounded_map
 from latentcache.utils.gc_pause import collector_paused
 from latentcache.utils.progress import NoProgress, Progress
-from latentcache.utils.window import windowed
 
 CHUNK = 1024
 """Samples whose keys are looked up together."""
@@ -166,7 +166,7 @@ class _DatasetPlanner:
         plan = self._builder.plan
         seen: set[str] = set()
         items = (item for item in self._source.samples() if self._only is None or item.sample_id in self._only)
-        for item, future in windowed(executor, self._facts, items, 2 * CHUNK, self._known_facts):
+        for item, future in bounded_map(executor, self._facts, items, 2 * CHUNK, self._known_facts):
             if stop.is_set():
                 raise Stopped
             plan.num_samples += 1

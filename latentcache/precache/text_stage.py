@@ -22,19 +22,16 @@ from latentcache.models.clip import Tokens, encode_tokens, join_tokens, token_li
 from latentcache.models.loader import Models, TextParts
 from latentcache.models.settings import text_settings
 from latentcache.models.vae import DTYPES, problem_flags, problem_names
-from latentcache.precache.context import Job, timed
+from latentcache.precache.context import Job, storing_worker, timed
 from latentcache.precache.encodings import TextEncodings
 from latentcache.precache.failures import Fault
 from latentcache.precache.plan import TextTask
 from latentcache.provenance import Provenance
 from latentcache.types import Entry, Record
-from latentcache.utils.overlap import Behind
-from latentcache.utils.window import windowed
+from latentcache.utils.concurrency import bounded_map
 
 GROUPS_AHEAD = 3
 """Groups of captions that are tokenized ahead of the encoders."""
-BATCHES_BEHIND = 2
-"""Batches that wait to be kept, or are being kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +52,7 @@ def placed_texts(models: Models, placement: Placement) -> Iterator[TextParts]:
 
 class TextStage:
     """Encodes captions. A caption whose tokens wait or whose outputs are not kept yet costs some hundred kilobytes: at
-    most GROUPS_AHEAD + 1 groups of tokens and BATCHES_BEHIND + 2 batches of outputs are in memory."""
+    most GROUPS_AHEAD + 1 groups of tokens and BATCHES_TO_STORE + 2 batches of outputs are in memory."""
 
     def __init__(self, job: Job):
         self._job = job
@@ -84,7 +81,7 @@ class TextStage:
         )
         with (
             ThreadPoolExecutor(1, "latentcache-tokenize") as executor,
-            Behind(BATCHES_BEHIND, "keep", beside=self._placement.device.type != "cpu") as behind,
+            storing_worker(self._placement.device) as worker,
         ):
             results = runner.run_ahead(
                 self._groups(batches, executor),
@@ -96,7 +93,7 @@ class TextStage:
             for items, outputs in results:
                 lengths = [item.tokens.num_tokens[0] for item in items]
                 job.report.num_truncated_captions += sum(length > limit for length in lengths)
-                behind.call(self._keep, [item.task for item in items], outputs, lengths)
+                worker.call(self._keep, [item.task for item in items], outputs, lengths)
                 num_done += len(items)
                 job.progress.advance(len(items))
                 if job.is_stopped():
@@ -109,7 +106,7 @@ class TextStage:
         def read(batch: Sequence[TextTask]) -> list[Tokens]:
             return tokenize(self._parts, [task.caption for task in batch]).rows()
 
-        for batch, made in windowed(executor, read, batches, GROUPS_AHEAD):
+        for batch, made in bounded_map(executor, read, batches, GROUPS_AHEAD):
             yield [TextItem(task, tokens) for task, tokens in zip(batch, made.result(), strict=True)]
 
     def _launch(self, items: Sequence[TextItem]) -> Download:

@@ -1,4 +1,4 @@
-"""The thread behind: in order, bounded, and its errors are never lost."""
+"""Work in other threads: in order, bounded, and errors are never lost."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
@@ -17,7 +17,59 @@ from latentcache.precache import image_stage as images
 from latentcache.precache.run import run_precache
 from latentcache.store.writer import PackWriter
 from latentcache.types import Entry
-from latentcache.utils.overlap import NICENESS, Behind, step_back
+from latentcache.utils.concurrency import NICENESS, BackgroundWorker, bounded_map, lower_priority
+
+
+def test_results_are_in_order_and_errors_are_the_consumers() -> None:
+    def work(number: int) -> int:
+        if number == 3:
+            raise ValueError("three")
+        return number * 10
+
+    with ThreadPoolExecutor(4) as executor:
+        found = []
+        for item, future in bounded_map(executor, work, range(6), 3):
+            if item == 3:
+                with pytest.raises(ValueError, match="three"):
+                    future.result()
+            else:
+                found.append((item, future.result()))
+    assert found == [(0, 0), (1, 10), (2, 20), (4, 40), (5, 50)]
+
+
+def test_no_more_than_size_items_are_ahead() -> None:
+    lock, started, taken = threading.Lock(), 0, 0
+    most_ahead = 0
+
+    def work(number: int) -> int:
+        nonlocal started, most_ahead
+        with lock:
+            started += 1
+            most_ahead = max(most_ahead, started - taken)
+        return number
+
+    with ThreadPoolExecutor(4) as executor:
+        for _ in bounded_map(executor, work, range(100), 5):
+            with lock:
+                taken += 1
+    assert most_ahead <= 5 + 1  # the one that is being yielded counts too
+
+
+def test_leaving_early_cancels_what_has_not_started() -> None:
+    gate, ran = threading.Event(), []
+
+    def work(number: int) -> int:
+        if number:
+            gate.wait(10)
+        ran.append(number)
+        return number
+
+    with ThreadPoolExecutor(1) as executor:
+        results = bounded_map(executor, work, range(50), 10)
+        next(results)
+        results.close()
+        gate.set()
+    assert len(ran) <= 2
 
 
 def test_calls_are_made_in_order_in_one_other_thread() -> None:
@@ -27,10 +79,10 @@ def test_calls_are_made_in_order_in_one_other_thread() -> None:
         threads.add(threading.get_ident())
         made.append(number)
 
-    with Behind(3, "test") as behind:
+    with BackgroundWorker(3, "test") as worker:
         for number in range(50):
-            behind.call(call, number)
-        behind.finish()
+            worker.call(call, number)
+        worker.finish()
         assert made == list(range(50))
     assert len(threads) == 1 and threading.get_ident() not in threads
 
@@ -43,9 +95,9 @@ def test_no_more_than_size_wait() -> None:
         time.sleep(0.002)
         done += 1
 
-    with Behind(2, "test") as behind:
+    with BackgroundWorker(2, "test") as worker:
         for _ in range(30):
-            behind.call(slow)
+            worker.call(slow)
             given += 1
             most = max(most, given - done)
     assert done == 30 and 1 <= most <= 2
@@ -59,19 +111,30 @@ def test_an_error_comes_up_and_nothing_is_called_after_it() -> None:
             raise StoreError("full")
         made.append(number)
 
-    behind = Behind(10, "test")
-    with pytest.raises(StoreError, match="full"), behind:
+    worker = BackgroundWorker(10, "test")
+    with pytest.raises(StoreError, match="full"), worker:
         for number in range(5):
-            behind.call(call, number)
+            worker.call(call, number)
     assert made == [0]
+
+
+def test_an_error_is_raised_once_and_later_calls_are_made() -> None:
+    made: list[int] = []
+    with BackgroundWorker(3, "test") as worker:
+        worker.call(lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            worker.finish()
+        worker.finish()
+        worker.call(made.append, 1)
+    assert made == [1]
 
 
 def test_the_first_error_is_reported_and_the_second_is_noted(caplog: pytest.LogCaptureFixture) -> None:
     def fail() -> None:
         raise StoreError("full")
 
-    with pytest.raises(ZeroDivisionError) as caught, Behind(2, "test") as behind:
-        behind.call(fail)
+    with pytest.raises(ZeroDivisionError) as caught, BackgroundWorker(2, "test") as worker:
+        worker.call(fail)
         raise ZeroDivisionError
     assert any("full" in note for note in caught.value.__notes__) and "full" in caplog.text
 
@@ -88,25 +151,25 @@ def test_an_error_of_the_call_that_an_interrupt_met_is_noted(monkeypatch: pytest
         release.set()
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt) as caught, Behind(1, "test") as behind:
-        behind.call(fail)
+    with pytest.raises(KeyboardInterrupt) as caught, BackgroundWorker(1, "test") as worker:
+        worker.call(fail)
         monkeypatch.setattr(Future, "result", interrupt)
-        behind.call(fail)
+        worker.call(fail)
     assert any("full" in note for note in getattr(caught.value, "__notes__", []))
 
 
 def test_what_was_handed_over_is_seen_to_after_an_error() -> None:
     made = []
-    with pytest.raises(ZeroDivisionError), Behind(4, "test") as behind:
+    with pytest.raises(ZeroDivisionError), BackgroundWorker(4, "test") as worker:
         for number in range(4):
-            behind.call(lambda number: (time.sleep(0.005), made.append(number)), number)
+            worker.call(lambda number: (time.sleep(0.005), made.append(number)), number)
         raise ZeroDivisionError
     assert made == [0, 1, 2, 3]
 
 
 def test_a_size_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 1"):
-        Behind(0, "test")
+        BackgroundWorker(0, "test")
 
 
 def test_calls_that_are_not_to_be_beside_are_made_at_once_by_the_caller() -> None:
@@ -115,16 +178,16 @@ def test_calls_that_are_not_to_be_beside_are_made_at_once_by_the_caller() -> Non
     def fail() -> None:
         raise StoreError("full")
 
-    with pytest.raises(StoreError, match="full"), Behind(2, "test", beside=False) as behind:
+    with pytest.raises(StoreError, match="full"), BackgroundWorker(2, "test", in_thread=False) as worker:
         for number in range(3):
-            behind.call(lambda number: made.append((number, threading.get_ident())), number)
+            worker.call(lambda number: made.append((number, threading.get_ident())), number)
             assert made[-1] == (number, threading.get_ident())
-        behind.finish()
-        behind.call(fail)
+        worker.finish()
+        worker.call(fail)
     assert len(made) == 3
 
 
-def test_on_a_cpu_entries_are_kept_in_the_main_thread_and_decoders_step_back(
+def test_on_a_cpu_entries_are_kept_in_the_main_thread_and_decoders_lower_priority(
     make_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stepped: set[str] = set()
@@ -135,7 +198,7 @@ def test_on_a_cpu_entries_are_kept_in_the_main_thread_and_decoders_step_back(
         kept.add(threading.current_thread().name)
         add(self, entry)
 
-    monkeypatch.setattr(images, "step_back", lambda: stepped.add(threading.current_thread().name))
+    monkeypatch.setattr(images, "lower_priority", lambda: stepped.add(threading.current_thread().name))
     monkeypatch.setattr(PackWriter, "add", spy)
     assert run_precache(make_config()).num_encoded > 0
     assert stepped and all(name.startswith("latentcache-decode") for name in stepped)
@@ -150,10 +213,10 @@ def test_a_thread_that_steps_back_lowers_its_own_priority_alone(monkeypatch: pyt
     own, found = niceness(), []
 
     def call() -> None:
-        step_back()
+        lower_priority()
         found.append(niceness())
         monkeypatch.setattr(os, "setpriority", lambda *_: (_ for _ in ()).throw(PermissionError("not here")))
-        step_back()  # a sandbox that forbids it stops no run
+        lower_priority()  # a sandbox that forbids it stops no run
 
     thread = threading.Thread(target=call)
     thread.start()

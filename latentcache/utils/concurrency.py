@@ -1,0 +1,273 @@
+"""Work in other threads: a bounded map, a background worker, and an iterator that is filled in advance."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import logging
+import os
+import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
+
+from latentcache.errors import StoreError
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+NICENESS = 10
+"""By how many steps of `nice` `lower_priority` lowers a thread's priority."""
+EXIT_TIMEOUT_S = 10.0
+"""How long the end of the process waits for a prefetching thread that is in the middle of a read."""
+
+logger = logging.getLogger("latentcache")
+
+
+def lower_priority() -> None:
+    """Lower the calling thread's priority below that of the encoder's threads. Only Linux has priorities of threads."""
+    if sys.platform != "linux":
+        return
+    thread = threading.get_native_id()
+    try:
+        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + NICENESS)
+    except OSError as error:  # a sandbox may forbid it, and only speed depends on it
+        logger.debug("a decoding thread keeps its priority: %s", error)
+
+
+@contextmanager
+def noted_on(first: BaseException | None, problem: str) -> Iterator[None]:
+    """Add an error of the block as a note to `first`, the error that is being raised already. Log it too.
+
+    The first error is the one to report; the second must neither hide it nor be lost. Without a first one the error
+    of the block is raised.
+    """
+    try:
+        yield
+    except Exception as error:
+        if first is None:
+            raise
+        first.add_note(f"latentcache: {problem}: {error}")
+        logger.error("%s: %s", problem, error)
+
+
+def bounded_map(
+    executor: Executor,
+    function: Callable[[Item], Result],
+    items: Iterable[Item],
+    size: int,
+    known: Callable[[Item], Result | None] = lambda item: None,
+) -> Generator[tuple[Item, Future[Result]], None, None]:
+    """Yield each item with the finished future of `function(item)`, in order, at most `size` items ahead.
+
+    The future's `result()` returns the value or raises the error of the call. No call is made where `known(item)`
+    returns the result. `Executor.map` would submit a whole dataset at once, and its pixels would fill the memory.
+    """
+    waiting: deque[tuple[Item, Future[Result]]] = deque()
+    try:
+        for item in items:
+            result = known(item)
+            if result is None:
+                waiting.append((item, executor.submit(function, item)))
+            else:
+                future: Future[Result] = Future()
+                future.set_result(result)
+                waiting.append((item, future))
+            if len(waiting) >= size:
+                yield _finished(waiting)
+        while waiting:
+            yield _finished(waiting)
+    finally:
+        for _, future in waiting:
+            future.cancel()
+
+
+def _finished(waiting: deque[tuple[Item, Future[Result]]]) -> tuple[Item, Future[Result]]:
+    item, future = waiting.popleft()
+    future.exception()  # waits; the consumer raises the error
+    return item, future
+
+
+class BackgroundWorker:
+    """Calls functions in one background thread, in the order in which they were given. Use it in a `with` block.
+
+    At most `size` calls run or wait: `call` blocks until there is room. The error of a call is raised by the next
+    `call`, by `finish` or at the end of the block, and the calls that waited after it are dropped. The end of the
+    block waits for all calls, after an exception too. `name` names the work, as in "sealing".
+
+    With `in_thread=False` functions are called at once, in the caller's thread. That is for encoders on the CPU: no
+    core is free for a background thread, and torch's threads for a second caller would slow down those of the first.
+    (libgomp counts them all; when they outnumber the cores, it lets them sleep at each barrier.) The caller then gets
+    an error at once, and an interrupt can stop a call in its middle.
+    """
+
+    def __init__(self, size: int, name: str, *, in_thread: bool = True):
+        if size < 1:
+            raise ValueError(f"size is {size}, but at least 1 is needed")
+        self._size, self._name, self._in_thread = size, name, in_thread
+        self._calls: deque[Future[None]] = deque()
+        self._has_failed = False
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"latentcache-{name}")
+
+    def call(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Call `function(*arguments)` in its turn."""
+        if not self._in_thread:
+            function(*arguments)
+            return
+        while self._calls and (len(self._calls) >= self._size or self._calls[0].done()):
+            self._wait()
+        self._calls.append(self._executor.submit(self._make, function, arguments))
+
+    def finish(self) -> None:
+        """Wait until every call was made."""
+        while self._calls:
+            self._wait()
+
+    def _wait(self) -> None:
+        """Wait for the first call. An interrupt leaves the call in the queue, so that its error is not lost."""
+        try:
+            self._calls[0].result()
+        except Exception:
+            wait(self._calls)  # the calls after it are being dropped
+            self._calls.clear()
+            self._has_failed = False
+            raise
+        self._calls.popleft()
+
+    def _make(self, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        if self._has_failed:
+            return
+        try:
+            function(*arguments)
+        except BaseException:
+            self._has_failed = True
+            raise
+
+    def __enter__(self) -> BackgroundWorker:
+        return self
+
+    def __exit__(self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: object) -> None:
+        try:
+            with noted_on(exc, f"{self._name} failed too"):
+                self.finish()
+        finally:
+            self._executor.shutdown()
+
+
+class Prefetcher(Generic[Item]):
+    """The items of `source`, made by a thread up to `size` items ahead of the consumer.
+
+    An error of the source is raised after the items that were made before it, and again at each further call. The
+    thread ends with the source, with `close`, when this object is dropped, and with the process. The source runs in
+    that thread alone and is closed there. After a fork the child gets StoreError: it does not have the thread.
+    """
+
+    def __init__(self, source: Generator[Item, None, None], size: int):
+        self._thread = _PrefetchThread(source, size)
+        # At the end of the process `_stop_all` stops the thread and also waits for it.
+        weakref.finalize(self, self._thread.stop).atexit = False
+        _stop_all_at_exit()
+        _prefetching.add(self._thread)
+        self._thread.start()
+
+    def __iter__(self) -> Prefetcher[Item]:
+        return self
+
+    def __next__(self) -> Item:
+        if os.getpid() != self._thread.pid:
+            raise StoreError(
+                f"this iterator belongs to process {self._thread.pid}, and its thread is not in the fork "
+                f"{os.getpid()}: make a new one there with iter(loader)"
+            )
+        return self._thread.take()
+
+    def close(self) -> None:
+        """End the thread and wait for it. It finishes the item that it is making."""
+        self._thread.stop()
+        if os.getpid() == self._thread.pid and threading.current_thread() is not self._thread:
+            self._thread.join()
+
+
+class _PrefetchThread(threading.Thread, Generic[Item]):
+    """Makes the items. It does not know the consumer, so that the consumer can be dropped while the thread waits."""
+
+    def __init__(self, source: Generator[Item, None, None], size: int):
+        super().__init__(name="latentcache-prefetch", daemon=True)
+        self.pid = os.getpid()
+        self._source, self._size = source, size
+        self._changed = threading.Condition()  # over an RLock: a finalizer may call `stop` in the middle of `take`
+        self._ready: deque[Item] = deque()
+        self._stopping = self._finished = False
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            try:
+                while self._has_room():
+                    try:
+                        item = next(self._source)
+                    except StopIteration:
+                        break
+                    self._put(item)
+                    del item  # the thread keeps no item alive while it waits
+            finally:
+                self._source.close()
+        except BaseException as error:  # `take` raises it in the consumer
+            self._error = error
+        finally:
+            with self._changed:
+                self._finished = True
+                self._changed.notify_all()
+
+    def _has_room(self) -> bool:
+        """Wait until an item may be made; False when the thread is to end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopping or len(self._ready) < self._size)
+            return not self._stopping
+
+    def _put(self, item: Item) -> None:
+        with self._changed:
+            if not self._stopping:
+                self._ready.append(item)
+                self._changed.notify_all()
+
+    def take(self) -> Item:
+        """The next item. StopIteration after the last one; an error of the source is raised after the last item."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ready or self._finished)
+            if self._ready:
+                self._changed.notify_all()
+                return self._ready.popleft()
+            if self._error is not None and not self._stopping:
+                raise self._error
+            raise StopIteration
+
+    def stop(self) -> None:
+        """Tell the thread to end, and drop what it made. Does not wait: a finalizer may run in any thread."""
+        if os.getpid() != self.pid:
+            return  # a fork does not have the thread, and the lock may be locked there for ever
+        with self._changed:
+            self._stopping = True
+            self._ready.clear()
+            self._changed.notify_all()
+
+
+_prefetching: weakref.WeakSet[_PrefetchThread[Any]] = weakref.WeakSet()
+
+
+@functools.cache
+def _stop_all_at_exit() -> None:
+    atexit.register(_stop_all)
+
+
+def _stop_all() -> None:
+    """A thread that still ran in torch at the end of the process would crash the interpreter."""
+    threads = [thread for thread in _prefetching if thread.pid == os.getpid()]
+    for thread in threads:
+        thread.stop()
+    for thread in threads:
+        thread.join(EXIT_TIMEOUT_S)
