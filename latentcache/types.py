@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 Kind = Literal["image", "text"]
 ImageOutput = Literal["moments", "mean", "sample"]
 Json = Mapping[str, Any]
+Batch = dict[str, Any]
+"""Field -> tensor of the batch's rows, or list with one value a row."""
 
 RefusalReason = Literal[
     "missing",  # the file is not there

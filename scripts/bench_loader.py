@@ -31,8 +31,8 @@ from torch.utils.data import DataLoader
 
 from latentcache import LatentDataset
 from latentcache.dataset.manifest import CaptionRef, ImageRef, Manifest, ManifestFolder, Row
+from latentcache.devices.transfer import transfer_to
 from latentcache.identity import key_of
-from latentcache.loading.batch_transfer import tensors_of, transfer_to
 from latentcache.loading.loader import LatentLoader
 from latentcache.loading.pinned_pool import BufferPool
 from latentcache.loading.randomness import noise_generator
@@ -187,14 +187,14 @@ def measure(bench: Bench, step_s: float, options: argparse.Namespace) -> dict[st
 def host_to_device(bench: Bench, repetitions: int) -> dict[str, Any] | None:
     """GB/s of the loader's copies and of one copy of as many bytes from pinned memory; None without streams."""
     transfer = transfer_to(bench.device)
-    if not transfer.pin:
+    if not transfer.overlaps:
         return None
     module = torch.get_device_module(bench.device)
     sampler = bench.sampler()
     wanted = [sampler.dataset.wanted(item) for item in next(iter(sampler))]
     pool = BufferPool(pin=True)
     host = sampler.dataset.cache.gather(wanted, allocate=pool.allocate)
-    num_bytes = sum(tensor.nbytes for tensor in tensors_of(host))
+    num_bytes = sum(value.nbytes for value in host.values() if isinstance(value, torch.Tensor))
     flat = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     target = torch.empty(num_bytes, dtype=torch.uint8, device=bench.device)
 

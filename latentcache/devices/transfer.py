@@ -1,137 +1,192 @@
-"""Copies between host and device that run beside the computation, where the device can do that."""
+"""Copies between the host and a device, concurrent with the computation where the device has streams.
+
+A `Transfer` serves both directions. Precaching uploads pixels and tokens and downloads results; loading sends batches
+from the thread that reads them to the thread that trains.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+from typing_extensions import override
+
+from latentcache.types import Batch
 
 logger = logging.getLogger("latentcache")
 
+MAX_IN_FLIGHT = 2
+"""Batches whose copies may be under way at once."""
 
-class Download(Protocol):
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A batch on its way to the device. `Transfer.receive` makes it safe to use."""
+
+    batch: Batch
+    event: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Download:
     """Results on their way to the host."""
 
+    tensors: Mapping[str, torch.Tensor]
+    event: Any = None
+
     def wait(self) -> dict[str, torch.Tensor]:
-        """The CPU tensors. Errors of the device come up here."""
+        """The CPU tensors, once their copies have ended. Errors of the device are raised here."""
+        if self.event is not None:
+            self.event.synchronize()
+        return dict(self.tensors)
 
 
-class Copies(Protocol):
-    """Copies between the host and one device, for one thread and its current stream."""
-
-    device: torch.device
-    are_beside: bool
-    """Whether copies run beside the computation: then it pays to launch the next batch before the last is fetched."""
-    reason: str
-
-    def host(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Fresh CPU memory for an upload, pinned where that helps."""
-
-    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The CPU tensor on the device, for use on the current stream. The host does not wait; leave its memory be."""
-
-    def download(self, tensors: Mapping[str, torch.Tensor]) -> Download:
-        """Bring tensors of the current stream to the host. The host waits in `wait`, and the device does not."""
-
-
-def copies_with(device: torch.device) -> Copies:
-    """How to copy to and from this device: on a stream of their own where the device's module has streams."""
+def transfer_to(device: torch.device) -> Transfer:
+    """How to copy to and from this device: on a stream of its own where the device's module has streams."""
     if device.type == "cpu":
-        return DirectCopies(device, "the CPU computes where the host's memory is")
+        return Transfer(device, "the CPU computes where the host's memory is")
     module = torch.get_device_module(device)
     missing = [name for name in ("Stream", "Event", "stream", "current_stream") if not hasattr(module, name)]
     if missing:
-        return DirectCopies(device, f"{device.type} has no streams ({', '.join(missing)} missing)")
-    return StreamCopies(device, module)
+        # Without streams a copy from pinned memory cannot overlap the computation, so nothing is pinned either.
+        return Transfer(device, f"{device.type} has no streams ({', '.join(missing)} missing)")
+    return StreamTransfer(device, module)
 
 
-class DirectCopies:
-    """Each copy has ended when the call returns."""
+class HostMemory:
+    """Fresh CPU memory, pinned on request. After the first failure to pin, nothing is pinned any more."""
 
-    are_beside = False
+    def __init__(self, *, pin: bool):
+        self.pin = pin
 
-    def __init__(self, device: torch.device, reason: str):
-        self.device, self.reason = device, reason
-
-    def host(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype)
-
-    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self.device)
-
-    def download(self, tensors: Mapping[str, torch.Tensor]) -> Download:
-        return _Done({name: tensor.cpu() for name, tensor in tensors.items()})
-
-
-class StreamCopies:
-    """Copies between the device and pinned memory run on a stream of their own.
-
-    torch's allocator of pinned memory hands a block out again only when the copies that use it have ended, and
-    `record_stream` makes the device's allocator do the same. So nothing needs to be held until then.
-    """
-
-    are_beside = True
-
-    def __init__(self, device: torch.device, module: Any):
-        self.device = device
-        self.reason = f"{device.type} has streams: copies run beside the computation"
-        self._module = module
-        self._stream = module.Stream(device=device)
-        self._pin = True
-
-    def host(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        if self._pin:
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialised contiguous CPU tensor."""
+        if self.pin:
             try:
-                return torch.empty(shape, dtype=dtype, pin_memory=True)
+                return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
             except RuntimeError as error:
                 # Locked memory may be limited. Copies from other memory are slower, and right.
                 logger.warning("host memory cannot be pinned, so copies will be slower: %s", error)
-                self._pin = False
-        return torch.empty(shape, dtype=dtype)
+                self.pin = False
+        return torch.empty(shape, dtype=dtype, device="cpu")
 
+
+class Transfer:
+    """Copies that have ended when the call returns. `reason` says why the device is served in this way."""
+
+    overlaps = False
+    """Whether copies overlap the computation. Then pinned memory and launching one batch ahead pay off."""
+
+    def __init__(self, device: torch.device, reason: str):
+        self.device, self.reason = device, reason
+        self._host = HostMemory(pin=self.overlaps)
+
+    def host_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Fresh CPU memory for an upload, pinned where that helps."""
+        return self._host.empty(shape, dtype)
+
+    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The CPU tensor on the device, for use on the current stream. The host does not wait.
+
+        The caller must not write to `tensor` afterwards, as the copy may still be under way.
+        """
+        return tensor.to(self.device)
+
+    def download(self, tensors: Mapping[str, torch.Tensor]) -> Download:
+        """Bring tensors of the current stream to the host. The host waits in `wait`, and the device does not."""
+        return Download({name: tensor.cpu() for name, tensor in tensors.items()})
+
+    def send(self, read: Callable[[], Batch], place: Callable[[Batch], Batch]) -> Sent:
+        """Move the tensors of the batch that `read` gives to the device, and let `place` finish it there.
+
+        This runs in the thread that reads, and `receive` in the one that trains.
+        """
+        return Sent(place(read()))
+
+    def receive(self, sent: Sent) -> Batch:
+        """The batch, safe to use on the current stream of this thread."""
+        return sent.batch
+
+    def finish(self) -> None:
+        """Wait until no copy reads the host batches any more. For the thread that sends."""
+
+
+class StreamTransfer(Transfer):
+    """Copies between the device and pinned memory run on a stream of their own, and `place` runs there after them.
+
+    The device's allocator reuses the memory of a tensor only when the stream that received it is done with it
+    (`Tensor.record_stream`). torch's allocator of pinned memory knows the copies that use a block of `host_memory`.
+    The buffers of a `BufferPool` are unknown to it, so `send` keeps each borrowed until the copy from it has ended.
+    """
+
+    overlaps = True
+
+    def __init__(self, device: torch.device, module: Any):
+        super().__init__(device, f"{device.type} has streams: copies overlap the computation")
+        self._module = module
+        self._stream = module.Stream(device=device)
+        self._under_way: deque[tuple[Any, Batch]] = deque()
+
+    @override
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
         with self._module.stream(self._stream):
             moved = tensor.to(self.device, non_blocking=True)
             copied = self._stream.record_event()
-        current = self._module.current_stream(self.device)
-        current.wait_event(copied)
-        moved.record_stream(current)
+        self._pass_to_current_stream([moved], copied)
         return moved
 
+    @override
     def download(self, tensors: Mapping[str, torch.Tensor]) -> Download:
         self._stream.wait_event(self._module.current_stream(self.device).record_event())
         copied = {}
         with self._module.stream(self._stream):
             for name, tensor in tensors.items():
-                host = self.host(tuple(tensor.shape), tensor.dtype)
+                host = self.host_memory(tuple(tensor.shape), tensor.dtype)
                 copied[name] = host.copy_(tensor, non_blocking=True)
                 tensor.record_stream(self._stream)
             event = self._sleeping_event()
             event.record(self._stream)
-        return _OnStream(copied, event)
+        return Download(copied, event)
+
+    @override
+    def send(self, read: Callable[[], Batch], place: Callable[[Batch], Batch]) -> Sent:
+        while self._under_way and (len(self._under_way) >= MAX_IN_FLIGHT or self._under_way[0][0].query()):
+            self._under_way[0][0].synchronize()
+            self._under_way.popleft()
+        with self._module.stream(self._stream):
+            host = read()
+            moved = {
+                name: value.to(self.device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+                for name, value in host.items()
+            }
+            self._under_way.append((self._stream.record_event(), host))
+            batch = place(moved)
+            return Sent(batch, self._stream.record_event())
+
+    @override
+    def receive(self, sent: Sent) -> Batch:
+        tensors = (value for value in sent.batch.values() if isinstance(value, torch.Tensor))
+        self._pass_to_current_stream(tensors, sent.event)
+        return sent.batch
+
+    @override
+    def finish(self) -> None:
+        self._stream.synchronize()
+        self._under_way.clear()
+
+    def _pass_to_current_stream(self, tensors: Iterable[torch.Tensor], event: Any) -> None:
+        current = self._module.current_stream(self.device)
+        current.wait_event(event)
+        for tensor in tensors:
+            tensor.record_stream(current)
 
     def _sleeping_event(self) -> Any:
-        """An event for which the host sleeps: by default CUDA's spin, on a core that could decode."""
+        """An event for which the host sleeps. By default CUDA's host spins, on a core that could decode."""
         try:
             return self._module.Event(blocking=True)
         except TypeError:  # not every backend has the choice
             return self._module.Event()
-
-
-class _Done:
-    def __init__(self, tensors: dict[str, torch.Tensor]):
-        self._tensors = tensors
-
-    def wait(self) -> dict[str, torch.Tensor]:
-        return self._tensors
-
-
-class _OnStream:
-    def __init__(self, tensors: dict[str, torch.Tensor], event: Any):
-        self._tensors, self._event = tensors, event
-
-    def wait(self) -> dict[str, torch.Tensor]:
-        self._event.synchronize()
-        return self._tensors

@@ -16,12 +16,12 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from latentcache.devices.placement import DeviceLike, device_of
 from latentcache.errors import ModelError, StoreError
 from latentcache.families import sdxl
-from latentcache.loading.cache import IMAGE_FIELDS, TEXT_FIELDS, Batch, LatentCache, place
+from latentcache.loading.cache import IMAGE_FIELDS, TEXT_FIELDS, LatentCache, place
 from latentcache.loading.dataset import LatentDataset, LatentDatasets
 from latentcache.loading.randomness import Visit, seed_of
 from latentcache.loading.sampler import BucketBatchSampler
 from latentcache.models.unet import check_conditioning
-from latentcache.types import Bucket
+from latentcache.types import Batch, Bucket
 from latentcache.validation.prompt_set import prompt_embeddings
 
 SIZES = {"original_sizes": "original_size", "crop_top_lefts": "crop_top_left", "target_sizes": "target_size"}

@@ -11,8 +11,8 @@ import torch
 from latentcache.devices.placement import DeviceLike, device_of, dtype_of
 from latentcache.errors import StoreError
 from latentcache.store.stacking import check_output
+from latentcache.types import Batch
 
-Batch = dict[str, Any]
 IMAGE_FIELDS = ("moments", "latents")
 OUTPUTS = ("latents", "moments")
 

@@ -15,13 +15,13 @@ from latentcache.config import PROMPTS_PREFIX
 from latentcache.dataset.manifest import Manifest, ManifestFolder, Manifests, Row, prompts_name
 from latentcache.devices.placement import DeviceLike, device_of, dtype_of
 from latentcache.errors import EntryDamagedError, EntryMissingError, SampleError, StoreError
-from latentcache.loading.batch import IMAGE_FIELDS, Batch, Scaling, fill, is_cpu, place
+from latentcache.loading.batch import IMAGE_FIELDS, Scaling, fill, is_cpu, place
 from latentcache.loading.held import HeldSamples
 from latentcache.loading.sample import Wanted, facts
 from latentcache.store.base import DTYPES, Store
 from latentcache.store.direct import Io
 from latentcache.store.disk import DiskStore
-from latentcache.types import Entry, prompt_id
+from latentcache.types import Batch, Entry, prompt_id
 
 Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 """Field -> dtype and shape [n, ...] of its rows."""

@@ -16,12 +16,12 @@ from torch.utils.data import ConcatDataset, Dataset
 from latentcache.dataset.manifest import Row
 from latentcache.devices.placement import DeviceLike
 from latentcache.errors import StoreError
-from latentcache.loading.batch import Batch, place
+from latentcache.loading.batch import place
 from latentcache.loading.cache import LatentCache
 from latentcache.loading.randomness import Visit
 from latentcache.loading.sample import SIZES, Wanted
 from latentcache.store.direct import Io
-from latentcache.types import Bucket
+from latentcache.types import Batch, Bucket
 
 
 class LatentDataset(Dataset[Batch]):

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from latentcache.loading.batch import Batch
 from latentcache.loading.sample import Wanted, told
 from latentcache.store.base import Description, Source, Store
 from latentcache.store.stacking import stack_columns
+from latentcache.types import Batch
 
 MAX_HELD = 1 << 17
 """Samples that are held, at some 700 bytes each, most of which the store shares. Beyond it all are forgotten, and

@@ -13,15 +13,16 @@ from typing import Any, Literal, Protocol
 import torch
 
 from latentcache.devices.placement import DeviceLike, device_named, device_of, dtype_of
+from latentcache.devices.transfer import MAX_IN_FLIGHT, Sent, Transfer, transfer_to
 from latentcache.errors import SampleError, StoreError
-from latentcache.loading.batch import Batch, Scaling, place
-from latentcache.loading.batch_transfer import MAX_IN_FLIGHT, Sent, Transfer, transfer_to
+from latentcache.loading.batch import Scaling, place
 from latentcache.loading.cache import Allocate, LatentCache
 from latentcache.loading.pinned_pool import BufferPool
 from latentcache.loading.randomness import noise_generator
 from latentcache.loading.resident import ResidentEntries
 from latentcache.loading.sample import Wanted
 from latentcache.loading.sampler import BucketBatchSampler, Cursor, PlannedBatch
+from latentcache.types import Batch
 from latentcache.utils.concurrency import Prefetcher
 
 logger = logging.getLogger("latentcache")
@@ -141,9 +142,9 @@ class LatentLoader:
     the epoch and the batch's position (`draws.noise_generator`), not from threads, ranks, `prefetch` or a resume.
 
     One thread reads whole batches into buffers that are used again (pinned, with copies on a stream of their own, where
-    the device has streams; `BufferPool` and `transfer.py` have the rules). Who holds a batch keeps it valid. Without
-    `prefetch` the same is done in the calling thread. Device and dtype are those of the requester when an iteration
-    begins. `resident` ("cpu" or a device) holds the whole dataset there once and gathers batches from it.
+    the device has streams; `BufferPool` and `devices/transfer.py` have the rules). Who holds a batch keeps it valid.
+    Without `prefetch` the same is done in the calling thread. Device and dtype are those of the requester when an
+    iteration begins. `resident` ("cpu" or a device) holds the whole dataset there once and gathers batches from it.
 
     An error comes up at the batch that it belongs to: SampleError for a sample that is missing or damaged. With
     `damaged="skip"` such samples are left out of their batches, which are then smaller; each is logged once and is in
@@ -233,8 +234,8 @@ class LatentLoader:
             raise StoreError("an epoch has no batch: use a smaller batch_size, fewer ranks or drop_last=False")
         target = device_of(self.requester)
         transfer = transfer_to(target)
-        if self._pool is None or self._pool.wanted_pin != transfer.pin:
-            self._pool = BufferPool(pin=transfer.pin, num_idle=self.prefetch + MAX_IN_FLIGHT + 2)
+        if self._pool is None or self._pool.wanted_pin != transfer.overlaps:
+            self._pool = BufferPool(pin=transfer.overlaps, num_idle=self.prefetch + MAX_IN_FLIGHT + 2)
         maker = _Maker(
             dataset=self.dataset,
             source=self.resident or self.dataset.cache,

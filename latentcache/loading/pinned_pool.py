@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import weakref
 from collections import deque
 
 import torch
 
+from latentcache.devices.transfer import HostMemory
 from latentcache.loading.cache import Shapes
 from latentcache.store.base import ALIGNMENT
-
-logger = logging.getLogger("latentcache")
 
 
 class BufferPool:
@@ -24,7 +22,8 @@ class BufferPool:
     """
 
     def __init__(self, *, pin: bool = False, num_idle: int = 4):
-        self.wanted_pin = self.pin = pin
+        self.wanted_pin = pin
+        self._host = HostMemory(pin=pin)
         self.num_allocated = 0
         self._idle: deque[torch.Tensor] = deque(maxlen=num_idle)
         self._num_bytes = 0
@@ -64,14 +63,12 @@ class BufferPool:
 
     def _new(self, size: int) -> torch.Tensor:
         self.num_allocated += 1
-        if self.pin:
-            try:
-                return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
-            except RuntimeError as error:
-                # Locked memory may be limited. Copies from other memory are slower, and right.
-                logger.warning("%d bytes cannot be pinned, so copies will be slower: %s", size, error)
-                self.pin = False
-        return torch.empty(size, dtype=torch.uint8, device="cpu")
+        return self._host.empty((size,), torch.uint8)
+
+    @property
+    def pin(self) -> bool:
+        """Whether new buffers are pinned: as wanted, unless pinning failed."""
+        return self._host.pin
 
     def clear(self) -> None:
         """Let go of the buffers that are idle."""

@@ -10,10 +10,10 @@ import torch
 
 from latentcache.devices.placement import free_memory
 from latentcache.errors import EntryDamagedError, EntryMissingError, SampleError, StoreError
-from latentcache.loading.batch import Batch
 from latentcache.loading.cache import Allocate, LatentCache
 from latentcache.loading.sample import Wanted, facts
 from latentcache.store.base import DTYPES
+from latentcache.types import Batch
 from latentcache.utils.host_memory import free_host_memory
 
 CHUNK_BYTES = 32 << 20

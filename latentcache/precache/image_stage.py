@@ -1,7 +1,7 @@
 """The image stage: decode | encode | keep, each in its threads.
 
 Threads decode ahead of the main thread, which runs the VAE; one thread behind checks, converts and stores the results.
-Where copies run beside the computation, the next batch is uploaded and launched before the results of the last one
+Where copies overlap the computation, the next batch is uploaded and launched before the results of the last one
 are fetched, so that the device never waits for the host. On a CPU nothing works behind. Threads that decode have a
 lower priority than those that encode.
 
@@ -29,7 +29,7 @@ import torch
 
 from latentcache.dataset.images import decode, prepare
 from latentcache.devices.placement import placed
-from latentcache.devices.transfer import Copies, Download, copies_with
+from latentcache.devices.transfer import Download, transfer_to
 from latentcache.errors import EncodeError, ImageRefused
 from latentcache.identity import digest
 from latentcache.models.batching import BatchRunner
@@ -59,7 +59,7 @@ class ImageStage:
     def __init__(self, job: Job):
         self._job = job
         self._placement = job.encodings.vae
-        self._copies: Copies = copies_with(self._placement.device)
+        self._transfer = transfer_to(self._placement.device)
         self._retries: deque[tuple[ImageItem, str]] = deque()
         """Images with bad outputs, and what was bad, from the thread behind to the main one."""
 
@@ -94,7 +94,7 @@ class ImageStage:
                 partial(self._launch, vae),
                 self._fetch,
                 self._out_of_memory,
-                num_ahead=int(self._copies.are_beside),
+                num_ahead=int(self._transfer.overlaps),
             )
             try:
                 for items, moments in results:
@@ -145,10 +145,10 @@ class ImageStage:
 
     def _launch(self, vae: torch.nn.Module, items: Sequence[ImageItem]) -> Download:
         with timed(self._job.report, "encode"):
-            pixels = self._copies.host((len(items), *items[0].pixels.shape), torch.uint8)
+            pixels = self._transfer.host_memory((len(items), *items[0].pixels.shape), torch.uint8)
             np.stack([item.pixels for item in items], out=pixels.numpy())
-            moments = encode_images(vae, self._copies.upload(pixels))
-            return self._copies.download({"moments": moments})
+            moments = encode_images(vae, self._transfer.upload(pixels))
+            return self._transfer.download({"moments": moments})
 
     def _fetch(self, download: Download) -> torch.Tensor:
         with timed(self._job.report, "encode"):

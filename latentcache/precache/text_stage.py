@@ -1,7 +1,7 @@
 """The text stage: tokens | encoders | what is stored of their outputs, each in its thread.
 
-One thread tokenizes ahead, the main thread runs the encoders, one thread behind keeps the results. Where copies run
-beside the computation, a batch is launched before the results of the last one are fetched.
+One thread tokenizes ahead, the main thread runs the encoders, one thread behind keeps the results. Where copies
+overlap the computation, a batch is launched before the results of the last one are fetched.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from latentcache.devices.placement import Placement, placed
-from latentcache.devices.transfer import Copies, Download, copies_with
+from latentcache.devices.transfer import Download, transfer_to
 from latentcache.errors import EncodeError
 from latentcache.models.batching import BatchRunner
 from latentcache.models.clip import Tokens, encode_tokens, join_tokens, token_limit, tokenize
@@ -57,7 +57,7 @@ class TextStage:
     def __init__(self, job: Job):
         self._job = job
         self._placement = job.encodings.text_encoders
-        self._copies: Copies = copies_with(self._placement.device)
+        self._transfer = transfer_to(self._placement.device)
         self._parts: TextParts
 
     def run(self, batches: Sequence[Sequence[TextTask]]) -> tuple[float, int]:
@@ -88,7 +88,7 @@ class TextStage:
                 self._launch,
                 lambda download: download.wait(),
                 self._out_of_memory,
-                num_ahead=int(self._copies.are_beside),
+                num_ahead=int(self._transfer.overlaps),
             )
             for items, outputs in results:
                 lengths = [item.tokens.num_tokens[0] for item in items]
@@ -114,12 +114,12 @@ class TextStage:
         # encode_prompt would copy them on the stream that computes, and wait for all that was launched on it before.
         tokens = replace(
             tokens,
-            input_ids=self._copies.upload(tokens.input_ids),
-            input_ids_2=self._copies.upload(tokens.input_ids_2),
+            input_ids=self._transfer.upload(tokens.input_ids),
+            input_ids_2=self._transfer.upload(tokens.input_ids_2),
         )
         clip_skip = items[0].task.identity.encoding.clip_skip  # a batch has one: it is formed by it
         made = encode_tokens(self._parts, tokens, clip_skip=clip_skip, device=self._placement.device)
-        return self._copies.download(finished_texts(made, self._job.encodings))
+        return self._transfer.download(finished_texts(made, self._job.encodings))
 
     def _keep(self, tasks: Sequence[TextTask], finished: Mapping[str, torch.Tensor], lengths: Sequence[int]) -> None:
         job = self._job

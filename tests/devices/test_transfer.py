@@ -1,14 +1,16 @@
-"""Copies beside the computation: what waits for what. The streams are written down, the values are real."""
+"""Copies that overlap the computation: what waits for what. The streams are written down, the values are real."""
 
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 import torch
 from helpers.fake_streams import Streams
 
-from latentcache.devices.transfer import DirectCopies, StreamCopies, copies_with
+from latentcache.devices.transfer import MAX_IN_FLIGHT, StreamTransfer, Transfer, transfer_to
+from latentcache.loading.pinned_pool import BufferPool
 
 
 @pytest.fixture
@@ -21,16 +23,16 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
 
 
 def test_an_upload_is_awaited_by_the_stream_that_uses_it(streams: Streams) -> None:
-    copies = StreamCopies(torch.device("cpu"), streams)
-    host = copies.host((2, 3), torch.uint8).fill_(7)
-    assert torch.equal(copies.upload(host), host)
+    transfer = StreamTransfer(torch.device("cpu"), streams)
+    host = transfer.host_memory((2, 3), torch.uint8).fill_(7)
+    assert torch.equal(transfer.upload(host), host)
     assert streams.log == ["on side", "side records 1", "off side", "current waits for 1", "current uses it"]
 
 
 def test_a_download_waits_for_the_results_and_the_host_for_the_copy_alone(streams: Streams) -> None:
-    copies = StreamCopies(torch.device("cpu"), streams)
+    transfer = StreamTransfer(torch.device("cpu"), streams)
     results = {"moments": torch.randn(2, 3), "flags": torch.tensor([True])}
-    download = copies.download(results)
+    download = transfer.download(results)
     assert streams.log == [
         "current records 1",
         "side waits for 1",
@@ -51,7 +53,7 @@ def test_a_download_waits_for_the_results_and_the_host_for_the_copy_alone(stream
 def test_a_backend_without_sleeping_events_spins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
     streams = Streams(choice_of_events=False)
-    StreamCopies(torch.device("cpu"), streams).download({"a": torch.ones(1)}).wait()
+    StreamTransfer(torch.device("cpu"), streams).download({"a": torch.ones(1)}).wait()
     assert streams.log[-1] == "host spins for 2"
 
 
@@ -60,23 +62,59 @@ def test_memory_that_cannot_be_pinned_is_used_unpinned_and_said_once(
 ) -> None:
     if torch.accelerator.is_available():
         pytest.skip("this machine can pin")
-    copies = StreamCopies(torch.device("cpu"), streams)
+    transfer = StreamTransfer(torch.device("cpu"), streams)
     with caplog.at_level(logging.WARNING, logger="latentcache"):
-        tensors = [copies.host((4,), torch.float32) for _ in range(2)]
+        tensors = [transfer.host_memory((4,), torch.float32) for _ in range(2)]
     assert [tuple(tensor.shape) for tensor in tensors] == [(4,), (4,)]
     assert ["cannot be pinned" in record.getMessage() for record in caplog.records] == [True]
 
 
-def test_on_the_cpu_nothing_is_copied_and_nothing_runs_beside() -> None:
-    copies = copies_with(torch.device("cpu"))
+def test_a_buffer_stays_borrowed_until_the_copy_from_it_has_ended(streams: Streams) -> None:
+    transfer = StreamTransfer(torch.device("cpu"), streams)
+    pool = BufferPool()
+    shapes = {"moments": (torch.bfloat16, (2, 3, 5)), "pooled": (torch.float32, (2, 7))}
+
+    def read() -> dict[str, Any]:
+        assert streams.log[-1] == "on side", "what is gathered on the device runs on the side stream too"
+        return pool.allocate(shapes)
+
+    def place(batch: dict[str, Any]) -> dict[str, Any]:
+        assert streams.log[-1].startswith("side records"), "the copies are behind it, on the side stream"
+        return {"latents": batch["moments"].clone(), "sample_id": ["a"]}
+
+    def waits() -> list[str]:
+        return [line for line in streams.log if "for" in line]
+
+    sent = [transfer.send(read, place) for _ in range(MAX_IN_FLIGHT)]
+    assert pool.num_allocated == MAX_IN_FLIGHT and not waits()
+    sent.append(transfer.send(read, place))
+    assert waits() == ["host spins for 1"], "the oldest copy, before its buffer is written again"
+    assert pool.num_allocated == MAX_IN_FLIGHT
+    streams.ended |= {3, 5}
+    sent.append(transfer.send(read, place))
+    assert pool.num_allocated == MAX_IN_FLIGHT, "copies that have ended are not waited for twice"
+    streams.log.clear()
+    batch = transfer.receive(sent[0])
+    assert streams.log == ["current waits for 2", "current uses it"] and batch["sample_id"] == ["a"]
+    transfer.finish()
+    assert streams.log[-1] == "host waits for side"
+    again = [pool.allocate(shapes) for _ in range(MAX_IN_FLIGHT)]
+    assert len(again) == pool.num_allocated == MAX_IN_FLIGHT, "all buffers are back"
+
+
+def test_on_the_cpu_nothing_is_copied_and_nothing_overlaps() -> None:
+    transfer = transfer_to(torch.device("cpu"))
     tensor = torch.ones(3)
-    assert isinstance(copies, DirectCopies) and not copies.are_beside and copies.reason
-    assert copies.upload(tensor) is tensor and copies.download({"a": tensor}).wait()["a"] is tensor
+    assert type(transfer) is Transfer and not transfer.overlaps
+    assert "where the host's memory is" in transfer.reason
+    assert transfer.upload(tensor) is tensor and transfer.download({"a": tensor}).wait()["a"] is tensor
+    batch = {"a": tensor}
+    assert transfer.receive(transfer.send(lambda: batch, lambda read: read)) is batch
 
 
 @pytest.mark.parametrize("has_streams", [True, False])
 def test_how_copies_are_made_follows_the_devices_module(monkeypatch: pytest.MonkeyPatch, has_streams: bool) -> None:
     monkeypatch.setattr(torch, "get_device_module", lambda device: Streams() if has_streams else object())
-    copies = copies_with(torch.device("mps"))
-    assert copies.are_beside is has_streams
-    assert "has streams" in copies.reason if has_streams else "has no streams (Stream, Event" in copies.reason
+    transfer = transfer_to(torch.device("mps"))
+    assert transfer.overlaps is has_streams
+    assert "has streams" in transfer.reason if has_streams else "has no streams (Stream, Event" in transfer.reason

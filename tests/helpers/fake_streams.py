@@ -13,6 +13,8 @@ class Streams:
 
     def __init__(self, *, choice_of_events: bool = True) -> None:
         self.log: list[str] = []
+        self.ended: set[int] = set()
+        """Events that are over: the test adds some, and waiting for an event adds it."""
         self.num_events = 0
         self._choice = choice_of_events
 
@@ -47,6 +49,9 @@ class Side:
     def wait_event(self, event: Event) -> None:
         self.streams.log.append(f"{self.name} waits for {event.number}")
 
+    def synchronize(self) -> None:
+        self.streams.log.append(f"host waits for {self.name}")
+
 
 class Event:
     def __init__(self, streams: Streams, number: int, blocking: bool = False):
@@ -55,5 +60,9 @@ class Event:
     def record(self, stream: Side) -> None:
         self.streams.log.append(f"{stream.name} records {self.number}")
 
+    def query(self) -> bool:
+        return self.number in self.streams.ended
+
     def synchronize(self) -> None:
+        self.streams.ended.add(self.number)
         self.streams.log.append(f"host {'sleeps' if self.blocking else 'spins'} for {self.number}")

@@ -17,7 +17,7 @@ from helpers.photo_files import write_photo
 
 from latentcache import LatentCache
 from latentcache.config import Config
-from latentcache.devices.transfer import StreamCopies
+from latentcache.devices.transfer import StreamTransfer
 from latentcache.errors import ImageRefused, StoreError
 from latentcache.models.loader import LoadedModels
 from latentcache.models.tiny import tiny_sdxl
@@ -42,12 +42,12 @@ def more_photos(photos: Path) -> int:
 
 @pytest.fixture
 def beside(monkeypatch: pytest.MonkeyPatch) -> Streams:
-    """The CPU as a device whose copies run beside the computation: batches are launched ahead."""
+    """The CPU as a device whose copies overlap the computation: batches are launched ahead."""
     streams = Streams()
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
-    monkeypatch.setattr(StreamCopies, "host", lambda self, shape, dtype: torch.empty(shape, dtype=dtype))
+    monkeypatch.setattr(StreamTransfer, "host_memory", lambda self, shape, dtype: torch.empty(shape, dtype=dtype))
     for module in (images, texts):
-        monkeypatch.setattr(module, "copies_with", lambda device: StreamCopies(device, streams))
+        monkeypatch.setattr(module, "transfer_to", lambda device: StreamTransfer(device, streams))
     return streams
 
 
@@ -95,13 +95,13 @@ def test_tokens_are_on_the_device_before_they_are_encoded(
     make_config: Callable[..., Config], beside: Streams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else `encode_prompt` copies them, and waits for the batch before: nothing would be launched ahead."""
-    uploaded, upload = [], StreamCopies.upload
+    uploaded, upload = [], StreamTransfer.upload
 
-    def remember(self: StreamCopies, tensor: torch.Tensor) -> torch.Tensor:
+    def remember(self: StreamTransfer, tensor: torch.Tensor) -> torch.Tensor:
         uploaded.append(upload(self, tensor.clone()))
         return uploaded[-1]
 
-    monkeypatch.setattr(StreamCopies, "upload", remember)
+    monkeypatch.setattr(StreamTransfer, "upload", remember)
     parts, seen = tiny_sdxl(), []
     for name in ("text_encoder", "text_encoder_2"):
         parts[name].register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
