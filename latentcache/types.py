@@ -122,17 +122,21 @@ class Record:
     """What an entry is (`identity`, from which `key` follows) and how it was made (`provenance`). Both are JSON."""
 
     key: str
-    kind: Kind
+    kind: str
     identity: Json
     provenance: Json
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One cached value: its record and its named CPU tensors."""
+    """One cached value: its record and its named CPU tensors.
+
+    `ragged` names the fields whose first dimension is a length of the entry's own, as that of a caption.
+    """
 
     record: Record
     tensors: Mapping[str, torch.Tensor]
+    ragged: frozenset[str] = frozenset()
 
     @property
     def num_bytes(self) -> int:

@@ -1,71 +1,84 @@
-"""The rows of the index, as a store needs them: which entries there are, and what changes them."""
+"""Which entries there are, and what changes that: a table in memory over the index, whose rows are those of packs."""
 
 from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
-from latentcache.errors import IndexDamagedError, ReadOnlyError, StoreBusyError, StoreError
+from latentcache.errors import IndexDamagedError, ReadOnlyError, StoreBusyError
+from latentcache.store.base import is_pack_id, new_generation
 from latentcache.store.directory import CacheDirectory
-from latentcache.store.entries import Found
-from latentcache.store.index import Index, Transaction
-from latentcache.store.location import Location, PackSize, Spec
+from latentcache.store.index import Index, Position, Transaction
+from latentcache.store.layout import Location, Pack
+from latentcache.store.location_table import LocationTable, PackRow
 from latentcache.store.lock import locked
-from latentcache.store.mirror import Mirror
-from latentcache.store.pack import Header
-from latentcache.store.recovery import Scan, lost_packs, scan_unknown
-from latentcache.store.rows import DAMAGED_PREFIX, PACK_PREFIX
+from latentcache.store.pack import PackHead
+from latentcache.store.recovery import scan_packs, scan_unknown
 
 logger = logging.getLogger("latentcache")
 
+PACK_PREFIX = "pack:"
 _MAX_REASON_CHARS = 500
 
 
 class Catalog:
     """Which entries there are and where they lie.
 
-    A key that is not in memory is looked up in the index: another process may have added it. A damaged index is moved
-    aside and made anew from the packs; a reader that may not write does so in memory.
+    A key that is not in memory makes it catch up with the index: another process may have added the entry. A damaged
+    index is moved aside and rebuilt from the packs; a reader that may not write does so in memory.
     """
 
     def __init__(self, directory: CacheDirectory, *, read_only: bool):
         self.directory = directory
         self.read_only = read_only
-        self.mirror = Mirror(directory)
+        self.generation = new_generation()
+        """Another number after an entry has gone, or lies elsewhere. Entries that are new leave it as it is."""
+        self._forget()
+        # What this reader found damaged and cannot write: key -> (place, reason).
+        self._unwritten: dict[str, tuple[tuple[str, int], str]] = {}
+        # Packs that a writer sealed that died before the index knew of them: a reader has them in memory.
+        self._sealed: dict[str, PackRow] = {}
         self.index: Index | None = self._open_for_reading() if read_only else self._open_for_writing()
         # Memory and the index change together, and a fork waits for it. Without an index nothing is read again.
         self._lock: AbstractContextManager[Any] = nullcontext() if self.index is None else self.index.lock
-        self.save()
+
+    def _forget(self) -> None:
+        self._table = LocationTable()
+        # Why entries are damaged, by pack and key. An entry that is live elsewhere is none of them.
+        self._reasons: dict[str, dict[str, str]] = {}
+        self._position: Position | None = None
 
     @property
-    def packs(self) -> dict[str, PackSize]:
-        """The packs that the index knows."""
-        return self.mirror.packs
+    def packs(self) -> dict[str, Pack]:
+        """The packs that are known, by id."""
+        return self._table.packs
 
-    @property
-    def markers(self) -> dict[str, str]:
-        """Why each damaged entry is one, by key."""
-        return self.mirror.markers
+    # Opening
 
     def _open_for_reading(self) -> Index | None:
         try:
             index = Index(self.directory.index, read_only=True)
-            self.mirror.load(index)
-            self.mirror.take_sealed()
+            self._catch_up(index)
+            self._take_sealed()
             return index
         except (IndexDamagedError, ReadOnlyError) as error:
             # ReadOnlyError: a dead writer's change waits to be rolled back, which would be a write.
-            logger.warning("%s Reading the packs' headers instead; nothing is written.", error)
-            self.mirror.take_packs()
+            logger.warning("%s The packs' headers are read instead; nothing is written.", error)
+            self._forget()
+            scan = scan_packs(self.directory, self.directory.pack_sizes())
+            self._take(scan.rows.values())
+            for reason in scan.unreadable.values():
+                logger.warning("%s Its entries are missing.", reason)
             return None
 
     def _open_for_writing(self) -> Index:
         try:
             index = Index(self.directory.index)
-            self.mirror.load(index)
+            self._catch_up(index)
         except IndexDamagedError as error:
             index = self._replace(error)
         try:
@@ -77,244 +90,325 @@ class Catalog:
         return index
 
     def _replace(self, error: IndexDamagedError) -> Index:
+        self._forget()
         with locked(self.directory.path / "index.lock", "replacing a damaged index", shared=False, wait=True):
             try:
-                # Another process may have mended it while this one waited.
+                # Another process may have replaced it while this one waited.
                 index = Index(self.directory.index)
-                self.mirror.load(index)
+                self._catch_up(index)
                 return index
             except IndexDamagedError:
                 aside = self.directory.path / f"index.damaged-{uuid.uuid4().hex[:8]}"
                 self.directory.index.rename(aside)
             index = Index(self.directory.index)
-            logger.warning("%s It was moved to %s (delete it when you like) and is made anew now.", error, aside.name)
-            self.mirror.load(index)
+            logger.warning("%s It was moved to %s (delete it when you like) and is rebuilt now.", error, aside.name)
+            self._forget()
+            self._catch_up(index)
             return index
 
     def _reconcile(self, index: Index) -> None:
         """Bring index and packs together: take in sealed packs that have no row, mark what lies in lost ones."""
-        # Again: since memory was filled, and until this lock was taken, a compaction may have moved what it holds.
-        self.mirror.load(index)
         # Rows first, then files: a pack that another writer seals from here on is in neither.
+        self._catch_up(index)
         known = dict(self.packs)
         sizes = self.directory.pack_sizes()
         scan = scan_unknown(self.directory, sizes.keys() - known.keys())
-        if scan.packs:
-            logger.info("%s: took in %d packs that the index did not know", self.directory.path, len(scan.packs))
-            stale = [DAMAGED_PREFIX + key for key in scan.locations if key in self.markers]
-            index.add_many(scan.rows(), remove=stale)
-            self.mirror.load(index)
-        lost = lost_packs(self.directory, known, sizes)
+        lost = self.directory.lost_packs({pack: known[pack].file_bytes for pack in known}, sizes)
+        if not scan.rows and not lost:
+            return
+        with self._changing(index) as rows:
+            for row in scan.rows.values():
+                self._add_row(rows, row)
+            num_lost = sum([self._lose(rows, pack) for pack in lost])
+        if scan.rows:
+            logger.info("%s: took in %d packs that the index did not know", self.directory.path, len(scan.rows))
         if lost:
-            self._mark_lost(index, lost)
+            message = "%s: %d packs are gone or damaged; %d entries are lost"
+            logger.warning(message, self.directory.path, len(lost), num_lost)
 
-    def _mark_lost(self, index: Index, lost: Collection[str]) -> None:
-        gone = self.mirror.entries.locations(lost)
-        num_lost = 0
-        with index.transaction() as rows:
-            for key, location in gone.items():
-                if rows.get(key) == location.to_text():
-                    reason = f"its pack is gone or has another size: {self.directory.pack_path(location.pack)}"
-                    mark_row(rows, key, reason)
-                    num_lost += 1
-            for pack in lost:
-                rows.remove(PACK_PREFIX + pack)
-        logger.warning(
-            "%s: %d packs are gone or damaged; %d entries are lost", self.directory.path, len(lost), num_lost
-        )
-        self.mirror.load(index)
+    def _lose(self, rows: Transaction, pack: str) -> int:
+        """Mark the live entries of a pack whose file is gone. Returns how many there were."""
+        row = _row_of(rows, pack, self.directory)
+        if row is None:
+            return 0
+        live = row.live.nonzero()[0].tolist()
+        reason = f"its pack is gone or has another size: {self.directory.pack_path(pack)}"
+        row.reasons |= dict.fromkeys(live, reason)
+        self._drop_row(rows, row)
+        return len(live)
+
+    # Catching up
+
+    def _catch_up(self, index: Index) -> None:
+        """Bring memory to where the index is now."""
+        with index.lock, index.reading(self._position) as reading:
+            if reading.is_whole and self._position is not None:
+                self._forget()
+                self.generation = new_generation()
+            self._take(parsed_row(name, value, self.directory) for page in reading.pages for name, value in page)
+            self._position = reading.position
+        if reading.is_whole:
+            self._take(self._sealed.values())
+            for key, (place, _) in self._unwritten.items():
+                location = self._table.look_up([key])[0]
+                if location is not None and location.place == place:
+                    self._table.drop([key])
+
+    def _take(self, rows: Iterable[PackRow]) -> None:
+        """Add the rows of packs to memory."""
+
+        def noted() -> Iterator[PackRow]:
+            for row in rows:
+                if row.reasons:
+                    self._reasons[row.pack.id] = row.damaged()
+                yield row
+
+        self._table.add(noted())
+
+    def _take_sealed(self) -> None:
+        """Take in what a writer sealed that died before the index knew of it: a reader does so in memory.
+
+        Opening for writing tells the index. Without this an entry that one reader saw could be gone for the next: the
+        packs are read where a dead writer left a journal, and the process that rolls it back may die before it goes on.
+        """
+        unknown = self.directory.pack_sizes().keys() - self.packs.keys()
+        for row in scan_unknown(self.directory, unknown).rows.values():
+            known = self._table.find(row.names())
+            row.live &= [key not in known for key in row.names()]
+            self._sealed[row.pack.id] = row
+            self._take([row])
 
     def reload(self) -> None:
-        """Bring memory to where the index is now."""
+        """Bring memory to where the index and the packs are now."""
         if self.index is None:
             return
         with self._lock:
-            self.mirror.load(self.index)
+            self._catch_up(self.index)
             if self.read_only:
-                self.mirror.take_sealed()
+                self._sealed = {pack: row for pack, row in self._sealed.items() if pack in self.packs}
+                self._take_sealed()
 
-    def find(self, keys: Iterable[str]) -> set[str]:
-        """Those that are there, in memory or in the index. StoreError for one that is no key."""
-        wanted = list(keys)
-        found = self.mirror.entries.find(wanted)
-        missing = set(wanted) - found if len(found) < len(wanted) else set()
-        if missing:
+    # Looking up
+
+    def find(self, keys: Iterable[str], *, again: bool = False) -> set[str]:
+        """Those that are there, in memory or in the index. StoreError for one that is no key.
+
+        `again`: look at the index in any case, because another process may have removed or marked an entry.
+        """
+        keys = list(keys)
+        found = set() if again else self._table.find(keys)
+        if len(found) < len(set(keys)):
             with self._lock:
+                if self.index is not None:
+                    self._catch_up(self.index)
                 # Nothing is on its way in memory now, and another thread may have brought them.
-                index, entries = self.index, self.mirror.entries
-                found |= entries.find(list(missing)) if index is None else self.mirror.find_in(index, missing)
+                found = self._table.find(keys)
         return found
 
-    def refresh(self, keys: Iterable[str]) -> set[str]:
-        """Those that the index has now: what memory says of these keys is corrected."""
-        wanted = set(keys)
-        with self._lock:
-            self.forget(wanted)
-            return self.find(wanted)
-
-    def look_up(self, keys: Sequence[str]) -> Found:
-        """Where the entries lie, in memory or in the index. StoreError for one that is no key."""
-        found = self.mirror.entries.look_up(keys)
-        if found.missing():
+    def look_up(self, keys: Sequence[str]) -> list[Location | None]:
+        """Where the entries lie, None for those that are not there. StoreError for what is no key."""
+        found = self._table.look_up(keys)
+        if None in found:
             with self._lock:
-                self.find(keys)
-                found = self.mirror.entries.look_up(keys)
+                if self.index is not None:
+                    self._catch_up(self.index)
+                found = self._table.look_up(keys)
         return found
-
-    def locate(self, key: str) -> Location | None:
-        """Where the entry lies, or None if it is not there."""
-        return self.look_up([key])[0]
 
     def relocate(self, key: str) -> Location | None:
-        """Look the key up in the index again: a compaction may have moved the entry."""
-        if self.index is None:
-            return self.locate(key)
+        """Where the entry lies, as the index says now: a compaction may have moved it."""
         with self._lock:
-            self.forget([key])
-            return self.locate(key)
+            if self.index is not None:
+                self._catch_up(self.index)
+            return self._table.look_up([key])[0]
 
     def reason(self, key: str) -> str | None:
-        """Why the entry is damaged, or None."""
-        if key not in self.markers and self.index is not None:
-            reason = self.index.get(DAMAGED_PREFIX + key)
-            if reason is not None:
-                self.markers[key] = reason
-        return self.markers.get(key)
+        """Why an entry that is not there is damaged, or None."""
+        found = [reasons[key] for reasons in self._reasons.values() if key in reasons]
+        if key in self._unwritten:
+            found.append(self._unwritten[key][1])
+        return found[-1] if found else None
 
-    @property
-    def version(self) -> object:
-        """As long as it is the same object, entries that were found lie where they did."""
-        return self.mirror.entries.version
-
-    def forget(self, keys: Iterable[str]) -> None:
-        """Drop keys from memory only."""
-        with self._lock:
-            self.mirror.drop(keys)
-
-    def locations(self) -> dict[str, Location]:
-        """All entries, by key, oldest first."""
-        with self._lock:  # another thread may be looking one up again: it must not be missing here
-            return self.mirror.entries.locations()
-
-    def specs(self) -> tuple[list[tuple[Spec, int]], int]:
-        """How many entries of each spec the index has now, and how many are damaged."""
-        with self._lock:
-            self.reload()
-            return self.mirror.entries.specs(), len(self.markers)
-
-    def by_pack(self) -> dict[str, dict[str, Location]]:
-        """The entries of each pack that has some."""
-        packs: dict[str, dict[str, Location]] = {}
-        for key, location in self.locations().items():
-            packs.setdefault(location.pack, {})[key] = location
-        return packs
+    def damaged(self) -> dict[str, str]:
+        """Why each damaged entry is one, by key."""
+        known = {key: reason for reasons in self._reasons.values() for key, reason in reasons.items()}
+        known |= {key: reason for key, (_, reason) in self._unwritten.items()}
+        live = self._table.find(list(known))
+        return {key: reason for key, reason in known.items() if key not in live}
 
     def keys(self) -> list[str]:
         """The keys of all entries that the index has now."""
         with self._lock:
             self.reload()
-            return self.mirror.entries.keys()
+            return self._table.keys()
 
-    def add_pack(self, header: Header) -> int:
-        """Record a new pack and those of its entries that are not there yet. Returns how many were not."""
-        index = self._writable()
+    def by_pack(self) -> dict[str, dict[str, Location]]:
+        """The entries of each pack that has some."""
         with self._lock:
-            markers = index.get_many(DAMAGED_PREFIX + key for key in header.locations)
-            if markers:
-                self.forget_snapshot()
-            scan = Scan(locations=dict(header.locations), packs={header.pack: header.size})
-            added = index.add_many(scan.rows(), remove=list(markers))
-            self.packs[header.pack] = header.size
-            new = {key: location for key, location in header.locations.items() if key in added}
-            self.mirror.put(new)
-            for marker in markers:
-                self.markers.pop(marker.removeprefix(DAMAGED_PREFIX), None)
-            return len(new)
+            return self._table.by_pack()
 
-    def move(self, header: Header, old: Mapping[str, Location]) -> int:
-        """Point entries to their copies in a new pack, in one transaction, but for those that changed meanwhile."""
-        index, moved = self._writable(), {}
+    def counts(self) -> Mapping[str, tuple[int, int]]:
+        """By kind: how many entries the index has now, and the bytes of their values."""
         with self._lock:
+            self.reload()
+            return self._table.counts()
+
+    # Changing
+
+    @contextmanager
+    def _changing(self, index: Index | None = None) -> Iterator[Transaction]:
+        """A transaction on the index. Memory is what the index has while the block runs, and after it."""
+        index = index or self._writable()
+        with index.lock:
             with index.transaction() as rows:
-                rows.put(PACK_PREFIX + header.pack, header.size.to_text())
-                for key, location in header.locations.items():
-                    if rows.get(key) == old[key].to_text():
-                        rows.put(key, location.to_text())
-                        moved[key] = location
-            self.packs[header.pack] = header.size
-            self.forget(header.locations)
-            self.mirror.put(moved)
-            self.forget_snapshot()
-        return len(moved)
+                self._catch_up(index)
+                yield rows
+            if rows.generation is not None and self._position is not None:
+                # What this process replaced is not read again with all that is there.
+                self._position = replace(self._position, generation=rows.generation)
+                self._replace_rows(rows.replaced)
+                self.generation = new_generation()
+            self._catch_up(index)
+
+    def _replace_rows(self, replaced: Mapping[str, bytes | None]) -> None:
+        """Put the new rows of packs in the place of old ones, in memory. None: the pack is gone."""
+        packs = [name.removeprefix(PACK_PREFIX) for name in replaced]
+        self._table.drop_packs(packs)
+        for pack in packs:
+            self._reasons.pop(pack, None)
+        left = [(name, value) for name, value in replaced.items() if value is not None]
+        self._take(parsed_row(name, value, self.directory) for name, value in left)
+
+    def seal(self, head: PackHead) -> int:
+        """Record a new pack, and those of its entries that are not there yet. Returns how many were not."""
+        with self._changing() as rows:
+            return self._add_row(rows, PackRow.of(head))
+
+    def _add_row(self, rows: Transaction, row: PackRow) -> int:
+        """Add a pack's row. Entries that are live in another pack are not in this one. Returns how many are."""
+        before = _row_of(rows, row.pack.id, self.directory)
+        if before is not None and not before.is_gone:
+            return 0  # another process took it in
+        keys = row.names()
+        known = self._table.find(keys)
+        if known:
+            row.live &= [key not in known for key in keys]
+        rows.put(PACK_PREFIX + row.pack.id, row.to_bytes())
+        return int(row.live.sum())
+
+    def move(self, head: PackHead, old: Mapping[str, Location]) -> int:
+        """Point entries to their copies in a new pack, in one transaction, but for those that changed meanwhile."""
+        with self._changing() as rows:
+            row, left = PackRow.of(head), dict[str, list[int]]()
+            for number, (key, now) in enumerate(zip(row.names(), self._table.look_up(row.names()), strict=True)):
+                row.live[number] = now is not None and now.place == old[key].place
+                if row.live[number]:
+                    left.setdefault(old[key].pack.id, []).append(old[key].row)
+            for pack, numbers in left.items():
+                changed = _row_of(rows, pack, self.directory)
+                assert changed is not None
+                changed.live[numbers] = False
+                rows.put(PACK_PREFIX + pack, changed.to_bytes())
+            rows.add(PACK_PREFIX + head.pack.id, row.to_bytes())
+            return int(row.live.sum())
 
     def mark(self, damaged: Mapping[str, tuple[Location, str]]) -> None:
-        """Make damaged entries misses, with their reason, unless their rows have changed."""
+        """Make damaged entries misses, with their reason, unless they have changed."""
+        short = {
+            key: (location, reason[:_MAX_REASON_CHARS].encode("ascii", "backslashreplace").decode())
+            for key, (location, reason) in damaged.items()
+        }
         if self.read_only:
             with self._lock:
-                for key, (location, reason) in damaged.items():
-                    self.mirror.unwritten[key] = (location.to_text(), reason)
-                    self.markers[key] = reason
-                self.forget(damaged)
+                for key, (location, reason) in short.items():
+                    self._unwritten[key] = location.place, reason
+                self._table.drop(list(short))
+                self.generation = new_generation()
             return
-        index = self._writable()
-        with self._lock:
-            with index.transaction() as rows:
-                for key, (location, reason) in damaged.items():
-                    if rows.get(key) == location.to_text():
-                        mark_row(rows, key, reason)
-                        self.markers[key] = reason
-            self.forget(damaged)
-            self.forget_snapshot()
+
+        def change(row: PackRow) -> None:
+            for key, (location, reason) in short.items():
+                at = location.row
+                if location.pack.id == row.pack.id and at < len(row.live) and row.live[at] and row.key(at) == key:
+                    row.live[at] = False
+                    row.reasons[at] = reason
+
+        with self._changing() as rows:
+            self._rewrite(rows, {location.pack.id for location, _ in short.values()}, change)
 
     def remove(self, keys: Collection[str]) -> int:
-        """Remove entries and their markers. Returns how many entries there were."""
-        index, num_removed = self._writable(), 0
-        with self._lock:
-            with index.transaction() as rows:
-                for key in keys:
-                    num_removed += rows.remove(key)
-                    rows.remove(DAMAGED_PREFIX + key)
-            self.forget(keys)
-            for key in keys:
-                self.markers.pop(key, None)
-            self.forget_snapshot()
-        return num_removed
+        """Remove entries, and the reasons of damaged ones. Returns how many entries there were."""
+        with self._changing() as rows:
+            own: dict[str, list[int]] = {}
+            for location in filter(None, self._table.look_up(list(keys))):
+                own.setdefault(location.pack.id, []).append(location.row)
+            gone = set(keys)
+
+            def change(row: PackRow) -> None:
+                row.live[own.get(row.pack.id, [])] = False
+                row.reasons = {at: reason for at, reason in row.reasons.items() if row.key(at) not in gone}
+
+            with_reasons = {pack for pack, reasons in self._reasons.items() if not gone.isdisjoint(reasons)}
+            self._rewrite(rows, own.keys() | with_reasons, change)
+            return sum(map(len, own.values()))
+
+    def _rewrite(self, rows: Transaction, packs: Collection[str], change: Callable[[PackRow], None]) -> None:
+        for pack in packs:
+            row = _row_of(rows, pack, self.directory)
+            if row is not None:
+                change(row)
+                if row.is_gone and not row.reasons:
+                    rows.remove(PACK_PREFIX + pack)
+                else:
+                    rows.put(PACK_PREFIX + pack, row.to_bytes())
 
     def drop_packs(self, packs: Collection[str]) -> None:
         """Delete packs that no entry lies in: the file first, so that a crash leaves a row that the next call sees."""
-        index = self._writable()
         if not packs:
             return
         for pack in packs:
             self.directory.remove_pack(pack)
-            self.packs.pop(pack, None)
-        index.remove_many([PACK_PREFIX + pack for pack in packs])
-        self.forget_snapshot()
+        with self._changing() as rows:
+            for pack in packs:
+                row = _row_of(rows, pack, self.directory)
+                if row is not None:
+                    self._drop_row(rows, row)
+
+    def _drop_row(self, rows: Transaction, row: PackRow) -> None:
+        """Replace the row of a pack whose file is gone by one of its damaged entries, or by nothing."""
+        row.live[:] = False
+        row.is_gone = True
+        places = zip(row.reasons, self._table.look_up(list(row.damaged())), strict=True)
+        elsewhere = {at for at, place in places if place is not None and place.pack.id != row.pack.id}
+        row.reasons = {at: reason for at, reason in row.reasons.items() if at not in elsewhere}
+        if row.reasons:
+            rows.put(PACK_PREFIX + row.pack.id, row.to_bytes())
+        else:
+            rows.remove(PACK_PREFIX + row.pack.id)
 
     def _writable(self) -> Index:
         if self.index is None or self.read_only:
             raise ReadOnlyError(self.directory.path)
         return self.index
 
-    def save(self) -> None:
-        """Write a snapshot for those who open the cache later, if the last one lacks much. Errors are logged."""
-        if self.index is not None and not self.read_only:
-            try:
-                self.mirror.save(self.index)
-            except StoreError as error:
-                logger.warning("no snapshot of the index was written: %s", error)
-
-    def forget_snapshot(self) -> None:
-        """As `Mirror.forget_snapshot`."""
-        self.mirror.forget_snapshot()
-
     def close(self) -> None:
+        """Nothing is open between calls; afterwards changes are refused."""
         if self.index is not None:
-            self.save()
             self.index.close()
 
 
-def mark_row(rows: Transaction, key: str, reason: str) -> None:
-    """Replace an entry's row by a marker."""
-    rows.remove(key)
-    rows.put(DAMAGED_PREFIX + key, reason[:_MAX_REASON_CHARS].encode("utf-8", "replace").decode())
+def parsed_row(name: str, value: bytes, directory: CacheDirectory) -> PackRow:
+    """A row of the index. IndexDamagedError for one that is not that of a pack."""
+    pack = name.removeprefix(PACK_PREFIX)
+    try:
+        if pack == name or not is_pack_id(pack):
+            raise ValueError("it names no pack")
+        return PackRow.from_bytes(pack, value)
+    except ValueError as error:
+        raise IndexDamagedError(directory.index, f"row {name!r:.80}: {error}") from error
+
+
+def _row_of(rows: Transaction, pack: str, directory: CacheDirectory) -> PackRow | None:
+    """A pack's row, as the index has it now. Its arrays may be changed."""
+    value = rows.get(PACK_PREFIX + pack)
+    return None if value is None else parsed_row(PACK_PREFIX + pack, value, directory)

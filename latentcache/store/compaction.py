@@ -13,11 +13,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from latentcache.errors import StoreError
-from latentcache.store.disk import DiskStore
-from latentcache.store.location import Location
-from latentcache.store.pack import check_payload, map_pack, new_pack_id, read_entry, read_header, write_pack
+from latentcache.store.base import OwnedEntry
+from latentcache.store.disk import DISAGREE, DiskStore
+from latentcache.store.layout import Location
+from latentcache.store.pack import check_payload, map_pack, new_pack_id, read_entry, read_records, write_pack
 from latentcache.store.writer import PACK_BYTES, PACK_ENTRIES
-from latentcache.types import Entry
 
 MAX_DEAD_FRACTION = 0.3
 SMALL_FILE_BYTES = PACK_BYTES // 4
@@ -57,7 +57,6 @@ def compact(store: DiskStore | str | os.PathLike[str], *, dry_run: bool = False)
             return _estimate(before, empty, chosen)
         disk.catalog.drop_packs(empty)
         copied, damaged, unreadable = _rewrite(disk, chosen)
-        disk.catalog.save()
         after = disk.directory.pack_sizes()
         return CompactReport(
             num_packs_before=len(before),
@@ -74,13 +73,11 @@ def compact(store: DiskStore | str | os.PathLike[str], *, dry_run: bool = False)
 def _choose(disk: DiskStore, live: Mapping[str, Mapping[str, Location]]) -> dict[str, dict[str, Location]]:
     wasteful, small = {}, {}
     for pack, entries in live.items():
-        size = disk.catalog.packs.get(pack)
-        if size is None:
-            continue  # its row comes with the next opening
+        layout = disk.catalog.packs[pack]
         live_bytes = sum(location.num_bytes for location in entries.values())
-        if live_bytes < (1 - MAX_DEAD_FRACTION) * size.payload_bytes:
+        if live_bytes < (1 - MAX_DEAD_FRACTION) * layout.payload_bytes:
             wasteful[pack] = dict(entries)
-        elif size.file_bytes < SMALL_FILE_BYTES and len(entries) < SMALL_ENTRIES:
+        elif layout.file_bytes < SMALL_FILE_BYTES and len(entries) < SMALL_ENTRIES:
             small[pack] = dict(entries)
     together = wasteful | small
     return together if len(small) > 1 or (small and wasteful) else wasteful
@@ -114,10 +111,10 @@ def _rewrite(
     unreadable: dict[str, str] = {}
     copied = 0
     for batch in _full_packs(_copies(disk, chosen, damaged, unreadable)):
-        header = write_pack(disk.directory.new_pack_path(new_pack_id()), batch)
-        copied += disk.catalog.move(header, old)
-        for key in header.locations:
-            waiting[old[key].pack].discard(key)
+        head = write_pack(disk.directory.new_pack_path(new_pack_id()), batch)
+        copied += disk.catalog.move(head, old)
+        for key in head.names():
+            waiting[old[key].pack.id].discard(key)
         _drop_drained(disk, waiting, damaged, unreadable)
     _drop_drained(disk, waiting, damaged, unreadable)
     return copied, damaged, unreadable
@@ -139,28 +136,26 @@ def _copies(
     chosen: Mapping[str, Mapping[str, Location]],
     damaged: dict[str, str],
     unreadable: dict[str, str],
-) -> Iterator[Entry]:
+) -> Iterator[OwnedEntry]:
     for pack, entries in chosen.items():
         path = disk.directory.pack_path(pack)
         try:
-            header = read_header(path)
-            data = map_pack(path, header.size.file_bytes)
+            records = read_records(path)
+            data = map_pack(path, records.head.pack.file_bytes)
         except (StoreError, FileNotFoundError) as error:
             unreadable[pack] = str(error)  # left as it is: `verify` marks what it holds
             continue
         for key, location in entries.items():
-            problem = check_payload(data, key, location)
-            if problem is None and header.locations.get(key) != location:
-                problem = "its pack's header and the index do not agree"
+            problem = check_payload(data, key, location) if records.is_at(key, location) else DISAGREE
             if problem is None:
-                yield read_entry(data, header.records[key], location)
+                yield read_entry(data, records, key, location)
             else:
                 disk.mark_damaged({key: (location, problem)})
                 damaged[key] = problem
 
 
-def _full_packs(entries: Iterator[Entry]) -> Iterator[list[Entry]]:
-    batch: list[Entry] = []
+def _full_packs(entries: Iterator[OwnedEntry]) -> Iterator[list[OwnedEntry]]:
+    batch: list[OwnedEntry] = []
     num_bytes = 0
     for entry in entries:
         batch.append(entry)

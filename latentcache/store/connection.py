@@ -10,7 +10,8 @@ from pathlib import Path
 from latentcache.errors import IndexDamagedError, ReadOnlyError, StorageFullError, StoreBusyError, StoreError
 
 TIMEOUT_S = 60.0
-MAX_TEXT_BYTES = 1 << 20
+MAX_ROW_BYTES = 1 << 22
+"""What SQLite may make of one row."""
 _PAGE_BYTES = 4096
 JOURNALS = ("-journal", "-wal")
 """What SQLite puts behind the database's name for the files that hold a change."""
@@ -55,7 +56,7 @@ def connect(database: Path, *, read_only: bool) -> sqlite3.Connection:
 def _connect_as(database: Path, mode: str) -> sqlite3.Connection:
     connection = sqlite3.connect(f"{database.as_uri()}?mode={mode}", uri=True, timeout=TIMEOUT_S, isolation_level=None)
     try:
-        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 2 * MAX_TEXT_BYTES)
+        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_ROW_BYTES)
         connection.execute("BEGIN")
         connection.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()  # the lock is taken here
     except BaseException:

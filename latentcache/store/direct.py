@@ -10,7 +10,9 @@ import errno
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -20,9 +22,12 @@ import numpy as np
 
 from latentcache.errors import StoreError, UnsafeStoreError
 from latentcache.store.aio import Piece, ReadQueue
-from latentcache.store.aligned_buffers import Slabs
-from latentcache.store.location import Location
+from latentcache.store.base import ARRAY_DTYPES, EntryArrays
+from latentcache.store.layout import Location, Pack
+from latentcache.store.mapped import MappedReader, PathOf, Reader, Verified
+from latentcache.store.pack import arrays_digest
 from latentcache.utils.durable_files import BLOCK_BYTES, open_regular, set_past_cache, unreadable
+from latentcache.utils.host_memory import disk_memory, host_memory
 
 Io = Literal["auto", "mapped", "direct"]
 """How packs are read. `mapped`: through the page cache, which keeps what was read. `direct`: past it. `auto`: direct
@@ -39,19 +44,66 @@ MAX_WAITING_READS = 64
 """What was asked for so many reads ago, and not read, is forgotten."""
 _TOGETHER = 8  # entries are begun: the disk is at work while the next ones are opened
 
+SLAB_BYTES = 16 << 20
+MAX_IDLE_BYTES = 64 << 20
+_GRAIN = 1 << 14  # buffers are multiples of it, so that entries of almost equal size can share them
+
 logger = logging.getLogger("latentcache")
 
 
+class Slabs:
+    """Buffers that start on a page, cut from `disk_memory`. One thread takes them; any thread may drop them.
+
+    A buffer can be taken again when no array shares its memory any more. At most MAX_IDLE_BYTES are kept for that.
+    """
+
+    def __init__(self) -> None:
+        self._idle: dict[int, list[np.ndarray]] = {}
+        self._idle_bytes = 0
+        self._slab = np.empty(0, np.uint8)
+        self._dropped: deque[np.ndarray] = deque()
+
+    def take(self, num_bytes: int) -> np.ndarray:
+        """A flat uint8 array of at least so many bytes. OSError, MemoryError if there is no memory."""
+        while self._dropped:
+            self._keep(self._dropped.popleft())
+        num_bytes = -(-num_bytes // _GRAIN) * _GRAIN
+        idle = self._idle.get(num_bytes)
+        if idle:
+            self._idle_bytes -= num_bytes
+            buffer = idle.pop()
+        else:
+            if self._slab.nbytes < num_bytes:
+                self._slab = np.frombuffer(disk_memory(max(SLAB_BYTES, num_bytes)), np.uint8)
+            buffer, self._slab = self._slab[:num_bytes], self._slab[num_bytes:]
+        # All views refer to this array: numpy passes over arrays whose own base is an array, and this one's is not.
+        taken = np.frombuffer(buffer.data, np.uint8)
+        weakref.finalize(taken, self._dropped.append, buffer).atexit = False
+        return taken
+
+    def _keep(self, buffer: np.ndarray) -> None:
+        num_bytes = buffer.nbytes
+        if num_bytes > MAX_IDLE_BYTES:
+            return
+        if self._idle_bytes + num_bytes > MAX_IDLE_BYTES:
+            same = self._idle.get(num_bytes, [])  # the next entries may have this size: those of others go first
+            self._idle, self._idle_bytes = {num_bytes: same}, num_bytes * len(same)
+            if self._idle_bytes + num_bytes > MAX_IDLE_BYTES:
+                return
+        self._idle.setdefault(num_bytes, []).append(buffer)
+        self._idle_bytes += num_bytes
+
+
 class Read:
-    """One entry on its way: it comes to lie in `data`, as `inside` says."""
+    """One entry on its way: its fields come to lie in `data`, at `offsets`."""
 
-    __slots__ = ("begun", "data", "error", "inside", "is_whole", "location", "num_left", "path")
+    __slots__ = ("begun", "data", "error", "is_complete", "location", "num_left", "offsets", "path")
 
-    def __init__(self, location: Location, path: Path, data: np.ndarray, inside: Location, begun: int):
-        self.location, self.path, self.data, self.inside = location, path, data, inside
+    def __init__(self, location: Location, path: Path, data: np.ndarray, offsets: Sequence[int], begun: int):
+        self.location, self.path, self.data, self.offsets = location, path, data, offsets
         self.begun = begun  # as the thread counts its reads
         self.num_left = 0  # fields that are under way
-        self.is_whole = True
+        self.is_complete = True
         self.error: StoreError | None = None
 
     def fail(self, error: OSError) -> None:
@@ -59,13 +111,19 @@ class Read:
         self.error = unreadable(self.path, error)
         self.error.__cause__ = error
 
+    def arrays(self) -> EntryArrays:
+        """The entry's arrays, when it came whole."""
+        columns = zip(self.location.group.columns, self.offsets, strict=True)
+        arrays = [np.ndarray((1, *c.shape), ARRAY_DTYPES[c.dtype], self.data, offset) for c, offset in columns]
+        return EntryArrays(self.location.group.description, tuple(arrays))
+
 
 class _Part(NamedTuple):
-    """A field's whole blocks: where they come to lie, the offset in the file, and the least that the field needs."""
+    """A field's whole blocks: where they come to lie, the offset in the file, and the bytes that the field needs."""
 
     array: np.ndarray
     offset: int
-    least: int
+    min_bytes: int
 
 
 class DirectReads:
@@ -76,28 +134,28 @@ class DirectReads:
 
     is_broken = False
 
-    def __init__(self, path_of: Callable[[str], Path]):
+    def __init__(self, path_of: PathOf):
         self._path_of = path_of
         self._queue = ReadQueue(DEPTH)
         self._slabs = Slabs()
         self._asked: dict[str, Read] = {}
         self._asked_bytes = 0
         self._num_reads = 0
-        # By tag, with the least that must come. They keep the memory that is read into, whoever has forgotten it.
+        # By tag, with the bytes that must come. They keep the memory that is read into alive.
         self._under_way: dict[int, tuple[Read, int]] = {}
         self._num_tags = 0
 
-    def ask(self, wanted: Mapping[str, Location]) -> None:
-        """Begin to read these entries, which `reading` is asked for later. It is not waited for."""
+    def prefetch(self, places: Mapping[str, Location]) -> None:
+        """Begin to read these entries, which `begin` returns later. It waits for nothing."""
         with self._unbroken():
             self._reap(0)
             self._forget_waiting()
             new: dict[str, tuple[Read, list[_Part]]] = {}
             room, num_bytes = self._queue.room, self._asked_bytes
-            for key, location in wanted.items():
+            for key, location in places.items():
                 if key in self._asked:
                     continue
-                room -= len(location.offsets)
+                room -= len(location.group.columns)
                 if room < 0 or num_bytes >= MAX_ASKED_BYTES:
                     break
                 try:
@@ -109,23 +167,20 @@ class DirectReads:
             self._asked.update((key, read) for key, (read, _) in new.items())
             self._asked_bytes = num_bytes
 
-    @contextmanager
-    def reading(self, wanted: Mapping[str, Location]) -> Iterator[dict[str, Read]]:
-        """The reads of these entries, in order. `wait` for each. Their memory is theirs inside the block only."""
+    def begin(self, places: Mapping[str, Location]) -> dict[str, Read]:
+        """The reads of these entries, in order. `wait` for each. Their memory lives as long as arrays refer to it."""
         with self._unbroken():
             self._num_reads += 1
             reads: dict[str, Read] = {}
             new: list[tuple[Read, list[_Part]]] = []
-            for key, location in wanted.items():
+            for key, location in places.items():
                 read = self._take(key)
-                if read is None or read.location != location or read.error is not None:
+                if read is None or read.location.place != location.place or read.error is not None:
                     new.append(self._made(location))
                     read = new[-1][0]
                 reads[key] = read
             self._begin(new)
-        yield reads
-        for read in reads.values():
-            self._give_back(read)
+        return reads
 
     def wait(self, read: Read) -> bool:
         """Whether the entry came whole: False where its file is gone, or none to be read so, or ends too early.
@@ -138,7 +193,7 @@ class DirectReads:
                     self._reap(1)
         if read.error is not None:
             raise read.error
-        return read.is_whole
+        return read.is_complete
 
     @contextmanager
     def _unbroken(self) -> Iterator[None]:
@@ -168,7 +223,6 @@ class DirectReads:
             return str(error)
         finally:
             os.close(fd)
-        self._slabs.give(buffer)
         return None if result >= 0 else os.strerror(-result)
 
     def close(self) -> None:
@@ -188,28 +242,22 @@ class DirectReads:
             if self._num_reads - read.begun < MAX_WAITING_READS:
                 return
             self._take(key)
-            self._give_back(read)
-
-    def _give_back(self, read: Read) -> None:
-        if not read.num_left:  # else it is still read into
-            self._slabs.give(read.data)
 
     def _made(self, location: Location) -> tuple[Read, list[_Part]]:
         windows, offsets, at = [], [], 0
-        for offset, num_bytes in zip(location.offsets, location.spec.sizes, strict=True):
+        for offset, num_bytes in location.ranges():
             first = offset // BLOCK_BYTES * BLOCK_BYTES
             end = at + -(-(offset + num_bytes - first) // BLOCK_BYTES) * BLOCK_BYTES
             windows.append((at, end, first, offset + num_bytes - first))
             offsets.append(at + offset - first)
             at = end
-        path = self._path_of(location.pack)
+        path = self._path_of(location.pack.id)
         try:
             data = self._slabs.take(at)
         except (OSError, MemoryError) as error:
             raise unreadable(path, error) from error
-        inside = Location(location.pack, location.digest, location.spec, tuple(offsets))
-        read = Read(location, path, data, inside, self._num_reads)
-        return read, [_Part(data[start:end], first, least) for start, end, first, least in windows]
+        read = Read(location, path, data, offsets, self._num_reads)
+        return read, [_Part(data[start:end], first, min_bytes) for start, end, first, min_bytes in windows]
 
     def _begin(self, reads: Iterable[tuple[Read, list[_Part]]]) -> None:
         rest = iter(reads)
@@ -223,9 +271,9 @@ class DirectReads:
                         continue
                     files.append(fd)
                     read.num_left = len(parts)
-                    for array, offset, least in parts:
+                    for array, offset, min_bytes in parts:
                         self._num_tags += 1
-                        self._under_way[self._num_tags] = read, least
+                        self._under_way[self._num_tags] = read, min_bytes
                         pieces.append(Piece(self._num_tags, fd, array.ctypes.data, array.nbytes, offset))
                 self._submit(pieces)
             finally:
@@ -246,12 +294,12 @@ class DirectReads:
 
     def _reap(self, at_least: int) -> None:
         for tag, result in self._queue.reap(at_least):
-            least = self._under_way[tag][1]
+            min_bytes = self._under_way[tag][1]
             read = self._end(tag)
             if result < 0:
                 read.fail(OSError(-result, os.strerror(-result)))
-            elif result < least:
-                read.is_whole = False
+            elif result < min_bytes:
+                read.is_complete = False
 
     def _end(self, tag: int) -> Read:
         read, _ = self._under_way.pop(tag)
@@ -265,9 +313,9 @@ def _opened(read: Read) -> int | None:
         if set_past_cache(fd, True):
             return fd
         os.close(fd)
-        read.is_whole = False
+        read.is_complete = False
     except (FileNotFoundError, UnsafeStoreError):
-        read.is_whole = False
+        read.is_complete = False
     except StoreError as error:
         read.error = error
     return None
@@ -281,20 +329,69 @@ class _Thread(threading.local):
 
 
 class DirectReader:
-    """Each thread's `DirectReads`. No descriptor stays open. `path_of` gives a pack's file.
+    """A `Reader` past the page cache: each thread has its own `DirectReads`. No descriptor stays open.
 
-    A thread for which the system has no queue is told so: with `must`, by a StoreError. `may_work` until the system
-    said that it has none for any thread.
+    `mapped` reads what does not come so: an entry whose file is gone or damaged, ragged entries, and all entries for a
+    thread for which the system has no queue. With `required` that is a StoreError. `is_supported` until the system
+    said that it has no queue for any thread.
     """
 
-    def __init__(self, path_of: Callable[[str], Path], *, must: bool):
-        self._path_of = path_of
-        self._must = must
-        self.may_work = True
-        self._thread = _Thread()
+    keeps_rows = False
 
-    def mine(self) -> DirectReads | None:
-        """Those of the calling thread."""
+    def __init__(self, path_of: PathOf, mapped: MappedReader, *, required: bool):
+        self._path_of = path_of
+        self._mapped = mapped
+        self._required = required
+        self.is_supported = True
+        self._thread = _Thread()
+        # Its own: what the page cache has of an entry may be better than what the disk gives.
+        self._verified = Verified()
+
+    def rows(self, keys: Sequence[str], locations: Sequence[Location]) -> list[EntryArrays]:
+        """As `Reader.rows`."""
+        reads = self.for_thread()
+        if reads is None or any(location.group.is_ragged for location in locations):
+            return self._mapped.rows(keys, locations)
+        begun = reads.begin(dict(zip(keys, locations, strict=True)))
+        arrays = {key: self._finished(key, read, reads) for key, read in begun.items()}
+        return [arrays[key] for key in keys]
+
+    def _finished(self, key: str, read: Read, reads: DirectReads) -> EntryArrays:
+        if reads.wait(read):
+            arrays = read.arrays()
+            if self._verified.has(read.location) or arrays_digest(key, arrays) == read.location.digest:
+                self._verified.add(read.location)
+                return arrays
+        # This finds out what is wrong with the entry, or where it is now.
+        return self._mapped.verify(key, read.location)
+
+    def should_prefetch(self) -> bool:
+        """As `Reader.should_prefetch`."""
+        return True
+
+    def prefetch(self, keys: Sequence[str], locations: Sequence[Location]) -> None:
+        """As `Reader.prefetch`."""
+        reads = self.for_thread()
+        if reads is None:
+            self._mapped.prefetch(keys, locations)
+        else:
+            places = zip(keys, locations, strict=True)
+            reads.prefetch({key: location for key, location in places if not location.group.is_ragged})
+
+    def invalidate(self, locations: Iterable[Location]) -> None:
+        """As `Reader.invalidate`."""
+        locations = list(locations)
+        self._verified.drop(locations)
+        self._mapped.invalidate(locations)
+
+    def release(self, packs: Iterable[str]) -> None:
+        """As `Reader.release`."""
+        packs = list(packs)
+        self._verified.release(packs)
+        self._mapped.release(packs)
+
+    def for_thread(self) -> DirectReads | None:
+        """The reads of the calling thread, or None where the system has no queue for it."""
         thread = self._thread
         if thread.pid == os.getpid() and thread.reads is not None and thread.reads.is_broken:
             thread.pid = -1
@@ -309,12 +406,12 @@ class DirectReader:
         return thread.reads
 
     def _refused(self, error: OSError) -> None:
-        self.may_work = self.may_work and error.errno == errno.EAGAIN
+        self.is_supported = self.is_supported and error.errno == errno.EAGAIN
         message = (
             f"this thread cannot read past the page cache: {error}. With EAGAIN, raise fs.aio-max-nr or read in fewer "
             "threads"
         )
-        if self._must:
+        if self._required:
             raise StoreError(f"{message}; or open the cache with io='mapped'") from error
         logger.warning("%s. It reads through the page cache.", message)
 
@@ -323,3 +420,35 @@ class DirectReader:
         if self._thread.reads is not None and self._thread.pid == os.getpid():
             self._thread.reads.close()
         self._thread.reads = None
+        self._verified.clear()
+        self._mapped.close()
+
+
+def choose_reader(io: Io, packs: Iterable[Pack], path_of: PathOf, mapped: MappedReader) -> Reader | None:
+    """How these packs are read: past the page cache if `io` and the system say so, else mapped. None: not known yet.
+
+    StoreError if `io` is "direct" and the file system cannot do it.
+    """
+    packs = list(packs)
+    if io == "mapped":
+        return mapped
+    if not packs:
+        return None
+    if io == "auto" and sum(pack.file_bytes for pack in packs) <= MEMORY_SHARE * host_memory():
+        return mapped
+    direct = DirectReader(path_of, mapped, required=io == "direct")
+    reads = direct.for_thread()
+    if reads is None:
+        return None if direct.is_supported else mapped
+    for path in [path_of(pack.id) for pack in packs]:
+        try:
+            reason = reads.refusal(path)
+        except (OSError, StoreError):
+            continue  # what is wrong with it is reported when an entry of it is read
+        if reason is None:
+            return direct
+        if io == "direct":
+            raise StoreError(f"{path}: cannot be read past the page cache: {reason}. Open it with io='mapped'.")
+        logger.info("%s: packs are read through the page cache: %s", path, reason)
+        return mapped
+    return None

@@ -6,10 +6,11 @@ import json
 import logging
 import os
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 
 from latentcache.errors import ReadOnlyError, SchemaError, StoreError, UnsafeStoreError
-from latentcache.store.location import is_pack_id
+from latentcache.store.base import is_pack_id
 from latentcache.store.pack import PACK_SUFFIX
 from latentcache.utils.durable_files import (
     open_regular,
@@ -20,7 +21,7 @@ from latentcache.utils.durable_files import (
     write_sealed,
 )
 
-SCHEMA = 1
+SCHEMA = 2
 """Version of the directory's layout."""
 MARK = "CACHE.json"
 _MAX_MARK_BYTES = 1 << 16
@@ -39,7 +40,6 @@ class CacheDirectory:
         self.path = Path(path).expanduser().absolute()
         self.packs = self.path / "packs"
         self.index = self.path / "index"
-        self.snapshot = self.index / "entries.snapshot"
         self.manifests = self.path / "manifests"
         self.lock = self.path / "upkeep.lock"
         if not (self.path / MARK).is_file():
@@ -138,6 +138,20 @@ class CacheDirectory:
         except OSError as error:
             raise unreadable(path, error) from error
         return status.st_size if stat.S_ISREG(status.st_mode) and not path.parent.is_symlink() else None
+
+    def lost_packs(self, known: Mapping[str, int], sizes: Mapping[str, int]) -> set[str]:
+        """Those that are gone or have another size. `known`: bytes of the packs; `sizes`: what `pack_sizes` found.
+
+        A pack of which the system does not say whether it is there is not lost; it is warned of.
+        """
+        lost = set()
+        for pack, num_bytes in known.items():
+            try:
+                if sizes.get(pack) != num_bytes and self.pack_size(pack) != num_bytes:
+                    lost.add(pack)
+            except StoreError as error:
+                logger.warning("%s", error)
+        return lost
 
     def index_bytes(self) -> int:
         """Bytes of the index's files."""

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from copy import deepcopy
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-
-import torch
 
 from latentcache.errors import (
     EntryDamagedError,
@@ -23,53 +18,37 @@ from latentcache.errors import (
     StoreError,
     UnsafeStoreError,
 )
-from latentcache.store.base import Source, StoreStats, check_key
+from latentcache.store.base import Description, EntryArrays, OwnedEntry, StoreStats, check_key
 from latentcache.store.catalog import Catalog
-from latentcache.store.direct import IO, MEMORY_SHARE, DirectReader, DirectReads, Io, Read
+from latentcache.store.direct import IO, Io, choose_reader
 from latentcache.store.directory import CacheDirectory
-from latentcache.store.entries import Found
-from latentcache.store.location import Location
+from latentcache.store.layout import Location
 from latentcache.store.lock import locked
-from latentcache.store.mapped import MappedEntries, source_in
-from latentcache.store.pack import Header, check_payload, new_pack_id, read_header, write_pack
-from latentcache.store.readahead import AskAhead, ReadAhead, ask_for
-from latentcache.store.stacking import stack
+from latentcache.store.mapped import MappedReader, ReadAheadMode, Reader
+from latentcache.store.pack import PackRecords, new_pack_id, read_records, write_pack
+from latentcache.store.stacking import read_batch
 from latentcache.store.writer import PackWriter, Sealed
 from latentcache.types import Entry, Record
-from latentcache.utils.host_memory import host_memory
 
 logger = logging.getLogger("latentcache")
 
-_MAX_HEADERS = 32  # a full pack's header is a few MiB
+_MAX_RECORDS = 8  # a full pack's records are a few MiB
 _MAX_PATHS = 1 << 14
 _ADD_CHUNK = 1024  # keys looked up at once by `add`
-
-
-@dataclass(frozen=True, slots=True)
-class DiskRows:
-    """Keys, and where their entries were when they were looked up: all are there. `packs` has the pack of each.
-
-    They are still there while `version` is the catalog's.
-    """
-
-    keys: tuple[str, ...]
-    packs: tuple[str, ...]
-    locations: Found
-    version: object
+DISAGREE = "its pack and the index do not agree"
 
 
 class DiskStore:
     """A `base.Store` in a directory. Processes and threads may share the directory; forks may share the store.
 
-    `read_only` writes nothing at all, so that a directory without write access can be read. `create=False` wants the
-    cache to be there. `io` says whether packs are read through the page cache or, whole entries at a time, past it
-    (`direct.Io`), and
-    `ask_ahead` when the system is asked to bring a batch's bytes into the page cache before they are copied
-    (`readahead.ReadAhead`). StoreError, SchemaError, ReadOnlyError as for `CacheDirectory`; StoreError for an unknown
+    `read_only` writes nothing at all, so that a directory without write access can be read. `create=False` requires
+    that the cache exists. `io` says whether packs are read through the page cache or, whole entries at a time, past it
+    (`direct.Io`). `read_ahead` says when `prefetch` asks the system to bring bytes into the page cache
+    (`mapped.ReadAhead`). StoreError, SchemaError, ReadOnlyError as for `CacheDirectory`; StoreError for an unknown
     `io`, and at the first read where the file system cannot do `direct`.
 
-    A damaged index is made anew from the packs, packs that a dead writer sealed are taken in, and its half-written
-    files are removed, when a store is opened for writing.
+    When a store is opened for writing, a damaged index is rebuilt from the packs, packs that a dead writer sealed are
+    added to it, and that writer's half-written files are removed.
     """
 
     def __init__(
@@ -79,7 +58,7 @@ class DiskStore:
         read_only: bool = False,
         create: bool = True,
         io: Io = "auto",
-        ask_ahead: AskAhead = "missing",
+        read_ahead: ReadAheadMode = "missing",
     ):
         if io not in IO:
             raise StoreError(f"io is {io!r}; it must be one of {', '.join(IO)}")
@@ -87,16 +66,11 @@ class DiskStore:
         self.io: Io = io
         self.directory = CacheDirectory(path, create=create, read_only=read_only)
         self.path = self.directory.path
-        catalog = Catalog(self.directory, read_only=read_only)
-        self._catalog: Catalog | None = catalog
-        self._read_header = lru_cache(_MAX_HEADERS)(read_header)
-        self._pack_path = lru_cache(_MAX_PATHS)(self.directory.pack_path)
-        self._mapped = MappedEntries(catalog, self._pack_path)
-        self._read_ahead = ReadAhead(ask_ahead)
-        self._direct = DirectReader(self._pack_path, must=io == "direct")
-        self._is_direct: bool | None = False if io == "mapped" else None
-        # The pack in which an entry was found good as the disk gave it: what the page cache holds may be better.
-        self._good_directly: dict[str, str] = {}
+        self._catalog: Catalog | None = Catalog(self.directory, read_only=read_only)
+        self._read_records = lru_cache(_MAX_RECORDS)(read_records)
+        self._path_of = lru_cache(_MAX_PATHS)(self.directory.pack_path)
+        self._mapped = MappedReader(self._path_of, self._relocate, read_ahead)
+        self._reader: Reader | None = None
 
     @classmethod
     @contextmanager
@@ -159,18 +133,17 @@ class DiskStore:
                         writer.add(entry)
         return writer.num_added
 
-    def _seal(self, entries: Sequence[Entry]) -> Sealed:
-        present = self._present(entry.record.key for entry in entries)
-        new = [entry for entry in entries if entry.record.key not in present]
+    def _seal(self, entries: Sequence[OwnedEntry]) -> Sealed:
+        present = self._present(entry.key for entry in entries)
+        new = [entry for entry in entries if entry.key not in present]
         if not new:
             return Sealed(0, 0)
-        header = write_pack(self.directory.new_pack_path(new_pack_id()), new)
-        num_added = self.catalog.add_pack(header)
-        return Sealed(num_added, header.size.file_bytes)
+        head = write_pack(self.directory.new_pack_path(new_pack_id()), new)
+        return Sealed(self.catalog.seal(head), head.pack.file_bytes)
 
     def _present(self, keys: Iterable[str]) -> set[str]:
         """Those that the index has now. Memory is not enough: another process may have removed or marked an entry."""
-        return self.catalog.refresh(keys)
+        return self.catalog.find(keys, again=True)
 
     def find(self, keys: Iterable[str]) -> set[str]:
         return self.catalog.find(keys)
@@ -178,149 +151,72 @@ class DiskStore:
     def keys(self) -> Iterator[str]:
         return iter(self.catalog.keys())
 
-    def describe(self, key: str) -> Mapping[str, tuple[str, tuple[int, ...]]]:
-        source = self._mapped.now().sources.get(key) if isinstance(key, str) and self._catalog is not None else None
-        return dict(self._locate(key).description if source is None else source.description)
+    def describe(self, key: str) -> Description:
+        location = self._locate(key)
+        if location.group.is_ragged:  # its lengths are in the pack
+            return dict(self.rows([key])[0].description)
+        return dict(location.group.description)
 
     def get(self, key: str) -> Entry:
-        return Entry(self.record(key), {name: tensor[0] for name, tensor in self.read_batch([key]).items()})
+        record, location = self.record(key), self._locate(key)
+        ragged = frozenset(c.field for c in location.group.columns if c.offsets_start is not None)
+        return Entry(record, {name: tensor[0] for name, tensor in read_batch(self, [key]).items()}, ragged)
 
     def record(self, key: str) -> Record:
         location = self._locate(key)
         while True:
-            header, problem = self._header(location.pack)
-            if header is not None and header.locations.get(key) == location:
-                return deepcopy(header.records[key])
-            problem = problem or "its pack's header and the index do not agree"
-            location = self._moved_or_damaged(key, location, problem)
+            records, problem = self._records(location.pack.id)
+            if records is not None and records.is_at(key, location):
+                try:
+                    return records.record(location.row)
+                except ValueError as error:
+                    problem = str(error)
+            location = self._relocate(key, location, problem or DISAGREE)
 
-    def _header(self, pack: str) -> tuple[Header | None, str]:
-        """A pack's header, or why there is none: the file is gone or is not what was written."""
-        path = self.directory.pack_path(pack)
+    def _records(self, pack: str) -> tuple[PackRecords | None, str]:
+        """A pack's records, or why there are none: the file is gone or is not what was written."""
+        path = self._path_of(pack)
         try:
-            return self._read_header(path), ""
+            return self._read_records(path), ""
         except FileNotFoundError:
             return None, f"its pack is gone: {path}"
         except (PackError, UnsafeStoreError) as error:
-            return None, f"its pack's header cannot be read: {error}"
-
-    def resolve(self, keys: Sequence[str]) -> DiskRows:
-        keys = tuple(keys)
-        version = self.catalog.version  # first: what goes after the look-up changes it
-        found = self.catalog.look_up(keys)
-        for number in found.missing():
-            raise self._absent(keys[number])
-        return DiskRows(keys, found.packs(), found, version)
+            return None, f"its pack's records cannot be read: {error}"
 
     @property
-    def version(self) -> object | None:
+    def generation(self) -> int | None:
         if self._catalog is None:  # not by the property `catalog`: a small batch is copied in the time of some calls
             self._check_open()
-        # `is not False` here and below saves the call: both are asked for each small batch.
-        if self._is_direct is not False and self._direct_reads() is not None:
-            return None
-        return self._mapped.now()
+        assert self._catalog is not None
+        reader = self._reader or self._choose_reader()
+        return self._catalog.generation if reader.keeps_rows else None
 
-    def asks_ahead(self) -> bool:
-        if self._is_direct is not False and self._direct_reads() is not None:
-            return True
-        return self._read_ahead.wanted()
+    def rows(self, keys: Sequence[str]) -> list[EntryArrays]:
+        locations = []
+        for key, location in zip(keys, self.catalog.look_up(keys), strict=True):
+            if location is None:
+                raise self._absent(key)
+            locations.append(location)
+        return (self._reader or self._choose_reader()).rows(keys, locations)
 
-    def sources(self, keys: Sequence[str]) -> list[Source]:
-        self._check_open()
-        known = self._mapped.known(keys)
-        return self._sources(self.resolve(keys)) if known is None else known
+    def _choose_reader(self) -> Reader:
+        """The reader for the packs that there are. It is chosen once, at the first read: before, there may be none."""
+        chosen = choose_reader(self.io, self.catalog.packs.values(), self._path_of, self._mapped)
+        if chosen is not None and self._reader is None:  # no thread replaces what another chose
+            self._reader = chosen
+        return self._reader or self._mapped
 
-    def _sources(self, rows: DiskRows) -> list[Source]:
-        return self._mapped.sources(rows.keys, rows.locations, rows.packs, rows.version, self._moved_or_damaged)
-
-    def read_batch(
-        self, keys: Sequence[str], fields: Sequence[str] | None = None, out: Mapping[str, torch.Tensor] | None = None
-    ) -> dict[str, torch.Tensor]:
-        self._check_open()
-        sources = self._mapped.known(keys) if self._direct_reads() is None else None
-        if sources is None:
-            return self.read_rows(self.resolve(keys), fields, out)
-        if self._read_ahead.wanted():
-            self._ask(self._read_ahead.to_ask_now(keys))
-        return stack(keys, sources, fields, out)
-
-    def read_rows(
-        self, rows: DiskRows, fields: Sequence[str] | None = None, out: Mapping[str, torch.Tensor] | None = None
-    ) -> dict[str, torch.Tensor]:
-        self._check_open()
-        direct = self._direct_reads()
-        # All are found and verified before the first byte is written to `out`.
-        if direct is not None:
-            wanted = dict(zip(rows.keys, rows.locations, strict=True))
-            with direct.reading(wanted) as reads:
-                sources = {key: self._source_of(key, read, direct) for key, read in reads.items()}
-                return stack(rows.keys, [sources[key] for key in rows.keys], fields, out)
-        if self._read_ahead.wanted():
-            self._ask(self._read_ahead.to_ask_now(rows.keys))
-        return stack(rows.keys, self._sources(rows), fields, out)
-
-    def _source_of(self, key: str, read: Read, direct: DirectReads) -> Source:
-        good, pack = self._good_directly, read.location.pack
-        if direct.wait(read) and (good.get(key) == pack or check_payload(read.data, key, read.inside) is None):
-            good[key] = pack
-            return source_in(read.data, read.inside)
-        # Here it is found out what is wrong with it, or where it is now.
-        return self._mapped.verify(key, read.location, self._moved_or_damaged)
-
-    def _direct_reads(self) -> DirectReads | None:
-        """This thread's reads past the page cache; None where packs are read through it."""
-        if self._is_direct is None:
-            decided = self._decided()  # at the first read: before, there may be no packs
-            if decided is not None and self._is_direct is None:  # no thread takes back what another decided
-                self._is_direct = decided
-        return self._direct.mine() if self._is_direct else None
-
-    def _decided(self) -> bool | None:
-        """Whether packs are read past the page cache. None: it cannot be said now."""
-        packs = dict(self.catalog.packs)
-        num_bytes = sum(size.file_bytes for size in packs.values())
-        if not packs:
-            return None
-        if self.io == "auto" and num_bytes <= MEMORY_SHARE * host_memory():
-            return False
-        direct = self._direct.mine()
-        if direct is None:
-            return None if self._direct.may_work else False
-        for path in map(self._pack_path, packs):
-            try:
-                reason = direct.refusal(path)
-            except (OSError, StoreError):
-                continue  # what is wrong with it is said when an entry of it is read
-            if reason is None:
-                return True
-            if self.io == "direct":
-                raise StoreError(f"{path}: cannot be read past the page cache: {reason}. Open it with io='mapped'.")
-            logger.info("%s: packs are read through the page cache: %s", self.path, reason)
-            return False
-        return None
-
-    def ask_ahead(self, keys: Iterable[str]) -> None:
+    def prefetch(self, keys: Iterable[str]) -> None:
         if self._catalog is None:
             self._check_open()
-        direct = self._direct_reads()
-        if direct is not None:
+        reader = self._reader or self._choose_reader()
+        if reader.should_prefetch():
             keys = list(keys)
-            found = zip(keys, self.catalog.look_up(keys), strict=True)
-            direct.ask({key: location for key, location in found if location is not None})
-        elif self._read_ahead.wanted_lately():
-            self._ask(self._read_ahead.to_ask(keys))
-
-    def _ask(self, keys: Sequence[str]) -> None:
-        found = filter(None, self.catalog.look_up(keys) if keys else ())
-        ask_for(
-            (self._pack_path(location.pack), offset, num_bytes)
-            for location in found
-            for offset, num_bytes in zip(location.offsets, location.spec.sizes, strict=True)
-        )
+            found = [(key, place) for key, place in zip(keys, self.catalog.look_up(keys), strict=True) if place]
+            reader.prefetch([key for key, _ in found], [place for _, place in found])
 
     def _locate(self, key: str) -> Location:
-        location = self.catalog.locate(check_key(key))
+        location = self.catalog.look_up([check_key(key)])[0]
         if location is None:
             raise self._absent(key)
         return location
@@ -329,62 +225,53 @@ class DiskStore:
         reason = self.catalog.reason(key)
         return EntryMissingError(key) if reason is None else EntryDamagedError(key, reason)
 
-    def _moved_or_damaged(self, key: str, location: Location, problem: str) -> Location:
+    def _relocate(self, key: str, location: Location, problem: str) -> Location:
         """Another place for the entry if the index now has one; otherwise it is damaged, and marked so."""
-        self._mapped.verified.pop(key, None)
-        self._good_directly.pop(key, None)
+        (self._reader or self._mapped).invalidate([location])
         moved = self.catalog.relocate(key)
         if moved is None:
-            self._locate(key)  # raises: it was removed, or found damaged, elsewhere
-        elif moved != location:
+            raise self._absent(key)  # it was removed, or found damaged, elsewhere
+        if moved.place != location.place:
             return moved
         self.mark_damaged({key: (location, problem)})
         raise EntryDamagedError(key, problem)
 
     def mark_damaged(self, damaged: Mapping[str, tuple[Location, str]]) -> None:
         """Make entries misses from now on. If that cannot be written it is logged: the caller's error comes first."""
-        for key in damaged:
-            self._good_directly.pop(key, None)
-        self._mapped.distrust(damaged)  # also where nothing can be written: they are verified again, and fail
+        # Also where nothing can be written: they are verified again, and fail.
+        (self._reader or self._mapped).invalidate([location for location, _ in damaged.values()])
         try:
             self.catalog.mark(damaged)
         except StoreError as error:
             logger.warning("%s: %d damaged entries could not be marked: %s", self.path, len(damaged), error)
 
     def release(self, packs: Iterable[str]) -> None:
-        """Let go of packs that were compacted away."""
-        gone = set(packs)
-        self._mapped.release(gone)
-        self._good_directly = {key: pack for key, pack in list(self._good_directly.items()) if pack not in gone}
+        """Release packs that were compacted away."""
+        (self._reader or self._mapped).release(packs)
 
     def remove(self, keys: Iterable[str]) -> int:
         return self.catalog.remove([check_key(key) for key in dict.fromkeys(keys)])
 
     def damaged(self) -> dict[str, str]:
         self.catalog.reload()
-        return dict(self.catalog.markers)
+        return self.catalog.damaged()
 
     def stats(self) -> StoreStats:
-        specs, num_damaged = self.catalog.specs()
-        num_entries: Counter[str] = Counter()
-        for spec, count in specs:
-            num_entries[spec.kind] += count
+        counts = self.catalog.counts()
         sizes = self.directory.pack_sizes()
         return StoreStats(
-            num_entries=dict(num_entries),
-            num_damaged=num_damaged,
+            num_entries={kind: num for kind, (num, _) in counts.items()},
+            num_damaged=len(self.catalog.damaged()),
             num_packs=len(sizes),
-            payload_bytes=sum(count * spec.num_bytes for spec, count in specs),
+            payload_bytes=sum(num_bytes for _, num_bytes in counts.values()),
             file_bytes=sum(sizes.values()),
             index_bytes=self.directory.index_bytes(),
         )
 
     def close(self) -> None:
-        """Let go of files. Tensors that were handed out are copies and stay."""
+        """Release files. Tensors that were returned are copies and stay."""
         if self._catalog is not None:
             self._catalog.close()
         self._catalog = None
-        self._mapped.close()
-        self._good_directly.clear()
-        self._direct.close()
-        self._read_header.cache_clear()
+        (self._reader or self._mapped).close()
+        self._read_records.cache_clear()

@@ -1,7 +1,7 @@
-"""The index: a durable map of text to text in SQLite, by way of diskcache, which only this file imports.
+"""The index: a durable map of names to bytes in SQLite, by way of diskcache, which only this file imports.
 
 diskcache trusts its database: by default it unpickles what it finds there, runs its settings as SQL, and reads and
-deletes files that rows name. So rows are text or they are refused, and a database is looked through first.
+deletes files that rows name. So rows are bytes or they are refused, and a database is inspected first.
 No connection outlives the call that made it: nothing is carried across a fork, and other processes never wait for an
 idle one.
 """
@@ -13,8 +13,9 @@ import sqlite3
 import stat
 import threading
 import uuid
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,8 @@ import diskcache
 from diskcache.core import DBNAME, DEFAULT_SETTINGS, METADATA, MODE_RAW
 
 from latentcache.errors import IndexDamagedError, ReadOnlyError, StoreError
-from latentcache.identity import digest
-from latentcache.store.connection import JOURNALS, MAX_TEXT_BYTES, TIMEOUT_S, connect, typed_error
-from latentcache.store.fork import hold_in_forks
-from latentcache.store.history import Point, Reading
-from latentcache.store.lock import locked
+from latentcache.store.connection import JOURNALS, TIMEOUT_S, connect, typed_error
+from latentcache.store.lock import hold_in_forks, locked
 
 _CHUNK = 500  # keys in one SELECT; SQLite allows 999 in old builds
 
@@ -61,32 +59,36 @@ _SCHEMA = {
 _SUPER_JOURNAL_MAGIC = bytes.fromhex("d9d505f920a163d7")
 _COLUMNS = "key, raw, mode, filename, expire_time, value"
 _OURS = (
-    "typeof(key) = 'text' AND typeof(value) = 'text' AND raw = 1 AND mode = 1 "
+    "typeof(key) = 'text' AND typeof(value) = 'blob' AND raw = 1 AND mode = 1 "
     "AND filename IS NULL AND expire_time IS NULL"
 )
-_PAGE_ROWS = 4_000
-_HISTORY = "latentcache:history"
-"""The row that changes whenever another is removed or replaced. No caller sees it, and none may use its name."""
+_PAGE_ROWS = 64
+GENERATION = "generation"
+"""The name of the row that changes whenever another is removed or replaced."""
+MAX_VALUE_BYTES = 1 << 21
+"""Of a row. That of a pack of 8,192 entries has some 400 KB."""
 _BEFORE_ALL = -(1 << 63)
 
 
-class _TextDisk(diskcache.Disk):
-    """Text in rows, and nothing else: no pickle, no file."""
+class _BytesDisk(diskcache.Disk):
+    """Bytes in rows, and nothing else: no pickle, no file."""
 
     def put(self, key: str) -> tuple[str, bool]:
-        return _checked(key), True
+        return _checked_name(key), True
 
     def get(self, key: object, raw: object) -> str:
         if raw != 1 or type(key) is not str:
             raise IndexDamagedError(self._directory, "a key is not text")
         return key
 
-    def store(self, value: str, read: bool, key: object = None) -> tuple[int, int, None, str]:
-        return 0, MODE_RAW, None, _checked(value)
+    def store(self, value: bytes, read: bool, key: object = None) -> tuple[int, int, None, bytes]:
+        if len(value) > MAX_VALUE_BYTES:
+            raise StoreError(f"a row of the index has at most {MAX_VALUE_BYTES:,} bytes, got {len(value):,}")
+        return 0, MODE_RAW, None, value
 
-    def fetch(self, mode: object, filename: object, value: object, read: bool) -> str:
-        if mode != MODE_RAW or filename is not None or type(value) is not str:
-            raise IndexDamagedError(self._directory, "a value is not text")
+    def fetch(self, mode: object, filename: object, value: object, read: bool) -> bytes:
+        if mode != MODE_RAW or filename is not None or type(value) is not bytes:
+            raise IndexDamagedError(self._directory, "a value is not bytes")
         return value
 
     def remove(self, file_path: str) -> None:
@@ -102,45 +104,70 @@ class _Cache(diskcache.Cache):
         pass
 
 
+@dataclass(frozen=True, slots=True)
+class Position:
+    """How far a reader has read. As long as `generation` is the same, what it read counts, and later rows follow.
+
+    The last row's number and name tell an index that was put back from a copy.
+    """
+
+    generation: bytes | None
+    last_row: int
+    last_name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Rows in pages, oldest first, and where they bring their reader. `is_whole`: all rows, not only later ones."""
+
+    position: Position
+    is_whole: bool
+    pages: Iterator[list[tuple[str, bytes]]]
+
+
 class Transaction:
     """Reads and changes that take effect together, or not at all. Made by `Index.transaction`."""
 
     def __init__(self, cache: diskcache.Cache):
         self._cache = cache
-        self._noted = False
-        if cache.get(_HISTORY) is None:
-            self._note_rewrite()
+        self.generation: bytes | None = None
+        """The index's new generation, if a row was replaced or removed."""
+        self.replaced: dict[str, bytes | None] = {}
+        """The rows that were replaced, and None for those that were removed."""
 
-    def _note_rewrite(self) -> None:
-        if not self._noted:
-            self._cache.set(_HISTORY, uuid.uuid4().hex)
-            self._noted = True
+    def get(self, name: str) -> bytes | None:
+        """The row's value, or None."""
+        return self._cache.get(name)
 
-    def get(self, key: str) -> str | None:
-        return self._cache.get(_checked_name(key))
+    def add(self, name: str, value: bytes) -> bool:
+        """Add a row unless there is one of this name. True if it was added."""
+        return self._cache.add(name, value)
 
-    def add(self, key: str, value: str) -> bool:
-        """Add a row unless the key has one. True if it was added."""
-        return self._cache.add(_checked_name(key), value)
-
-    def put(self, key: str, value: str) -> None:
+    def put(self, name: str, value: bytes) -> None:
         """Add or replace a row."""
-        self._note_rewrite()
-        self._cache.set(_checked_name(key), value)
+        if not self._cache.add(name, value):
+            self._cache.set(name, value)
+            self._note(name, value)
 
-    def remove(self, key: str) -> bool:
+    def remove(self, name: str) -> bool:
         """Remove a row. True if there was one."""
-        removed = self._cache.delete(_checked_name(key))
+        removed = self._cache.delete(name)
         if removed:
-            self._note_rewrite()
+            self._note(name, None)
         return removed
+
+    def _note(self, name: str, value: bytes | None) -> None:
+        self.replaced[name] = value
+        if self.generation is None:
+            self.generation = uuid.uuid4().bytes
+            self._cache.set(GENERATION, self.generation)
 
 
 class Index:
-    """A map of text to text, kept in the folder `path`. Safe for threads, for forks, and for many processes.
+    """A map of names to bytes, kept in the folder `path`. Safe for threads, for forks, and for many processes.
 
-    Keys and values are UTF-8 of at most MAX_TEXT_BYTES; anything else is a StoreError. IndexDamagedError: the database
-    is broken, holds what latentcache did not write, or (read-only) does not exist.
+    Names are UTF-8, and values have at most MAX_VALUE_BYTES; anything else is a StoreError. IndexDamagedError: the
+    database is broken, holds what latentcache did not write, or (read-only) does not exist.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, read_only: bool = False):
@@ -167,14 +194,10 @@ class Index:
     def _database(self) -> Path:
         return self.path / DBNAME
 
-    def get(self, key: str) -> str | None:
-        """The value, or None."""
-        return self.get_many([key]).get(key)
-
-    def get_many(self, keys: Iterable[str]) -> dict[str, str]:
-        """The rows of those keys that have one."""
-        wanted = [_checked_name(key) for key in dict.fromkeys(keys)]
-        found: dict[str, str] = {}
+    def get_many(self, names: Iterable[str]) -> dict[str, bytes]:
+        """The rows of those names that have one."""
+        wanted = [_checked_name(name) for name in dict.fromkeys(names)]
+        found: dict[str, bytes] = {}
         if not wanted:
             return found
         with self._reading() as connection:
@@ -185,79 +208,49 @@ class Index:
                 found.update(self._row(row) for row in connection.execute(query, chunk))
         return found
 
-    def items(self) -> dict[str, str]:
+    def items(self) -> dict[str, bytes]:
         """All rows, oldest first."""
         with self.reading() as reading:
-            assert reading is not None
-            return {key: value for page in reading.pages for key, value in page}
+            return {name: value for page in reading.pages for name, value in page}
 
     @contextmanager
-    def reading(self, since: Point | None = None) -> Iterator[Reading | None]:
-        """The rows that came after `since`, or all. None if rows were removed or replaced since then.
+    def reading(self, since: Position | None = None) -> Iterator[Reading]:
+        """The rows that came after `since`; all rows where some were removed or replaced since then.
 
         Other processes cannot change the index while the block runs.
         """
         with self._reading() as connection:
-            now = self._point(connection)
-            if since is not None and (now is None or not self._follows(connection, now, since)):
-                yield None
-                return
-            start = _BEFORE_ALL if since is None else since.last_row
-            self._check_rows(connection, "rowid > ?", [start])
+            row = connection.execute(f"SELECT {_COLUMNS} FROM Cache WHERE raw = 1 AND key = ?", [GENERATION]).fetchone()
+            generation = None if row is None else self._row(row)[1]
+            follows = since is not None and since.generation == generation and self._has_row(connection, since)
+            start = since.last_row if follows and since is not None else _BEFORE_ALL
+            # SQLite looks at many rows in a fraction of the time that Python takes.
+            query = f"SELECT {_COLUMNS} FROM Cache WHERE rowid > ? AND ({_OURS}) IS NOT TRUE LIMIT 1"
+            for row in connection.execute(query, [start]):
+                self._row(row)
+                raise IndexDamagedError(self.path, f"row {row[0]!r:.80} was not written by latentcache")
+            last = connection.execute("SELECT rowid, key FROM Cache ORDER BY rowid DESC LIMIT 1").fetchone()
+            position = Position(generation, *(last or (_BEFORE_ALL, "")))
             query = "SELECT key, value FROM Cache WHERE rowid > ? AND key != ? ORDER BY rowid"
-            rows = connection.execute(query, [start, _HISTORY])
-            yield Reading(now, iter(lambda: rows.fetchmany(_PAGE_ROWS), []))
+            rows = connection.execute(query, [start, GENERATION])
+            yield Reading(position, not follows, iter(lambda: rows.fetchmany(_PAGE_ROWS), []))
 
-    def _point(self, connection: sqlite3.Connection) -> Point | None:
-        query = f"SELECT {_COLUMNS} FROM Cache WHERE raw = 1 AND key = ?"
-        row = connection.execute(query, [_HISTORY]).fetchone()
-        # Triggers of diskcache keep it: counting a million rows takes longer than reading what is new.
-        num_rows = connection.execute("SELECT value FROM Settings WHERE key = 'count'").fetchone()
-        if row is None or num_rows is None or type(num_rows[0]) is not int:
-            return None
-        last_row = connection.execute("SELECT MAX(rowid) FROM Cache").fetchone()[0]
-        return Point(self._row(row)[1], last_row, self._row_digest(connection, last_row), num_rows[0])
+    def _has_row(self, connection: sqlite3.Connection, position: Position) -> bool:
+        if position.last_row == _BEFORE_ALL:
+            return True  # it was empty
+        query = "SELECT key FROM Cache WHERE rowid = ?"
+        return connection.execute(query, [position.last_row]).fetchone() == (position.last_name,)
 
-    def _row_digest(self, connection: sqlite3.Connection, number: int) -> str:
-        row = connection.execute(f"SELECT {_COLUMNS} FROM Cache WHERE rowid = ?", [number]).fetchone()
-        return "" if row is None else digest("\n".join(self._row(row)).encode())
-
-    def _follows(self, connection: sqlite3.Connection, now: Point, since: Point) -> bool:
-        if now.history != since.history or now.last_row < since.last_row:
-            return False
-        query = "SELECT COUNT(*) FROM Cache WHERE rowid > ?"
-        num_new = connection.execute(query, [since.last_row]).fetchone()[0]
-        return (
-            now.num_rows == since.num_rows + num_new
-            and self._row_digest(connection, since.last_row) == since.last_digest
-        )
-
-    def _check_rows(self, connection: sqlite3.Connection, condition: str = "TRUE", values: Sequence[int] = ()) -> None:
-        # SQLite looks at a million rows in a fraction of the time that Python takes.
-        query = f"SELECT {_COLUMNS} FROM Cache WHERE ({condition}) AND ({_OURS}) IS NOT TRUE LIMIT 1"
-        for row in connection.execute(query, values):
-            self._row(row)
-            raise IndexDamagedError(self.path, f"row {row[0]!r:.80} was not written by latentcache")
-
-    def add_many(self, rows: Mapping[str, str], *, remove: Collection[str] = ()) -> set[str]:
-        """Add rows in one transaction; keys that have a row keep it. Returns those added. Rows of `remove` go first."""
+    def replace_many(self, rows: Mapping[str, bytes]) -> None:
+        """Add or replace rows in one transaction."""
         with self.transaction() as transaction:
-            for key in remove:
-                transaction.remove(key)
-            return {key for key, value in rows.items() if transaction.add(key, value)}
+            for name, value in rows.items():
+                transaction.put(name, value)
 
-    def replace_many(self, rows: Mapping[str, str], *, remove: Collection[str] = ()) -> None:
-        """Add or replace rows, and remove others, in one transaction."""
-        with self.transaction() as transaction:
-            for key in remove:
-                transaction.remove(key)
-            for key, value in rows.items():
-                transaction.put(key, value)
-
-    def remove_many(self, keys: Iterable[str]) -> int:
+    def remove_many(self, names: Iterable[str]) -> int:
         """Remove rows in one transaction. Returns how many there were."""
         with self.transaction() as transaction:
-            return sum([transaction.remove(key) for key in keys])
+            return sum([transaction.remove(name) for name in names])
 
     @contextmanager
     def transaction(self) -> Iterator[Transaction]:
@@ -281,7 +274,7 @@ class Index:
     def _open_cache(self) -> diskcache.Cache:
         # As late as possible: opening one writes all its settings, row by row.
         if self._cache is None:
-            self._cache = _Cache(str(self.path), timeout=TIMEOUT_S, disk=_TextDisk, **_SETTINGS)
+            self._cache = _Cache(str(self.path), timeout=TIMEOUT_S, disk=_BytesDisk, **_SETTINGS)
         return self._cache
 
     @contextmanager
@@ -293,16 +286,16 @@ class Index:
             finally:
                 connection.close()
 
-    def _row(self, row: Sequence[Any]) -> tuple[str, str]:
+    def _row(self, row: Sequence[Any]) -> tuple[str, bytes]:
         key, raw, mode, filename, expire_time, value = row
         if type(key) is not str or raw != 1 or mode != MODE_RAW or filename is not None or expire_time is not None:
             raise IndexDamagedError(self.path, f"row {key!r:.80} was not written by latentcache")
-        if type(value) is not str:
-            raise IndexDamagedError(self.path, f"the value of row {key!r:.80} is not text")
+        if type(value) is not bytes:
+            raise IndexDamagedError(self.path, f"the value of row {key!r:.80} is not bytes")
         return key, value
 
     def _inspect(self) -> set[tuple[str, str]]:
-        """Look through a database before diskcache does: it runs stored settings as SQL. Returns (type, name) in it."""
+        """Inspect a database before diskcache reads it: it runs stored settings as SQL. Returns (type, name) in it."""
         for name in (DBNAME, *[DBNAME + suffix for suffix in (*JOURNALS, "-shm")]):
             try:
                 mode = (self.path / name).lstat().st_mode
@@ -356,19 +349,11 @@ class Index:
             raise typed_error(error, self._database, read_only=self.read_only) from error
 
 
-def _checked_name(text: str) -> str:
-    if text == _HISTORY:
-        raise StoreError(f"the index keeps the row {text!r} for itself")
-    return _checked(text)
-
-
-def _checked(text: str) -> str:
-    if type(text) is not str:
-        raise StoreError(f"the index holds text only, got {type(text).__name__}")
+def _checked_name(name: str) -> str:
+    if type(name) is not str:
+        raise StoreError(f"a name in the index is text, got {type(name).__name__}")
     try:
-        num_bytes = len(text.encode("utf-8"))
+        name.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise StoreError(f"the index holds UTF-8 only: {text!r:.100} ({error.reason}); use its digest") from error
-    if num_bytes > MAX_TEXT_BYTES:
-        raise StoreError(f"the index holds texts of at most {MAX_TEXT_BYTES:,} bytes, got {num_bytes:,}")
-    return text
+        raise StoreError(f"a name in the index is UTF-8: {name!r:.100} ({error.reason}); use its digest") from error
+    return name

@@ -1,4 +1,7 @@
-"""Locks between processes, held on a file: many may share one, or one may hold it alone. A dead process holds none."""
+"""Locks between processes, on a file: many may share one, or one may have it alone. A dead process has none.
+
+And what a fork of this process must not meet: a lock, or a database in a half-done change.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,12 @@ import fcntl
 import json
 import os
 import stat
+import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 from latentcache.errors import StoreBusyError, UnsafeStoreError
 from latentcache.utils.durable_files import typed_errors, unlock_and_close
@@ -66,3 +72,42 @@ def _holder(fd: int) -> str:
         return f"{note['operation']} (process {int(note['pid'])} on {note['host']})"
     except (ValueError, KeyError, TypeError):
         return "another process"
+
+
+class Lockable(Protocol):
+    """Something whose `lock` is held during its calls. The thread that forks may hold it already."""
+
+    lock: threading.RLock
+
+
+_alive: weakref.WeakSet[Lockable] = weakref.WeakSet()
+_guard = threading.Lock()
+_registered = False
+_held: list[Lockable] = []
+
+
+def hold_in_forks(owner: Lockable) -> None:
+    """From now on a fork of this process waits for `owner.lock`, and both sides find it free.
+
+    Why before the fork, and not after it in the child: SQLite would roll back there what the parent is writing.
+    """
+    global _registered
+    with _guard:
+        if not _registered:
+            os.register_at_fork(before=_hold_all, after_in_parent=_release_all, after_in_child=_release_all)
+            _registered = True
+        _alive.add(owner)
+
+
+def _hold_all() -> None:
+    _guard.acquire()
+    _held.extend(sorted(_alive, key=id))
+    for owner in _held:
+        owner.lock.acquire()
+
+
+def _release_all() -> None:
+    for owner in _held:
+        owner.lock.release()
+    _held.clear()
+    _guard.release()

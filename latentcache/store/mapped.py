@@ -1,110 +1,131 @@
-"""Entries of mapped packs: verified once, and read where they lie."""
+"""Entries that are read through the page cache: mapped packs, verified once, and advice about what is read soon."""
 
 from __future__ import annotations
 
+import os
+import resource
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Literal, Protocol
 
 import numpy as np
 
-from latentcache.errors import PackError, UnsafeStoreError
-from latentcache.store.base import ARRAY_DTYPES, Source
-from latentcache.store.catalog import Catalog
-from latentcache.store.entries import Found
-from latentcache.store.location import Location
-from latentcache.store.pack import check_payload, map_pack
-from latentcache.utils.durable_files import unreadable
+from latentcache.errors import PackError, StoreError, UnsafeStoreError
+from latentcache.store.base import EntryArrays
+from latentcache.store.layout import Location, Pack
+from latentcache.store.pack import arrays_in, check_payload, map_pack
+from latentcache.utils.durable_files import open_regular, unreadable
 
-MAX_READY = 1 << 17
-"""Entries whose place in memory is kept for the next batch, at some 300 bytes each. Beyond it all are forgotten, and
-looked up again. That an entry was verified is kept for all that were read, at some 50 bytes each."""
+PathOf = Callable[[str], Path]
+"""Gives the file of a pack, by its id."""
 
-
-class _Ready:
-    """Where verified entries can be read, by key. It counts as long as `version` is the catalog's.
-
-    What was taken from it counts as long as it is the store's, also when they are forgotten because there are many.
-    """
-
-    __slots__ = ("sources", "version")
-
-    def __init__(self, version: object):
-        self.version = version
-        self.sources: dict[str, Source] = {}
+Relocate = Callable[[str, Location, str], Location]
+"""Is given an entry that is not what was stored, and why. It returns where the entry lies now, or raises."""
 
 
-Elsewhere = Callable[[str, Location, str], Location]
-"""Is told of an entry that is not what was stored, and why. It gives another place for it, or raises."""
+class Reader(Protocol):
+    """A way of reading entries whose locations are known. Any thread may use it."""
+
+    keeps_rows: bool
+    """Whether the arrays lie in memory that stays, so that a caller gains by keeping them."""
+
+    def rows(self, keys: Sequence[str], locations: Sequence[Location]) -> list[EntryArrays]:
+        """The verified arrays of each entry. StoreError: they cannot be read now. Errors of `Relocate`."""
+
+    def should_prefetch(self) -> bool:
+        """Whether `prefetch` would help the calling thread now. Cheap: it precedes every read."""
+
+    def prefetch(self, keys: Sequence[str], locations: Sequence[Location]) -> None:
+        """These entries are read soon. It waits for nothing."""
+
+    def invalidate(self, locations: Iterable[Location]) -> None:
+        """Verify these entries again before they are read: they may not be what was stored."""
+
+    def release(self, packs: Iterable[str]) -> None:
+        """Release what is kept of packs that were compacted away."""
+
+    def close(self) -> None:
+        """Release all."""
 
 
-class MappedEntries:
-    """Where the entries of `catalog` can be read. `pack_path` gives a pack's file."""
+class Verified:
+    """The entries that were found good: a flag a row, by pack."""
 
-    def __init__(self, catalog: Catalog, pack_path: Callable[[str], Path]):
-        self._catalog = catalog
-        self._pack_path = pack_path
+    def __init__(self) -> None:
+        self._flags: dict[str, np.ndarray] = {}
+
+    def has(self, location: Location) -> bool:
+        """Whether the entry was found good."""
+        flags = self._flags.get(location.pack.id)
+        return flags is not None and bool(flags[location.row])
+
+    def add(self, location: Location) -> None:
+        """The entry was found good."""
+        self._of(location.pack)[location.row] = True
+
+    def drop(self, locations: Iterable[Location]) -> None:
+        """These entries must be verified again."""
+        for location in locations:
+            self._of(location.pack)[location.row] = False
+
+    def release(self, packs: Iterable[str]) -> None:
+        """Forget packs."""
+        for pack in packs:
+            self._flags.pop(pack, None)
+
+    def clear(self) -> None:
+        """Forget all packs."""
+        self._flags.clear()
+
+    def _of(self, pack: Pack) -> np.ndarray:
+        flags = self._flags.get(pack.id)
+        return self._flags.setdefault(pack.id, np.zeros(pack.num_entries, bool)) if flags is None else flags
+
+
+class MappedReader:
+    """A `Reader` of mapped packs, whose entries are verified when they are first read."""
+
+    keeps_rows = True
+
+    def __init__(self, path_of: PathOf, relocate: Relocate, mode: ReadAheadMode = "missing"):
+        self._path_of = path_of
+        self._relocate = relocate
         self._maps: dict[str, np.ndarray] = {}
-        self._ready = _Ready(object())
-        self.verified: dict[str, str] = {}
-        """The pack in which an entry was found good."""
+        self._verified = Verified()
+        self.should_prefetch = ReadAhead(mode).should_prefetch
 
-    def now(self) -> _Ready:
-        """The entries that are there and were verified. What is added to it counts while nothing goes or moves."""
-        ready, version = self._ready, self._catalog.version
-        # A new one each time, so that a thread that fills the old one does no harm.
-        if ready.version is not version:
-            ready = self._ready = _Ready(version)
-        elif len(ready.sources) >= MAX_READY:
-            ready.sources = {}
-        return ready
+    def rows(self, keys: Sequence[str], locations: Sequence[Location]) -> list[EntryArrays]:
+        """As `Reader.rows`."""
+        rows = []
+        for key, location in zip(keys, locations, strict=True):
+            data = self._maps.get(location.pack.id) if self._verified.has(location) else None
+            rows.append(self.verify(key, location) if data is None else arrays_in(data, location))
+        return rows
 
-    def known(self, keys: Sequence[str]) -> list[Source] | None:
-        """Without looking anything up. None unless all of them are known."""
-        ready = self.now().sources
-        try:
-            return [ready[key] for key in keys]
-        except (KeyError, TypeError):
-            return None
-
-    def sources(
-        self, keys: Sequence[str], locations: Found, packs: Sequence[str], version: object, elsewhere: Elsewhere
-    ) -> list[Source]:
-        """Those of keys that were looked up while the catalog had this version; `packs` has the pack of each."""
-        ready = self.now().sources if version is self._catalog.version else {}
-        sources = []
-        for number, (key, pack) in enumerate(zip(keys, packs, strict=True)):
-            source = ready.get(key)
-            if source is None:
-                location = locations[number]
-                assert location is not None
-                data = self._maps.get(pack) if self.verified.get(key) == pack else None
-                source = self.verify(key, location, elsewhere) if data is None else source_in(data, location)
-                ready[key] = source
-            sources.append(source)
-        return sources
-
-    def verify(self, key: str, location: Location, elsewhere: Elsewhere) -> Source:
-        """The entry's bytes, mapped and compared with its digest, where they lie now."""
+    def verify(self, key: str, location: Location) -> EntryArrays:
+        """The entry's arrays, mapped and compared with its digest, where they lie now."""
         while True:
             data, problem = self._map(location)
             if data is not None:
                 found = check_payload(data, key, location)
                 if found is None:
-                    self.verified[key] = location.pack
-                    return source_in(data, location)
+                    self._verified.add(location)
+                    return arrays_in(data, location)
                 problem = found
-            location = elsewhere(key, location, problem)
+            location = self._relocate(key, location, problem)
 
     def _map(self, location: Location) -> tuple[np.ndarray | None, str]:
         """The mapped pack in which the entry lies, or why there is none: the file is gone, or is not what was written.
 
         A plain StoreError: it cannot be read now, which says nothing about its bytes.
         """
-        path = self._pack_path(location.pack)
-        data = self._maps.get(location.pack)
+        pack = location.pack
+        path = self._path_of(pack.id)
+        data = self._maps.get(pack.id)
         try:
             if data is None:
-                return self._maps.setdefault(location.pack, map_pack(path, location.end)), ""
+                return self._maps.setdefault(pack.id, map_pack(path, location.end)), ""
             if path.stat().st_size < location.end:
                 # Touching mapped bytes that a truncation took away would kill the process.
                 return None, f"its pack was cut short: {path}"
@@ -117,29 +138,124 @@ class MappedEntries:
             raise unreadable(path, error) from error
         return data, ""
 
-    def distrust(self, keys: Iterable[str]) -> None:
-        """These entries may not be what was stored: look at them again, and at where all others lie."""
-        for key in keys:
-            self.verified.pop(key, None)
-        self._ready = _Ready(object())
+    def prefetch(self, keys: Sequence[str], locations: Sequence[Location]) -> None:
+        """As `Reader.prefetch`."""
+        advise((self._path_of(place.pack.id), offset, size) for place in locations for offset, size in place.ranges())
+
+    def invalidate(self, locations: Iterable[Location]) -> None:
+        """As `Reader.invalidate`."""
+        self._verified.drop(locations)
 
     def release(self, packs: Iterable[str]) -> None:
-        """Let go of packs that were compacted away."""
-        gone = set(packs)
-        self.verified = {key: pack for key, pack in list(self.verified.items()) if pack not in gone}
+        """As `Reader.release`."""
+        gone = list(packs)
+        self._verified.release(gone)
         for pack in gone:
             self._maps.pop(pack, None)
-        self._ready = _Ready(object())  # last: nothing that lies in them is taken from here on
 
     def close(self) -> None:
-        """Let go of all."""
-        self.verified.clear()
-        self._ready = _Ready(object())
+        """As `Reader.close`."""
+        self._verified.clear()
         self._maps.clear()
 
 
-def source_in(data: np.ndarray, location: Location) -> Source:
-    """Where the entry can be read in `data`, in which it lies as `location` says."""
-    fields = zip(location.description.values(), location.offsets, strict=True)
-    rows = [np.ndarray((1, *shape), ARRAY_DTYPES[dtype], data, offset) for (dtype, shape), offset in fields]
-    return Source(location.description, tuple(rows))
+ReadAheadMode = Literal["missing", "always", "never"]
+"""`missing`: while this thread's reads come from the disk."""
+
+MAX_IDLE_READS = 12
+"""After so many checks in which nothing came from the disk, nothing is advised. A batch takes one to three."""
+SKIPPED_READS = 7
+"""After a check that found nothing, so many reads are not checked: in a small batch a check takes a hundredth."""
+
+_MAX_FILES = 64  # open at once
+
+CAN_ADVISE = hasattr(os, "posix_fadvise")
+"""Python offers no such call on macOS: there nothing is advised."""
+
+
+class _ThreadCounters(threading.local):
+    """What a thread's reads have caused.
+
+    `skip` reads need no check. `idle_reads` checks in turn found nothing from the disk. `blocks_read` is the system's
+    counter at the last check.
+    """
+
+    skip = 0
+    idle_reads = 0
+    blocks_read: int | None = None
+
+
+class ReadAhead:
+    """Whether the calling thread should advise the system. Each thread decides for itself.
+
+    Advice about bytes that are in memory already takes more than half of a copy. So by default it is given while pages
+    are missing: at a thread's first read, and until MAX_IDLE_READS checks in turn have found nothing from the disk.
+    Bytes that the thread's own advice brought count too, so it goes on as long as it helps. Then every eighth read is
+    checked. Where the system does not count per thread (only Linux does), nothing is advised: the warm case matters
+    more.
+    """
+
+    def __init__(self, mode: ReadAheadMode = "missing"):
+        self.mode: ReadAheadMode = mode if CAN_ADVISE else "never"
+        self._who = getattr(resource, "RUSAGE_THREAD", None)
+        if self._who is None and mode == "missing":
+            self.mode = "never"
+        self._thread = _ThreadCounters()
+
+    def should_prefetch(self) -> bool:
+        """Whether to advise now. It checks what the thread's reads before this one have caused."""
+        thread = self._thread
+        if thread.skip:
+            thread.skip -= 1
+            return False
+        if self.mode != "missing":
+            return self.mode == "always"
+        assert self._who is not None
+        usage = resource.getrusage(self._who)
+        # Faults in mapped pages, and blocks that were read because of advice.
+        blocks_read = usage.ru_majflt + usage.ru_inblock
+        thread.idle_reads = thread.idle_reads + 1 if blocks_read == thread.blocks_read else 0
+        thread.blocks_read = blocks_read
+        if thread.idle_reads < MAX_IDLE_READS:
+            return True
+        thread.skip = SKIPPED_READS
+        return False
+
+
+def advise(ranges: Iterable[tuple[Path, int, int]]) -> None:
+    """Ask the system to bring ranges of files (path, offset, number of bytes) into memory, and wait for nothing.
+
+    They come in this order: the first can be used while the others are on their way. A file that cannot be opened is
+    passed over, because the read that follows reports what is wrong with it. A file whose file system takes no such
+    advice is passed over too. No descriptor stays open.
+    """
+    files: dict[Path, int | None] = {}
+    try:
+        for path, offset, num_bytes in ranges:
+            if path not in files:
+                if len(files) >= _MAX_FILES:
+                    _close(files)
+                files[path] = _opened(path)
+            fd = files[path]
+            if fd is not None:
+                try:
+                    os.posix_fadvise(fd, offset, num_bytes, os.POSIX_FADV_WILLNEED)
+                except OSError:
+                    files[path] = None
+                    os.close(fd)
+    finally:
+        _close(files)
+
+
+def _opened(path: Path) -> int | None:
+    try:
+        return open_regular(path)
+    except (OSError, StoreError):
+        return None
+
+
+def _close(files: dict[Path, int | None]) -> None:
+    while files:
+        _, fd = files.popitem()
+        if fd is not None:
+            os.close(fd)

@@ -1,20 +1,25 @@
 """Packs: sealed safetensors files that hold many entries. Only this file imports safetensors.
 
-A pack is a file of columns: one tensor per field, shape and dtype (`moments/8x128x128`), a row per entry, so that
-any tool can open it and a row's place is arithmetic. Its records are JSON in the file's metadata. The header is padded
-so that data starts on 64 bytes, and so does every column: unaligned copies are up to 5 times slower. safetensors
-allows no holes, so the gap before a column is itself a small tensor, `_padding/<i>`.
+A pack is a file of columns (`layout`): one tensor per field, shape and dtype (`moments/8x128x128`), a row per entry, so
+that any tool can open it. Four more tensors describe the entries, in the order of the rows: `_index/keys` [n, 32],
+`_index/digests` [n, 16], and the records as bytes, `_index/records` with `_index/record_offsets` [n + 1]. So the header
+stays small whatever the number of entries, and an index is rebuilt from two arrays without parsing a record.
+
+The header is padded so that data starts on 64 bytes, and so does every tensor: unaligned copies are up to 5 times
+slower. safetensors allows no holes, so the gap before a tensor is itself a small tensor, `_padding/<i>`.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
-import sys
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,15 +27,29 @@ from safetensors import SafetensorError, safe_open
 
 from latentcache.errors import PackError
 from latentcache.identity import digest
-from latentcache.store.base import ALIGNMENT, DTYPES, dtype_name, entry_digest, flat_bytes, payload_digest
-from latentcache.store.location import Location, PackSize, spec_of
-from latentcache.store.records import Column, PackedRecord, decode_records, encode_records
-from latentcache.types import Entry, Record
+from latentcache.store.base import (
+    ALIGNMENT,
+    ARRAY_DTYPES,
+    DTYPES,
+    EntryArrays,
+    OwnedEntry,
+    dtype_name,
+    flat_bytes,
+    payload_digest,
+    record_of,
+)
+from latentcache.store.layout import Location, Pack, description_of, groups_of, pack_from_json
+from latentcache.types import Record
 from latentcache.utils.durable_files import open_regular, sealed_file, unreadable, write_past_cache
 
-PACK_FORMAT = "1"
+PACK_FORMAT = "2"
 PACK_SUFFIX = ".safetensors"
+MAX_HEADER_BYTES = 1 << 20
+"""Of the safetensors header. A writer's stays below 16 KiB; more is refused before it is parsed."""
+KEY_BYTES, DIGEST_BYTES = 32, 16
 
+_KEYS, _DIGESTS, _OFFSETS, _RECORDS = "_index/keys", "_index/digests", "_index/record_offsets", "_index/records"
+_INT64 = np.dtype("<i8")
 _SAFETENSORS_DTYPES = {
     "bool": "BOOL",
     "uint8": "U8",
@@ -45,183 +64,307 @@ _SAFETENSORS_DTYPES = {
     "float32": "F32",
     "float64": "F64",
 }
+_OUR_DTYPES = {theirs: ours for ours, theirs in _SAFETENSORS_DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackHead:
+    """What an index needs of a pack: its layout, and `keys` [n, 32] and `digests` [n, 16] (uint8), a row an entry."""
+
+    pack: Pack
+    keys: np.ndarray
+    digests: np.ndarray
+
+    def names(self) -> list[str]:
+        """The keys as text, in the order of the rows."""
+        return key_names(self.keys)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackRecords:
+    """The records of a pack: the JSON of row i is `data[offsets[i]:offsets[i + 1]]`."""
+
+    head: PackHead
+    offsets: np.ndarray
+    data: bytes
+
+    def is_at(self, key: str, location: Location) -> bool:
+        """Whether this key and digest are those of the location's row."""
+        keys, digests, row = self.head.keys, self.head.digests, location.row
+        if row >= len(keys) or keys[row].tobytes().hex() != key or digests[row].tobytes() != location.digest:
+            return False
+        return self.head.pack.groups == location.pack.groups
+
+    def json(self, row: int) -> bytes:
+        """The JSON of a row's record."""
+        return self.data[self.offsets[row] : self.offsets[row + 1]]
+
+    def record(self, row: int) -> Record:
+        """The record of a row. ValueError if it is none, or if the key does not follow from its identity."""
+        key = self.head.keys[row].tobytes().hex()
+        return record_of(key, self.head.pack.group_of(row).kind, self.json(row))
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
-    """What a pack says about itself: its entries' records and locations, by key."""
-
-    pack: str
-    size: PackSize
-    records: Mapping[str, Record]
-    locations: Mapping[str, Location]
-
-
-@dataclass(frozen=True, slots=True)
-class _Extent:
-    """A tensor in the file: `column` is None for padding. `start` counts from the start of the data."""
+class _Tensor:
+    """A tensor of the file: its name, dtype and shape, and where its bytes come from when it is written."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    start: int
-    column: Column | None
+    parts: Sequence[Any] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+
+def key_names(keys: np.ndarray) -> list[str]:
+    """Keys [n, 32] as text."""
+    text = keys.tobytes().hex()
+    return [text[at : at + 2 * KEY_BYTES] for at in range(0, len(text), 2 * KEY_BYTES)]
 
 
 def new_pack_id() -> str:
+    """32 random hexadecimal digits."""
     return uuid.uuid4().hex
 
 
-def _extents(columns: Sequence[Column]) -> tuple[list[_Extent], int]:
-    extents: list[_Extent] = []
-    end = num_paddings = 0
-    for column in columns:
+def spec_of(entry: OwnedEntry) -> tuple[Any, ...]:
+    """What entries of one group share: the kind, and each field's name, dtype, shape and raggedness, by name."""
+    fields = []
+    for name in sorted(entry.tensors):
+        tensor, is_ragged = entry.tensors[name], name in entry.ragged
+        fields.append((name, dtype_name(tensor), tuple(tensor.shape[1:] if is_ragged else tensor.shape), is_ragged))
+    return entry.kind, tuple(fields)
+
+
+def write_pack(path: Path, entries: Sequence[OwnedEntry]) -> PackHead:
+    """Write entries (keys distinct, at least one) to a new pack at `path`, durably.
+
+    The rows are in the order of `entries`, group by group. The file's stem is the pack's id. StorageFullError leaves
+    nothing behind.
+    """
+    groups = groups_of([spec_of(entry) for entry in entries])
+    ordered = [entries[number] for numbers in groups.values() for number in numbers]
+    keys = np.frombuffer(bytes.fromhex("".join([entry.key for entry in ordered])), np.uint8).reshape(-1, KEY_BYTES)
+    digests = np.frombuffer(b"".join([entry.digest() for entry in ordered]), np.uint8).reshape(-1, DIGEST_BYTES)
+    records = [entry.record for entry in ordered]
+    offsets = np.fromiter(accumulate(map(len, records), initial=0), _INT64, len(records) + 1)
+
+    listed, columns, first = [], [], 0
+    for number, ((kind, fields), numbers) in enumerate(groups.items()):
+        members = ordered[first : first + len(numbers)]
+        names = [_columns_of(columns, number, field, members) for field in fields]
+        listed.append([kind, len(numbers), names])
+        first += len(numbers)
+    # Columns that end on 64 bytes come first: then at most the others need padding.
+    columns.sort(key=lambda tensor: (tensor.num_bytes % ALIGNMENT != 0, tensor.name))
+    tensors = _padded(
+        [
+            _Tensor(_KEYS, "uint8", keys.shape, [keys]),
+            _Tensor(_DIGESTS, "uint8", digests.shape, [digests]),
+            _Tensor(_OFFSETS, "int64", offsets.shape, [offsets]),
+            _Tensor(_RECORDS, "uint8", (int(offsets[-1]),), records),
+            *columns,
+        ]
+    )
+    groups_text = json.dumps(listed, separators=(",", ":"))
+    metadata = {
+        "latentcache": PACK_FORMAT,
+        "groups": groups_text,
+        "index_digest": _index_digest(groups_text, keys, digests),
+        "records_digest": _records_digest(offsets, b"".join(records)),
+    }
+    head = _header_bytes(metadata, tensors)
+    num_bytes = len(head) + sum(tensor.num_bytes for tensor in tensors)
+    with sealed_file(path, num_bytes) as fd:
+        write_past_cache(fd, _file_parts(head, tensors))
+    return PackHead(_pack_of(path.stem, num_bytes, len(head), listed, tensors), keys, digests)
+
+
+def _columns_of(
+    columns: list[_Tensor], number: int, field: tuple[str, str, tuple[int, ...], bool], members: Sequence[OwnedEntry]
+) -> list[str | None]:
+    """Add the tensors of one field of a group. Returns the names of the field, its values, and its offsets or None."""
+    name, dtype, shape, is_ragged = field
+    parts = [entry.tensors[name] for entry in members]
+    title = f"{name}/values" if is_ragged else f"{name}/{'x'.join(map(str, shape)) or 'scalar'}"
+    taken = {tensor.name for tensor in columns}
+    ending = f"/{number}" if title in taken else ""  # groups that differ elsewhere, or in the dtype
+    if not is_ragged:
+        columns.append(_Tensor(title + ending, dtype, (len(parts), *shape), parts))
+        return [name, title + ending, None]
+    offsets = np.fromiter(accumulate(map(len, parts), initial=0), _INT64, len(parts) + 1)
+    columns.append(_Tensor(title + ending, dtype, (int(offsets[-1]), *shape), parts))
+    columns.append(_Tensor(f"{name}/offsets{ending}", "int64", offsets.shape, [offsets]))
+    return [name, title + ending, f"{name}/offsets{ending}"]
+
+
+def _padded(tensors: Sequence[_Tensor]) -> list[_Tensor]:
+    padded: list[_Tensor] = []
+    end = 0
+    for tensor in tensors:
         gap = -end % ALIGNMENT
         if gap:
-            extents.append(_Extent(f"_padding/{num_paddings}", "uint8", (gap,), end, None))
-            num_paddings += 1
-        start = end + gap
-        extents.append(_Extent(column.name, column.dtype, (column.num_rows, *column.shape), start, column))
-        end = start + column.num_bytes
-    return extents, end
+            padded.append(_Tensor(f"_padding/{len(padded)}", "uint8", (gap,), [np.zeros(gap, np.uint8)]))
+        padded.append(tensor)
+        end += gap + tensor.num_bytes
+    return padded
 
 
-def _columns(entries: Sequence[Entry]) -> tuple[list[Column], list[tuple[tuple[int, int], ...]]]:
-    """The columns in file order, and for each entry its (column, row) by field name in order."""
-    counts: dict[tuple[str, tuple[int, ...], str], int] = {}
-    rows: list[list[tuple[tuple[str, tuple[int, ...], str], int]]] = []
-    for entry in entries:
-        rows.append([])
-        for name in sorted(entry.tensors):
-            spec = (name, tuple(entry.tensors[name].shape), dtype_name(entry.tensors[name]))
-            rows[-1].append((spec, counts.get(spec, 0)))
-            counts[spec] = counts.get(spec, 0) + 1
-    dtypes: dict[tuple[str, tuple[int, ...]], int] = {}
-    for name, shape, _ in counts:
-        dtypes[name, shape] = dtypes.get((name, shape), 0) + 1
-    columns = []
-    for (name, shape, dtype), num_rows in counts.items():
-        title = f"{name}/{'x'.join(map(str, shape)) or 'scalar'}"
-        columns.append(Column(title if dtypes[name, shape] == 1 else f"{title}/{dtype}", name, dtype, shape, num_rows))
-    # Columns that end on 64 bytes come first: then at most the others need padding.
-    columns.sort(key=lambda column: (column.num_bytes % ALIGNMENT != 0, column.name))
-    place = {(column.field, column.shape, column.dtype): index for index, column in enumerate(columns)}
-    return columns, [tuple((place[spec], row) for spec, row in row_list) for row_list in rows]
-
-
-def _header_bytes(extents: Sequence[_Extent], records: str) -> bytes:
-    header: dict[str, object] = {
-        "__metadata__": {"latentcache": PACK_FORMAT, "records": records, "digest": _seal(records)}
-    }
-    for extent in extents:
-        num_bytes = extent.column.num_bytes if extent.column else extent.shape[0]
-        header[extent.name] = {
-            "dtype": _SAFETENSORS_DTYPES[extent.dtype],
-            "shape": list(extent.shape),
-            "data_offsets": [extent.start, extent.start + num_bytes],
+def _header_bytes(metadata: Mapping[str, str], tensors: Sequence[_Tensor]) -> bytes:
+    header: dict[str, object] = {"__metadata__": metadata}
+    start = 0
+    for tensor in tensors:
+        header[tensor.name] = {
+            "dtype": _SAFETENSORS_DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, start + tensor.num_bytes],
         }
+        start += tensor.num_bytes
     text = json.dumps(header, separators=(",", ":")).encode("ascii")
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
     return len(text).to_bytes(8, "little") + text
 
 
-def _seal(records: str) -> str:
-    return digest(f"{PACK_FORMAT}\n{records}".encode())
-
-
-def write_pack(path: Path, entries: Sequence[Entry]) -> Header:
-    """Write entries (as `base.own_entry` gives them, keys distinct) to a new pack at `path`, durably.
-
-    The file's stem is the pack's id. StorageFullError leaves nothing behind.
-    """
-    columns, rows = _columns(entries)
-    packed = [
-        PackedRecord(entry.record, entry_digest(entry), entry_rows)
-        for entry, entry_rows in zip(entries, rows, strict=True)
-    ]
-    extents, data_bytes = _extents(columns)
-    head = _header_bytes(extents, encode_records(columns, packed))
-    members: dict[str, list[torch.Tensor]] = {column.name: [] for column in columns}
-    for entry, entry_rows in zip(entries, rows, strict=True):
-        for column_index, _ in entry_rows:
-            column = columns[column_index]
-            members[column.name].append(entry.tensors[column.field])
-    with sealed_file(path, len(head) + data_bytes) as fd:
-        write_past_cache(fd, _file_parts(head, extents, members))
-    return _header(path.stem, len(head) + data_bytes, columns, packed, data_start=len(head))
-
-
-def _file_parts(
-    head: bytes, extents: Sequence[_Extent], members: Mapping[str, Sequence[torch.Tensor]]
-) -> Iterator[bytes | memoryview]:
+def _file_parts(head: bytes, tensors: Sequence[_Tensor]) -> Iterator[bytes | memoryview]:
     yield head
-    for extent in extents:
-        if extent.column is None:
-            yield bytes(extent.shape[0])
-        else:
-            for tensor in members[extent.name]:
-                yield flat_bytes(tensor).data
+    for tensor in tensors:
+        for part in tensor.parts:
+            if isinstance(part, torch.Tensor):
+                yield flat_bytes(part).data
+            else:
+                yield part if isinstance(part, bytes) else part.reshape(-1).view(np.uint8).data
 
 
-def _header(
-    pack: str, file_bytes: int, columns: Sequence[Column], packed: Sequence[PackedRecord], *, data_start: int
-) -> Header:
-    extents, _ = _extents(columns)
-    starts = [data_start + extent.start for extent in extents if extent.column is not None]
-    locations = {}
-    for item in packed:
-        used = [columns[index] for index, _ in item.rows]
-        spec = spec_of(item.record.kind, {column.field: (column.dtype, column.shape) for column in used})
-        offsets = tuple(starts[index] + row * columns[index].row_bytes for index, row in item.rows)
-        locations[item.record.key] = Location(sys.intern(pack), item.digest, spec, offsets)
-    size = PackSize(file_bytes, sum(column.num_bytes for column in columns))
-    return Header(pack, size, {item.record.key: item.record for item in packed}, locations)
+def _index_digest(groups: str, keys: np.ndarray, digests: np.ndarray) -> str:
+    return digest(f"{PACK_FORMAT}\n{groups}\n".encode() + keys.tobytes() + digests.tobytes())
 
 
-def read_header(path: Path) -> Header:
-    """Read and check a pack's header, not its payload. PackError if anything is not as `write_pack` leaves it.
+def _records_digest(offsets: np.ndarray, records: bytes) -> str:
+    return digest(offsets.tobytes() + records)
+
+
+def _starts(tensors: Sequence[_Tensor], data_start: int) -> dict[str, int]:
+    """Where each tensor starts in the file."""
+    starts = accumulate([tensor.num_bytes for tensor in tensors], initial=data_start)
+    return {tensor.name: start for tensor, start in zip(tensors, starts, strict=False)}
+
+
+def _pack_of(pack: str, file_bytes: int, data_start: int, listed: Any, tensors: Sequence[_Tensor]) -> Pack:
+    """The layout that the groups of a header and its tensors give. ValueError if they do not fit together."""
+    starts = _starts(tensors, data_start)
+    by_name = {tensor.name: tensor for tensor in tensors}
+    try:
+        groups = []
+        for kind, num, names in listed:
+            columns = []
+            for field, values, offsets in names:
+                tensor = by_name[values]
+                offsets_start = None if offsets is None else starts[offsets]
+                if offsets is not None and (by_name[offsets].dtype, by_name[offsets].shape) != ("int64", (num + 1,)):
+                    raise ValueError(f"{offsets!r:.80} is not int64 [{num + 1}]")
+                columns.append(
+                    [field, tensor.dtype, list(tensor.shape[1:]), starts[values], tensor.shape[0], offsets_start]
+                )
+            groups.append([kind, num, columns])
+    except (TypeError, KeyError, IndexError) as error:
+        raise ValueError(f"its groups do not fit its tensors: {error!r:.200}") from error
+    return pack_from_json(pack, file_bytes, groups)
+
+
+def read_head(path: Path) -> PackHead:
+    """Read and check a pack's header, keys and digests, and nothing else. PackError if they are not as written.
 
     UnsafeStoreError for a link or a device; FileNotFoundError if there is no such file. A plain StoreError says that
     the file cannot be read now, and nothing about what it holds.
     """
     fd = open_regular(path)
     try:
-        file_bytes = os.fstat(fd).st_size
-        # By descriptor: the file that was checked is the one that is read. The parser bounds the header, refuses holes
-        # and overlaps, and wants the file to end where the last tensor does.
+        head, _, _ = _read_head(path, fd)
+        return head
+    finally:
+        os.close(fd)
+
+
+def read_records(path: Path) -> PackRecords:
+    """As `read_head`, with the records of the entries. They are compared with their digest, not parsed."""
+    fd = open_regular(path)
+    try:
+        head, starts, metadata = _read_head(path, fd)
+        num = len(head.keys)
+        offsets = np.frombuffer(_pread(path, fd, starts[_OFFSETS], (num + 1) * _INT64.itemsize), _INT64)
+        sizes = np.diff(offsets)
+        if offsets[0] != 0 or (sizes < 0).any() or offsets[-1] > head.pack.file_bytes - starts[_RECORDS]:
+            raise PackError(path, "the offsets of the records do not ascend, or lie outside of the file")
+        data = _pread(path, fd, starts[_RECORDS], int(offsets[-1]))
+        if metadata.get("records_digest") != _records_digest(offsets, data):
+            raise PackError(path, "the records do not have the digest that was stored with them")
+        return PackRecords(head, offsets, data)
+    finally:
+        os.close(fd)
+
+
+def _read_head(path: Path, fd: int) -> tuple[PackHead, dict[str, int], dict[str, str]]:
+    """The head, where each tensor starts, and the metadata."""
+    file_bytes = os.fstat(fd).st_size
+    head_bytes = 8 + int.from_bytes(_pread(path, fd, 0, 8), "little")
+    if head_bytes > 8 + MAX_HEADER_BYTES:
+        raise PackError(path, f"its header has {head_bytes:,} bytes; at most {MAX_HEADER_BYTES:,} are allowed")
+    try:
+        # By descriptor: the file that was checked is the one that is read. The parser refuses holes and overlaps, and
+        # demands that the file ends where the last tensor does.
         with safe_open(f"/dev/fd/{fd}", framework="numpy") as file:
             metadata = file.metadata() or {}
-            listed = {}
-            for name in file.keys():
-                part = file.get_slice(name)
-                listed[name] = (part.get_dtype(), tuple(part.get_shape()))
+            slices = [(name, file.get_slice(name)) for name in file.offset_keys()]
+            listed = [(name, part.get_dtype(), tuple(part.get_shape())) for name, part in slices]
     except SafetensorError as error:
         raise PackError(path, f"not a pack: {error}") from error
     except (OSError, MemoryError) as error:
         # Also a FileNotFoundError: safetensors calls every failure to open a file that.
         raise unreadable(path, error) from error
-    finally:
-        os.close(fd)
-    if metadata.get("latentcache") != PACK_FORMAT:
-        raise PackError(path, f"pack format {metadata.get('latentcache')!r:.50}, this version reads {PACK_FORMAT!r}")
-    records = metadata.get("records", "")
-    if metadata.get("digest") != _seal(records):
-        raise PackError(path, "the records do not have the digest that was stored with them")
+    found = metadata.get("latentcache")
+    if found != PACK_FORMAT:
+        raise PackError(path, f"pack format {found!r:.50}, this version reads {PACK_FORMAT!r}. Run precache again.")
     try:
-        columns, packed = decode_records(records)
-    except ValueError as error:
-        raise PackError(path, str(error)) from error
-    extents, data_bytes = _extents(columns)
-    if listed != {extent.name: (_SAFETENSORS_DTYPES[extent.dtype], extent.shape) for extent in extents}:
-        raise PackError(path, "the tensors listed are not those that the records speak of")
-    return _header(path.stem, file_bytes, columns, packed, data_start=file_bytes - data_bytes)
+        tensors = [_Tensor(name, _OUR_DTYPES[dtype], shape) for name, dtype, shape in listed]
+        pack = _pack_of(path.stem, file_bytes, head_bytes, json.loads(metadata["groups"]), tensors)
+    except (ValueError, KeyError, RecursionError) as error:
+        raise PackError(path, f"not a pack: {error}") from error
+    starts = _starts(tensors, head_bytes)
+    num, shapes = pack.num_entries, {t.name: (t.dtype, t.shape) for t in tensors}
+    expected = {
+        _KEYS: ("uint8", (num, KEY_BYTES)),
+        _DIGESTS: ("uint8", (num, DIGEST_BYTES)),
+        _OFFSETS: ("int64", (num + 1,)),
+    }
+    if any(shapes.get(name) != shape for name, shape in expected.items()) or _RECORDS not in shapes:
+        raise PackError(path, f"its groups have {num:,} entries, but its index has not")
+    keys = np.frombuffer(_pread(path, fd, starts[_KEYS], num * KEY_BYTES), np.uint8).reshape(num, KEY_BYTES)
+    digests = np.frombuffer(_pread(path, fd, starts[_DIGESTS], num * DIGEST_BYTES), np.uint8).reshape(num, DIGEST_BYTES)
+    if metadata.get("index_digest") != _index_digest(metadata["groups"], keys, digests):
+        raise PackError(path, "its keys and digests do not have the digest that was stored with them")
+    if len(np.unique(keys, axis=0)) != num:
+        raise PackError(path, "a key is listed twice")
+    return PackHead(pack, keys, digests), starts, metadata
+
+
+def _pread(path: Path, fd: int, offset: int, num_bytes: int) -> bytes:
+    try:
+        data = os.pread(fd, num_bytes, offset)
+    except (OSError, MemoryError, OverflowError) as error:
+        raise unreadable(path, error) from error
+    if len(data) != num_bytes:
+        raise PackError(path, f"ends after {offset + len(data):,} bytes, where {offset + num_bytes:,} are needed")
+    return data
 
 
 def map_pack(path: Path, min_bytes: int) -> np.ndarray:
     """The whole file as a mapped, flat uint8 array. It must not be written to.
 
     PackError if it is shorter than `min_bytes`: touching what is missing would kill the process (SIGBUS).
-    UnsafeStoreError, FileNotFoundError and StoreError as for `read_header`.
+    UnsafeStoreError, FileNotFoundError and StoreError as for `read_head`.
     """
     fd = open_regular(path)
     try:
@@ -238,27 +381,54 @@ def map_pack(path: Path, min_bytes: int) -> np.ndarray:
         os.close(fd)
 
 
-def field_bytes(data: np.ndarray, location: Location) -> dict[str, np.ndarray]:
-    """Each field's bytes, by name, in what `map_pack` gave. They share its memory."""
-    fields = zip(location.description, location.offsets, location.spec.sizes, strict=True)
-    return {name: data[offset : offset + size] for name, offset, size in fields}
+def arrays_in(data: np.ndarray, location: Location) -> EntryArrays:
+    """Where the entry can be read in `data`, which `map_pack` gave: an array [1, *shape] for each field.
+
+    ValueError if the offsets of a ragged field lie outside of the field's values.
+    """
+    group, at = location.group, location.row - location.group.first
+    arrays = []
+    for column in group.columns:
+        start, shape = column.start + at * column.row_bytes, column.shape
+        if column.offsets_start is not None:
+            first, end = np.ndarray((2,), _INT64, data, column.offsets_start + at * _INT64.itemsize).tolist()
+            if not 0 <= first < end <= column.num_rows:
+                raise ValueError(f"values {first} ... {end} of field {column.field}, which has {column.num_rows}")
+            start, shape = column.start + first * column.row_bytes, (end - first, *column.shape)
+        arrays.append(np.ndarray((1, *shape), ARRAY_DTYPES[column.dtype], data, start))
+    if not group.is_ragged:
+        return EntryArrays(group.description, tuple(arrays))
+    fields = [(c.field, c.dtype, a.shape[1:]) for c, a in zip(group.columns, arrays, strict=True)]
+    return EntryArrays(description_of(*fields), tuple(arrays))
 
 
-def read_entry(data: np.ndarray, record: Record, location: Location) -> Entry:
+def read_entry(data: np.ndarray, records: PackRecords, key: str, location: Location) -> OwnedEntry:
     """A copy of the entry. `data` is what `map_pack` gave; `check_payload` must have found no fault."""
+    found = arrays_in(data, location)
     tensors = {}
-    for name, found in field_bytes(data, location).items():
-        dtype, shape = location.description[name]
+    for (name, (dtype, shape)), array in zip(found.description.items(), found.arrays, strict=True):
         tensor = torch.empty(shape, dtype=DTYPES[dtype], device="cpu")
-        np.copyto(flat_bytes(tensor), found)
+        np.copyto(flat_bytes(tensor), array.reshape(-1).view(np.uint8))
         tensors[name] = tensor
-    return Entry(record, tensors)
+    ragged = frozenset(column.field for column in location.group.columns if column.offsets_start is not None)
+    return OwnedEntry(key, location.kind, records.json(location.row), tensors, ragged)
 
 
 def check_payload(data: np.ndarray, key: str, location: Location) -> str | None:
     """Why these bytes are not the entry's, or None if they are. `data` is what `map_pack` gave."""
     if data.size < location.end:
         return f"its pack has {data.size:,} bytes, the entry ends at {location.end:,}"
-    parts = field_bytes(data, location)
-    found = payload_digest(key, {name: (*location.description[name], part) for name, part in parts.items()})
-    return None if found == location.digest else f"digest {found}, stored as {location.digest}"
+    try:
+        found = arrays_in(data, location)
+    except ValueError as error:
+        return str(error)
+    digest_now = arrays_digest(key, found)
+    return None if digest_now == location.digest else f"digest {digest_now.hex()}, stored as {location.digest.hex()}"
+
+
+def arrays_digest(key: str, entry: EntryArrays) -> bytes:
+    """The payload digest of these arrays."""
+    fields = zip(entry.description.items(), entry.arrays, strict=True)
+    return payload_digest(
+        key, {name: (dtype, shape, array.reshape(-1).view(np.uint8)) for (name, (dtype, shape)), array in fields}
+    )

@@ -6,12 +6,12 @@ import logging
 import shutil
 import threading
 import uuid
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from pathlib import Path
 
 from latentcache.errors import IndexDamagedError
 from latentcache.identity import digest
-from latentcache.store.index import Index
+from latentcache.store.index import GENERATION, Index
 from latentcache.store.lock import locked
 from latentcache.utils.durable_files import typed_errors
 
@@ -36,13 +36,13 @@ class Memo(MutableMapping[str, str]):
             return
         try:
             self._index = Index(path, read_only=read_only)
-            self._rows = self._index.items()
+            self._rows = _texts(self._index.items())
         except IndexDamagedError as error:
             if read_only:
                 logger.warning("memo of digests not used: %s", error)
                 return
             self._index = _replaced(Path(path), error)
-            self._rows = self._index.items()
+            self._rows = _texts(self._index.items())
 
     def __getitem__(self, name: str) -> str:
         return self._rows[_row_of(name)]
@@ -50,7 +50,7 @@ class Memo(MutableMapping[str, str]):
     def reread(self, names: Iterable[str]) -> dict[str, str]:
         """Those of the names that any process has written by now."""
         rows = {_row_of(name): name for name in names}
-        found = self._rows if self._index is None else self._index.get_many(rows)
+        found = self._rows if self._index is None else _texts(self._index.get_many(rows))
         return {name: found[row] for row, name in rows.items() if row in found}
 
     def __setitem__(self, name: str, value: str) -> None:
@@ -88,7 +88,7 @@ class Memo(MutableMapping[str, str]):
 
     def _flush(self) -> None:
         if self._new and self._index is not None and not self._index.read_only:
-            self._index.replace_many(self._new)
+            self._index.replace_many({row: value.encode() for row, value in self._new.items()})
         self._new = {}
 
 
@@ -114,3 +114,7 @@ def _replaced(path: Path, error: IndexDamagedError) -> Index:
 
 def _row_of(name: str) -> str:
     return digest(name.encode("utf-8", "surrogatepass"))
+
+
+def _texts(rows: Mapping[str, bytes]) -> dict[str, str]:
+    return {row: value.decode() for row, value in rows.items() if row != GENERATION}

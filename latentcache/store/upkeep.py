@@ -6,6 +6,7 @@ fields are what was done or, with `dry_run`, what would be.
 
 from __future__ import annotations
 
+import logging
 import os
 import uuid
 from collections.abc import Callable, Collection, Mapping
@@ -15,16 +16,17 @@ from shutil import rmtree
 from typing import Any
 
 from latentcache.errors import IndexDamagedError, PackError, ReadOnlyError, StoreError, UnsafeStoreError
-from latentcache.store.base import check_key, is_key
+from latentcache.store.base import check_key
+from latentcache.store.catalog import PACK_PREFIX, parsed_row
 from latentcache.store.compaction import CompactReport, compact
 from latentcache.store.directory import CacheDirectory
-from latentcache.store.disk import DiskStore
-from latentcache.store.index import Index
-from latentcache.store.location import Location, looks_like_location
+from latentcache.store.disk import DISAGREE, DiskStore
+from latentcache.store.index import GENERATION, Index
+from latentcache.store.layout import Location
+from latentcache.store.location_table import PackRow
 from latentcache.store.lock import locked
-from latentcache.store.pack import check_payload, map_pack, read_header
-from latentcache.store.recovery import scan_packs
-from latentcache.store.rows import DAMAGED_PREFIX, PACK_PREFIX
+from latentcache.store.pack import PackRecords, check_payload, map_pack, read_records
+from latentcache.store.recovery import Scan, scan_packs
 
 __all__ = [
     "CompactReport",
@@ -36,6 +38,8 @@ __all__ = [
     "rebuild",
     "verify",
 ]
+
+logger = logging.getLogger("latentcache")
 
 StoreOrPath = DiskStore | str | os.PathLike[str]
 Progress = Callable[[int, int], None]
@@ -103,7 +107,7 @@ def verify(
     with DiskStore.opened(store) as disk, nullcontext() if disk.read_only else disk.lock_shared("verify"):
         if disk.read_only:
             disk.catalog.reload()
-        known = dict(disk.catalog.markers)
+        known = disk.catalog.damaged()
         sizes, live = disk.directory.pack_sizes(), disk.catalog.by_pack()
         packs = sorted(pack for pack in sizes.keys() | live.keys() if _in_subset(pack, subset))
         found: dict[str, tuple[Location, str]] = {}
@@ -141,8 +145,8 @@ def _verify_pack(
 ) -> tuple[dict[str, str], str | None]:
     path = directory.pack_path(pack)
     try:
-        header = read_header(path)
-        data = map_pack(path, header.size.file_bytes)
+        records = read_records(path)
+        data = map_pack(path, records.head.pack.file_bytes)
     except (PackError, UnsafeStoreError) as error:
         return dict.fromkeys(entries, f"its pack cannot be read: {error}"), str(error)
     except FileNotFoundError:
@@ -151,11 +155,19 @@ def _verify_pack(
         return {}, str(error)  # it cannot be read now: that says nothing about its entries
     problems = {}
     for key, location in entries.items():
-        if header.locations.get(key) != location:
-            problems[key] = "its pack's header and the index do not agree; `latentcache rebuild` may bring it back"
-        elif (problem := check_payload(data, key, location)) is not None:
+        if not records.is_at(key, location):
+            problems[key] = f"{DISAGREE}; `latentcache rebuild` may bring it back"
+        elif (problem := check_payload(data, key, location) or _record_problem(records, location)) is not None:
             problems[key] = problem
     return problems, None
+
+
+def _record_problem(records: PackRecords, location: Location) -> str | None:
+    try:
+        records.record(location.row)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def rebuild(store: StoreOrPath) -> RebuildReport:
@@ -168,46 +180,66 @@ def rebuild(store: StoreOrPath) -> RebuildReport:
         directory.sweep()
         for leftover in directory.path.glob("index.replaced-*"):
             rmtree(leftover)
-        entries, markers, packs = _old_rows(directory)
-        scan = scan_packs(directory, directory.pack_sizes(), markers.keys())
+        old = _old_rows(directory)
+        suspects = {key for row in old.values() for key in row.damaged()}
+        scan = scan_packs(directory, directory.pack_sizes(), suspects)
+        found = {key for row in scan.rows.values() for key in _live(row)}
         # A pack that cannot be read now may be whole: what the old index says of it stays.
-        kept = {
-            key: text
-            for key, text in entries.items()
-            if key not in scan.locations and any(pack in text for pack in scan.unreachable)
-        }
-        kept |= {PACK_PREFIX + pack: packs[pack] for pack in scan.unreachable & packs.keys()}
-        lost = dict.fromkeys(entries, "no pack that can be read holds it") | markers | scan.damaged
-        lost = {key: reason for key, reason in lost.items() if key not in scan.locations and key not in kept}
+        kept = {pack: old[pack] for pack in scan.unreachable & old.keys()}
+        found |= {key for row in kept.values() for key in _live(row)}
+        lost = _lost(old, scan, found)
+        rows = scan.rows | kept | _rows_of_lost(old, scan, lost)
         aside = directory.path / f"index.replaced-{uuid.uuid4().hex[:8]}"
         if directory.index.is_symlink():
             directory.index.unlink()
         elif directory.index.exists():
             # A death from here on leaves no index, or an empty one: the next opening fills it from the packs.
             directory.index.rename(aside)
-        rows = scan.rows() | kept | {DAMAGED_PREFIX + key: reason for key, reason in lost.items()}
-        Index(directory.index).add_many(rows)
+        Index(directory.index).replace_many({PACK_PREFIX + pack: row.to_bytes() for pack, row in rows.items()})
         if aside.exists():
             rmtree(aside)
     if isinstance(store, DiskStore):
         store.catalog.reload()
-    return RebuildReport(len(scan.locations), len(scan.packs), lost, scan.unreadable)
+    num_live = sum(int(row.live.sum()) for row in scan.rows.values())
+    return RebuildReport(num_live, len(scan.rows), lost, scan.unreadable)
 
 
-def _old_rows(directory: CacheDirectory) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
-    """The entries, the damage, and the packs that the index to be replaced knows of."""
+def _live(row: PackRow) -> list[str]:
+    return [key for key, is_live in zip(row.names(), row.live.tolist(), strict=True) if is_live]
+
+
+def _lost(old: Mapping[str, PackRow], scan: Scan, found: Collection[str]) -> dict[str, str]:
+    """Why each entry is lost that the old index knew, or that a pack has damaged, and that no pack has whole."""
+    lost = {key: "no pack that can be read has it" for row in old.values() for key in _live(row)}
+    for row in [*old.values(), *scan.rows.values()]:
+        lost |= row.damaged()
+    return {key: reason for key, reason in lost.items() if key not in found}
+
+
+def _rows_of_lost(old: Mapping[str, PackRow], scan: Scan, lost: Mapping[str, str]) -> dict[str, PackRow]:
+    """Rows without a file for the lost entries of packs that are gone, so that their reasons are not forgotten."""
+    rows = {}
+    for pack, row in old.items():
+        if pack in scan.rows or pack in scan.unreachable:
+            continue
+        row.reasons = {at: lost[key] for at, key in enumerate(row.names()) if key in lost}
+        row.live[:], row.is_gone = False, True
+        if row.reasons:
+            rows[pack] = row
+    return rows
+
+
+def _old_rows(directory: CacheDirectory) -> dict[str, PackRow]:
+    """What the index to be replaced has, by pack. A row that cannot be read is left out: it is replaced for that."""
+    rows = {}
     try:
-        rows = Index(directory.index, read_only=True).items()
-    except (IndexDamagedError, ReadOnlyError):
-        return {}, {}, {}  # it is replaced because it cannot be read
-    entries = {name: text for name, text in rows.items() if is_key(name) and looks_like_location(text)}
-    markers = {
-        key: reason
-        for name, reason in rows.items()
-        if name.startswith(DAMAGED_PREFIX) and is_key(key := name.removeprefix(DAMAGED_PREFIX))
-    }
-    packs = {name.removeprefix(PACK_PREFIX): text for name, text in rows.items() if name.startswith(PACK_PREFIX)}
-    return entries, markers, packs
+        for name, value in Index(directory.index, read_only=True).items().items():
+            if name != GENERATION:
+                row = parsed_row(name, value, directory)
+                rows[row.pack.id] = row
+    except (IndexDamagedError, ReadOnlyError) as error:
+        logger.info("%s What it says after %d packs is not used.", error, len(rows))
+    return rows
 
 
 def prune(
@@ -220,15 +252,15 @@ def prune(
     with DiskStore.opened(store) as disk, nullcontext() if dry_run else disk.lock_exclusive("prune"):
         kept = {check_key(key) for key in (keep() if callable(keep) else keep)}
         catalog = disk.catalog
-        gone = {key: location for key, location in catalog.locations().items() if key not in kept}
-        live = {pack for pack, entries in catalog.by_pack().items() if entries.keys() - gone.keys()}
+        entries = catalog.by_pack()
+        gone = {key: place for own in entries.values() for key, place in own.items() if key not in kept}
+        live = {pack for pack, own in entries.items() if own.keys() - gone.keys()}
         empty = catalog.packs.keys() - live
         sizes = disk.directory.pack_sizes()
         if not dry_run:
-            catalog.remove([*gone, *(key for key in catalog.markers if key not in kept)])
+            catalog.remove([*gone, *(key for key in catalog.damaged() if key not in kept)])
             catalog.drop_packs(empty)
             disk.release(empty)
-            catalog.save()
         return PruneReport(
             num_entries=len(gone),
             num_bytes=sum(location.num_bytes for location in gone.values()),

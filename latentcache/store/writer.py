@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 
 from latentcache.errors import StoreError
-from latentcache.store.base import check_key, own_entry
+from latentcache.store.base import OwnedEntry, check_key, own_entry
 from latentcache.types import Entry
 from latentcache.utils.concurrency import BackgroundWorker, noted_on
 
@@ -34,7 +34,7 @@ class PackWriter:
     entered for the time that the writer is open.
     """
 
-    def __init__(self, seal_entries: Callable[[Sequence[Entry]], Sealed], hold: AbstractContextManager[None]):
+    def __init__(self, seal_entries: Callable[[Sequence[OwnedEntry]], Sealed], hold: AbstractContextManager[None]):
         self.num_added = 0
         self.bytes_written = 0
         self._seal_entries = seal_entries
@@ -44,7 +44,7 @@ class PackWriter:
         self._clear()
 
     def _clear(self) -> None:
-        self._buffer: dict[str, Entry] = {}
+        self._buffer: dict[str, OwnedEntry] = {}
         self._payload_bytes = self._record_bytes = 0
         self._first_at = 0.0
 
@@ -67,11 +67,11 @@ class PackWriter:
             raise StoreError("the writer is not open: use it in a `with` block")
         if check_key(entry.record.key) in self._buffer:
             return
-        owned, record_bytes = own_entry(entry)
+        owned = own_entry(entry)
         self._first_at = self._first_at if self._buffer else time.monotonic()
-        self._buffer[owned.record.key] = owned
+        self._buffer[owned.key] = owned
         self._payload_bytes += owned.num_bytes
-        self._record_bytes += record_bytes
+        self._record_bytes += len(owned.record)
         if (
             self._payload_bytes >= PACK_BYTES
             or self._record_bytes >= PACK_RECORD_BYTES

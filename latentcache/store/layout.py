@@ -1,0 +1,209 @@
+"""Where the bytes of entries lie in a pack: groups of entries with equal fields, and a column for each field.
+
+Entries of one kind with equal fields, dtypes and shapes are a group. A row of a pack is one entry, and the rows of a
+group follow each other, so where a row's bytes start is arithmetic. A field of natural length, as the text of newer
+model families, is ragged: its values lie one after the other, and a column of offsets says where each row starts.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import Any
+
+from latentcache.store.base import DTYPES, Description, is_field, is_kind, is_pack_id
+
+OFFSET_BYTES = 8
+MAX_PACK_ENTRIES = 1 << 20
+"""More rows than any writer puts into a pack. It bounds the work on a pack that someone else made."""
+_MAX_BYTES = 1 << 60  # far beyond any file
+_MAX_DESCRIPTIONS = 4096  # a real cache has some dozens: fields, buckets and dtypes
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One field of a group: `num_rows` rows of `shape`, from byte `start` of the file.
+
+    Of a ragged field `num_rows` counts the values of all entries, `shape` is that of one value, and
+    `offsets_start` is where the int64 offsets [number of entries + 1] lie, in rows. Otherwise it is None.
+    """
+
+    field: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    num_rows: int
+    offsets_start: int | None = None
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return DTYPES[self.dtype].itemsize * math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Entries of one kind with equal fields: rows `first` ... `first + num - 1` of the pack. Columns are by field."""
+
+    kind: str
+    first: int
+    num: int
+    columns: tuple[Column, ...]
+
+    @cached_property
+    def is_ragged(self) -> bool:
+        """Whether a field has a length of its own in each entry."""
+        return any(column.offsets_start is not None for column in self.columns)
+
+    @cached_property
+    def description(self) -> Description:
+        """Each field's dtype name and shape. Equal ones are the same object. A ragged field's length is 0 here."""
+        rows = [(c, c.shape if c.offsets_start is None else (0, *c.shape)) for c in self.columns]
+        return description_of(*[(column.field, column.dtype, shape) for column, shape in rows])
+
+    @cached_property
+    def payload_bytes(self) -> int:
+        """Bytes of the values of all entries."""
+        return sum(column.num_rows * column.row_bytes for column in self.columns)
+
+
+@lru_cache(_MAX_DESCRIPTIONS)
+def description_of(*fields: tuple[str, str, tuple[int, ...]]) -> Description:
+    """The description with these fields (name, dtype, shape). Equal ones are the same object: never change one."""
+    return {name: (dtype, shape) for name, dtype, shape in fields}
+
+
+@dataclass(frozen=True)
+class Pack:
+    """One pack's layout: its id, the bytes of its file, and its groups in the order of their rows."""
+
+    id: str
+    file_bytes: int
+    groups: tuple[Group, ...]
+
+    @cached_property
+    def num_entries(self) -> int:
+        """How many rows there are, live or not."""
+        return sum(group.num for group in self.groups)
+
+    @cached_property
+    def payload_bytes(self) -> int:
+        """Bytes of the values of all entries that were written."""
+        return sum(group.payload_bytes for group in self.groups)
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        return [group.first + group.num for group in self.groups]
+
+    def group_of(self, row: int) -> Group:
+        """The group in which a row lies."""
+        return self.groups[bisect_right(self._ends, row)]
+
+    def to_json(self) -> list[Any]:
+        """The groups as JSON. `pack_from_json` is its inverse."""
+        return [
+            [g.kind, g.num, [[c.field, c.dtype, c.shape, c.start, c.num_rows, c.offsets_start] for c in g.columns]]
+            for g in self.groups
+        ]
+
+
+def pack_from_json(pack: str, file_bytes: int, groups: Any) -> Pack:
+    """The pack that `Pack.to_json` described. ValueError for anything that cannot lie in a file of so many bytes."""
+    if not is_pack_id(pack) or not _is_count(file_bytes) or not isinstance(groups, list):
+        raise ValueError(f"not a pack: {pack!r:.80} of {file_bytes!r:.40} bytes")
+    parsed, first = [], 0
+    for group in groups:
+        if not isinstance(group, list) or len(group) != 3 or not isinstance(group[2], list):
+            raise ValueError(f"not a group: {group!r:.100}")
+        kind, num, columns = group
+        if not is_kind(kind) or not _is_count(num) or num == 0 or not columns:
+            raise ValueError(f"not a group: kind {kind!r:.80}, {num!r:.40} entries")
+        parsed.append(Group(kind, first, num, tuple(_column(column, num, file_bytes) for column in columns)))
+        if len({column.field for column in parsed[-1].columns}) != len(columns):
+            raise ValueError(f"a group lists a field twice: {group!r:.100}")
+        first += num
+    if first > MAX_PACK_ENTRIES:
+        raise ValueError(f"{first:,} entries in one pack; at most {MAX_PACK_ENTRIES:,} are allowed")
+    return Pack(pack, file_bytes, tuple(parsed))
+
+
+def _column(value: Any, num: int, file_bytes: int) -> Column:
+    if not isinstance(value, list) or len(value) != 6:
+        raise ValueError(f"not a column: {value!r:.100}")
+    name, dtype, shape, start, num_rows, offsets_start = value
+    if not is_field(name) or dtype not in DTYPES or not _is_count(start) or not _is_count(num_rows):
+        raise ValueError(f"not a column: {value!r:.100}")
+    if not isinstance(shape, list | tuple) or not all(_is_count(size) and size > 0 for size in shape):
+        raise ValueError(f"column {name}: not a shape: {shape!r:.100}")
+    column = Column(name, dtype, tuple(shape), start, num_rows, offsets_start)
+    ends = [start + num_rows * column.row_bytes]
+    if offsets_start is None:
+        fits = num_rows == num
+    else:
+        fits = _is_count(offsets_start) and num_rows >= num
+        ends.append(offsets_start + (num + 1) * OFFSET_BYTES if fits else 0)
+    if not fits or max(ends) > file_bytes:
+        raise ValueError(f"column {name}: {num_rows:,} rows of {num:,} entries do not fit into the pack's file")
+    return column
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < _MAX_BYTES
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Location:
+    """Where one entry lies: a row of a pack. `digest` is that of its payload (`base.payload_digest`), 16 bytes."""
+
+    pack: Pack
+    row: int
+    digest: bytes
+    group: Group = field(repr=False)
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """The pack's id and the row: two locations with one place are the same."""
+        return self.pack.id, self.row
+
+    @property
+    def kind(self) -> str:
+        """The entry's kind."""
+        return self.group.kind
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the entry's values. Of a group with a ragged field: those of its average entry."""
+        return self.group.payload_bytes // self.group.num
+
+    @property
+    def end(self) -> int:
+        """The first byte of the file that the entry does not need. Of a ragged field: of any entry of its group."""
+        ends = [start + num_bytes for start, num_bytes in self.ranges()]
+        columns = self.group.columns
+        return max(ends + [c.start + c.num_rows * c.row_bytes for c in columns if c.offsets_start is not None])
+
+    def ranges(self) -> list[tuple[int, int]]:
+        """Where each field lies: (offset, number of bytes), by field. Of a ragged field: where its offsets lie."""
+        at = self.row - self.group.first
+        return [
+            (c.start + at * c.row_bytes, c.row_bytes)
+            if c.offsets_start is None
+            else (c.offsets_start + at * OFFSET_BYTES, 2 * OFFSET_BYTES)
+            for c in self.group.columns
+        ]
+
+
+def locate(pack: Pack, row: int, digest: bytes) -> Location:
+    """The location of a row."""
+    return Location(pack, row, digest, pack.group_of(row))
+
+
+def groups_of(specs: Sequence[tuple[Any, ...]]) -> dict[tuple[Any, ...], list[int]]:
+    """The numbers of the items with each spec, in the order in which specs come first."""
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for number, spec in enumerate(specs):
+        groups.setdefault(spec, []).append(number)
+    return groups
