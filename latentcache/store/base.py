@@ -90,15 +90,21 @@ def flat_bytes(tensor: torch.Tensor) -> np.ndarray:
     return as_array(tensor).reshape(-1).view(np.uint8)
 
 
-def payload_digest(key: str, fields: Mapping[str, tuple[str, tuple[int, ...], Any]]) -> bytes:
-    """xxh3-128 of the key and, by name, each field's (dtype name, shape, bytes): 16 bytes.
+Description = Mapping[str, tuple[str, tuple[int, ...]]]
+"""Field -> (dtype name, shape), in the order of the names."""
+
+
+def payload_digest(key: str, description: Description, arrays: Iterable[np.ndarray]) -> bytes:
+    """xxh3-128 of the key, each field's name, dtype name and shape, and the bytes of their arrays: 16 bytes.
 
     Key, names and shapes are part of it, so that rows or keys that were exchanged are found too.
     """
-    names = sorted(fields)
-    hasher = xxhash.xxh3_128(canonical_json([key, [[name, fields[name][0], list(fields[name][1])] for name in names]]))
-    for name in names:
-        hasher.update(fields[name][2])
+    fields = []
+    for name, (dtype, shape) in description.items():
+        fields.append([name, dtype, list(shape)])
+    hasher = xxhash.xxh3_128(canonical_json([key, fields]))
+    for array in arrays:
+        hasher.update(array)
     return hasher.digest()
 
 
@@ -119,9 +125,8 @@ class OwnedEntry:
 
     def digest(self) -> bytes:
         """The payload's digest."""
-        return payload_digest(
-            self.key, {name: (dtype_name(t), tuple(t.shape), flat_bytes(t)) for name, t in self.tensors.items()}
-        )
+        description = {name: (dtype_name(tensor), tuple(tensor.shape)) for name, tensor in self.tensors.items()}
+        return payload_digest(self.key, description, map(as_array, self.tensors.values()))
 
 
 def own_entry(entry: Entry) -> OwnedEntry:
@@ -214,10 +219,6 @@ class Writer(Protocol):
     def __enter__(self) -> Writer: ...
 
     def __exit__(self, *exc_info: object) -> None: ...
-
-
-Description = Mapping[str, tuple[str, tuple[int, ...]]]
-"""Field -> (dtype name, shape)."""
 
 
 @dataclass(frozen=True, slots=True)

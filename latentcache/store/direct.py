@@ -22,10 +22,9 @@ import numpy as np
 
 from latentcache.errors import StoreError, UnsafeStoreError
 from latentcache.store.aio import Piece, ReadQueue
-from latentcache.store.base import ARRAY_DTYPES, EntryArrays
+from latentcache.store.base import ARRAY_DTYPES, EntryArrays, payload_digest
 from latentcache.store.layout import Location, Pack
 from latentcache.store.mapped import MappedReader, PathOf, Reader, Verified
-from latentcache.store.pack import arrays_digest
 from latentcache.utils.durable_files import BLOCK_BYTES, open_regular, set_past_cache, unreadable
 from latentcache.utils.host_memory import disk_memory, host_memory
 
@@ -359,7 +358,10 @@ class DirectReader:
     def _finished(self, key: str, read: Read, reads: DirectReads) -> EntryArrays:
         if reads.wait(read):
             arrays = read.arrays()
-            if self._verified.has(read.location) or arrays_digest(key, arrays) == read.location.digest:
+            digest = (
+                None if self._verified.has(read.location) else payload_digest(key, arrays.description, arrays.arrays)
+            )
+            if digest in (None, read.location.digest):
                 self._verified.add(read.location)
                 return arrays
         # This finds out what is wrong with the entry, or where it is now.
@@ -420,7 +422,7 @@ class DirectReader:
         if self._thread.reads is not None and self._thread.pid == os.getpid():
             self._thread.reads.close()
         self._thread.reads = None
-        self._verified.clear()
+        self._verified = Verified()
         self._mapped.close()
 
 

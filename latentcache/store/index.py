@@ -263,6 +263,8 @@ class Index:
             cache = self._open_cache()
             try:
                 with cache.transact():
+                    # From the first row on: one that replaces another index is known to be another.
+                    cache.add(GENERATION, uuid.uuid4().bytes)
                     yield Transaction(cache)
             finally:
                 cache.close()
@@ -312,18 +314,16 @@ class Index:
                 raise IndexDamagedError(self.path, f"it holds {sorted(schema - _SCHEMA)!r:.200}")
             if ("table", "Settings") in schema:
                 for name, value in connection.execute("SELECT key, value FROM Settings"):
-                    self._inspect_setting(name, value)
+                    known = type(name) is str and (name in DEFAULT_SETTINGS or name in METADATA)
+                    if known and not name.startswith("sqlite_"):
+                        known = type(value) in (int, float) or (type(value) is str and name == "eviction_policy")
+                    elif known:
+                        # An index may move between machines with an older and a newer SQLite.
+                        known = value in (("delete", "wal") if name == "sqlite_journal_mode" else (_SETTINGS[name],))
+                    if not known:
+                        detail = f"setting {name!r:.80} = {value!r:.80} was not written by latentcache"
+                        raise IndexDamagedError(self.path, detail)
         return schema
-
-    def _inspect_setting(self, name: object, value: object) -> None:
-        known = type(name) is str and (name in DEFAULT_SETTINGS or name in METADATA)
-        if known and not name.startswith("sqlite_"):
-            known = type(value) in (int, float) or (type(value) is str and name == "eviction_policy")
-        elif known:
-            # An index may move between machines with an older and a newer SQLite.
-            known = value in (("delete", "wal") if name == "sqlite_journal_mode" else (_SETTINGS[name],))
-        if not known:
-            raise IndexDamagedError(self.path, f"setting {name!r:.80} = {value!r:.80} was not written by latentcache")
 
     def _inspect_journal(self) -> None:
         # A journal may name a super-journal, which SQLite then deletes. Ours never do.

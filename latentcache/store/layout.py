@@ -23,7 +23,7 @@ _MAX_BYTES = 1 << 60  # far beyond any file
 _MAX_DESCRIPTIONS = 4096  # a real cache has some dozens: fields, buckets and dtypes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Column:
     """One field of a group: `num_rows` rows of `shape`, from byte `start` of the file.
 
@@ -38,7 +38,7 @@ class Column:
     num_rows: int
     offsets_start: int | None = None
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
         """Bytes of one row."""
         return DTYPES[self.dtype].itemsize * math.prod(self.shape)
@@ -181,24 +181,29 @@ class Location:
     @property
     def end(self) -> int:
         """The first byte of the file that the entry does not need. Of a ragged field: of any entry of its group."""
-        ends = [start + num_bytes for start, num_bytes in self.ranges()]
-        columns = self.group.columns
-        return max(ends + [c.start + c.num_rows * c.row_bytes for c in columns if c.offsets_start is not None])
+        group, end = self.group, 0
+        for column in group.columns:
+            num_rows = self.row - group.first + 1 if column.offsets_start is None else column.num_rows
+            end = max(end, column.start + num_rows * column.row_bytes)
+            if column.offsets_start is not None:
+                end = max(end, column.offsets_start + (group.num + 1) * OFFSET_BYTES)
+        return end
 
     def ranges(self) -> list[tuple[int, int]]:
         """Where each field lies: (offset, number of bytes), by field. Of a ragged field: where its offsets lie."""
-        at = self.row - self.group.first
-        return [
-            (c.start + at * c.row_bytes, c.row_bytes)
-            if c.offsets_start is None
-            else (c.offsets_start + at * OFFSET_BYTES, 2 * OFFSET_BYTES)
-            for c in self.group.columns
-        ]
+        at, ranges = self.row - self.group.first, []
+        for column in self.group.columns:
+            if column.offsets_start is None:
+                ranges.append((column.start + at * column.row_bytes, column.row_bytes))
+            else:
+                ranges.append((column.offsets_start + at * OFFSET_BYTES, 2 * OFFSET_BYTES))
+        return ranges
 
 
 def locate(pack: Pack, row: int, digest: bytes) -> Location:
     """The location of a row."""
-    return Location(pack, row, digest, pack.group_of(row))
+    groups = pack.groups
+    return Location(pack, row, digest, groups[0] if len(groups) == 1 else pack.group_of(row))
 
 
 def groups_of(specs: Sequence[tuple[Any, ...]]) -> dict[tuple[Any, ...], list[int]]:

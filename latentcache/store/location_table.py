@@ -150,8 +150,9 @@ class _Part:
         found = self.keys.take(at, axis=0, mode="clip")
         if found.tobytes() != words.tobytes():
             keys = words.reshape(-1, _KEY_WORDS)
-            at = np.where((found == keys).all(axis=1), at, -1)
-            for number in np.flatnonzero(at < 0).tolist():
+            is_key, shares_word = (found == keys).all(axis=1), found[:, 0] == keys[:, 0]
+            at = np.where(is_key, at, -1)
+            for number in np.flatnonzero(shares_word & ~is_key).tolist():
                 at[number] = self._position(keys[number])
         return np.where(self.live.take(at, mode="clip"), at, -1)
 
@@ -205,12 +206,12 @@ class LocationTable:
         found: list[Location | None] = [None] * len(keys)
         for part in self._parts:
             positions = part.positions(words)
-            for number in np.flatnonzero(positions >= 0).tolist():
-                found[number] = self._location(part, positions[number])
+            for number, at in enumerate(positions.tolist()):
+                if at >= 0:
+                    pack, row = self._pack_list[part.packs[at]], int(part.rows[at])
+                    group = pack.groups[0] if len(pack.groups) == 1 else pack.group_of(row)
+                    found[number] = Location(pack, row, part.digests[at].tobytes(), group)
         return found
-
-    def _location(self, part: _Part, at: int) -> Location:
-        return locate(self._pack_list[part.packs[at]], int(part.rows[at]), part.digests[at].tobytes())
 
     def find(self, keys: Sequence[str]) -> set[str]:
         """Those of the keys that are here."""
@@ -261,8 +262,8 @@ class LocationTable:
         packs: dict[str, dict[str, Location]] = {}
         for part, positions in self._ordered():
             for key, at in zip(_names(part, positions), positions.tolist(), strict=True):
-                location = self._location(part, at)
-                packs.setdefault(location.pack.id, {})[key] = location
+                pack, row = self._pack_list[part.packs[at]], int(part.rows[at])
+                packs.setdefault(pack.id, {})[key] = locate(pack, row, part.digests[at].tobytes())
         return packs
 
     def counts(self) -> Mapping[str, tuple[int, int]]:

@@ -13,8 +13,8 @@ import numpy as np
 
 from latentcache.errors import PackError, StoreError, UnsafeStoreError
 from latentcache.store.base import EntryArrays
-from latentcache.store.layout import Location, Pack
-from latentcache.store.pack import arrays_in, check_payload, map_pack
+from latentcache.store.layout import Location
+from latentcache.store.pack import arrays_in, map_pack, verified_arrays
 from latentcache.utils.durable_files import open_regular, unreadable
 
 PathOf = Callable[[str], Path]
@@ -53,34 +53,30 @@ class Verified:
     """The entries that were found good: a flag a row, by pack."""
 
     def __init__(self) -> None:
-        self._flags: dict[str, np.ndarray] = {}
+        self.flags: dict[str, np.ndarray] = {}
 
     def has(self, location: Location) -> bool:
         """Whether the entry was found good."""
-        flags = self._flags.get(location.pack.id)
+        flags = self.flags.get(location.pack.id)
         return flags is not None and bool(flags[location.row])
 
     def add(self, location: Location) -> None:
         """The entry was found good."""
-        self._of(location.pack)[location.row] = True
+        flags = self.flags.get(location.pack.id)
+        if flags is None:
+            flags = self.flags.setdefault(location.pack.id, np.zeros(location.pack.num_entries, bool))
+        flags[location.row] = True
 
     def drop(self, locations: Iterable[Location]) -> None:
         """These entries must be verified again."""
         for location in locations:
-            self._of(location.pack)[location.row] = False
+            if location.pack.id in self.flags:
+                self.flags[location.pack.id][location.row] = False
 
     def release(self, packs: Iterable[str]) -> None:
         """Forget packs."""
         for pack in packs:
-            self._flags.pop(pack, None)
-
-    def clear(self) -> None:
-        """Forget all packs."""
-        self._flags.clear()
-
-    def _of(self, pack: Pack) -> np.ndarray:
-        flags = self._flags.get(pack.id)
-        return self._flags.setdefault(pack.id, np.zeros(pack.num_entries, bool)) if flags is None else flags
+            self.flags.pop(pack, None)
 
 
 class MappedReader:
@@ -97,10 +93,13 @@ class MappedReader:
 
     def rows(self, keys: Sequence[str], locations: Sequence[Location]) -> list[EntryArrays]:
         """As `Reader.rows`."""
+        if self.should_prefetch():
+            self.prefetch(keys, locations)
         rows = []
         for key, location in zip(keys, locations, strict=True):
-            data = self._maps.get(location.pack.id) if self._verified.has(location) else None
-            rows.append(self.verify(key, location) if data is None else arrays_in(data, location))
+            flags, data = self._verified.flags.get(location.pack.id), self._maps.get(location.pack.id)
+            is_good = flags is not None and data is not None and flags[location.row]
+            rows.append(arrays_in(data, location) if data is not None and is_good else self.verify(key, location))
         return rows
 
     def verify(self, key: str, location: Location) -> EntryArrays:
@@ -108,10 +107,10 @@ class MappedReader:
         while True:
             data, problem = self._map(location)
             if data is not None:
-                found = check_payload(data, key, location)
-                if found is None:
+                found = verified_arrays(data, key, location)
+                if not isinstance(found, str):
                     self._verified.add(location)
-                    return arrays_in(data, location)
+                    return found
                 problem = found
             location = self._relocate(key, location, problem)
 
@@ -120,13 +119,13 @@ class MappedReader:
 
         A plain StoreError: it cannot be read now, which says nothing about its bytes.
         """
-        pack = location.pack
+        pack, end = location.pack, location.end
         path = self._path_of(pack.id)
         data = self._maps.get(pack.id)
         try:
             if data is None:
-                return self._maps.setdefault(pack.id, map_pack(path, location.end)), ""
-            if path.stat().st_size < location.end:
+                data = self._maps.setdefault(pack.id, map_pack(path, end))
+            elif min(data.size, path.stat().st_size) < end:
                 # Touching mapped bytes that a truncation took away would kill the process.
                 return None, f"its pack was cut short: {path}"
         except FileNotFoundError:
@@ -140,7 +139,12 @@ class MappedReader:
 
     def prefetch(self, keys: Sequence[str], locations: Sequence[Location]) -> None:
         """As `Reader.prefetch`."""
-        advise((self._path_of(place.pack.id), offset, size) for place in locations for offset, size in place.ranges())
+        ranges = []
+        for location in locations:
+            path = self._path_of(location.pack.id)
+            for offset, num_bytes in location.ranges():
+                ranges.append((path, offset, num_bytes))
+        advise(ranges)
 
     def invalidate(self, locations: Iterable[Location]) -> None:
         """As `Reader.invalidate`."""
@@ -155,7 +159,7 @@ class MappedReader:
 
     def close(self) -> None:
         """As `Reader.close`."""
-        self._verified.clear()
+        self._verified = Verified()
         self._maps.clear()
 
 

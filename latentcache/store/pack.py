@@ -418,17 +418,15 @@ def check_payload(data: np.ndarray, key: str, location: Location) -> str | None:
     """Why these bytes are not the entry's, or None if they are. `data` is what `map_pack` gave."""
     if data.size < location.end:
         return f"its pack has {data.size:,} bytes, the entry ends at {location.end:,}"
+    found = verified_arrays(data, key, location)
+    return found if isinstance(found, str) else None
+
+
+def verified_arrays(data: np.ndarray, key: str, location: Location) -> EntryArrays | str:
+    """The entry's arrays in `data`, in which it ends, or why they are not what was stored."""
     try:
         found = arrays_in(data, location)
     except ValueError as error:
         return str(error)
-    digest_now = arrays_digest(key, found)
-    return None if digest_now == location.digest else f"digest {digest_now.hex()}, stored as {location.digest.hex()}"
-
-
-def arrays_digest(key: str, entry: EntryArrays) -> bytes:
-    """The payload digest of these arrays."""
-    fields = zip(entry.description.items(), entry.arrays, strict=True)
-    return payload_digest(
-        key, {name: (dtype, shape, array.reshape(-1).view(np.uint8)) for (name, (dtype, shape)), array in fields}
-    )
+    digest_now = payload_digest(key, found.description, found.arrays)
+    return found if digest_now == location.digest else f"digest {digest_now.hex()}, stored as {location.digest.hex()}"

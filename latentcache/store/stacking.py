@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -14,20 +16,42 @@ CPU = torch.device("cpu")
 """Named wherever memory is made: `torch.set_default_device` of the caller must not move it."""
 
 
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """How a ragged field is padded in a batch: to `length`, or to the longest of the batch, with `value` at a side.
+
+    StoreError for a length below 1 and an unknown side.
+    """
+
+    length: int | None = None
+    value: float = 0.0
+    side: Literal["left", "right"] = "right"
+
+    def __post_init__(self) -> None:
+        if self.length is not None and self.length < 1:
+            raise StoreError(f"padding to length {self.length}: give 1 or more, or None for the longest of the batch")
+        if self.side not in ("left", "right"):
+            raise StoreError(f"padding side {self.side!r}: give left or right")
+
+
 def read_batch(
     store: Store,
     keys: Sequence[str],
     fields: Sequence[str] | None = None,
     out: Mapping[str, torch.Tensor] | None = None,
+    padding: Mapping[str, Padding] | None = None,
 ) -> dict[str, torch.Tensor]:
     """One CPU tensor [n, *shape] per field (all fields by default), a row per key; keys may repeat.
+
+    A ragged field is padded as `padding` says for it, and the batch has `<field>_lengths` [n] (int64). Without a rule
+    its lengths must be equal.
 
     The rows are written into the tensors of `out` where given: contiguous CPU tensors of that shape and dtype. New
     tensors cannot be resized. No keys give no tensors. EntryMissingError, EntryDamagedError; StoreError if the entries'
     fields, shapes or dtypes differ. After an error nothing was written.
     """
-    store.prefetch(keys)
-    return stack(keys, store.rows(keys), fields, out)
+    rows = store.rows(keys)
+    return stack(keys, rows, fields, out) if not padding else stack_padded(keys, rows, fields, out, padding)
 
 
 def stack(
@@ -45,6 +69,58 @@ def stack(
     chosen = common_fields(keys, [row.description for row in rows], fields)
     named = [dict(zip(row.description, row.arrays, strict=True)) for row in rows]
     return stack_columns(chosen, ([arrays[name] for arrays in named] for name in chosen), len(rows), out)
+
+
+def stack_padded(
+    keys: Sequence[str],
+    rows: Sequence[EntryArrays],
+    fields: Sequence[str] | None,
+    out: Mapping[str, torch.Tensor] | None,
+    padding: Mapping[str, Padding],
+) -> dict[str, torch.Tensor]:
+    """As `stack`, with the fields of `padding` padded: [n, length, *rest], and `<field>_lengths` [n] (int64).
+
+    StoreError if an entry is longer than the rule's length.
+    """
+    if not rows:
+        return {}
+    names = list(rows[0].description) if fields is None else list(dict.fromkeys(fields))
+    plain = [name for name in names if name not in padding]
+    tensors = stack(keys, rows, plain, out) if plain else {}
+    for name in names:
+        if name in padding:
+            tensors |= _padded(keys, rows, name, padding[name], (out or {}).get(name))
+    return tensors
+
+
+def _padded(
+    keys: Sequence[str], rows: Sequence[EntryArrays], name: str, rule: Padding, out: torch.Tensor | None
+) -> dict[str, torch.Tensor]:
+    # Equal but for the lengths: `common_fields` says what is wrong where they are not.
+    tails = [_without_length(row.description, name) for row in rows]
+    dtype, tail = common_fields(keys, tails, [name])[name]
+    arrays = [dict(zip(row.description, row.arrays, strict=True))[name][0] for row in rows]
+    lengths = [len(array) for array in arrays]
+    length = max(lengths) if rule.length is None else rule.length
+    if max(lengths) > length:
+        key = keys[lengths.index(max(lengths))]
+        raise StoreError(f"entry {key}: field {name} has length {max(lengths)}, the batch is padded to {length}")
+    tensor = torch.full((len(rows), length, *tail), rule.value, dtype=DTYPES[dtype], device=CPU)
+    if out is not None:
+        check_output(name, out, tensor.dtype, tuple(tensor.shape), CPU)
+        tensor = out.copy_(tensor)
+    padded = as_array(tensor)
+    for number, array in enumerate(arrays):
+        start = length - len(array) if rule.side == "left" else 0
+        padded[number, start : start + len(array)] = array
+    return {name: tensor, f"{name}_lengths": torch.tensor(lengths, dtype=torch.int64, device=CPU)}
+
+
+def _without_length(description: Description, name: str) -> Description:
+    if name not in description or not description[name][1]:
+        return description
+    dtype, shape = description[name]
+    return {**description, name: (dtype, shape[1:])}
 
 
 def stack_columns(
@@ -124,7 +200,7 @@ def common_fields(
                 raise StoreError(
                     f"entries of one batch must have equal shapes and dtypes: field {name!r} is {_shown(spec)} in "
                     f"{keys[0]} and {'missing' if found is None else _shown(found)} in {key}. "
-                    "Batch one bucket at a time."
+                    "Batch one bucket at a time, and give a padding rule for fields of natural length."
                 )
     return chosen
 
