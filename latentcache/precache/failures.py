@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from latentcache.dataset.manifest import Manifest, Row
+from latentcache.precache.scratch import Memo
 from latentcache.precache.shard import Shard
 from latentcache.precache.workspace import Workspace
-from latentcache.store.scratch import Memo
 from latentcache.types import Refusal
 
 logger = logging.getLogger("latentcache")

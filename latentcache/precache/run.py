@@ -19,12 +19,12 @@ from latentcache.precache.image_stage import ImageStage
 from latentcache.precache.plan import Plan
 from latentcache.precache.planner import Stopped, make_plan
 from latentcache.precache.report import Report
+from latentcache.precache.scratch import Memo
 from latentcache.precache.shard import Shard
 from latentcache.precache.text_stage import TextStage
 from latentcache.precache.throughput import estimate_seconds, remember_rate
 from latentcache.precache.workspace import Workspace, open_workspace
 from latentcache.store.base import Writer
-from latentcache.store.scratch import Memo
 from latentcache.utils.progress import NoProgress, Progress
 
 

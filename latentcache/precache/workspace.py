@@ -10,10 +10,10 @@ from typing import Any
 
 from latentcache.config import CacheConfig
 from latentcache.dataset.manifest import ManifestFolder, ManifestMemory, Manifests
+from latentcache.precache.scratch import Memo
 from latentcache.store.base import Store
 from latentcache.store.disk import DiskStore
 from latentcache.store.memory import MemoryStore
-from latentcache.store.scratch import Memo
 
 
 @dataclass(slots=True)

@@ -15,9 +15,9 @@ from latentcache.store.directory import CacheDirectory
 from latentcache.store.index import Index, Position, Transaction
 from latentcache.store.layout import Location, Pack
 from latentcache.store.location_table import LocationTable, PackRow
-from latentcache.store.lock import locked
 from latentcache.store.pack import PackHead
 from latentcache.store.recovery import scan_packs, scan_unknown
+from latentcache.utils.locks import locked
 
 logger = logging.getLogger("latentcache")
 

@@ -7,6 +7,7 @@ import logging
 import os
 import stat
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from latentcache.errors import ReadOnlyError, SchemaError, StoreError, UnsafeStoreError
@@ -109,23 +110,19 @@ class CacheDirectory:
         sizes = {}
         for folder in self._pack_folders():
             try:
-                names = os.listdir(folder)
+                with os.scandir(folder) as entries:
+                    for entry in entries:
+                        pack = entry.name.removesuffix(PACK_SUFFIX)
+                        if entry.name == pack or not is_pack_id(pack) or pack[:2] != folder.name:
+                            continue
+                        with suppress(FileNotFoundError):  # compacted away since it was listed
+                            status = entry.stat(follow_symlinks=False)
+                            if stat.S_ISREG(status.st_mode):
+                                sizes[pack] = status.st_size
             except FileNotFoundError:
                 continue
             except OSError as error:
                 logger.warning("%s: its packs cannot be listed: %s", folder, error)
-                continue
-            for name in names:
-                pack = name.removesuffix(PACK_SUFFIX)
-                if name == pack or not is_pack_id(pack) or pack[:2] != folder.name:
-                    continue
-                try:
-                    num_bytes = self.pack_size(pack)
-                except StoreError as error:
-                    logger.warning("%s", error)
-                    continue
-                if num_bytes is not None:
-                    sizes[pack] = num_bytes
         return sizes
 
     def pack_size(self, pack: str) -> int | None:

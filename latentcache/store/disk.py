@@ -23,12 +23,12 @@ from latentcache.store.catalog import Catalog
 from latentcache.store.direct import IO, Io, choose_reader
 from latentcache.store.directory import CacheDirectory
 from latentcache.store.layout import Location
-from latentcache.store.lock import locked
 from latentcache.store.mapped import MappedReader, ReadAheadMode, Reader
 from latentcache.store.pack import PackRecords, new_pack_id, read_records, write_pack
 from latentcache.store.stacking import read_batch
 from latentcache.store.writer import PackWriter, Sealed
 from latentcache.types import Entry, Record
+from latentcache.utils.locks import locked
 
 logger = logging.getLogger("latentcache")
 

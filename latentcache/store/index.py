@@ -24,7 +24,7 @@ from diskcache.core import DBNAME, DEFAULT_SETTINGS, METADATA, MODE_RAW
 
 from latentcache.errors import IndexDamagedError, ReadOnlyError, StoreError
 from latentcache.store.connection import JOURNALS, TIMEOUT_S, connect, typed_error
-from latentcache.store.lock import hold_in_forks, locked
+from latentcache.utils.locks import hold_in_forks, locked
 
 _CHUNK = 500  # keys in one SELECT; SQLite allows 999 in old builds
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
 
-from latentcache.store.base import DTYPES, Description, is_field, is_kind, is_pack_id
+from latentcache.store.base import DTYPES, Description, is_field, is_kind
 
 OFFSET_BYTES = 8
 MAX_PACK_ENTRIES = 1 << 20
@@ -23,7 +23,7 @@ _MAX_BYTES = 1 << 60  # far beyond any file
 _MAX_DESCRIPTIONS = 4096  # a real cache has some dozens: fields, buckets and dtypes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Column:
     """One field of a group: `num_rows` rows of `shape`, from byte `start` of the file.
 
@@ -37,11 +37,11 @@ class Column:
     start: int
     num_rows: int
     offsets_start: int | None = None
+    row_bytes: int = field(init=False)
+    """Bytes of one row."""
 
-    @cached_property
-    def row_bytes(self) -> int:
-        """Bytes of one row."""
-        return DTYPES[self.dtype].itemsize * math.prod(self.shape)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "row_bytes", DTYPES[self.dtype].itemsize * math.prod(self.shape))
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Pack:
 
 def pack_from_json(pack: str, file_bytes: int, groups: Any) -> Pack:
     """The pack that `Pack.to_json` described. ValueError for anything that cannot lie in a file of so many bytes."""
-    if not is_pack_id(pack) or not _is_count(file_bytes) or not isinstance(groups, list):
+    if not _is_count(file_bytes) or not isinstance(groups, list):
         raise ValueError(f"not a pack: {pack!r:.80} of {file_bytes!r:.40} bytes")
     parsed, first = [], 0
     for group in groups:
@@ -122,7 +122,7 @@ def pack_from_json(pack: str, file_bytes: int, groups: Any) -> Pack:
         if not is_kind(kind) or not _is_count(num) or num == 0 or not columns:
             raise ValueError(f"not a group: kind {kind!r:.80}, {num!r:.40} entries")
         parsed.append(Group(kind, first, num, tuple(_column(column, num, file_bytes) for column in columns)))
-        if len({column.field for column in parsed[-1].columns}) != len(columns):
+        if len(columns) > 1 and len({column.field for column in parsed[-1].columns}) != len(columns):
             raise ValueError(f"a group lists a field twice: {group!r:.100}")
         first += num
     if first > MAX_PACK_ENTRIES:
@@ -134,7 +134,13 @@ def _column(value: Any, num: int, file_bytes: int) -> Column:
     if not isinstance(value, list) or len(value) != 6:
         raise ValueError(f"not a column: {value!r:.100}")
     name, dtype, shape, start, num_rows, offsets_start = value
-    if not is_field(name) or dtype not in DTYPES or not _is_count(start) or not _is_count(num_rows):
+    if (
+        not is_field(name)
+        or not isinstance(dtype, str)
+        or dtype not in DTYPES
+        or not _is_count(start)
+        or not _is_count(num_rows)
+    ):
         raise ValueError(f"not a column: {value!r:.100}")
     if not isinstance(shape, list | tuple) or not all(_is_count(size) and size > 0 for size in shape):
         raise ValueError(f"column {name}: not a shape: {shape!r:.100}")

@@ -128,16 +128,16 @@ class _Part:
     @classmethod
     def of(cls, keys: np.ndarray, digests: np.ndarray, packs: np.ndarray, rows: np.ndarray) -> _Part:
         """Sort entries. Of two with one key the later counts."""
-        order = keys[:, 0].argsort(kind="stable")
-        first = keys[order, 0]
+        first = np.ascontiguousarray(keys[:, 0])
+        order = first.argsort()
+        first = first[order]
         if (first[:-1] == first[1:]).any():
             order = np.lexsort([keys[:, word] for word in reversed(range(_KEY_WORDS))])
             last = np.ones(len(order), bool)
             last[:-1] = (keys[order[:-1]] != keys[order[1:]]).any(axis=1)
             order = order[last]
-        keys = keys[order]
-        live = np.ones(len(order), bool)
-        return cls(keys, np.ascontiguousarray(keys[:, 0]), digests[order], packs[order], rows[order], live)
+            first = keys[order, 0]
+        return cls(keys[order], first, digests[order], packs[order], rows[order], np.ones(len(order), bool))
 
     def __len__(self) -> int:
         return len(self.first_words)
@@ -166,8 +166,17 @@ class _Part:
         return -1
 
 
-def _as_words(keys: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(keys).view(">u8").astype(np.uint64)
+def _columns(num: int, before: Sequence[np.ndarray] = ()) -> list[np.ndarray]:
+    """Columns for so many entries: keys as words, digests, numbers of packs, rows. They begin with those of before."""
+    columns = [
+        np.empty((num, _KEY_WORDS), np.uint64),
+        np.empty((num, DIGEST_BYTES), np.uint8),
+        np.empty(num, np.uint32),
+        np.empty(num, np.uint32),
+    ]
+    for column, old in zip(columns, before, strict=False):
+        column[: len(old)] = old
+    return columns
 
 
 class LocationTable:
@@ -185,17 +194,22 @@ class LocationTable:
 
     def add(self, rows: Iterable[PackRow]) -> None:
         """Add packs, with the entries that are live in them."""
-        columns: list[tuple[np.ndarray, ...]] = []
+        columns, end = _columns(0), 0
         for row in rows:
             if row.is_gone:
                 continue
             self.packs[row.pack.id] = row.pack
             self._pack_list.append(row.pack)
-            live = np.flatnonzero(row.live).astype(np.uint32)
-            number = np.full(len(live), len(self._pack_list) - 1, np.uint32)
-            columns.append((_as_words(row.keys[live]), row.digests[live], number, live))
-        if columns:
-            self._parts = _merged([*self._parts, _Part.of(*map(np.concatenate, zip(*columns, strict=True)))])
+            live = np.flatnonzero(row.live)
+            start, end = end, end + len(live)
+            if end > len(columns[0]):
+                # Large arrays that double: small ones for each pack would leave holes all over the heap.
+                columns = _columns(max(1024, 2 * end), columns)
+            values = (row.keys.view(">u8")[live], row.digests[live], len(self._pack_list) - 1, live)
+            for column, value in zip(columns, values, strict=True):
+                column[start:end] = value
+        if end:
+            self._parts = _merged([*self._parts, _Part.of(*[column[:end] for column in columns])])
 
     def __len__(self) -> int:
         return sum(int(np.count_nonzero(part.live)) for part in self._parts)

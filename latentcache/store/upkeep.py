@@ -24,9 +24,9 @@ from latentcache.store.disk import DISAGREE, DiskStore
 from latentcache.store.index import GENERATION, Index
 from latentcache.store.layout import Location
 from latentcache.store.location_table import PackRow
-from latentcache.store.lock import locked
 from latentcache.store.pack import PackRecords, check_payload, map_pack, read_records
 from latentcache.store.recovery import Scan, scan_packs
+from latentcache.utils.locks import locked
 
 __all__ = [
     "CompactReport",

@@ -25,8 +25,8 @@ from latentcache.integrations.onetrainer.upstream import walk
 from latentcache.integrations.onetrainer.values import PLAIN_FIELD, PlainValues, tensors_of, values_of
 from latentcache.integrations.onetrainer.variations import GroupNames, Groups, make_groups
 from latentcache.phases.interrupts import uninterrupted
+from latentcache.precache.scratch import Memo
 from latentcache.store.disk import DiskStore
-from latentcache.store.scratch import Memo
 from latentcache.types import Entry, Record
 
 logger = logging.getLogger("latentcache")

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from latentcache.errors import StoreBusyError, StoreError, UnsafeStoreError
-from latentcache.store.lock import locked
+from latentcache.utils.locks import locked
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from pathlib import Path
 from latentcache.errors import IndexDamagedError
 from latentcache.identity import digest
 from latentcache.store.index import GENERATION, Index
-from latentcache.store.lock import locked
 from latentcache.utils.durable_files import typed_errors
+from latentcache.utils.locks import locked
 
 FLUSH_ROWS = 1000
 
