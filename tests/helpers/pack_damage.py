@@ -6,14 +6,19 @@ import os
 from pathlib import Path
 
 
-def damage(path: Path, needle: bytes) -> None:
-    """Flip one bit of these bytes in whatever pack of the cache holds them."""
-    for pack in path.glob("packs/*/*.safetensors"):
-        data = bytearray(pack.read_bytes())
-        at = data.find(needle)
+def find_bytes(path: Path, needle: bytes) -> tuple[Path, int]:
+    """The pack of the cache in which these bytes lie, and their offset in it."""
+    for pack in sorted(path.glob("packs/*/*.safetensors")):
+        at = pack.read_bytes().find(needle)
         if at >= 0:
-            data[at] ^= 1
-            os.chmod(pack, 0o600)
-            pack.write_bytes(data)
-            return
+            return pack, at
     raise AssertionError("no pack holds these bytes")
+
+
+def damage(path: Path, needle: bytes) -> None:
+    """Flip one bit of these bytes in the pack of the cache that holds them."""
+    pack, at = find_bytes(path, needle)
+    os.chmod(pack, 0o600)
+    with pack.open("r+b") as file:
+        file.seek(at)
+        file.write(bytes([needle[0] ^ 1]))

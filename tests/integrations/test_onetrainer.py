@@ -29,7 +29,7 @@ from latentcache.errors import EntryDamagedError
 from latentcache.integrations.onetrainer.values import PLAIN_FIELD
 from latentcache.models.tiny import tiny_sdxl
 from latentcache.store.disk import DiskStore
-from latentcache.store.scratch import Memo
+from latentcache.precache.scratch import Memo
 
 NUM = 6
 EVERYTHING = Counter(vae=NUM, text_encoder=NUM, text_encoder_2=NUM)

@@ -6,8 +6,10 @@ import multiprocessing
 import os
 
 import torch
+from helpers.pack_damage import damage, find_bytes
 
 from latentcache.identity import key_of
+from latentcache.store.upkeep import verify
 from latentcache.types import Entry, Record
 
 fork = multiprocessing.get_context("fork")
@@ -40,6 +42,38 @@ def same(left, right):
 
 def bits(tensor):
     return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def payload(number):
+    """The bytes of an entry's moments, as they lie in a pack."""
+    return bits(sample(number).tensors["moments"]).numpy().tobytes()
+
+
+def where(store, number):
+    """The pack in which an entry's payload lies, and its offset there."""
+    return find_bytes(store.path, payload(number))
+
+
+def pack_of(store, number):
+    """The path of the pack in which an entry's payload lies."""
+    return where(store, number)[0]
+
+
+def flip(store, *numbers):
+    """Flip a bit in the payload of entries."""
+    for number in numbers:
+        damage(store.path, payload(number))
+
+
+def mark(store, *numbers):
+    """Have the store find entries damaged: flip a bit in each, verify, and flip it back, as if it had passed."""
+    for number in numbers:
+        (path, offset), first = where(store, number), payload(number)[:1]
+        flip(store, number)
+        assert verify(store).damaged.keys() == {key(number)}
+        with path.open("r+b") as file:
+            file.seek(offset)
+            file.write(first)
 
 
 def listing(root):

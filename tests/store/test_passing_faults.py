@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 from helpers.other_users import open_to_others
-from store_samples import key, packs, run, same, sample, samples
+from store_samples import key, mark, pack_of, packs, run, same, sample, samples
 
 from latentcache.errors import EntryDamagedError, StoreError
 from latentcache.store import DiskStore, catalog, pack
@@ -30,7 +30,7 @@ def assert_holds(store, *numbers):
 
 def leave_an_unknown_pack(store, number):
     """As a writer that dies between sealing and the index."""
-    write_pack(store.directory.new_pack_path(new_pack_id()), [own_entry(sample(number))[0]])
+    write_pack(store.directory.new_pack_path(new_pack_id()), [own_entry(sample(number))])
 
 
 # Other processes -----------------------------------------------------------------------------------------------------
@@ -62,7 +62,7 @@ def test_what_another_process_removed_or_marked_is_stored_again(root):
         store.add(samples(0, 1))
         assert_holds(store, 0, 1)
         other.remove([key(0)])
-        other.mark_damaged({key(1): (other.catalog.locate(key(1)), "a test")})
+        mark(other, 1)
         assert store.add(samples(0, 1)) == 2
         assert other.find([key(0), key(1)]) == {key(0), key(1)} and other.damaged() == {}
         assert_holds(other, 0, 1)
@@ -175,7 +175,7 @@ def test_a_pack_of_another_user_is_reported_and_not_marked(root):
         with DiskStore(root) as store:
             store.add(samples(0))
             store.add(samples(1))
-            store.directory.pack_path(store.catalog.locate(key(0)).pack).chmod(0o600)
+            pack_of(store, 0).chmod(0o600)
     finally:
         os.umask(before)
     (root / "index" / "cache.db").chmod(0o666)

@@ -21,7 +21,7 @@ NUMBERS = range(12)
 
 @pytest.fixture
 def store(tmp_path, monkeypatch):
-    monkeypatch.setattr(disk_module, "_MAX_HEADERS", 2)
+    monkeypatch.setattr(disk_module, "_MAX_RECORDS", 2)
     switch = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     with DiskStore(tmp_path / "cache") as store:
@@ -68,7 +68,6 @@ def test_threads_read_what_moves(store):
     def move(source):
         compact(store)
         store.release([path.stem for path in packs(store)])
-        store.catalog.forget(key(number) for number in NUMBERS)
 
     def look(source):
         assert set(store.keys()) >= {key(number) for number in NUMBERS}
@@ -108,7 +107,7 @@ def test_a_fork_while_threads_work_can_use_the_store(store):
         assert run(child) == 0
 
     def read(source):
-        store.catalog.forget([key(2)])
+        list(store.keys())
         read_batch(store, [key(2)])
 
     together(fork, read, read, seconds=0.5)

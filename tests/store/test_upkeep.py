@@ -5,13 +5,14 @@ import os
 import shutil
 import signal
 import threading
+from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
-from store_samples import CLEAN, key, listing, packs, run, same, sample, samples
+from store_samples import CLEAN, flip, key, listing, pack_of, packs, payload, run, same, sample, samples, where
 
 from latentcache.errors import EntryMissingError, StoreBusyError, StoreError
-from latentcache.store import DiskStore, compaction
-from latentcache.store.mirror import Mirror
+from latentcache.store import DiskStore, Index, catalog, compaction
 from latentcache.store.pack import new_pack_id
 from latentcache.store.stacking import read_batch, stack
 from latentcache.store.upkeep import compact, prune, rebuild, verify
@@ -36,14 +37,6 @@ def assert_holds(store, *numbers):
 def add_packs(store, *groups):
     for group in groups:
         store.add(samples(*group))
-
-
-def flip(store, number):
-    location = store.catalog.locate(key(number))
-    path = store.directory.pack_path(location.pack)
-    data = bytearray(path.read_bytes())
-    data[location.places["moments"].offset] ^= 1
-    path.write_bytes(data)
 
 
 # verify ------------------------------------------------------------------------------------------------------------
@@ -83,7 +76,7 @@ def test_verify_of_a_reader_changes_nothing(store, root):
 
 def test_verify_reports_packs_that_are_gone_unreadable_or_unknown(store, root):
     add_packs(store, [0], [1], [2])
-    gone, broken, _ = (store.directory.pack_path(store.catalog.locate(key(n)).pack) for n in range(3))
+    gone, broken = pack_of(store, 0), pack_of(store, 1)
     gone.unlink()
     header = bytearray(broken.read_bytes())
     header[20] ^= 1
@@ -99,14 +92,32 @@ def test_verify_reports_packs_that_are_gone_unreadable_or_unknown(store, root):
     assert store.find([key(0), key(1), key(2)]) == {key(2)}
 
 
-def test_verify_finds_a_row_that_points_to_the_wrong_place(store):
-    add_packs(store, range(2))
-    index = store.catalog.index
-    rows = index.get_many([key(0), key(1)])
-    index.replace_many({key(0): rows[key(1)]})
-    assert "do not agree" in verify(store).damaged[key(0)]
+def test_verify_finds_a_row_of_the_index_that_does_not_describe_its_pack(store, root):
+    """As after an exchange of two packs of one size: the index, the file's index and the payload are each in order."""
+    add_packs(store, [0], [1])
+    one, two = packs(store)
+    assert one.stat().st_size == two.stat().st_size
+    one_bytes, two_bytes = one.read_bytes(), two.read_bytes()
+    one.write_bytes(two_bytes)
+    two.write_bytes(one_bytes)
+    report = verify(root)
+    assert report.damaged.keys() == {key(0), key(1)}
+    assert all("do not agree" in reason for reason in report.damaged.values())
     assert rebuild(store).damaged == {}
     assert_holds(store, 0, 1)
+    assert verify(store).ok
+
+
+def test_verify_finds_records_that_were_exchanged(store):
+    """The digest of all records is in the header, so a pack with a changed record cannot be read."""
+    add_packs(store, range(2), [2])
+    path = pack_of(store, 0)
+    data = path.read_bytes()
+    assert data.count(b"photos/1.jpg") == 1
+    path.write_bytes(data.replace(b"photos/1.jpg", b"photos/7.jpg"))
+    report = verify(store)
+    assert report.damaged.keys() == {key(0), key(1)} and "records" in report.damaged[key(1)]
+    assert list(report.unreadable) == [path.stem] and set(store.keys()) == {key(2)}
 
 
 def test_subsets_together_are_everything(store):
@@ -137,10 +148,11 @@ def test_rebuild_takes_the_copy_that_verifies(store, root):
     (first,) = packs(store)
     second = store.directory.new_pack_path(new_pack_id())
     shutil.copy(first, second)
+    at = first.read_bytes().index(payload(2))
     for damaged in (first, second):
         clean = damaged.read_bytes()
         data = bytearray(clean)
-        data[-1] ^= 1  # in the payload of the last entry
+        data[at] ^= 1
         damaged.write_bytes(data)
         assert rebuild(store).num_entries == 3
         assert_holds(store, 0, 1, 2)
@@ -159,7 +171,7 @@ def test_rebuild_keeps_markers_of_what_is_still_damaged(store):
 
 def test_rebuild_skips_what_it_cannot_read(store, root):
     add_packs(store, [0], [1])
-    path = store.directory.pack_path(store.catalog.locate(key(0)).pack)
+    path = pack_of(store, 0)
     path.write_bytes(b"not a pack")
     report = rebuild(store)
     assert list(report.unreadable) == [str(path)] and report.num_entries == 1
@@ -189,8 +201,7 @@ def test_prune(store, root):
 
 def test_prune_drops_markers_of_what_is_not_kept(store):
     add_packs(store, range(2))
-    flip(store, 0)
-    flip(store, 1)
+    flip(store, 0, 1)
     verify(store)
     prune(store, [key(1)])
     assert store.damaged().keys() == {key(1)}
@@ -246,7 +257,7 @@ def test_compact_never_copies_damage(store):
 
 def test_compact_leaves_a_pack_that_it_cannot_read(store):
     add_packs(store, [0], [1], [2])
-    path = store.directory.pack_path(store.catalog.locate(key(0)).pack)
+    path = pack_of(store, 0)
     data = bytearray(path.read_bytes())
     data[20] ^= 1
     path.write_bytes(data)
@@ -331,12 +342,16 @@ def test_what_is_removed_during_a_compaction_stays_removed(store, root, monkeypa
 
 
 def test_a_reader_that_took_a_pack_in_lets_the_index_decide_once_it_knows_it(store, root, monkeypatch):
-    """It opens between the sealing of a compaction's pack and the moment when the index is told of it."""
+    """It opens between the sealing of a compaction's pack and the moment when the index knows it."""
     add_packs(store, range(2), range(2, 4))
-    readers, move = [], store.catalog.move
-    monkeypatch.setattr(
-        store.catalog, "move", lambda *args: (readers.append(DiskStore(root, read_only=True)), move(*args))[1]
-    )
+    readers, write = [], compaction.write_pack
+
+    def write_and_open(*args):
+        head = write(*args)
+        readers.append(DiskStore(root, read_only=True))
+        return head
+
+    monkeypatch.setattr(compaction, "write_pack", write_and_open)
     compact(store)
     store.remove([key(0)])
     with readers[0] as reader:
@@ -347,39 +362,47 @@ def test_a_reader_that_took_a_pack_in_lets_the_index_decide_once_it_knows_it(sto
 
 def test_an_opening_just_after_packs_went_calls_none_of_them_lost(store, root, monkeypatch, caplog):
     add_packs(store, [0], [1, 2])
-    load, calls = Mirror.load, []
+    lock, pruned = catalog.locked, []
 
-    def load_then_prune(self, index):
-        load(self, index)
-        calls.append(index)
-        if len(calls) == 1:
-            prune(store, [key(0)])
+    def prune_then_lock(*args, **options):
+        pruned.append(prune(store, [key(0)]))
+        return lock(*args, **options)
 
-    monkeypatch.setattr(Mirror, "load", load_then_prune)
+    monkeypatch.setattr(catalog, "locked", prune_then_lock)
     with DiskStore(root) as other:
         assert list(other.keys()) == [key(0)]
-    assert "gone or damaged" not in caplog.text
+    assert len(pruned) == 1 and "gone or damaged" not in caplog.text
 
 
 def test_what_a_thread_is_looking_up_again_is_not_pruned(store, monkeypatch):
-    add_packs(store, [0], [1, 2])
-    inside, done, find_in = threading.Event(), threading.Event(), Mirror.find_in
+    """The thread finds out that the index was changed, and reads all of it again, while the pruning begins."""
+    add_packs(store, [0], [1, 2], [3])
+    every = {key(n) for n in range(3)}
+    inside, done, reading = threading.Event(), threading.Event(), Index.reading
 
-    def slow_find_in(self, index, keys):
-        if keys == {key(0)}:
-            inside.set()
-            done.wait(0.5)  # the entry is not in memory meanwhile
-        return find_in(self, index, keys)
+    @contextmanager
+    def slow_reading(self, since=None):
+        with reading(self, since) as found:
+            if threading.current_thread() is reader:
+                assert found.is_whole
+                found = replace(found, pages=slow_pages(found.pages))
+            yield found
 
-    reader = threading.Thread(target=lambda: store.catalog.relocate(key(0)))
+    def slow_pages(pages):
+        inside.set()
+        done.wait(0.5)  # the entries are not in memory meanwhile
+        yield from pages
+
+    reader = threading.Thread(target=lambda: store.find([key(99)]))
 
     def keep():
-        monkeypatch.setattr(Mirror, "find_in", slow_find_in)
+        with DiskStore(store.path) as other:
+            other.remove([key(3)])
+        monkeypatch.setattr(Index, "reading", slow_reading)
         reader.start()
         assert inside.wait(10)
         return list(every)
 
-    every = set(store.keys())
     prune(store, keep)
     done.set()
     reader.join()
