@@ -19,7 +19,7 @@ from latentcache.checkpoints.folder import DOCUMENT
 from latentcache.checkpoints.parts import unwrapped_module
 from latentcache.devices.placement import dtype_of
 from latentcache.errors import ModelError
-from latentcache.models.origin import is_checkpoint, loading
+from latentcache.models.model_files import is_checkpoint, loading
 
 SETTINGS_KEY = "lora"
 """Where a checkpoint's `extra` holds what `lora_settings` gives."""
