@@ -78,12 +78,13 @@ def _from_config(name: str, folder: Path) -> Any:
     # One class reads the settings of all: they share the file's name.
     settings = read_config("scheduler", folder, diffusers.EulerDiscreteScheduler, name)
     class_name = settings.get("_class_name")
-    scheduler_class = getattr(diffusers, str(class_name), None)
-    if not (isinstance(scheduler_class, type) and issubclass(scheduler_class, diffusers.SchedulerMixin)):
+    found: Any = getattr(diffusers, str(class_name), None)
+    if not (isinstance(found, type) and issubclass(found, diffusers.SchedulerMixin)):
         raise ModelError(
             f"scheduler: {folder} names the class {class_name!r}, which is no scheduler of diffusers "
             f"{diffusers.__version__}. Correct _class_name in its scheduler_config.json.",
             part="scheduler",
         )
+    scheduler_class: Any = found
     with loading("scheduler", name):
         return scheduler_class.from_config(settings)

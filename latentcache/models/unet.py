@@ -275,8 +275,9 @@ def _read_settings(folder: Path) -> Mapping[str, Any]:
 
 def _is_refiner(settings: Mapping[str, Any]) -> bool:
     """Whether it takes five time ids. The refiner's one text encoder pools to the width of its hidden states."""
-    width, time_dim = settings.get("projection_class_embeddings_input_dim"), settings.get("addition_time_embed_dim")
-    return bool(width and time_dim) and width - 5 * time_dim == settings.get("cross_attention_dim")
+    width: int = settings.get("projection_class_embeddings_input_dim") or 0
+    time_dim: int = settings.get("addition_time_embed_dim") or 0
+    return min(width, time_dim) > 0 and width - 5 * time_dim == settings.get("cross_attention_dim")
 
 
 def _check_has_embedding(state: _State, name_of_weight: str, name: str) -> None:

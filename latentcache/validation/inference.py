@@ -12,8 +12,8 @@ from latentcache.config import Config
 from latentcache.devices.placement import device_named
 from latentcache.errors import ConfigError
 from latentcache.loading.cache import LatentCache
-from latentcache.models.loader import ModelLoader
 from latentcache.models.lora import load_lora
+from latentcache.models.model_loader import ModelLoader
 from latentcache.models.scheduler import load_scheduler
 from latentcache.models.unet import load_unet
 from latentcache.models.vae import DTYPES, vae_dtype

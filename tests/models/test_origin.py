@@ -13,7 +13,7 @@ from single_file import save_checkpoint, save_vae
 
 from latentcache.errors import ModelError
 from latentcache.models import model_files
-from latentcache.models.loader import LoadedModels, ModelLoader
+from latentcache.models.model_loader import LoadedModels, ModelLoader
 from latentcache.models.tiny import save_diffusers_folder, tiny_sdxl
 from latentcache.models.vae import encode_images
 

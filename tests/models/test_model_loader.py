@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from latentcache.errors import ModelError, TrainableEncoderError
 from latentcache.models.clip import encode_captions
-from latentcache.models.loader import PARTS, LoadedModels, ModelLoader
+from latentcache.models.model_loader import PARTS, LoadedModels, ModelLoader
 from latentcache.models.origin import FileOrigin, FolderOrigin
 from latentcache.models.tiny import tiny_sdxl
 from latentcache.models.vae import encode_images

@@ -63,7 +63,8 @@ class Models(ABC):
 
     def text(self, dtype: torch.dtype) -> TextParts:
         """The text encoders, on the CPU unless a caller moved them, and the tokenizers."""
-        return TextParts(*(self._module(part, dtype) for part in TEXT_ENCODERS), *self.tokenizers())
+        first, second = (self._module(part, dtype) for part in TEXT_ENCODERS)
+        return TextParts(first, second, *self.tokenizers())
 
     @abstractmethod
     def tokenizers(self) -> tuple[Any, Any]:
@@ -229,7 +230,7 @@ class LoadedModels(Models):
 
     @override
     def _module(self, part: str, dtype: torch.dtype) -> torch.nn.Module:
-        module = self._part(part)
+        module: torch.nn.Module = self._part(part)
         check_frozen(part, module)
         if all(tensor.dtype == dtype for tensor in module.parameters()):
             return module
