@@ -1,10 +1,11 @@
-"""What every store promises, and what all of them ask of an entry."""
+"""What every store promises, and what all of them require of an entry."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol, get_args
 
@@ -35,7 +36,7 @@ ARRAY_DTYPES = {
     name: np.dtype({"bfloat16": "int16", "float8_e4m3fn": "int8", "float8_e5m2": "int8"}.get(name, name))
     for name in DTYPES
 }
-"""What numpy holds each of them as: the same, or an integer of that size where numpy has no such dtype."""
+"""The numpy dtype of each: the same, or an integer of that size where numpy has no such dtype."""
 _STAND_INS = {DTYPES[name]: getattr(torch, str(dtype)) for name, dtype in ARRAY_DTYPES.items() if str(dtype) != name}
 
 _KEY = re.compile(r"[0-9a-f]{64}")
@@ -56,9 +57,7 @@ def check_key(key: str) -> str:
     """Return the key. StoreError unless it is 64 lower-case hexadecimal digits."""
     if not is_key(key):
         shown = repr(key) if len(repr(key)) <= 100 else repr(key)[:100] + "..."
-        raise StoreError(
-            f"key {shown} is not a key: 64 lower-case hexadecimal digits, as fingerprint.key_of gives them"
-        )
+        raise StoreError(f"key {shown} is not a key: 64 lower-case hexadecimal digits, as identity.key_of gives them")
     return key
 
 
@@ -118,11 +117,9 @@ def own_entry(entry: Entry) -> tuple[Entry, int]:
             f"entry {key}: its record has {record_bytes:,} bytes, at most {MAX_RECORD_BYTES:,} are allowed"
         )
     if digest(identity) != key:
-        raise StoreError(
-            f"entry {key}: its identity gives the key {digest(identity)}; use fingerprint.key_of(identity)"
-        )
+        raise StoreError(f"entry {key}: its identity gives the key {digest(identity)}; use identity.key_of(identity)")
     if not entry.tensors:
-        raise StoreError(f"entry {key}: it holds no tensor")
+        raise StoreError(f"entry {key}: it has no tensor")
     tensors = {name: _own_tensor(key, name, tensor) for name, tensor in entry.tensors.items()}
     return Entry(Record(key, record.kind, _plain(identity), _plain(provenance)), tensors), record_bytes
 
@@ -139,13 +136,13 @@ def _own_tensor(key: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
     if dtype_name(tensor) not in DTYPES:
         raise StoreError(f"entry {key}: field {name} has dtype {tensor.dtype}, allowed: {', '.join(DTYPES)}")
     if tensor.numel() == 0:
-        raise StoreError(f"entry {key}: field {name} of shape {tuple(tensor.shape)} holds no element")
+        raise StoreError(f"entry {key}: field {name} of shape {tuple(tensor.shape)} has no element")
     return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """What a store holds. `payload_bytes` are those of live entries, `file_bytes` those of the packs on disk."""
+    """Counts and sizes of a store. `payload_bytes` are those of live entries, `file_bytes` those of the packs."""
 
     num_entries: dict[str, int]
     num_damaged: int
@@ -161,7 +158,7 @@ class StoreStats:
 class Writer(Protocol):
     """Adds entries in the order given. Leaving the block seals, on an exception too: what was added is whole.
 
-    One thread calls `add`. Another seals behind it; its errors come up at the next `add`, `seal` or on leaving.
+    One thread calls `add`. A background thread seals; its errors come up at the next `add`, `seal` or on leaving.
     """
 
     num_added: int
@@ -185,24 +182,29 @@ Description = Mapping[str, tuple[str, tuple[int, ...]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """Where one entry can be read: an array [1, *shape] for each field of `description`, in its order.
+class EntryArrays:
+    """One entry's verified bytes: an array [1, *shape] for each field of `description`, in its order.
 
-    Arrays are of the dtypes in ARRAY_DTYPES. Entries with equal fields share one description. There may be very many
-    of these in memory.
+    Arrays are of the dtypes in ARRAY_DTYPES and must not be written to. Entries with equal fields share one
+    description. There may be very many of these in memory.
     """
 
     description: Description
-    parts: tuple[np.ndarray, ...]
+    arrays: tuple[np.ndarray, ...]
 
 
-class Rows(Protocol):
-    """Keys that were looked up once. Valid for the store that gave them, also after a compaction."""
-
-    keys: tuple[str, ...]
+new_generation: Callable[[], int] = itertools.count(1).__next__
+"""Gives a number for `Store.generation` that no other store of this process has."""
 
 
-class Store(Protocol):
+class Closing(Protocol):
+    """Something that has files or memory to release."""
+
+    def close(self) -> None:
+        """Release them. Using the object afterwards is a StoreError."""
+
+
+class Store(Closing, Protocol):
     """Immutable entries by key. Keys are 64 lower-case hexadecimal digits, anything else is a StoreError.
 
     EntryMissingError: there is no such entry. EntryDamagedError: its bytes are not those that were stored; it counts
@@ -215,7 +217,7 @@ class Store(Protocol):
         """A context manager that adds entries in the background. ReadOnlyError, StoreBusyError."""
 
     def add(self, entries: Iterable[Entry]) -> int:
-        """Add entries and return how many are new. Durable on return. Entries that are there are left alone."""
+        """Add entries and return how many are new. Durable on return. Entries that are there stay as they are."""
 
     def find(self, keys: Iterable[str]) -> set[str]:
         """Those of the keys whose entries are there."""
@@ -226,63 +228,40 @@ class Store(Protocol):
     def record(self, key: str) -> Record:
         """What the entry is and how it was made, without its tensors. EntryMissingError, EntryDamagedError."""
 
-    def describe(self, key: str) -> Mapping[str, tuple[str, tuple[int, ...]]]:
+    def describe(self, key: str) -> Description:
         """Each field's dtype name and shape, without reading the payload. EntryMissingError, EntryDamagedError."""
 
-    def resolve(self, keys: Sequence[str]) -> Rows:
-        """Look keys up once, for many `read_rows`. EntryMissingError, EntryDamagedError."""
+    def rows(self, keys: Sequence[str]) -> list[EntryArrays]:
+        """The verified arrays of each entry; keys may repeat. EntryMissingError, EntryDamagedError.
 
-    def read_rows(
-        self, rows: Rows, fields: Sequence[str] | None = None, out: Mapping[str, torch.Tensor] | None = None
-    ) -> dict[str, torch.Tensor]:
-        """As `read_batch`, for keys that were resolved."""
-
-    def read_batch(
-        self, keys: Sequence[str], fields: Sequence[str] | None = None, out: Mapping[str, torch.Tensor] | None = None
-    ) -> dict[str, torch.Tensor]:
-        """One CPU tensor [n, *shape] per field (all fields by default), a row per key; keys may repeat.
-
-        Written into the tensors of `out` where given: contiguous CPU tensors of that shape and dtype. New tensors
-        cannot be resized. StoreError if the entries' fields, shapes or dtypes differ. No keys give no tensors.
+        The arrays keep their memory alive by reference, also after the entry was removed or the store was closed.
+        `stacking.read_batch` makes batches of them.
         """
 
     @property
-    def version(self) -> object | None:
-        """As long as it is the same object, what `sources` gave lies where it did. Ask for it before `sources`.
+    def generation(self) -> int | None:
+        """As long as it is equal, what `rows` gave still counts. Read it before `rows`.
 
-        None: entries are read from the disk each time, so nothing is gained by remembering where they lie.
+        Whatever removes, moves, marks or releases an entry changes it; entries that are new leave it as it is. No two
+        stores of a process have the same one (`new_generation`). None: entries are read from the disk each time, so
+        nothing is gained by remembering them.
         """
 
-    def sources(self, keys: Sequence[str]) -> Sequence[Source]:
-        """Where the bytes of these entries can be read, verified. EntryMissingError, EntryDamagedError.
-
-        They may be remembered as long as `version` is the same, and be read with `gather.stack`.
-        """
-
-    def asks_ahead(self) -> bool:
-        """Whether the read that comes now should be preceded by `ask_ahead`, because lately the disk was read.
-
-        Each call counts as a read.
-        """
-
-    def ask_ahead(self, keys: Iterable[str]) -> None:
+    def prefetch(self, keys: Iterable[str]) -> None:
         """These entries are read soon: a store that reads from a disk may bring them into memory meanwhile.
 
-        It waits for nothing, and leaves out what is not there. Where lately all was in memory the keys are not even
-        looked at.
+        It waits for nothing, and passes over entries that are not there. It may be called for the read that comes now
+        and for later ones. Where lately all was in memory the keys are not iterated.
         """
 
     def keys(self) -> Iterator[str]:
         """The keys of all entries that are there now."""
 
     def remove(self, keys: Iterable[str]) -> int:
-        """Forget entries and return how many there were. Space comes back with `upkeep.compact`."""
+        """Remove entries and return how many there were. `upkeep.compact` frees their space."""
 
     def damaged(self) -> dict[str, str]:
         """Entries known to be damaged, with the reason, until they are added again or removed."""
 
     def stats(self) -> StoreStats:
         """Counts and sizes."""
-
-    def close(self) -> None:
-        """Let go of files. Using the store afterwards is a StoreError."""

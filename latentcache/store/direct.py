@@ -88,7 +88,7 @@ class DirectReads:
         self._num_tags = 0
 
     def ask(self, wanted: Mapping[str, Location]) -> None:
-        """Begin to read these entries, which `reading` is asked for later. It is not waited for."""
+        """Begin to read these entries, which `begin` returns later. It waits for nothing."""
         with self._unbroken():
             self._reap(0)
             self._forget_waiting()
@@ -109,9 +109,8 @@ class DirectReads:
             self._asked.update((key, read) for key, (read, _) in new.items())
             self._asked_bytes = num_bytes
 
-    @contextmanager
-    def reading(self, wanted: Mapping[str, Location]) -> Iterator[dict[str, Read]]:
-        """The reads of these entries, in order. `wait` for each. Their memory is theirs inside the block only."""
+    def begin(self, wanted: Mapping[str, Location]) -> dict[str, Read]:
+        """The reads of these entries, in order. `wait` for each. Their memory lives as long as arrays refer to it."""
         with self._unbroken():
             self._num_reads += 1
             reads: dict[str, Read] = {}
@@ -123,9 +122,7 @@ class DirectReads:
                     read = new[-1][0]
                 reads[key] = read
             self._begin(new)
-        yield reads
-        for read in reads.values():
-            self._give_back(read)
+        return reads
 
     def wait(self, read: Read) -> bool:
         """Whether the entry came whole: False where its file is gone, or none to be read so, or ends too early.
@@ -168,7 +165,6 @@ class DirectReads:
             return str(error)
         finally:
             os.close(fd)
-        self._slabs.give(buffer)
         return None if result >= 0 else os.strerror(-result)
 
     def close(self) -> None:
@@ -188,11 +184,6 @@ class DirectReads:
             if self._num_reads - read.begun < MAX_WAITING_READS:
                 return
             self._take(key)
-            self._give_back(read)
-
-    def _give_back(self, read: Read) -> None:
-        if not read.num_left:  # else it is still read into
-            self._slabs.give(read.data)
 
     def _made(self, location: Location) -> tuple[Read, list[_Part]]:
         windows, offsets, at = [], [], 0

@@ -8,12 +8,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-
-import torch
 
 from latentcache.errors import (
     EntryDamagedError,
@@ -23,17 +20,16 @@ from latentcache.errors import (
     StoreError,
     UnsafeStoreError,
 )
-from latentcache.store.base import Source, StoreStats, check_key
+from latentcache.store.base import Description, EntryArrays, StoreStats, check_key, new_generation
 from latentcache.store.catalog import Catalog
 from latentcache.store.direct import IO, MEMORY_SHARE, DirectReader, DirectReads, Io, Read
 from latentcache.store.directory import CacheDirectory
-from latentcache.store.entries import Found
 from latentcache.store.location import Location
 from latentcache.store.lock import locked
-from latentcache.store.mapped import MappedEntries, source_in
+from latentcache.store.mapped import MappedEntries, arrays_in
 from latentcache.store.pack import Header, check_payload, new_pack_id, read_header, write_pack
-from latentcache.store.readahead import AskAhead, ReadAhead, ask_for
-from latentcache.store.stacking import stack
+from latentcache.store.readahead import ReadAhead, ReadAheadMode, advise
+from latentcache.store.stacking import read_batch
 from latentcache.store.writer import PackWriter, Sealed
 from latentcache.types import Entry, Record
 from latentcache.utils.host_memory import host_memory
@@ -45,31 +41,17 @@ _MAX_PATHS = 1 << 14
 _ADD_CHUNK = 1024  # keys looked up at once by `add`
 
 
-@dataclass(frozen=True, slots=True)
-class DiskRows:
-    """Keys, and where their entries were when they were looked up: all are there. `packs` has the pack of each.
-
-    They are still there while `version` is the catalog's.
-    """
-
-    keys: tuple[str, ...]
-    packs: tuple[str, ...]
-    locations: Found
-    version: object
-
-
 class DiskStore:
     """A `base.Store` in a directory. Processes and threads may share the directory; forks may share the store.
 
-    `read_only` writes nothing at all, so that a directory without write access can be read. `create=False` wants the
-    cache to be there. `io` says whether packs are read through the page cache or, whole entries at a time, past it
-    (`direct.Io`), and
-    `ask_ahead` when the system is asked to bring a batch's bytes into the page cache before they are copied
+    `read_only` writes nothing at all, so that a directory without write access can be read. `create=False` requires
+    that the cache exists. `io` says whether packs are read through the page cache or, whole entries at a time, past it
+    (`direct.Io`). `read_ahead` says when `prefetch` asks the system to bring bytes into the page cache
     (`readahead.ReadAhead`). StoreError, SchemaError, ReadOnlyError as for `CacheDirectory`; StoreError for an unknown
     `io`, and at the first read where the file system cannot do `direct`.
 
-    A damaged index is made anew from the packs, packs that a dead writer sealed are taken in, and its half-written
-    files are removed, when a store is opened for writing.
+    When a store is opened for writing, a damaged index is rebuilt from the packs, packs that a dead writer sealed are
+    added to it, and that writer's half-written files are removed.
     """
 
     def __init__(
@@ -79,7 +61,7 @@ class DiskStore:
         read_only: bool = False,
         create: bool = True,
         io: Io = "auto",
-        ask_ahead: AskAhead = "missing",
+        read_ahead: ReadAheadMode = "missing",
     ):
         if io not in IO:
             raise StoreError(f"io is {io!r}; it must be one of {', '.join(IO)}")
@@ -91,8 +73,10 @@ class DiskStore:
         self._catalog: Catalog | None = catalog
         self._read_header = lru_cache(_MAX_HEADERS)(read_header)
         self._pack_path = lru_cache(_MAX_PATHS)(self.directory.pack_path)
-        self._mapped = MappedEntries(catalog, self._pack_path)
-        self._read_ahead = ReadAhead(ask_ahead)
+        self._mapped = MappedEntries(self._pack_path)
+        self._read_ahead = ReadAhead(read_ahead)
+        # The catalog's version, and the generation that stands for it.
+        self._generation: tuple[object, int] = object(), new_generation()
         self._direct = DirectReader(self._pack_path, must=io == "direct")
         self._is_direct: bool | None = False if io == "mapped" else None
         # The pack in which an entry was found good as the disk gave it: what the page cache holds may be better.
@@ -178,12 +162,11 @@ class DiskStore:
     def keys(self) -> Iterator[str]:
         return iter(self.catalog.keys())
 
-    def describe(self, key: str) -> Mapping[str, tuple[str, tuple[int, ...]]]:
-        source = self._mapped.now().sources.get(key) if isinstance(key, str) and self._catalog is not None else None
-        return dict(self._locate(key).description if source is None else source.description)
+    def describe(self, key: str) -> Description:
+        return dict(self._locate(key).description)
 
     def get(self, key: str) -> Entry:
-        return Entry(self.record(key), {name: tensor[0] for name, tensor in self.read_batch([key]).items()})
+        return Entry(self.record(key), {name: tensor[0] for name, tensor in read_batch(self, [key]).items()})
 
     def record(self, key: str) -> Record:
         location = self._locate(key)
@@ -204,68 +187,36 @@ class DiskStore:
         except (PackError, UnsafeStoreError) as error:
             return None, f"its pack's header cannot be read: {error}"
 
-    def resolve(self, keys: Sequence[str]) -> DiskRows:
-        keys = tuple(keys)
-        version = self.catalog.version  # first: what goes after the look-up changes it
+    @property
+    def generation(self) -> int | None:
+        if self._catalog is None:  # not by the property `catalog`: a small batch is copied in the time of some calls
+            self._check_open()
+        # `is not False` here and in `prefetch` saves a call: each small batch needs both.
+        if self._is_direct is not False and self._direct_reads() is not None:
+            return None
+        assert self._catalog is not None
+        version, known = self._catalog.version, self._generation
+        if known[0] is not version:
+            known = self._generation = version, new_generation()
+        return known[1]
+
+    def rows(self, keys: Sequence[str]) -> list[EntryArrays]:
         found = self.catalog.look_up(keys)
         for number in found.missing():
             raise self._absent(keys[number])
-        return DiskRows(keys, found.packs(), found, version)
-
-    @property
-    def version(self) -> object | None:
-        if self._catalog is None:  # not by the property `catalog`: a small batch is copied in the time of some calls
-            self._check_open()
-        # `is not False` here and below saves the call: both are asked for each small batch.
-        if self._is_direct is not False and self._direct_reads() is not None:
-            return None
-        return self._mapped.now()
-
-    def asks_ahead(self) -> bool:
-        if self._is_direct is not False and self._direct_reads() is not None:
-            return True
-        return self._read_ahead.wanted()
-
-    def sources(self, keys: Sequence[str]) -> list[Source]:
-        self._check_open()
-        known = self._mapped.known(keys)
-        return self._sources(self.resolve(keys)) if known is None else known
-
-    def _sources(self, rows: DiskRows) -> list[Source]:
-        return self._mapped.sources(rows.keys, rows.locations, rows.packs, rows.version, self._moved_or_damaged)
-
-    def read_batch(
-        self, keys: Sequence[str], fields: Sequence[str] | None = None, out: Mapping[str, torch.Tensor] | None = None
-    ) -> dict[str, torch.Tensor]:
-        self._check_open()
-        sources = self._mapped.known(keys) if self._direct_reads() is None else None
-        if sources is None:
-            return self.read_rows(self.resolve(keys), fields, out)
-        if self._read_ahead.wanted():
-            self._ask(self._read_ahead.to_ask_now(keys))
-        return stack(keys, sources, fields, out)
-
-    def read_rows(
-        self, rows: DiskRows, fields: Sequence[str] | None = None, out: Mapping[str, torch.Tensor] | None = None
-    ) -> dict[str, torch.Tensor]:
-        self._check_open()
         direct = self._direct_reads()
-        # All are found and verified before the first byte is written to `out`.
-        if direct is not None:
-            wanted = dict(zip(rows.keys, rows.locations, strict=True))
-            with direct.reading(wanted) as reads:
-                sources = {key: self._source_of(key, read, direct) for key, read in reads.items()}
-                return stack(rows.keys, [sources[key] for key in rows.keys], fields, out)
-        if self._read_ahead.wanted():
-            self._ask(self._read_ahead.to_ask_now(rows.keys))
-        return stack(rows.keys, self._sources(rows), fields, out)
+        if direct is None:
+            return self._mapped.rows(keys, found, self._moved_or_damaged)
+        locations = {key: location for key, location in zip(keys, found, strict=True) if location is not None}
+        arrays = {key: self._read_directly(key, read, direct) for key, read in direct.begin(locations).items()}
+        return [arrays[key] for key in keys]
 
-    def _source_of(self, key: str, read: Read, direct: DirectReads) -> Source:
+    def _read_directly(self, key: str, read: Read, direct: DirectReads) -> EntryArrays:
         good, pack = self._good_directly, read.location.pack
         if direct.wait(read) and (good.get(key) == pack or check_payload(read.data, key, read.inside) is None):
             good[key] = pack
-            return source_in(read.data, read.inside)
-        # Here it is found out what is wrong with it, or where it is now.
+            return arrays_in(read.data, read.inside)
+        # This finds out what is wrong with the entry, or where it is now.
         return self._mapped.verify(key, read.location, self._moved_or_damaged)
 
     def _direct_reads(self) -> DirectReads | None:
@@ -300,24 +251,20 @@ class DiskStore:
             return False
         return None
 
-    def ask_ahead(self, keys: Iterable[str]) -> None:
+    def prefetch(self, keys: Iterable[str]) -> None:
         if self._catalog is None:
             self._check_open()
-        direct = self._direct_reads()
+        direct = self._direct_reads() if self._is_direct is not False else None
         if direct is not None:
             keys = list(keys)
             found = zip(keys, self.catalog.look_up(keys), strict=True)
             direct.ask({key: location for key, location in found if location is not None})
-        elif self._read_ahead.wanted_lately():
-            self._ask(self._read_ahead.to_ask(keys))
-
-    def _ask(self, keys: Sequence[str]) -> None:
-        found = filter(None, self.catalog.look_up(keys) if keys else ())
-        ask_for(
-            (self._pack_path(location.pack), offset, num_bytes)
-            for location in found
-            for offset, num_bytes in zip(location.offsets, location.spec.sizes, strict=True)
-        )
+        elif self._read_ahead.should_prefetch():
+            advise(
+                (self._pack_path(location.pack), offset, num_bytes)
+                for location in filter(None, self.catalog.look_up(list(keys)))
+                for offset, num_bytes in zip(location.offsets, location.spec.sizes, strict=True)
+            )
 
     def _locate(self, key: str) -> Location:
         location = self.catalog.locate(check_key(key))
@@ -345,17 +292,20 @@ class DiskStore:
         """Make entries misses from now on. If that cannot be written it is logged: the caller's error comes first."""
         for key in damaged:
             self._good_directly.pop(key, None)
-        self._mapped.distrust(damaged)  # also where nothing can be written: they are verified again, and fail
+        # Also where nothing can be written: the entries are verified again, and fail.
+        self._mapped.invalidate(damaged)
+        self._generation = object(), new_generation()
         try:
             self.catalog.mark(damaged)
         except StoreError as error:
             logger.warning("%s: %d damaged entries could not be marked: %s", self.path, len(damaged), error)
 
     def release(self, packs: Iterable[str]) -> None:
-        """Let go of packs that were compacted away."""
+        """Drop packs that were compacted away."""
         gone = set(packs)
         self._mapped.release(gone)
         self._good_directly = {key: pack for key, pack in list(self._good_directly.items()) if pack not in gone}
+        self._generation = object(), new_generation()  # last: nothing that lies in them counts from here on
 
     def remove(self, keys: Iterable[str]) -> int:
         return self.catalog.remove([check_key(key) for key in dict.fromkeys(keys)])
@@ -380,7 +330,7 @@ class DiskStore:
         )
 
     def close(self) -> None:
-        """Let go of files. Tensors that were handed out are copies and stay."""
+        """Release files. Arrays and tensors that were returned stay valid."""
         if self._catalog is not None:
             self._catalog.close()
         self._catalog = None

@@ -11,27 +11,18 @@ from dataclasses import dataclass
 import torch
 
 from latentcache.errors import EntryMissingError, StoreError
-from latentcache.store.base import Source, StoreStats, as_array, check_key, dtype_name
+from latentcache.store.base import EntryArrays, StoreStats, as_array, check_key, dtype_name, new_generation
 from latentcache.store.location import spec_of
-from latentcache.store.stacking import stack
 from latentcache.store.writer import PackWriter, Sealed
 from latentcache.types import Entry, Record
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryRows:
-    """Keys, and where their bytes are."""
-
-    keys: tuple[str, ...]
-    sources: tuple[Source, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """An entry, and its bytes as batches are made of them."""
+class _StoredEntry:
+    """An entry, and its arrays, of which batches are made."""
 
     entry: Entry
-    source: Source
+    arrays: EntryArrays
 
 
 class MemoryStore:
@@ -46,8 +37,8 @@ class MemoryStore:
         if pin and not torch.accelerator.is_available():
             raise StoreError("pin=True needs an accelerator, and torch finds none here; use MemoryStore(pin=False)")
         self._pin = pin
-        self._entries: dict[str, _Held] | None = {}
-        self._version = object()
+        self._entries: dict[str, _StoredEntry] | None = {}
+        self._generation = new_generation()
 
     def __enter__(self) -> MemoryStore:
         return self
@@ -56,7 +47,7 @@ class MemoryStore:
         self.close()
 
     @property
-    def _open(self) -> dict[str, _Held]:
+    def _open(self) -> dict[str, _StoredEntry]:
         if self._entries is None:
             raise StoreError("the store is closed; its entries are gone")
         return self._entries
@@ -76,7 +67,7 @@ class MemoryStore:
         for entry in new:
             tensors = {name: t.pin_memory() if self._pin else t for name, t in entry.tensors.items()}
             own = Entry(entry.record, tensors)
-            self._open[entry.record.key] = _Held(own, _source(own))
+            self._open[entry.record.key] = _StoredEntry(own, _arrays(own))
         return Sealed(len(new), sum(entry.num_bytes for entry in new))
 
     def find(self, keys: Iterable[str]) -> set[str]:
@@ -85,49 +76,31 @@ class MemoryStore:
     def keys(self) -> Iterator[str]:
         return iter(list(self._open))
 
-    def _held(self, key: str) -> _Held:
-        held = self._open.get(check_key(key))
-        if held is None:
+    def _stored(self, key: str) -> _StoredEntry:
+        stored = self._open.get(check_key(key))
+        if stored is None:
             raise EntryMissingError(key)
-        return held
+        return stored
 
     def get(self, key: str) -> Entry:
-        entry = self._held(key).entry
+        entry = self._stored(key).entry
         return Entry(deepcopy(entry.record), {name: tensor.clone() for name, tensor in entry.tensors.items()})
 
     def record(self, key: str) -> Record:
-        return deepcopy(self._held(key).entry.record)
+        return deepcopy(self._stored(key).entry.record)
 
     def describe(self, key: str) -> Mapping[str, tuple[str, tuple[int, ...]]]:
-        return dict(self._held(key).source.description)
+        return dict(self._stored(key).arrays.description)
 
-    def resolve(self, keys: Sequence[str]) -> MemoryRows:
-        return MemoryRows(tuple(keys), tuple([self._held(key).source for key in keys]))
+    def rows(self, keys: Sequence[str]) -> list[EntryArrays]:
+        return [self._stored(key).arrays for key in keys]
 
     @property
-    def version(self) -> object:
+    def generation(self) -> int:
         _ = self._open
-        return self._version
+        return self._generation
 
-    def asks_ahead(self) -> bool:
-        """All is in memory."""
-        return False
-
-    def sources(self, keys: Sequence[str]) -> tuple[Source, ...]:
-        return self.resolve(keys).sources
-
-    def read_batch(
-        self, keys: Sequence[str], fields: Sequence[str] | None = None, out: Mapping[str, torch.Tensor] | None = None
-    ) -> dict[str, torch.Tensor]:
-        return self.read_rows(self.resolve(keys), fields, out)
-
-    def read_rows(
-        self, rows: MemoryRows, fields: Sequence[str] | None = None, out: Mapping[str, torch.Tensor] | None = None
-    ) -> dict[str, torch.Tensor]:
-        _ = self._open  # a closed store says so
-        return stack(rows.keys, rows.sources, fields, out)
-
-    def ask_ahead(self, keys: Iterable[str]) -> None:
+    def prefetch(self, keys: Iterable[str]) -> None:
         """All is in memory."""
         _ = self._open
 
@@ -135,14 +108,14 @@ class MemoryStore:
         try:
             return sum([self._open.pop(check_key(key), None) is not None for key in dict.fromkeys(keys)])
         finally:
-            self._version = object()  # last: what was taken under the one before does not count any more
+            self._generation = new_generation()  # last: what was read under the one before does not count any more
 
     def damaged(self) -> dict[str, str]:
         """Always empty: memory is not checked."""
         return {}
 
     def stats(self) -> StoreStats:
-        entries = [held.entry for held in self._open.values()]
+        entries = [stored.entry for stored in self._open.values()]
         return StoreStats(
             num_entries=dict(Counter(entry.record.kind for entry in entries)),
             num_damaged=0,
@@ -157,7 +130,7 @@ class MemoryStore:
         self._entries = None
 
 
-def _source(entry: Entry) -> Source:
+def _arrays(entry: Entry) -> EntryArrays:
     fields = {name: (dtype_name(tensor), tuple(tensor.shape)) for name, tensor in entry.tensors.items()}
     spec = spec_of(entry.record.kind, fields)
-    return Source(spec.description, tuple([as_array(tensor[None]) for tensor in entry.tensors.values()]))
+    return EntryArrays(spec.description, tuple([as_array(tensor[None]) for tensor in entry.tensors.values()]))

@@ -1,4 +1,4 @@
-"""Asking the system for bytes of files before they are read, where they are missing in memory."""
+"""Advice to the system about ranges of files that are read soon, where they are missing in memory."""
 
 from __future__ import annotations
 
@@ -12,101 +12,75 @@ from typing import Literal
 from latentcache.errors import StoreError
 from latentcache.utils.durable_files import open_regular
 
-AskAhead = Literal["missing", "always", "never"]
+ReadAheadMode = Literal["missing", "always", "never"]
 """`missing`: while this thread's reads come from the disk."""
 
-QUIET_READS = 12
-"""So many looks in which nothing came from the disk, and it is no longer asked ahead. A batch that is not held takes
-three."""
-UNSEEN_READS = 7
-"""After a read that needed nothing the next ones are not looked at: in a small batch a look is a hundredth."""
+MAX_IDLE_READS = 12
+"""After so many checks in which nothing came from the disk, nothing is advised. A batch takes one to three."""
+SKIPPED_READS = 7
+"""After a check that found nothing, so many reads are not checked: in a small batch a check takes a hundredth."""
 
 _MAX_FILES = 64  # open at once
 
-MAX_ASKED = 1 << 14
-"""Keys that a thread has asked for and not read yet. Beyond it they are forgotten, and asked for again."""
-
-CAN_ASK = hasattr(os, "posix_fadvise")
-"""Python offers no such call on macOS: there nothing is asked ahead."""
+CAN_ADVISE = hasattr(os, "posix_fadvise")
+"""Python offers no such call on macOS: there nothing is advised."""
 
 
-class _Thread(threading.local):
-    """What a thread's reads have caused: the counters at the last look, how many brought nothing since, how many need
-    no look, and the keys that were asked for."""
+class _ThreadCounters(threading.local):
+    """What a thread's reads have caused.
 
-    unseen = 0
-    quiet = 0
-    brought: int | None = None
+    `skip` reads need no check. `idle_reads` checks in turn found nothing from the disk. `blocks_read` is the system's
+    counter at the last check.
+    """
 
-    def __init__(self) -> None:
-        self.asked: set[str] = set()
+    skip = 0
+    idle_reads = 0
+    blocks_read: int | None = None
 
 
 class ReadAhead:
-    """Whether the calling thread should ask ahead. Each thread decides for itself.
+    """Whether the calling thread should advise the system. Each thread decides for itself.
 
-    Asking for what is in memory already costs more than half of a copy, so by default it is done while pages are
-    missing: at a thread's first read, and until QUIET_READS looks in turn have found nothing from the disk. What the
-    thread asked for counts too, so it goes on as long as it helps. Then every eighth read is looked at. Where the
-    system does not count per thread (only Linux does), nothing is asked: the warm case matters more.
+    Advice about bytes that are in memory already takes more than half of a copy. So by default it is given while pages
+    are missing: at a thread's first read, and until MAX_IDLE_READS checks in turn have found nothing from the disk.
+    Bytes that the thread's own advice brought count too, so it goes on as long as it helps. Then every eighth read is
+    checked. Where the system does not count per thread (only Linux does), nothing is advised: the warm case matters
+    more.
     """
 
-    def __init__(self, mode: AskAhead = "missing"):
-        self.mode: AskAhead = mode if CAN_ASK else "never"
+    def __init__(self, mode: ReadAheadMode = "missing"):
+        self.mode: ReadAheadMode = mode if CAN_ADVISE else "never"
         self._who = getattr(resource, "RUSAGE_THREAD", None)
         if self._who is None and mode == "missing":
             self.mode = "never"
-        self._thread = _Thread()
+        self._thread = _ThreadCounters()
 
-    def wanted(self) -> bool:
-        """Whether to ask ahead for the read that comes now. It looks at what the reads before it have caused."""
+    def should_prefetch(self) -> bool:
+        """Whether to advise now. It checks what the thread's reads before this one have caused."""
         thread = self._thread
-        if thread.unseen:
-            thread.unseen -= 1
+        if thread.skip:
+            thread.skip -= 1
             return False
         if self.mode != "missing":
             return self.mode == "always"
         assert self._who is not None
         usage = resource.getrusage(self._who)
-        # Faults in mapped pages, and blocks that were read because they were asked for.
-        brought = usage.ru_majflt + usage.ru_inblock
-        thread.quiet = thread.quiet + 1 if brought == thread.brought else 0
-        thread.brought = brought
-        if thread.quiet < QUIET_READS:
+        # Faults in mapped pages, and blocks that were read because of advice.
+        blocks_read = usage.ru_majflt + usage.ru_inblock
+        thread.idle_reads = thread.idle_reads + 1 if blocks_read == thread.blocks_read else 0
+        thread.blocks_read = blocks_read
+        if thread.idle_reads < MAX_IDLE_READS:
             return True
-        thread.unseen = UNSEEN_READS
-        thread.asked.clear()
+        thread.skip = SKIPPED_READS
         return False
 
-    def wanted_lately(self) -> bool:
-        """The answer to the last `wanted` of this thread; True if there was none."""
-        if self.mode != "missing":
-            return self.mode == "always"
-        return self._thread.quiet < QUIET_READS
 
-    def to_ask(self, keys: Iterable[str]) -> list[str]:
-        """Those of the keys, which are read later, that this thread has not asked for already."""
-        asked = self._thread.asked
-        if len(asked) > MAX_ASKED:
-            asked.clear()
-        new = [key for key in keys if key not in asked]
-        asked.update(new)
-        return new
-
-    def to_ask_now(self, keys: Iterable[str]) -> list[str]:
-        """Those of the keys, which are read now, that this thread has not asked for."""
-        asked = self._thread.asked
-        new = [key for key in keys if key not in asked]
-        asked.difference_update(keys)
-        return new
-
-
-def ask_for(ranges: Iterable[tuple[Path, int, int]]) -> None:
-    """Ask the system to bring ranges of files (path, offset, number of bytes) into memory. It is not waited for.
+def advise(ranges: Iterable[tuple[Path, int, int]]) -> None:
+    """Ask the system to bring ranges of files (path, offset, number of bytes) into memory, and wait for nothing.
 
     They come in this order: the first can be used while the others are on their way. A file that cannot be opened is
-    passed over: the read that follows says what is wrong with it. So is one whose file system takes no such advice. No
-    descriptor stays open.
+    passed over, because the read that follows reports what is wrong with it. A file whose file system takes no such
+    advice is passed over too. No descriptor stays open.
     """
     files: dict[Path, int | None] = {}
     try:

@@ -8,28 +8,43 @@ import numpy as np
 import torch
 
 from latentcache.errors import StoreError
-from latentcache.store.base import ARRAY_DTYPES, DTYPES, Description, Source, as_array, dtype_name
+from latentcache.store.base import ARRAY_DTYPES, DTYPES, Description, EntryArrays, Store, as_array, dtype_name
 
 CPU = torch.device("cpu")
 """Named wherever memory is made: `torch.set_default_device` of the caller must not move it."""
 
 
+def read_batch(
+    store: Store,
+    keys: Sequence[str],
+    fields: Sequence[str] | None = None,
+    out: Mapping[str, torch.Tensor] | None = None,
+) -> dict[str, torch.Tensor]:
+    """One CPU tensor [n, *shape] per field (all fields by default), a row per key; keys may repeat.
+
+    The rows are written into the tensors of `out` where given: contiguous CPU tensors of that shape and dtype. New
+    tensors cannot be resized. No keys give no tensors. EntryMissingError, EntryDamagedError; StoreError if the entries'
+    fields, shapes or dtypes differ. After an error nothing was written.
+    """
+    store.prefetch(keys)
+    return stack(keys, store.rows(keys), fields, out)
+
+
 def stack(
     keys: Sequence[str],
-    sources: Sequence[Source],
-    fields: Sequence[str] | None,
-    out: Mapping[str, torch.Tensor] | None,
+    rows: Sequence[EntryArrays],
+    fields: Sequence[str] | None = None,
+    out: Mapping[str, torch.Tensor] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """One tensor per field, a row per source: `base.Store.read_batch`."""
-    if not sources:
+    """The same of rows that were read. `keys` name the entries in errors."""
+    if not rows:
         return {}
-    first = sources[0].description
-    if fields is None and all([source.description is first for source in sources]):
-        return stack_columns(first, zip(*[source.parts for source in sources], strict=True), len(sources), out)
-    descriptions = [source.description for source in sources]
-    wanted = common_fields(keys, descriptions, fields)
-    parts = [dict(zip(source.description, source.parts, strict=True)) for source in sources]
-    return stack_columns(wanted, ([part[name] for part in parts] for name in wanted), len(sources), out)
+    first = rows[0].description
+    if fields is None and all([row.description is first for row in rows]):
+        return stack_columns(first, zip(*[row.arrays for row in rows], strict=True), len(rows), out)
+    chosen = common_fields(keys, [row.description for row in rows], fields)
+    named = [dict(zip(row.description, row.arrays, strict=True)) for row in rows]
+    return stack_columns(chosen, ([arrays[name] for arrays in named] for name in chosen), len(rows), out)
 
 
 def stack_columns(
@@ -38,9 +53,9 @@ def stack_columns(
     num_rows: int,
     out: Mapping[str, torch.Tensor] | None,
 ) -> dict[str, torch.Tensor]:
-    """The same of rows that are sorted by field already: for each of `fields` the arrays [1, *shape] of all entries.
+    """The same of rows that are grouped by field: for each of `fields` the arrays [1, *shape] of all entries.
 
-    StoreError if a tensor of `out` does not fit; then nothing was written.
+    StoreError if a tensor of `out` does not fit; then nothing is written.
     """
     tensors: dict[str, torch.Tensor] = {}
     arrays = []
@@ -78,7 +93,7 @@ def _writable(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[
         raise StoreError(f"out[{name!r}] is a {type(tensor).__name__}; give a torch.Tensor")
     if tensor.is_cpu and tensor.dtype is dtype and tensor.layout is torch.strided:
         array = as_array(tensor)
-        # Asked of numpy, this takes half the time; and it is done for each field of each batch.
+        # numpy checks this in half of torch's time, and each field of each batch needs it.
         if array.shape == shape and array.flags.c_contiguous:
             return array
     check_output(name, tensor, dtype, shape, CPU)
@@ -88,13 +103,13 @@ def _writable(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[
 def common_fields(
     keys: Sequence[str], descriptions: Sequence[Description], fields: Sequence[str] | None
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """The fields asked for. StoreError if entries lack one, or differ in its dtype or shape."""
+    """The requested fields. StoreError if entries lack one, or differ in its dtype or shape."""
     first = descriptions[0]
     names = list(first) if fields is None else list(dict.fromkeys(fields))
     for name in names:
         if name not in first:
             raise StoreError(f"entry {keys[0]} has no field {name!r}; it has {', '.join(first)}")
-    wanted = {name: first[name] for name in names}
+    chosen = {name: first[name] for name in names}
     for key, description in zip(keys, descriptions, strict=True):
         if description is first:
             continue
@@ -103,7 +118,7 @@ def common_fields(
                 f"entries of one batch must have the same fields: {keys[0]} has {', '.join(first)}, "
                 f"{key} has {', '.join(description)}. Name the fields that both have."
             )
-        for name, spec in wanted.items():
+        for name, spec in chosen.items():
             if description.get(name) != spec:
                 found = description.get(name)
                 raise StoreError(
@@ -111,7 +126,7 @@ def common_fields(
                     f"{keys[0]} and {'missing' if found is None else _shown(found)} in {key}. "
                     "Batch one bucket at a time."
                 )
-    return wanted
+    return chosen
 
 
 def _shown(spec: tuple[str, tuple[int, ...]]) -> str:
@@ -124,8 +139,8 @@ def check_output(
     """StoreError unless the tensor is a contiguous one of this dtype and shape on this device."""
     fits = given.shape == shape and given.dtype is dtype and given.layout is torch.strided and given.is_contiguous()
     if not fits or given.device != device:
-        wanted = str(dtype).removeprefix("torch.")
+        expected = str(dtype).removeprefix("torch.")
         raise StoreError(
             f"out[{name!r}] is {dtype_name(given)} {list(given.shape)} on {given.device}; "
-            f"give a contiguous {device} tensor, {wanted} {list(shape)}"
+            f"give a contiguous {device} tensor, {expected} {list(shape)}"
         )

@@ -9,7 +9,8 @@ import torch
 
 from latentcache.errors import EntryMissingError, StoreError
 from latentcache.identity import key_of
-from latentcache.store.stacking import stack
+from latentcache.store.memory import MemoryStore
+from latentcache.store.stacking import read_batch, stack
 from latentcache.types import Entry, Record
 
 DTYPES = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
@@ -61,7 +62,7 @@ class StoreContract:
     def test_every_dtype(self, store, dtype):
         entries = [make_entry(number, dtype=dtype) for number in range(3)]
         store.add(entries)
-        batch = store.read_batch([entry.record.key for entry in entries])["moments"]
+        batch = read_batch(store, [entry.record.key for entry in entries])["moments"]
         assert same(batch, torch.stack([entry.tensors["moments"] for entry in entries]))
 
     def test_entries_are_immutable(self, store):
@@ -100,9 +101,9 @@ class StoreContract:
                 call(ABSENT)
             assert caught.value.key == ABSENT
         with pytest.raises(EntryMissingError):
-            store.read_batch([ABSENT])
+            read_batch(store, [ABSENT])
         with pytest.raises(EntryMissingError):
-            store.resolve([ABSENT])
+            store.rows([ABSENT])
 
     @pytest.mark.parametrize("key", ["", "../" * 20 + "abcd", "A" * 64, "0" * 63, "0" * 65, "0" * 63 + "\n", None, 7])
     def test_what_is_no_key_is_refused(self, store, key):
@@ -111,7 +112,7 @@ class StoreContract:
             lambda: store.record(key),
             lambda: store.describe(key),
             lambda: store.find([key]),
-            lambda: store.read_batch([key]),
+            lambda: read_batch(store, [key]),
             lambda: store.remove([key]),
             lambda: store.add([Entry(Record(key, "image", {}, {}), make_entry(1).tensors)]),
         ):
@@ -122,35 +123,42 @@ class StoreContract:
         entries = [make_entry(number) for number in range(4)]
         store.add(entries)
         order = [2, 0, 3, 2, 2, 1]
-        batch = store.read_batch([entries[i].record.key for i in order])
+        batch = read_batch(store, [entries[i].record.key for i in order])
         assert same(batch["moments"], torch.stack([entries[i].tensors["moments"] for i in order]))
-        assert store.read_batch([]) == {}
+        assert read_batch(store, []) == {}
 
-    def test_resolved_rows_give_what_keys_give(self, store):
+    def test_rows_count_as_long_as_the_generation_is_equal(self, store):
         entries = [make_entry(number, kind="text") for number in range(3)]
         store.add(entries)
         keys = [entry.record.key for entry in entries]
-        rows = store.resolve(keys)
-        assert rows.keys == tuple(keys)
-        for _ in range(2):
-            assert same(store.read_rows(rows)["pooled"], store.read_batch(keys)["pooled"])
-
-    def test_sources_lie_where_they_did_as_long_as_the_version_is_the_same(self, store):
-        entries = [make_entry(number, kind="text") for number in range(3)]
-        store.add(entries)
-        keys = [entry.record.key for entry in entries]
-        version, sources = store.version, store.sources(keys)
+        generation, rows = store.generation, store.rows(keys)
         expected = {name: torch.stack([entry.tensors[name] for entry in entries]) for name in ("moments", "pooled")}
-        for name, column in stack(keys, sources, None, None).items():
+        for name, column in stack(keys, rows).items():
             assert same(column, expected[name])
         store.add([make_entry(7)])
         store.find(keys)
-        assert store.version is version and store.sources(keys)[0].description is sources[0].description
+        assert store.generation == generation and store.rows(keys)[0].description is rows[0].description
         store.remove(keys[:1])
-        assert store.version is not version
+        assert store.generation != generation
         with pytest.raises(EntryMissingError):
-            store.sources(keys)
-        assert len(store.sources(keys[1:])) == 2 and not store.sources([])
+            store.rows(keys)
+        assert len(store.rows(keys[1:])) == 2 and not store.rows([])
+        assert same(stack(keys, rows)["pooled"], expected["pooled"]), "what was read stays readable"
+
+    def test_no_two_stores_have_one_generation(self, store):
+        with MemoryStore() as other:
+            assert store.generation is None or store.generation != other.generation
+
+    def test_rows_are_arrays_of_each_field(self, store):
+        entry = make_entry(1, kind="text", dtype=torch.bfloat16)
+        store.add([entry])
+        first, again = store.rows([entry.record.key] * 2)
+        assert dict(first.description) == {"moments": ("bfloat16", (4, 3, 5)), "pooled": ("bfloat16", (7,))}
+        assert [(array.shape, str(array.dtype)) for array in first.arrays] == [
+            ((1, 4, 3, 5), "int16"),
+            ((1, 7), "int16"),
+        ]
+        assert first.description is again.description
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
     def test_new_tensors_of_any_size_stand_alone(self, store, dtype):
@@ -158,12 +166,12 @@ class StoreContract:
         entries = [make_entry(number, shape=shape, dtype=dtype) for number in range(4)]
         store.add(entries)
         for numbers in ([0], [1, 2], [3, 3, 0, 1]):
-            batch = store.read_batch([entries[number].record.key for number in numbers])["moments"]
+            batch = read_batch(store, [entries[number].record.key for number in numbers])["moments"]
             assert same(batch, torch.stack([entries[number].tensors["moments"] for number in numbers]))
             assert batch.is_contiguous() and batch.untyped_storage().nbytes() == batch.nbytes
             batch.detach_()
             batch.mul_(2)
-            again = store.read_batch([entries[number].record.key for number in numbers])["moments"]
+            again = read_batch(store, [entries[number].record.key for number in numbers])["moments"]
             assert same(batch, again * 2)
 
     def test_fields_and_out(self, store):
@@ -171,7 +179,7 @@ class StoreContract:
         store.add(entries)
         keys = [entry.record.key for entry in entries]
         out = torch.empty((3, 7), dtype=torch.float16)
-        batch = store.read_batch(keys, fields=["pooled"], out={"pooled": out})
+        batch = read_batch(store, keys, fields=["pooled"], out={"pooled": out})
         assert list(batch) == ["pooled"] and batch["pooled"] is out
         assert same(out, torch.stack([entry.tensors["pooled"] for entry in entries]))
 
@@ -189,7 +197,7 @@ class StoreContract:
         entries = [make_entry(number, kind="text") for number in range(3)]
         store.add(entries)
         with pytest.raises(StoreError, match=r"out\['pooled'\]"):
-            store.read_batch([entry.record.key for entry in entries], fields=["pooled"], out={"pooled": out})
+            read_batch(store, [entry.record.key for entry in entries], fields=["pooled"], out={"pooled": out})
 
     def test_unequal_entries_are_not_a_batch(self, store):
         first, wide, other = make_entry(1), make_entry(2, shape=(4, 3, 6)), make_entry(3, dtype=torch.bfloat16)
@@ -197,22 +205,22 @@ class StoreContract:
         store.add([first, wide, other, text])
         for entry in (wide, other):
             with pytest.raises(StoreError, match=entry.record.key) as caught:
-                store.read_batch([first.record.key, entry.record.key])
+                read_batch(store, [first.record.key, entry.record.key])
             assert first.record.key in str(caught.value)
         with pytest.raises(StoreError, match="same fields"):
-            store.read_batch([first.record.key, text.record.key])
+            read_batch(store, [first.record.key, text.record.key])
         with pytest.raises(StoreError, match="no field 'latents'"):
-            store.read_batch([first.record.key], fields=["latents"])
-        assert store.read_batch([first.record.key, text.record.key], fields=["moments"])["moments"].shape[0] == 2
+            read_batch(store, [first.record.key], fields=["latents"])
+        assert read_batch(store, [first.record.key, text.record.key], fields=["moments"])["moments"].shape[0] == 2
 
-    def test_asking_ahead_changes_nothing(self, store):
+    def test_prefetching_changes_nothing(self, store):
         entries = [make_entry(number) for number in range(3)]
         store.add(entries)
         keys = [entry.record.key for entry in entries]
         for _ in range(2):
-            assert store.ask_ahead([*keys, ABSENT]) is None
-            assert store.ask_ahead(key for key in keys) is None
-            assert same(store.read_batch(keys)["moments"], torch.stack([e.tensors["moments"] for e in entries]))
+            assert store.prefetch([*keys, ABSENT]) is None
+            assert store.prefetch(key for key in keys) is None
+            assert same(read_batch(store, keys)["moments"], torch.stack([e.tensors["moments"] for e in entries]))
         assert store.find([*keys, ABSENT]) == set(keys)
 
     def test_a_batch_again_follows_what_was_removed_and_added(self, store):
@@ -221,13 +229,13 @@ class StoreContract:
         keys = [entry.record.key for entry in entries]
         expected = torch.stack([entry.tensors["moments"] for entry in entries])
         for _ in range(2):
-            assert same(store.read_batch(keys[:3])["moments"], expected[:3])
+            assert same(read_batch(store, keys[:3])["moments"], expected[:3])
         store.remove([keys[1]])
         with pytest.raises(EntryMissingError):
-            store.read_batch(keys[:3])
+            read_batch(store, keys[:3])
         store.add([entries[3], entries[1]])
         for _ in range(2):
-            assert same(store.read_batch(keys)["moments"], expected)
+            assert same(read_batch(store, keys)["moments"], expected)
 
     def test_describe(self, store):
         entry = make_entry(1, kind="text", dtype=torch.bfloat16)
@@ -302,17 +310,17 @@ class StoreContract:
 
     def test_a_closed_store_says_so(self, store):
         store.add([make_entry(1)])
-        rows = store.resolve([make_entry(1).record.key])
-        batch = store.read_rows(rows)
+        keys = [make_entry(1).record.key]
+        rows, batch = store.rows(keys), read_batch(store, keys)
         store.close()
+        assert same(stack(keys, rows)["moments"][0], make_entry(1).tensors["moments"])
         assert same(batch["moments"][0], make_entry(1).tensors["moments"])
         for call in (
             lambda: store.get(make_entry(1).record.key),
             lambda: store.find([ABSENT]),
-            lambda: store.ask_ahead([ABSENT]),
-            lambda: store.read_rows(rows),
-            lambda: store.sources([ABSENT]),
-            lambda: store.version,
+            lambda: store.prefetch([ABSENT]),
+            lambda: store.rows([ABSENT]),
+            lambda: store.generation,
             lambda: store.add([make_entry(2)]),
         ):
             with pytest.raises(StoreError, match="closed"):

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from store_contract import StoreContract, assert_holds, make_entry, same
 
 from latentcache.store import DiskStore, MemoryStore
-from latentcache.store.stacking import stack
+from latentcache.store.stacking import read_batch, stack
 from latentcache.store.upkeep import compact, prune, rebuild, verify
 
 
@@ -29,14 +29,16 @@ class TestDirectDiskStore(StoreContract):
         with DiskStore(tmp_path / "cache", io="direct") as store:
             yield store
 
-    def test_sources_lie_where_they_did_as_long_as_the_version_is_the_same(self, store):
+    def test_rows_count_as_long_as_the_generation_is_equal(self, store):
         entries = [make_entry(number) for number in range(3)]
         store.add(entries)
-        sources = store.sources([entry.record.key for entry in entries])
-        assert store.version is None, "nothing is to be remembered: entries are read anew"
-        assert same(
-            stack([""] * 3, sources, None, None)["moments"], torch.stack([each.tensors["moments"] for each in entries])
-        )
+        rows = store.rows([entry.record.key for entry in entries])
+        assert store.generation is None, "nothing is to be remembered: entries are read each time"
+        expected = torch.stack([each.tensors["moments"] for each in entries])
+        for number in range(20):  # they keep their values while others are read
+            store.add([make_entry(10 + number)])
+            store.rows([make_entry(10 + number).record.key])
+            assert same(stack([""] * 3, rows)["moments"], expected)
 
 
 class TestMemoryStore(StoreContract):
@@ -81,7 +83,7 @@ class StoreMachine(RuleBasedStateMachine):
     def read(self, order):
         numbers = [number for number in self.model if number < 8] * 2
         order.shuffle(numbers)
-        batch = self.store.read_batch([self.model[number].record.key for number in numbers])
+        batch = read_batch(self.store, [self.model[number].record.key for number in numbers])
         if numbers:
             assert same(batch["moments"], torch.stack([self.model[n].tensors["moments"] for n in numbers]))
 
@@ -142,7 +144,7 @@ class DirectDiskStoreMachine(DiskStoreMachine):
 
     @rule(numbers=StoreMachine.numbers)
     def ask_ahead(self, numbers):
-        self.store.ask_ahead([self.entry(number).record.key for number in numbers])
+        self.store.prefetch([self.entry(number).record.key for number in numbers])
 
 
 quick = settings(

@@ -15,6 +15,7 @@ from latentcache.errors import EntryDamagedError, PackError, StoreError, UnsafeS
 from latentcache.identity import digest
 from latentcache.store import DiskStore
 from latentcache.store.pack import map_pack, new_pack_id, read_entry, read_header, write_pack
+from latentcache.store.stacking import read_batch
 
 
 @pytest.fixture
@@ -190,7 +191,7 @@ def test_many_mapped_packs_cost_no_descriptors(tmp_path):
         for entry in entries:
             store.add([entry])
         before = len(os.listdir("/dev/fd"))
-        store.read_batch([entry.record.key for entry in entries])
+        read_batch(store, [entry.record.key for entry in entries])
         assert len(store._mapped._maps) == 20
         assert len(os.listdir("/dev/fd")) == before
 

@@ -14,6 +14,7 @@ from latentcache.errors import EntryDamagedError, StoreError
 from latentcache.store import DiskStore, catalog, pack
 from latentcache.store.base import own_entry
 from latentcache.store.pack import new_pack_id, write_pack
+from latentcache.store.stacking import read_batch
 from latentcache.store.upkeep import compact, rebuild, verify
 
 
@@ -84,7 +85,7 @@ def test_a_lock_shows_what_is_there_once_it_is_held(root):
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.EACCES, errno.ESTALE])
 @pytest.mark.parametrize("read_only", [False, True])
-@pytest.mark.parametrize("call", ["get", "record", "read_rows"])
+@pytest.mark.parametrize("call", ["get", "record", "rows"])
 def test_a_pack_that_cannot_be_opened_now_is_not_damaged(root, monkeypatch, number, read_only, call):
     with DiskStore(root) as store:
         store.add(samples(0))
@@ -96,7 +97,7 @@ def test_a_pack_that_cannot_be_opened_now_is_not_damaged(root, monkeypatch, numb
                 raise OSError(number, os.strerror(number))
             return real(path, *args, **kwargs)
 
-        argument = store.resolve([key(0)]) if call == "read_rows" else key(0)
+        argument = [key(0)] if call == "rows" else key(0)
         monkeypatch.setattr(os, "open", refuse)
         with pytest.raises(StoreError, match="cannot be read now") as caught:
             getattr(store, call)(argument)
@@ -112,7 +113,7 @@ def test_a_pack_that_cannot_be_mapped_now_is_not_damaged(root, monkeypatch, erro
         store.add(samples(0))
         monkeypatch.setattr(pack.torch, "from_file", lambda *_, **__: (_ for _ in ()).throw(error))
         with pytest.raises(StoreError, match="cannot be read now"):
-            store.read_batch([key(0)])
+            read_batch(store, [key(0)])
         report = verify(store)
         assert not report.ok and report.damaged == {} and len(report.unreadable) == 1
         monkeypatch.undo()
@@ -153,7 +154,7 @@ def use_as_nobody(root, forbidden, allowed):
     os.setuid(65534)
     with DiskStore(root) as store:
         assert_holds(store, allowed)
-        for call in (store.get, store.record, lambda name: store.read_batch([name])):
+        for call in (store.get, store.record, lambda name: read_batch(store, [name])):
             with pytest.raises(StoreError, match="Permission denied"):
                 call(key(forbidden))
         assert store.damaged() == {}

@@ -14,6 +14,7 @@ from latentcache.errors import EntryDamagedError, EntryMissingError, StoreError
 from latentcache.store import DiskStore
 from latentcache.store import mapped as mapped_module
 from latentcache.store.catalog import Catalog
+from latentcache.store.stacking import read_batch, stack
 from latentcache.store.upkeep import compact, prune, verify
 
 KEYS = [key(number) for number in range(6)]
@@ -32,7 +33,7 @@ def moments(*numbers):
 
 
 def read(store, *numbers):
-    return store.read_batch([key(number) for number in numbers])["moments"]
+    return read_batch(store, [key(number) for number in numbers])["moments"]
 
 
 @pytest.fixture
@@ -54,26 +55,16 @@ def calls(monkeypatch):
     return counts
 
 
-def test_the_next_batch_looks_nothing_up(tmp_path, store, calls):
-    with DiskStore(store.path, ask_ahead="never") as store:
-        for _ in range(3):
-            assert read(store, 3, 1, 4).equal(moments(3, 1, 4))
+def test_a_batch_is_looked_up_at_once(store, calls):
+    with DiskStore(store.path, read_ahead="never") as store:
+        assert read(store, 3, 1, 4).equal(moments(3, 1, 4))
         assert calls == {"digests": 3, "look_ups": 1}
-        store.add(samples(7))  # what is new makes nothing untrue
-        calls["look_ups"] = 0
-        assert read(store, 4, 3).equal(moments(4, 3)) and store.describe(key(1)) == {"moments": ("float16", (4, 8, 8))}
-        assert calls == {"digests": 3, "look_ups": 0}
 
 
-def test_each_entry_is_verified_once_also_when_its_place_is_forgotten(store, calls, monkeypatch):
-    monkeypatch.setattr(mapped_module, "MAX_READY", 2)
+def test_each_entry_is_verified_once(store, calls):
     for _ in range(3):
         assert read(store, *range(6)).equal(moments(*range(6)))
         assert read(store, 1).equal(moments(1))
-    assert calls["digests"] == 6
-    for number in range(6):
-        read(store, number)
-        assert len(store._mapped._ready.sources) <= 2
     store.remove([key(5)])
     assert read(store, *range(5)).equal(moments(*range(5)))
     assert calls["digests"] == 6
@@ -81,13 +72,13 @@ def test_each_entry_is_verified_once_also_when_its_place_is_forgotten(store, cal
 
 def test_what_was_removed_is_gone_at_once(store):
     read(store, 0, 1)
-    rows = store.resolve(KEYS[:2])
+    rows = store.rows(KEYS[:2])
     store.remove([key(1)])
     for call in (lambda: read(store, 0, 1), lambda: store.describe(key(1))):
         with pytest.raises(EntryMissingError) as caught:
             call()
         assert caught.value.key == key(1)
-    assert store.read_rows(rows)["moments"].equal(moments(0, 1)), "rows that were resolved stay valid"
+    assert stack(KEYS[:2], rows)["moments"].equal(moments(0, 1)), "rows that were read stay valid"
     with pytest.raises(EntryMissingError):
         read(store, 1)
     assert read(store, 0).equal(moments(0))
@@ -114,8 +105,8 @@ def test_what_was_found_damaged_is_not_read_again(store):
 
 @pytest.mark.parametrize("writes", ["marked", "disk full"])
 def test_what_was_found_damaged_after_it_was_read_is_handed_out_no_more(store, monkeypatch, writes):
-    rows = store.resolve(KEYS[:2])
-    assert store.read_rows(rows)["moments"].equal(moments(0, 1))
+    generation = store.generation
+    assert read(store, 0, 1).equal(moments(0, 1))
     location = store.catalog.locate(key(0))
     with store.directory.pack_path(location.pack).open("r+b") as file:
         file.seek(location.offsets[0])
@@ -123,9 +114,10 @@ def test_what_was_found_damaged_after_it_was_read_is_handed_out_no_more(store, m
     if writes == "disk full":
         monkeypatch.setattr(store.catalog, "mark", lambda damaged: (_ for _ in ()).throw(StoreError("disk full")))
     assert set(verify(store).damaged) == {key(0)}
-    for call in (lambda: store.read_rows(rows), lambda: read(store, 0, 1)):
+    assert store.generation != generation
+    for _ in range(2):
         with pytest.raises(EntryDamagedError):
-            call()
+            read(store, 0, 1)
     assert read(store, 1).equal(moments(1))
 
 
@@ -148,7 +140,9 @@ def test_packs_that_were_compacted_away_are_let_go(store):
 
 def test_bytes_that_are_released_are_verified_again(store, calls):
     read(store, 0, 1)
+    generation = store.generation
     store.release([store.catalog.locate(key(0)).pack])
+    assert store.generation != generation
     assert read(store, 0, 1).equal(moments(0, 1))
     assert calls["digests"] == 4
 
@@ -169,10 +163,10 @@ def test_a_fork_has_what_was_kept(store):
 def test_a_closed_store_keeps_nothing(store):
     read(store, 0)
     store.close()
-    for call in (lambda: read(store, 0), lambda: store.describe(key(0)), lambda: store.ask_ahead([key(0)])):
+    for call in (lambda: read(store, 0), lambda: store.describe(key(0)), lambda: store.prefetch([key(0)])):
         with pytest.raises(StoreError, match="closed"):
             call()
-    assert not store._mapped._ready.sources and not store._mapped.verified and not store._mapped._maps
+    assert not Path("/proc/self/maps").exists() or str(store.path) not in Path("/proc/self/maps").read_text()
 
 
 def test_threads_that_remove_and_read_never_see_what_is_gone(store):

@@ -49,7 +49,7 @@ def assert_in_step(store):
     assert {key: location.to_text() for key, location in store.catalog.locations().items()} == rows
     assert sum(store.stats().num_entries.values()) == len(rows)
     if rows:
-        locations = store.resolve(list(rows)).locations
+        locations = store.catalog.look_up(list(rows))
         assert [location.to_text() for location in locations] == list(rows.values())
 
 

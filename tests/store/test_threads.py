@@ -13,6 +13,7 @@ from store_samples import key, packs, run, same, sample, samples
 from latentcache.errors import EntryMissingError
 from latentcache.store import DiskStore
 from latentcache.store import disk as disk_module
+from latentcache.store.stacking import read_batch
 from latentcache.store.upkeep import compact
 
 NUMBERS = range(12)
@@ -60,7 +61,7 @@ def test_threads_read_what_moves(store):
 
     def read(source):
         numbers = source.sample(NUMBERS, 3)
-        batch = store.read_batch([key(number) for number in numbers])["moments"]
+        batch = read_batch(store, [key(number) for number in numbers])["moments"]
         for row, number in zip(batch, numbers, strict=True):
             assert row.equal(expected[number].tensors["moments"])
 
@@ -108,6 +109,6 @@ def test_a_fork_while_threads_work_can_use_the_store(store):
 
     def read(source):
         store.catalog.forget([key(2)])
-        store.read_batch([key(2)])
+        read_batch(store, [key(2)])
 
     together(fork, read, read, seconds=0.5)

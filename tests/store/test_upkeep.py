@@ -13,6 +13,7 @@ from latentcache.errors import EntryMissingError, StoreBusyError, StoreError
 from latentcache.store import DiskStore, compaction
 from latentcache.store.mirror import Mirror
 from latentcache.store.pack import new_pack_id
+from latentcache.store.stacking import read_batch, stack
 from latentcache.store.upkeep import compact, prune, rebuild, verify
 
 
@@ -257,11 +258,10 @@ def test_compact_leaves_a_pack_that_it_cannot_read(store):
 def test_readers_go_on_while_packs_move(store, root):
     add_packs(store, *([n] for n in range(6)))
     with DiskStore(root) as warm, DiskStore(root) as cold, DiskStore(root, read_only=True) as reader:
-        rows = warm.resolve([key(n) for n in range(6)])
-        first = warm.read_rows(rows)
-        stale = cold.resolve([key(n) for n in range(6)])
+        keys = [key(n) for n in range(6)]
+        rows, first = warm.rows(keys), read_batch(warm, keys)
         compact(store)
-        for found in (warm.read_rows(rows), cold.read_rows(stale)):
+        for found in (stack(keys, rows), read_batch(warm, keys), read_batch(cold, keys)):
             assert found["moments"].equal(first["moments"])
         assert_holds(reader, *range(6))
         assert reader.damaged() == cold.damaged() == {}
