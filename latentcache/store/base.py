@@ -174,7 +174,9 @@ class Writer(Protocol):
 
     def __enter__(self) -> Writer: ...
 
-    def __exit__(self, *exc_info: object) -> None: ...
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: object
+    ) -> None: ...
 
 
 Description = Mapping[str, tuple[str, tuple[int, ...]]]
