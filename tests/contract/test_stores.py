@@ -143,7 +143,7 @@ class DirectDiskStoreMachine(DiskStoreMachine):
         return DiskStore(Path(self.folder.name) / "cache", io="direct")
 
     @rule(numbers=StoreMachine.numbers)
-    def ask_ahead(self, numbers):
+    def prefetch(self, numbers):
         self.store.prefetch([self.entry(number).record.key for number in numbers])
 
 
