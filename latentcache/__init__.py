@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from latentcache.loading.dataset import LatentDataset
     from latentcache.loading.loader import LatentLoader
     from latentcache.loading.sampler import BucketBatchSampler
-    from latentcache.models.loader import LoadedModels
+    from latentcache.models.model_loader import LoadedModels
     from latentcache.phases.phases import Phase, Phases
     from latentcache.precache.explain import explain
     from latentcache.precache.report import Report
@@ -74,7 +74,7 @@ _HOMES = {
     "LatentCacheError": "errors",
     "LatentDataset": "loading.dataset",
     "LatentLoader": "loading.loader",
-    "LoadedModels": "models.loader",
+    "LoadedModels": "models.model_loader",
     "MemoryStore": "store.memory",
     "Phase": "phases.phases",
     "Phases": "phases.phases",

@@ -45,8 +45,8 @@ FIGURES = {
     "open_without_snapshot_s": "open without a snapshot [s]",
     "memory_mb": "memory of the index [MB]",
     "find_us_per_key": "find all keys [us/key]",
-    "resolve_new_us_per_key": f"resolve {BATCH} keys, never asked before [us/key]",
-    "resolve_again_us_per_key": f"resolve {BATCH} keys, asked before [us/key]",
+    "look_up_new_us_per_key": f"look up {BATCH} keys, never asked before [us/key]",
+    "look_up_again_us_per_key": f"look up {BATCH} keys, asked before [us/key]",
     "add_us_per_entry": "rows of a new pack [us/entry]",
     "save_s": "write a snapshot [s]",
 }
@@ -110,7 +110,7 @@ def timed_open(root: Path, *, read_only: bool = False) -> tuple[float, DiskStore
 def per_key_us(store: DiskStore, batches: list[list[str]]) -> float:
     start = time.perf_counter()
     for batch in batches:
-        store.resolve(batch)
+        store.catalog.look_up(batch)
     return (time.perf_counter() - start) * 1e6 / sum(map(len, batches))
 
 
@@ -140,14 +140,14 @@ def measure(root: Path, num_entries: int, seed: int) -> dict[str, float]:
     numbers = source.sample(range(num_entries), min(num_entries, BATCH * NUM_BATCHES))
     wanted = [key_of(number) for number in numbers]
     batches = [wanted[at : at + BATCH] for at in range(0, len(wanted), BATCH)]
-    store.resolve([key_of(num_entries // 2)])
-    figures["resolve_new_us_per_key"] = per_key_us(store, batches)
-    figures["resolve_again_us_per_key"] = per_key_us(store, batches)
+    store.catalog.look_up([key_of(num_entries // 2)])
+    figures["look_up_new_us_per_key"] = per_key_us(store, batches)
+    figures["look_up_again_us_per_key"] = per_key_us(store, batches)
     keys = [key_of(number) for number in range(num_entries)]
     start = time.perf_counter()
     found = store.find(keys)
     figures["find_us_per_key"] = (time.perf_counter() - start) * 1e6 / num_entries
-    assert len(found) == num_entries and store.resolve(wanted[:1]).locations[0] is not None
+    assert len(found) == num_entries and store.catalog.look_up(wanted[:1])[0] is not None
     first = num_entries * 2 + seed * 1024
     add_pack(store, range(first, first + 512))  # the first change of a process writes the settings too
     figures["add_us_per_entry"] = add_pack(store, range(first + 512, first + 1024)) * 1e6 / 512

@@ -38,7 +38,7 @@ WAYS = {
     "mapped_always": ("mapped", "always"),
     "mapped_never": ("mapped", "never"),
 }
-"""How batches are read: `io` and `ask_ahead` of the store."""
+"""How batches are read: `io` and `read_ahead` of the store."""
 LOADERS = ("direct", "mapped")
 LABELS = {
     "direct": "batch, past the page cache",
@@ -101,7 +101,7 @@ class Preadv:
         ):
             rows = [cache.row(str(number))[1] for number in range(samples.num_samples)]
             keys = {"image": [row.images[0].key for row in rows], "text": [row.captions[0].key for row in rows]}
-            found = {kind: list(store.resolve(names).locations) for kind, names in keys.items()}
+            found = {kind: list(store.catalog.look_up(names)) for kind, names in keys.items()}
             packs = {location.pack for places in found.values() for location in places}
             self.files = {pack: os.open(store.directory.pack_path(pack), os.O_RDONLY) for pack in sorted(packs)}
         self.places = {
@@ -141,10 +141,10 @@ def cold(folder: Path, samples: Samples, options: argparse.Namespace) -> dict[st
         shares.append(cached_share(files[:64]))
         return seconds_of(lambda: read(rounds.batches(number, size)))
 
-    def opened(io: Any, ask_ahead: Any) -> Callable[[int], float]:
+    def opened(io: Any, read_ahead: Any) -> Callable[[int], float]:
         def run(number: int) -> float:
             drop(packs)  # before it is mapped
-            with DiskStore(path, io=io, ask_ahead=ask_ahead) as store:
+            with DiskStore(path, io=io, read_ahead=read_ahead) as store:
                 cache = LatentCache(store=store, manifests=ManifestFolder(path / "manifests"))
                 cache.sample_ids()
                 out = samples.out(size)

@@ -14,7 +14,7 @@ import torch
 
 from latentcache.devices.placement import placed
 from latentcache.models.batching import free_cached_memory, is_out_of_memory
-from latentcache.models.loader import TextParts
+from latentcache.models.model_loader import TextParts
 from latentcache.models.vae import encode_images
 
 

@@ -24,7 +24,7 @@ from latentcache.dataset.images import ImagePolicy, decode, prepare
 from latentcache.devices.placement import device_named, placed
 from latentcache.identity import digest
 from latentcache.models.clip import tokenize
-from latentcache.models.loader import LoadedModels
+from latentcache.models.model_loader import LoadedModels
 from latentcache.models.settings import text_settings, vae_settings
 from latentcache.models.vae import DTYPES, encode_images
 from latentcache.precache.encodings import choose_encodings

@@ -11,7 +11,7 @@ from diffusers import AutoencoderKL
 from PIL import Image
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
-from latentcache.models.loader import LoadedModels, TextParts
+from latentcache.models.model_loader import LoadedModels, TextParts
 from latentcache.models.tiny import tiny_sdxl, tiny_tokenizers
 
 JPEG_QUALITY = 92

@@ -37,7 +37,8 @@ from latentcache.errors import CheckpointError, ConfigError, LatentCacheError, S
 from latentcache.loading.dataset import LatentDatasets
 from latentcache.loading.sampler import BucketBatchSampler
 from latentcache.models.lora import LORA_FILE, SETTINGS_KEY, lora_settings
-from latentcache.models.unet import check_conditioning, load_scheduler, load_unet
+from latentcache.models.scheduler import load_scheduler
+from latentcache.models.unet import check_conditioning, load_unet
 from latentcache.models.vae import text_dtype, vae_dtype
 from latentcache.phases.phases import Phases
 from latentcache.precache.encodings import load_models

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from cyclopts import App, Parameter
+from cyclopts import Parameter
 
-from latentcache.cli.options import AsJson, Switch
-from latentcache.cli.output import DONE, DONE_WITH_FAULTS, print_result
-from latentcache.config import CacheConfig, Config, load_config, settings_from_environment
+from latentcache.cli.options import AsJson, Switch, known_cache
+from latentcache.cli.output import finish
+from latentcache.config import CacheConfig, Config, load_config
 from latentcache.dataset.samples import MAX_CAPTION_BYTES, CaptionError, captions_in_text
 from latentcache.errors import ConfigError
 
@@ -96,20 +95,12 @@ class WriterOptions:
     """Replace files that are there already."""
 
 
-def register(app: App) -> None:
-    """Add the commands to the command line."""
-    app.command(import_foreign, name="import")
-    app.command(export_foreign, name="export")
-
-
 def import_foreign(
     root: Path,
     /,
     *,
     source: Annotated[str, Parameter(name="--from")],
-    cache:
-    # The longer name first: cyclopts would take it for a key of the shorter one.
-    CacheFolder = None,
+    cache: CacheFolder = None,
     config: FromConfig = None,
     options: Annotated[ImportOptions | None, Parameter(name="*")] = None,
     reader: Annotated[ReaderOptions | None, Parameter(name="*", group="Reading")] = None,
@@ -117,12 +108,9 @@ def import_foreign(
 ) -> int:
     """Import the cache of another trainer. What is imported is unverified, until encoding shows that it is right.
 
-    Parameters
-    ----------
-    root
-        The folder of the foreign cache.
-    source
-        Its format: kohya, simpletuner, ai-toolkit, diffusion-pipe or onetrainer.
+    Args:
+        root: The folder of the foreign cache.
+        source: Its format: kohya, simpletuner, ai-toolkit, diffusion-pipe or onetrainer.
     """
     from latentcache.interop.importing import import_cache
     from latentcache.precache.workspace import open_workspace
@@ -153,8 +141,7 @@ def import_foreign(
             verification=_verification(options, loaded),
             progress=default_progress(),
         )
-    print_result(report.to_json(), report.to_text, as_json)
-    return DONE_WITH_FAULTS if report.has_faults else DONE
+    return finish(report, as_json, has_faults=report.has_faults)
 
 
 def export_foreign(
@@ -162,9 +149,7 @@ def export_foreign(
     /,
     *,
     target: Annotated[str, Parameter(name="--to")],
-    cache:
-    # The longer name first: cyclopts would take it for a key of the shorter one.
-    CacheFolder = None,
+    cache: CacheFolder = None,
     config: FromConfig = None,
     manifest: str | None = None,
     unverified: Switch = False,
@@ -173,16 +158,11 @@ def export_foreign(
 ) -> int:
     """Export a dataset of the cache to another trainer's format.
 
-    Parameters
-    ----------
-    root
-        The folder to write to. kohya: the images' folder, or one laid out like it.
-    target
-        The format: kohya, simpletuner or ai-toolkit.
-    manifest
-        The dataset. Default: the only one.
-    unverified
-        Also export what was imported and not verified.
+    Args:
+        root: The folder to write to. kohya: the images' folder, or one laid out like it.
+        target: The format: kohya, simpletuner or ai-toolkit.
+        manifest: The dataset. Default: the only one.
+        unverified: Also export what was imported and not verified.
     """
     from latentcache.loading.cache import LatentCache
     from latentcache.store.base import DTYPES
@@ -197,8 +177,7 @@ def export_foreign(
         if manifest is None and len(names) != 1:
             raise ConfigError(f"which dataset? Give --manifest; there are: {', '.join(names) or 'none'}")
         report = export(opened, manifest or names[0], root)
-    print_result(report.to_json(), report.to_text, as_json)
-    return DONE_WITH_FAULTS if report.has_faults else DONE
+    return finish(report, as_json, has_faults=report.has_faults)
 
 
 def _functions(action: Literal["read", "export"]) -> dict[str, Callable[..., Any]]:
@@ -258,9 +237,9 @@ def _lines(path: Path) -> tuple[str, ...]:
 
 def _cache_config(flag: Path | None, config: Config | None) -> CacheConfig:
     """Where the cache is: the flag, else the config, else the environment."""
-    path: Any = flag if flag is not None else settings_from_environment(os.environ).get("cache", {}).get("path")
     if config is not None:
         return config.cache if flag is None else config.cache.model_copy(update={"path": flag.expanduser()})
+    path = known_cache(flag)
     if path is None:
         raise ConfigError("which cache? Give --cache DIR, --config, or set LATENTCACHE_CACHE_PATH")
     return CacheConfig(path=path)
@@ -275,5 +254,5 @@ def _verification(options: ImportOptions, config: Config | None) -> Any:
         raise ConfigError("--verify encodes again, and needs --config to say with which models")
     if options.verify != "all" and not (options.verify.isdecimal() and int(options.verify) > 0):
         raise ConfigError(f"--verify is {options.verify!r}; give a number of entries, or all")
-    num_entries = "all" if options.verify == "all" else int(options.verify)
+    num_entries: int | Literal["all"] = "all" if options.verify == "all" else int(options.verify)
     return Verification(config, None, num_entries, options.seed, options.tolerance)

@@ -1,14 +1,17 @@
-"""The command line's flags: one for each scalar setting of the config, and those that several commands share."""
+"""The command line's options: one for each scalar setting of the config, and those that several commands share."""
 
 from __future__ import annotations
 
+import os
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
-from latentcache.config import Config, is_list, is_scalar, section_of
+from latentcache.config import Config, is_list, is_scalar, load_config, section_of, settings_from_environment
+from latentcache.errors import ConfigError
 
 
 def flags_of(section: type[BaseModel]) -> type[BaseModel]:
@@ -20,7 +23,7 @@ def flags_of(section: type[BaseModel]) -> type[BaseModel]:
     for name, field in section.model_fields.items():
         child = section_of(field.annotation)
         if child is not None and is_list(field.annotation):
-            fields[name] = (dict[str, flags_of(child)] | None, None)  # type: ignore[misc]
+            fields[name] = (dict[str, flags_of(child)] | None, None)  # type: ignore[misc]  # a type made at run time
         elif child is not None:
             fields[name] = (flags_of(child) | None, None)
         elif is_scalar(field.annotation):
@@ -28,9 +31,63 @@ def flags_of(section: type[BaseModel]) -> type[BaseModel]:
     return create_model(f"{section.__name__}Flags", __config__=ConfigDict(extra="forbid"), **fields)
 
 
-Settings = Annotated[flags_of(Config) | None, Parameter(name="*", group="Settings")]  # type: ignore[valid-type]
+if TYPE_CHECKING:
+    ConfigFlags = BaseModel
+else:
+    ConfigFlags = flags_of(Config)
+Settings = Annotated[ConfigFlags | None, Parameter(name="*", group="Settings")]
+NamedConfig = Annotated[Path | None, Parameter(help="A config that names the cache.")]
 CachePath = Annotated[Path | None, Parameter(name="--cache.path", help="The cache's directory.")]
 Target = Annotated[Path | None, Parameter(help="The cache's directory, or a config.")]
-NamedConfig = Annotated[Path | None, Parameter(help="A config that names the cache.")]
 Switch = Annotated[bool, Parameter(negative="")]
 AsJson = Annotated[bool, Parameter(name="--json", negative="", help="One JSON document on stdout.")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigOptions:
+    """What every command about a config takes."""
+
+    as_json: AsJson = False
+    settings: Settings = None
+    """Any setting of the config; a dataset goes by its name or number."""
+
+    def load(self, path: Path) -> Config:
+        """The config in a file, with the settings that were given as flags. Raises ConfigError."""
+        given = None if self.settings is None else self.settings.model_dump(exclude_none=True)
+        return load_config(path, overrides=given)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheOptions:
+    """What every command about a cache takes, next to its target."""
+
+    config: NamedConfig = None
+    as_json: AsJson = False
+    cache_path: CachePath = None
+
+    def path(self, target: Path | None) -> Path:
+        """The cache that a command is about: a flag, else the target, else the config, else the environment."""
+        if self.cache_path is not None:
+            return self.cache_path.expanduser()
+        if target is not None and target.is_dir():
+            return target
+        file = target or self.config
+        if file is not None:
+            if not file.exists():
+                raise ConfigError("no such cache directory and no such config", source=str(file))
+            return load_config(file).cache.path
+        path = known_cache(None)
+        if path is None:
+            raise ConfigError("which cache? Give its directory, a config, --cache.path, or set LATENTCACHE_CACHE_PATH")
+        return path
+
+
+OfConfig = Annotated[ConfigOptions, Parameter(name="*")]
+OfCache = Annotated[CacheOptions, Parameter(name="*")]
+CONFIG_DEFAULTS, CACHE_DEFAULTS = ConfigOptions(), CacheOptions()
+
+
+def known_cache(flag: Path | None) -> Path | None:
+    """The cache's directory as a flag or the environment gives it."""
+    path = flag or settings_from_environment(os.environ).get("cache", {}).get("path")
+    return None if path is None else Path(path).expanduser()

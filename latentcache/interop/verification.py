@@ -25,7 +25,7 @@ from latentcache.identity import (
 )
 from latentcache.interop.reports import Difference, ImportReport
 from latentcache.models.clip import encode_captions
-from latentcache.models.loader import Models
+from latentcache.models.model_loader import Models
 from latentcache.models.vae import DTYPES, encode_images, latents_from_moments, posterior_std, problems
 from latentcache.precache.encodings import Encodings, choose_encodings, load_models
 from latentcache.precache.text_stage import placed_texts

@@ -21,6 +21,7 @@ from latentcache.loading.sample import Wanted, facts
 from latentcache.store.base import DTYPES, Store
 from latentcache.store.direct import Io
 from latentcache.store.disk import DiskStore
+from latentcache.store.stacking import read_batch
 from latentcache.types import Batch, Entry, prompt_id
 
 Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -234,12 +235,12 @@ class LatentCache:
     def _gathered(
         self, sample_ids: Sequence[str], caption: int, flip: bool, out: Mapping[str, torch.Tensor] | None
     ) -> Batch:
-        if not self.store.asks_ahead():
-            held = self._held.read(sample_ids, caption, flip, out)
-            if held is not None:
-                return held
-        since = self._held.now()
         wanted = [item for item, _ in self._find(sample_ids, caption, flip)]
+        self.prefetch(wanted)
+        held = self._held.read(sample_ids, caption, flip, out)
+        if held is not None:
+            return held
+        since = self._held.now()
         batch = self.gather(wanted, out=out)
         with suppress(StoreError):  # an entry went meanwhile: whoever asks for it next is told
             self._held.keep(since, wanted, caption, flip)
@@ -312,7 +313,7 @@ class LatentCache:
         target, dtype = device_of(device), dtype or dtype_of(device)
         key = manifest.rows[sample_id].captions[0].key
         try:
-            found = self.store.read_batch([key])
+            found = read_batch(self.store, [key])
         except (EntryMissingError, EntryDamagedError) as error:
             raise self._named(error, sample_id) from error
         return {name: tensor.to(target, dtype) for name, tensor in found.items()}
@@ -348,12 +349,12 @@ class LatentCache:
         if allocate is not None:
             out = allocate(self.shapes(wanted))
         image_keys, text_keys = [item.image_key for item in wanted], [item.caption_key for item in wanted]
-        self.store.ask_ahead(chain(image_keys, text_keys))  # so that the texts come while the images are copied
+        self.store.prefetch(chain(image_keys, text_keys))  # so that the texts come while the images are copied
         return self._read(image_keys, wanted, out) | self._read(text_keys, wanted, out) | told
 
-    def ask_ahead(self, wanted: Iterable[Wanted]) -> None:
-        """These samples are read soon: see `Store.ask_ahead`."""
-        self.store.ask_ahead(key for item in wanted for key in (item.image_key, item.caption_key))
+    def prefetch(self, wanted: Iterable[Wanted]) -> None:
+        """These samples are read soon: see `Store.prefetch`."""
+        self.store.prefetch(key for item in wanted for key in (item.image_key, item.caption_key))
 
     def shapes(self, wanted: Sequence[Wanted]) -> Shapes:
         """dtype and shape of each field of a batch of these samples, read off the first one's entries."""
@@ -368,7 +369,7 @@ class LatentCache:
         self, keys: Sequence[str], wanted: Sequence[Wanted], out: Mapping[str, torch.Tensor] | None
     ) -> dict[str, torch.Tensor]:
         try:
-            return self.store.read_batch(keys, out=out)
+            return read_batch(self.store, keys, out=out)
         except (EntryMissingError, EntryDamagedError) as error:
             raise self._named(error, _user(error.key, wanted)) from error
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from latentcache.loading.sample import Wanted, told
-from latentcache.store.base import Description, Source, Store
+from latentcache.store.base import Description, EntryArrays, Store
 from latentcache.store.stacking import stack_columns
 from latentcache.types import Batch
 
@@ -21,12 +21,12 @@ _MAX_DESCRIPTIONS = 1024
 
 class _Rows:
     """By caption and flip, then by sample_id: the caption, its layout, the description, and an array for each field
-    (`Source.parts`). They count as long as `version` is the store's."""
+    (`EntryArrays.arrays`). They count as long as `generation` is the store's."""
 
-    __slots__ = ("by_sample", "version")
+    __slots__ = ("by_sample", "generation")
 
-    def __init__(self, version: object):
-        self.version = version
+    def __init__(self, generation: int | None):
+        self.generation = generation
         self.by_sample: dict[tuple[int, bool], dict[str, tuple[Any, ...]]] = {}
 
     def num(self) -> int:
@@ -49,7 +49,7 @@ class HeldSamples:
     ) -> Batch | None:
         """The batch, as `LatentCache.gather` gives it. None unless all samples are held, and lie in one bucket."""
         held = self._rows
-        if self._store.version is not held.version:
+        if held.generation is None or self._store.generation != held.generation:
             return None
         known = held.by_sample.get((caption, flip))
         if known is None:
@@ -74,19 +74,19 @@ class HeldSamples:
         return self._rows
 
     def keep(self, since: _Rows, wanted: Sequence[Wanted], caption: int, flip: bool) -> None:
-        """Hold these samples from now on, unless all were forgotten after `since`. Errors as for `Store.sources`.
+        """Hold these samples from now on, unless all were forgotten after `since`. Errors as for `Store.rows`.
 
-        Nothing is held of a store that reads anew each time (`Store.version` is None).
+        Nothing is held of a store that reads anew each time (`Store.generation` is None).
         """
-        version = self._store.version  # first: what goes meanwhile changes it
-        if version is None:
+        generation = self._store.generation  # first: what goes meanwhile changes it
+        if generation is None:
             return
         held = since
-        if held.version is not version or held.num() + len(wanted) > MAX_HELD:
-            held = _Rows(version)  # a new one: a thread that fills the old one does no harm
+        if held.generation != generation or held.num() + len(wanted) > MAX_HELD:
+            held = _Rows(generation)  # a new one: a thread that fills the old one does no harm
         known = held.by_sample.setdefault((caption, flip), {})
-        images = self._store.sources([item.image_key for item in wanted])
-        texts = self._store.sources([item.caption_key for item in wanted])
+        images = self._store.rows([item.image_key for item in wanted])
+        texts = self._store.rows([item.caption_key for item in wanted])
         for item, image, text in zip(wanted, images, texts, strict=True):
             known[item.sample_id] = (item.caption, item.layout, *_joined(image, text))
         if self._rows is since:
@@ -101,12 +101,12 @@ class HeldSamples:
         self._rows = _Rows(None)
 
 
-def _joined(image: Source, text: Source) -> tuple[Any, ...]:
+def _joined(image: EntryArrays, text: EntryArrays) -> tuple[Any, ...]:
     """The description of both entries' fields, in the order of their names, and the array of each."""
     fields = {
         name: (spec, part)
         for source in (image, text)
-        for (name, spec), part in zip(source.description.items(), source.parts, strict=True)
+        for (name, spec), part in zip(source.description.items(), source.arrays, strict=True)
     }
     names = sorted(fields)
     return _description(*[(name, fields[name][0]) for name in names]), *[fields[name][1] for name in names]

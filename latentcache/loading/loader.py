@@ -36,7 +36,7 @@ class Gatherer(Protocol):
     """Where batches are gathered: the cache, or the entries that are held in memory."""
 
     def gather(self, wanted: Sequence[Wanted], *, allocate: Allocate | None = None) -> Batch: ...
-    def ask_ahead(self, wanted: Iterable[Wanted]) -> None: ...
+    def prefetch(self, wanted: Iterable[Wanted]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class _Maker:
         window: deque[PlannedBatch] = deque()
         for planned in plan:
             with suppress(StoreError):  # it comes up again with the batch that it belongs to
-                self.source.ask_ahead(map(self.dataset.wanted, planned.items))
+                self.source.prefetch(map(self.dataset.wanted, planned.items))
             window.append(planned)
             if len(window) > LOOK_AHEAD:
                 yield window.popleft()

@@ -13,6 +13,7 @@ from latentcache.errors import EntryDamagedError, EntryMissingError, SampleError
 from latentcache.loading.cache import Allocate, LatentCache
 from latentcache.loading.sample import Wanted, facts
 from latentcache.store.base import DTYPES
+from latentcache.store.stacking import read_batch
 from latentcache.types import Batch
 from latentcache.utils.host_memory import free_host_memory
 
@@ -123,7 +124,7 @@ class ResidentEntries:
         while keys:
             rows = {name: tensor[start : start + len(keys)] for name, tensor in table.fields.items()}
             try:
-                read = cache.store.read_batch(keys, out=rows if self.device.type == "cpu" else None)
+                read = read_batch(cache.store, keys, out=rows if self.device.type == "cpu" else None)
             except (EntryMissingError, EntryDamagedError) as error:
                 bad = error.key
                 try:
@@ -161,7 +162,7 @@ class ResidentEntries:
                     batch[name] = tensor.index_select(0, index)
         return batch | facts(wanted)
 
-    def ask_ahead(self, wanted: Iterable[Wanted]) -> None:
+    def prefetch(self, wanted: Iterable[Wanted]) -> None:
         """All is in memory."""
 
     def _rows(self, keys: Sequence[str], wanted: Sequence[Wanted]) -> tuple[_Table, list[int]]:

@@ -1,4 +1,7 @@
-"""Encode in batches, launched one ahead of the other; when memory runs out, halve the batch and go on."""
+"""Encode in batches, each launched before the one before it is fetched; when memory runs out, halve the batch.
+
+No thread is involved, so `utils.concurrency` does not serve here: the device itself runs concurrently with the host.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,15 @@ import torch
 from accelerate.utils.memory import should_reduce_batch_size
 
 from latentcache.errors import EncodeError
+from latentcache.models.model_files import first_line
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger("latentcache")
 
 Item = TypeVar("Item")
 Launched = TypeVar("Launched")
 Result = TypeVar("Result")
 
-# What accelerate's list does not name: cuBLAS and cuDNN workspaces, and the CPU allocator of Windows.
+# Messages that accelerate's list lacks: cuBLAS and cuDNN workspaces, and the CPU allocator of Windows.
 _OUT_OF_MEMORY = ("ALLOC_FAILED", "not enough memory: you tried to allocate", "out of memory")
 
 
@@ -35,22 +39,18 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def free_cached_memory(device: torch.device) -> None:
-    """Collect garbage and give the accelerator's cached blocks back."""
+    """Collect garbage and release the accelerator's cached blocks."""
     gc.collect()
     empty_cache = getattr(torch.get_device_module(device), "empty_cache", None)  # the CPU's module has none
     if empty_cache is not None:
         empty_cache()
 
 
-def _itself(result: Result) -> Result:
-    return result
-
-
 @dataclass(frozen=True, slots=True)
 class _Attempt:
-    """What a call gave: its value, the words of a shortage of memory, or another error.
+    """The outcome of a call: its value, the message of a shortage of memory, or another error.
 
-    Of a shortage only the words are kept: its traceback's frames would keep the failed call's tensors alive.
+    Of a shortage only the message is kept: the frames of its traceback would keep the failed call's tensors alive.
     """
 
     value: Any = None
@@ -65,13 +65,11 @@ class _Attempt:
 def _attempt(function: Callable[[Any], Any], argument: Any) -> _Attempt:
     try:
         return _Attempt(function(argument))
-    except Exception as error:  # raised again in its turn, by whoever looks at the attempt
-        if not is_out_of_memory(error):
-            return _Attempt(error=error)
-        return _Attempt(shortage=str(error).splitlines()[0] if str(error) else type(error).__name__)
+    except Exception as error:  # `run_ahead` raises it in its turn
+        return _Attempt(shortage=first_line(error)) if is_out_of_memory(error) else _Attempt(error=error)
 
 
-class _Feed(Generic[Item]):
+class _Batches(Generic[Item]):
     """Items of groups, taken a batch at a time; batches that were put back come first."""
 
     def __init__(self, groups: Iterable[Iterable[Item]]):
@@ -101,7 +99,7 @@ class _Feed(Generic[Item]):
 class BatchRunner(Generic[Item, Result]):
     """Runs `encode` on batches of at most `batch_size` items; `batch_size` is halved whenever memory runs out.
 
-    A reduced size stays: `batch_size` and `num_reductions` tell what was found. `part` names the model in errors.
+    A reduced size stays: see `batch_size` and `num_reductions`. `part` names the model in errors.
     """
 
     def __init__(self, part: str, batch_size: int, device: torch.device | str):
@@ -116,8 +114,8 @@ class BatchRunner(Generic[Item, Result]):
         encode: Callable[[Sequence[Item]], Result],
         on_failure: Callable[[Item, EncodeError], None] | None = None,
     ) -> Iterator[tuple[Sequence[Item], Result]]:
-        """Yield each batch of items with what `encode` made of it, in order: `run_ahead` with none ahead."""
-        return self.run_ahead([items], encode, _itself, on_failure, num_ahead=0)
+        """Yield each batch of items with the result of `encode`, in order: `run_ahead` with none ahead."""
+        return self.run_ahead([items], encode, lambda result: result, on_failure, num_ahead=0)
 
     def run_ahead(
         self,
@@ -132,19 +130,19 @@ class BatchRunner(Generic[Item, Result]):
 
         `launch` starts a batch on the device and need not wait for it, `fetch` waits for its result. When a batch is
         fetched, `num_ahead` further ones have been launched, so that the device has work meanwhile. Groups and their
-        items are asked for when they are needed.
+        items are taken when they are needed.
 
         Memory may run out in either call. Batches that were launched after that one are dropped and launched again.
         An item that does not fit alone goes to `on_failure` with its EncodeError (problem `out-of-memory`), and the
-        rest goes on; without `on_failure` the error is raised. Other errors pass through, after the results of what
-        was launched before.
+        other items are encoded; without `on_failure` the error is raised. Other errors are raised after the results of
+        the batches that were launched before.
         """
-        feed = _Feed(groups)
+        batches = _Batches(groups)
         under_way: deque[tuple[list[Item], _Attempt]] = deque()
         while True:
-            # After a failure nothing is launched until it has been dealt with, in its turn.
+            # After a failure nothing is launched until its turn has come.
             while len(under_way) <= num_ahead and not (under_way and under_way[-1][1].has_failed):
-                if not (batch := feed.take(self.batch_size)):
+                if not (batch := batches.take(self.batch_size)):
                     break
                 under_way.append((batch, _attempt(launch, batch)))
             if not under_way:
@@ -156,20 +154,20 @@ class BatchRunner(Generic[Item, Result]):
                 raise attempt.error
             if attempt.shortage is None:
                 yield batch, attempt.value
-                del attempt  # else one batch's results more are alive while the next ones are made
+                del attempt  # else one more batch of results is alive while the next ones are computed
                 continue
-            feed.put_back(launched for launched, _ in under_way)
+            batches.put_back(launched for launched, _ in under_way)
             under_way.clear()
             free_cached_memory(self.device)
             if len(batch) > 1:
                 self._reduce(len(batch))
-                feed.put_back([batch])
+                batches.put_back([batch])
             else:
                 self._fail(batch[0], attempt.shortage, on_failure)
 
     def _reduce(self, num_items: int) -> None:
         self.batch_size, self.num_reductions = num_items // 2, self.num_reductions + 1
-        log.warning(
+        logger.warning(
             "%s: a batch of %d does not fit in the memory of %s, going on with %d",
             self.part,
             num_items,

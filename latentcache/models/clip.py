@@ -12,22 +12,23 @@ from typing import Any
 import diffusers
 import torch
 from diffusers import StableDiffusionXLPipeline
+from diffusers.loaders import TextualInversionLoaderMixin
 
 from latentcache.errors import ModelError
-from latentcache.models.loader import TextParts, inference
+from latentcache.models.model_loader import TextParts, inference
 
-# Who says, for each caption that is too long, that it is: and how the message begins.
-_TRUNCATION = {
+_TRUNCATION_WARNINGS = {
     "diffusers.pipelines.stable_diffusion_xl.pipeline_stable_diffusion_xl": "The following part of your input",
     "transformers.tokenization_utils_base": "Token indices sequence length is longer",
 }
+"""The loggers that warn of each caption that is too long, and how their messages begin."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Captions as both tokenizers read them: int64 [B, T] each, padded and cut; and how long they were.
+    """Captions as both tokenizers read them: int64 [B, T] each, padded and cut.
 
-    `num_tokens` counts as the function `num_tokens` does: uncut, with begin and end.
+    `num_tokens` is the length of each caption uncut, with begin and end, as the function `num_tokens` counts.
     """
 
     input_ids: torch.Tensor
@@ -38,13 +39,13 @@ class Tokens:
         return len(self.num_tokens)
 
     def rows(self) -> list[Tokens]:
-        """Each caption alone."""
-        parts = zip(self.input_ids.split(1), self.input_ids_2.split(1), self.num_tokens, strict=True)
-        return [Tokens(first, second, (length,)) for first, second, length in parts]
+        """Each caption as a batch of one."""
+        rows = zip(self.input_ids[:, None], self.input_ids_2[:, None], self.num_tokens, strict=True)
+        return [Tokens(first, second, (length,)) for first, second, length in rows]
 
 
 def join_tokens(rows: Sequence[Tokens]) -> Tokens:
-    """One batch of several."""
+    """One batch of several, in their order."""
     return Tokens(
         torch.cat([tokens.input_ids for tokens in rows]),
         torch.cat([tokens.input_ids_2 for tokens in rows]),
@@ -53,15 +54,14 @@ def join_tokens(rows: Sequence[Tokens]) -> Tokens:
 
 
 def tokenize(parts: TextParts, captions: Sequence[str]) -> Tokens:
-    """Tokens on the CPU, as SDXL's `encode_prompt` asks its tokenizers for them. ValueError without captions.
+    """Tokens on the CPU, as SDXL's `encode_prompt` requests them of its tokenizers. ValueError without captions.
 
     A fast tokenizer serves one thread at a time ("Already borrowed"): call this in one thread.
     """
     if not captions:
         raise ValueError("no captions: at least one is needed")
-    pipeline = _pipeline(parts)
     (input_ids, lengths), (input_ids_2, lengths_2) = (
-        _tokenize(tokenizer, _with_all_vectors(pipeline, list(captions), tokenizer))
+        _tokenize(tokenizer, _with_all_vectors(list(captions), tokenizer))
         for tokenizer in (parts.tokenizer, parts.tokenizer_2)
     )
     return Tokens(input_ids, input_ids_2, tuple(map(max, lengths, lengths_2)))
@@ -83,24 +83,27 @@ def encode_tokens(
 ) -> dict[str, torch.Tensor]:
     """`prompt_embeds` [B, T, D] and `pooled_prompt_embeds` [B, P], T = 77, as SDXL's `encode_prompt` gives them.
 
-    It IS `StableDiffusionXLPipeline.encode_prompt`, whose tokenizers have their answers ready, so the bits are its own
-    for the same batch, device and dtype. The encoders run where they are; both results are on `device` (default: the
-    first encoder's). Tokens that lie on the encoders' device already are not copied, and then the host waits for
-    nothing. `clip_skip` 0 is the penultimate layer. The same caption may differ in the last bits in a batch
-    of another size (measured on the CPU: the pooled output does). The attention kernel is the encoders' own:
-    transformers takes torch's scaled_dot_product_attention unless a config says otherwise.
-    Raises ModelError if the encoders have fewer layers than `clip_skip` needs, or if this diffusers asks for tokens in
+    `StableDiffusionXLPipeline.encode_prompt` itself runs, with tokenizers that return the known tokens, so the bits are
+    its own for the same batch, device and dtype. The encoders run where they are; both results are on `device`
+    (default: the first encoder's). Tokens on the encoders' device are not copied, and then the host waits for nothing.
+    `clip_skip` 0 is the penultimate layer. The same caption may differ in the last bits in a batch of another size
+    (measured on the CPU: the pooled output does). The attention kernel is the encoders' own: transformers takes torch's
+    scaled_dot_product_attention unless a config says otherwise.
+    Raises ModelError if the encoders have fewer layers than `clip_skip` needs, or if this diffusers requests tokens in
     another way than one call for all captions.
     """
     _check_clip_skip(parts, clip_skip)
     where = next(parts.text_encoder.parameters()).device
-    placed = TextParts(
-        _Placed(parts.text_encoder),
-        _Placed(parts.text_encoder_2),
-        _Ready(tokens.input_ids),
-        _Ready(tokens.input_ids_2),
+    pipeline = StableDiffusionXLPipeline(
+        text_encoder=_LocatedEncoder(parts.text_encoder),
+        text_encoder_2=_LocatedEncoder(parts.text_encoder_2),
+        tokenizer=_KnownTokens(tokens.input_ids),
+        tokenizer_2=_KnownTokens(tokens.input_ids_2),
+        vae=None,
+        unet=None,
+        scheduler=None,
+        add_watermarker=False,
     )
-    pipeline = _pipeline(placed)
     with inference(where):
         prompt_embeds, _, pooled_prompt_embeds, _ = pipeline.encode_prompt(
             [""] * len(tokens),
@@ -123,22 +126,26 @@ def num_tokens(parts: TextParts, captions: Sequence[str]) -> list[int]:
 
 def token_limit(parts: TextParts) -> int:
     """The number of tokens, with begin and end, above which a caption is cut: 77 for SDXL."""
-    return min(parts.tokenizer.model_max_length, parts.tokenizer_2.model_max_length)
+    return int(min(parts.tokenizer.model_max_length, parts.tokenizer_2.model_max_length))
 
 
-class _Ready:
-    """Stands in for a tokenizer in `encode_prompt`, and answers with the tokens that are known already."""
+# Why two stand-ins, and not our own lines for what `encode_prompt` computes: an entry must have the live pipeline's
+# bits, also with the next diffusers. A stand-in is needed because captions are tokenized ahead of the encoders.
+
+
+class _KnownTokens:
+    """Stands in for a tokenizer in `encode_prompt`, and returns the tokens that are known already."""
 
     def __init__(self, input_ids: torch.Tensor):
         self.input_ids = input_ids
         self.model_max_length = input_ids.shape[-1]
 
     def tokenize(self, text: str) -> list[str]:
-        """No token of several vectors: the captions were written out before."""
+        """No token of several vectors: the captions were expanded before."""
         return []
 
-    def __call__(self, texts: Sequence[str], **options: Any) -> _Ready:
-        # Other captions than all of the batch would get the wrong tokens.
+    def __call__(self, texts: Sequence[str], **options: Any) -> _KnownTokens:
+        # A call for other captions than all of the batch would get the wrong tokens.
         if isinstance(texts, str) or any(texts) or len(texts) != len(self.input_ids):
             raise ModelError(
                 f"encode_prompt of diffusers {diffusers.__version__} asks its tokenizer for {texts!r}, not for "
@@ -148,10 +155,10 @@ class _Ready:
         return self
 
 
-class _Placed:
-    """Stands in for a text encoder in `encode_prompt`, and says at once where it is.
+class _LocatedEncoder:
+    """Stands in for a text encoder in `encode_prompt`, and knows its device.
 
-    diffusers 0.42 walks all modules of each encoder twice a call to find out: 1 to 2 ms in which nothing is launched.
+    diffusers 0.42 walks all modules of each encoder twice a call to find it: 1 to 2 ms in which nothing is launched.
     """
 
     def __init__(self, encoder: torch.nn.Module):
@@ -169,35 +176,23 @@ class _Placed:
         return getattr(self._encoder, name)
 
 
-def _pipeline(parts: TextParts) -> StableDiffusionXLPipeline:
-    return StableDiffusionXLPipeline(
-        vae=None,
-        text_encoder=parts.text_encoder,
-        text_encoder_2=parts.text_encoder_2,
-        tokenizer=parts.tokenizer,
-        tokenizer_2=parts.tokenizer_2,
-        unet=None,
-        scheduler=None,
-        add_watermarker=False,
-    )
+def _with_all_vectors(captions: list[str], tokenizer: Any) -> list[str]:
+    """The captions with a token for every vector of a textual inversion, as `encode_prompt` expands them.
 
-
-def _with_all_vectors(pipeline: StableDiffusionXLPipeline, captions: list[str], tokenizer: Any) -> list[str]:
-    """The captions with every vector of a textual inversion written out, as `encode_prompt` does it.
-
-    diffusers looks each token up in a table that transformers builds anew for every look: most of what `encode_prompt`
-    does besides running the encoders. Without an added token of several vectors it replaces nothing.
+    diffusers looks each token up in a table that transformers rebuilds for every look-up: most of the time of
+    `encode_prompt` apart from the encoders. Without an added token of several vectors it replaces nothing.
     """
     added = tokenizer.added_tokens_encoder
     if not any(f"{token}_1" in added for token in added):
         return captions
-    return pipeline.maybe_convert_prompt(captions, tokenizer)
+    expanded: list[str] = TextualInversionLoaderMixin().maybe_convert_prompt(captions, tokenizer)
+    return expanded
 
 
 def _tokenize(tokenizer: Any, captions: list[str]) -> tuple[torch.Tensor, list[int]]:
     """Token ids [B, T], padded and cut, and the uncut lengths."""
     limit = tokenizer.model_max_length
-    made = tokenizer(
+    tokens = tokenizer(
         captions,
         padding="max_length",
         max_length=limit,
@@ -205,24 +200,25 @@ def _tokenize(tokenizer: Any, captions: list[str]) -> tuple[torch.Tensor, list[i
         return_attention_mask=True,
         return_tensors="pt",
     )
-    lengths = made.attention_mask.sum(1).tolist()
-    # Only a full row may have been cut: that caption is read again, whole.
+    lengths = tokens.attention_mask.sum(1).tolist()
+    # Only a caption that fills its row may have been cut: its length is counted again.
     full = [number for number, length in enumerate(lengths) if length >= limit]
     for number, length in zip(full, _lengths(tokenizer, [captions[number] for number in full]), strict=True):
         lengths[number] = length
-    return made.input_ids, lengths
+    return tokens.input_ids, lengths
 
 
 def _lengths(tokenizer: Any, captions: list[str]) -> list[int]:
     if not captions:
         return []
-    with _truncation_unsaid():
+    with _without_truncation_warnings():
         return [len(ids) for ids in tokenizer(captions, truncation=False, padding=False).input_ids]
 
 
 def _check_clip_skip(parts: TextParts, clip_skip: int) -> None:
     # encode_prompt reads hidden_states[-(clip_skip + 2)], and there are num_hidden_layers + 1 of them.
-    limit = min(encoder.config.num_hidden_layers for encoder in (parts.text_encoder, parts.text_encoder_2)) - 1
+    encoders: tuple[Any, Any] = parts.text_encoder, parts.text_encoder_2
+    limit = min(encoder.config.num_hidden_layers for encoder in encoders) - 1
     if not 0 <= clip_skip <= limit:
         raise ModelError(
             f"clip_skip is {clip_skip}, but these text encoders allow 0 to {limit}. Correct encode.clip_skip.",
@@ -231,14 +227,14 @@ def _check_clip_skip(parts: TextParts, clip_skip: int) -> None:
 
 
 @contextmanager
-def _truncation_unsaid() -> Iterator[None]:
-    """Drop this thread's warnings of truncated captions while inside: `num_tokens` lets the caller count them."""
+def _without_truncation_warnings() -> Iterator[None]:
+    """Drop this thread's warnings of truncated captions while inside: `num_tokens` counts them."""
     thread = threading.get_ident()
 
     def keeps(record: logging.LogRecord) -> bool:
-        return record.thread != thread or not str(record.msg).startswith(_TRUNCATION[record.name])
+        return record.thread != thread or not str(record.msg).startswith(_TRUNCATION_WARNINGS[record.name])
 
-    loggers = [logging.getLogger(name) for name in _TRUNCATION]
+    loggers = [logging.getLogger(name) for name in _TRUNCATION_WARNINGS]
     for logger in loggers:
         logger.addFilter(keeps)
     try:

@@ -19,7 +19,7 @@ from latentcache.checkpoints.folder import DOCUMENT
 from latentcache.checkpoints.parts import unwrapped_module
 from latentcache.devices.placement import dtype_of
 from latentcache.errors import ModelError
-from latentcache.models.origin import is_checkpoint, loading
+from latentcache.models.model_files import is_checkpoint, loading
 
 SETTINGS_KEY = "lora"
 """Where a checkpoint's `extra` holds what `lora_settings` gives."""
@@ -61,7 +61,7 @@ def load_lora(unet: UNet2DConditionModel, path: str | Path, *, scale: float = 1.
         unet.load_lora_adapter(
             state, prefix=prefix, network_alphas=alphas or None, metadata=metadata, low_cpu_mem_usage=True
         )
-    (name,) = set(unet.peft_config) - had
+    name: str = (set(unet.peft_config) - had).pop()
     unet.set_adapter([*active, name])
     for layer in _adapted(unet):
         layer.set_scale(name, scale)
@@ -190,7 +190,7 @@ def _check_fit(file: str, state: Mapping[str, torch.Tensor], prefix: str | None,
 
 @contextmanager
 def _several_adapters() -> Iterator[None]:
-    """peft warns of a second adapter, lest it be one by mistake."""
+    """Silence peft's warning of a second adapter: here it is on purpose."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")
         yield

@@ -15,7 +15,7 @@ from latentcache.identity import PartIdentity, canonical_json, digest
 IGNORED_CONFIG: Mapping[str, str] = {
     "_class_name": "the class is a field of its own",
     "_diffusers_version": "provenance",
-    "_name_or_path": "where it came from: copies and renamed folders are the same model",
+    "_name_or_path": "the origin: copies and renamed folders are the same model",
     "_use_default_values": "which values were defaults; the values themselves count",
     "architectures": "the class is a field of its own",
     "attention_dropout": "acts in training mode only, and encoders run in eval mode",
@@ -74,7 +74,7 @@ def module_identity(part: str, module: torch.nn.Module, dtype: torch.dtype) -> P
     are offloaded (meta tensors), or if the module has adapters such as LoRA.
     """
     _check_no_adapters(part, module)
-    config = module.config
+    config: Any = module.config
     values = config.to_dict() if hasattr(config, "to_dict") else dict(config)
     settings = {key: value for key, value in values.items() if key not in IGNORED_CONFIG and value is not None}
     if getattr(module, "use_tiling", False):
@@ -122,17 +122,17 @@ def weights_digest(part: str, module: torch.nn.Module, dtype: torch.dtype | None
         if tensor.device.type == "meta":
             raise ModelError(
                 f"{part}.{name} holds no values (it is on the meta device: offloaded, or missing in the file). "
-                "Hand over the module before offloading is enabled, or name the model's path.",
+                "Pass the module before offloading is enabled, or name the model's path.",
                 part=part,
             )
-        wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        digested = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
         storage = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         if storage not in known:
-            known[storage] = _tensor_digest(tensor.detach().to("cpu", wanted))
-        rows.append((name, str(wanted), list(tensor.shape), known[storage]))
+            known[storage] = _tensor_digest(tensor.detach().to("cpu", digested))
+        rows.append((name, str(digested), list(tensor.shape), known[storage]))
     return digest(canonical_json(rows))
 
 
 def _tensor_digest(tensor: torch.Tensor) -> str:
-    data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
     return blake3(data, max_threads=blake3.AUTO if data.nbytes > 1 << 20 else 1).hexdigest()

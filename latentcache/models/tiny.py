@@ -116,7 +116,7 @@ def save_diffusers_folder(parts: Mapping[str, Any], path: str | Path) -> Path:
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
-        torch.random.default_generator.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         yield
 
 

@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from diffusers import AutoencoderKL
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
 from latentcache.errors import ConfigError, ModelError
-from latentcache.models.loader import inference
+from latentcache.models.model_loader import inference
 from latentcache.types import ImageOutput
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -50,7 +51,7 @@ def text_dtype(requested: str, device: torch.device) -> tuple[torch.dtype, str]:
     return torch.float16, f"The text encoders compute in float16 on {device}, as SDXL's pipelines do."
 
 
-def encode_images(vae: torch.nn.Module, pixels: np.ndarray | torch.Tensor) -> torch.Tensor:
+def encode_images(vae: AutoencoderKL, pixels: np.ndarray | torch.Tensor) -> torch.Tensor:
     """The posterior's parameters (mean, log-variance), unscaled: [B, 2*C, h, w], on the VAE's device, in its dtype.
 
     `pixels` are uint8 [B, H, W, 3], upright sRGB. They become `pixels / 127.5 - 1` in float32, then the VAE's dtype.
@@ -60,7 +61,7 @@ def encode_images(vae: torch.nn.Module, pixels: np.ndarray | torch.Tensor) -> to
     posterior.
     """
     if isinstance(pixels, np.ndarray):
-        # torch warns of arrays that are read-only (Pillow's are) and refuses negative strides (a flip): copied then.
+        # A copy where needed: torch warns of read-only arrays (Pillow's are) and refuses negative strides (a flip's).
         pixels = torch.from_numpy(np.require(pixels, requirements=["C", "W"]))
     if pixels.dtype != torch.uint8 or pixels.ndim != 4 or pixels.shape[-1] != 3:
         raise ModelError(
@@ -69,18 +70,19 @@ def encode_images(vae: torch.nn.Module, pixels: np.ndarray | torch.Tensor) -> to
     parameter = next(vae.parameters())
     with inference(parameter.device):
         images = pixels.to(parameter.device).permute(0, 3, 1, 2).float().div(127.5).sub(1.0)
-        # As the weights are: convolutions may take another kernel, with other rounding, for channels-last strides.
+        # Laid out as the weights: for channels-last strides convolutions may take a kernel that rounds otherwise.
         images = images.to(parameter.dtype).contiguous(memory_format=memory_format_of(vae))
         posterior = getattr(vae.encode(images), "latent_dist", None)
     if not isinstance(posterior, DiagonalGaussianDistribution):
         raise ModelError(
             f"vae: {type(vae).__name__} has no Gaussian posterior. Use a diffusers.AutoencoderKL.", part="vae"
         )
-    return posterior.parameters
+    parameters: torch.Tensor = posterior.parameters
+    return parameters
 
 
 def memory_format_of(module: torch.nn.Module) -> torch.memory_format:
-    """`channels_last` if a convolution's weight lies in memory so and not otherwise, else `contiguous_format`."""
+    """`channels_last` if a convolution's weight is in that format alone, else `contiguous_format`."""
     weights = (parameter for parameter in module.parameters() if parameter.ndim == 4)
     if any(w.is_contiguous(memory_format=torch.channels_last) and not w.is_contiguous() for w in weights):
         return torch.channels_last
@@ -93,8 +95,8 @@ def keep_output(
     """What an entry stores of the moments [B, 2*C, h, w]: field -> tensor, unscaled, in the moments' dtype.
 
     `moments`: the field `moments`, as they are. `mean`: `latents` [B, C, h, w]. `sample`: `latents`, one draw for each
-    item from a CPU generator with its own seed, noise in float32. So a draw depends on its seed and moments alone,
-    neither on the device nor on the batch. Raises ValueError if `sample` has not one seed for each item.
+    item from a CPU generator with its own seed, noise in float32. A draw therefore depends on its seed and moments
+    alone, neither on the device nor on the batch. Raises ValueError if `sample` has not one seed for each item.
     """
     if output == "moments":
         return {"moments": moments}
@@ -116,16 +118,18 @@ def latents_from_moments(moments: torch.Tensor, generator: torch.Generator | Non
     The clamp of the log-variance and the deviation are those of diffusers' DiagonalGaussianDistribution.
     """
     posterior = DiagonalGaussianDistribution(moments)
-    return posterior.mode().contiguous() if generator is None else posterior.sample(generator)
+    latents: torch.Tensor = posterior.mode().contiguous() if generator is None else posterior.sample(generator)
+    return latents
 
 
 def posterior_std(moments: torch.Tensor) -> torch.Tensor:
     """The standard deviation of a draw at each place, unscaled: [B, C, h, w]."""
-    return DiagonalGaussianDistribution(moments).std
+    std: torch.Tensor = DiagonalGaussianDistribution(moments).std
+    return std
 
 
 def problem_flags(outputs: torch.Tensor) -> torch.Tensor:
-    """What `problem_names` reads: bool [B, 3] for outputs [B, ...], on their device. The host does not wait for it."""
+    """What `problem_names` reads: bool [B, 3] for outputs [B, ...], on their device. The host does not wait."""
     items = outputs.reshape(len(outputs), -1)
     return torch.stack([items.isnan().any(1), items.isinf().any(1), (items == 0).all(1)], dim=1)
 
@@ -146,4 +150,4 @@ def _requested(setting: str, requested: str) -> tuple[torch.dtype, str]:
         raise ConfigError(
             f"{setting} is {requested!r}, but one of auto, {', '.join(DTYPES)} is needed", key=f"encode.{setting}"
         )
-    return DTYPES[requested], f"{requested} was asked for (encode.{setting})."
+    return DTYPES[requested], f"{requested} was requested (encode.{setting})."

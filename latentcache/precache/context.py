@@ -12,7 +12,7 @@ import torch
 
 from latentcache.config import EncodeConfig
 from latentcache.errors import EncodeError
-from latentcache.models.loader import Models
+from latentcache.models.model_loader import Models
 from latentcache.precache.encodings import Encodings
 from latentcache.precache.failures import Fault, Faults
 from latentcache.precache.report import Report

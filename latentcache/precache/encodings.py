@@ -11,7 +11,7 @@ import torch
 from latentcache.config import Config, ModelConfig
 from latentcache.devices.placement import Placement, device_named, vae_batch_size
 from latentcache.identity import ImageEncoding, TextEncoding
-from latentcache.models.loader import ModelLoader, Models
+from latentcache.models.model_loader import ModelLoader, Models
 from latentcache.models.vae import DTYPES, text_dtype, vae_dtype
 from latentcache.types import Bucket
 

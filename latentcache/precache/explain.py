@@ -9,7 +9,7 @@ from typing import Any
 from latentcache.config import Config
 from latentcache.dataset.manifest import Row
 from latentcache.errors import SampleError
-from latentcache.models.loader import Models
+from latentcache.models.model_loader import Models
 from latentcache.precache.encodings import choose_encodings, load_models
 from latentcache.precache.miss_reasons import REFUSED
 from latentcache.precache.planner import make_plan

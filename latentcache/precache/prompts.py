@@ -25,7 +25,7 @@ from latentcache.identity import (
 )
 from latentcache.models.batching import BatchRunner
 from latentcache.models.clip import encode_captions, num_tokens, token_limit
-from latentcache.models.loader import PARTS, Models
+from latentcache.models.model_loader import PARTS, Models
 from latentcache.precache.encodings import TextEncodings, choose_text_encodings, text_batch_size
 from latentcache.precache.failures import Fault
 from latentcache.precache.plan import TextTask

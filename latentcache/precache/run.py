@@ -11,7 +11,7 @@ import time
 
 from latentcache.config import Config
 from latentcache.devices.placement import Placement
-from latentcache.models.loader import Models
+from latentcache.models.model_loader import Models
 from latentcache.precache.context import Job, timed
 from latentcache.precache.encodings import Encodings, choose_encodings, dtype_name, load_models
 from latentcache.precache.failures import Faults, write_manifests

@@ -19,7 +19,7 @@ from latentcache.devices.transfer import Download, transfer_to
 from latentcache.errors import EncodeError
 from latentcache.models.batching import BatchRunner
 from latentcache.models.clip import Tokens, encode_tokens, join_tokens, token_limit, tokenize
-from latentcache.models.loader import Models, TextParts
+from latentcache.models.model_loader import Models, TextParts
 from latentcache.models.settings import text_settings
 from latentcache.models.vae import DTYPES, problem_flags, problem_names
 from latentcache.precache.context import Job, storing_worker, timed

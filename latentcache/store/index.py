@@ -82,6 +82,8 @@ class _BytesDisk(diskcache.Disk):
         return key
 
     def store(self, value: bytes, read: bool, key: object = None) -> tuple[int, int, None, bytes]:
+        if type(value) is not bytes:
+            raise StoreError(f"a row of the index is bytes, got {type(value).__name__}")
         if len(value) > MAX_VALUE_BYTES:
             raise StoreError(f"a row of the index has at most {MAX_VALUE_BYTES:,} bytes, got {len(value):,}")
         return 0, MODE_RAW, None, value

@@ -11,7 +11,7 @@ from latentcache.config import Config, DatasetConfig
 from latentcache.devices.placement import device_named
 from latentcache.errors import StoreError
 from latentcache.loading.cache import LatentCache
-from latentcache.models.loader import PARTS, LoadedModels
+from latentcache.models.model_loader import PARTS, LoadedModels
 from latentcache.phases.phases import Phase, Phases
 from latentcache.precache.prompts import cache_prompts
 from latentcache.precache.report import Report

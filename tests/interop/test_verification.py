@@ -24,7 +24,7 @@ from latentcache.interop.items import ForeignImage, ForeignItem, ForeignText
 from latentcache.interop.reports import ExportReport, ImportReport
 from latentcache.interop.verification import RELATIVE, Verification, compare
 from latentcache.loading.cache import LatentCache
-from latentcache.models.loader import LoadedModels
+from latentcache.models.model_loader import LoadedModels
 from latentcache.models.tiny import tiny_sdxl
 from latentcache.models.vae import posterior_std
 from latentcache.precache.explain import explain

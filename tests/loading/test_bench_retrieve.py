@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from latentcache.store.readahead import CAN_ASK
+from latentcache.store.mapped import CAN_ADVISE
 
 pytestmark = pytest.mark.bench
 SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_retrieve.py"
@@ -40,7 +40,7 @@ def test_warm(tmp_path: Path, flags: tuple[str, ...]) -> None:
     assert result["settings"]["tiny"] and result["environment"]["device"] == "cpu"
 
 
-@pytest.mark.skipif(not CAN_ASK, reason="the page cache cannot be dropped here")
+@pytest.mark.skipif(not CAN_ADVISE, reason="the page cache cannot be dropped here")
 @pytest.mark.usefixtures("past_cache")
 def test_cold(tmp_path: Path) -> None:
     cold = run(tmp_path, "--cold")["cold"]

@@ -16,7 +16,7 @@ from latentcache.errors import SampleError
 from latentcache.loading.loader import LatentLoader
 from latentcache.loading.sampler import BucketBatchSampler
 from latentcache.store.aio import ReadQueue
-from latentcache.store.readahead import QUIET_READS
+from latentcache.store.mapped import MAX_IDLE_READS
 
 pytestmark = pytest.mark.usefixtures("past_cache")
 WIDE = ["a.png", "b.png", "sub/e.png"]
@@ -48,7 +48,7 @@ def num_begun(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_batches_are_equal_and_read_anew(path: Path, num_begun: list[int]) -> None:
     with LatentCache(path, io="mapped") as mapped, LatentCache(path, io="direct") as cache:
         cache.prompt("", device="cpu")  # the first read of all looks whether it can be done
-        for _ in range(QUIET_READS):
+        for _ in range(MAX_IDLE_READS):
             for options in ({}, {"flip": True}, {"output": "moments", "dtype": torch.bfloat16}):
                 expected = plain(mapped.batch(WIDE, device="cpu", **options))
                 num_begun.clear()

@@ -26,7 +26,7 @@ from latentcache.loading.sampler import BucketBatchSampler
 from latentcache.precache.run import run_precache
 from latentcache.precache.workspace import Workspace
 from latentcache.store import DiskStore, MemoryStore
-from latentcache.store.readahead import QUIET_READS
+from latentcache.store.mapped import MAX_IDLE_READS
 from latentcache.store.upkeep import compact
 from latentcache.types import Crop, Entry, Geometry, Record, Refusal, Size
 
@@ -136,7 +136,7 @@ def test_entries_that_go_are_missed_at_once(path: Path, cache: LatentCache) -> N
 def test_samples_that_were_read_are_looked_up_in_no_store(cache: LatentCache, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = plain(cache.batch(WIDE, device="cpu"))
     until_quiet(cache)
-    for name in ("read_batch", "read_rows", "sources", "resolve", "describe", "find"):
+    for name in ("rows", "describe", "find"):
         monkeypatch.setattr(cache.store, name, lambda *_, name=name, **__: pytest.fail(name))
     assert plain(cache.batch(WIDE, device="cpu")) == expected
     out = tensors(cache.batch(WIDE, device="cpu", output="moments"))
@@ -150,8 +150,8 @@ def test_samples_that_were_read_are_looked_up_in_no_store(cache: LatentCache, mo
 
 def until_quiet(cache: LatentCache) -> None:
     """Until this thread's reads are taken for warm."""
-    for _ in range(2 * QUIET_READS):
-        cache.store.asks_ahead()
+    for _ in range(2 * MAX_IDLE_READS):
+        cache.store.prefetch(())
 
 
 def test_samples_of_two_buckets_are_refused_though_each_is_remembered(cache: LatentCache) -> None:
@@ -171,8 +171,8 @@ def test_entries_that_move_are_read_where_they_lie_now(cache: LatentCache, monke
     extra = Record(key_of({"extra": 1}), "text", {"extra": 1}, {})
     cache.store.add([Entry(extra, {"prompt_embeds": torch.ones(1)})])  # one more small pack, to be joined with
     assert compact(cache.store).num_entries > len(expected)
-    read, found = cache.store.read_rows, []
-    monkeypatch.setattr(cache.store, "read_rows", lambda *args: found.append(args) or read(*args))
+    read, found = cache.store.rows, []
+    monkeypatch.setattr(cache.store, "rows", lambda keys: found.append(keys) or read(keys))
     assert [plain(cache.batch([sample_id], device="cpu")) for sample_id in cache.sample_ids()] == expected
     assert found
 
@@ -180,14 +180,14 @@ def test_entries_that_move_are_read_where_they_lie_now(cache: LatentCache, monke
 def test_what_another_thread_removes_meanwhile_is_not_held(cache: LatentCache, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the reading of a batch and the holding of its samples."""
     until_quiet(cache)
-    sources, key = cache.store.sources, cache.row("b.png")[1].images[0].key
+    rows, key = cache.store.rows, cache.row("b.png")[1].images[0].key
 
     def remove_then(keys: Any) -> Any:
-        found = sources(keys)
+        found = rows(keys)
         cache.store.remove([key])
         return found
 
-    monkeypatch.setattr(cache.store, "sources", remove_then)
+    monkeypatch.setattr(cache.store, "rows", remove_then)
     assert cache.batch(["b.png", "a.png"], device="cpu")["sample_id"] == ["b.png", "a.png"]
     with pytest.raises(SampleError, match=r"'b\.png': has no entry"):
         cache.batch(["b.png", "a.png"], device="cpu")
@@ -292,8 +292,13 @@ def test_stored_bytes_are_copied_to_them_directly(cache: LatentCache, monkeypatc
         tensor.zero_()
     cache.refresh()  # as if it was asked for the first time
     given: list[Any] = []
-    read = cache.store.read_batch
-    monkeypatch.setattr(cache.store, "read_batch", lambda keys, out: given.append(out) or read(keys, out=out))
+    read = batches.read_batch
+
+    def reading(store: Any, keys: Any, out: Any) -> Any:
+        given.append(out)
+        return read(store, keys, out=out)
+
+    monkeypatch.setattr(batches, "read_batch", reading)
     for dtype in (None, torch.float32):
         assert plain(tensors(cache.batch(WIDE, device="cpu", output="moments", dtype=dtype, out=out))) == expected
     assert all(set(each) >= {"moments", "prompt_embeds", "pooled_prompt_embeds"} for each in given)
@@ -334,18 +339,18 @@ def test_computed_latents_are_checked_too(cache: LatentCache) -> None:
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]]]:
     """What the loader does: asks ahead for samples, and gathers them."""
     done: list[tuple[str, list[str]]] = []
-    ask_ahead, gather = LatentCache.ask_ahead, LatentCache.gather
+    prefetch, gather = LatentCache.prefetch, LatentCache.gather
 
     def asked(self: LatentCache, wanted: Any) -> None:
         wanted = list(wanted)
         done.append(("ask", [item.sample_id for item in wanted]))
-        ask_ahead(self, wanted)
+        prefetch(self, wanted)
 
     def gathered(self: LatentCache, wanted: Any, **options: Any) -> Any:
         done.append(("gather", [item.sample_id for item in wanted]))
         return gather(self, wanted, **options)
 
-    monkeypatch.setattr(LatentCache, "ask_ahead", asked)
+    monkeypatch.setattr(LatentCache, "prefetch", asked)
     monkeypatch.setattr(LatentCache, "gather", gathered)
     return done
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from latentcache.identity import PartIdentity
-from latentcache.models.loader import PARTS
+from latentcache.models.model_loader import PARTS
 
 F16, F32 = torch.float16, torch.float32
 PIXELS = torch.arange(2 * 32 * 32 * 3).remainder(251).to(torch.uint8).reshape(2, 32, 32, 3)

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from latentcache.errors import ModelError
 from latentcache.models.clip import encode_captions, encode_tokens, join_tokens, num_tokens, token_limit, tokenize
-from latentcache.models.loader import LoadedModels, ModelLoader
+from latentcache.models.model_loader import LoadedModels, ModelLoader
 from latentcache.models.tiny import tiny_pipeline, tiny_sdxl
 
 LONG = "a very long caption " * 20

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from single_file import save_checkpoint, save_vae
 
 from latentcache.errors import ModelError
-from latentcache.models import origin as sources
-from latentcache.models.loader import LoadedModels, ModelLoader
+from latentcache.models import model_files
+from latentcache.models.model_loader import LoadedModels, ModelLoader
 from latentcache.models.tiny import save_diffusers_folder, tiny_sdxl
 from latentcache.models.vae import encode_images
 
@@ -49,7 +49,7 @@ def test_a_separate_vae(form, other_vae, folder, checkpoint, tmp_path):
 
 def test_a_bare_vae_file_needs_a_config_from_somewhere(other_vae, tmp_path):
     file = save_vae(other_vae, tmp_path / "sdxl_vae.safetensors")
-    with pytest.raises(ModelError, match=r"no config\.json beside it"):
+    with pytest.raises(ModelError, match=r"no config\.json next to it"):
         ModelLoader("tiny", vae=str(file)).vae(F32)
 
 
@@ -159,14 +159,15 @@ SDXL_FILES = [
 @pytest.mark.parametrize(("variant", "infix", "other"), [(None, "", ".fp16"), ("fp16", ".fp16", "")])
 def test_only_the_needed_files_are_downloaded(variant, infix, other, folder, monkeypatch):
     asked = {}
-    monkeypatch.setattr(sources, "snapshot_download", lambda name, **kw: asked.update(kw, name=name) or str(folder))
+    monkeypatch.setattr(model_files, "snapshot_download", lambda name, **kw: asked.update(kw, name=name) or str(folder))
     ModelLoader("stabilityai/sdxl", variant=variant).origin("vae")
     wanted = set(
         filter_repo_objects(
             SDXL_FILES, allow_patterns=asked["allow_patterns"], ignore_patterns=asked["ignore_patterns"]
         )
     )
-    weights = {f"{part}/{stem}{infix}.safetensors" for part, stem in sources.WEIGHTS.items()}
+    stems = {"vae": "diffusion_pytorch_model", "text_encoder": "model", "text_encoder_2": "model"}
+    weights = {f"{part}/{stem}{infix}.safetensors" for part, stem in stems.items()}
     assert {name for name in wanted if name.endswith(".safetensors")} == weights
     settings = {"model_index.json", "text_encoder/config.json", "tokenizer/merges.txt", "tokenizer_2/vocab.json"}
     assert settings <= wanted

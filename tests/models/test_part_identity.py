@@ -11,7 +11,7 @@ from single_file import save_checkpoint
 from transformers import CLIPTokenizer
 
 from latentcache.errors import ModelError
-from latentcache.models.loader import PARTS, LoadedModels, ModelLoader
+from latentcache.models.model_loader import PARTS, LoadedModels, ModelLoader
 from latentcache.models.tiny import tiny_sdxl
 
 

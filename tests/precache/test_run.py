@@ -31,7 +31,7 @@ from latentcache.errors import (
     StoreError,
     TrainableEncoderError,
 )
-from latentcache.models.loader import LoadedModels
+from latentcache.models.model_loader import LoadedModels
 from latentcache.models.tiny import tiny_pipeline, tiny_sdxl
 from latentcache.models.vae import encode_images
 from latentcache.precache import encodings

@@ -19,7 +19,7 @@ from latentcache import LatentCache
 from latentcache.config import Config
 from latentcache.devices.transfer import StreamTransfer
 from latentcache.errors import ImageRefused, StoreError
-from latentcache.models.loader import LoadedModels
+from latentcache.models.model_loader import LoadedModels
 from latentcache.models.tiny import tiny_sdxl
 from latentcache.precache import encodings
 from latentcache.precache import image_stage as images

@@ -18,7 +18,7 @@ from PIL import Image
 import latentcache.identity as fingerprint
 from latentcache.config import Config
 from latentcache.dataset.images import ImagePolicy
-from latentcache.models.loader import LoadedModels
+from latentcache.models.model_loader import LoadedModels
 from latentcache.models.tiny import tiny_sdxl
 from latentcache.precache import planner
 from latentcache.precache.report import Report

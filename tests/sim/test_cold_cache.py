@@ -19,7 +19,7 @@ from latentcache.config import Config
 from latentcache.devices.audit import AuditReport, audit
 from latentcache.devices.placement import placed
 from latentcache.errors import DeviceMismatchError, TrainableEncoderError
-from latentcache.models.loader import LoadedModels
+from latentcache.models.model_loader import LoadedModels
 from latentcache.models.tiny import tiny_sdxl, tiny_unet
 from latentcache.models.vae import encode_images, latents_from_moments
 from latentcache.precache.run import run_precache

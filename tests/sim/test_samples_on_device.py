@@ -16,7 +16,7 @@ from latentcache.devices.audit import audit
 from latentcache.errors import DeviceMismatchError
 from latentcache.models import decoding
 from latentcache.models.decoding import decode_fitting
-from latentcache.models.loader import LoadedModels
+from latentcache.models.model_loader import LoadedModels
 from latentcache.models.tiny import tiny_pipeline, tiny_sdxl, tiny_unet
 from latentcache.precache.prompts import cache_prompts
 from latentcache.precache.workspace import open_workspace

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import sqlite3
 import threading
 import time
@@ -17,6 +18,7 @@ from latentcache.errors import IndexDamagedError, ReadOnlyError, StoreBusyError,
 from latentcache.store import Index
 from latentcache.store import connection as connection_module
 from latentcache.store import index as index_module
+from latentcache.store.index import GENERATION, MAX_VALUE_BYTES
 
 
 @pytest.fixture
@@ -24,56 +26,75 @@ def index(tmp_path):
     return Index(tmp_path / "index")
 
 
+def add(index, rows):
+    """Add rows, and give the names of those that were not there."""
+    with index.transaction() as transaction:
+        return {name for name, value in rows.items() if transaction.add(name, value)}
+
+
 def test_rows(index):
-    assert index.add_many({"a": "1", "b": "2"}) == {"a", "b"}
-    assert index.add_many({"a": "9", "c": "3"}) == {"c"}
-    assert index.items() == {"a": "1", "b": "2", "c": "3"}
-    index.replace_many({"a": "9", "d": "4"}, remove=["b"])
-    assert index.get("a") == "9" and index.get("b") is None
-    assert index.get_many(["a", "b", "d", "a"]) == {"a": "9", "d": "4"}
-    assert index.remove_many(["a", "a", "zzz"]) == 1
-    assert index.items() == {"c": "3", "d": "4"}
-    assert Index(index.path).items() == {"c": "3", "d": "4"}
+    assert add(index, {"a": b"1", "b": b"2"}) == {"a", "b"}
+    assert add(index, {"a": b"9", "c": b""}) == {"c"}
+    assert index.items() == {"a": b"1", "b": b"2", "c": b""}
+    index.replace_many({"a": b"9", "d": b"\0\xff"})
+    assert index.get_many(["a", "x", "d", "a"]) == {"a": b"9", "d": b"\0\xff"} and index.get_many([]) == {}
+    assert index.remove_many(["a", "a", "zzz", "b"]) == 2
+    assert index.items() == {"c": b"", "d": b"\0\xff"}
+    assert Index(index.path).items() == {"c": b"", "d": b"\0\xff"}
 
 
 def test_more_keys_than_one_statement_takes(index):
-    rows = {str(number): str(-number) for number in range(2500)}
-    index.add_many(rows)
+    rows = {str(number): b"%d" % -number for number in range(2500)}
+    index.replace_many(rows)
     assert index.get_many(rows) == rows == index.items()
 
 
-@given(text=st.text())
+@given(name=st.text(), value=st.binary())
 @settings(deadline=None, max_examples=20)
-def test_any_text_comes_back_or_is_refused(text, tmp_path_factory):
-    index = Index(tmp_path_factory.getbasetemp() / "texts")
+def test_any_name_comes_back_or_is_refused(name, value, tmp_path_factory):
+    index = Index(tmp_path_factory.getbasetemp() / "names")
     try:
-        index.replace_many({text: text})
+        index.replace_many({name: value})
     except StoreError:
         with pytest.raises(UnicodeEncodeError):
-            text.encode()
+            name.encode()
     else:
-        assert index.get(text) == text
+        assert index.get_many([name]) == {name: value}
 
 
-@pytest.mark.parametrize("value", ["\ud800", "x" * (1 << 20) + "x", b"bytes", 7, None])
+@pytest.mark.parametrize("value", ["text", bytes(MAX_VALUE_BYTES + 1), bytearray(b"1"), 7, None])
 def test_other_values_are_refused(index, value):
-    with pytest.raises(StoreError, match="the index holds"):
-        index.add_many({"a": "1", "b": value})
+    with pytest.raises(StoreError, match="a row of the index"):
+        add(index, {"a": b"1", "b": value})
     assert index.items() == {}
 
 
+@pytest.mark.parametrize("name", ["\ud800", b"bytes", 7, None])
+def test_other_names_are_refused(index, name):
+    for call in (lambda: add(index, {"a": b"1", name: b"2"}), lambda: index.get_many([name])):
+        with pytest.raises(StoreError, match="a name in the index"):
+            call()
+    assert index.items() == {}
+
+
+def test_the_largest_row_is_read(index):
+    value = bytes(MAX_VALUE_BYTES)
+    index.replace_many({"a": value})
+    assert index.items() == index.get_many(["a"]) == {"a": value}
+
+
 def test_a_transaction_is_all_or_nothing(index):
-    index.add_many({"a": "1"})
+    add(index, {"a": b"1"})
     with pytest.raises(KeyboardInterrupt), index.transaction() as rows:
-        rows.put("a", "2")
-        rows.add("b", "3")
-        assert rows.get("a") == "2" and rows.remove("a")
+        rows.put("a", b"2")
+        rows.add("b", b"3")
+        assert rows.get("a") == b"2" and rows.remove("a")
         raise KeyboardInterrupt
-    assert index.items() == {"a": "1"}
+    assert index.items() == {"a": b"1"}
 
 
 def test_the_database_is_set_up_as_it_must_be(index):
-    index.add_many({"a": "1"})
+    add(index, {"a": b"1"})
     connection = sqlite3.connect(index.path / "cache.db")
     stored = dict(connection.execute("SELECT key, value FROM Settings"))
     (mode,) = connection.execute("PRAGMA journal_mode").fetchone()
@@ -84,7 +105,7 @@ def test_the_database_is_set_up_as_it_must_be(index):
 
 
 def test_no_connection_stays_open(index):
-    index.add_many({"a": "1"})
+    add(index, {"a": b"1"})
     index.items()
     links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
     names = [os.readlink(link) for link in links if os.path.islink(link)]
@@ -94,7 +115,7 @@ def test_no_connection_stays_open(index):
 def add_rows(path, offset):
     index = Index(path)
     for number in range(40):
-        index.add_many({f"{offset}-{number}": "x", f"shared-{number}": str(offset)})
+        add(index, {f"{offset}-{number}": b"x", f"shared-{number}": b"%d" % offset})
 
 
 @pytest.mark.parametrize("context", [fork, spawn], ids=["fork", "spawn"])
@@ -107,11 +128,11 @@ def test_processes_write_at_once(tmp_path, context):
         process.join(60)
         assert process.exitcode == 0
     rows = Index(path).items()
-    assert len(rows) == 120 and all(rows[f"{offset}-{number}"] == "x" for offset in range(2) for number in range(40))
+    assert len(rows) == 120 and all(rows[f"{offset}-{number}"] == b"x" for offset in range(2) for number in range(40))
 
 
 def test_threads_write_at_once(index):
-    threads = [threading.Thread(target=index.add_many, args=({f"{t}-{n}": "x" for n in range(50)},)) for t in range(4)]
+    threads = [threading.Thread(target=add, args=(index, {f"{t}-{n}": b"x" for n in range(50)},)) for t in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -120,15 +141,15 @@ def test_threads_write_at_once(index):
 
 
 def test_forks_share_an_index(index):
-    index.add_many({"a": "1"})
+    add(index, {"a": b"1"})
 
     def child():
-        assert index.get("a") == "1"
-        index.add_many({"b": "2"})
+        assert index.get_many(["a"]) == {"a": b"1"}
+        add(index, {"b": b"2"})
 
     assert run(child) == 0
-    index.add_many({"c": "3"})
-    assert index.items() == {"a": "1", "b": "2", "c": "3"}
+    add(index, {"c": b"3"})
+    assert index.items() == {"a": b"1", "b": b"2", "c": b"3"}
 
 
 def test_a_fork_waits_for_a_thread_in_the_middle_of_a_change(index):
@@ -136,7 +157,7 @@ def test_a_fork_waits_for_a_thread_in_the_middle_of_a_change(index):
 
     def change():
         with index.transaction() as rows:
-            rows.put("thread", "1")
+            rows.put("thread", b"1")
             inside.set()
             leave.wait(60)
 
@@ -144,9 +165,9 @@ def test_a_fork_waits_for_a_thread_in_the_middle_of_a_change(index):
     thread.start()
     inside.wait(60)
     threading.Timer(0.2, leave.set).start()
-    assert run(lambda: index.add_many({"child": "2"})) == 0
+    assert run(lambda: add(index, {"child": b"2"})) == 0
     thread.join(60)
-    assert index.items() == {"thread": "1", "child": "2"}
+    assert index.items() == {"thread": b"1", "child": b"2"}
 
 
 def test_a_lock_held_elsewhere_is_busy(index, monkeypatch):
@@ -156,16 +177,16 @@ def test_a_lock_held_elsewhere_is_busy(index, monkeypatch):
     busy = Index(index.path)
     monkeypatch.setattr("diskcache.Cache._sql_retry", property(lambda self: self._sql))
     with pytest.raises(StoreBusyError):
-        busy.add_many({"a": "1"})
+        add(busy, {"a": b"1"})
     other.execute("ROLLBACK")
     other.close()
-    busy.add_many({"a": "1"})
-    assert index.items() == {"a": "1"}
+    add(busy, {"a": b"1"})
+    assert index.items() == {"a": b"1"}
 
 
 def test_opening_waits_for_a_change_that_is_made_elsewhere(index, monkeypatch):
     """diskcache has no timeout while it opens a database, and tries all its statements again but the last one."""
-    index.add_many({"a": "1"})
+    add(index, {"a": b"1"})
     other = sqlite3.connect(index._database, isolation_level=None, check_same_thread=False)
     retried = diskcache.Cache._sql_retry.fget
     timers = []
@@ -185,7 +206,7 @@ def test_opening_waits_for_a_change_that_is_made_elsewhere(index, monkeypatch):
 
     monkeypatch.setattr(diskcache.Cache, "_sql_retry", property(then_locked))
     try:
-        assert Index(index.path).add_many({"b": "2"}) == {"b"}
+        assert Index(index.path).add_many({"b": b"2"}) == {"b"}
     finally:
         for timer in timers:
             timer.join()
@@ -194,12 +215,12 @@ def test_opening_waits_for_a_change_that_is_made_elsewhere(index, monkeypatch):
 
 
 def test_read_only(index):
-    index.add_many({"a": "1"})
+    add(index, {"a": b"1"})
     before = {file.name: file.stat().st_mtime_ns for file in index.path.iterdir()}
     reader = Index(index.path, read_only=True)
-    assert reader.items() == {"a": "1"}
+    assert reader.items() == {"a": b"1"}
     with pytest.raises(ReadOnlyError):
-        reader.add_many({"b": "2"})
+        add(reader, {"b": b"2"})
     assert {file.name: file.stat().st_mtime_ns for file in index.path.iterdir()} == before
     with pytest.raises(IndexDamagedError, match="does not exist"):
         Index(index.path / "none", read_only=True)
@@ -209,13 +230,13 @@ def test_read_only(index):
 def test_a_closed_index_takes_no_changes(index):
     index.close()
     with pytest.raises(StoreError, match="closed"):
-        index.add_many({"a": "1"})
+        add(index, {"a": b"1"})
 
 
 def test_damage_is_a_typed_error_and_never_a_wrong_row(index):
     """Flipped bits, and a database cut short, at random places: right rows, or IndexDamagedError."""
-    rows = {f"key-{number:03}": f"value-{number:03}" * 5 for number in range(60)}
-    index.add_many(rows)
+    rows = {f"key-{number:03}": b"value-%03d" % number * 5 for number in range(60)}
+    add(index, rows)
     database = index.path / "cache.db"
     clean = database.read_bytes()
     source = random.Random(2)
@@ -233,14 +254,14 @@ def test_damage_is_a_typed_error_and_never_a_wrong_row(index):
         except IndexDamagedError:
             num_refused += 1
         else:
-            # SQLite has no checksums: a flip inside a text goes through. What rests on a row checks its digest.
-            assert all(type(key) is str and type(value) is str for key, value in found.items())
+            # SQLite has no checksums: a flip inside a value goes through. Rows have checksums of their own.
+            assert all(type(key) is str and type(value) is bytes for key, value in found.items())
     assert num_refused > 20
 
 
 @pytest.mark.parametrize("data", [b"", b"not a database" * 500, bytes(8192)], ids=["empty", "garbage", "zeros"])
 def test_a_file_that_is_no_database(index, data):
-    index.add_many({"a": "1"})
+    add(index, {"a": b"1"})
     (index.path / "cache.db").write_bytes(data)
     if data:
         with pytest.raises(IndexDamagedError):
@@ -249,110 +270,129 @@ def test_a_file_that_is_no_database(index, data):
         assert Index(index.path).items() == {}
 
 
-def pages_of(index, since=None):
+def read(index, since=None):
+    """The rows that came after `since`, where they bring the reader, and whether they are all rows."""
     with index.reading(since) as reading:
-        return None if reading is None else (list(reading.pages), reading.point)
+        return [row for page in reading.pages for row in page], reading.position, reading.is_whole
 
 
 def test_pages_are_all_rows_and_no_row_of_others_passes(index, monkeypatch):
-    rows = {f"key {number}": str(number) for number in range(25)}
-    index.add_many(rows)
+    rows = {f"key {number}": b"%d" % number for number in range(25)}
+    index.replace_many(rows)
     index.remove_many(["key 3", "key 10"])
     del rows["key 3"], rows["key 10"]
     for size in (1, 7, 23, 100):
         monkeypatch.setattr(index_module, "_PAGE_ROWS", size)
-        pages, _ = pages_of(index)
-        assert [row for page in pages for row in page] == list(rows.items())
+        with index.reading() as reading:
+            pages = list(reading.pages)
+        assert [row for page in pages for row in page] == list(rows.items()) and reading.is_whole
         assert max(map(len, pages)) <= size
     connection = sqlite3.connect(index.path / "cache.db")
     with connection:
         connection.execute("UPDATE Cache SET raw = NULL WHERE key = 'key 20'")
     connection.close()
-    for call in (index.items, lambda: pages_of(index)):
+    for call in (index.items, lambda: read(index)):
         with pytest.raises(IndexDamagedError, match="key 20"):
             call()
 
 
 def test_what_was_added_later_is_read_alone(index):
-    assert pages_of(index) == ([], None)
-    index.add_many({"a": "1"})
-    _, point = pages_of(index)
-    assert pages_of(index, point) == ([], point)
-    index.add_many({"a": "9", "b": "2"}, remove=["zzz"])
-    (page,), later = pages_of(index, point)
-    assert page == [("b", "2")]
-    assert pages_of(index, later) == ([], later)
+    rows, empty, _ = read(index)
+    assert rows == []
+    assert read(index, empty)[0] == []
+    add(index, {"a": b"1"})
+    assert read(index, empty)[0] == [("a", b"1")]
+    _, position, _ = read(index)
+    assert read(index, position) == ([], position, False)
+    add(index, {"a": b"9", "b": b"2"})
+    rows, later, is_whole = read(index, position)
+    assert rows == [("b", b"2")] and not is_whole
+    assert read(index, later) == ([], later, False)
     assert index.remove_many(["zzz"]) == 0
-    assert pages_of(index, later) == ([], later)
+    assert read(index, later) == ([], later, False)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda index: index.remove_many(["b"]),
-        lambda index: index.replace_many({"a": "1"}),
-        lambda index: index.add_many({"c": "3"}, remove=["a"]),
-        lambda index: (index.remove_many(["b"]), index.add_many({"b": "2"})),
-    ],
-    ids=["remove", "replace", "add and remove", "remove and add"],
-)
-def test_after_a_removal_or_a_replacement_all_is_read(index, change):
-    index.add_many({"a": "1", "b": "2"})
-    _, point = pages_of(index)
-    change(index)
-    assert pages_of(index, point) is None
+CHANGES = {
+    "remove": lambda index: index.remove_many(["b"]),
+    "replace": lambda index: index.replace_many({"a": b"1"}),
+    "add and remove": lambda index: (add(index, {"c": b"3"}), index.remove_many(["a"])),
+    "remove and add": lambda index: (index.remove_many(["b"]), add(index, {"b": b"2"})),
+}
+
+
+@pytest.mark.parametrize("by", ["this process", "another process"])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_after_a_removal_or_a_replacement_all_is_read(index, change, by):
+    add(index, {"a": b"1", "b": b"2"})
+    _, position, _ = read(index)
+    if by == "this process":
+        change(index)
+    else:
+        assert run(change, index) == 0
+    rows, later, is_whole = read(index, position)
+    assert is_whole and dict(rows) == index.items() and later.generation != position.generation
+    assert read(index, later) == ([], later, False)
+
+
+def test_a_transaction_says_what_it_replaced_and_the_new_generation(index):
+    add(index, {"a": b"1", "b": b"2"})
+    with index.transaction() as rows:
+        rows.put("c", b"3")
+        assert rows.add("a", b"9") is False
+        assert rows.replaced == {} and rows.generation is None, "what is new is no replacement"
+        rows.put("a", b"4")
+        rows.put("a", b"5")
+        assert rows.remove("b") and not rows.remove("b")
+    assert rows.replaced == {"a": b"5", "b": None}
+    assert read(index)[1].generation == rows.generation == index.get_many([GENERATION])[GENERATION]
+    assert index.items() == {"a": b"5", "c": b"3"}, "the row of the generation is not among them"
 
 
 def test_a_change_that_was_rolled_back_is_none(index):
-    index.add_many({"a": "1"})
-    _, point = pages_of(index)
+    add(index, {"a": b"1"})
+    _, position, _ = read(index)
     with pytest.raises(KeyboardInterrupt), index.transaction() as rows:
         rows.remove("a")
         raise KeyboardInterrupt
-    assert pages_of(index, point) == ([], point)
+    assert read(index, position) == ([], position, False)
 
 
-def test_a_database_that_was_put_back_is_told(index):
-    """From a copy: its history is the same, and rows may have been added since, as many or more."""
-    index.add_many({"a": "1"})
+def test_a_database_that_was_put_back_is_noticed(index):
+    """From a copy: its generation is the same, and rows may have been added since, as many or more."""
+    add(index, {"a": b"1"})
     copy = (index.path / "cache.db").read_bytes()
-    index.add_many({"b": "2"})
-    _, point = pages_of(index)
+    add(index, {"b": b"2"})
+    _, position, _ = read(index)
     (index.path / "cache.db").write_bytes(copy)
-    assert pages_of(index, point) is None
+    assert read(index, position)[2]
     for name in ("c", "d"):
-        index.add_many({name: "2"})
-        assert pages_of(index, point) is None
+        add(index, {name: b"2"})
+        assert read(index, position)[2]
     (index.path / "cache.db").write_bytes(copy)
-    index.add_many({"b": "2"})
-    assert pages_of(index, point) == ([], point)  # the very same rows
+    add(index, {"b": b"2"})
+    assert read(index, position) == ([], position, False)  # the very same row
 
 
-def test_rows_that_an_older_version_removed_are_told(index):
-    """It notes no history, but diskcache's triggers count."""
-    index.add_many({"a": "1", "b": "2", "c": "3"})
-    _, point = pages_of(index)
-    connection = sqlite3.connect(index.path / "cache.db")
-    with connection:
-        connection.execute("DELETE FROM Cache WHERE key = 'b'")
-    connection.close()
-    assert pages_of(index, point) is None
-    assert [row for page in pages_of(index)[0] for row in page] == [("a", "1"), ("c", "3")]
+def test_another_index_in_its_place_is_noticed(index):
+    """As after a rebuild: it has the same rows in the same order, with other values, and never had any others."""
+    add(index, {"a": b"1", "b": b"2"})
+    _, position, _ = read(index)
+    shutil.rmtree(index.path)
+    add(Index(index.path), {"a": b"3", "b": b"4"})
+    assert read(index, position)[::2] == ([("a", b"3"), ("b", b"4")], True)
 
 
-def test_the_row_of_the_history_is_out_of_reach(index):
-    name = index_module._HISTORY
-    calls = [
-        lambda: index.get(name),
-        lambda: index.add_many({name: "1"}),
-        lambda: index.replace_many({name: "1"}),
-        lambda: index.remove_many([name]),
-    ]
-    index.add_many({"a": "1"})
-    for call in calls:
-        with pytest.raises(StoreError, match="for itself"):
-            call()
-    assert index.items() == {"a": "1"}
+def test_nothing_changes_while_rows_are_read(index):
+    rows = {str(number): b"1" for number in range(200)}
+    index.replace_many(rows)
+    with index.reading() as reading:
+        process = fork.Process(target=add, args=(Index(index.path), {"later": b"1"}))
+        process.start()
+        time.sleep(0.3)
+        assert dict(row for page in reading.pages for row in page) == rows
+    process.join(60)
+    assert process.exitcode == 0
+    assert read(index, reading.position)[::2] == ([("later", b"1")], False)
 
 
 # Readers that may not write ----------------------------------------------------------------------------------------
@@ -364,13 +404,13 @@ def read_while_a_writer_writes(path, num_reads):
     index = Index(path, read_only=True)
     for _ in range(num_reads):
         rows = index.items()
-        assert len(rows) % 10 == 0 and rows["0"] == "0"  # a transaction is seen whole, or not at all
+        assert len(rows) % 10 == 0 and rows["0"] == b"0"  # a transaction is seen whole, or not at all
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs another user")
 @pytest.mark.parametrize("mode", ["delete", "wal"])
 def test_a_reader_without_rights_reads_while_a_writer_writes(index, mode):
-    index.add_many({str(number): str(number) for number in range(10)})
+    add(index, {str(number): b"%d" % number for number in range(10)})
     connection = sqlite3.connect(index.path / "cache.db")
     connection.execute(f"PRAGMA journal_mode = {mode}")
     connection.execute("UPDATE Settings SET value = ? WHERE key = 'sqlite_journal_mode'", [mode])
@@ -383,7 +423,7 @@ def test_a_reader_without_rights_reads_while_a_writer_writes(index, mode):
     while process.is_alive():
         with connection:
             connection.execute("BEGIN IMMEDIATE")
-            row = "INSERT INTO Cache (key, raw, store_time, size, mode, value) VALUES (?, 1, 0, 0, 1, '0')"
+            row = "INSERT INTO Cache (key, raw, store_time, size, mode, value) VALUES (?, 1, 0, 0, 1, x'30')"
             connection.executemany(row, [(str(number),) for number in range(start, start + 10)])
         start += 10
         time.sleep(0.005)  # SQLite's locks are not fair
@@ -397,7 +437,7 @@ def read_a_database_at_rest(path, expected):
     os.setuid(65534)
     connection_module.TIMEOUT_S = connection_module._PASSING_S = 0.2
     try:
-        assert Index(path, read_only=True).items() == {"a": "1"}
+        assert Index(path, read_only=True).items() == {"a": b"1"}
     except StoreError as error:
         assert type(error) is expected, repr(error)
     else:
@@ -407,7 +447,7 @@ def read_a_database_at_rest(path, expected):
 @pytest.mark.skipif(os.getuid() != 0, reason="needs another user")
 @pytest.mark.parametrize(("leftover", "expected"), [(None, None), ("cache.db-wal", StoreBusyError)])
 def test_a_database_in_wal_mode_that_nobody_has_open(index, leftover, expected):
-    index.add_many({"a": "1"})
+    add(index, {"a": b"1"})
     connection = sqlite3.connect(index.path / "cache.db")
     connection.execute("PRAGMA journal_mode = wal")
     connection.execute("UPDATE Settings SET value = 'wal' WHERE key = 'sqlite_journal_mode'")
@@ -422,7 +462,7 @@ def test_a_database_in_wal_mode_that_nobody_has_open(index, leftover, expected):
 @pytest.mark.skipif(os.getuid() != 0, reason="needs another user")
 def test_a_dead_writers_journal_is_not_damage(index):
     """It must be rolled back, which is a write."""
-    index.add_many({"a": "1"})
+    add(index, {"a": b"1"})
 
     def die():
         connection = sqlite3.connect(index.path / "cache.db")
@@ -435,4 +475,4 @@ def test_a_dead_writers_journal_is_not_damage(index):
     assert run(die) == 0 and (index.path / "cache.db-journal").stat().st_size
     open_to_others(index.path)
     assert run(read_a_database_at_rest, index.path, ReadOnlyError) == 0
-    assert index.items() == {"a": "1"}
+    assert index.items() == {"a": b"1"}

@@ -14,7 +14,7 @@ from latentcache.config import Config
 from latentcache.dataset.manifest import Manifest, Row
 from latentcache.errors import EncodeError, ModelError, SampleError, TrainableEncoderError
 from latentcache.models.clip import encode_captions
-from latentcache.models.loader import LoadedModels
+from latentcache.models.model_loader import LoadedModels
 from latentcache.models.tiny import tiny_sdxl
 from latentcache.precache.prompts import cache_prompts
 from latentcache.precache.run import run_precache

@@ -27,6 +27,7 @@ from latentcache.integrations.onetrainer.variations import GroupNames, Groups, m
 from latentcache.phases.interrupts import uninterrupted
 from latentcache.precache.scratch import Memo
 from latentcache.store.disk import DiskStore
+from latentcache.store.stacking import read_batch
 from latentcache.types import Entry, Record
 
 logger = logging.getLogger("latentcache")
@@ -104,7 +105,6 @@ class CacheModule:
         self._opened: _Opened | None = None
         self._outputs: list[tuple[int, int]] = []
         self._items: dict[tuple[int, int], tuple[str, Mapping[str, Any]]] = {}
-        self._rows: dict[str, Any] = {}
 
     def _check(self) -> None:
         if not self.split_names + self.aggregate_names:
@@ -161,8 +161,6 @@ class CacheModule:
         self._outputs = outputs
         # Of what an item is, no more is kept than its key: there may be a million of them.
         self._items = {place: (item.key, item.live) for place, item in items.items()}
-        wanted = {key for key, _ in self._items.values()}
-        self._rows = {key: rows for key, rows in self._rows.items() if key in wanted}
 
     def get_item(self, index: int, requested_name: str | None = None) -> dict[str, Any]:
         """The values of an output of this epoch, tensors on the pipeline's device; never None.
@@ -284,12 +282,8 @@ class CacheModule:
         return Entry(record, tensors_of(values))
 
     def _read(self, store: DiskStore, key: str, *, tensors_only: bool) -> dict[str, Any]:
-        found = self._rows.get(key)
-        if found is None:
-            names = [name for name in store.describe(key) if name != PLAIN_FIELD or not tensors_only]
-            found = self._rows[key] = store.resolve([key]), names
-        rows, names = found
-        batch = store.read_rows(rows, names)
+        names = [name for name in store.describe(key) if name != PLAIN_FIELD or not tensors_only]
+        batch = read_batch(store, [key], names)
         tensors = {name: rows[0] for name, rows in batch.items()}
         device = torch.device(self.pipeline.device)
         if device.type != "cpu":

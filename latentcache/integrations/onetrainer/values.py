@@ -11,6 +11,7 @@ import torch
 from latentcache.errors import EntryDamagedError, EntryMissingError, PipelineError
 from latentcache.identity import digest
 from latentcache.store.base import Store, is_field
+from latentcache.store.stacking import read_batch
 
 PLAIN_FIELD = "plain_values"
 """The field with the values that are no tensors: UTF-8 JSON, padded with spaces."""
@@ -86,7 +87,7 @@ class PlainValues:
     def _read(self, key: str) -> dict[str, Any]:
         if PLAIN_FIELD not in self._store.describe(key):
             return {}
-        data = self._store.read_batch([key], [PLAIN_FIELD])[PLAIN_FIELD][0].numpy().tobytes().rstrip()
+        data = read_batch(self._store, [key], [PLAIN_FIELD])[PLAIN_FIELD][0].numpy().tobytes().rstrip()
         self._memo[_memo_name(key)] = f"{digest(data)} {data.decode()}"
         return _plain_values(data)
 

@@ -10,9 +10,9 @@ from model_identities import F16, F32, PIXELS, identities
 from safetensors.torch import load_file, save_file
 
 from latentcache.errors import ModelError, TrainableEncoderError
-from latentcache.models import origin as sources
 from latentcache.models.clip import encode_captions
-from latentcache.models.loader import PARTS, LoadedModels, ModelLoader
+from latentcache.models.model_loader import PARTS, LoadedModels, ModelLoader
+from latentcache.models.origin import FileOrigin, FolderOrigin
 from latentcache.models.tiny import tiny_sdxl
 from latentcache.models.vae import encode_images
 
@@ -76,21 +76,21 @@ def test_release_forgets_and_the_next_call_gives_the_same(models):
 # The memo.
 
 
-def counting(method, counted: list[str]):
-    def count(self, *args):
-        counted.append(method.__name__)
-        return method(self, *args)
-
-    return count
-
-
 @pytest.fixture
 def loads(monkeypatch) -> list[str]:
     """What is loaded, as it happens."""
     counted: list[str] = []
-    for source in (sources.FolderSource, sources.FileSource):
-        for name in ("load_vae", "load_text_encoders", "load_tokenizers"):
-            monkeypatch.setattr(source, name, counting(getattr(source, name), counted))
+
+    def counting(method):
+        def count(self, *args):
+            counted.append(args[0] if args else "tokenizers")
+            return method(self, *args)
+
+        return count
+
+    for origin in (FolderOrigin, FileOrigin):
+        for name in ("load", "load_tokenizers"):
+            monkeypatch.setattr(origin, name, counting(getattr(origin, name)))
     return counted
 
 
@@ -99,7 +99,7 @@ def test_an_unchanged_model_is_not_loaded_again(form, folder, checkpoint, loads)
     path, config = (str(folder), None) if form == "folder" else (str(checkpoint), str(folder))
     memo: dict[str, str] = {}
     first = identities(ModelLoader(path, config=config, memo=memo))
-    assert set(loads) == {"load_vae", "load_text_encoders", "load_tokenizers"}
+    assert set(loads) == {"vae", "text_encoder", "tokenizers"}
     loads.clear()
     again = ModelLoader(path, config=config, memo=json.loads(json.dumps(memo)))
     assert identities(again) == first
@@ -112,7 +112,7 @@ def test_a_part_is_loaded_once_for_identity_and_use(folder, loads):
     for _ in range(2):
         identities(loader)
         loader.vae(F32), loader.text(F32)
-    assert sorted(loads) == ["load_text_encoders", "load_tokenizers", "load_vae"]
+    assert sorted(loads) == ["text_encoder", "tokenizers", "vae"]
 
 
 def test_a_touched_file_is_read_again_and_a_changed_one_is_another_part(folder, tmp_path, loads):
@@ -124,7 +124,7 @@ def test_a_touched_file_is_read_again_and_a_changed_one_is_another_part(folder, 
     os.utime(weights, ns=(1, 1))
     loads.clear()
     assert identities(ModelLoader(path, memo=memo)) == before
-    assert loads == ["load_vae"]
+    assert loads == ["vae"]
     tensors = load_file(weights)
     tensors["encoder.conv_in.bias"][0] += 1
     save_file(tensors, weights)

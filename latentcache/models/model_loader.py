@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import copy
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import diffusers
 import torch
 import transformers
+from typing_extensions import override
 
 from latentcache.errors import ModelError
 from latentcache.identity import PartIdentity, canonical_json, digest
-from latentcache.models.origin import Source, find_model, find_vae, loading
+from latentcache.models.model_files import loading
+from latentcache.models.origin import ENCODERS, TEXT_ENCODERS, TOKENIZERS, ModelOrigin, find_model, find_vae
 from latentcache.models.part_identity import check_frozen, module_identity, tokenizer_identity
 
-PARTS = ("vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
+PARTS = (*ENCODERS, *TOKENIZERS)
 _MEMO = "part-identity/1"
 
 
@@ -33,20 +36,48 @@ class TextParts:
     tokenizer_2: Any
 
 
-class Models(Protocol):
+class Models(ABC):
     """What the encoders need of a model. `ModelLoader` and `LoadedModels` are interchangeable."""
 
-    def origin(self, part: str) -> str: ...
+    def __init__(self) -> None:
+        self._modules: dict[tuple[str, torch.dtype], torch.nn.Module] = {}
 
-    def identity(self, part: str, dtype: torch.dtype) -> PartIdentity: ...
+    @abstractmethod
+    def origin(self, part: str) -> str:
+        """Where one of PARTS comes from, for provenance."""
 
-    def vae_config(self) -> Mapping[str, Any]: ...
+    @abstractmethod
+    def identity(self, part: str, dtype: torch.dtype) -> PartIdentity:
+        """The identity of one of PARTS when it computes in `dtype`."""
 
-    def vae(self, dtype: torch.dtype) -> torch.nn.Module: ...
+    @abstractmethod
+    def vae_config(self) -> Mapping[str, Any]:
+        """`scaling_factor`, `shift_factor`, `force_upcast`, `latent_channels` and `downscale_factor` of the VAE.
 
-    def text(self, dtype: torch.dtype) -> TextParts: ...
+        Raises ModelError for a VAE with per-channel latent statistics.
+        """
 
-    def release(self, *parts: str) -> None: ...
+    def vae(self, dtype: torch.dtype) -> torch.nn.Module:
+        """The AutoencoderKL, on the CPU unless a caller moved it."""
+        return self._module("vae", dtype)
+
+    def text(self, dtype: torch.dtype) -> TextParts:
+        """The text encoders, on the CPU unless a caller moved them, and the tokenizers."""
+        first, second = (self._module(part, dtype) for part in TEXT_ENCODERS)
+        return TextParts(first, second, *self.tokenizers())
+
+    @abstractmethod
+    def tokenizers(self) -> tuple[Any, Any]:
+        """Both tokenizers; no text encoder is loaded for them."""
+
+    def release(self, *parts: str) -> None:
+        """Forget what was loaded or copied of these parts (default: all), so that its memory is freed."""
+        gone = parts or PARTS
+        self._modules = {key: module for key, module in self._modules.items() if key[0] not in gone}
+
+    @abstractmethod
+    def _module(self, part: str, dtype: torch.dtype) -> torch.nn.Module:
+        """One of ENCODERS in `dtype`, frozen and in eval mode."""
 
 
 @contextmanager
@@ -56,7 +87,7 @@ def inference(device: torch.device) -> Iterator[None]:
         yield
 
 
-class ModelLoader:
+class ModelLoader(Models):
     """Loads the parts of an SDXL model on the CPU, frozen and in eval mode; never its UNet.
 
     `path` is `tiny`, a hub id, a diffusers folder or one .safetensors checkpoint. `vae` names another VAE: hub id,
@@ -75,24 +106,25 @@ class ModelLoader:
         revision: str | None = None,
         memo: MutableMapping[str, str] | None = None,
     ):
+        super().__init__()
         self.path, self.vae_path, self.config, self.variant, self.revision = path, vae, config, variant, revision
         self._memo: MutableMapping[str, str] = {} if memo is None else memo
-        self._sources: dict[str, Source] = {}
-        self._modules: dict[tuple[str, torch.dtype], torch.nn.Module] = {}
+        self._origins: dict[str, ModelOrigin] = {}
         self._tokenizers: tuple[Any, Any] | None = None
 
+    @override
     def origin(self, part: str) -> str:
-        """Where the part comes from, for provenance: a path, `tiny`, or a hub id with its commit."""
-        return self._source(part).name
+        return self._origin(part).name
 
+    @override
     def identity(self, part: str, dtype: torch.dtype) -> PartIdentity:
-        """The identity of one of PARTS as loaded in `dtype`. A part whose files have not changed is not loaded."""
+        # A part whose files have not changed since the memo was written is not loaded.
         key = self._memo_key(part, dtype)
         known = None if key is None else _parse_identity(self._memo.get(key))
         if known is not None:
             return known
-        if part in ("tokenizer", "tokenizer_2"):
-            found = tokenizer_identity(part, self.tokenizers()[part == "tokenizer_2"])
+        if part in TOKENIZERS:
+            found = tokenizer_identity(part, self.tokenizers()[TOKENIZERS.index(part)])
         else:
             found = module_identity(part, self._module(part, dtype), dtype)
         # A file that changed while it was read must not be remembered.
@@ -100,75 +132,59 @@ class ModelLoader:
             self._memo[key] = json.dumps(asdict(found))
         return found
 
+    @override
     def vae_config(self) -> Mapping[str, Any]:
-        """`scaling_factor`, `shift_factor`, `force_upcast`, `latent_channels` and `downscale_factor` of the VAE.
-
-        Read from its config, without its weights. Raises ModelError for a VAE with per-channel latent statistics.
-        """
-        source = self._source("vae")
-        settings = source.vae_settings()
-        with loading("vae", source.name), torch.device("meta"):  # fills in the defaults of keys that are not stated
+        origin = self._origin("vae")
+        settings = origin.vae_settings()
+        # Without the weights; the model class fills in the defaults of keys that are not stated.
+        with loading("vae", origin.name), torch.device("meta"):
             config = diffusers.AutoencoderKL.from_config(settings).config
         return _vae_config(config)
 
-    def vae(self, dtype: torch.dtype) -> torch.nn.Module:
-        """The AutoencoderKL, on the CPU unless a caller moved it."""
-        return self._module("vae", dtype)
-
-    def text(self, dtype: torch.dtype) -> TextParts:
-        """The text encoders and tokenizers, on the CPU unless a caller moved them."""
-        encoders = self._module("text_encoder", dtype), self._module("text_encoder_2", dtype)
-        return TextParts(*encoders, *self.tokenizers())
-
+    @override
     def tokenizers(self) -> tuple[Any, Any]:
-        """Both tokenizers; no text encoder is loaded for them."""
         if self._tokenizers is None:
-            self._tokenizers = self._source("tokenizer").load_tokenizers()
+            self._tokenizers = self._origin("tokenizer").load_tokenizers()
         return self._tokenizers
 
+    @override
     def release(self, *parts: str) -> None:
-        """Forget these parts (default: all), so that their memory is freed; the next call loads them again."""
-        gone = set(parts or PARTS)
-        self._modules = {key: module for key, module in self._modules.items() if key[0] not in gone}
-        if gone & {"tokenizer", "tokenizer_2"}:
+        super().release(*parts)
+        if not parts or not set(parts).isdisjoint(TOKENIZERS):
             self._tokenizers = None
 
-    def _source(self, part: str) -> Source:
-        if part not in PARTS:
-            raise ModelError(f"{part!r} is no part of an SDXL model: name one of {', '.join(PARTS)}", part=part)
-        if "model" not in self._sources:
-            self._sources["model"] = find_model(self.path, self.config, self.variant, self.revision)
-        if part != "vae" or self.vae_path is None:
-            return self._sources["model"]
-        if "vae" not in self._sources:
-            self._sources["vae"] = find_vae(self.vae_path, self._sources["model"])
-        return self._sources["vae"]
-
+    @override
     def _module(self, part: str, dtype: torch.dtype) -> torch.nn.Module:
-        source = self._source(part)
         if (part, dtype) not in self._modules:
-            if part == "vae":
-                loaded = {"vae": source.load_vae(dtype)}
-            else:
-                loaded = dict(zip(("text_encoder", "text_encoder_2"), source.load_text_encoders(dtype), strict=True))
-            for name, module in loaded.items():
+            for name, module in self._origin(part).load(part, dtype).items():
                 self._modules[name, dtype] = module.eval().requires_grad_(False)
         return self._modules[part, dtype]
 
+    def _origin(self, part: str) -> ModelOrigin:
+        if part not in PARTS:
+            raise ModelError(f"{part!r} is no part of an SDXL model: name one of {', '.join(PARTS)}", part=part)
+        name = "vae" if part == "vae" and self.vae_path is not None else "model"
+        if name not in self._origins:
+            if name == "model":
+                self._origins[name] = find_model(self.path, self.config, self.variant, self.revision)
+            else:
+                self._origins[name] = find_vae(str(self.vae_path), self._origin("text_encoder"))
+        return self._origins[name]
+
     def _memo_key(self, part: str, dtype: torch.dtype) -> str | None:
         """None if the part comes from no file. Library versions count: another one may read a config otherwise."""
-        files = [_signature(path) for path in self._source(part).files(part)]
+        files = [_signature(path) for path in self._origin(part).files(part)]
         if not files:
             return None
         versions = [diffusers.__version__, transformers.__version__]
         return f"{_MEMO} {digest(canonical_json([part, str(dtype), self.variant, versions, files]))}"
 
 
-class LoadedModels:
+class LoadedModels(Models):
     """Parts that the caller has already, e.g. a trainer's: the same interface as `ModelLoader`.
 
-    A part is handed out as it is; move it with `devices.placement.placed`, which puts it back. Asked for another
-    dtype, a CPU copy is made and kept until `release()`, because a cast there and back would change the caller's
+    A part of the requested dtype is returned as it is; move it with `devices.placement.placed`, which puts it back. For
+    another dtype a CPU copy is made and kept until `release()`, because a cast there and back would change the caller's
     weights. Each use checks that the part is frozen (TrainableEncoderError). Weights may change between calls, so
     identities are not kept.
     """
@@ -182,43 +198,29 @@ class LoadedModels:
         tokenizer: Any = None,
         tokenizer_2: Any = None,
     ):
+        super().__init__()
         self._parts = dict(zip(PARTS, (vae, text_encoder, text_encoder_2, tokenizer, tokenizer_2), strict=True))
-        self._copies: dict[tuple[str, torch.dtype], torch.nn.Module] = {}
 
+    @override
     def origin(self, part: str) -> str:
-        """Where the part comes from, for provenance: the name that its config has kept, if any."""
         name = getattr(getattr(self._part(part), "config", None), "_name_or_path", None)
         return f"loaded by the caller ({name})" if name else "loaded by the caller"
 
+    @override
     def identity(self, part: str, dtype: torch.dtype) -> PartIdentity:
-        """The identity of the part when it computes in `dtype`."""
-        if part in ("tokenizer", "tokenizer_2"):
+        if part in TOKENIZERS:
             return tokenizer_identity(part, self._part(part))
         module = self._part(part)
         check_frozen(part, module)
         return module_identity(part, module, dtype)
 
+    @override
     def vae_config(self) -> Mapping[str, Any]:
-        """As `ModelLoader.vae_config`."""
         return _vae_config(self._part("vae").config)
 
-    def vae(self, dtype: torch.dtype) -> torch.nn.Module:
-        """The caller's VAE if it has this dtype, else a CPU copy."""
-        return self._module("vae", dtype)
-
-    def text(self, dtype: torch.dtype) -> TextParts:
-        """The caller's text encoders if they have this dtype, else CPU copies; and the tokenizers."""
-        return TextParts(
-            self._module("text_encoder", dtype),
-            self._module("text_encoder_2", dtype),
-            self._part("tokenizer"),
-            self._part("tokenizer_2"),
-        )
-
-    def release(self, *parts: str) -> None:
-        """Forget the copies of these parts (default: all). The caller's parts stay."""
-        gone = set(parts or PARTS)
-        self._copies = {key: module for key, module in self._copies.items() if key[0] not in gone}
+    @override
+    def tokenizers(self) -> tuple[Any, Any]:
+        return self._part("tokenizer"), self._part("tokenizer_2")
 
     def _part(self, part: str) -> Any:
         if self._parts.get(part) is None:
@@ -226,14 +228,15 @@ class LoadedModels:
             raise ModelError(f"{part} was not given (given: {given}). Pass LoadedModels({part}=...).", part=part)
         return self._parts[part]
 
+    @override
     def _module(self, part: str, dtype: torch.dtype) -> torch.nn.Module:
-        module = self._part(part)
+        module: torch.nn.Module = self._part(part)
         check_frozen(part, module)
         if all(tensor.dtype == dtype for tensor in module.parameters()):
             return module
-        if (part, dtype) not in self._copies:
-            self._copies[part, dtype] = copy.deepcopy(module).to("cpu", dtype).eval()
-        return self._copies[part, dtype]
+        if (part, dtype) not in self._modules:  # which holds copies only: the caller's parts are not released
+            self._modules[part, dtype] = copy.deepcopy(module).to("cpu", dtype).eval()
+        return self._modules[part, dtype]
 
 
 def _vae_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -257,12 +260,12 @@ def _signature(path: Path) -> list[Any]:
     try:
         stat = path.stat()
     except OSError as error:
-        raise ModelError(f"{path}: cannot be read any more ({error.strerror}). Name the model anew.") from error
+        raise ModelError(f"{path}: cannot be read any more ({error.strerror}). Name the model again.") from error
     return [str(path.absolute()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
 
 
 def _parse_identity(text: str | None) -> PartIdentity | None:
-    """The remembered identity; None if there is none, or it is not readable (then it is made anew)."""
+    """The remembered identity; None if there is none, or it is not readable (it is then computed again)."""
     if text is None:
         return None
     try:

@@ -1,0 +1,208 @@
+"""The files of a model: which weights are safe to read, where the hub's copies lie, and strict loading of both.
+
+diffusers and transformers fill missing weights with random values, drop what has no place, and read pickles, each with
+a warning at most. Here each of these is a ModelError that names the part, the file and the next step.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKL, UNet2DConditionModel
+from diffusers.loaders.single_file_utils import fetch_diffusers_config, load_single_file_checkpoint
+from diffusers.utils import logging as diffusers_logging
+from huggingface_hub import snapshot_download
+from transformers import CLIPTextModel, CLIPTextModelWithProjection
+from transformers.utils import logging as transformers_logging
+
+from latentcache.errors import ModelError
+
+TINY = "tiny"
+"""The name of the model that is built in code (`models.tiny`)."""
+PART_CLASSES: Mapping[str, type[torch.nn.Module]] = {
+    "vae": AutoencoderKL,
+    "text_encoder": CLIPTextModel,
+    "text_encoder_2": CLIPTextModelWithProjection,
+    "unet": UNet2DConditionModel,
+}
+"""The parts of an SDXL model that have weights."""
+
+_PICKLED = (".bin", ".ckpt", ".pkl", ".pt", ".pth")
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+_HUB_STEP = "Download it once while online, or name a local folder"
+
+
+def weights_name(part: str, variant: str | None = None) -> str:
+    """How the names of a part's weights begin in a diffusers folder: `diffusion_pytorch_model`, or with `.fp16`."""
+    stem = "model" if part.startswith("text_encoder") else "diffusion_pytorch_model"
+    return f"{stem}.{variant}" if variant else stem
+
+
+def is_checkpoint(part: str, path: str) -> bool:
+    """Whether `path` is a .safetensors file. Raises ModelError if it is, or can only be, another kind of file."""
+    suffix, is_file = Path(path).suffix.lower(), os.path.isfile(path)
+    if suffix in _PICKLED:
+        raise ModelError(
+            f"{part}: {path} is a pickle, which can run code when it is loaded. "
+            "Name a .safetensors file, or convert this one on a machine that you can lose.",
+            part=part,
+        )
+    if is_file and suffix != ".safetensors":
+        raise ModelError(f"{part}: {path} is a file, but not a .safetensors one. Name a .safetensors file.", part=part)
+    if not is_file and (suffix == ".safetensors" or not _HUB_ID.fullmatch(path)):
+        raise ModelError(
+            f"{part}: there is no file or folder {path}, and it is not a hub id (owner/name). Correct the path.",
+            part=part,
+        )
+    return is_file
+
+
+def has_weights(part: str, folder: Path, variant: str | None) -> bool:
+    """Whether the folder has the variant's .safetensors weights, in one file or in several with an index."""
+    infix = f".{variant}" if variant else ""
+    # The version of the library that wrote an index decides where its name has the variant.
+    endings = (f"{infix}.safetensors", f"{infix}*.safetensors.index*.json", f".safetensors.index{infix}.json")
+    return any(any(folder.glob(f"{weights_name(part)}{ending}")) for ending in endings)
+
+
+def load_pretrained(
+    part: str, folder: Path, variant: str | None, dtype: torch.dtype
+) -> tuple[torch.nn.Module, list[str]]:
+    """The part in a folder of its own, in `dtype` on the CPU, and the names of its weights that have no place in it.
+
+    Raises ModelError for weights that are pickled, missing or of another shape.
+    """
+    model_class = PART_CLASSES[part]
+    _check_weights(part, folder, variant)
+    library = model_class.__module__.split(".")[0]
+    with loading(part, str(folder)):
+        module, info = model_class.from_pretrained(  # type: ignore[attr-defined]  # both libraries' classes have it
+            folder,
+            use_safetensors=True,
+            variant=variant,
+            local_files_only=True,
+            output_loading_info=True,
+            **{"torch_dtype" if library == "diffusers" else "dtype": dtype},
+        )
+    # Both libraries fill what is missing with random values and only warn.
+    absent = sorted(str(key) for kind in ("missing_keys", "mismatched_keys") for key in info[kind])
+    if absent:
+        raise ModelError(
+            f"{part}: {folder} lacks {len(absent)} of the weights of {model_class.__name__}, or has them in "
+            f"another shape, e.g. {absent[0]}. Use a folder written by save_pretrained of that class.",
+            part=part,
+        )
+    return module, sorted(str(key) for key in info["unexpected_keys"])
+
+
+def _check_weights(part: str, folder: Path, variant: str | None) -> None:
+    if has_weights(part, folder, variant):
+        return
+    names = sorted(path.name for path in folder.iterdir() if path.suffix in (".safetensors", *_PICKLED))
+    if names and all(name.endswith(_PICKLED) for name in names):
+        model_class = PART_CLASSES[part]
+        raise ModelError(
+            f"{part}: {folder} has its weights only as a pickle ({names[0]}), which can run code when it is loaded. "
+            f"Convert it where that is safe: {model_class.__module__.split('.')[0]}.{model_class.__name__}"
+            f".from_pretrained({str(folder)!r}, use_safetensors=False).save_pretrained({str(folder)!r}).",
+            part=part,
+        )
+    raise ModelError(
+        f"{part}: {folder} has no {weights_name(part, variant)}.safetensors (it has "
+        f"{', '.join(names) or 'no weights'}). Name a folder that has it, or the variant whose weights are there.",
+        part=part,
+    )
+
+
+def read_config(part: str, folder: Path, config_class: Any, name: str | None = None) -> Mapping[str, Any]:
+    """The settings in a part's config file. `name` is what errors call the folder. Raises ModelError."""
+    with loading(part, name or str(folder)):
+        settings = config_class.load_config(folder)
+        if not isinstance(settings, Mapping):
+            raise ValueError(f"its config holds {type(settings).__name__}, not settings by name")
+        return settings
+
+
+def part_folder(folder: Path, part: str) -> Path:
+    """Where a folder holds a part: in the subfolder of that name, else (a VAE or a UNet alone) in itself."""
+    return folder / part if (folder / part).is_dir() else folder
+
+
+def download_part(part: str, repository: str, variant: str | None) -> Path:
+    """The snapshot folder of a hub repository, with one part's config and weights alone. See `part_folder`."""
+    files = ("config.json", f"{weights_name(part, variant)}*.safetensors", f"{weights_name(part)}*.safetensors.index*")
+    patterns = [f"{folder}{file}" for folder in ("", f"{part}/") for file in files]
+    return download(part, repository, patterns, variant=variant)
+
+
+def download(
+    part: str,
+    repository: str,
+    patterns: Sequence[str],
+    *,
+    revision: str | None = None,
+    variant: str | None = None,
+    next_step: str = _HUB_STEP,
+) -> Path:
+    """The snapshot folder of these files of a hub repository, from the hub cache if it is there. Raises ModelError."""
+    # Without a variant, the variants (model.fp16.safetensors) next to the plain files are not needed.
+    ignored = None if variant else ["*.*.safetensors"]
+    try:
+        found = snapshot_download(repository, revision=revision, allow_patterns=[*patterns], ignore_patterns=ignored)
+    except Exception as error:  # huggingface_hub's errors share no base, and httpx's pass through
+        raise ModelError(
+            f"{part}: {repository} is no local path, and could not be had from the hub ({first_line(error)}). "
+            f"{next_step}.",
+            part=part,
+        ) from error
+    return Path(found)
+
+
+def config_folder(path: str, config: str | None, patterns: Sequence[str]) -> tuple[Path, str, str]:
+    """The folder with the configs of a model: `config` if it is given, else `path`, or what diffusers infers from it.
+
+    Returns the folder, the name of where it comes from, and the next step for a user whose configs lack something.
+    `patterns` are the files to download if it is a hub id. Raises ModelError.
+    """
+    name, next_step = path if config is None else config, _HUB_STEP
+    if config is not None:
+        next_step = "It was named by model.config. Name a diffusers folder or a hub id of an SDXL model there"
+    elif not os.path.isdir(path) and is_checkpoint("model", path):
+        with loading("model", path):
+            name = fetch_diffusers_config(load_single_file_checkpoint(path))["pretrained_model_name_or_path"]
+        next_step = f"diffusers infers the configs of {name} for it. Set model.config to a local diffusers folder"
+    folder = Path(name) if os.path.isdir(name) else download("model", name, patterns, next_step=next_step)
+    return folder, name, next_step
+
+
+def first_line(error: BaseException) -> str:
+    """The error's first line, or its type where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+@contextmanager
+def loading(part: str, name: str) -> Iterator[None]:
+    """Turn what diffusers and transformers raise into ModelError, and keep their progress bars off the terminal."""
+    libraries = [(library, library.is_progress_bar_enabled()) for library in (diffusers_logging, transformers_logging)]
+    for library, _ in libraries:
+        library.disable_progress_bar()
+    try:
+        yield
+    except ModelError:
+        raise
+    except Exception as error:  # they raise nearly anything for a damaged or foreign file
+        raise ModelError(
+            f"{part}: {name} could not be loaded ({type(error).__name__}: {first_line(error)}). "
+            "Check that the files are whole and belong to an SDXL model.",
+            part=part,
+        ) from error
+    finally:
+        for library, was_enabled in libraries:
+            if was_enabled:
+                library.enable_progress_bar()
