@@ -18,7 +18,7 @@ from latentcache.errors import (
     StoreError,
     UnsafeStoreError,
 )
-from latentcache.store.base import Description, EntryArrays, OwnedEntry, StoreStats, check_key
+from latentcache.store.base import Description, EntryArrays, OwnedEntry, StoreStats, check_key, new_generation
 from latentcache.store.catalog import Catalog
 from latentcache.store.direct import IO, Io, choose_reader
 from latentcache.store.directory import CacheDirectory
@@ -243,6 +243,7 @@ class DiskStore:
         try:
             self.catalog.mark(damaged)
         except StoreError as error:
+            self.catalog.generation = new_generation()  # what was read of them does not count any more
             logger.warning("%s: %d damaged entries could not be marked: %s", self.path, len(damaged), error)
 
     def release(self, packs: Iterable[str]) -> None:

@@ -190,7 +190,8 @@ class Index:
             with locked(self.path / "open.lock", "opening the index", shared=False, wait=True):
                 fresh = not self._database.exists() and not self._database.is_symlink()
                 if fresh or self._inspect() != _SCHEMA:
-                    self._open_cache().close()
+                    with self.transaction():
+                        pass  # it makes the tables, and the first generation
 
     @property
     def _database(self) -> Path:

@@ -80,47 +80,64 @@ def stack_padded(
 ) -> dict[str, torch.Tensor]:
     """As `stack`, with the fields of `padding` padded: [n, length, *rest], and `<field>_lengths` [n] (int64).
 
-    StoreError if an entry is longer than the rule's length.
+    StoreError if an entry is longer than the rule's length, and for a value that the field's dtype cannot have.
     """
     if not rows:
         return {}
-    names = list(rows[0].description) if fields is None else list(dict.fromkeys(fields))
-    plain = [name for name in names if name not in padding]
-    tensors = stack(keys, rows, plain, out) if plain else {}
-    for name in names:
-        if name in padding:
-            tensors |= _padded(keys, rows, name, padding[name], (out or {}).get(name))
+    chosen = common_fields(keys, [_without_lengths(row.description, padding) for row in rows], fields)
+    named = [dict(zip(row.description, row.arrays, strict=True)) for row in rows]
+    plain = {name: spec for name, spec in chosen.items() if name not in padding}
+    tensors: dict[str, torch.Tensor] = {}
+    for name in chosen.keys() - plain.keys():
+        if f"{name}_lengths" in chosen:
+            raise StoreError(f"field {name!r} cannot be padded: the entries have a field {name}_lengths too")
+        dtype, tail = chosen[name]
+        lengths = [arrays[name].shape[1] for arrays in named]
+        blank = _blank(keys, lengths, (name, dtype, tail), padding[name])
+        if out and name in out:
+            check_output(name, out[name], blank.dtype, tuple(blank.shape), CPU)
+        tensors |= {name: blank, f"{name}_lengths": torch.tensor(lengths, dtype=torch.int64, device=CPU)}
+    # All has been checked but the outputs of the other fields, which are checked before anything is written.
+    tensors |= stack_columns(plain, ([arrays[name] for arrays in named] for name in plain), len(rows), out)
+    for name in chosen.keys() - plain.keys():
+        _fill(tensors[name], [arrays[name][0] for arrays in named], padding[name])
+        if out and name in out:
+            tensors[name] = out[name].copy_(tensors[name])
     return tensors
 
 
-def _padded(
-    keys: Sequence[str], rows: Sequence[EntryArrays], name: str, rule: Padding, out: torch.Tensor | None
-) -> dict[str, torch.Tensor]:
-    # Equal but for the lengths: `common_fields` says what is wrong where they are not.
-    tails = [_without_length(row.description, name) for row in rows]
-    dtype, tail = common_fields(keys, tails, [name])[name]
-    arrays = [dict(zip(row.description, row.arrays, strict=True))[name][0] for row in rows]
-    lengths = [len(array) for array in arrays]
-    length = max(lengths) if rule.length is None else rule.length
-    if max(lengths) > length:
-        key = keys[lengths.index(max(lengths))]
-        raise StoreError(f"entry {key}: field {name} has length {max(lengths)}, the batch is padded to {length}")
-    tensor = torch.full((len(rows), length, *tail), rule.value, dtype=DTYPES[dtype], device=CPU)
-    if out is not None:
-        check_output(name, out, tensor.dtype, tuple(tensor.shape), CPU)
-        tensor = out.copy_(tensor)
+def _without_lengths(description: Description, padding: Mapping[str, Padding]) -> Description:
+    """The description without the lengths of the fields that are padded."""
+    padded = {name: spec for name, spec in description.items() if name in padding}
+    for name, (_, shape) in padded.items():
+        if not shape:
+            raise StoreError(f"field {name!r} is a scalar in each entry, and has no length that could be padded")
+    return {**description, **{name: (dtype, shape[1:]) for name, (dtype, shape) in padded.items()}}
+
+
+def _blank(
+    keys: Sequence[str], lengths: Sequence[int], field: tuple[str, str, tuple[int, ...]], rule: Padding
+) -> torch.Tensor:
+    """A batch of nothing but padding. `field`: its name, dtype, and shape without the length."""
+    name, dtype, tail = field
+    longest = max(lengths)
+    length = longest if rule.length is None else rule.length
+    if longest > length:
+        key = keys[lengths.index(longest)]
+        raise StoreError(f"entry {key}: field {name} has length {longest}, the batch is padded to {length}")
+    try:
+        if not DTYPES[dtype].is_floating_point and rule.value != int(rule.value):
+            raise ValueError("it is no whole number")
+        return torch.full((len(lengths), length, *tail), rule.value, dtype=DTYPES[dtype], device=CPU)
+    except (RuntimeError, ValueError, OverflowError) as error:
+        raise StoreError(f"field {name}: {rule.value} cannot be padded with in {dtype}: {error}") from error
+
+
+def _fill(tensor: torch.Tensor, arrays: Sequence[np.ndarray], rule: Padding) -> None:
     padded = as_array(tensor)
-    for number, array in enumerate(arrays):
-        start = length - len(array) if rule.side == "left" else 0
-        padded[number, start : start + len(array)] = array
-    return {name: tensor, f"{name}_lengths": torch.tensor(lengths, dtype=torch.int64, device=CPU)}
-
-
-def _without_length(description: Description, name: str) -> Description:
-    if name not in description or not description[name][1]:
-        return description
-    dtype, shape = description[name]
-    return {**description, name: (dtype, shape[1:])}
+    for row, array in zip(padded, arrays, strict=True):
+        start = len(row) - len(array) if rule.side == "left" else 0
+        row[start : start + len(array)] = array
 
 
 def stack_columns(

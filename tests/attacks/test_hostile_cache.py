@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import multiprocessing
 import os
 import pickle
 import shutil
@@ -9,8 +11,9 @@ import sqlite3
 
 import pytest
 import torch
+import xxhash
 
-from latentcache.errors import IndexDamagedError, StoreError
+from latentcache.errors import EntryDamagedError, EntryMissingError, IndexDamagedError, StoreError
 from latentcache.identity import key_of
 from latentcache.store import DiskStore, Index
 from latentcache.store.upkeep import compact, prune, rebuild, verify
@@ -79,26 +82,43 @@ def use(root):
 
 
 ROW = "INSERT OR REPLACE INTO Cache (key, raw, store_time, size, mode, filename, value) VALUES (?, ?, 0, 0, ?, ?, ?)"
+OTHER = "pack:" + "0" * 32
 ROWS = {
-    "a pickle as a value": lambda bomb, victim: (key(0), 1, 4, None, bomb),
-    "a pickle as a key": lambda bomb, victim: (bomb, 0, 1, None, "text"),
-    "a file as a value": lambda bomb, victim: (key(0), 1, 2, str(victim), None),
-    "a file as a text": lambda bomb, victim: (key(0), 1, 3, "../../victim.val", None),
-    "a file with pickle": lambda bomb, victim: (key(2), 1, 4, str(victim), None),
-    "a file beside a value": lambda bomb, victim: (key(0), 1, 1, str(victim), "text"),
-    "bytes as a value": lambda bomb, victim: (key(0), 1, 1, None, b"bytes"),
-    "a number as a key": lambda bomb, victim: (7, 1, 1, None, "text"),
-    "an unknown mode": lambda bomb, victim: (key(0), 1, 99, None, "text"),
-    "a pack that is a path": lambda bomb, victim: ("pack:../../victim", 1, 1, None, "8 8"),
-    "a huge row": lambda bomb, victim: (key(2), 1, 1, None, "x" * (8 << 20)),
-    "a deep row": lambda bomb, victim: (key(2), 1, 1, None, "[" * 100_000),
+    "a pickle as a value": lambda pack, bomb, victim: (pack, 1, 4, None, bomb),
+    "a pickle as bytes": lambda pack, bomb, victim: (pack, 1, 1, None, bomb),
+    "a pickle as a key": lambda pack, bomb, victim: (bomb, 0, 1, None, b"bytes"),
+    "a pickle as a generation": lambda pack, bomb, victim: ("generation", 1, 4, None, bomb),
+    "a file as a value": lambda pack, bomb, victim: (pack, 1, 2, str(victim), None),
+    "a file as a text": lambda pack, bomb, victim: (pack, 1, 3, "../../victim.val", None),
+    "a file with pickle": lambda pack, bomb, victim: (OTHER, 1, 4, str(victim), None),
+    "a file beside a value": lambda pack, bomb, victim: (pack, 1, 1, str(victim), b"bytes"),
+    "text as a value": lambda pack, bomb, victim: (pack, 1, 1, None, "text"),
+    "a number as a key": lambda pack, bomb, victim: (7, 1, 1, None, b"bytes"),
+    "an unknown mode": lambda pack, bomb, victim: (pack, 1, 99, None, b"bytes"),
+    "other bytes": lambda pack, bomb, victim: (pack, 1, 1, None, b"bytes"),
+    "no bytes": lambda pack, bomb, victim: (pack, 1, 1, None, b""),
+    "a pack that is a path": lambda pack, bomb, victim: ("pack:../../victim", 1, 1, None, b"bytes"),
+    "a row of no pack": lambda pack, bomb, victim: (key(0), 1, 1, None, b"bytes"),
+    "a huge row": lambda pack, bomb, victim: (OTHER, 1, 1, None, b"x" * (8 << 20)),
+    "a deep row": lambda pack, bomb, victim: (OTHER, 1, 1, None, summed(b"\xa0\x86\1\0" + b"[" * 100_000)),
 }
+
+
+def summed(data):
+    """With the checksum that makes it a row."""
+    return data + xxhash.xxh3_64(data).digest()
+
+
+def pack_row(root):
+    """The name and the value of the row of the only pack."""
+    ((name, value),) = Index(root / "index", read_only=True).items().items()
+    return name, value
 
 
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
 def test_a_planted_row_is_neither_run_nor_followed(root, victim, tmp_path, row):
     bomb = tmp_path / "exploded"
-    plant(root, ROW, *row(pickle.dumps(Bomb(bomb)), victim))
+    plant(root, ROW, *row(pack_row(root)[0], pickle.dumps(Bomb(bomb)), victim))
     assert use(root) == {key(0), key(2)}
     assert not bomb.exists() and victim.read_text() == "precious"
     assert [name for name in os.listdir(root) if name.startswith("index.damaged-")]
@@ -106,19 +126,103 @@ def test_a_planted_row_is_neither_run_nor_followed(root, victim, tmp_path, row):
 
 @pytest.mark.parametrize("change", ["mode = 4", "raw = 0", "filename = '../../victim.val'", "expire_time = 1"])
 def test_a_changed_row_is_refused_by_the_index_itself(root, victim, change):
-    for name in (key(0), "pack"):
-        plant(root, f"UPDATE Cache SET {change} WHERE key LIKE ?", name + "%")
+    name, _ = pack_row(root)
+    plant(root, f"UPDATE Cache SET {change} WHERE key = ?", name)
     for read_only in (False, True):
         with pytest.raises(IndexDamagedError):
             Index(root / "index", read_only=read_only).items()
     # A process that had the index open before: a changed row is refused one by one too, and no file is removed.
     index = Index(root / "index")
-    for call in (lambda: index.remove_many([key(0)]), lambda: index.replace_many({key(0): "x"})):
+    for call in (lambda: index.remove_many([name]), lambda: index.replace_many({name: b"x"})):
         try:
             call()
         except IndexDamagedError:
             continue
     assert victim.read_text() == "precious"
+
+
+def column(number, value):
+    def change(head):
+        head["groups"][0][2][0][number] = value
+
+    return change
+
+
+FORGERIES = {
+    "another place": column(3, 128),
+    "a place beyond the file": (column(3, 1 << 40), lambda head: head.update(file_bytes=1 << 41)),
+    "the end of the file": lambda head: column(3, head["file_bytes"] - 128)(head),
+    "another dtype": column(1, "int32"),
+    "another shape": column(2, [2, 8]),
+    "another field": column(0, "latents"),
+    "another kind": lambda head: head["groups"][0].__setitem__(0, "text"),
+    "ragged": (column(2, [4]), column(4, 8), column(5, 0)),
+    "more bytes": lambda head: head.update(file_bytes=head["file_bytes"] + 1),
+    "gone": lambda head: head.update(is_gone=True),
+    "damaged": lambda head: head.update(reasons={"0": "x" * 1000}),
+}
+
+
+def forged(value, changes, arrays):
+    """A row with a changed head, and its arrays as `arrays` makes them, with a checksum that fits."""
+    end = 4 + int.from_bytes(value[:4], "little")
+    head = json.loads(value[4:end])
+    for change in changes if isinstance(changes, tuple) else (changes,):
+        change(head)
+    text = json.dumps(head).encode()
+    return summed(len(text).to_bytes(4, "little") + text + arrays(value[end:-8]))
+
+
+def never_a_wrong_tensor(root):
+    for read_only in (True, False):
+        with DiskStore(root, read_only=read_only) as store:
+            for number in range(2):
+                for call in (store.get, store.record, store.describe, lambda name: store.rows([name])):
+                    try:
+                        found = call(key(number))
+                    except (EntryDamagedError, EntryMissingError):
+                        continue
+                    if call == store.get:
+                        assert torch.equal(found.tensors["moments"], entry(number).tensors["moments"])
+                        assert found.record == entry(number).record
+            verify(store)
+            store.stats()
+    rebuild(root)
+    with DiskStore(root) as store:
+        assert set(store.keys()) == {key(0), key(1)}
+        assert torch.equal(store.get(key(1)).tensors["moments"], entry(1).tensors["moments"])
+
+
+def check_in_a_process(root):
+    """A wrong place that is touched would kill the process (SIGBUS)."""
+    process = multiprocessing.get_context("fork").Process(target=never_a_wrong_tensor, args=(root,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+
+
+@pytest.mark.parametrize("changes", FORGERIES.values(), ids=FORGERIES)
+def test_a_row_with_a_good_checksum_is_still_not_believed(root, changes):
+    name, value = pack_row(root)
+    plant(root, "UPDATE Cache SET value = ? WHERE key = ?", forged(value, changes, bytes), name)
+    check_in_a_process(root)
+
+
+@pytest.mark.parametrize(
+    "arrays",
+    [
+        lambda data: data[32:64] + data[:32] + data[64:],  # keys
+        lambda data: bytes(64) + data[64:],
+        lambda data: data[:64] + data[80:96] + data[64:80] + data[96:],  # digests
+        lambda data: data[:32] + data[:32] + data[64:80] * 2 + data[96:],
+        lambda data: data[:96] + b"\0",  # none is live
+    ],
+    ids=["keys exchanged", "zeros", "digests exchanged", "a key twice", "none is live"],
+)
+def test_a_row_with_other_keys_or_digests_is_not_believed(root, arrays):
+    name, value = pack_row(root)
+    plant(root, "UPDATE Cache SET value = ? WHERE key = ?", forged(value, (), arrays), name)
+    check_in_a_process(root)
 
 
 @pytest.mark.parametrize(

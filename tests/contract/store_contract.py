@@ -6,11 +6,13 @@ import dataclasses
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from latentcache.errors import EntryMissingError, StoreError
 from latentcache.identity import key_of
 from latentcache.store.memory import MemoryStore
-from latentcache.store.stacking import read_batch, stack
+from latentcache.store.stacking import Padding, read_batch, stack
 from latentcache.types import Entry, Record
 
 DTYPES = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
@@ -33,6 +35,30 @@ def make_entry(number, kind="image", shape=(4, 3, 5), dtype=torch.float16, field
     return Entry(Record(key_of(identity), kind, identity, provenance), tensors)
 
 
+def make_text(number, length, dtype=torch.float32, more=()):
+    """An entry with two ragged fields of one length, and a field that has the same shape in all."""
+    entry = make_entry(number, kind="text", shape=(2,), dtype=dtype, field="pooled_2")
+    tensors = {
+        **entry.tensors,
+        "hidden": random_tensor((length, 3), dtype, 1000 + number),
+        "mask": random_tensor((length,), torch.int64, 2000 + number),
+        **dict(more),
+    }
+    return dataclasses.replace(entry, tensors=tensors, ragged=frozenset({"hidden", "mask"}))
+
+
+def padded(tensors, length=None, value=0, side="right"):
+    """What a batch of them must be, and their lengths."""
+    lengths = [len(tensor) for tensor in tensors]
+    length = length or max(lengths)
+    rows = []
+    for tensor in tensors:
+        rest = torch.full((length - len(tensor), *tensor.shape[1:]), value, dtype=tensor.dtype)
+        rows.append(torch.cat([bits(part) for part in ((tensor, rest) if side == "right" else (rest, tensor))]))
+    shape = (len(tensors), length, *tensors[0].shape[1:])
+    return torch.stack(rows).reshape(-1).view(tensors[0].dtype).reshape(shape), torch.tensor(lengths)
+
+
 def bits(tensor):
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
@@ -44,7 +70,7 @@ def same(left, right):
 def assert_holds(store, entry):
     found = store.get(entry.record.key)
     assert found.record == entry.record
-    assert found.tensors.keys() == entry.tensors.keys()
+    assert found.tensors.keys() == entry.tensors.keys() and found.ragged == entry.ragged
     for name, tensor in entry.tensors.items():
         assert same(found.tensors[name], tensor)
 
@@ -129,9 +155,11 @@ class StoreContract:
 
     def test_rows_count_as_long_as_the_generation_is_equal(self, store):
         entries = [make_entry(number, kind="text") for number in range(3)]
+        generation = store.generation
         store.add(entries)
         keys = [entry.record.key for entry in entries]
-        generation, rows = store.generation, store.rows(keys)
+        rows = store.rows(keys)
+        assert store.generation == generation
         expected = {name: torch.stack([entry.tensors[name] for entry in entries]) for name in ("moments", "pooled")}
         for name, column in stack(keys, rows).items():
             assert same(column, expected[name])
@@ -288,6 +316,8 @@ class StoreContract:
             "dtype": Entry(record, {"moments": torch.zeros(2, dtype=torch.complex64)}),
             "on meta": Entry(record, {"moments": torch.zeros(2, device="meta")}),
             "a name has": Entry(record, {"a/b": torch.zeros(2)}),
+            "names fields that it lacks": Entry(record, good.tensors, frozenset({"hidden"})),
+            "is a scalar": Entry(record, {"moments": torch.tensor(1.0)}, frozenset({"moments"})),
         }
         for message, entry in bad.items():
             with pytest.raises(StoreError, match=message):
@@ -307,6 +337,113 @@ class StoreContract:
         assert stats.payload_bytes == 3 * 60 * 2 + 7 * 2
         assert stats.num_damaged == 0 and store.damaged() == {}
         assert stats.to_json()["num_entries"] == {"image": 2, "text": 1}
+
+    # Fields of natural length
+
+    def test_ragged_fields_are_given_back(self, store):
+        entries = [make_text(number, length) for number, length in enumerate([3, 1, 7, 3])]
+        plain = make_entry(9)
+        assert store.add([*entries, plain]) == 5
+        for entry in [*entries, plain]:
+            assert_holds(store, entry)
+        for entry, length in zip(entries, [3, 1, 7, 3], strict=True):
+            assert store.describe(entry.record.key) == {
+                "hidden": ("float32", (length, 3)),
+                "mask": ("int64", (length,)),
+                "pooled": ("float32", (7,)),
+                "pooled_2": ("float32", (2,)),
+            }
+            (row,) = store.rows([entry.record.key])
+            assert dict(row.description) == store.describe(entry.record.key)
+            assert same(stack([""], [row])["hidden"][0], entry.tensors["hidden"])
+        assert store.stats().payload_bytes == sum(entry.num_bytes for entry in [*entries, plain])
+        assert store.remove([entries[0].record.key]) == 1
+        for entry in entries[1:]:
+            assert_holds(store, entry)
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    def test_ragged_fields_of_every_dtype_are_padded(self, store, dtype):
+        entries = [make_text(number, length, dtype=dtype) for number, length in enumerate([2, 1, 4])]
+        store.add(entries)
+        rules = {"hidden": Padding(value=1), "mask": Padding(length=5)}
+        batch = read_batch(store, [entry.record.key for entry in entries], padding=rules)
+        values, lengths = padded([entry.tensors["hidden"] for entry in entries], value=1)
+        assert same(batch["hidden"], values) and batch["hidden_lengths"].tolist() == lengths.tolist() == [2, 1, 4]
+        assert same(batch["mask"], padded([entry.tensors["mask"] for entry in entries], length=5)[0])
+        assert same(batch["pooled"], torch.stack([entry.tensors["pooled"] for entry in entries]))
+
+    @given(
+        lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6),
+        spare=st.none() | st.integers(0, 3),
+        value=st.sampled_from([0, 7, -1.5]),
+        side=st.sampled_from(["left", "right"]),
+        order=st.randoms(use_true_random=False),
+        with_out=st.booleans(),
+    )
+    @settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    def test_any_lengths_are_padded(self, store, lengths, spare, value, side, order, with_out):
+        entries = [make_text(100 + 10 * number + length, length) for number, length in enumerate(lengths)] * 2
+        order.shuffle(entries)
+        store.add(entries)
+        keys = [entry.record.key for entry in entries]
+        length = None if spare is None else max(lengths) + spare
+        expected, found_lengths = padded([entry.tensors["hidden"] for entry in entries], length, value, side)
+        out = {"hidden": torch.full_like(expected, 3), "pooled": torch.empty(len(keys), 7)} if with_out else None
+        rules = {"hidden": Padding(length, value, side), "mask": Padding(side=side), "other": Padding()}
+        batch = read_batch(store, keys, out=out, padding=rules)
+        assert batch.keys() == {"hidden", "hidden_lengths", "mask", "mask_lengths", "pooled", "pooled_2"}
+        assert same(batch["hidden"], expected) and same(batch["hidden_lengths"], found_lengths)
+        assert same(batch["mask"], padded([entry.tensors["mask"] for entry in entries], side=side)[0])
+        assert same(batch["pooled"], torch.stack([entry.tensors["pooled"] for entry in entries]))
+        if out:
+            assert batch["hidden"] is out["hidden"] and batch["pooled"] is out["pooled"]
+        only = read_batch(store, keys, fields=["hidden"], padding=rules)
+        assert only.keys() == {"hidden", "hidden_lengths"} and same(only["hidden"], expected)
+
+    def test_without_a_rule_lengths_must_be_equal(self, store):
+        entries = [make_text(1, 3), make_text(2, 3), make_text(3, 4)]
+        store.add(entries)
+        keys = [entry.record.key for entry in entries]
+        batch = read_batch(store, keys[:2])
+        assert same(batch["hidden"], torch.stack([entry.tensors["hidden"] for entry in entries[:2]]))
+        assert "hidden_lengths" not in batch
+        for rules in (None, {}, {"mask": Padding()}):
+            with pytest.raises(StoreError, match=r"'hidden' is float32 \[3, 3\] in .*padding") as caught:
+                read_batch(store, keys, padding=rules)
+            assert keys[0] in str(caught.value) and keys[2] in str(caught.value)
+        assert read_batch(store, keys, fields=["pooled"])["pooled"].shape == (3, 7)
+        assert read_batch(store, [], padding={"hidden": Padding()}) == {}
+
+    def test_a_padding_that_does_not_fit_is_refused_and_nothing_is_written(self, store):
+        entries = [make_text(1, 3), make_text(2, 5)]
+        wide = dataclasses.replace(make_text(3, 3), tensors=make_text(3, 3).tensors | {"hidden": torch.ones(3, 4)})
+        other = make_text(4, 3, more={"more": torch.ones(1)})
+        taken = make_text(5, 3, more={"hidden_lengths": torch.ones(1)})
+        scalar = make_text(6, 3, more={"scalar": torch.tensor(1.0)})
+        store.add([*entries, wide, other, taken, scalar])
+        both = {"hidden": Padding(), "mask": Padding()}
+
+        def refused(match, chosen, rules, **more):
+            out = {"pooled": torch.zeros(len(chosen), 7)} | more
+            with pytest.raises(StoreError, match=match):
+                read_batch(store, [entry.record.key for entry in chosen], out=out, padding=rules)
+            assert not any(tensor.any() for tensor in out.values())
+
+        longest = entries[1].record.key
+        refused(f"{longest}: field hidden has length 5, .* padded to 4", entries, both | {"hidden": Padding(4)})
+        refused("equal shapes", [entries[0], wide], both)
+        refused("same fields", [entries[0], other], both)
+        refused("same fields", [other, entries[0]], both)
+        refused("hidden_lengths too", [taken], both)
+        refused("'scalar' is a scalar", [scalar], both | {"scalar": Padding()})
+        refused(r"out\['hidden'\]", entries, both, hidden=torch.zeros(2, 4, 3))
+        refused(r"out\['pooled_2'\]", entries, both, hidden=torch.zeros(2, 5, 3), pooled_2=torch.zeros(2, 3))
+        refused("mask: 0.5 cannot be padded with", entries, both | {"mask": Padding(value=0.5)})
+        refused("mask: inf cannot be padded with", entries, both | {"mask": Padding(value=float("inf"))})
+        with pytest.raises(StoreError, match="give 1 or more"):
+            Padding(length=0)
+        with pytest.raises(StoreError, match="give left or right"):
+            Padding(side="both")
 
     def test_a_closed_store_says_so(self, store):
         store.add([make_entry(1)])

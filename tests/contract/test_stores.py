@@ -1,21 +1,105 @@
 from __future__ import annotations
 
+import json
+import shutil
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from store_contract import StoreContract, assert_holds, make_entry, same
+from store_contract import StoreContract, assert_holds, make_entry, make_text, padded, same
 
+from latentcache.errors import EntryDamagedError
 from latentcache.store import DiskStore, MemoryStore
-from latentcache.store.stacking import read_batch, stack
+from latentcache.store.stacking import Padding, read_batch, stack
 from latentcache.store.upkeep import compact, prune, rebuild, verify
 
+LENGTHS = [3, 1, 7, 3, 2]
 
-class TestDiskStore(StoreContract):
+
+def texts():
+    """Entries with ragged fields, and one without."""
+    return [*(make_text(number, length) for number, length in enumerate(LENGTHS)), make_entry(9)]
+
+
+def write_offsets(store, change):
+    """Change the offsets of the ragged field `hidden` in the only pack."""
+    (path,) = store.path.glob("packs/*/*.safetensors")
+    data = path.read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    begin, end = json.loads(data[8:start])["hidden/offsets"]["data_offsets"]
+    offsets = np.frombuffer(data[start + begin : start + end], "<i8").copy()
+    assert offsets.tolist() == [0, *np.cumsum(LENGTHS)]
+    change(offsets)
+    with path.open("r+b") as file:
+        file.seek(start + begin)
+        file.write(offsets.tobytes())
+
+
+class DiskStoreContract(StoreContract):
+    """What stores in a directory do besides: entries with ragged fields are verified, found damaged, and moved."""
+
+    def test_ragged_entries_are_verified_compacted_and_rebuilt(self, store):
+        entries = texts()
+        store.add(entries[:4])
+        store.add(entries[4:])
+        report = verify(store)
+        assert report.ok and report.num_entries == 6
+        store.remove([entries[2].record.key])
+        left = [entry for entry in entries if entry is not entries[2]]
+        report = compact(store)
+        assert report.num_entries == 5 and report.num_packs_after == 1 and not report.damaged
+        for entry in left:
+            assert_holds(store, entry)
+        assert verify(store).ok and store.stats().payload_bytes == sum(entry.num_bytes for entry in left)
+        shutil.rmtree(store.path / "index")
+        report = rebuild(store)
+        assert report.num_entries == 5 and not report.damaged
+        with DiskStore(store.path, read_only=True, io=store.io) as again:
+            for entry in left:
+                assert_holds(store, entry)
+                assert_holds(again, entry)
+        assert store.add(entries) == 1
+
+    @pytest.mark.parametrize("value", [-1, 2, 4, 1 << 40, -(1 << 62)])
+    def test_damaged_offsets_of_a_ragged_field_are_found(self, store, value):
+        """An offset is the end of one entry and the start of the next: both are damaged, and no other is."""
+        entries = texts()
+        store.add(entries)
+        write_offsets(store, lambda offsets: offsets.__setitem__(1, value))
+        with DiskStore(store.path, read_only=True, io=store.io) as reader:
+            assert verify(reader).damaged.keys() == {entry.record.key for entry in entries[:2]}
+        for entry in entries[:2]:
+            for call in (store.get, store.describe, lambda key: read_batch(store, [key])):
+                with pytest.raises(EntryDamagedError):
+                    call(entry.record.key)
+        for entry in entries[2:]:
+            assert_holds(store, entry)
+        assert store.damaged().keys() == {entry.record.key for entry in entries[:2]}
+        assert compact(store).damaged == {} and store.add(entries) == 2
+        for entry in entries:
+            assert_holds(store, entry)
+
+    @pytest.mark.parametrize("read_first", [False, True])
+    def test_offsets_that_are_damaged_later_never_reach_outside(self, store, read_first):
+        entries = texts()
+        store.add(entries)
+        if read_first:
+            for entry in entries:
+                assert_holds(store, entry)
+        write_offsets(store, lambda offsets: offsets.fill(1 << 50))
+        assert verify(store).damaged.keys() == {entry.record.key for entry in entries[:5]}
+        for entry in entries[:5]:
+            with pytest.raises(EntryDamagedError):
+                store.rows([entry.record.key])
+        assert_holds(store, entries[5])
+
+
+class TestDiskStore(DiskStoreContract):
     @pytest.fixture
     def store(self, tmp_path):
         with DiskStore(tmp_path / "cache") as store:
@@ -23,7 +107,7 @@ class TestDiskStore(StoreContract):
 
 
 @pytest.mark.usefixtures("past_cache")
-class TestDirectDiskStore(StoreContract):
+class TestDirectDiskStore(DiskStoreContract):
     @pytest.fixture
     def store(self, tmp_path):
         with DiskStore(tmp_path / "cache", io="direct") as store:
@@ -49,7 +133,7 @@ class TestMemoryStore(StoreContract):
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """Any order of calls gives what a dict gives. Entries 0-7 have one shape, 8-11 another."""
+    """Any order of calls gives what a dict gives. Entries 0-7 have one shape, 8-11 have lengths of their own."""
 
     numbers = st.lists(st.integers(0, 11), max_size=4)
 
@@ -64,7 +148,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @staticmethod
     def entry(number):
-        return make_entry(number, kind="text" if number > 7 else "image", shape=(3, 5) if number < 8 else (9,))
+        return make_entry(number, shape=(3, 5)) if number < 8 else make_text(number, number - 7)
 
     @rule(numbers=numbers)
     def add(self, numbers):
@@ -86,6 +170,17 @@ class StoreMachine(RuleBasedStateMachine):
         batch = read_batch(self.store, [self.model[number].record.key for number in numbers])
         if numbers:
             assert same(batch["moments"], torch.stack([self.model[n].tensors["moments"] for n in numbers]))
+
+    @rule(order=st.randoms(use_true_random=False), side=st.sampled_from(["left", "right"]))
+    def read_padded(self, order, side):
+        numbers = [number for number in self.model if number > 7] * 2
+        order.shuffle(numbers)
+        rule = Padding(side=side)
+        keys = [self.model[number].record.key for number in numbers]
+        batch = read_batch(self.store, keys, padding={"hidden": rule, "mask": rule})
+        if numbers:
+            values, lengths = padded([self.model[number].tensors["hidden"] for number in numbers], side=side)
+            assert same(batch["hidden"], values) and same(batch["hidden_lengths"], lengths)
 
     @rule(number=st.integers(0, 11))
     def get(self, number):

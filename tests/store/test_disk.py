@@ -99,7 +99,9 @@ def test_directories_that_are_no_caches(root, tmp_path):
     assert listing(root) == [*CLEAN, "0 packs"]
 
 
-@pytest.mark.parametrize("mark", ['{"schema": 1}', '{"schema": 3}', '{"schema": "1"}', "{}", "[1]", "no json", "", "[" * 5000])
+@pytest.mark.parametrize(
+    "mark", ['{"schema": 1}', '{"schema": 3}', '{"schema": "1"}', "{}", "[1]", "no json", "", "[" * 5000]
+)
 def test_other_formats_are_refused(root, mark):
     DiskStore(root).close()
     (root / "CACHE.json").write_text(mark)

@@ -64,7 +64,7 @@ def tensor_bytes(path, name):
 
 
 def read_at(data, records, key, location):
-    """The entry, or why it cannot be had: what a store, `verify` and `rebuild` go by."""
+    """The entry, or why it cannot be read, by the checks of a store, `verify` and `rebuild`."""
     if not records.is_at(key, location):
         return "not at its place"
     problem = check_payload(data, key, location)
@@ -161,7 +161,7 @@ def test_even_columns_need_no_padding(path):
     assert len(padded) <= 2, "of the records and their offsets"
 
 
-def test_columns_of_one_name_are_told_apart(path):
+def test_columns_of_one_field_and_shape_have_names_of_their_own(path):
     entries = [sample(0), sample(1, dtype=torch.float32), sample(2, shape=(2,)), sample(3, more=torch.ones(1))]
     entries += [text(4, 2), replace(text(5, 2), tensors={**text(5, 2).tensors, "hidden": torch.ones(2, 5)})]
     write(path, entries)
@@ -185,13 +185,10 @@ shapes = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 names = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,9}", fullmatch=True)
 
 
-
 @st.composite
 def entry_lists(draw):
     """Entries of some specs: the kind and, by field, the dtype, the shape, and whether it is ragged."""
-    specs = draw(
-        st.lists(st.tuples(st.sampled_from(["image", "text", "a-2_b"]), _fields()), min_size=1, max_size=3)
-    )
+    specs = draw(st.lists(st.tuples(st.sampled_from(["image", "text", "a-2_b"]), _fields()), min_size=1, max_size=3))
     entries = []
     for number in range(draw(st.integers(1, 6))):
         kind, chosen = draw(st.sampled_from(specs))
@@ -260,7 +257,7 @@ def test_any_json_is_a_layout_that_fits_into_its_file_or_refused(file_bytes, val
     for row in range(min(pack.num_entries, 50)):
         place = locate(pack, row, b"")
         assert place.end <= file_bytes
-        assert all(0 <= offset and offset + num_bytes <= place.end for offset, num_bytes in place.ranges())
+        assert all(offset >= 0 and offset + num_bytes <= place.end for offset, num_bytes in place.ranges())
 
 
 GROUP = ["image", 2, [["x", "float16", [4], 0, 2, None], ["y", "uint8", [], 16, 5, 24]]]
@@ -480,7 +477,7 @@ def test_only_regular_files_are_opened(path, tmp_path):
 
 
 def test_every_flipped_bit_is_refused_or_harmless(path):
-    """In the header and in each tensor: whoever has the place of an entry, or rebuilds it, gets its value or none."""
+    """In the header and in each tensor. An entry is read where the index says, and where the pack itself says."""
     entries = [text(0, 2), text(1, 1)]
     head = write(path, entries)
     places = {key: locate(head.pack, row, head.digests[row].tobytes()) for row, key in enumerate(head.names())}
@@ -560,7 +557,7 @@ def test_an_exchanged_pack_is_found(tmp_path):
 
 @pytest.mark.parametrize("field", ["keys", "digests", "record_offsets", "records"])
 def test_what_describes_the_entries_is_compared_with_its_digest(tmp_path, field):
-    """What was flipped in the file's own index is known to a store whose database is in order, and to one that has none."""
+    """What was flipped in the file is found, though the index is in order and the payload too."""
     with DiskStore(tmp_path / "cache") as store:
         store.add(samples(0, 1))
         (path,) = packs(store)

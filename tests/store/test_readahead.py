@@ -6,20 +6,20 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-from store_samples import key, packs, samples
+from store_samples import key, pack_of, payload, samples, where
 
-from latentcache.store import DiskStore, readahead
-from latentcache.store.readahead import MAX_IDLE_READS, SKIPPED_READS, ReadAhead
+from latentcache.store import DiskStore, mapped
+from latentcache.store.mapped import MAX_IDLE_READS, SKIPPED_READS, ReadAhead
 from latentcache.store.stacking import read_batch
 
-on_linux = pytest.mark.skipif(not hasattr(readahead.resource, "RUSAGE_THREAD"), reason="needs counts per thread")
+on_linux = pytest.mark.skipif(not hasattr(mapped.resource, "RUSAGE_THREAD"), reason="needs counts per thread")
 
 
 @pytest.fixture
 def usage(monkeypatch):
     """What the system would report of this thread."""
     values = SimpleNamespace(ru_majflt=7, ru_inblock=100)
-    monkeypatch.setattr(readahead.resource, "getrusage", lambda who: values)
+    monkeypatch.setattr(mapped.resource, "getrusage", lambda who: values)
     return values
 
 
@@ -52,15 +52,15 @@ def test_each_thread_decides_for_itself(usage):
 
 
 def test_always_and_never_check_nothing(monkeypatch):
-    monkeypatch.delattr(readahead.resource, "getrusage")
-    assert all(ReadAhead("always").should_prefetch() == readahead.CAN_ADVISE for _ in range(20))
+    monkeypatch.delattr(mapped.resource, "getrusage")
+    assert all(ReadAhead("always").should_prefetch() == mapped.CAN_ADVISE for _ in range(20))
     assert not any(ReadAhead("never").should_prefetch() for _ in range(20))
 
 
 def test_where_the_system_counts_or_takes_nothing_nothing_is_advised(monkeypatch):
-    monkeypatch.delattr(readahead.resource, "RUSAGE_THREAD", raising=False)
+    monkeypatch.delattr(mapped.resource, "RUSAGE_THREAD", raising=False)
     assert not ReadAhead("missing").should_prefetch()
-    monkeypatch.setattr(readahead, "CAN_ADVISE", False)
+    monkeypatch.setattr(mapped, "CAN_ADVISE", False)
     assert not ReadAhead("always").should_prefetch() and ReadAhead("always").mode == "never"
 
 
@@ -70,7 +70,7 @@ def test_where_the_system_counts_or_takes_nothing_nothing_is_advised(monkeypatch
 @pytest.fixture
 def advised(monkeypatch):
     """The ranges that are advised: (file, offset, bytes)."""
-    if not readahead.CAN_ADVISE:
+    if not mapped.CAN_ADVISE:
         pytest.skip("this system takes no advice")
     ranges, real = [], os.posix_fadvise
 
@@ -92,8 +92,8 @@ def root(tmp_path):
 
 
 def ranges_of(store, *numbers):
-    locations = [store.catalog.locate(key(number)) for number in numbers]
-    return sorted((f"{each.pack}.safetensors", each.places["moments"].offset, each.num_bytes) for each in locations)
+    places = [where(store, number) for number in numbers]
+    return sorted((path.name, offset, len(payload(0))) for path, offset in places)
 
 
 def test_exactly_what_is_read_is_advised(root, advised):
@@ -111,7 +111,7 @@ def test_exactly_what_is_read_is_advised(root, advised):
 
 @pytest.mark.parametrize("num_files", [1, 64])
 def test_ranges_come_in_the_order_in_which_they_are_read(root, advised, monkeypatch, num_files):
-    monkeypatch.setattr(readahead, "_MAX_FILES", num_files)
+    monkeypatch.setattr(mapped, "_MAX_FILES", num_files)
     with DiskStore(root, read_ahead="always") as store:
         for order in ([2, 0, 1], [1, 2, 0]):
             advised.clear()
@@ -154,14 +154,14 @@ def test_a_file_system_that_takes_no_advice_is_no_matter(root, monkeypatch):
 def test_a_pack_that_is_gone_or_unreadable_is_no_matter(root, advised):
     with DiskStore(root, read_ahead="always") as store:
         read_batch(store, [key(2)])
-        store.directory.pack_path(store.catalog.locate(key(2)).pack).unlink()
+        other = pack_of(store, 0)
+        pack_of(store, 2).unlink()
         advised.clear()
         assert read_batch(store, [key(2)])["moments"].shape[0] == 1, "a mapped pack stays readable"
         store.prefetch([key(2)])
         assert advised == []
-        (path,) = packs(store)
-        target = path.with_name("elsewhere")
-        path.rename(target)
-        path.symlink_to(target)
+        target = other.with_name("elsewhere")
+        other.rename(target)
+        other.symlink_to(target)
         store.prefetch([key(0)])
         assert advised == []

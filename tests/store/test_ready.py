@@ -1,4 +1,7 @@
-"""What a store keeps of a batch for the next one: it saves look-ups and digests, and goes when it is not true."""
+"""What was read once is not compared again, and what a caller remembers goes when it is not true any more.
+
+A caller may remember rows as long as the store's generation is equal (`Store.generation`), as the loader does.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from store_samples import key, packs, run, sample, samples
+import xxhash
+from store_samples import flip, key, mark, pack_of, packs, run, sample, samples
 
 from latentcache.errors import EntryDamagedError, EntryMissingError, StoreError
-from latentcache.store import DiskStore
-from latentcache.store import mapped as mapped_module
+from latentcache.store import DiskStore, Index
 from latentcache.store.catalog import Catalog
 from latentcache.store.stacking import read_batch, stack
 from latentcache.store.upkeep import compact, prune, verify
@@ -38,21 +41,37 @@ def read(store, *numbers):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Counts digests and look-ups."""
+    """Counts digests of payloads, and look-ups."""
     counts = {"digests": 0, "look_ups": 0}
-    check, look_up = mapped_module.check_payload, Catalog.look_up
+    hasher, look_up = xxhash.xxh3_128, Catalog.look_up
 
-    def counted_check(*args):
+    def counted_hasher(*args):
         counts["digests"] += 1
-        return check(*args)
+        return hasher(*args)
 
     def counted_look_up(self, keys):
         counts["look_ups"] += 1
         return look_up(self, keys)
 
-    monkeypatch.setattr(mapped_module, "check_payload", counted_check)
+    monkeypatch.setattr(xxhash, "xxh3_128", counted_hasher)
     monkeypatch.setattr(Catalog, "look_up", counted_look_up)
     return counts
+
+
+class Remembering:
+    """Reads as the loader does: rows are remembered as long as the generation is equal."""
+
+    def __init__(self, store):
+        self.store, self.generation, self.rows = store, None, {}
+
+    def read(self, *numbers):
+        generation = self.store.generation
+        if generation != self.generation:
+            self.generation, self.rows = generation, {}
+        new = [key(number) for number in numbers if key(number) not in self.rows]
+        self.rows |= dict(zip(new, self.store.rows(new), strict=True))
+        keys = [key(number) for number in numbers]
+        return stack(keys, [self.rows[key] for key in keys])["moments"]
 
 
 def test_a_batch_is_looked_up_at_once(store, calls):
@@ -84,41 +103,87 @@ def test_what_was_removed_is_gone_at_once(store):
     assert read(store, 0).equal(moments(0))
 
 
-def test_what_another_store_removed_is_gone_with_the_next_look_at_the_index(store):
-    read(store, 0, 1)
-    with DiskStore(store.path) as other:
-        other.remove([key(1)])
+@pytest.mark.parametrize("by", ["another store", "another process"])
+@pytest.mark.parametrize("what", ["remove", "prune", "mark"])
+def test_what_another_removed_is_gone_with_the_next_look_at_the_index(store, what, by):
+    memory = Remembering(store)
+    assert memory.read(0, 1).equal(moments(0, 1))
+
+    def change():
+        with DiskStore(store.path) as other:
+            if what == "remove":
+                other.remove([key(1)])
+            elif what == "prune":
+                prune(other, [key(number) for number in (0, 2, 3, 4, 5)])
+            else:
+                mark(other, 1)
+
+    if by == "another store":
+        change()
+    else:
+        assert run(change) == 0
     assert key(1) not in set(store.keys())
-    with pytest.raises(EntryMissingError):
-        read(store, 0, 1)
+    for call in (lambda: memory.read(0, 1), lambda: read(store, 0, 1)):
+        with pytest.raises(EntryDamagedError if what == "mark" else EntryMissingError):
+            call()
+    assert memory.read(0, 2).equal(moments(0, 2))
 
 
-def test_what_was_found_damaged_is_not_read_again(store):
-    read(store, 0, 1)
-    location = store.catalog.locate(key(0))
-    store.mark_damaged({key(0): (location, "a test says so")})
-    with pytest.raises(EntryDamagedError, match="a test says so"):
-        read(store, 0, 1)
-    store.add(samples(0))
-    assert store.catalog.locate(key(0)) != location and read(store, 0, 1).equal(moments(0, 1))
+def test_what_another_process_compacted_or_added_again_is_read_where_it_is_now(store):
+    memory = Remembering(store)
+    assert memory.read(*range(6)).equal(moments(*range(6)))
+    assert run(compact, store.path) == 0
+    assert memory.read(*range(6)).equal(moments(*range(6))), "what was read stays readable"
+    assert list(store.keys()) and memory.read(*range(6)).equal(moments(*range(6)))
+    assert read(store, *range(6)).equal(moments(*range(6))) and not store.damaged()
+    with DiskStore(store.path) as other:
+        other.remove(KEYS[:2])
+        other.add(samples(0, 1))
+    assert set(store.keys()) == set(KEYS) and memory.read(0, 1).equal(moments(0, 1))
+
+
+def test_what_is_new_lets_what_is_remembered_stay(store, calls):
+    memory = Remembering(store)
+    assert memory.read(0, 1).equal(moments(0, 1))
+    generation = store.generation
+    with DiskStore(store.path) as other:
+        other.add(samples(6, 7))
+    store.add(samples(8))
+    assert store.find([key(6), key(8)]) == {key(6), key(8)} and len(list(store.keys())) == 9
+    assert store.generation == generation
+    calls["digests"] = 0
+    assert memory.read(0, 1, 6).equal(moments(0, 1, 6)) and calls["digests"] == 1
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_what_was_found_damaged_is_not_read_again(store, read_only):
+    with DiskStore(store.path, read_only=read_only) as reader:
+        memory = Remembering(reader)
+        assert memory.read(0, 1).equal(moments(0, 1))
+        mark(reader, 0)  # the pack is in order again
+        for call in (lambda: memory.read(0, 1), lambda: read(reader, 0, 1)):
+            with pytest.raises(EntryDamagedError, match="digest"):
+                call()
+        assert memory.read(1).equal(moments(1))
+    if not read_only:
+        store.add(samples(0))
+        assert len(packs(store)) == 4 and read(store, 0, 1).equal(moments(0, 1))
 
 
 @pytest.mark.parametrize("writes", ["marked", "disk full"])
-def test_what_was_found_damaged_after_it_was_read_is_handed_out_no_more(store, monkeypatch, writes):
-    generation = store.generation
-    assert read(store, 0, 1).equal(moments(0, 1))
-    location = store.catalog.locate(key(0))
-    with store.directory.pack_path(location.pack).open("r+b") as file:
-        file.seek(location.offsets[0])
-        file.write(b"\xff" * 32)
+def test_what_was_found_damaged_after_it_was_read_is_not_returned_any_more(store, monkeypatch, writes):
+    memory, generation = Remembering(store), store.generation
+    assert memory.read(0, 1).equal(moments(0, 1))
+    flip(store, 0)
     if writes == "disk full":
-        monkeypatch.setattr(store.catalog, "mark", lambda damaged: (_ for _ in ()).throw(StoreError("disk full")))
+        monkeypatch.setattr(Index, "transaction", lambda self: (_ for _ in ()).throw(StoreError("disk full")))
     assert set(verify(store).damaged) == {key(0)}
     assert store.generation != generation
     for _ in range(2):
-        with pytest.raises(EntryDamagedError):
-            read(store, 0, 1)
-    assert read(store, 1).equal(moments(1))
+        for call in (lambda: memory.read(0, 1), lambda: read(store, 0, 1)):
+            with pytest.raises(EntryDamagedError):
+                call()
+    assert memory.read(1).equal(moments(1)) and read(store, 1).equal(moments(1))
 
 
 def mapped_and_deleted(store):
@@ -127,7 +192,7 @@ def mapped_and_deleted(store):
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc/self/maps")
-def test_packs_that_were_compacted_away_are_let_go(store):
+def test_packs_that_were_compacted_away_are_released(store):
     assert read(store, *range(6)).equal(moments(*range(6)))
     compact(store)
     assert len(packs(store)) == 1 and not mapped_and_deleted(store)
@@ -140,9 +205,7 @@ def test_packs_that_were_compacted_away_are_let_go(store):
 
 def test_bytes_that_are_released_are_verified_again(store, calls):
     read(store, 0, 1)
-    generation = store.generation
-    store.release([store.catalog.locate(key(0)).pack])
-    assert store.generation != generation
+    store.release([pack_of(store, 0).stem])
     assert read(store, 0, 1).equal(moments(0, 1))
     assert calls["digests"] == 4
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
-from store_samples import CLEAN, flip, key, listing, pack_of, packs, payload, run, same, sample, samples, where
+from store_samples import CLEAN, flip, key, listing, pack_of, packs, payload, run, same, sample, samples
 
 from latentcache.errors import EntryMissingError, StoreBusyError, StoreError
 from latentcache.store import DiskStore, Index, catalog, compaction
@@ -59,7 +59,7 @@ def test_verify_marks_what_is_damaged(store, root):
     assert not report.ok and report.damaged.keys() == {key(1)} and "digest" in report.damaged[key(1)]
     assert store.damaged().keys() == {key(1)}
     again = verify(store)
-    assert not again.ok and not again.damaged and again.known_damaged == report.damaged, "not mended yet"
+    assert not again.ok and not again.damaged and again.known_damaged == report.damaged, "not fixed yet"
     assert store.add(samples(1)) == 1
     assert_holds(store, 0, 1, 2)
     assert verify(store).ok

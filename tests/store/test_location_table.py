@@ -1,0 +1,91 @@
+"""Where entries lie, in memory: what a dict says, also for keys that begin alike, which no identity gives by chance."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from latentcache.errors import StoreError
+from latentcache.store.layout import pack_from_json
+from latentcache.store.location_table import LocationTable, PackRow
+
+KEYS = [f"{start:016x}{end:048x}" for start in (0, 7, (1 << 64) - 1) for end in (0, 1, 1 << 100, (1 << 192) - 1)]
+"""Four of each have the same first word."""
+
+
+def row_of(number, keys, dead=()):
+    """The row of a pack with these keys: the first half are images of 3 bytes, the others texts of 5."""
+    half = len(keys) // 2
+    groups = [["image", half, [["x", "uint8", [3], 0, half, None]]]] if half else []
+    groups += [["text", len(keys) - half, [["y", "uint8", [5], 0, len(keys) - half, None]]]]
+    pack = pack_from_json(f"{number:032x}", 1000, groups)
+    data = np.frombuffer(bytes.fromhex("".join(keys)), np.uint8).reshape(-1, 32)
+    digests = np.arange(16 * len(keys), dtype=np.uint8).reshape(-1, 16)
+    return PackRow(pack, data, digests, np.array([key not in dead for key in keys]))
+
+
+steps = st.lists(
+    st.tuples(
+        st.sampled_from(["add", "add", "drop", "drop pack"]), st.lists(st.sampled_from(KEYS), min_size=1, unique=True)
+    ),
+    max_size=12,
+)
+
+
+@given(steps)
+@settings(max_examples=60, deadline=None)
+def test_it_says_what_a_dict_says(steps):
+    table, model = LocationTable(), {}
+    for number, (what, keys) in enumerate(steps):
+        if what == "add":
+            row = row_of(number, keys, dead=model)
+            table.add([row])
+            model |= {key: (row, at) for at, key in enumerate(keys) if row.live[at]}
+        elif what == "drop":
+            assert table.drop(keys * 2) == len(model.keys() & set(keys))
+            model = {key: place for key, place in model.items() if key not in keys}
+        elif model:
+            gone = next(iter(model.values()))[0].pack.id
+            table.drop_packs([gone])
+            model = {key: place for key, place in model.items() if place[0].pack.id != gone}
+        assert len(table) == len(model) and sorted(table.keys()) == sorted(model)
+        assert table.find(KEYS) == model.keys()
+        by_pack = {}
+        for key, place in zip(KEYS * 2, table.look_up(KEYS * 2), strict=True):
+            assert (place is None) == (key not in model)
+            if place is not None:
+                row, at = model[key]
+                assert place.place == (row.pack.id, at) and place.digest == row.digests[at].tobytes()
+                by_pack.setdefault(row.pack.id, {})[key] = place.place
+        found = {pack: {key: place.place for key, place in own.items()} for pack, own in table.by_pack().items()}
+        assert found == by_pack
+        kinds = [row.pack.group_of(at).kind for row, at in model.values()]
+        expected = {kind: (kinds.count(kind), kinds.count(kind) * size) for kind, size in (("image", 3), ("text", 5))}
+        assert table.counts() == {kind: count for kind, count in expected.items() if count[0]}
+
+
+@pytest.mark.parametrize("key", ["", "0" * 63, "0" * 65, "A" * 64, "0 " * 32, None, 7])
+def test_what_is_no_key_is_refused(key):
+    table = LocationTable([row_of(0, KEYS)])
+    for call in (table.look_up, table.find, table.drop):
+        with pytest.raises(StoreError, match="not a key"):
+            call([KEYS[0], key])
+
+
+def test_a_row_is_read_back_and_every_flipped_bit_is_refused():
+    row = row_of(1, KEYS[:3], dead=KEYS[1])
+    row.reasons = {1: "a reason \u2026"}
+    data = row.to_bytes()
+    found = PackRow.from_bytes(row.pack.id, data)
+    assert found.pack == row.pack and found.names() == KEYS[:3] and found.live.tolist() == [True, False, True]
+    assert found.digests.tolist() == row.digests.tolist() and found.damaged() == {KEYS[1]: "a reason \u2026"}
+    for bit in range(8 * len(data)):
+        changed = bytearray(data)
+        changed[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(ValueError, match="checksum"):
+            PackRow.from_bytes(row.pack.id, bytes(changed))
+    for length in range(len(data)):
+        with pytest.raises(ValueError, match="checksum"):
+            PackRow.from_bytes(row.pack.id, data[:length])

@@ -1,0 +1,263 @@
+"""A store that is reopened, or that catches up with another, knows what a store that was never closed knows."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from store_samples import fork, key, mark, payload, run, same, sample, samples
+
+from latentcache.errors import EntryDamagedError, EntryMissingError
+from latentcache.store import DiskStore
+from latentcache.store.upkeep import compact, prune, rebuild, verify
+
+NUMBERS = range(14)
+
+
+@pytest.fixture
+def root(tmp_path):
+    return tmp_path / "cache"
+
+
+def assert_knows(store, present, damaged=()):
+    """The store has these entries, finds those damaged, and knows of no others, once it has looked at the index."""
+    keys = {key(number) for number in present}
+    assert sorted(store.keys()) == sorted(keys), "each once"
+    assert store.damaged().keys() == {key(number) for number in damaged}
+    assert store.find([key(number) for number in {*NUMBERS, *present}]) == keys
+    stats = store.stats()
+    assert sum(stats.num_entries.values()) == len(keys) and stats.num_damaged == len(set(damaged))
+    assert stats.payload_bytes == len(keys) * sample(0).num_bytes
+    for number in {*NUMBERS, *present}:
+        if number in present:
+            assert store.describe(key(number)) == {"moments": ("float16", (4, 8, 8))}
+        else:
+            with pytest.raises(EntryDamagedError if number in damaged else EntryMissingError):
+                store.describe(key(number))
+
+
+def assert_reads(store, present):
+    for number in present:
+        assert same(store.get(key(number)), sample(number))
+
+
+@pytest.mark.parametrize("read_only", [True, False])
+def test_an_opening_knows_what_came_in_many_packs(root, read_only):
+    with DiskStore(root) as store:
+        for number in range(4):
+            store.add(samples(number))
+        with DiskStore(root, read_only=read_only) as other:
+            assert_knows(other, range(4))
+            store.add(samples(4, 5))
+            assert_knows(other, range(6))
+            assert_reads(other, range(6))
+    with DiskStore(root, read_only=read_only) as store:
+        assert_knows(store, range(6))
+        assert_reads(store, range(6))
+
+
+@pytest.mark.parametrize("what", ["remove", "remove a pack", "mark", "compact", "prune", "rebuild", "replace"])
+def test_every_change_is_known_to_stores_that_were_open(root, what):
+    with DiskStore(root) as store, DiskStore(root) as other, DiskStore(root, read_only=True) as reader:
+        for numbers in ([0], [1, 2], [3, 4, 5]):
+            store.add(samples(*numbers))
+        for each in (other, reader):
+            assert_knows(each, range(6))
+            assert_reads(each, range(6))
+        present, damaged = set(range(6)), set()
+        if what == "remove":
+            assert store.remove([key(1)]) == 1
+            present -= {1}
+        elif what == "remove a pack":
+            assert store.remove([key(1), key(2)]) == 2
+            present -= {1, 2}
+        elif what == "mark":
+            mark(store, 1)
+            present, damaged = present - {1}, {1}
+        elif what == "compact":
+            assert compact(store).num_packs_after == 1
+        elif what == "prune":
+            prune(store, [key(number) for number in range(1, 6)])
+            present -= {0}
+        elif what == "rebuild":
+            store.remove([key(1)])
+            assert rebuild(store).num_entries == 6, "what was removed, and not compacted away, comes back"
+        else:
+            mark(store, 1)
+            assert store.add(samples(1)) == 1
+        for each in (store, other, reader):
+            assert_knows(each, present, damaged)
+            assert_reads(each, present)
+        for read_only in (True, False):
+            with DiskStore(root, read_only=read_only) as opened:
+                assert_knows(opened, present, damaged)
+                assert_reads(opened, present)
+        store.add(samples(*range(8)))
+        for each in (other, reader):
+            assert_knows(each, range(8))
+            assert_reads(each, range(8))
+
+
+def test_a_store_that_meets_a_rebuilt_index_reads_all_of_it(root):
+    """The new index has rows of the same names in the same order, so their number says nothing."""
+    with DiskStore(root) as store, DiskStore(root) as other, DiskStore(root, read_only=True) as reader:
+        store.add(samples(0, 1))
+        store.remove([key(0)])
+        assert rebuild(store).num_entries == 2
+        for each in (store, other, reader):
+            assert_knows(each, [0, 1])
+        store.remove([key(0)])
+        for each in (store, other, reader):
+            assert_knows(each, [1])
+        assert rebuild(other).num_entries == 2
+        for each in (store, other, reader):
+            assert_knows(each, [0, 1])
+
+
+def write_and_close(root, source):
+    for number in itertools.count(source):
+        with DiskStore(root) as store:
+            store.add(samples(number))
+            store.remove([key(number - 3)])
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_kills_at_random(root):
+    source = random.Random(6)
+    with DiskStore(root) as never_closed:
+        for attempt in range(5):
+            process = fork.Process(target=write_and_close, args=(root, attempt * 100))
+            process.start()
+            until = time.monotonic() + 30
+            while not list(root.glob("packs/*/*.safetensors")) and time.monotonic() < until:
+                time.sleep(0.01)
+            process.join(source.uniform(0.1, 0.5))
+            process.kill()
+            process.join(60)
+            # For writing first: that rolls back what the dead writer left half done.
+            with DiskStore(root) as store, DiskStore(root, read_only=True) as reader:
+                numbers = {key(number): number for number in range(500)}
+                present = sorted(numbers[name] for name in store.keys())
+                for each in (store, reader, never_closed):
+                    assert_knows(each, present)
+                assert_reads(store, present)
+                assert verify(store).ok
+
+
+def test_forks_share_a_store_and_see_changes(root):
+    with DiskStore(root) as store:
+        store.add(samples(*range(4)))
+
+        def child():
+            assert_reads(store, [2])
+            store.remove([key(2)])
+            store.add(samples(7))
+            assert_knows(store, [0, 1, 3, 7])
+
+        assert run(child) == 0
+        assert_reads(store, [7])
+        assert_knows(store, [0, 1, 3, 7])
+
+
+# In any order --------------------------------------------------------------------------------------------------------
+
+
+class TwoStores(RuleBasedStateMachine):
+    """Two stores and a reader on one directory. Each finds out what the others did, as a reopened one does."""
+
+    which = st.integers(0, 1)
+    some = st.lists(st.sampled_from(NUMBERS), min_size=1, max_size=4)
+
+    @initialize(num=st.integers(0, 6))
+    def start(self, num):
+        self.folder = tempfile.TemporaryDirectory()
+        self.root = Path(self.folder.name) / "cache"
+        self.stores = [DiskStore(self.root), DiskStore(self.root)]
+        self.reader = DiskStore(self.root, read_only=True)
+        self.present, self.damaged = set(), set()
+        for number in range(num):
+            self.add(0, [number])
+
+    def teardown(self):
+        if hasattr(self, "stores"):
+            self.know_the_same(0, True)
+            for store in (*self.stores, self.reader):
+                store.close()
+        if hasattr(self, "folder"):
+            self.folder.cleanup()
+
+    @rule(which=which, numbers=some)
+    def add(self, which, numbers):
+        assert self.stores[which].add(samples(*numbers)) == len(set(numbers) - self.present)
+        self.present |= set(numbers)
+        self.damaged -= set(numbers)
+
+    @rule(which=which, numbers=some)
+    def remove(self, which, numbers):
+        removed = self.stores[which].remove([key(number) for number in numbers])
+        assert removed == len(set(numbers) & self.present)
+        self.present -= set(numbers)
+        self.damaged -= set(numbers)
+
+    @rule(which=which, number=st.sampled_from(NUMBERS))
+    def damage(self, which, number):
+        """For a moment, in every copy that there is."""
+        good = payload(number)
+        bad = bytes([good[0] ^ 1]) + good[1:]
+        paths = [path for path in self.root.glob("packs/*/*.safetensors") if good in path.read_bytes()]
+        for old, new in ((good, bad), (bad, good)):
+            for path in paths:
+                at = path.read_bytes().index(old)
+                with path.open("r+b") as file:
+                    file.seek(at)
+                    file.write(new)
+            if new is bad:
+                found = verify(self.stores[which]).damaged.keys()
+                assert found == {key(number) for number in {number} & self.present}
+        self.damaged |= {number} & self.present
+        self.present.discard(number)
+
+    @rule(which=which)
+    def move(self, which):
+        assert not compact(self.stores[which]).damaged
+
+    @rule(which=which, numbers=some)
+    def prune(self, which, numbers):
+        prune(self.stores[which], [key(number) for number in numbers])
+        self.present &= set(numbers)
+        self.damaged &= set(numbers)
+
+    @rule(which=which)
+    def rebuild(self, which):
+        """What was removed may come back from packs that were not compacted: so it is removed again."""
+        store = self.stores[which]
+        assert rebuild(store).num_entries >= len(self.present)
+        store.remove([key(number) for number in NUMBERS if number not in self.present])
+        self.damaged.clear()
+
+    @rule(which=which, read=st.booleans())
+    def know_the_same(self, which, read):
+        for store in (self.stores[which], self.reader):
+            assert_knows(store, self.present, self.damaged)
+            if read:
+                assert_reads(store, self.present)
+
+    @rule(which=which, read_only=st.booleans())
+    def reopen(self, which, read_only):
+        self.stores[which].close()
+        with DiskStore(self.root, read_only=read_only) as store:
+            assert_knows(store, self.present, self.damaged)
+            assert_reads(store, self.present)
+        self.stores[which] = DiskStore(self.root)
+        assert_knows(self.stores[which], self.present, self.damaged)
+
+
+TestTwoStores = TwoStores.TestCase
+TestTwoStores.settings = settings(max_examples=12, stateful_step_count=16, deadline=None)
