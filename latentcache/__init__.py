@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from latentcache.doctor.doctor import diagnose
     from latentcache.errors import LatentCacheError
     from latentcache.loading.cache import LatentCache
-    from latentcache.loading.dataset import LatentDataset
+    from latentcache.loading.dataset import LatentDataset, LatentDatasets
     from latentcache.loading.loader import LatentLoader
     from latentcache.loading.sampler import BucketBatchSampler
     from latentcache.models.model_loader import LoadedModels
@@ -43,6 +43,7 @@ __all__ = [
     "LatentCache",
     "LatentCacheError",
     "LatentDataset",
+    "LatentDatasets",
     "LatentLoader",
     "LoadedModels",
     "MemoryStore",
@@ -73,6 +74,7 @@ _HOMES = {
     "LatentCache": "loading.cache",
     "LatentCacheError": "errors",
     "LatentDataset": "loading.dataset",
+    "LatentDatasets": "loading.dataset",
     "LatentLoader": "loading.loader",
     "LoadedModels": "models.model_loader",
     "MemoryStore": "store.memory",

@@ -1,28 +1,53 @@
-"""What diffusers' SDXL training scripts and its SDXL pipelines take, out of the cache.
+"""What diffusers' SDXL training scripts and its SDXL pipelines take, out of the cache; and diffusers' SDXL itself.
 
 The scripts are `train_text_to_image_sdxl.py` and `train_text_to_image_lora_sdxl.py` of diffusers' examples, as they
 were in August 2026. The names of a batch, its types, and how it is used are theirs.
+
+For a trainer of one's own: `load_unet`, `load_scheduler` and `check_conditioning` give the model of the config's
+`model` section, refusing what diffusers would accept with a warning; `validation_parts` what a ValidationRunner needs
+besides them; `save_lora` and `lora_settings` are for what was trained.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from latentcache.devices.placement import DeviceLike, device_of
+from latentcache.config import Config
+from latentcache.devices.placement import DeviceLike, device_named, device_of
 from latentcache.errors import ModelError, StoreError
 from latentcache.families import sdxl
 from latentcache.loading.cache import IMAGE_FIELDS, TEXT_FIELDS, LatentCache, place
 from latentcache.loading.dataset import LatentDataset, LatentDatasets
 from latentcache.loading.randomness import Visit, seed_of
 from latentcache.loading.sampler import BucketBatchSampler
-from latentcache.models.unet import check_conditioning
+from latentcache.models.lora import load_lora, lora_settings, save_lora
+from latentcache.models.scheduler import load_scheduler
+from latentcache.models.unet import check_conditioning, load_unet
+from latentcache.models.vae import text_dtype, vae_dtype
+from latentcache.precache.encodings import load_models
 from latentcache.types import Batch, Bucket
 from latentcache.validation.prompt_set import prompt_embeddings
+
+__all__ = [
+    "PrecomputedDataset",
+    "check_conditioning",
+    "collate",
+    "data_loader",
+    "load_lora",
+    "load_scheduler",
+    "load_unet",
+    "lora_settings",
+    "prompt_kwargs",
+    "save_lora",
+    "time_ids",
+    "validation_parts",
+]
 
 SIZES = {"original_sizes": "original_size", "crop_top_lefts": "crop_top_left", "target_sizes": "target_size"}
 """What a batch of the scripts calls the sizes, and what LatentDataset calls them."""
@@ -230,3 +255,34 @@ def _unet_of(pipeline: DiffusionPipeline) -> Any:
             part="unet",
         )
     return unet
+
+
+def validation_parts(config: Config, cache: LatentCache) -> dict[str, Any]:
+    """The parts that a ValidationRunner of this config needs next to the UNet and its scheduler, on the CPU.
+
+    They are the `vae`, to decode images or to encode what is not cached; and, where the cache lacks a sample of a
+    validation set or a prompt, both text encoders and tokenizers. Their dtypes are those of precache, which encodes on
+    `encode.device`: entries that validation adds have the keys that precache would give them. Raises ModelError.
+    """
+    device, models = device_named(config.encode.device), load_models(config.model, {})
+    is_cached = _is_validation_cached(config, cache)
+    parts: dict[str, Any] = {}
+    if config.validation.prompts or not is_cached:
+        parts["vae"] = models.vae(vae_dtype(config.encode.vae_dtype, models.vae_config(), device)[0])
+    if not is_cached:
+        texts = models.text(text_dtype(config.encode.text_dtype, device)[0])
+        parts |= {field.name: getattr(texts, field.name) for field in fields(texts)}
+    return parts
+
+
+def _is_validation_cached(config: Config, cache: LatentCache) -> bool:
+    """Whether the cache has all that validation reads."""
+    names = [dataset.name for dataset in config.datasets if dataset.role == "validation"]
+    # The prompts of the training set: other sets in the cache may come from other text encoders.
+    own = cache.restricted(next(dataset.name for dataset in config.datasets if dataset.role == "train"))
+    try:
+        keys = {key for name in names for key in cache.manifest(name).keys()}
+        prompt_embeddings(own, config.validation.prompts, config.validation.negative_prompt, device="cpu")
+    except StoreError:
+        return False
+    return len(cache.store.find(keys)) == len(keys)
