@@ -37,7 +37,7 @@ def install() -> None:
     OURS.touch()
     pip = [str(PYTHON), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     # pip's own output is kept off stdout, which belongs to the job (--json).
-    subprocess.run([*pip, "-c", "constraints.txt", "-e", ".[test]"], cwd=ROOT, check=True, stdout=sys.stderr)
+    subprocess.run([*pip, "-c", "constraints.txt", "-e", ".[test,docs]"], cwd=ROOT, check=True, stdout=sys.stderr)
     STAMP.write_text(current_stamp())
 
 

@@ -34,6 +34,8 @@ def cli_page() -> Iterator[str]:
     yield from ("# Command line", "", "Every command takes `--help`. Exit codes: 0 done; 1 done, with refusals, damage")
     yield from ("or errors found; 2 could not run; 130 and 143 stopped by Ctrl-C or SIGTERM.", "")
     yield from ("With `--json` a command prints one JSON document on stdout, and everything else on stderr.", "")
+    yield "A command about a cache takes the cache's directory, or a config that names it. `--cache.path DIR` and"
+    yield from ("`LATENTCACHE_CACHE_PATH` work too.", "")
     for name in sorted(name for name in app if not name.startswith("-")):
         command = app[name]
         described = inspect.getdoc(command.default_command) or ""
