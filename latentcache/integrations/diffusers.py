@@ -22,7 +22,8 @@ from latentcache.config import Config
 from latentcache.devices.placement import DeviceLike, device_named, device_of
 from latentcache.errors import ModelError, StoreError
 from latentcache.families import sdxl
-from latentcache.loading.cache import IMAGE_FIELDS, TEXT_FIELDS, LatentCache, place
+from latentcache.loading.batch import IMAGE_FIELDS, place
+from latentcache.loading.cache import TEXT_FIELDS, LatentCache
 from latentcache.loading.dataset import LatentDataset, LatentDatasets
 from latentcache.loading.randomness import Visit, seed_of
 from latentcache.loading.sampler import BucketBatchSampler
