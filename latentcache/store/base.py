@@ -174,9 +174,7 @@ class Writer(Protocol):
 
     def __enter__(self) -> Writer: ...
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: object
-    ) -> None: ...
+    def __exit__(self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: object) -> None: ...
 
 
 Description = Mapping[str, tuple[str, tuple[int, ...]]]
