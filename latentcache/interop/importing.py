@@ -20,7 +20,7 @@ from latentcache.interop.imported_identity import import_provenance, imported_co
 from latentcache.interop.items import ForeignCache, ForeignImage, ForeignText
 from latentcache.interop.latent_scale_check import Scale
 from latentcache.interop.reports import ImportReport
-from latentcache.interop.verification import Verification, verify_rows
+from latentcache.interop.verification import Verification, Verifier
 from latentcache.models.vae import problems
 from latentcache.precache.workspace import Workspace
 from latentcache.store.base import Writer, dtype_name
@@ -67,16 +67,16 @@ def import_cache(
         raise StoreError(
             f"manifest {name} was made by precache: an import needs a name of its own; give another --name"
         )
-    # Now, not when all has been read.
-    encoders = None if verification is None else verification.prepare(name, workspace)
-    dtypes: Dtypes = {"image": store_dtype, "text": store_dtype} if encoders is None else encoders.store_dtypes()
+    # What a verification lacks is found now, not when all has been read.
+    verifier = None if verification is None else Verifier(verification, name, workspace)
+    dtypes: Dtypes = {"image": store_dtype, "text": store_dtype} if verifier is None else verifier.store_dtypes()
     run = _Import(foreign, workspace, dtypes, Scale(scale_check), ImportReport(foreign.format, name))
     progress = progress or NoProgress()
     with workspace.in_use():
         try:
             rows = run.read(progress)
-            if verification is not None and encoders is not None:
-                rows = verify_rows(rows, name, workspace, verification, encoders, run.report, progress)
+            if verifier is not None:
+                rows = verifier.verify(rows, run.report, progress)
         finally:
             progress.finish()
         if rows:

@@ -274,7 +274,9 @@ def test_an_encoder_that_gives_nan_verifies_nothing(target: Config, samples: lis
     report = verified(target, Copy(samples, photos), models=LoadedModels(**components))
     assert (report.num_verified, report.num_unverified) == (0, 16)
     assert {refusal.reason for refusal in report.unequal} == {"bad-output"}
-    assert "encoding in float32 gives latents that are nan: nothing to compare with" in report.to_text()
+    nothing = "there is nothing to compare with: the "
+    assert f"{nothing}VAE gave nan, computed in float32" in report.to_text()
+    assert f"{nothing}text encoders gave nan for caption 'a red house'" in report.to_text()
     json.dumps(report.to_json(), allow_nan=False)
 
 
