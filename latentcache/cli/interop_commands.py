@@ -112,7 +112,7 @@ def import_foreign(
         root: The folder of the foreign cache.
         source: Its format: kohya, simpletuner, ai-toolkit, diffusion-pipe or onetrainer.
     """
-    from latentcache.interop.importing import import_cache
+    from latentcache.interop.importing import DatasetUse, import_cache
     from latentcache.precache.workspace import open_workspace
     from latentcache.store.base import DTYPES
     from latentcache.utils.progress import default_progress
@@ -134,8 +134,10 @@ def import_foreign(
             foreign,
             workspace,
             name=options.name or (dataset.name if dataset is not None else source),
-            role=options.role or (dataset.role if dataset is not None else "train"),
-            repeats=options.repeats if options.repeats is not None else (dataset.repeats if dataset is not None else 1),
+            use=DatasetUse(
+                options.role or (dataset.role if dataset is not None else "train"),
+                options.repeats if options.repeats is not None else (dataset.repeats if dataset is not None else 1),
+            ),
             store_dtype=None if options.dtype is None else DTYPES[options.dtype],
             scale_check=not options.no_scale_check,
             verification=_verification(options, loaded),

@@ -546,7 +546,7 @@ def test_a_pipeline_without_a_source_is_refused(pipeline: SimpleNamespace, tmp_p
     running = pipeline.LoadingPipeline(
         device=torch.device("cpu"), modules=modules, batch_size=1, seed=1, state=pipeline.PipelineState(1)
     )
-    with pytest.raises(PipelineError, match="what value are made from cannot be told"):
+    with pytest.raises(PipelineError, match="what value are made from is not known"):
         running.start_next_epoch()
 
 
