@@ -170,6 +170,7 @@ class Epochs(Sampler[list[int]]):
 
     @property
     def sampler(self) -> Epochs:
+        """This sampler itself: accelerate sets the epoch on it."""
         return self
 
     def set_epoch(self, epoch: int) -> None:

@@ -93,7 +93,7 @@ def test_import_takes_name_role_and_repeats_from_the_config(
         (("--from", "kohya", "--trigger", "t", "--cache", "x"), "--trigger is no option of --from kohya"),
         (("--from", "simpletuner", "--cache", "x"), "--from simpletuner needs --images"),
         (("--from", "kohya"), "which cache? Give --cache DIR"),
-        (("--from", "kohya", "--cache", "x", "--verify", "3"), "--verify encodes again, and needs --config"),
+        (("--from", "kohya", "--cache", "x", "--verify", "3"), "--verify encodes entries again, and needs --config"),
         (("--from", "kohya", "--cache", "x", "--name", "../x"), "the name is '../x'"),
         (("--from", "kohya", "--cache", "x", "--images", "none"), "does not exist"),
         (("--from", "kohya", "--cache", "x", "--repeats", "0"), "repeats is 0; it must be at least 1"),
