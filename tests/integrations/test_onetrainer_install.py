@@ -115,13 +115,13 @@ class Model:
 
     def __init__(self) -> None:
         self.unet, self.vae = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).eval()
-        self.asked: list[str] = []
+        self.calls: list[str] = []
 
     def materialize(self, *names: str) -> None:
-        self.asked.append(f"materialize {names}")
+        self.calls.append(f"materialize {names}")
 
     def evict(self, *names: str) -> None:
-        self.asked.append(f"evict {names}")
+        self.calls.append(f"evict {names}")
 
 
 def test_what_is_installed_caches_as_configured(

@@ -202,7 +202,7 @@ def test_a_caption_that_cannot_be_read(setup: Callable[..., Setup], folder: Path
     with pytest.raises(ItemsError, match=r"1 of 4"):
         run.next_epoch()
     assert run.encoded == Counter(vae=NUM, text_encoder=NUM - 1, text_encoder_2=NUM - 1)
-    (folder / "p02.txt").write_text("mended", encoding="utf-8")
+    (folder / "p02.txt").write_text("repaired", encoding="utf-8")
     assert setup().start().encoded == Counter(text_encoder=1, text_encoder_2=1)
 
 
@@ -261,11 +261,11 @@ def test_ctrl_c_waits_for_what_is_under_way(setup: Callable[..., Setup], parts: 
 
 
 def test_a_stop_request_is_honoured(setup: Callable[..., Setup]) -> None:
-    asked: list[int] = []
+    calls: list[int] = []
 
     def stop() -> bool:
-        asked.append(1)
-        return len(asked) > 2
+        calls.append(1)
+        return len(calls) > 2
 
     made, calls = calls_of(setup, changes={"should_stop": stop})
     run = Run(made)

@@ -3,7 +3,7 @@
 Its pairs are (width, height): they are swapped here, and nowhere else.
 Latents: `<image without suffix>_{W:04d}x{H:04d}_sdxl.npz`, W and H those of the image, or the older `<image without
 suffix>.npz`, which kohya prefers where it is there. One draw of the posterior, unscaled, float32 [4, h, w]. There are
-two dialects. A: `latents`, `original_size`, `crop_ltrb` and, if asked for, `latents_flipped` and `alpha_mask`. B, since
+two dialects. A: `latents`, `original_size`, `crop_ltrb` and, on request, `latents_flipped` and `alpha_mask`. B, since
 2026: the same names with a suffix `_{h}x{w}`, in latent units, so that one file holds several resolutions.
 Text: `<image without suffix>_te_outputs.npz` with `hidden_state1` [77, 768], `hidden_state2` [77, 1280] and `pool2`
 [1280]. It does not name its caption: that is the first line of the image's caption file, unless it was edited since.

@@ -1,7 +1,7 @@
 """OneTrainer's own cache of SDXL: `.pt` files that mgds' `DiskCache` writes.
 
 `<cache_dir>/image/<group>/variation-<k>/<n>.pt` is a dict with `latent_image` [4, h, w], the posterior's mean,
-unscaled, and with `original_resolution` and `crop_offset`; `aggregate.pt` beside it is a list of dicts, the n-th with
+unscaled, and with `original_resolution` and `crop_offset`; `aggregate.pt` next to it is a list of dicts, the n-th with
 `crop_resolution` and the absolute `image_path`. `<cache_dir>/text/...` holds `tokens_1`, `text_encoder_1_hidden_state`
 [77, 768], `text_encoder_2_hidden_state` [77, 1280] and `text_encoder_2_pooled_state` [1280]. Sizes are (height, width).
 (Read in mgds: AspectBucketing scales the image to cover the bucket, ScaleCropImage crops it.)
