@@ -96,9 +96,10 @@ def import_cache(
                 "format"
             )
     report = run.report
-    refs = [ref for row in rows.values() for ref in (*row.images, *row.captions)]
-    report.num_verified = sum(ref.trust == "verified" for ref in refs)
-    report.num_unverified = len(refs) - report.num_verified
+    trusts = [ref.trust for row in rows.values() for ref in row.images]
+    trusts += [ref.trust for row in rows.values() for ref in row.captions]
+    report.num_verified = trusts.count("verified")
+    report.num_unverified = trusts.count("unverified")
     report.cache = None if workspace.path is None else str(workspace.path)
     report.seconds = time.monotonic() - started
     return report

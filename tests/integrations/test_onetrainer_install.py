@@ -205,6 +205,6 @@ def test_a_part_that_lost_its_values_is_an_error_and_the_others_come_back() -> N
     kept.before()
     model.unet.to("meta").eval()
     model.vae.train()
-    with pytest.raises(PipelineError, match=r"unet\.weight held values .* Load the model again"):
+    with pytest.raises(PipelineError, match=r"unet\.weight had values .* Load the model again"):
         kept.after()
     assert model.unet.training and not model.vae.training

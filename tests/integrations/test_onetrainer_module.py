@@ -261,11 +261,11 @@ def test_ctrl_c_waits_for_what_is_under_way(setup: Callable[..., Setup], parts: 
 
 
 def test_a_stop_request_is_honoured(setup: Callable[..., Setup]) -> None:
-    calls: list[int] = []
+    polls: list[int] = []
 
     def stop() -> bool:
-        calls.append(1)
-        return len(calls) > 2
+        polls.append(1)
+        return len(polls) > 2
 
     made, calls = calls_of(setup, changes={"should_stop": stop})
     run = Run(made)
@@ -368,7 +368,10 @@ def test_an_unknown_module_counts_by_its_class_and_its_settings(
     scale = scaling_class(pipeline)
     with caplog.at_level(logging.INFO, "latentcache"):
         one = with_module(setup(), scale(2.0))
-    assert any("ScaleLatents: not known" in record.message for record in caplog.records)
+    assert any(
+        "ScaleLatents is not a known module: its class and settings identify it" in record.message
+        for record in caplog.records
+    )
     assert one.encoded["vae"] == NUM
     assert with_module(setup(), scale(2.0)).encoded["vae"] == 0
     three = with_module(setup(), scale(3.0))

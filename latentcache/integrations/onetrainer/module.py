@@ -117,7 +117,7 @@ class CacheModule:
     # The interface of mgds' modules
 
     def length(self) -> int:
-        """Outputs of one epoch. Before `start` it is the number of inputs, as in DiskCache."""
+        """Outputs of one epoch; before the first `start` the number of inputs."""
         if self._groups is None:
             return self._get_previous_length((self.split_names + self.aggregate_names)[0])
         return len(self._groups)
