@@ -197,7 +197,7 @@ class Training:
     def loss(self, batch: dict[str, Any]) -> torch.Tensor:
         """The mean squared error of the UNet's prediction, at a random timestep of each sample."""
         latents = batch["latents"]
-        # Drawn on the CPU: the numbers are the same whatever the device.
+        # Drawn on the CPU: the numbers are the same on every device.
         noise = torch.randn(latents.shape, generator=self.generator).to(self.device)
         num_timesteps = self.scheduler.config.num_train_timesteps
         timesteps = torch.randint(num_timesteps, (len(latents),), generator=self.generator).to(self.device)

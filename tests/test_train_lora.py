@@ -98,7 +98,7 @@ def options(script: ModuleType, tmp_path: Path) -> Any:
 
 
 class Outcome:
-    """What a run left behind: its result, the LoRA's weights, and everything of the checkpoint."""
+    """A run: its result, the LoRA's weights, and everything of the checkpoint."""
 
     def __init__(self, script: ModuleType, config: Config, options: Any, **others: Any):
         built: list[Any] = []
@@ -167,7 +167,7 @@ def test_a_resumed_run_is_as_one_without_a_break(
     if mixed_precision != "no":
         whole = Outcome(script, config, replace(options, out=tmp_path / "whole"))
     first = script.train(config, replace(options, steps=3))
-    # Whatever ran in between left other random streams.
+    # Another use of the process in between leaves other random streams.
     torch.manual_seed(99)
     resumed = Outcome(script, config, replace(options, resume=True))
     assert resumed.result["resumed_from"] == 3
