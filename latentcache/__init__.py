@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from latentcache.devices.audit import audit
     from latentcache.devices.guard import guard
     from latentcache.devices.optimizer import repair_optimizer
-    from latentcache.doctor.doctor import diagnose
+    from latentcache.doctor.environment import diagnose
     from latentcache.errors import LatentCacheError
     from latentcache.loading.cache import LatentCache
     from latentcache.loading.dataset import LatentDataset, LatentDatasets
@@ -85,7 +85,7 @@ _HOMES = {
     "ValidationRunner": "validation.runner",
     "Workspace": "precache.workspace",
     "audit": "devices.audit",
-    "diagnose": "doctor.doctor",
+    "diagnose": "doctor.environment",
     "explain": "precache.explain",
     "guard": "devices.guard",
     "load_checkpoint": "checkpoints.checkpoint",
