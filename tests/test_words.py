@@ -12,10 +12,7 @@ ROOT = Path(__file__).parent.parent
 SEARCHED = ("latentcache", "tests", "scripts", "examples", "configs", "docs")
 NOT_SEARCHED = ("docs/glossary.md", "tests/test_words.py")
 NOT_YET = (
-    "latentcache/checkpoints",
     "latentcache/dataset",
-    "latentcache/devices",
-    "latentcache/doctor",
     "latentcache/integrations/onetrainer",
     "latentcache/interop",
     "latentcache/loading",
@@ -29,7 +26,6 @@ NOT_YET = (
     "tests/anomaly",
     "tests/attacks",
     "tests/dataset",
-    "tests/doctor",
     "tests/helpers",
     "tests/integrations",
     "tests/interop",

@@ -45,7 +45,7 @@ def try_training(device: torch.device) -> Diagnosis:
         dtypes={"unet": torch.float32},
     )
     findings = [
-        Finding(found.level, f"{SUBJECT}: {found.part}", found.to_text(), "see README, When devices disagree")
+        Finding(found.level, f"{SUBJECT}: {found.part}", found.to_text(), "see docs/howto/devices-disagree.md")
         for found in report.findings
     ]
     loss_value = loss.item()
