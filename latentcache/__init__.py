@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from latentcache.devices.audit import audit
     from latentcache.devices.guard import guard
     from latentcache.devices.optimizer import repair_optimizer
-    from latentcache.doctor.doctor import diagnose
+    from latentcache.doctor.environment import diagnose
     from latentcache.errors import LatentCacheError
     from latentcache.loading.cache import LatentCache
-    from latentcache.loading.dataset import LatentDataset
+    from latentcache.loading.dataset import LatentDataset, LatentDatasets
     from latentcache.loading.loader import LatentLoader
     from latentcache.loading.sampler import BucketBatchSampler
     from latentcache.models.model_loader import LoadedModels
@@ -43,6 +43,7 @@ __all__ = [
     "LatentCache",
     "LatentCacheError",
     "LatentDataset",
+    "LatentDatasets",
     "LatentLoader",
     "LoadedModels",
     "MemoryStore",
@@ -73,6 +74,7 @@ _HOMES = {
     "LatentCache": "loading.cache",
     "LatentCacheError": "errors",
     "LatentDataset": "loading.dataset",
+    "LatentDatasets": "loading.dataset",
     "LatentLoader": "loading.loader",
     "LoadedModels": "models.model_loader",
     "MemoryStore": "store.memory",
@@ -83,7 +85,7 @@ _HOMES = {
     "ValidationRunner": "validation.runner",
     "Workspace": "precache.workspace",
     "audit": "devices.audit",
-    "diagnose": "doctor.doctor",
+    "diagnose": "doctor.environment",
     "explain": "precache.explain",
     "guard": "devices.guard",
     "load_checkpoint": "checkpoints.checkpoint",

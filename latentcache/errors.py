@@ -32,7 +32,20 @@ A message names the thing, the value met, the value allowed and the next step. T
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
+
+NUM_LISTED = 20
+"""How many offenders a message names; it counts the others."""
+
+
+def listed(lines: Iterable[str]) -> str:
+    """One indented line for each offender, and a last one with the number of those beyond NUM_LISTED."""
+    lines = list(lines)
+    shown = [f"\n  {line}" for line in lines[:NUM_LISTED]]
+    if len(lines) > NUM_LISTED:
+        shown.append(f"\n  ... and {len(lines) - NUM_LISTED} more")
+    return "".join(shown)
 
 
 class LatentCacheError(Exception):
@@ -74,13 +87,11 @@ class ForeignFileRefused(DatasetError):
 
 
 class CheckpointError(LatentCacheError):
-    """The checkpoint at `path` cannot be written or read, or does not fit; `offenders` names the parts that do not."""
+    """The checkpoint at `path` cannot be written or read, or does not fit; `offenders` names what does not."""
 
     def __init__(self, path: str | Path, detail: str, *, offenders: tuple[str, ...] = ()):
         self.path, self.detail, self.offenders = str(path), detail, offenders
-        shown = "".join(f"\n  {line}" for line in offenders[:20])
-        more = f"\n  and {len(offenders) - 20} more" if len(offenders) > 20 else ""
-        super().__init__(f"{path}: {detail}{shown}{more}")
+        super().__init__(f"{path}: {detail}{listed(offenders)}")
 
 
 class DeviceError(LatentCacheError):
@@ -90,12 +101,12 @@ class DeviceError(LatentCacheError):
 class DeviceMismatchError(DeviceError):
     """Tensors that are used together lie on different devices.
 
-    `module` is the dotted path of the module, or the part, that asks for them; `argument` names the first offender,
-    `found` is its device and `wanted` the device that it should be on.
+    `module` is the dotted path of the module, or the part, that uses them; `argument` names the first offender,
+    `found` is its device and `expected` the device that it should be on.
     """
 
-    def __init__(self, message: str, *, module: str, argument: str, found: str, wanted: str):
-        self.module, self.argument, self.found, self.wanted = module, argument, found, wanted
+    def __init__(self, message: str, *, module: str, argument: str, found: str, expected: str):
+        self.module, self.argument, self.found, self.expected = module, argument, found, expected
         super().__init__(message)
 
 

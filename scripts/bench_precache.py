@@ -8,14 +8,14 @@
 Each figure is a ratio of two times of one round; methods take turns. All are measured with OMP_WAIT_POLICY=passive,
 unless it is set, because `latentcache precache` sets it. `run` is the real `run_precache` into a new cache
 on disk: planning, decoding, encoding, writing with fsync, the manifests. What does not grow with the dataset is not in
-it: loading the models (told apart) and making the databases of a new cache. Its ceilings:
+it: loading the models (reported apart) and making the databases of a new cache. Its ceilings:
 
 encoder      the same encoder, settings and batches over tensors that lie on the device already, and nothing else
 decode       read, hash, decode and resize by as many threads as there are cores, and nothing else
 
 Cases: `encoder_bound` (SDXL's VAE, on a CPU with a fraction of the channels), `decode_bound` (a tiny VAE, large
 JPEGs), `captions` (both text encoders). On a CPU what is decoded is taken from the encoder, so the case is chosen such
-that decoding is a small share of the work: the share is told. With `--full_size` also `one_at_a_time` (decode, encode
+that decoding is a small share of the work, which is reported. With `--full_size` also `one_at_a_time` (decode, encode
 and save each image in turn, as most trainers do) and what each setting of the encoders gains.
 """
 

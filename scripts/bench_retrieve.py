@@ -16,7 +16,7 @@ this cache keeps two entries; with --one_file a single file holds both, which no
 Warm: each pass comes directly after an untimed one over the same samples. A pass at the memory's pace takes some 20 ms,
 in which a virtual machine is often disturbed, so there are --repetitions_warm rounds of them; what is said against
 peers comes from --repetitions rounds of their own. Cold: before each pass the files are dropped from the page cache,
-free memory is touched (`take_back` says why), and the cache is opened anew, so digests are compared too. The host of a
+free memory is touched (`take_back` says why), and the cache is opened again, so digests are compared too. The host of a
 virtual machine may still hold the files: trust the ratios.
 """
 

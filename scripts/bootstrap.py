@@ -16,8 +16,8 @@ STAMP = VENV / "latentcache-installed"
 PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 
 
-def wanted_stamp() -> str:
-    """What the environment was made from. It is made anew when this changes."""
+def current_stamp() -> str:
+    """What the environment is made from. It is rebuilt when this changes."""
     digest = hashlib.sha256(f"{sys.version_info[:2]} {ROOT}".encode())
     for name in ("pyproject.toml", "constraints.txt"):
         digest.update((ROOT / name).read_bytes())
@@ -28,7 +28,7 @@ def install() -> None:
     """Make the environment, unless it is there and up to date."""
     if sys.version_info < (3, 11):  # noqa: UP036 - this script is what an older Python runs first
         sys.exit(f"latentcache needs Python 3.11 or newer, but this is {sys.version.split()[0]}")
-    if STAMP.exists() and STAMP.read_text() == wanted_stamp():
+    if STAMP.exists() and STAMP.read_text() == current_stamp():
         return
     if VENV.exists() and not OURS.exists():
         sys.exit(f"{VENV} was not made by this script, and is left alone: move it away, or install with its own pip")
@@ -37,8 +37,8 @@ def install() -> None:
     OURS.touch()
     pip = [str(PYTHON), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     # pip's own output is kept off stdout, which belongs to the job (--json).
-    subprocess.run([*pip, "-c", "constraints.txt", "-e", ".[test]"], cwd=ROOT, check=True, stdout=sys.stderr)
-    STAMP.write_text(wanted_stamp())
+    subprocess.run([*pip, "-c", "constraints.txt", "-e", ".[test,docs]"], cwd=ROOT, check=True, stdout=sys.stderr)
+    STAMP.write_text(current_stamp())
 
 
 def inside() -> None:

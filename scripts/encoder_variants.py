@@ -36,12 +36,12 @@ def peak_memory(device: torch.device) -> Iterator[Peak]:
     """Measure what is allocated at most inside."""
     module = torch.get_device_module(device)
     peak = Peak()
-    tells = hasattr(module, "reset_peak_memory_stats")
-    if tells:
+    has_peak = hasattr(module, "reset_peak_memory_stats")
+    if has_peak:
         free_cached_memory(device)
         module.reset_peak_memory_stats(device)
     yield peak
-    if tells:
+    if has_peak:
         peak.num_bytes = module.max_memory_allocated(device)
 
 

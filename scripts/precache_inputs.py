@@ -15,7 +15,7 @@ from latentcache.models.model_loader import LoadedModels, TextParts
 from latentcache.models.tiny import tiny_sdxl, tiny_tokenizers
 
 JPEG_QUALITY = 92
-WORDS = ("a", "photo", "of", "red", "house", "under", "tall", "trees", "beside", "quiet", "river", "at", "dusk", "with")
+WORDS = ("a", "photo", "of", "red", "house", "under", "tall", "trees", "near", "quiet", "river", "at", "dusk", "with")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ def make_photos(folder: Path, num_photos: int, size: int, num_captions: int = 0)
     canvas = _canvas(generator, size)
     paths = []
     for number in range(num_photos):
-        # Turned, rolled and tinted: drawing each anew would take longer than all that is measured.
+        # Turned, rolled and tinted: drawing each by itself would take longer than all that is measured.
         pixels = np.roll(np.rot90(canvas, number % 4), int(generator.integers(size)), axis=number % 2)
         tint = generator.integers(0, 24, 3)
         path = folder / f"{number:05d}.jpg"

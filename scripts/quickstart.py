@@ -62,8 +62,7 @@ def read_back(path: Path, name: str) -> list[dict[str, object]]:
     """One pass over a cached set in batches, as a training loop reads it."""
     from torch.utils.data import DataLoader
 
-    from latentcache import LatentDataset
-    from latentcache.loading.sampler import BucketBatchSampler
+    from latentcache import BucketBatchSampler, LatentDataset
 
     dataset = LatentDataset(path, name, flips=True)
     sampler = BucketBatchSampler(dataset, batch_size=4, seed=1)
@@ -80,13 +79,12 @@ def run(config: Config) -> dict[str, Any]:
     from train_lora_sdxl import Options, train
 
     from latentcache import run_precache
-    from latentcache.utils.progress import default_progress
 
     photos, folder = config.datasets[0], config.cache.path.with_name("quickstart-lora")
     copy_photos(photos.source.path)
     # The held-out set is left out, so that the first validation has to encode it.
     training_only = config.model_copy(update={"datasets": (photos,)})
-    reports = [run_precache(training_only, progress=default_progress()) for _ in range(2)]
+    reports = [run_precache(training_only) for _ in range(2)]
     batches = read_back(config.cache.path, photos.name)
     shutil.rmtree(folder, ignore_errors=True)  # an earlier quickstart's
     training = train(config, Options(steps=20, validate_every=10, learning_rate=1e-3, out=folder))

@@ -40,7 +40,7 @@ def install_deepspeed() -> bool:
         return True
     print("installing DeepSpeed into .venv ...", file=sys.stderr, flush=True)
     options = ["--quiet", "--disable-pip-version-check", "-c", "constraints.txt"]
-    return run(sys.executable, "-m", "pip", "install", *options, "-e", ".[test,deepspeed]") == 0
+    return run(sys.executable, "-m", "pip", "install", *options, "-e", ".[test,docs,deepspeed]") == 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -12,9 +12,13 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 import os
+import signal
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,31 +26,34 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from diffusers import DDPMScheduler, StableDiffusionXLPipeline
+from diffusers import DDPMScheduler
 from diffusers.training_utils import cast_training_params
-from diffusers.utils import convert_state_dict_to_diffusers
 from peft import LoraConfig
-from peft.utils import get_peft_model_state_dict
 from tqdm import tqdm
 
-from latentcache import Config, LatentCache, LatentDataset, LatentLoader, load_config
-from latentcache.checkpoints.checkpoint import load_checkpoint, save_checkpoint
-from latentcache.dataset.manifest import ManifestFolder
-from latentcache.devices.placement import device_named
-from latentcache.errors import CheckpointError, ConfigError, LatentCacheError, StoreError
-from latentcache.loading.dataset import LatentDatasets
-from latentcache.loading.sampler import BucketBatchSampler
-from latentcache.models.lora import LORA_FILE, SETTINGS_KEY, lora_settings
-from latentcache.models.scheduler import load_scheduler
-from latentcache.models.unet import check_conditioning, load_unet
-from latentcache.models.vae import text_dtype, vae_dtype
-from latentcache.phases.phases import Phases
-from latentcache.precache.encodings import load_models
-from latentcache.utils.durable_files import typed_errors, write_sealed
-from latentcache.utils.json_document import plain
-from latentcache.utils.signals import stop_on_signals
-from latentcache.validation.prompt_set import prompt_embeddings
-from latentcache.validation.runner import ValidationRunner
+from latentcache import (
+    BucketBatchSampler,
+    Config,
+    LatentCache,
+    LatentCacheError,
+    LatentDataset,
+    LatentDatasets,
+    LatentLoader,
+    Phases,
+    ValidationRunner,
+    errors,
+    load_checkpoint,
+    load_config,
+    save_checkpoint,
+)
+from latentcache.integrations.diffusers import (
+    check_conditioning,
+    load_scheduler,
+    load_unet,
+    lora_settings,
+    save_lora,
+    validation_parts,
+)
 
 TARGET_MODULES = ["to_q", "to_k", "to_v", "to_out.0"]
 """The layers that get a LoRA: those of diffusers' own script for SDXL."""
@@ -80,7 +87,7 @@ class Options:
 
 
 def train(config: Config, options: Options, *, stop: threading.Event | None = None) -> dict[str, Any]:
-    """Train, validate, save the LoRA in `out`; gives what was done as plain data. `stop` ends the run after its step.
+    """Train, validate, save the LoRA in `out`; returns the results as plain data. `stop` ends the run after its step.
 
     A run that was stopped and resumed gives the same bits as one that was not, and validation changes none of them.
     torch's global generator is seeded. Raises ConfigError, StoreError, ModelError, DeviceError, CheckpointError.
@@ -90,8 +97,8 @@ def train(config: Config, options: Options, *, stop: threading.Event | None = No
     runner = training.validation_runner()
     first = training.load() if options.resume else 0
     bar = tqdm(range(first + 1, options.steps + 1), desc="train", initial=first, total=options.steps)
-    step, losses, validations = first, [], []
-    with training.loader as loader:  # its thread, which reads ahead, ends here, whatever happens
+    step, losses, validations, lora = first, [], [], None
+    with training.loader as loader:  # the loader's thread, which reads ahead, ends with the block
         for step, batch in zip(bar, loader.forever(), strict=False):
             losses.append(training.step(batch))
             bar.set_postfix(loss=f"{losses[-1]:.4f}")
@@ -104,8 +111,7 @@ def train(config: Config, options: Options, *, stop: threading.Event | None = No
                 validations.append(validate(runner, step))
     interrupted = stop.is_set()
     if not interrupted:
-        # First: whatever happens to the validation, the LoRA is there.
-        save_lora(training.unet, options.out)
+        lora = save_lora(training.unet, options.out)  # before the validation, which may fail
         if runner is not None:
             validations.append(validate(runner, step))
     return {
@@ -118,7 +124,7 @@ def train(config: Config, options: Options, *, stop: threading.Event | None = No
         "on_device": sorted(training.phases.on_device()),
         "validations": validations,
         "checkpoint": str(training.checkpoint),
-        "lora": None if interrupted else str(options.out / LORA_FILE),
+        "lora": lora and str(lora),
     }
 
 
@@ -128,23 +134,27 @@ class Training:
     def __init__(self, config: Config, options: Options):
         self.config, self.options, self.checkpoint = config, options, options.out / "checkpoint"
         if min(options.steps, options.rank, options.batch_size) < 1:
-            raise ConfigError("steps, rank and batch_size are at least 1")
+            raise errors.ConfigError("steps, rank and batch_size are at least 1")
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-            raise ConfigError("WORLD_SIZE is above 1, but this script trains in one process: start it without torchrun")
+            raise errors.ConfigError(
+                "WORLD_SIZE is above 1, but this script trains in one process: start it without torchrun"
+            )
+        if config.cache.store == "cpu" or not any(dataset.role == "train" for dataset in config.datasets):
+            raise errors.ConfigError("training needs a dataset with `role: train`, in a cache with `store: disk`")
         if self.checkpoint.exists() and not options.resume:
-            raise CheckpointError(self.checkpoint, "is of an earlier run: go on with --resume, or choose another --out")
-        with typed_errors(options.out, 0):  # that it can be written is found out now, not after the last step
-            options.out.mkdir(parents=True, exist_ok=True)
-            TemporaryDirectory(dir=options.out).cleanup()
-        self.device = device_named(options.device)
+            raise errors.CheckpointError(
+                self.checkpoint, "is of an earlier run: go on with --resume, or choose another --out"
+            )
+        check_writable(options.out)
+        self.cache = LatentCache(config.cache.path, unverified=config.cache.unverified)
+        self.dataset = training_set(config, self.cache)
+        # At each visit the sampler's seed determines the draw of the latents and the caption.
+        sampler = BucketBatchSampler(self.dataset, options.batch_size, seed=options.seed)
+        self.loader = LatentLoader(sampler, device=options.device, dtype=torch.float32, scaled=True)
+        self.generator = torch.Generator().manual_seed(options.seed)
+        self.device = self.loader.device
         self.dtype = compute_dtype(options.mixed_precision, self.device)
         self.autocast = None if self.dtype is torch.float32 else self.dtype
-        self.dataset = training_set(config)
-        self.cache = LatentCache(config.cache.path, unverified=config.cache.unverified)
-        # At each visit latents are drawn anew and a caption is chosen: all that follows from the seed of the sampler.
-        sampler = BucketBatchSampler(self.dataset, options.batch_size, seed=options.seed)
-        self.loader = LatentLoader(sampler, device=self.device, dtype=torch.float32, scaled=True)
-        self.generator = torch.Generator().manual_seed(options.seed)
 
         # The UNet is frozen, in the dtype of the computation; the LoRA in it is trained, in float32.
         torch.manual_seed(options.seed)
@@ -162,18 +172,18 @@ class Training:
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype is torch.float16)
         self.scheduler = DDPMScheduler.from_config(load_scheduler(model=config.model).config)
         if self.scheduler.config.prediction_type not in ("epsilon", "v_prediction"):
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"the model predicts {self.scheduler.config.prediction_type}, not epsilon or v_prediction"
             )
 
-        # A phase says which parts are on the device. In training it is the UNet alone; the others wait on the CPU.
+        # A phase says which parts are on the device. In training it is the UNet alone; the others are on the CPU.
         self.parts = {name: getattr(self, name) for name in ("unet", "optimizer", "scaler", "scheduler")}
-        self.parts |= frozen_parts(config, self.cache)
+        self.parts |= validation_parts(config, self.cache)
         self.phases = Phases(self.parts, device=self.device)
         self.phases.start("train")
 
     def step(self, batch: dict[str, Any]) -> float:
-        """One step on a batch from the loader; gives its loss."""
+        """One step on a batch from the loader; returns its loss."""
         with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
             loss = self.loss(batch)
         self.scaler.scale(loss).backward()
@@ -187,7 +197,7 @@ class Training:
     def loss(self, batch: dict[str, Any]) -> torch.Tensor:
         """The mean squared error of the UNet's prediction, at a random timestep of each sample."""
         latents = batch["latents"]
-        # Drawn on the CPU: the numbers are the same whatever the device.
+        # Drawn on the CPU: the numbers are the same on every device.
         noise = torch.randn(latents.shape, generator=self.generator).to(self.device)
         num_timesteps = self.scheduler.config.num_train_timesteps
         timesteps = torch.randint(num_timesteps, (len(latents),), generator=self.generator).to(self.device)
@@ -202,7 +212,7 @@ class Training:
         return F.mse_loss(predicted.float(), target)
 
     def validation_runner(self) -> ValidationRunner | None:
-        """None where there is nothing to validate, and nobody asked for it."""
+        """None where there is nothing to validate, and `validate_every` is 0."""
         has_set = any(dataset.role == "validation" for dataset in self.config.datasets)
         if not (has_set or self.config.validation.prompts or self.options.validate_every):
             return None
@@ -222,7 +232,7 @@ class Training:
             epoch=step // len(self.loader),
             step=step,
             extra={
-                SETTINGS_KEY: lora_settings(self.unet),
+                "lora": lora_settings(self.unet),  # without them the LoRA's weights mean nothing
                 "settings": self.settings(),
                 "generator": self.generator.get_state(),
                 "loader": self.loader.state_dict(),
@@ -230,35 +240,43 @@ class Training:
         )
 
     def load(self) -> int:
-        """Load the checkpoint, each tensor to where it is on the device now; gives the step to go on after."""
+        """Load the checkpoint, each tensor to where it is on the device now; returns how many steps are done."""
         state = load_checkpoint(self.checkpoint, model=self.unet, optimizer=self.optimizer, scaler=self.scaler)
         here = self.settings()
         differing = [
             f"{k}: {v} when it began, {here[k]} now" for k, v in state.extra["settings"].items() if v != here[k]
         ]
         if differing:
-            raise CheckpointError(self.checkpoint, "cannot be resumed with other settings:", offenders=tuple(differing))
+            raise errors.CheckpointError(
+                self.checkpoint, "cannot be resumed with other settings:", offenders=tuple(differing)
+            )
         if "loader" not in state.extra:
-            raise CheckpointError(self.checkpoint, "has no place in the data: an earlier version wrote it")
+            raise errors.CheckpointError(self.checkpoint, "has no place in the data: an earlier version wrote it")
         self.generator.set_state(state.extra["generator"])
         self.loader.load_state_dict(state.extra["loader"])
         return state.step
 
 
-def training_set(config: Config) -> LatentDatasets:
+def training_set(config: Config, cache: LatentCache) -> LatentDatasets:
     """The cached samples of all training sets of the config. Sets with the role validation are never trained on."""
     sets = [dataset for dataset in config.datasets if dataset.role == "train"]
-    if not sets or config.cache.store == "cpu":
-        raise ConfigError("training needs a dataset with `role: train`, in a cache with `store: disk`")
-    path = config.cache.path
-    missing = {dataset.name for dataset in sets} - set(ManifestFolder(path / "manifests").names())
+    missing = sorted({dataset.name for dataset in sets} - set(cache.dataset_names()))
     if missing:
-        raise StoreError(f"{path}: {', '.join(sorted(missing))} is not cached: run `latentcache precache CONFIG`")
+        raise errors.StoreError(f"{cache.path}: {', '.join(missing)} is not cached: run `latentcache precache CONFIG`")
     trust: dict[str, Any] = {"caption": "random", "unverified": config.cache.unverified}
-    found = LatentDatasets(LatentDataset(path, each.name, flips=each.flip, **trust) for each in sets)
+    found = LatentDatasets(LatentDataset(config.cache.path, each.name, flips=each.flip, **trust) for each in sets)
     if not len(found):
-        raise StoreError(f"{path}: every sample was refused: `latentcache precache CONFIG` tells why")
+        raise errors.StoreError(f"{cache.path}: every sample was refused: `latentcache precache CONFIG` says why")
     return found
+
+
+def check_writable(folder: Path) -> None:
+    """Find out before the first step, and not after the last one, that the results can be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        TemporaryDirectory(dir=folder).cleanup()
+    except OSError as error:
+        raise errors.StoreError(f"{folder}: cannot be written: {error}") from error
 
 
 def is_due(step: int, every: int) -> bool:
@@ -275,35 +293,6 @@ def compute_dtype(mixed_precision: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if has_bf16 and has_bf16(including_emulation=False) else torch.float16
 
 
-def frozen_parts(config: Config, cache: LatentCache) -> dict[str, Any]:
-    """What validation needs beside the UNet, on the CPU: the VAE for images, the encoders for what is not cached.
-
-    Their dtypes are those of precache, which encodes on `encode.device`: what is cached later is then the same.
-    """
-    device = device_named(config.encode.device)
-    models, warm = load_models(config.model, {}), is_warm(config, cache)
-    parts: dict[str, Any] = {}
-    if config.validation.prompts or not warm:
-        parts["vae"] = models.vae(vae_dtype(config.encode.vae_dtype, models.vae_config(), device)[0])
-    if not warm:
-        texts = models.text(text_dtype(config.encode.text_dtype, device)[0])
-        parts |= {field.name: getattr(texts, field.name) for field in fields(texts)}
-    return parts
-
-
-def is_warm(config: Config, cache: LatentCache) -> bool:
-    """Whether all that validation reads is cached."""
-    names = [dataset.name for dataset in config.datasets if dataset.role == "validation"]
-    # Others in the cache may come from other text encoders.
-    own = cache.restricted(next(dataset.name for dataset in config.datasets if dataset.role == "train"))
-    try:
-        keys = {key for name in names for key in cache.manifest(name).keys()}
-        prompt_embeddings(own, config.validation.prompts, config.validation.negative_prompt, device="cpu")
-    except StoreError:
-        return False
-    return len(cache.store.find(keys)) == len(keys)
-
-
 def validate(runner: ValidationRunner, step: int) -> dict[str, Any]:
     """The report as plain data, with the paths of its images, its grid of images and its plot."""
     report = runner.run(step)
@@ -314,15 +303,23 @@ def validate(runner: ValidationRunner, step: int) -> dict[str, Any]:
     return report.to_json(runner.paths.folder) | {name: path and str(path) for name, path in pictures.items()}
 
 
-def save_lora(unet: torch.nn.Module, folder: Path) -> None:
-    """Write the LoRA as diffusers does, but whole or not at all."""
-    layers = convert_state_dict_to_diffusers(get_peft_model_state_dict(unet))
-    metadata = unet.peft_config["default"].to_dict()
-    with TemporaryDirectory(dir=folder) as temporary:
-        StableDiffusionXLPipeline.save_lora_weights(
-            temporary, unet_lora_layers=layers, unet_lora_adapter_metadata=metadata
-        )
-        write_sealed(folder / LORA_FILE, (Path(temporary) / LORA_FILE).read_bytes())
+@contextmanager
+def stop_on_signals(stop: threading.Event) -> Iterator[list[int]]:
+    """The first Ctrl-C or SIGTERM sets `stop` and is listed; a second one interrupts at once."""
+    caught: list[int] = []
+
+    def handle(number: int, frame: object) -> None:
+        if caught:
+            raise KeyboardInterrupt
+        caught.append(number)
+        stop.set()
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def parse(arguments: list[str] | None = None) -> tuple[Path, Options, bool]:
@@ -358,7 +355,8 @@ def main() -> int:
         print("train_lora_sdxl: interrupted at once; the last checkpoint, if any, is whole", file=sys.stderr)
         return 130
     if as_json:
-        print(json.dumps(plain(result)))
+        losses = [loss if math.isfinite(loss) else None for loss in result["losses"]]  # JSON has no NaN
+        print(json.dumps(result | {"losses": losses}))
     else:
         last_loss = f"{result['losses'][-1]:.4f}" if result["losses"] else "none: nothing was left to train"
         print(f"step {result['step']}, loss {last_loss}\ncheckpoint {result['checkpoint']}\nLoRA {result['lora']}")

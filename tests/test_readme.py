@@ -1,36 +1,140 @@
-"""What the README shows works as it is shown."""
+"""What README, docs and examples show works as it is shown."""
 
 from __future__ import annotations
 
+import json
 import re
+import runpy
 import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
+from helpers.pipeline_host import host
 
+from latentcache import load_config, run_precache
 from latentcache.cli.app import app
-from latentcache.config import load_config
-from latentcache.precache.run import run_precache
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = r"```python\n(.*?)```"
+PAGES = sorted(
+    path.relative_to(ROOT).as_posix()
+    for path in (ROOT / "docs").rglob("*.md")
+    if re.search(BLOCKS, path.read_text(encoding="utf-8"), flags=re.DOTALL)
+)
 
 
-def test_python_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    monkeypatch.chdir(tmp_path)
-    import quickstart
+@pytest.fixture(scope="module")
+def quickstart_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as a user has it after the quickstart: photos, configs, and a cache of all photos."""
+    folder = tmp_path_factory.mktemp("quickstart")
+    (folder / "configs").symlink_to(ROOT / "configs")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "scripts"))
+        patch.chdir(folder)
+        import quickstart
 
-    (tmp_path / "configs").symlink_to(ROOT / "configs")
-    config = load_config("configs/quickstart.yaml")
-    quickstart.copy_photos(config.datasets[0].source.path)
-    assert run_precache(config).num_samples >= 10
-    blocks = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    assert len(blocks) == 7
-    names = {"__name__": "readme"}
-    for block in blocks:
-        exec(compile(block, "README.md", "exec"), names)
+        config = load_config("configs/quickstart.yaml")
+        quickstart.copy_photos(config.datasets[0].source.path)
+        assert run_precache(config).num_samples >= 10
     sys.modules.pop("quickstart")
+    return folder
+
+
+@pytest.fixture
+def in_quickstart(quickstart_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(quickstart_folder)
+    return quickstart_folder
+
+
+@pytest.mark.usefixtures("in_quickstart")
+@pytest.mark.parametrize("page", ["README.md", *PAGES])
+def test_python_in_docs_runs(page: str) -> None:
+    names = {"__name__": "docs"}
+    for block in re.findall(BLOCKS, (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL):
+        exec(compile(block, page, "exec"), names)
+
+
+def test_the_guides_show_code() -> None:
+    assert {f"docs/guide/{name}.md" for name in ("own-trainer", "loading", "diffusers", "validation")} <= set(PAGES)
+
+
+@pytest.mark.parametrize("name", ["own_trainer", "diffusers_sdxl", "validate_in_loop"])
+def test_examples_run(name: str, in_quickstart: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
+    out = capsys.readouterr().out
+    if name == "own_trainer":
+        assert "0 were encoded" in out and "resumed after step 6: next are" in out
+    elif name == "diffusers_sdxl":
+        assert (in_quickstart / "cache" / "diffusers_sdxl.png").exists() and "(4, 4, 32, 32)" in out
+    else:
+        assert out.count("images, plot and metrics.json:") == 2
+
+
+@pytest.fixture
+def onetrainer(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Modules of OneTrainer and mgds as the example imports them; `calls` lists what its trainer was called for."""
+    calls: list[Any] = []
+    own = host("own")
+    loaders = (
+        "modules.dataLoader.mixin.DataLoaderText2ImageMixin",
+        "modules.dataLoader.StableDiffusionFineTuneVaeDataLoader",
+    )
+    loader = {"DiskCache": "mgds' own"}
+
+    class TrainConfig(dict[str, Any]):
+        default_values = classmethod(lambda cls: cls())
+        from_dict = dict.update
+
+    def create_trainer(config: TrainConfig, callbacks: Any, commands: Any) -> SimpleNamespace:
+        def start() -> None:
+            calls.append(("start", dict(config), sys.modules[loaders[0]].DiskCache))
+
+        return SimpleNamespace(
+            model=SimpleNamespace(), start=start, train=lambda: calls.append("train"), end=lambda: calls.append("end")
+        )
+
+    single = "SingleVariationRandomAccessPipelineModule"
+    modules = {
+        "modules.util": {"create": SimpleNamespace(create_trainer=create_trainer)},
+        "modules.util.callbacks.TrainCallbacks": {"TrainCallbacks": SimpleNamespace},
+        "modules.util.commands.TrainCommands": {
+            "TrainCommands": lambda: SimpleNamespace(get_stop_command=lambda: False)
+        },
+        "modules.util.config.TrainConfig": {"TrainConfig": TrainConfig},
+        "mgds.PipelineModule": {"PipelineModule": own.PipelineModule},
+        f"mgds.pipelineModuleTypes.{single}": {single: getattr(own, single)},
+        **{name: dict(loader) for name in loaders},
+    }
+    for name, attributes in modules.items():
+        parts = name.split(".")
+        for end in range(1, len(parts)):
+            if ".".join(parts[:end]) not in {*sys.modules, *modules}:
+                monkeypatch.setitem(sys.modules, ".".join(parts[:end]), ModuleType(".".join(parts[:end])))
+        module = ModuleType(name)
+        vars(module).update(attributes)
+        monkeypatch.setitem(sys.modules, name, module)
+    return SimpleNamespace(calls=calls, loaders=loaders, own=own)
+
+
+def test_the_onetrainer_example_runs(
+    onetrainer: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"workspace_dir": "run"}))
+    monkeypatch.setattr(sys, "argv", ["onetrainer_install.py", "--config-path", str(config)])
+    runpy.run_path(str(ROOT / "examples" / "onetrainer_install.py"), run_name="__main__")
+    (start, given, used), *rest = onetrainer.calls
+    assert (start, given, rest) == ("start", {"workspace_dir": "run"}, ["train", "end"])
+    assert issubclass(used, onetrainer.own.PipelineModule)
+    assert all(sys.modules[name].DiskCache == "mgds' own" for name in onetrainer.loaders), "it was undone"
+
+
+def test_every_example_is_run() -> None:
+    names = {path.stem for path in (ROOT / "examples").glob("*.py")}
+    assert names == {"own_trainer", "diffusers_sdxl", "validate_in_loop", "onetrainer_install"}
 
 
 def test_a_trainer_of_ones_own_takes_ten_lines() -> None:
@@ -40,13 +144,21 @@ def test_a_trainer_of_ones_own_takes_ten_lines() -> None:
     assert len(lines) <= 10 and max(map(len, lines)) <= 120
 
 
-def test_every_command_is_in_the_readme() -> None:
-    commands = {name for name in app if not name.startswith("-")}
-    table = README.partition("## The command line")[2].partition("## ")[0]
-    assert commands == set(re.findall(r"^\| `([a-z]+)", table, flags=re.MULTILINE))
-    assert len(commands) == 12
-
-
-def test_the_two_commands_are_on_the_first_screen() -> None:
-    first_screen = "\n".join(README.splitlines()[:24])
+def test_the_readme_is_short_and_begins_with_the_two_commands() -> None:
+    lines = README.splitlines()
+    assert len(lines) <= 150
+    first_screen = "\n".join(lines[:30])
     assert "python3 scripts/quickstart.py" in first_screen and "python3 scripts/test.py" in first_screen
+
+
+def test_links_of_the_readme_lead_somewhere() -> None:
+    for page in ("README.md", "CONTRIBUTING.md"):
+        for target in re.findall(r"\]\(([^)#:]+)\)", (ROOT / page).read_text(encoding="utf-8")):
+            assert (ROOT / target).exists(), f"{page} links to {target}"
+
+
+def test_every_command_is_in_the_reference() -> None:
+    commands = {name for name in app if not name.startswith("-")}
+    page = (ROOT / "docs" / "reference" / "cli.md").read_text(encoding="utf-8")
+    assert commands == set(re.findall(r"^## latentcache ([a-z]+)$", page, flags=re.MULTILINE))
+    assert len(commands) == 12

@@ -98,7 +98,7 @@ def options(script: ModuleType, tmp_path: Path) -> Any:
 
 
 class Outcome:
-    """What a run left behind: its result, the LoRA's weights, and everything of the checkpoint."""
+    """A run: its result, the LoRA's weights, and everything of the checkpoint."""
 
     def __init__(self, script: ModuleType, config: Config, options: Any, **others: Any):
         built: list[Any] = []
@@ -118,16 +118,15 @@ class Outcome:
         self.leaves = {str(path): leaf for path, leaf in tree_leaves_with_path([state, drawn])}
 
 
-def assert_equal(found: Outcome, wanted: Outcome) -> None:
+def assert_equal(found: Outcome, expected: Outcome) -> None:
     """To the last bit: weights, optimizer, scaler, random streams."""
-    assert found.leaves.keys() == wanted.leaves.keys()
-    differing = [
-        path
-        for path, leaf in found.leaves.items()
-        if not (
-            torch.equal(leaf, wanted.leaves[path]) if isinstance(leaf, torch.Tensor) else leaf == wanted.leaves[path]
-        )
-    ]
+    assert found.leaves.keys() == expected.leaves.keys()
+
+    def equal(path: str) -> bool:
+        ours, theirs = found.leaves[path], expected.leaves[path]
+        return torch.equal(ours, theirs) if isinstance(ours, torch.Tensor) else bool(ours == theirs)
+
+    differing = [path for path in found.leaves if not equal(path)]
     assert differing == []
 
 
@@ -168,7 +167,7 @@ def test_a_resumed_run_is_as_one_without_a_break(
     if mixed_precision != "no":
         whole = Outcome(script, config, replace(options, out=tmp_path / "whole"))
     first = script.train(config, replace(options, steps=3))
-    # Whatever ran in between left other random streams.
+    # Another use of the process in between leaves other random streams.
     torch.manual_seed(99)
     resumed = Outcome(script, config, replace(options, resume=True))
     assert resumed.result["resumed_from"] == 3
@@ -249,7 +248,7 @@ def test_a_failed_last_validation_does_not_cost_the_lora(
     monkeypatch.setattr(script, "validate", fail)
     with pytest.raises(StoreError, match="the disk is full"):
         script.train(cold, replace(options, steps=1))
-    assert (options.out / script.LORA_FILE).is_file()
+    assert (options.out / "pytorch_lora_weights.safetensors").is_file()
 
 
 def test_gradient_checkpointing_changes_no_loss(
@@ -291,8 +290,10 @@ def test_settings_that_do_not_fit_are_refused(
     script: ModuleType, cached: Config, options: Any, tmp_path: Path, make_config: Callable[..., Config]
 ) -> None:
     config = training_only(cached)
-    with pytest.raises(StoreError, match=r"photos is not cached: run `latentcache precache CONFIG`"):
+    with pytest.raises(StoreError, match=r"there is no cache here\. `latentcache precache` makes one"):
         script.train(make_config(), options)
+    with pytest.raises(StoreError, match=r"photos is not cached: run `latentcache precache CONFIG`"):
+        script.train(make_config(**{"cache.path": cached.cache.path}), options)
     with pytest.raises(ConfigError, match="role: train"):
         script.train(make_config(**{"datasets.0.role": "validation"}), options)
     run_precache(make_config())

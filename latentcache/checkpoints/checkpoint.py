@@ -37,15 +37,14 @@ from latentcache.provenance import now, software_versions
 
 @dataclass(frozen=True, slots=True)
 class CheckpointState:
-    """What a checkpoint says beside the parts that were loaded. Tensors in `extra` are on the CPU."""
+    """What a checkpoint stores next to the parts that were loaded. Tensors in `extra` are on the CPU."""
 
     epoch: int
     step: int
     extra: Any
 
 
-# More parameters than elsewhere: each is one part of a run, by keyword, and most calls name two or three.
-def save_checkpoint(
+def save_checkpoint(  # noqa: PLR0913  # each is one part of a run, by keyword, and most calls name two or three
     folder: str | Path,
     *,
     model: Modules,
@@ -58,11 +57,11 @@ def save_checkpoint(
     step: int = 0,
     extra: Any = None,
 ) -> Path:
-    """Write the run's state into `folder`, and give the folder's path.
+    """Write the run's state into `folder`, and return the folder's path.
 
     `model` is one module or several by name; `ema` a module, or an object with `state_dict`. `extra` is plain data and
-    tensors. A checkpoint that `folder` holds is replaced, without a moment in which there is none. One process writes a
-    folder: random state is that process's. Raises CheckpointError, with every offender, for what cannot be written:
+    tensors. A checkpoint in `folder` is replaced, without a moment in which there is none. One process writes a folder:
+    random state is that process's. Raises CheckpointError, with every offender, for what cannot be written:
     sharded and quantised tensors, objects that are not plain data, optimizer parameters that `model` does not have, an
     EMA that is swapped in. The folder is then as it was.
     """
@@ -111,26 +110,21 @@ def load_checkpoint(
 ) -> CheckpointState:
     """Load what `save_checkpoint` wrote into the parts given, each on the device that it is on now.
 
-    Parts of the file that are not asked for are left alone. Random streams of accelerators that are not here are left
-    out, with a logged warning. Raises CheckpointError if the files are damaged, if a part asked for is not in the
+    Parts of the file that are not requested are not read. Random streams of accelerators that are not here are not
+    loaded, with a logged warning. Raises CheckpointError if the files are damaged, if a requested part is not in the
     file, or if names, shapes, dtypes, tied weights, parameter groups or classes differ; it names each. Nothing has
     changed then.
     """
     folder = Path(folder)
     document = read_document(folder)
     given = {"optimizer": optimizer, "scaler": scaler, "scheduler": scheduler, "ema": ema}
-    wanted = [
-        "model",
-        "extra",
-        *(part for part, value in given.items() if value is not None),
-        *(["rng"] if rng else []),
-    ]
-    missing = [part for part in wanted if part not in document["parts"]]
+    requested = ["model", "extra", *(part for part, value in given.items() if value is not None), *(["rng"] * rng)]
+    missing = [part for part in requested if part not in document["parts"]]
     if missing:
         have = ", ".join(sorted(document["parts"]))
-        detail = f"has no {', '.join(missing)}, it has {have}; leave out what it has not ({missing[0]}=...)"
+        detail = f"has no {', '.join(missing)}, it has {have}; leave out what it lacks ({missing[0]}=...)"
         raise CheckpointError(folder, detail)
-    saved = {part: _read_part(folder, document, part) for part in wanted}
+    saved = {part: _read_part(folder, document, part) for part in requested}
     offenders = _mismatches(document, saved, model, given)
     if offenders:
         detail = "does not fit what it is loaded into; build it as it was when saved:"
@@ -198,9 +192,9 @@ def _load_ema(ema: Any, saved: Mapping[str, Any]) -> None:
         load_module_state(ema, saved)
         return
     devices = devices_of(ema.state_dict())
-    # Such classes keep copies of what they are given. Moved one by one afterwards, the device never holds a second set.
+    # Such classes copy what they are given. The copies are moved one by one, so that the device never has a second set.
     ema.load_state_dict(saved)
     place_items(ema.state_dict(), devices)
     if devices_of(ema.state_dict()) != devices:
-        # Its state_dict does not hand out its own lists.
+        # Its state_dict does not return its own lists.
         ema.load_state_dict(placed(saved, devices))

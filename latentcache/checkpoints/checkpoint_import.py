@@ -1,7 +1,7 @@
 """Checkpoints that other programs wrote with `torch.save`: .ckpt, .pt, .pth, .bin. Only this file calls torch.load.
 
-Such a file is a pickle, and unpickling runs what the file says. So torch's restricted reader is used, and nothing else:
-it makes tensors and plain data, and refuses the rest.
+Such a file is a pickle, and unpickling runs the code that the file names. torch's restricted reader makes tensors and
+plain data, and refuses the rest. No other reader is used.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def import_checkpoint(path: str | Path, *, names: Mapping[str, str] | None = Non
     """Read a `.ckpt`, `.pt`, `.pth` or `.bin` file onto the CPU, without running anything that it contains.
 
     Parts are found under the names in use (`state_dict`, `optimizer_states`, ...); a file that is a flat dict of
-    tensors is a model. `names` says otherwise, with dotted paths: {"model": "trainer.var_wo_ddp"}. Raises
+    tensors is a model. `names` overrides this, with dotted paths: {"model": "trainer.var_wo_ddp"}. Raises
     CheckpointError for files that need code, that are damaged, or that have nothing under a path of `names`.
     """
     path = Path(path)
@@ -77,25 +77,25 @@ def _read(path: Path) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise CheckpointError(path, f"cannot be read: {error}") from error
-    # Whatever else the bytes make torch's reader raise (there is no common class), the file cannot be used.
+    # torch's reader raises errors of many classes for bad bytes. With each of them the file cannot be used.
     except Exception as error:
         needed = _code_needed(path) or _NOT_ALLOWED.findall(str(error))
         if not needed:
-            # torch's text goes on to advise reading the file without restrictions.
+            # The rest of torch's text advises reading the file without restrictions.
             problem = _PROBLEM.search(str(error))
             detail = problem[1] if problem else f"{type(error).__name__}: {error}".partition("\n")[0]
             raise CheckpointError(path, f"is damaged, or not written by torch.save: {detail}") from error
         raise CheckpointError(
             path,
             "needs code to be run while it is read, so it is refused: a file can make that code do anything. "
-            "If you trust whoever wrote it, load it once with the program that wrote it and save the state_dicts alone "
+            "If you trust its author, load it once with the program that wrote it and save the state_dicts alone "
             "(tensors and plain data), or allow these names around this call with torch.serialization.safe_globals:",
             offenders=tuple(needed),
         ) from error
 
 
 def _code_needed(path: Path) -> list[str]:
-    """The names that the pickle asks for beyond tensors and plain data; none if it cannot be looked through."""
+    """The names that the pickle uses beyond tensors and plain data; none if it cannot be parsed."""
     try:
         return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
     except Exception:  # the file is damaged, or of the format before torch 1.6
@@ -107,11 +107,10 @@ def _usual(content: Any, part: str) -> Any:
         return None
     for name in _USUAL_NAMES[part]:
         value = content.get(name)
-        # Lightning keeps lists, one item for each optimizer. Of several, none is meant.
+        # Lightning keeps lists, one item for each optimizer. Of several, none can be chosen.
         if isinstance(value, list) and len(value) == 1:
             value = value[0]
-        wanted = int if part in ("epoch", "step") else Mapping
-        if isinstance(value, wanted):
+        if isinstance(value, int if part in ("epoch", "step") else Mapping):
             return value
     return None
 

@@ -2,11 +2,9 @@
 
 `checkpoint.json` names each data file with its size and BLAKE3 digest, and holds a digest of itself. A new checkpoint
 is written as a sibling folder, synced, and renamed. One that exists is replaced without a moment in which there is
-none: the new data files go beside the old ones, under names of their own, and the rename of `checkpoint.json` decides.
-The old files go last. After a crash the folder holds the old checkpoint or the new one; what is left over goes with the
-next save.
-
-With store/pack.py this is the only file that imports safetensors.
+none: the new data files are written next to the old ones, under names of their own, and the rename of
+`checkpoint.json` decides. The old files are removed last. After a crash the folder holds the old checkpoint or the new
+one; the next save removes what is left over.
 """
 
 from __future__ import annotations
@@ -57,7 +55,7 @@ def write_checkpoint(folder: Path, document: Mapping[str, Any], data: Mapping[st
     except (OSError, SafetensorError, StoreError) as error:
         num_bytes = sum(tensor.nbytes for tensors in data.values() for tensor in tensors.values())
         raise CheckpointError(
-            folder, f"{num_bytes:,} bytes cannot be written: {error}. What was there before is as it was."
+            folder, f"{num_bytes:,} bytes cannot be written: {error}. The folder is as it was."
         ) from error
 
 
@@ -65,7 +63,7 @@ def read_document(folder: Path) -> dict[str, Any]:
     """The document of a checkpoint, its digest compared. CheckpointError if there is none, or it is damaged."""
     path = folder / DOCUMENT
     try:
-        document = json.loads(path.read_bytes())
+        document: dict[str, Any] = json.loads(path.read_bytes())
     except FileNotFoundError as error:
         raise CheckpointError(folder, f"holds no checkpoint: there is no {DOCUMENT}") from error
     except (OSError, ValueError) as error:
@@ -148,7 +146,7 @@ def _replace(folder: Path, document: Mapping[str, Any], data: Mapping[str, Mappi
             sealed = {**document, "files": _write_data(folder, data)}
             write_sealed(folder / DOCUMENT, _sealed_bytes(sealed))
         finally:
-            # Also after an error, and whichever document is there then: its files stay, and no others.
+            # Also after an error: the files of the document that is there then stay, and no others.
             named = json.loads((folder / DOCUMENT).read_bytes()).get("files", {})
             _remove_data(folder, keep={entry["name"] for entry in named.values()})
 
@@ -160,7 +158,7 @@ def _write_data(folder: Path, data: Mapping[str, Mapping[str, torch.Tensor]]) ->
             continue
         path = folder / f"{part}-{uuid.uuid4().hex}.safetensors"
         save_file(dict(tensors), path, metadata={"format": "pt"})
-        # safetensors makes files that only their owner may read, and leaves the syncing to others.
+        # safetensors writes files that only their owner may read, and does not sync them.
         path.chmod(folder.stat().st_mode & 0o666)
         fd = os.open(path, os.O_RDONLY)
         try:
@@ -190,7 +188,7 @@ def _remove_data(folder: Path, keep: set[str]) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock: it tells live writers from dead ones, and keeps two from cleaning up after each other."""
+    """Hold the folder's lock. A writer that lives holds it, so that no other writer removes its files."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         try:
@@ -203,7 +201,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _sweep_dead_siblings(folder: Path) -> None:
-    """Remove what earlier writers of this folder left when they died. A live one holds its folder's lock."""
+    """Remove what earlier writers of this folder left when they died. A writer that lives holds its folder's lock."""
     for path in folder.parent.glob(f".{glob.escape(folder.name)}.*{TEMPORARY_SUFFIX}"):
         if not path.is_dir() or path.is_symlink():
             continue

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 
@@ -24,9 +24,10 @@ _COMPILED = "_orig_mod."
 def unwrapped_module(module: torch.nn.Module) -> torch.nn.Module:
     """The module inside DistributedDataParallel, DataParallel and torch.compile."""
     parallel = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
-    while isinstance(module, parallel) or hasattr(module, "_orig_mod"):
-        module = module.module if isinstance(module, parallel) else module._orig_mod
-    return module
+    inner: Any = module
+    while isinstance(inner, parallel) or hasattr(inner, "_orig_mod"):
+        inner = inner.module if isinstance(inner, parallel) else inner._orig_mod
+    return cast(torch.nn.Module, inner)
 
 
 def module_state(modules: Modules) -> dict[str, Any]:
@@ -104,7 +105,7 @@ def optimizer_differences(saved: Mapping[str, Any], optimizer: torch.optim.Optim
 
 
 def load_named_optimizer_state(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], modules: Modules) -> None:
-    """Load what `optimizer_state` gave; parameters may be in another order. The names were compared before."""
+    """Load what `optimizer_state` returned; parameters may be in another order. The names were compared before."""
     names, _ = _parameter_names(optimizer, modules)
     number_of: dict[str, int] = {}
     groups = []
@@ -147,7 +148,7 @@ def _by_prefix(modules: Modules) -> Iterator[tuple[str, torch.nn.Module]]:
 def _tied(state: Mapping[str, Any]) -> list[list[str]]:
     places = {name: _place(value) for name, value in state.items() if isinstance(value, torch.Tensor) and value.numel()}
     shared = {place for place, count in Counter(places.values()).items() if count > 1}
-    return [[name for name, place in places.items() if place == wanted] for wanted in shared]
+    return [[name for name, place in places.items() if place == tied] for tied in shared]
 
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:

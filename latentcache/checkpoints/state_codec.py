@@ -2,7 +2,7 @@
 
 JSON keeps numbers, text, lists and dicts with text keys as they are. Everything else is an object with one key that
 starts with `$`: `$tensor` (the name in the tensors), `$array` (the same, for NumPy), `$tuple`, `$set`, `$dict` (pairs,
-for other keys), `$counter`, `$float` (nan, inf), `$bytes`, `$dtype`, `$device`. One tensor that is met twice (tied
+for other keys), `$counter`, `$float` (nan, inf), `$bytes`, `$dtype`, `$device`. A tensor that occurs twice (tied
 weights) is one name twice.
 """
 
@@ -10,30 +10,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import KeyPath, MappingKey, tree_flatten_with_path, tree_map_with_path
 
 _DTYPES = {
-    torch.bool,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.uint16,
-    torch.uint32,
-    torch.uint64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-}
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32,
+    torch.uint64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2,
+}  # fmt: skip
 """The dtypes that safetensors holds since 0.5."""
 
 
@@ -56,36 +45,24 @@ class TreeWriter:
             return self._tensor(value, name)
         if isinstance(value, np.generic):
             return self.pack(value.item(), name)
-        if kind is float:
-            return value if math.isfinite(value) else {"$float": repr(value)}
-        if kind is np.ndarray and value.dtype.kind in "biuf":
-            return {"$array": self._tensor(torch.from_numpy(np.ascontiguousarray(value).copy()), name)["$tensor"]}
-        if kind is list:
-            return self._items(value, name)
-        if kind in (tuple, torch.Size):
-            return {"$tuple": self._items(value, name)}
-        if kind is set:
-            return {"$set": self._items(sorted(value, key=repr), name)}
-        if kind is Counter:
-            return {"$counter": self._pairs(value, name)}
-        if kind in (dict, OrderedDict, defaultdict):
-            if all(type(key) is str and not key.startswith("$") for key in value):
-                return {key: self.pack(inner, _joined(name, key)) for key, inner in value.items()}
-            return {"$dict": self._pairs(value, name)}
-        if kind is bytes:
-            return {"$bytes": value.hex()}
-        if isinstance(value, torch.dtype):
-            return {"$dtype": str(value).removeprefix("torch.")}
-        if isinstance(value, torch.device):
-            return {"$device": str(value)}
-        self._refuse(name, f"a {kind.__module__}.{kind.__qualname__}, which is neither tensor nor plain data")
-        return None
+        if kind not in _PACKERS or (kind is np.ndarray and value.dtype.kind not in "biuf"):
+            self._refuse(name, f"a {kind.__module__}.{kind.__qualname__}, which is neither tensor nor plain data")
+            return None
+        return _PACKERS[kind](self, value, name)
 
     def _refuse(self, name: str, problem: str) -> None:
         self.offenders.append(f"{_joined(self.part, name) if name else self.part}: {problem}")
 
     def _items(self, values: Any, name: str) -> list[Any]:
         return [self.pack(value, _joined(name, index)) for index, value in enumerate(values)]
+
+    def _dict(self, value: Mapping[Any, Any], name: str) -> dict[str, Any]:
+        if all(type(key) is str and not key.startswith("$") for key in value):
+            return {key: self.pack(inner, _joined(name, key)) for key, inner in value.items()}
+        return {"$dict": self._pairs(value, name)}
+
+    def _array(self, value: np.ndarray[Any, Any], name: str) -> dict[str, str]:
+        return {"$array": self._tensor(torch.from_numpy(np.ascontiguousarray(value).copy()), name)["$tensor"]}
 
     def _pairs(self, value: Mapping[Any, Any], name: str) -> list[list[Any]]:
         return [[self.pack(key, f"{name} key"), self.pack(inner, _joined(name, key))] for key, inner in value.items()]
@@ -112,6 +89,23 @@ class TreeWriter:
         return {"$tensor": unique}
 
 
+_PACKERS: dict[type, Callable[[TreeWriter, Any, str], Any]] = {
+    float: lambda writer, value, name: value if math.isfinite(value) else {"$float": repr(value)},
+    list: TreeWriter._items,
+    tuple: lambda writer, value, name: {"$tuple": writer._items(value, name)},
+    torch.Size: lambda writer, value, name: {"$tuple": writer._items(value, name)},
+    set: lambda writer, value, name: {"$set": writer._items(sorted(value, key=repr), name)},
+    dict: TreeWriter._dict,
+    OrderedDict: TreeWriter._dict,
+    defaultdict: TreeWriter._dict,
+    Counter: lambda writer, value, name: {"$counter": writer._pairs(value, name)},
+    bytes: lambda writer, value, name: {"$bytes": value.hex()},
+    np.ndarray: TreeWriter._array,
+    torch.dtype: lambda writer, value, name: {"$dtype": str(value).removeprefix("torch.")},
+    torch.device: lambda writer, value, name: {"$device": str(value)},
+}
+
+
 def _joined(name: str, key: object) -> str:
     return f"{name}.{key}" if name else str(key)
 
@@ -132,7 +126,7 @@ def why_unwritable(tensor: torch.Tensor) -> str | None:
 
 
 def unpack(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """The value that `TreeWriter.pack` was given. KeyError, TypeError or ValueError for what it did not write."""
+    """The inverse of `TreeWriter.pack`. KeyError, TypeError or ValueError for what it did not write."""
     if isinstance(value, list):
         return [unpack(inner, tensors) for inner in value]
     if not isinstance(value, dict):
@@ -157,7 +151,7 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-_LEAVES = {
+_LEAVES: dict[str, Callable[[Any, Mapping[str, torch.Tensor]], Any]] = {
     "$tensor": lambda content, tensors: tensors[content],
     "$array": lambda content, tensors: tensors[content].numpy(),
     "$float": lambda content, tensors: float(content),
@@ -188,42 +182,28 @@ def differences(saved: Any, live: Any, name: str) -> list[str]:
     return []
 
 
-def devices_of(value: Any) -> Any:
-    """The tree with each tensor replaced by its device, and everything else by None."""
-    if isinstance(value, torch.Tensor):
-        return value.device
-    if isinstance(value, Mapping):
-        return {key: devices_of(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [devices_of(inner) for inner in value]
-    return None
+def devices_of(tree: Any) -> dict[KeyPath, torch.device]:
+    """The device of each tensor in nested dicts, lists and tuples, by its path."""
+    return {path: leaf.device for path, leaf in tree_flatten_with_path(tree)[0] if isinstance(leaf, torch.Tensor)}
 
 
-def placed(value: Any, devices: Any) -> Any:
-    """A copy of the tree with each tensor on the device in its place; where there is none, it stays."""
-    if isinstance(value, torch.Tensor):
-        return value.to(devices) if isinstance(devices, torch.device) else value
-    if isinstance(value, dict):
-        return type(value)({key: placed(inner, _inner(devices, key)) for key, inner in value.items()})
-    if isinstance(value, (list, tuple)):
-        return type(value)(placed(inner, _inner(devices, index)) for index, inner in enumerate(value))
-    return value
+def placed(tree: Any, devices: Mapping[KeyPath, torch.device]) -> Any:
+    """A copy of the tree with each tensor on the device of its path; where there is none, it stays."""
+
+    def place(path: KeyPath, leaf: Any) -> Any:
+        return leaf.to(devices[path]) if isinstance(leaf, torch.Tensor) and path in devices else leaf
+
+    return tree_map_with_path(place, tree)
 
 
-def place_items(value: Any, devices: Any) -> None:
+def place_items(tree: Any, devices: Mapping[KeyPath, torch.device]) -> None:
     """As `placed`, in the lists and dicts of the tree itself, one tensor after another."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, inner in list(items):
-        if isinstance(inner, torch.Tensor):
-            value[key] = placed(inner, _inner(devices, key))
-        else:
-            place_items(inner, _inner(devices, key))
-
-
-def _inner(devices: Any, key: Any) -> Any:
-    if isinstance(devices, dict):
-        return devices.get(key)
-    return devices[key] if isinstance(devices, list) and key < len(devices) else None
+    for path in devices_of(tree).keys() & devices.keys():
+        parent = reduce(lambda node, key: key.get(node), path[:-1], tree)
+        last: Any = path[-1]
+        if isinstance(parent, (dict, list)):
+            key = last.key if isinstance(last, MappingKey) else last.idx
+            parent[key] = parent[key].to(devices[path])
 
 
 def _spec(tensor: torch.Tensor) -> str:

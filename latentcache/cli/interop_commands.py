@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
 from latentcache.cli.options import AsJson, Switch, known_cache
 from latentcache.cli.output import finish
-from latentcache.config import CacheConfig, Config, load_config
+from latentcache.config import CacheConfig, Config, DatasetConfig, load_config
 from latentcache.dataset.samples import MAX_CAPTION_BYTES, CaptionError, captions_in_text
 from latentcache.errors import ConfigError
+
+if TYPE_CHECKING:
+    from latentcache.interop.importing import DatasetUse
+    from latentcache.interop.verification import Verification
 
 FORMATS = {
     "kohya": "kohya",
@@ -24,8 +28,8 @@ FORMATS = {
     "diffusion-pipe": "diffusion_pipe",
     "onetrainer": "onetrainer",
 }
-"""Format -> its module in `interop.formats`. `read(root, *, ...)` reads a cache; `export(cache, name, folder, *, ...)`,
-where a module has it, writes one. Their keyword arguments are the options of that format."""
+"""Format -> its module in `interop.formats`. `read(root, *, ...)` reads a cache; `export(cache, name, folder, *, ...)`
+writes one, and some modules lack it. Their keyword arguments are the options of that format."""
 
 # The longer name first: cyclopts would take it for a key of the shorter one.
 CacheFolder = Annotated[Path | None, Parameter(name=("--cache.path", "--cache"), help="The cache's directory.")]
@@ -34,7 +38,7 @@ FromConfig = Annotated[Path | None, Parameter(name="--config", help="A config: n
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportOptions:
-    """What an import does with what it reads."""
+    """What an import does with the entries."""
 
     name: str | None = None
     """Name of the manifest. Default: that of the config's only dataset, else that of the format."""
@@ -43,26 +47,26 @@ class ImportOptions:
     repeats: int | None = None
     """How often an epoch visits each sample. Default: what the config says of it, else 1."""
     dtype: Literal["float32", "float16", "bfloat16"] | None = None
-    """What is stored. Default: what the files hold, float32 for latents that have to be divided; with --verify what the
-    config stores."""
+    """The dtype that is stored. Default: that of the files, float32 for scaled latents; with --verify that of the
+    config."""
     verify: str | None = None
-    """Encode so many entries of each kind again, or `all`, and keep as verified what is equal. Needs --config."""
+    """Encode so many entries of each kind again, or `all`; equal ones become verified. Needs --config."""
     seed: int = 0
-    """Which entries are verified."""
+    """Chooses the entries that are encoded again."""
     tolerance: float | None = None
-    """Largest absolute difference that is equal. Default: by dtype."""
+    """Largest absolute difference that counts as equal. Default: by dtype."""
     no_scale_check: Switch = False
     """Do not compare the latents' standard deviation with SDXL's: they are of another VAE."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReaderOptions:
-    """What helps to read a cache. Each format has some of these."""
+    """How a format is read. Each format has some of these."""
 
     images: Path | None = None
-    """The images' folder. kohya: if the images are not beside the files."""
+    """The images' folder. kohya: if the images are not next to the files."""
     caption_extension: str | None = None
-    """Suffix of the caption files beside the images. Default: .txt."""
+    """Suffix of the caption files next to the images. Default: .txt."""
     captions: Path | None = None
     """A text file of further captions, one a line, for formats that name files by a hash of the caption."""
     text_cache: Path | None = None
@@ -74,7 +78,7 @@ class ReaderOptions:
     trigger: str | None = None
     """ai-toolkit: the trigger word of the training."""
     variation: int | None = None
-    """onetrainer: which variation, from 0."""
+    """onetrainer: the number of the variation, from 0."""
     area: int | None = None
     """kohya: of a file with several resolutions, take the one nearest to so many pixels. Default: the largest."""
 
@@ -86,13 +90,13 @@ class WriterOptions:
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """simpletuner, ai-toolkit: dtype of the latents. Default: bfloat16."""
     caption_extension: str | None = None
-    """ai-toolkit: suffix of the caption files beside the images. Default: .txt."""
+    """ai-toolkit: suffix of the caption files next to the images. Default: .txt."""
     unsuffixed: Switch = False
     """kohya: also write the names that releases before March 2026 read."""
     seed: int | None = None
     """Export a draw of the moments with this seed. Default: their mean."""
     overwrite: Switch = False
-    """Replace files that are there already."""
+    """Replace files that exist already."""
 
 
 def import_foreign(
@@ -106,7 +110,7 @@ def import_foreign(
     reader: Annotated[ReaderOptions | None, Parameter(name="*", group="Reading")] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Import the cache of another trainer. What is imported is unverified, until encoding shows that it is right.
+    """Import the cache of another trainer. Its entries are unverified, until encoding gives the same values.
 
     Args:
         root: The folder of the foreign cache.
@@ -134,8 +138,7 @@ def import_foreign(
             foreign,
             workspace,
             name=options.name or (dataset.name if dataset is not None else source),
-            role=options.role or (dataset.role if dataset is not None else "train"),
-            repeats=options.repeats if options.repeats is not None else (dataset.repeats if dataset is not None else 1),
+            use=_use(options, dataset),
             store_dtype=None if options.dtype is None else DTYPES[options.dtype],
             scale_check=not options.no_scale_check,
             verification=_verification(options, loaded),
@@ -162,7 +165,7 @@ def export_foreign(
         root: The folder to write to. kohya: the images' folder, or one laid out like it.
         target: The format: kohya, simpletuner or ai-toolkit.
         manifest: The dataset. Default: the only one.
-        unverified: Also export what was imported and not verified.
+        unverified: Also export entries that were imported and not verified.
     """
     from latentcache.loading.cache import LatentCache
     from latentcache.store.base import DTYPES
@@ -180,6 +183,15 @@ def export_foreign(
     return finish(report, as_json, has_faults=report.has_faults)
 
 
+def _use(options: ImportOptions, dataset: DatasetConfig | None) -> DatasetUse:
+    """What the dataset is for: the options, else the config, else the defaults."""
+    from latentcache.interop.importing import DatasetUse
+
+    use = DatasetUse() if dataset is None else DatasetUse(dataset.role, dataset.repeats)
+    given = {"role": options.role, "repeats": options.repeats}
+    return replace(use, **{name: value for name, value in given.items() if value is not None})
+
+
 def _functions(action: Literal["read", "export"]) -> dict[str, Callable[..., Any]]:
     """The formats that have such a function."""
     modules = {name: import_module(f"latentcache.interop.formats.{module}") for name, module in FORMATS.items()}
@@ -193,7 +205,7 @@ def _options_of(format_name: str, action: Literal["read", "export"]) -> dict[str
 
 
 def _chosen(format_name: str, action: Literal["read", "export"], given: Mapping[str, Any]) -> Callable[..., Any]:
-    """`read` or `export` of a format, with these options. ConfigError for what the format does not have or lacks."""
+    """`read` or `export` of a format, with these options. ConfigError for options that it does not have, or needs."""
     flag = "--from" if action == "read" else "--to"
     functions = _functions(action)
     if format_name not in functions:
@@ -209,8 +221,8 @@ def _chosen(format_name: str, action: Literal["read", "export"], given: Mapping[
     return lambda *arguments: functions[format_name](*arguments, **given)
 
 
-def _tokenize(config: Config) -> Any:
-    """What makes tokens of captions: formats without captions are paired by them."""
+def _tokenize(config: Config) -> Callable[[str], Sequence[int]]:
+    """The tokenizer for formats without captions, whose texts are paired with captions by their tokens."""
     from latentcache.interop.formats.onetrainer import tokenize_with
     from latentcache.precache.encodings import load_models
 
@@ -222,7 +234,7 @@ def _flag(name: str) -> str:
 
 
 def _given(options: Any) -> dict[str, Any]:
-    """The options that were given; a switch that is off was not."""
+    """The options that were given; a switch that is off counts as not given."""
     return {name: value for name, value in asdict(options).items() if value is not None and value is not False}
 
 
@@ -245,13 +257,13 @@ def _cache_config(flag: Path | None, config: Config | None) -> CacheConfig:
     return CacheConfig(path=path)
 
 
-def _verification(options: ImportOptions, config: Config | None) -> Any:
+def _verification(options: ImportOptions, config: Config | None) -> Verification | None:
     from latentcache.interop.verification import Verification
 
     if options.verify is None:
         return None
     if config is None:
-        raise ConfigError("--verify encodes again, and needs --config to say with which models")
+        raise ConfigError("--verify encodes entries again, and needs --config for the models")
     if options.verify != "all" and not (options.verify.isdecimal() and int(options.verify) > 0):
         raise ConfigError(f"--verify is {options.verify!r}; give a number of entries, or all")
     num_entries: int | Literal["all"] = "all" if options.verify == "all" else int(options.verify)

@@ -116,7 +116,7 @@ def doctor(
         deepspeed: Check this DeepSpeed config too: settings that are ignored, refused or left to be filled in.
         training: Also train a tiny SDXL for one step on the device, and audit where everything is.
     """
-    from latentcache.doctor.doctor import diagnose
+    from latentcache.doctor.environment import diagnose
 
     diagnosis = diagnose(device=device, cache_path=known_cache(cache_path), deepspeed=deepspeed, training=training)
     return finish(diagnosis, as_json, has_faults=not diagnosis.ok)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 
-from latentcache.devices.audit_report import AuditReport, Finding, Kind
+from latentcache.devices.audit_report import AuditFinding, AuditReport
 from latentcache.devices.offload import hooks_by_path, numbered
-from latentcache.devices.optimizer_audit import ownership_findings, params_of, state_findings, states_of
-from latentcache.devices.part_tensors import Holding, holdings_of, is_optimizer, is_scaler
+from latentcache.devices.optimizer import StateTensor, named_params, state_rule, state_tensors
+from latentcache.devices.part_tensors import PartTensor, PrefixMap, is_optimizer, is_scaler, part_tensors
 from latentcache.devices.placement import DeviceLike, device_of
-from latentcache.devices.prefix_map import Declared
-from latentcache.devices.tensor_location import device_of_values, why_left_alone
+from latentcache.devices.tensor_location import AuditKind, device_of_values, is_partitioned, why_left_alone
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -35,128 +34,185 @@ def audit(
 
     Nothing is moved. Raises DeviceError for parts of another kind and for keys that name nothing.
     """
-    holdings = _holdings(parts)
-    states = [state for part, value in parts.items() if is_optimizer(value) for state in states_of(part, value)]
+    tensors = _tensors(parts)
+    states = [(part, state) for part, value in parts.items() if is_optimizer(value) for state in state_tensors(value)]
     given = device if isinstance(device, Mapping) else dict.fromkeys(parts, device) if device is not None else {}
-    devices = Declared("device", {key: numbered(device_of(requester)) for key, requester in given.items()}, parts)
-    flags, kinds = Declared("training", training, parts), Declared("dtypes", dtypes, parts)
-    inferred = _inferred([holding for holding in holdings if devices.of(holding.path) is None])
+    devices = PrefixMap("device", {key: numbered(device_of(like)) for key, like in given.items()}, parts)
+    flags, kinds = PrefixMap("training", training, parts), PrefixMap("dtypes", dtypes, parts)
+    inferred = _inferred([tensor for tensor in tensors if devices.get(tensor.path) is None])
 
-    findings: list[Finding] = []
+    findings: list[AuditFinding] = []
     left_alone: dict[tuple[str, str], list[str]] = {}
-    for holding in holdings:
-        reason = why_left_alone(holding.tensor)
+    for item in tensors:
+        reason = why_left_alone(item.tensor)
         if reason:
-            left_alone.setdefault((holding.part, reason), []).append(holding.name or "itself")
+            left_alone.setdefault((item.part, reason), []).append(item.name or "itself")
             continue
-        findings += _misplaced(holding, devices.of(holding.path), inferred)
-        findings += _recast(holding, kinds.of(holding.path))
+        findings += _misplaced(item, devices.get(item.path), inferred)
+        findings += _recast(item, kinds.get(item.path))
     for part, value in parts.items():
         if isinstance(value, torch.nn.Module):
-            findings += _wrong_hook(part, value, devices.of(part))
+            findings += _wrong_hook(part, value, devices.get(part))
             findings += _wrong_modes(part, value, flags)
         elif is_scaler(value):
-            findings += _wrong_scale(part, value, devices.of(part) or inferred)
-    parked = devices if isinstance(device, Mapping) else None
-    findings += state_findings(states, holdings, parked)
-    findings += ownership_findings(parts, holdings)
+            findings += _wrong_scale(part, value, devices.get(part) or inferred)
+    findings += _misplaced_states(states, tensors, devices if isinstance(device, Mapping) else None)
+    findings += _orphans(parts, tensors)
     for declared in (devices, flags, kinds):
         declared.check_met()
-    meant = ((part, devices.of(part) or inferred) for part in parts)
+    expected = ((part, devices.get(part) or inferred) for part in parts)
     return AuditReport(
         findings=tuple(findings),
         notes=tuple(
             f"{part}: {len(names)} left where they are, {reason} (the first is {names[0]})"
             for (part, reason), names in left_alone.items()
         ),
-        devices=tuple((part, str(device)) for part, device in meant if device is not None),
-        num_tensors=len(holdings) + len(states),
+        devices=tuple((part, str(device)) for part, device in expected if device is not None),
+        num_tensors=len(tensors) + len(states),
     )
 
 
-def _holdings(parts: Mapping[str, object]) -> list[Holding]:
-    holdings = [holding for part, value in parts.items() for holding in holdings_of(part, value)]
+def _tensors(parts: Mapping[str, object]) -> list[PartTensor]:
+    tensors = [tensor for part, value in parts.items() for tensor in part_tensors(part, value)]
     if not any(isinstance(value, torch.nn.Module) for value in parts.values()):
-        # Nobody else holds the parameters of the optimizers, so they are looked at here.
+        # No module has the parameters of the optimizers, so they are looked at here.
         for part, value in parts.items():
             if is_optimizer(value):
-                holdings += [Holding(part, name, "parameter", param) for _, param, name in params_of(value)]
-    return holdings
+                tensors += [PartTensor(part, name, "parameter", param) for _, param, name in named_params(value)]
+    return tensors
 
 
-def _inferred(holdings: Iterable[Holding]) -> torch.device | None:
+def _inferred(tensors: Iterable[PartTensor]) -> torch.device | None:
     """The device that undeclared parts are meant to be on. In a tie it is the accelerator."""
     votes: dict[bool, Counter[torch.device]] = {True: Counter(), False: Counter()}
-    for holding in holdings:
-        if holding.hook is not None:
-            return holding.hook.execution_device
-        found = device_of_values(holding.tensor)
-        if holding.tensor.ndim and found.type != "meta" and not why_left_alone(holding.tensor):
-            votes[holding.kind in ("parameter", "buffer")][found] += 1
+    for item in tensors:
+        if item.hook is not None:
+            return item.hook.execution_device
+        found = device_of_values(item.tensor)
+        if item.tensor.ndim and found.type != "meta" and not why_left_alone(item.tensor):
+            votes[item.kind in ("parameter", "buffer")][found] += 1
     counts = votes[True] or votes[False]
     return max(counts, key=lambda device: (counts[device], device != CPU), default=None)
 
 
-def _misplaced(holding: Holding, declared: torch.device | None, inferred: torch.device | None) -> Iterator[Finding]:
-    tensor, hook, found = holding.tensor, holding.hook, device_of_values(holding.tensor)
-    wanted, allowed = declared or inferred, {declared or inferred}
+def _misplaced(
+    item: PartTensor, declared: torch.device | None, inferred: torch.device | None
+) -> Iterator[AuditFinding]:
+    tensor, hook, found = item.tensor, item.hook, device_of_values(item.tensor)
+    expected, allowed = declared or inferred, {declared or inferred}
     if hook is not None and declared != CPU:
-        wanted, allowed = hook.execution_device, {hook.execution_device}
+        expected, allowed = hook.execution_device, {hook.execution_device}
     if hook is not None and hook.moves_weights:
         allowed |= {CPU, META}
-    if wanted is None or found in allowed:
+    if expected is None or found in allowed:
         return
     if found == META:
-        yield _finding(holding, "meta", str(wanted), "error", "it holds no values: load or initialise it")
-    elif found == CPU and tensor.ndim == 0 and holding.kind == "batch":
+        yield _finding(item, "meta", str(expected), "error", "it holds no values: load or initialise it")
+    elif found == CPU and tensor.ndim == 0 and item.kind == "batch":
         return
-    elif found == CPU and tensor.ndim == 0 and holding.kind == "buffer":
-        yield _finding(holding, str(found), str(wanted), "warning", "a 0-dim CPU tensor is legal in arithmetic only")
-    elif holding.kind == "attribute":
-        yield _finding(holding, str(found), str(wanted), "warning", "it is no buffer: .to() leaves it behind")
+    elif found == CPU and tensor.ndim == 0 and item.kind == "buffer":
+        yield _finding(item, str(found), str(expected), "warning", "a 0-dim CPU tensor is legal in arithmetic only")
+    elif item.kind == "attribute":
+        yield _finding(item, str(found), str(expected), "warning", "it is no buffer: .to() does not move it")
     else:
-        yield _finding(holding, str(found), str(wanted), "error")
+        yield _finding(item, str(found), str(expected), "error")
 
 
-def _recast(holding: Holding, wanted: torch.dtype | None) -> Iterator[Finding]:
-    dtype = holding.tensor.dtype
-    if wanted is not None and holding.tensor.is_floating_point() and dtype != wanted and holding.kind != "gradient":
-        yield _finding(holding._replace(kind="dtype"), str(dtype), str(wanted), "error")
+def _recast(item: PartTensor, expected: torch.dtype | None) -> Iterator[AuditFinding]:
+    dtype = item.tensor.dtype
+    if expected is not None and item.tensor.is_floating_point() and dtype != expected and item.kind != "gradient":
+        yield _finding(item._replace(kind="dtype"), str(dtype), str(expected), "error")
 
 
 def _finding(
-    holding: Holding, found: str, wanted: str, level: Literal["error", "warning"], reason: str = ""
-) -> Finding:
-    kind: Kind = "meta" if found == "meta" else holding.kind
-    return Finding(holding.part, holding.name, kind, tuple(holding.tensor.shape), found, wanted, level, reason)
+    item: PartTensor, found: str, expected: str, level: Literal["error", "warning"], reason: str = ""
+) -> AuditFinding:
+    kind: AuditKind = "meta" if found == "meta" else item.kind
+    return AuditFinding(item.part, item.name, kind, tuple(item.tensor.shape), found, expected, level, reason)
 
 
-def _wrong_hook(part: str, module: torch.nn.Module, declared: torch.device | None) -> Iterator[Finding]:
-    """A part under hooks runs where they say, whatever is declared. On the CPU it may be parked under them."""
+def _wrong_hook(part: str, module: torch.nn.Module, declared: torch.device | None) -> Iterator[AuditFinding]:
+    """A part under hooks runs on their device, whatever is declared. On the CPU it may be parked under them."""
     path, hook = next(iter(hooks_by_path(module).items()), ("", None))
     if hook is not None and declared not in (None, CPU, hook.execution_device):
         found = str(hook.execution_device)
-        yield Finding(part, path, "hook", None, found, str(declared), "error", "its offload hook runs it elsewhere")
+        yield AuditFinding(
+            part, path, "hook", None, found, str(declared), "error", "its offload hook runs it elsewhere"
+        )
 
 
-def _wrong_modes(part: str, module: torch.nn.Module, flags: Declared[bool]) -> Iterator[Finding]:
+def _wrong_modes(part: str, module: torch.nn.Module, flags: PrefixMap[bool]) -> Iterator[AuditFinding]:
+    modes = {True: "train", False: "eval"}
     for path, submodule in module.named_modules():
-        wanted = flags.of(f"{part}.{path}" if path else part)
-        if wanted is not None and submodule.training != wanted:
-            modes = {True: "train", False: "eval"}
-            yield Finding(part, path, "mode", None, modes[submodule.training], modes[wanted], "error")
+        expected = flags.get(f"{part}.{path}" if path else part)
+        if expected is not None and submodule.training != expected:
+            yield AuditFinding(part, path, "mode", None, modes[submodule.training], modes[expected], "error")
 
 
-def _wrong_scale(part: str, scaler: torch.amp.GradScaler, wanted: torch.device | None) -> Iterator[Finding]:
+def _wrong_scale(part: str, scaler: torch.amp.GradScaler, expected: torch.device | None) -> Iterator[AuditFinding]:
     """Only the type counts: a GradScaler copies its scale to each device of that type."""
-    if wanted is None or not scaler.is_enabled():
+    if expected is None or not scaler.is_enabled():
         return
     tensors = {name: getattr(scaler, name, None) for name in ("_scale", "_growth_tracker")}
     for name, tensor in tensors.items():
-        if tensor is not None and tensor.device.type != wanted.type:
+        if tensor is not None and tensor.device.type != expected.type:
             reason = "the scale must be with the loss"
-            yield Finding(part, name, "scale", (), str(tensor.device), str(wanted), "error", reason)
-    made_for = torch.device(scaler._device).type
-    if made_for != wanted.type:
-        reason = f"make it with GradScaler({wanted.type!r})"
-        yield Finding(part, "", "scale", None, made_for, wanted.type, "error", reason)
+            yield AuditFinding(part, name, "scale", (), str(tensor.device), str(expected), "error", reason)
+    built_for = torch.device(scaler._device).type
+    if built_for != expected.type:
+        reason = f"build it with GradScaler({expected.type!r})"
+        yield AuditFinding(part, "", "scale", None, built_for, expected.type, "error", reason)
+
+
+def _misplaced_states(
+    states: Iterable[tuple[str, StateTensor]], tensors: Iterable[PartTensor], declared: PrefixMap[torch.device] | None
+) -> Iterator[AuditFinding]:
+    """State that breaks the rules of `optimizer.py`. An optimizer with a declared device is parked there."""
+    parameters = _parameters(tensors)
+    for part, state in states:
+        owner = parameters.get(id(state.param))
+        path = f"{owner.path if owner else state.param_name}.{state.name}"
+        expected, level, reason = state_rule(state)
+        parked = declared.get(f"{part}.{path}") if declared is not None else None
+        if parked is not None and expected is not None and state.value.ndim:
+            expected, level, reason = parked, "error", "the optimizer is declared to be there"
+        found = device_of_values(state.value)
+        if expected is not None and found != expected:
+            shape = tuple(state.value.shape)
+            yield AuditFinding(part, path, "optimizer state", shape, str(found), str(expected), level, reason)
+
+
+def _orphans(parts: Mapping[str, Any], tensors: Sequence[PartTensor]) -> Iterator[AuditFinding]:
+    """Parameters that an optimizer steps but no module has, and those of a module it trains that it does not step."""
+    parameters = _parameters(tensors)
+    modules = [part for part, value in parts.items() if isinstance(value, torch.nn.Module)]
+    optimizers = {part: value for part, value in parts.items() if is_optimizer(value)}
+    if not modules or any(_keeps_copies(optimizer, tensors) for optimizer in optimizers.values()):
+        return
+    stepped: set[int] = set()
+    trained_by: dict[str, str] = {}
+    for part, optimizer in optimizers.items():
+        for _, param, param_name in named_params(optimizer):
+            stepped.add(id(param))
+            if id(param) in parameters:
+                trained_by.setdefault(parameters[id(param)].part, part)
+                continue
+            reason = "no module has it: it was replaced after the optimizer was built, and training it has no effect"
+            found, expected = f"an orphan on {device_of_values(param)}", f"a parameter of {' or '.join(modules)}"
+            yield AuditFinding(part, param_name, "orphan", tuple(param.shape), found, expected, "error", reason)
+    for item in tensors:
+        is_stepped = item.kind != "parameter" or not item.tensor.requires_grad or id(item.tensor) in stepped
+        if not is_stepped and item.part in trained_by:
+            expected, reason = f"a parameter of {trained_by[item.part]}", "it requires grad and is never stepped"
+            yield _finding(item._replace(kind="orphan"), "in no optimizer", expected, "warning", reason)
+
+
+def _keeps_copies(optimizer: Any, tensors: Iterable[PartTensor]) -> bool:
+    """Whether the optimizer steps copies of its own (DeepSpeed's fp32 partitions), which no module has."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return True
+    return any(is_partitioned(item.tensor) for item in _parameters(tensors).values())
+
+
+def _parameters(tensors: Iterable[PartTensor]) -> dict[int, PartTensor]:
+    return {id(item.tensor): item for item in tensors if item.kind == "parameter"}

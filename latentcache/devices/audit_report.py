@@ -1,34 +1,24 @@
-"""What an audit of devices found: every offender by name, as text, as JSON and as one error."""
+"""The report of an audit of devices: every offender by name, as text, as JSON and as one error."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
-from latentcache.errors import DeviceMismatchError
-
-NUM_SHOWN = 20
-"""An error message lists this many offenders, and counts the others."""
-
-Kind: TypeAlias = Literal[
-    "parameter", "buffer", "attribute", "gradient", "optimizer state", "orphan",
-    "ema", "batch", "scale", "hook", "meta", "dtype", "mode",
-]  # fmt: skip
-"""What is wrong where: `attribute` is a tensor that is no buffer, which `.to()` leaves behind; `orphan` a parameter of
-an optimizer that is no longer the model's, or one of the model that its optimizer lacks; `mode` a train/eval flag."""
+from latentcache.devices.tensor_location import AuditKind
+from latentcache.errors import DeviceMismatchError, listed
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
-    """One offender. `name` is dotted and starts below `part`; `found` and `wanted` are devices, dtypes or modes."""
+class AuditFinding:
+    """One offender. `name` is dotted and starts below `part`; `found` and `expected` are devices, dtypes or modes."""
 
     part: str
     name: str
-    kind: Kind
+    kind: AuditKind
     shape: tuple[int, ...] | None
     found: str
-    wanted: str
+    expected: str
     level: Literal["error", "warning"]
     reason: str = ""
 
@@ -44,26 +34,26 @@ class Finding:
         return value
 
     def to_text(self) -> str:
-        """One line: who, what, where it is, where it should be, and why."""
+        """One line: the path, the shape, the kind, what it is, what it should be, and why."""
         shape = "" if self.shape is None else f" {list(self.shape)}"
         reason = f": {self.reason}" if self.reason else ""
-        return f"{self.path}{shape} ({self.kind}) is {self.found}, wanted {self.wanted}{reason}"
+        return f"{self.path}{shape} ({self.kind}) is {self.found}, expected {self.expected}{reason}"
 
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
-    """All findings of one audit, what it walked, and notes on what it left alone and why.
+    """All findings of one audit, the number of tensors that it looked at, and notes on what it left alone and why.
 
     `devices` holds the device that each part is meant to be on, as given or inferred.
     """
 
-    findings: tuple[Finding, ...]
+    findings: tuple[AuditFinding, ...]
     notes: tuple[str, ...] = ()
     devices: tuple[tuple[str, str], ...] = ()
     num_tensors: int = 0
 
     @property
-    def errors(self) -> tuple[Finding, ...]:
+    def errors(self) -> tuple[AuditFinding, ...]:
         """The findings that fail a step, or train the wrong thing."""
         return tuple(finding for finding in self.findings if finding.level == "error")
 
@@ -92,23 +82,14 @@ class AuditReport:
         return "\n".join(lines)
 
     def raise_for_errors(self) -> None:
-        """DeviceMismatchError that lists the errors, if there are any; its fields tell of the first."""
+        """DeviceMismatchError that lists the errors, if there are any; its fields are those of the first."""
         if self.ok:
             return
         first = self.errors[0]
         raise DeviceMismatchError(
-            listed(f"{len(self.errors)} tensors or flags are not as declared", (e.to_text() for e in self.errors)),
+            f"{len(self.errors)} tensors or flags are not as declared:{listed(e.to_text() for e in self.errors)}",
             module=first.part,
             argument=first.name,
             found=first.found,
-            wanted=first.wanted,
+            expected=first.expected,
         )
-
-
-def listed(headline: str, lines: Iterable[str]) -> str:
-    """The headline and one line per offender, cut after NUM_SHOWN with a count of the others."""
-    lines = list(lines)
-    shown = [f"{headline}:", *(f"  {line}" for line in lines[:NUM_SHOWN])]
-    if len(lines) > NUM_SHOWN:
-        shown.append(f"  ... and {len(lines) - NUM_SHOWN} more")
-    return "\n".join(shown)

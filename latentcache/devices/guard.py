@@ -1,4 +1,4 @@
-"""Checks before the kernel: tensors that are used together lie on one device, or are named."""
+"""Checks before a kernel runs: tensors that are used together lie on one device, or the error names them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 
-from latentcache.devices.audit_report import listed
 from latentcache.devices.offload import offload_hook_of
 from latentcache.devices.tensor_location import device_of_values, why_left_alone
-from latentcache.errors import DeviceMismatchError
+from latentcache.errors import DeviceMismatchError, listed
 from latentcache.utils.nested import named_tensors
 
 CPU = torch.device("cpu")
@@ -22,29 +21,31 @@ CPU = torch.device("cpu")
 def check_same_device(**tensors: Any) -> torch.device | None:
     """The one device of all named tensors, or None if there are none; nested batches are looked into.
 
-    0-dim CPU tensors go with any device, as in torch; 0-dim tensors of another device do not. Raises
+    0-dim CPU tensors may be used with any device, as in torch; 0-dim tensors of another device may not. Raises
     DeviceMismatchError that names every tensor that is not on the device of most, and each on `meta`.
     """
     named = [pair for name, value in tensors.items() for pair in named_tensors(value, name)]
     if not named:
         return None
-    counts = Counter(device_of_values(tensor) for _, tensor in named if not _goes_anywhere(tensor))
+    counts = Counter(device_of_values(tensor) for _, tensor in named if not _fits_any_device(tensor))
     counts.pop(torch.device("meta"), None)
     # In a tie it is the accelerator: a batch is moved to the model, not the model to the batch.
-    wanted = max(counts, key=lambda device: (counts[device], device != CPU), default=CPU)
+    expected = max(counts, key=lambda device: (counts[device], device != CPU), default=CPU)
     offenders = [
-        (name, tensor) for name, tensor in named if not _goes_anywhere(tensor) and device_of_values(tensor) != wanted
+        (name, tensor)
+        for name, tensor in named
+        if not _fits_any_device(tensor) and device_of_values(tensor) != expected
     ]
     if not offenders:
-        return wanted
-    headline = f"{len(offenders)} of {len(named)} tensors are not on {wanted}, where the others are; move them there"
+        return expected
+    headline = f"{len(offenders)} of {len(named)} tensors are not on {expected}, where the others are; move them there"
     name, first = offenders[0]
     raise DeviceMismatchError(
-        listed(headline, (_described(name, tensor) for name, tensor in offenders)),
+        f"{headline}:{listed(_described(name, tensor) for name, tensor in offenders)}",
         module="",
         argument=name,
         found=str(device_of_values(first)),
-        wanted=str(wanted),
+        expected=str(expected),
     )
 
 
@@ -55,10 +56,10 @@ def guard(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
     Every tensor among the arguments, nested ones too, must be on the device of the (sub)module's parameters and
     buffers; 0-dim CPU tensors may be anywhere. Otherwise DeviceMismatchError names the submodule's dotted path and
     each argument by its name in the signature, before any kernel runs. A submodule that is spread over devices is
-    left to its own submodules, and inputs that an offload hook will move are let through. A module that moves its
-    inputs itself is held to the rule all the same.
+    left to its own submodules, and inputs that an offload hook will move are not checked. The rule also applies to a
+    module that moves its inputs itself.
 
-    The hooks are gone after the context, also after an error. Outside of it nothing is installed.
+    The hooks are removed when the context ends, also after an error. Outside of it nothing is installed.
     """
     with ExitStack() as hooks:
         for path, part in module.named_modules():
@@ -78,7 +79,7 @@ class _InputCheck:
         devices = set(placed.values())
         hook = offload_hook_of(module)
         if hook is not None:
-            # CpuOffload moves the inputs only together with the weights: once these are there, nobody does.
+            # CpuOffload moves the inputs only together with the weights: once these are there, nothing moves inputs.
             if hook.moves_inputs or devices != {hook.execution_device}:
                 return
         elif not devices or (len(devices) > 1 and any(module.children())):
@@ -86,7 +87,7 @@ class _InputCheck:
         offenders = [
             (name, tensor)
             for name, tensor in _named_arguments(module, args, kwargs)
-            if not _goes_anywhere(tensor) and devices != {device_of_values(tensor)}
+            if not _fits_any_device(tensor) and devices != {device_of_values(tensor)}
         ]
         if offenders:
             self._refuse(module, placed, offenders)
@@ -100,17 +101,15 @@ class _InputCheck:
         where = ", ".join(f"{name} is on {device}" for device, name in by_device.items())
         name, first = offenders[0]
         found = device_of_values(first)
-        wanted = next((device for device in by_device if device != found), found)
+        expected = next((device for device in by_device if device != found), found)
         who = f"{self.path} ({type(module).__name__})" if self.path else type(module).__name__
         raise DeviceMismatchError(
-            listed(
-                f"{who}: its {where}; move these inputs there, or the module to them",
-                (_described(*offender) for offender in offenders),
-            ),
+            f"{who}: its {where}; move these inputs there, or the module to them:"
+            + listed(_described(*offender) for offender in offenders),
             module=self.path,
             argument=name,
             found=str(found),
-            wanted=str(wanted),
+            expected=str(expected),
         )
 
 
@@ -119,7 +118,7 @@ def _placed(module: torch.nn.Module) -> dict[str, torch.device]:
     return {
         name: device_of_values(tensor)
         for name, tensor in (*module.named_parameters(), *module.named_buffers())
-        if device_of_values(tensor).type != "meta" and not _goes_anywhere(tensor) and not why_left_alone(tensor)
+        if device_of_values(tensor).type != "meta" and not _fits_any_device(tensor) and not why_left_alone(tensor)
     }
 
 
@@ -130,14 +129,14 @@ def _named_arguments(
     signature = inspect.signature(module.forward)
     try:
         named = signature.bind(*args, **kwargs).arguments
-    except TypeError:  # they do not fit: forward itself will say so
+    except TypeError:  # they do not fit the signature, and forward itself raises the error
         named = {"args": args, **kwargs}
     for name, value in named.items():
         gathers = name in signature.parameters and signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
         yield from named_tensors(value, "" if gathers else name)
 
 
-def _goes_anywhere(tensor: torch.Tensor) -> bool:
+def _fits_any_device(tensor: torch.Tensor) -> bool:
     """0-dim CPU tensors are numbers to the kernels of every device."""
     return tensor.ndim == 0 and tensor.device == CPU
 

@@ -16,7 +16,7 @@ class OffloadHook(NamedTuple):
 
 
 def offload_hook_of(module: torch.nn.Module) -> OffloadHook | None:
-    """The offload hook on this module itself, or None. Hooks are known by what they carry: nothing is imported.
+    """The offload hook on this module itself, or None. Hooks are recognised by their attributes: nothing is imported.
 
     accelerate keeps one in `_hf_hook`, alone or in a SequentialHook; diffusers' group offloading keeps its own in
     a registry in `_diffusers_hook`.
@@ -25,10 +25,11 @@ def offload_hook_of(module: torch.nn.Module) -> OffloadHook | None:
     for single in getattr(hook, "hooks", (hook,)):
         device = getattr(single, "execution_device", None)
         if device is not None:
-            # AlignDevicesHook says in `offload` whether it moves weights, and always moves inputs. CpuOffload has no
-            # such field: it moves the weights, and the inputs only when the weights are not there already.
+            # AlignDevicesHook has `offload`, whether it moves weights, and always moves inputs. CpuOffload has no such
+            # field: it moves the weights, and the inputs only when the weights are not there already.
             aligns = hasattr(single, "offload")
-            return OffloadHook(numbered(torch.device(device)), not aligns or bool(single.offload), aligns)
+            moves_weights = not aligns or bool(getattr(single, "offload", False))
+            return OffloadHook(numbered(torch.device(device)), moves_weights, aligns)
     registry = getattr(module, "_diffusers_hook", None)
     for single in getattr(registry, "hooks", {}).values():
         device = getattr(getattr(single, "group", None), "onload_device", None)
@@ -38,14 +39,14 @@ def offload_hook_of(module: torch.nn.Module) -> OffloadHook | None:
 
 
 def casting_dtype_of(module: torch.nn.Module) -> torch.dtype | None:
-    """The dtype that diffusers' layerwise casting lets this module itself compute in, or None without it."""
+    """The dtype that this module itself computes in under diffusers' layerwise casting, or None without it."""
     registry = getattr(module, "_diffusers_hook", None)
     found = (getattr(single, "compute_dtype", None) for single in getattr(registry, "hooks", {}).values())
     return next((dtype for dtype in found if isinstance(dtype, torch.dtype)), None)
 
 
 def hooks_by_path(module: torch.nn.Module) -> dict[str, OffloadHook]:
-    """The hook that governs each submodule, by dotted path: its own, else that of the nearest module above it."""
+    """The hook that governs each submodule, by dotted path: its own, else that of the nearest parent with one."""
     governing: dict[str, OffloadHook] = {}
     for path, part in module.named_modules():
         hook = offload_hook_of(part) or (governing.get(path.rpartition(".")[0]) if path else None)
@@ -68,7 +69,7 @@ def replaces_parameters(module: torch.nn.Module) -> bool:
     """Whether an offload hook on this module itself puts other Parameter objects in the place of its own.
 
     accelerate's AlignDevicesHook with `offload` does: `enable_sequential_cpu_offload` and `cpu_offload` install it. An
-    optimizer that was built before goes on to train the old objects, which nothing uses any more.
+    optimizer that was built before continues to train the old objects, which nothing uses any more.
     """
     hook = getattr(module, "_hf_hook", None)
     return any(getattr(single, "offload", False) is True for single in getattr(hook, "hooks", (hook,)))

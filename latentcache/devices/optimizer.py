@@ -1,10 +1,19 @@
-"""Optimizer state where the parameters are: moved by the optimizer's own policy, with the flags that are in force.
+"""Optimizer state: on which device it belongs, and how it gets there with the flags that are in force.
 
-`torch.optim.Optimizer.load_state_dict` is that policy. It knows that `step` stays on the CPU unless the group is fused
-or capturable, and optimizers with 8-bit state override it. Moving every tensor instead costs a host sync per use of
-`step`. Three of its habits are undone here: it takes flags from the state (a plain checkpoint makes a fused
-optimizer plain), it casts state to the parameter's dtype (float32 moments of bfloat16 parameters are rounded), and it
-keeps references to the tensors that it is given.
+The rules are those of torch's own optimizers (`torch/optim` of 2.13, "special device hosting for step" in
+`optimizer.py`):
+
+    state                          fused or capturable group      other groups
+    `step`, 0-dim                  the parameter's device         the CPU; on the device each use is a host sync
+    `step` of ASGD, other 0-dim    the parameter's device         the CPU or the parameter's device
+    one dimension or more          the parameter's device         the parameter's device
+
+The flags are those that the group has now: `load_state_dict` replaces them, so they must be final first.
+
+State is moved by `torch.optim.Optimizer.load_state_dict`, which knows these rules, and which optimizers with 8-bit
+state override. Moving every tensor instead costs a host sync per use of `step`. Three of its habits are undone here: it
+takes flags from the state (a plain checkpoint makes a fused optimizer plain), it casts state to the parameter's dtype
+(float32 moments of bfloat16 parameters are rounded), and it keeps references to the tensors that it is given.
 """
 
 from __future__ import annotations
@@ -12,15 +21,37 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 
-from latentcache.devices.state_rules import unwrapped, wanted_state_device
+from latentcache.devices.tensor_location import device_of_values, why_immovable
 from latentcache.errors import CheckpointError, DeviceError
+from latentcache.utils.nested import named_tensors
 
+CPU = torch.device("cpu")
 FLAGS = ("fused", "foreach", "capturable", "maximize", "differentiable")
-"""Settings of a group that say how a step is computed. They belong to who builds the optimizer, not to a file."""
+"""Settings of a group that say how a step is computed. The code that builds the optimizer decides them, not a file."""
+
+
+class StateRule(NamedTuple):
+    """Where a state tensor belongs. `device` None: it may stay. `level` is that of being elsewhere."""
+
+    device: torch.device | None
+    level: Literal["error", "warning"]
+    reason: str
+
+
+class StateTensor(NamedTuple):
+    """One tensor of `optimizer.state`. `key` is the state's own name; `name` adds the position in nested state."""
+
+    optimizer: Any
+    group: Mapping[str, Any]
+    param: torch.Tensor
+    param_name: str
+    key: str
+    name: str
+    value: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +68,7 @@ class MovedState:
 
 @dataclass(frozen=True, slots=True)
 class RepairReport:
-    """What `repair_optimizer` moved; nothing when all state was where the optimizer wants it."""
+    """What `repair_optimizer` moved; nothing when all state was where the optimizer expects it."""
 
     moved: tuple[MovedState, ...]
 
@@ -45,24 +76,80 @@ class RepairReport:
         return "\n".join(map(str, self.moved)) or "nothing to move"
 
 
-def repair_optimizer(optimizer: torch.optim.Optimizer) -> RepairReport:
-    """Put the optimizer's state where its parameters are now, by its own policy, and say what moved.
+def named_params(optimizer: Any) -> Iterator[tuple[Mapping[str, Any], torch.Tensor, str]]:
+    """Each parameter with its group and its name: that of the group's `param_names`, which torch keeps if given."""
+    for number, group in enumerate(unwrapped(optimizer).param_groups):
+        names = group.get("param_names")
+        for position, param in enumerate(group["params"]):
+            yield group, param, names[position] if names else f"param_groups.{number}.params.{position}"
 
-    Where that policy is torch's, a `step` that someone moved to the device goes back to the CPU, as `state_rules` says,
-    and so does NAdam's `mu_product`.
+
+def state_tensors(optimizer: Any) -> Iterator[StateTensor]:
+    """Every tensor of the optimizer's state, nested ones too. Wrapped optimizers are looked into."""
+    for group, param, param_name in named_params(optimizer):
+        for key, value in dict(optimizer.state.get(param, {})).items():
+            for name, tensor in named_tensors(value, str(key)):
+                yield StateTensor(optimizer, group, param, param_name, str(key), name, tensor)
+
+
+def state_rule(state: StateTensor) -> StateRule:
+    """The rule of the table above. A tensor obeys it if the rule's device is None or its own."""
+    name, value, home = state.key, state.value, device_of_values(state.param)
+    immovable = why_immovable(value)
+    if immovable:
+        return StateRule(None, "error", immovable)
+    if home.type == "meta":
+        return StateRule(None, "error", "the parameter is on meta, which is no place for state")
+    if value.ndim > 0:
+        return StateRule(home, "error", "state of one dimension or more belongs on its parameter's device")
+    flags = [flag for flag in ("fused", "capturable") if state.group.get(flag)]
+    if flags:
+        return StateRule(home, "error", f"{flags[0]}=True: the kernel reads {name} on its parameter's device")
+    if device_of_values(value) not in (CPU, home):
+        expected = home if name != "step" else CPU
+        return StateRule(expected, "error", f"{name} is neither on the CPU nor with its parameter")
+    if name == "step" and not isinstance(unwrapped(state.optimizer), torch.optim.ASGD):
+        return StateRule(CPU, "warning", "without fused or capturable, step on a device costs one host sync per use")
+    return StateRule(None, "error", f"a 0-dim {name} may lie on the CPU or with its parameter")
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """The innermost optimizer: accelerate and DeepSpeed keep it in `.optimizer`."""
+    while hasattr(inner := getattr(optimizer, "optimizer", None), "param_groups"):
+        optimizer = inner
+    return optimizer
+
+
+def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The torch optimizer inside wrappers such as accelerate's, whose own loading moves every tensor."""
+    optimizer = unwrapped(optimizer)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise DeviceError(
+            f"{type(optimizer).__name__} is not a torch.optim.Optimizer: this function must not move its state. "
+            "A sharded engine places its own."
+        )
+    return optimizer
+
+
+def repair_optimizer(optimizer: torch.optim.Optimizer) -> RepairReport:
+    """Put the optimizer's state where its parameters are now, by its own policy, and report what moved.
+
+    Where that policy is torch's, a `step` that was moved to the device goes back to the CPU by the table above, and so
+    does NAdam's `mu_product`.
     Call it after `model.to(device)` and after the flags of the groups (fused, capturable, foreach) are final. No dtype
     changes, except that `step` of fused and capturable groups is float32. Tensors that are in place stay the same
     objects. Raises DeviceError for what is not a torch optimizer and for parameters on `meta`.
     """
     optimizer = inner_optimizer(optimizer)
-    before = {(name, path): tensor.device for name, path, tensor in named_state(optimizer)}
+    before = {(state.param_name, state.name): state.value.device for state in state_tensors(optimizer)}
     _load(optimizer, optimizer.state_dict(), copy=False)
-    moved = (
-        MovedState(f"{name}: {path}", before[name, path], tensor.device)
-        for name, path, tensor in named_state(optimizer)
-        if before[name, path] != tensor.device
+    return RepairReport(
+        tuple(
+            MovedState(f"{state.param_name}: {state.name}", found, state.value.device)
+            for state in state_tensors(optimizer)
+            if (found := before[state.param_name, state.name]) != state.value.device
+        )
     )
-    return RepairReport(tuple(moved))
 
 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
@@ -75,17 +162,17 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state_dict: Mapping[s
     optimizer = inner_optimizer(optimizer)
     saved_groups = state_dict["param_groups"]
     found = [len(group["params"]) for group in saved_groups]
-    wanted = [len(group["params"]) for group in optimizer.param_groups]
-    if found != wanted:
+    expected = [len(group["params"]) for group in optimizer.param_groups]
+    if found != expected:
         raise CheckpointError(
             "optimizer state",
-            f"has groups of {found} parameters, the optimizer has {wanted}; build it over the same parameters",
+            f"has groups of {found} parameters, the optimizer has {expected}; build it over the same parameters",
         )
-    groups = [group_as_built(live, saved) for live, saved in zip(optimizer.param_groups, saved_groups, strict=True)]
+    groups = [_group_as_built(live, saved) for live, saved in zip(optimizer.param_groups, saved_groups, strict=True)]
     _load(optimizer, {**state_dict, "param_groups": groups}, copy=True)
 
 
-def group_as_built(live: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+def _group_as_built(live: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
     """The saved group with the live one's flags, and its choice between tensors and numbers."""
     given = {key: value for key, value in saved.items() if key not in (*FLAGS, "params")}
     settings = {key: _as_built(live.get(key), value) for key, value in given.items()}
@@ -95,34 +182,14 @@ def group_as_built(live: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[st
     return {**order, **settings, **flags, "params": saved["params"]}
 
 
-def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The torch optimizer inside wrappers such as accelerate's, whose own loading moves every tensor."""
-    optimizer = unwrapped(optimizer)
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise DeviceError(
-            f"{type(optimizer).__name__} is not a torch.optim.Optimizer: its state is not this function's to move. "
-            "A sharded engine places its own."
-        )
-    return optimizer
-
-
-def named_state(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Every tensor of state: the parameter's name (`group 0 parameter 3` if it has none), the state's, the tensor."""
-    for number, group in enumerate(optimizer.param_groups):
-        names = group.get("param_names") or [f"group {number} parameter {i}" for i in range(len(group["params"]))]
-        for name, param in zip(names, group["params"], strict=True):
-            yield from ((name, path, tensor) for path, tensor in _tensors(optimizer.state.get(param, {})))
-
-
-def _tensors(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(value, torch.Tensor):
-        yield path, value
-    elif isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from _tensors(inner, f"{path}.{key}" if path else str(key))
-    elif isinstance(value, (list, tuple)):
-        for index, inner in enumerate(value):
-            yield from _tensors(inner, f"{path}.{index}")
+def _as_built(live: Any, saved: Any) -> Any:
+    if isinstance(saved, torch.Tensor) and isinstance(live, (int, float)) and saved.numel() == 1:
+        return saved.item()
+    if isinstance(saved, (list, tuple)) and isinstance(live, (list, tuple)) and len(saved) == len(live):
+        return type(live)(_as_built(a, b) for a, b in zip(live, saved, strict=True))
+    if isinstance(live, torch.Tensor):
+        return torch.as_tensor(saved, dtype=live.dtype, device=live.device)
+    return saved
 
 
 @torch.no_grad()
@@ -131,7 +198,7 @@ def _load(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any], *, co
     num_meta = sum(param.device.type == "meta" for param in params)
     if num_meta:
         raise DeviceError(f"{num_meta} of {len(params)} optimizer parameters are on meta: load the model first")
-    # A caller may hold a tensor lr, and a captured graph reads it at its address.
+    # A tensor lr keeps its address, from which a captured graph reads it.
     tensors = [{k: v for k, v in group.items() if isinstance(v, torch.Tensor)} for group in optimizer.param_groups]
     ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
     sources = [(param, state_dict["state"].get(i)) for i, param in zip(ids, params, strict=True)]
@@ -145,7 +212,7 @@ def _load(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any], *, co
             optimizer.state[param] = _settled(optimizer.state[param], source, copy=copy)
     if type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict:
         on_cpu = {} if copy else {p: source["mu_product"] for p, source in sources if _has_cpu_product(source)}
-        _bring_scalars_home(optimizer, on_cpu)
+        _move_scalars(optimizer, on_cpu)
     for group, own in zip(optimizer.param_groups, tensors, strict=True):
         for key, tensor in own.items():
             group[key] = tensor.copy_(torch.as_tensor(group[key], dtype=tensor.dtype))
@@ -156,20 +223,20 @@ def _has_cpu_product(source: Any) -> bool:
     return isinstance(product, torch.Tensor) and product.device.type == "cpu"
 
 
-def _bring_scalars_home(optimizer: torch.optim.Optimizer, on_cpu: Mapping[torch.Tensor, torch.Tensor]) -> None:
-    # torch's own policy leaves a `step` on the device when neither fused nor capturable wants it there, and it moves
-    # NAdam's `mu_product` there, which NAdam makes on the CPU: two host syncs per parameter and step.
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            state = optimizer.state.get(param, {})
-            step, mu_product = state.get("step"), state.get("mu_product")
-            if isinstance(step, torch.Tensor) and step.ndim == 0:
-                wanted = wanted_state_device(optimizer, group, param, "step", step).device
-                if wanted is not None:
-                    state["step"] = step.to(wanted)
-            if isinstance(optimizer, torch.optim.NAdam) and mu_product is not None and not group["capturable"]:
-                own = on_cpu.get(param)
-                state["mu_product"] = mu_product.to("cpu") if own is None else own
+def _move_scalars(optimizer: torch.optim.Optimizer, on_cpu: Mapping[torch.Tensor, torch.Tensor]) -> None:
+    """Put 0-dim state where the table has it; `on_cpu` holds NAdam's products that were on the CPU before.
+
+    torch's own policy leaves a `step` on the device when neither fused nor capturable requires it there. It also moves
+    NAdam's `mu_product` there, which NAdam makes on the CPU: two host syncs per parameter and step.
+    """
+    for state in list(state_tensors(optimizer)):
+        moved = state.value
+        if state.name == "step" and state.value.ndim == 0:
+            moved = state.value.to(state_rule(state).device or state.value.device)
+        elif state.name == "mu_product" and isinstance(optimizer, torch.optim.NAdam) and not state.group["capturable"]:
+            moved = on_cpu[state.param] if state.param in on_cpu else state.value.to("cpu")
+        if moved is not state.value:
+            optimizer.state[state.param][state.name] = moved
 
 
 def _settled(loaded: Any, source: Any, key: str | None = None, *, copy: bool) -> Any:
@@ -186,13 +253,3 @@ def _settled(loaded: Any, source: Any, key: str | None = None, *, copy: bool) ->
     if type(loaded) in (list, tuple) and isinstance(source, (list, tuple)) and len(loaded) == len(source):
         return type(loaded)(_settled(a, b, key, copy=copy) for a, b in zip(loaded, source, strict=True))
     return loaded
-
-
-def _as_built(live: Any, saved: Any) -> Any:
-    if isinstance(saved, torch.Tensor) and isinstance(live, (int, float)) and saved.numel() == 1:
-        return saved.item()
-    if isinstance(saved, (list, tuple)) and isinstance(live, (list, tuple)) and len(saved) == len(live):
-        return type(live)(_as_built(a, b) for a, b in zip(live, saved, strict=True))
-    if isinstance(live, torch.Tensor):
-        return torch.as_tensor(saved, dtype=live.dtype, device=live.device)
-    return saved

@@ -1,29 +1,31 @@
-"""The tensors that a part holds: a module's parameters, buffers and gradients, an EMA's shadows, a batch's leaves."""
+"""The tensors of a training run's parts by dotted name, and what a caller declares of them by dotted prefix."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeGuard, TypeVar
 
 import numpy as np
 import torch
 
-from latentcache.devices.audit_report import Kind
 from latentcache.devices.offload import OffloadHook, hooks_by_path
+from latentcache.devices.tensor_location import AuditKind
 from latentcache.errors import DeviceError
 from latentcache.utils.nested import named_leaves, named_tensors
 
+T = TypeVar("T")
+
 PLAIN = (str, bytes, int, float, complex, Path, np.ndarray, np.generic, torch.dtype, torch.device, type(None))
-"""What a batch may hold next to tensors: nothing of it is ever on a device."""
+"""What a batch may contain next to tensors: none of it is ever on a device."""
 
 
-class Holding(NamedTuple):
-    """One tensor of a part, its dotted name in it, and the offload hook that governs it."""
+class PartTensor(NamedTuple):
+    """One tensor of a part, its dotted name in the part, and the offload hook that governs it."""
 
     part: str
     name: str
-    kind: Kind
+    kind: AuditKind
     tensor: torch.Tensor
     hook: OffloadHook | None = None
 
@@ -33,36 +35,61 @@ class Holding(NamedTuple):
         return f"{self.part}.{self.name}" if self.name else self.part
 
 
-def is_optimizer(value: Any) -> bool:
-    """Whether it has an optimizer's groups and state; DeepSpeed's and accelerate's wrappers have both."""
+class PrefixMap(Generic[T]):
+    """Values by dotted prefix, the longest wins: `unet` is for all of the part, `unet.mid_block` for that block.
+
+    `name` is the caller's argument, for messages. Raises DeviceError for a key that is below none of `parts`.
+    """
+
+    def __init__(self, name: str, values: Mapping[str, T] | None, parts: Iterable[str]):
+        self._name, self._values = name, dict(values or {})
+        self._unmet = {key for key in self._values if key not in parts}
+        for key in self._unmet:
+            if not any(key.startswith(f"{part}.") for part in parts):
+                raise DeviceError(f"{name}[{key!r}]: there is no such part; the parts are {', '.join(parts)}")
+
+    def get(self, path: str) -> T | None:
+        """The value of the longest key that is `path` or lies above it, or None."""
+        keys = [key for key in self._values if path == key or path.startswith(f"{key}.")]
+        self._unmet.difference_update(keys)
+        return self._values[max(keys, key=len)] if keys else None
+
+    def check_met(self) -> None:
+        """DeviceError for keys that no looked-up path was below: a misspelt name declares nothing."""
+        if self._unmet:
+            raise DeviceError(f"{self._name}: nothing in the parts is called {', '.join(sorted(self._unmet))}")
+
+
+def is_optimizer(value: object) -> bool:
+    """Whether it has an optimizer's groups and state. DeepSpeed's and accelerate's wrappers have both."""
     return not isinstance(value, torch.nn.Module) and hasattr(value, "param_groups") and hasattr(value, "state")
 
 
-def is_scaler(value: Any) -> bool:
+def is_scaler(value: object) -> TypeGuard[torch.amp.GradScaler]:
     """Whether it is a GradScaler."""
     return isinstance(value, torch.amp.GradScaler)
 
 
-def is_swapped_in(ema: Any) -> bool:
+def is_swapped_in(ema: object) -> bool:
     """Whether an EMA's weights are in the model now: diffusers' EMAModel and torch_ema keep the trained ones then."""
     return any(getattr(ema, name, None) is not None for name in ("temp_stored_params", "collected_params"))
 
 
-def holdings_of(part: str, value: Any) -> Iterator[Holding]:
+def part_tensors(part: str, value: Any) -> Iterator[PartTensor]:
     """Every tensor of a module, an EMA or a nested batch. Optimizers and GradScalers have rules of their own.
 
-    Raises DeviceError for a part of another kind, which might hold tensors that nobody would look at.
+    Raises DeviceError for a part of another kind, which might have tensors that no check would see.
     """
     if isinstance(value, torch.nn.Module):
-        yield from _of_module(part, value)
+        yield from _module_tensors(part, value)
     elif hasattr(value, "shadow_params"):
         # `temp_stored_params` are on the CPU on purpose: restore() copies them back from there.
         for name, tensor in named_tensors(list(value.shadow_params), "shadow_params"):
-            yield Holding(part, name, "ema", tensor)
+            yield PartTensor(part, name, "ema", tensor)
     elif not (is_optimizer(value) or is_scaler(value)):
         for name, leaf in named_leaves(value, ""):
             if isinstance(leaf, torch.Tensor):
-                yield Holding(part, name, "batch", leaf)
+                yield PartTensor(part, name, "batch", leaf)
             elif not (name and isinstance(leaf, PLAIN)):
                 raise DeviceError(
                     f"part {f'{part}.{name}' if name else part} is a {type(leaf).__name__}: a part is a module, an "
@@ -70,7 +97,7 @@ def holdings_of(part: str, value: Any) -> Iterator[Holding]:
                 )
 
 
-def _of_module(part: str, module: torch.nn.Module) -> Iterator[Holding]:
+def _module_tensors(part: str, module: torch.nn.Module) -> Iterator[PartTensor]:
     """Tied tensors come once, under their first name."""
     hooks = hooks_by_path(module)
     seen: set[int] = set()
@@ -79,14 +106,14 @@ def _of_module(part: str, module: torch.nn.Module) -> Iterator[Holding]:
         for name, parameter in owner.named_parameters(recurse=False):
             if id(parameter) not in seen:
                 seen.add(id(parameter))
-                yield Holding(part, prefix + name, "parameter", parameter, hook)
+                yield PartTensor(part, prefix + name, "parameter", parameter, hook)
                 if parameter.grad is not None:
-                    yield Holding(part, prefix + name, "gradient", parameter.grad, hook)
+                    yield PartTensor(part, prefix + name, "gradient", parameter.grad, hook)
         for name, buffer in owner.named_buffers(recurse=False):
             if id(buffer) not in seen:
                 seen.add(id(buffer))
-                yield Holding(part, prefix + name, "buffer", buffer, hook)
+                yield PartTensor(part, prefix + name, "buffer", buffer, hook)
         for name, tensor in vars(owner).items():
             if isinstance(tensor, torch.Tensor) and tensor.ndim and id(tensor) not in seen and hook is None:
                 seen.add(id(tensor))
-                yield Holding(part, prefix + name, "attribute", tensor)
+                yield PartTensor(part, prefix + name, "attribute", tensor)

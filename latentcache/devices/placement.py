@@ -65,12 +65,14 @@ def device_of(requester: DeviceLike) -> torch.device:
     Raises DeviceError for a module whose parameters and buffers lie on several devices, on `meta`, or that has none.
     """
     if isinstance(requester, torch.Tensor):
-        return device_of_tensor("tensor", requester)
+        if requester.device.type == "meta":
+            raise DeviceError("tensor is on meta and holds no values: name the device instead")
+        return requester.device
     if not isinstance(requester, torch.nn.Module):
         return device_named(str(requester))
     hook = next(filter(None, map(offload_hook_of, requester.modules())), None)
     if hook is not None:
-        # The parameters wait on the CPU or on meta: only the hook knows where the forward will run.
+        # The parameters are on the CPU or on meta now: only the hook knows where the forward will run.
         return hook.execution_device
     first: dict[torch.device, str] = {}
     for name, tensor in chain(requester.named_parameters(), requester.named_buffers()):
@@ -86,18 +88,11 @@ def device_of(requester: DeviceLike) -> torch.device:
     return device
 
 
-def device_of_tensor(name: str, tensor: torch.Tensor) -> torch.device:
-    """The tensor's device; DeviceError if it is meta."""
-    if tensor.device.type == "meta":
-        raise DeviceError(f"{name} is on meta and holds no values: name the device instead")
-    return tensor.device
-
-
 def dtype_of(requester: DeviceLike) -> torch.dtype | None:
     """The floating dtype that the requester computes in, or None when it has none (a device, an integer tensor).
 
-    Nothing computes in the 8-bit floats that weights may be stored in: diffusers' `enable_layerwise_casting` says what
-    its module computes in, and of other modules those tensors do not count.
+    Nothing computes in the 8-bit floats that weights may be stored in. diffusers' `enable_layerwise_casting` records
+    the dtype that its module computes in; in other modules 8-bit tensors do not count.
     """
     if isinstance(requester, torch.Tensor):
         return requester.dtype if _computes(requester) else None
@@ -114,24 +109,24 @@ def _computes(tensor: torch.Tensor) -> bool:
 def vae_batch_size(device: torch.device, dtype: torch.dtype, num_pixels: int) -> tuple[int, str]:
     """How many images of `num_pixels` a VAE encodes at once, and why."""
     if device.type == "cpu":
-        return 1, "1 image: on a CPU batches are no faster, and alone its bits do not depend on its neighbours"
+        return 1, "1 image: on a CPU batches are no faster, and an image alone has bits that do not depend on others"
     free_bytes = free_memory(device)
     if free_bytes is None:
-        return 1, f"1 image: {device} does not tell how much memory is free"
+        return 1, f"1 image: {device} does not report how much memory is free"
     image_bytes = num_pixels * VAE_BYTES_PER_PIXEL * dtype.itemsize
     size = max(1, min(16, int(free_bytes * 0.8) // image_bytes))
     return size, f"{size} images: about {image_bytes / 1e9:.1f} GB each, {free_bytes / 1e9:.1f} GB free on {device}"
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Free bytes on an accelerator, or None where its module cannot tell."""
+    """Free bytes on an accelerator, or None where its module does not report them."""
     mem_get_info = getattr(torch.get_device_module(device), "mem_get_info", None)
     return None if mem_get_info is None else mem_get_info(device)[0]
 
 
 @contextmanager
 def placed(module: torch.nn.Module, device: torch.device) -> Iterator[torch.nn.Module]:
-    """The module on `device` and in eval mode; its own device and every training flag come back afterwards."""
+    """The module on `device` and in eval mode; its own device and every training flag are restored afterwards."""
     home = device_of(module)
     training = [(part, part.training) for part in module.modules()]
     try:

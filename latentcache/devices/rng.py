@@ -24,7 +24,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Put back what `rng_state` gave.
+    """Restore what `rng_state` returned.
 
     The streams of accelerators that are not here (another type, fewer devices) are left out with a logged warning:
     another kind of device draws other numbers from the same state.
@@ -55,7 +55,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 
 def _num_streams(accelerator: torch.device) -> int:
-    return torch.get_device_module(accelerator).device_count()
+    return int(torch.get_device_module(accelerator).device_count())
 
 
 def _states(accelerator: torch.device) -> list[torch.Tensor]:

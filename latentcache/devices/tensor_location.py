@@ -1,8 +1,18 @@
-"""Where one tensor's values lie, and whether it may be asked to move: shards, partitions, quantised weights."""
+"""Where one tensor's values lie, and whether it may be moved: shards, partitions, quantised weights."""
 
 from __future__ import annotations
 
+from typing import Literal, TypeAlias
+
 import torch
+
+AuditKind: TypeAlias = Literal[
+    "parameter", "buffer", "attribute", "gradient", "optimizer state", "orphan",
+    "ema", "batch", "scale", "hook", "meta", "dtype", "mode",
+]  # fmt: skip
+"""What an audit looks at, and what it finds. `attribute` is a tensor that is no buffer, which `.to()` does not move.
+`orphan` is a parameter of an optimizer that no model has any more, or one of a model that its optimizer lacks.
+`mode` is a train/eval flag."""
 
 IMMOVABLE_PACKAGES = ("bitsandbytes", "torchao", "optimum.quanto", "quanto", "hqq")
 """Packages whose tensor classes keep quantised values and place them themselves."""
@@ -23,7 +33,7 @@ def is_partitioned(tensor: torch.Tensor) -> bool:
 
 
 def why_immovable(tensor: torch.Tensor) -> str | None:
-    """Why the tensor must not be moved by others, or None if it may be: it is quantised, paged or streamed."""
+    """Why only its own package may move the tensor (it is quantised, paged or streamed), or None if anyone may."""
     for kind in type(tensor).__mro__:
         if kind.__module__.startswith(IMMOVABLE_PACKAGES):
             return f"a {kind.__module__.partition('.')[0]} {type(tensor).__name__}, which its package places"
@@ -35,7 +45,7 @@ def why_immovable(tensor: torch.Tensor) -> str | None:
 
 
 def why_left_alone(tensor: torch.Tensor) -> str | None:
-    """Why a check of devices says nothing about the tensor, or None: what manages it moves it in time for its use."""
+    """Why a check of devices skips the tensor (its manager moves it in time for its use), or None if it does not."""
     if is_partitioned(tensor) and tensor.numel() == 0:
         return "partitions of DeepSpeed ZeRO-3, empty between forwards"
     mesh = getattr(tensor, "device_mesh", None)

@@ -1,4 +1,4 @@
-"""What an examination found, in one shape for every check: how bad it is, of what, what was met, what to do."""
+"""The result of every check in one shape: how bad it is, what it is about, what was found, what to do."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Level: TypeAlias = Literal["ok", "note", "warning", "error"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at. `remedy` is empty where there is nothing to do."""
+    """One thing that was checked. `remedy` is empty where there is nothing to do."""
 
     level: Level
     subject: str
@@ -21,12 +21,13 @@ class Finding:
     remedy: str = ""
 
     def to_json(self) -> dict[str, str]:
+        """The four fields."""
         return {"level": self.level, "subject": self.subject, "found": self.found, "remedy": self.remedy}
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Findings in the order in which they were made, and the bare facts behind them by name (JSON values)."""
+    """Findings in the order in which they were made, and the facts that they are about, by name (JSON values)."""
 
     findings: tuple[Finding, ...] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -36,6 +37,7 @@ class Diagnosis:
 
     @property
     def num_errors(self) -> int:
+        """How many findings are errors."""
         return sum(finding.level == "error" for finding in self.findings)
 
     @property

@@ -1,4 +1,4 @@
-"""The environment that tensors meet in: Python, torch, the driver, every visible device, the cache's disk."""
+"""The environment of a run: Python, torch, the driver, each visible device, the cache's disk; and all checks in one."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from typing import Any
 import torch
 
 from latentcache.devices.placement import device_named, free_memory
+from latentcache.doctor.deepspeed import examine_deepspeed_config
 from latentcache.doctor.diagnosis import Diagnosis, Finding
 from latentcache.doctor.filesystem import check_filesystem, filesystem_of
 from latentcache.doctor.versions import check_versions, installed_versions
 from latentcache.errors import DeviceError
+from latentcache.store.index import JOURNAL_MODE, SQLITE_VERSION
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 WAL_SAFE_SQLITE = (3, 51, 3)
@@ -25,7 +27,7 @@ WAL_SAFE_SQLITE = (3, 51, 3)
 
 @dataclass(frozen=True, slots=True)
 class DeviceState:
-    """One visible device. Bytes are None where the device does not tell; a dtype is absent if it does not work."""
+    """One visible device. Bytes are None where the device does not report them; `dtypes` are those that work."""
 
     device: torch.device
     name: str
@@ -35,6 +37,7 @@ class DeviceState:
     emulated: tuple[torch.dtype, ...]
 
     def to_json(self) -> dict[str, Any]:
+        """Plain JSON values: `bf16` and `fp16` say whether the device computes in them."""
         return {
             "device": str(self.device),
             "name": self.name,
@@ -46,25 +49,30 @@ class DeviceState:
         }
 
 
-def examine_environment(
-    *,
-    device: str = "auto",
-    cache_path: Path | None = None,
-    sqlite_version: str | None = None,
-    journal_mode: str | None = None,
+def diagnose(
+    *, device: str = "auto", cache_path: Path | None = None, deepspeed: Path | None = None, training: bool = False
 ) -> Diagnosis:
-    """Look at everything that needs no model. Whoever owns SQLite hands its version and the index's journal mode in.
+    """Check the environment; the file system of `cache_path`; a DeepSpeed config; and one training step on `device`.
 
-    A `device` that is unknown or not here is an error finding, so that the report can say why.
+    Raises ConfigError if the DeepSpeed config cannot be read. Every other problem is a finding. Where `device` is
+    unknown or not here, that is an error finding, and nothing is trained.
     """
-    diagnosis = _software() + _accelerators() + _asked(device)
-    if sqlite_version is not None and journal_mode is not None:
-        facts = {"sqlite": {"version": sqlite_version, "journal_mode": journal_mode}}
-        diagnosis += Diagnosis((check_sqlite(sqlite_version, journal_mode),), facts)
+    config = Diagnosis() if deepspeed is None else examine_deepspeed_config(deepspeed)
+    diagnosis = _software() + _accelerators() + _requested(device)
+    sqlite = {"version": SQLITE_VERSION, "journal_mode": JOURNAL_MODE}
+    diagnosis += Diagnosis((check_sqlite(SQLITE_VERSION, JOURNAL_MODE),), {"sqlite": sqlite})
     if cache_path is None:
-        return diagnosis + Diagnosis((Finding("note", "cache", "no path given", "--cache.path DIR looks at its disk"),))
-    system = filesystem_of(cache_path)
-    return diagnosis + Diagnosis(tuple(check_filesystem(system, journal_mode)), {"cache": system.to_json()})
+        diagnosis += Diagnosis((Finding("note", "cache", "no path given", "--cache.path DIR looks at its disk"),))
+    else:
+        system = filesystem_of(cache_path)
+        diagnosis += Diagnosis(tuple(check_filesystem(system, JOURNAL_MODE)), {"cache": system.to_json()})
+    diagnosis += config
+    if training and "device" in diagnosis.facts:
+        # The models take seconds to import, and the other checks do not need them.
+        from latentcache.doctor.training_check import try_training
+
+        diagnosis += try_training(torch.device(diagnosis.facts["device"]))
+    return diagnosis
 
 
 def check_sqlite(version: str, journal_mode: str) -> Finding:
@@ -80,12 +88,12 @@ def check_sqlite(version: str, journal_mode: str) -> Finding:
         "note",
         "SQLite",
         f"{version}: {reason}, so the index uses journal mode {journal_mode}: safe, and slower to write",
-        f"nothing needs doing; with SQLite >= {fixed} the index uses wal",
+        f"nothing to do; with SQLite >= {fixed} the index uses wal",
     )
 
 
 def check_driver(build: str | None, driver: tuple[int, int] | None) -> Finding | None:
-    """Does the NVIDIA driver run torch's CUDA build? `build` is e.g. "12.6", `driver` the newest CUDA it runs.
+    """Whether the NVIDIA driver runs torch's CUDA build. `build` is e.g. "12.6", `driver` the newest CUDA it runs.
 
     A driver runs builds of its own major version and of older ones:
     https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
@@ -99,14 +107,14 @@ def check_driver(build: str | None, driver: tuple[int, int] | None) -> Finding |
     if driver is None:
         found = f"torch is built for CUDA {build}; there is no NVIDIA driver (libcuda.so.1)"
         return Finding("note", "CUDA", found, "install the driver if this machine has an NVIDIA GPU")
-    wanted = tuple(int(part) for part in build.split(".")[:2])
+    needed = tuple(int(part) for part in build.split(".")[:2])
     text = f"torch is built for CUDA {build}, the driver runs CUDA {_dotted(driver)}"
-    if driver[0] < wanted[0]:
+    if driver[0] < needed[0]:
         remedy = f"update the NVIDIA driver, or install a build of torch for CUDA {driver[0]}.x"
         return Finding("error", "CUDA", f"{text}: too old", remedy)
-    if driver < wanted:
+    if driver < needed:
         remedy = "update the NVIDIA driver if a kernel is missing or fails to compile"
-        return Finding("note", "CUDA", f"{text}: an older one of the same major version, which runs it", remedy)
+        return Finding("note", "CUDA", f"{text}: an older one of the same major version, which runs the build", remedy)
     return Finding("ok", "CUDA", text)
 
 
@@ -126,15 +134,15 @@ def driver_cuda_version(library: str = "libcuda.so.1") -> tuple[int, int] | None
 def device_state(device: torch.device) -> DeviceState:
     """Name, memory and half precision of a device. Raises RuntimeError if the device does not answer."""
     module = torch.get_device_module(device)
-    ask_name = getattr(module, "get_device_name", None)
-    ask_memory = getattr(module, "mem_get_info", None)
-    torch.ones(1, device=device).add_(1).item()  # a device that is lost or full says so here
+    get_name = getattr(module, "get_device_name", None)
+    get_memory = getattr(module, "mem_get_info", None)
+    torch.ones(1, device=device).add_(1).item()  # a device that is lost or full raises here
     dtypes = tuple(dtype for dtype in HALF_DTYPES if multiplies(device, dtype))
     return DeviceState(
         device=device,
-        name=str(device) if ask_name is None else ask_name(device),
+        name=str(device) if get_name is None else get_name(device),
         free_bytes=free_memory(device),
-        total_bytes=None if ask_memory is None else ask_memory(device)[1],
+        total_bytes=None if get_memory is None else get_memory(device)[1],
         dtypes=dtypes,
         emulated=(torch.bfloat16,) if torch.bfloat16 in dtypes and _emulates_bf16(device) else (),
     )
@@ -152,7 +160,7 @@ def multiplies(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _emulates_bf16(device: torch.device) -> bool:
-    """NVIDIA GPUs before Ampere compute bfloat16 in float32. Only CUDA tells."""
+    """NVIDIA GPUs before Ampere compute bfloat16 in float32. Only CUDA reports it."""
     if device.type != "cuda":
         return False
     module = torch.get_device_module(device)
@@ -172,23 +180,24 @@ def _accelerators() -> Diagnosis:
     driver = driver_cuda_version()
     findings = [finding for finding in (check_driver(torch.version.cuda, driver),) if finding is not None]
     with warnings.catch_warnings(record=True) as caught:
-        # torch says here why an accelerator cannot be used, e.g. a driver that is too old.
+        # torch warns here why an accelerator cannot be used, e.g. that a driver is too old.
         warnings.simplefilter("always")
         accelerator = torch.accelerator.current_accelerator(check_available=True)
-        count = 0 if accelerator is None else torch.accelerator.device_count()
-    findings += [Finding("warning", "accelerator", str(w.message), "see what it says") for w in caught]
+        devices = []
+        if accelerator is not None:
+            devices = [torch.device(accelerator.type, index) for index in range(torch.accelerator.device_count())]
+    findings += [Finding("warning", "accelerator", str(w.message), "do what the message says") for w in caught]
     states = []
-    for index in range(count):
-        device = torch.device(accelerator.type, index)  # type: ignore[union-attr]
+    for device in devices:
         try:
             state = device_state(device)
         except RuntimeError as error:
-            remedy = "see whether another process holds it, and whether its own tools (nvidia-smi, rocm-smi) list it"
+            remedy = "see whether another process uses it, and whether its own tools (nvidia-smi, rocm-smi) list it"
             findings.append(Finding("error", str(device), f"does not answer: {error}", remedy))
             continue
         states.append(state)
         findings += check_device(state)
-    if count == 0:
+    if not devices:
         findings.append(Finding("note", "devices", "no accelerator is visible: everything runs on the CPU"))
     versions = {"cuda_build": torch.version.cuda, "driver_cuda": _dotted(driver), "hip_build": torch.version.hip}
     return Diagnosis(tuple(findings), {**versions, "devices": [state.to_json() for state in states]})
@@ -196,7 +205,7 @@ def _accelerators() -> Diagnosis:
 
 def check_device(state: DeviceState) -> Iterator[Finding]:
     """Findings about one visible device: its memory, and the dtypes that it computes in."""
-    memory = "free memory is not told"
+    memory = "free memory is not reported"
     if state.free_bytes is not None and state.total_bytes is not None:
         memory = f"{state.free_bytes / 1e9:.1f} GB free of {state.total_bytes / 1e9:.1f} GB"
     works = ", ".join(str(dtype).removeprefix("torch.") for dtype in state.dtypes) or "no half precision"
@@ -209,7 +218,7 @@ def check_device(state: DeviceState) -> Iterator[Finding]:
         yield Finding("warning", str(state.device), "does not compute in bfloat16", remedy)
 
 
-def _asked(name: str) -> Diagnosis:
+def _requested(name: str) -> Diagnosis:
     try:
         device = device_named(name)
     except DeviceError as error:

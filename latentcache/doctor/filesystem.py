@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from latentcache.doctor.diagnosis import Finding
 
-MOUNTS = Path("/proc/self/mountinfo")  # Linux; see proc(5)
 NETWORK_TYPES = frozenset(
     {"9p", "afs", "beegfs", "ceph", "cifs", "davfs", "fhgfs", "glusterfs", "gpfs", "lustre", "ncpfs", "nfs", "nfs4"}
     | {"ocfs2", "orangefs", "panfs", "pvfs2", "smb3", "smbfs", "wekafs"}
@@ -26,7 +26,7 @@ LITTLE_BYTES = 1_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class FileSystem:
-    """`path` is the folder, or its nearest parent that exists. `type` is None where the system does not tell."""
+    """`path` is the folder, or its nearest parent that exists. `type` is None where the system does not report it."""
 
     path: Path
     type: str | None
@@ -37,12 +37,13 @@ class FileSystem:
 
     @property
     def is_network(self) -> bool | None:
-        """Whether other hosts may write there too. FUSE counts: what is behind it cannot be seen. None: unknown."""
+        """Whether other hosts may write there too. FUSE counts, as it may serve anything. None: unknown."""
         if self.type is None:
             return None
         return self.type in NETWORK_TYPES or self.type.startswith("fuse.")
 
     def to_json(self) -> dict[str, Any]:
+        """Plain JSON values: the fields, and `network`."""
         return {
             "path": str(self.path),
             "filesystem": self.type,
@@ -59,83 +60,56 @@ def filesystem_of(path: Path) -> FileSystem:
     there = Path(os.path.realpath(path))
     while not there.exists():
         there = there.parent
-    mount = mount_of(there, os.fsdecode(MOUNTS.read_bytes())) if MOUNTS.exists() else None
-    kind, mounted_at = mount or (None, None)
-    space = os.statvfs(there)
-    return FileSystem(
-        path=there,
-        type=kind,
-        mounted_at=mounted_at,
-        free_bytes=space.f_bavail * space.f_frsize,
-        total_bytes=space.f_blocks * space.f_frsize,
-        writable=os.access(there, os.W_OK),
-    )
+    kind, mounted_at = mount_of(there) or (None, None)
+    space = psutil.disk_usage(os.fspath(there))
+    return FileSystem(there, kind, mounted_at, space.free, space.total, writable=os.access(there, os.W_OK))
 
 
-def mount_of(path: Path, mountinfo: str) -> tuple[str, str] | None:
-    """Type and mount point that hold a resolved path, from the text of /proc/self/mountinfo."""
+def mount_of(path: Path) -> tuple[str, str] | None:
+    """Type and mount point that hold a resolved path; None where the system does not list its mounts.
+
+    psutil lists the mounts; it does not say which of them a path is on.
+    """
+    try:
+        mounts = psutil.disk_partitions(all=True)
+    except OSError:  # e.g. no /proc
+        return None
     found: tuple[str, str] | None = None
-    for line in mountinfo.splitlines():
-        before, separator, after = line.partition(" - ")
-        fields, kinds = before.split(" "), after.split(" ")
-        if not separator or len(fields) < 5:
-            continue
-        # The file writes blanks, tabs and newlines of a name as three octal digits.
-        point = re.sub(r"\\([0-7]{3})", lambda digits: chr(int(digits[1], 8)), fields[4])
+    for mount in mounts:
         # Of two mounts at one point the later one covers the other.
-        if path.is_relative_to(point) and (found is None or len(point) >= len(found[1])):
-            found = (kinds[0], point)
+        if path.is_relative_to(mount.mountpoint) and (found is None or len(mount.mountpoint) >= len(found[1])):
+            found = (mount.fstype, mount.mountpoint)
     return found
 
 
 def check_filesystem(system: FileSystem, journal_mode: str | None = None) -> list[Finding]:
     """Findings about the cache's file system. `journal_mode` is that of the cache's index, `wal` or `delete`."""
-    where = f"{system.path} on {system.type or 'an unknown type'}"
-    if system.is_network and journal_mode == "wal":
-        # https://www.sqlite.org/wal.html: "WAL does not work over a network filesystem".
-        findings = [
-            Finding(
-                "error",
-                "cache file system",
-                f"{where}: a network file system, on which the index's journal mode wal does not work between hosts",
-                "put the cache on a local disk (cache.path)",
-            )
-        ]
-    elif system.is_network:
-        findings = [
-            Finding(
-                "warning",
-                "cache file system",
-                f"{where}: a network file system: two hosts that write to one cache are not tested",
-                "put the cache on a local disk, or let only one host write to it at a time",
-            )
-        ]
-    elif system.type in PASSING_TYPES:
-        findings = [
-            Finding(
-                "note",
-                "cache file system",
-                f"{where}, which {PASSING_TYPES[system.type]}",
-                "name a folder on a disk or a volume if the cache is to stay (cache.path)",
-            )
-        ]
-    elif system.type is None:
-        findings = [Finding("note", "cache file system", f"{where}: this system does not tell")]
-    else:
-        findings = [Finding("ok", "cache file system", f"{where}, local")]
-    free = f"{system.free_bytes / 1e9:.1f} GB free of {system.total_bytes / 1e9:.1f} GB"
+    findings = [_check_type(system, journal_mode)]
     if not system.writable:
-        findings.append(
-            Finding(
-                "warning", "cache", f"{system.path} cannot be written: the cache can only be read", "mend the rights"
-            )
-        )
+        found = f"{system.path} cannot be written: the cache can only be read"
+        findings.append(Finding("warning", "cache", found, "change its permissions"))
+    free = f"{system.free_bytes / 1e9:.1f} GB free of {system.total_bytes / 1e9:.1f} GB"
     if system.free_bytes < LITTLE_BYTES:
-        findings.append(
-            Finding(
-                "warning", "cache space", f"{free}: room for about {system.free_bytes // 10**6} samples", "free some"
-            )
-        )
+        found = f"{free}: room for about {system.free_bytes // 10**6} samples"
+        findings.append(Finding("warning", "cache space", found, "free some"))
     else:
         findings.append(Finding("ok", "cache space", free))
     return findings
+
+
+def _check_type(system: FileSystem, journal_mode: str | None) -> Finding:
+    subject, where = "cache file system", f"{system.path} on {system.type or 'an unknown type'}"
+    if system.is_network and journal_mode == "wal":
+        # https://www.sqlite.org/wal.html: "WAL does not work over a network filesystem".
+        found = f"{where}: a network file system, on which the index's journal mode wal does not work between hosts"
+        return Finding("error", subject, found, "put the cache on a local disk (cache.path)")
+    if system.is_network:
+        found = f"{where}: a network file system: two hosts that write to one cache are not tested"
+        remedy = "put the cache on a local disk, or let only one host write to it at a time"
+        return Finding("warning", subject, found, remedy)
+    if system.type in PASSING_TYPES:
+        remedy = "name a folder on a disk or a volume if the cache is to stay (cache.path)"
+        return Finding("note", subject, f"{where}, which {PASSING_TYPES[system.type]}", remedy)
+    if system.type is None:
+        return Finding("note", subject, f"{where}: this system does not report it")
+    return Finding("ok", subject, f"{where}, local")

@@ -1,8 +1,9 @@
-"""A trial of the device: one training step of the tiny SDXL's UNet, and an audit of all that took part."""
+"""A check of the device: one training step of the tiny SDXL's UNet, and an audit of all that took part."""
 
 from __future__ import annotations
 
 import math
+from typing import cast
 
 import torch
 
@@ -12,16 +13,16 @@ from latentcache.families.sdxl import DOWNSCALE_FACTOR, LATENT_CHANNELS, NUM_TOK
 from latentcache.models.tiny import HIDDEN_SIZE, HIDDEN_SIZE_2, tiny_unet
 
 BATCH_SIZE, LATENT_SIDE = 2, 8
-SUBJECT = "training trial"
+SUBJECT = "training check"
 
 
 def try_training(device: torch.device) -> Diagnosis:
     """Forward, backward and an AdamW step on `device`, in float32; the facts hold loss and audit under `training`.
 
-    A step that fails is an error finding with torch's own message. Global random states stay as they were.
+    A step that fails is an error finding with torch's own message. Global random states do not change.
     """
     generator = torch.Generator().manual_seed(0)
-    unet = tiny_unet().train()
+    unet = cast(torch.nn.Module, tiny_unet()).train()  # mypy does not see that diffusers' models are modules
     batch = training_batch(generator)
     target = torch.randn(batch["sample"].shape, generator=generator)
     try:
@@ -30,12 +31,12 @@ def try_training(device: torch.device) -> Diagnosis:
         optimizer = torch.optim.AdamW(unet.parameters(), lr=1e-4)
         before = torch.nn.utils.parameters_to_vector(unet.parameters()).detach().clone()
         loss = torch.nn.functional.mse_loss(_predict(unet, batch), target.to(device))
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it without types
         optimizer.step()
         moved = torch.nn.utils.parameters_to_vector(unet.parameters()).detach().sub(before).abs().max().item()
     except RuntimeError as error:
-        # Out of memory, a kernel that is missing, tensors on two devices: each is what the trial is there to find.
-        finding = Finding("error", SUBJECT, f"the step failed on {device}: {error}", "mend what the message names")
+        # Out of memory, a kernel that is missing, tensors on two devices: the check exists to find these.
+        finding = Finding("error", SUBJECT, f"the step failed on {device}: {error}", "fix what the message names")
         return Diagnosis((finding,), {"training": {"device": str(device), "error": str(error)}})
     report = audit(
         {"unet": unet, "optimizer": optimizer, "batch": batch},
@@ -44,13 +45,14 @@ def try_training(device: torch.device) -> Diagnosis:
         dtypes={"unet": torch.float32},
     )
     findings = [
-        Finding(found.level, f"{SUBJECT}: {found.part}", found.to_text(), "see README, When devices disagree")
+        Finding(found.level, f"{SUBJECT}: {found.part}", found.to_text(), "see docs/howto/devices-disagree.md")
         for found in report.findings
     ]
     loss_value = loss.item()
     if not (math.isfinite(loss_value) and 0 < moved < math.inf):
         found = f"on {device}: loss {loss_value}, largest change of a weight {moved}: the step computed nonsense"
-        findings.append(Finding("error", SUBJECT, found, "run the same on cpu; if it is sound there, mend the driver"))
+        remedy = "run the same on cpu; if it is sound there, update or reinstall the driver"
+        findings.append(Finding("error", SUBJECT, found, remedy))
     if report.ok and not findings:
         text = f"one step on {device}: loss {loss_value:.4f}; {report.num_tensors} tensors audited, all in place"
         findings.append(Finding("ok", SUBJECT, text))
@@ -71,9 +73,10 @@ def training_batch(generator: torch.Generator) -> dict[str, torch.Tensor]:
 
 
 def _predict(unet: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    return unet(
+    prediction: torch.Tensor = unet(
         batch["sample"],
         batch["timestep"],
         encoder_hidden_states=batch["prompt_embeds"],
         added_cond_kwargs={"text_embeds": batch["pooled_prompt_embeds"], "time_ids": batch["add_time_ids"]},
     ).sample
+    return prediction

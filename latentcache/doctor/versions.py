@@ -1,4 +1,4 @@
-"""Versions of the packages that matter here, and the ranges that are known to be bad: one table."""
+"""Versions of the packages that decide whether devices agree, and a table of ranges that are known to fail."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "safetensors", "
 
 @dataclass(frozen=True, slots=True)
 class BadRange:
-    """Versions of a package that fail, why, what to do, and where that is known from."""
+    """Versions of a package that fail, why, what to do, and the source of that."""
 
     package: str
     specifier: str

@@ -1,44 +1,70 @@
-"""What diffusers' SDXL training scripts and its SDXL pipelines take, out of the cache.
+"""What diffusers' SDXL training scripts and its SDXL pipelines take, out of the cache; and diffusers' SDXL itself.
 
 The scripts are `train_text_to_image_sdxl.py` and `train_text_to_image_lora_sdxl.py` of diffusers' examples, as they
 were in August 2026. The names of a batch, its types, and how it is used are theirs.
+
+For a trainer of one's own: `load_unet`, `load_scheduler` and `check_conditioning` give the model of the config's
+`model` section, refusing what diffusers would accept with a warning; `validation_parts` what a ValidationRunner needs
+next to them; `save_lora` and `lora_settings` are for what was trained.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from latentcache.devices.placement import DeviceLike, device_of
+from latentcache.config import Config
+from latentcache.devices.placement import DeviceLike, device_named, device_of
 from latentcache.errors import ModelError, StoreError
 from latentcache.families import sdxl
-from latentcache.loading.cache import IMAGE_FIELDS, TEXT_FIELDS, LatentCache, place
+from latentcache.loading.batch import IMAGE_FIELDS, place
+from latentcache.loading.cache import TEXT_FIELDS, LatentCache
 from latentcache.loading.dataset import LatentDataset, LatentDatasets
 from latentcache.loading.randomness import Visit, seed_of
 from latentcache.loading.sampler import BucketBatchSampler
-from latentcache.models.unet import check_conditioning
+from latentcache.models.lora import load_lora, lora_settings, save_lora
+from latentcache.models.scheduler import load_scheduler
+from latentcache.models.unet import check_conditioning, load_unet
+from latentcache.models.vae import text_dtype, vae_dtype
+from latentcache.precache.encodings import load_models
 from latentcache.types import Batch, Bucket
 from latentcache.validation.prompt_set import prompt_embeddings
 
+__all__ = [
+    "PrecomputedDataset",
+    "check_conditioning",
+    "collate",
+    "data_loader",
+    "load_lora",
+    "load_scheduler",
+    "load_unet",
+    "lora_settings",
+    "prompt_kwargs",
+    "save_lora",
+    "time_ids",
+    "validation_parts",
+]
+
 SIZES = {"original_sizes": "original_size", "crop_top_lefts": "crop_top_left", "target_sizes": "target_size"}
-"""What a batch of the scripts calls the sizes, and what LatentDataset calls them."""
+"""The names of the sizes in a batch of the scripts, and in LatentDataset."""
 
 
 class PrecomputedDataset(Dataset[Batch]):
-    """What `train_text_to_image_sdxl.py` calls `precomputed_dataset`, from the cache: nothing is decoded or encoded.
+    """The `precomputed_dataset` of `train_text_to_image_sdxl.py`, from the cache: nothing is decoded or encoded.
 
     An item is a dict of CPU tensors in `dtype`: `model_input` [C, h, w], scaled as the UNet expects it,
     `prompt_embeds` [T, D], `pooled_prompt_embeds` [P]; and of pairs of integers (height or top first):
     `original_sizes`, `crop_top_lefts`, `target_sizes`, which is the bucket. Every part of an item is that of its own
-    sample, whatever the order. float32 is what the script itself has; the LoRA script computes in its `weight_dtype`.
+    sample, in any order. float32 is the dtype of the script itself; the LoRA script computes in its `weight_dtype`.
 
-    Stored moments are drawn from anew at each visit. With `data_loader` or `BucketBatchSampler` the draws follow from
+    Each visit is a new draw from stored moments. With `data_loader` or `BucketBatchSampler` the draws follow from
     the seed, the epoch and the position; a plain item number draws with torch's global generator.
-    `proportion_empty_prompts` is the script's argument of that name, but drawn anew at each visit too.
+    `proportion_empty_prompts` is the script's argument of that name, but drawn at each visit too.
     """
 
     def __init__(
@@ -117,20 +143,20 @@ def data_loader(
     seed: int = 0,
     num_workers: int = 0,
 ) -> DataLoader[Batch]:
-    """What the scripts call `train_dataloader`: batches of one bucket each, for `accelerator.prepare` or alone.
+    """The scripts' `train_dataloader`: batches of one bucket each, for `accelerator.prepare` or alone.
 
     The n-th iteration is epoch n, in an order and with draws of its own. After a resume, `set_epoch` of what
     `accelerator.prepare` returned, or of `batch_sampler`, says with which epoch to go on. Several processes of
-    accelerate share the batches: each gets whole ones, and as many as every other; for that some come twice at the end
+    accelerate share the batches: each gets whole ones, and as many as every other; some therefore come twice at the end
     of an epoch, or, with `drop_last`, are left out. Batches may be smaller than `batch_size` in the middle of an epoch:
-    accelerate before 1.14 says that it cannot deal those out, and then needs `drop_last`.
+    accelerate before 1.14 refuses to distribute those, and then needs `drop_last`.
     """
     batches = BucketBatchSampler(dataset, batch_size, shuffle=shuffle, drop_last=drop_last, seed=seed)
     return DataLoader(dataset, batch_sampler=Epochs(batches), collate_fn=collate, num_workers=num_workers)
 
 
 class Epochs(Sampler[list[int]]):
-    """The batches of a BucketBatchSampler, epoch after epoch, as accelerate deals them out to processes.
+    """The batches of a BucketBatchSampler, epoch after epoch, in the form that accelerate distributes to processes.
 
     The scripts never call `set_epoch`, and accelerate looks for it in `sampler` where it has wrapped this one.
     """
@@ -139,11 +165,13 @@ class Epochs(Sampler[list[int]]):
         self._batches = batches
         self._epoch = batches.epoch
         self.drop_last = batches.drop_last
-        # A number tells accelerate that only the last batch is smaller; it would leave out others, and mix buckets.
+        # Given a number, accelerate assumes that only the last batch is smaller; it would leave out others, and mix
+        # buckets.
         self.batch_size = batches.batch_size if batches.drop_last else None
 
     @property
     def sampler(self) -> Epochs:
+        """This sampler itself: accelerate sets the epoch on it."""
         return self
 
     def set_epoch(self, epoch: int) -> None:
@@ -154,7 +182,7 @@ class Epochs(Sampler[list[int]]):
         return len(self._batches)
 
     def __iter__(self) -> Iterator[list[int]]:
-        # A generator: a DataLoader with workers asks for two iterators and reads one, which must count once.
+        # A generator: a DataLoader with workers creates two iterators and reads one, which must count once.
         self._batches.set_epoch(self._epoch)
         self._epoch += 1
         yield from self._batches
@@ -187,7 +215,7 @@ def prompt_kwargs(
     device: DeviceLike | DiffusionPipeline,
     dtype: torch.dtype | None = None,
 ) -> dict[str, torch.Tensor]:
-    """What any SDXL pipeline of diffusers takes in place of its prompts: `pipe(**prompt_kwargs(...))`.
+    """The embeddings that any SDXL pipeline of diffusers takes in place of its prompts: `pipe(**prompt_kwargs(...))`.
 
     Returns `prompt_embeds` and `negative_prompt_embeds` [B, T, D], `pooled_prompt_embeds` and
     `negative_pooled_prompt_embeds` [B, P] for B prompts (one string: B is 1), on the requesting device. A pipeline
@@ -230,3 +258,34 @@ def _unet_of(pipeline: DiffusionPipeline) -> Any:
             part="unet",
         )
     return unet
+
+
+def validation_parts(config: Config, cache: LatentCache) -> dict[str, Any]:
+    """The parts that a ValidationRunner of this config needs next to the UNet and its scheduler, on the CPU.
+
+    They are the `vae`, to decode images or to encode what is not cached; and, where the cache lacks a sample of a
+    validation set or a prompt, both text encoders and tokenizers. Their dtypes are those of precache, which encodes on
+    `encode.device`: entries that validation adds have the keys that precache would give them. Raises ModelError.
+    """
+    device, models = device_named(config.encode.device), load_models(config.model, {})
+    is_cached = _is_validation_cached(config, cache)
+    parts: dict[str, Any] = {}
+    if config.validation.prompts or not is_cached:
+        parts["vae"] = models.vae(vae_dtype(config.encode.vae_dtype, models.vae_config(), device)[0])
+    if not is_cached:
+        texts = models.text(text_dtype(config.encode.text_dtype, device)[0])
+        parts |= {field.name: getattr(texts, field.name) for field in fields(texts)}
+    return parts
+
+
+def _is_validation_cached(config: Config, cache: LatentCache) -> bool:
+    """Whether the cache has all that validation reads."""
+    names = [dataset.name for dataset in config.datasets if dataset.role == "validation"]
+    # The prompts of the training set: other sets in the cache may come from other text encoders.
+    own = cache.restricted(next(dataset.name for dataset in config.datasets if dataset.role == "train"))
+    try:
+        keys = {key for name in names for key in cache.manifest(name).keys()}
+        prompt_embeddings(own, config.validation.prompts, config.validation.negative_prompt, device="cpu")
+    except StoreError:
+        return False
+    return len(cache.store.find(keys)) == len(keys)

@@ -1,21 +1,24 @@
-"""The samples of a cache as other trainers' formats need them: unscaled latents in float32, and embeddings."""
+"""Samples of a cache as other trainers' formats need them, and the files that are written of them."""
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 import torch
 
 from latentcache.dataset.images import IMAGE_SUFFIXES
 from latentcache.dataset.manifest import ImageRef
-from latentcache.errors import EntryDamagedError, EntryMissingError
+from latentcache.errors import EntryDamagedError, EntryMissingError, StoreError
 from latentcache.identity import digest
 from latentcache.interop.reports import ExportReport
 from latentcache.loading.cache import LatentCache
 from latentcache.models.vae import latents_from_moments
 from latentcache.types import Geometry, Refusal
+from latentcache.utils.durable_files import typed_errors, write_sealed
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +34,7 @@ class ExportCaption:
 class ExportSample:
     """One sample: `latents` and, if the dataset flips, `flipped` [C, h, w]: unscaled, float32, on the CPU.
 
-    `geometry` is that of `latents`; the flipped twin has the same but for `flip`. `stem` is where its files go below
+    `geometry` is that of `latents`; that of `flipped` differs in `flip` alone. `stem` is the path of its files below
     the folder of an export: the sample_id without an image's suffix.
     """
 
@@ -47,11 +50,11 @@ class ExportSample:
 def export_samples(
     cache: LatentCache, name: str, report: ExportReport, *, seed: int | None = None
 ) -> Iterator[ExportSample]:
-    """The samples of the manifest `name`, one in memory at a time; what cannot be exported is noted in the report.
+    """The samples of the manifest `name`, one in memory at a time; what cannot be exported is listed in the report.
 
     Moments give their mean, or with `seed` one draw for each entry, which the seed and the entry determine. Raises
     SampleError, before the first sample, if one was imported and is unverified, unless `cache` was opened with
-    `unverified`. StoreError if there is no such manifest, or it holds prompts.
+    `unverified`; and StoreError if there is no such manifest, or it holds prompts.
     """
     manifest = cache.manifest(name)
     cache.scaling(manifest)
@@ -83,7 +86,7 @@ def export_samples(
 
 
 def _stem(sample_id: str) -> PurePosixPath | None:
-    """`ExportSample.stem`. None if it leads out of any folder."""
+    """The `ExportSample.stem`; None if it leads out of the folder."""
     pure = PurePosixPath(sample_id)
     if pure.is_absolute() or ".." in pure.parts or "\0" in sample_id or not pure.name:
         return None
@@ -100,3 +103,39 @@ def _latents(cache: LatentCache, ref: ImageRef, seed: int | None, report: Export
     if seed is not None:
         generator = torch.Generator().manual_seed(int(digest(f"{seed} {ref.key}".encode())[:15], 16))
     return latents_from_moments(tensors["moments"][None].float(), generator)[0]
+
+
+class ExportFiles:
+    """Writes the files of one export and counts them in its report."""
+
+    def __init__(self, report: ExportReport, *, overwrite: bool):
+        self._report, self._overwrite = report, overwrite
+        self._written: set[Path] = set()
+
+    def __contains__(self, path: Path) -> bool:
+        return path in self._written
+
+    def write(self, path: Path, data: bytes, sample: ExportSample) -> bool:
+        """Write one file of `sample`, whole or not at all.
+
+        False, and a refusal in the report, if the file exists already or its name is too long. Raises ReadOnlyError,
+        StorageFullError or StoreError.
+        """
+        if path in self._written or (os.path.exists(path) and not self._overwrite):
+            reason = "another sample has this file" if path in self._written else "it exists already: give --overwrite"
+            self._report.skipped.append(Refusal(sample.sample_id, str(path), "duplicate", reason))
+            return False
+        try:
+            with typed_errors(path, len(data)):
+                path.parent.mkdir(parents=True, exist_ok=True)
+            write_sealed(path, data)
+        except StoreError as error:
+            if getattr(error.__cause__, "errno", None) != errno.ENAMETOOLONG:
+                raise
+            detail = f"its name is too long for a file here: {len(path.name)} characters"
+            self._report.skipped.append(Refusal(sample.sample_id, str(path), "unreadable", detail))
+            return False
+        self._written.add(path)
+        self._report.num_files += 1
+        self._report.bytes_written += len(data)
+        return True

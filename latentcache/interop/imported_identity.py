@@ -1,4 +1,4 @@
-"""What an imported entry is: its identity, which no encoded entry can have, and where it came from."""
+"""The identity of imported entries, which no encoded entry can have, and their provenance."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from latentcache.types import Entry, Geometry, Kind, Record
 
 
 def imported_common(format_name: str) -> dict[str, Any]:
-    """The `common` of an imported manifest: what it was made with is not known, only how its latents are scaled."""
+    """The `common` of an imported manifest. Of the encoding, only the scale of the latents is known."""
     return {
         "schema": SCHEMA,
         "salt": "",
@@ -44,7 +44,7 @@ def unverified_entry(
     geometry: Geometry | None,
     provenance: Mapping[str, Any],
 ) -> Entry:
-    """An entry that says that it was imported: its key can never be that of an entry that was encoded.
+    """An entry whose identity says that it was imported: an encoded entry never has its key.
 
     `source` is the digest of the image's bytes or of the caption, where they are known. `output` is `mean` or `sample`
     for latents, None for text.
@@ -68,9 +68,9 @@ def unverified_entry(
 
 
 def import_provenance(format_name: str, path: str, sample_id: str, note: str | None, file_dtype: str) -> dict[str, Any]:
-    """From which file an entry was imported, by whom and when. It carries the format's claims, not proofs.
+    """From which file an entry was imported, on which host and when. These are the format's claims, not proofs.
 
-    `file_dtype` is that of the values in the file: they are rounded so, whatever is stored.
+    `file_dtype` is that of the values in the file: they are rounded to it, also if another dtype is stored.
     """
     value: dict[str, Any] = {
         "sample_id": sample_id,

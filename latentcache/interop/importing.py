@@ -1,4 +1,4 @@
-"""A foreign cache -> entries and a manifest. Everything is stored unscaled, and says that it was imported."""
+"""A foreign cache -> entries and a manifest. Latents are stored unscaled, and entries say that they were imported."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from pydantic import TypeAdapter, ValidationError
 from latentcache.config import PROMPTS_PREFIX, Name
 from latentcache.dataset.manifest import CaptionRef, ImageRef, Manifest, Row
 from latentcache.errors import ConfigError, StoreError
-from latentcache.families.sdxl import DOWNSCALE_FACTOR
 from latentcache.identity import caption_digest, digest
 from latentcache.interop.imported_identity import import_provenance, imported_common, unverified_entry
-from latentcache.interop.items import ForeignCache, ForeignImage, ForeignText
-from latentcache.interop.latent_scale_check import Scale
+from latentcache.interop.items import ForeignCache, ForeignImage, ForeignText, bucket_of
+from latentcache.interop.latent_scale_check import LatentScale
 from latentcache.interop.reports import ImportReport
-from latentcache.interop.verification import Verification, verify_rows
+from latentcache.interop.verification import Verification, Verifier
 from latentcache.models.vae import problems
 from latentcache.precache.workspace import Workspace
 from latentcache.store.base import Writer, dtype_name
@@ -28,8 +27,20 @@ from latentcache.types import Entry, Kind, Refusal
 from latentcache.utils.progress import NoProgress, Progress
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-Dtypes = Mapping[Kind, torch.dtype | None]
-"""In which dtype each kind is stored; None: as it comes."""
+StoreDtypes = Mapping[Kind, torch.dtype | None]
+"""In which dtype each kind is stored; None: in the dtype of the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetUse:
+    """What an imported dataset is for, and how often an epoch visits each sample. ConfigError if that is below 1."""
+
+    role: Literal["train", "validation"] = "train"
+    repeats: int = 1
+
+    def __post_init__(self) -> None:
+        if self.repeats < 1:
+            raise ConfigError(f"repeats is {self.repeats}; it must be at least 1")
 
 
 def import_cache(
@@ -37,8 +48,7 @@ def import_cache(
     workspace: Workspace,
     *,
     name: str,
-    role: Literal["train", "validation"] = "train",
-    repeats: int = 1,
+    use: DatasetUse = DatasetUse(),
     store_dtype: torch.dtype | None = None,
     scale_check: bool = True,
     verification: Verification | None = None,
@@ -47,10 +57,11 @@ def import_cache(
     """Import a foreign cache as the manifest `name`; what is refused is listed in the report.
 
     Latents are stored unscaled: scaled ones are divided by their factor in float32. `store_dtype` None keeps the dtype
-    of unscaled latents and of embeddings, and float32 for what was divided, so that an export gives the file back but
-    for the last bit of a float32. Entries are unverified, unless `verification` shows that encoding gives them. With it
-    all are stored in the dtypes of its config, so that verified and unverified ones fit into one batch: a `store_dtype`
-    is then a ConfigError. A manifest that was imported before is replaced, unless nothing could be imported.
+    of unscaled latents and of embeddings, and float32 for what was divided: an export then writes the same values, but
+    for the last bit of a float32. Entries are unverified, unless `verification` shows that encoding gives them. With
+    `verification` all entries are stored in the dtypes of its config, so that verified and unverified ones fit into one
+    batch: a `store_dtype` is then a ConfigError. A manifest that was imported before is replaced, unless nothing could
+    be imported.
 
     Raises StoreError if precache made the manifest of that name, or if the foreign cache holds nothing at all, and
     DatasetError if the latents are not scaled as the format claims (then nothing is imported): `scale_check` False is
@@ -58,45 +69,44 @@ def import_cache(
     """
     started = time.monotonic()
     _check_name(name)
-    if repeats < 1:
-        raise ConfigError(f"repeats is {repeats}; it must be at least 1")
     if verification is not None and store_dtype is not None:
         raise ConfigError("what is verified is stored in the dtypes of the config: give no --dtype with --verify")
-    last = workspace.manifests.read(name)
-    if last is not None and last.imported_from is None:
+    previous = workspace.manifests.read(name)
+    if previous is not None and previous.imported_from is None:
         raise StoreError(
             f"manifest {name} was made by precache: an import needs a name of its own; give another --name"
         )
-    # Now, not when all has been read.
-    encoders = None if verification is None else verification.prepare(name, workspace)
-    dtypes: Dtypes = {"image": store_dtype, "text": store_dtype} if encoders is None else encoders.store_dtypes()
-    run = _Import(foreign, workspace, dtypes, Scale(scale_check), ImportReport(foreign.format, name))
+    # What a verification lacks is found now, not when all has been read.
+    verifier = None if verification is None else Verifier(verification, name, workspace)
+    dtypes: StoreDtypes = {"image": store_dtype, "text": store_dtype} if verifier is None else verifier.store_dtypes()
+    run = _Import(foreign, workspace, dtypes, LatentScale(scale_check), ImportReport(foreign.format, name))
     progress = progress or NoProgress()
     with workspace.in_use():
         try:
             rows = run.read(progress)
-            if verification is not None and encoders is not None:
-                rows = verify_rows(rows, name, workspace, verification, encoders, run.report, progress)
+            if verifier is not None:
+                rows = verifier.verify(rows, run.report, progress)
         finally:
             progress.finish()
         if rows:
-            workspace.manifests.write(Manifest(name, role, repeats, imported_common(foreign.format), rows))
+            workspace.manifests.write(Manifest(name, use.role, use.repeats, imported_common(foreign.format), rows))
         elif not run.report.refused:
             raise StoreError(
                 f"nothing was imported: there are no files of {foreign.format}'s cache. Name its folder, or another "
                 "format"
             )
     report = run.report
-    refs = [ref for row in rows.values() for ref in (*row.images, *row.captions)]
-    report.num_verified = sum(ref.trust == "verified" for ref in refs)
-    report.num_unverified = len(refs) - report.num_verified
+    trusts = [ref.trust for row in rows.values() for ref in row.images]
+    trusts += [ref.trust for row in rows.values() for ref in row.captions]
+    report.num_verified = trusts.count("verified")
+    report.num_unverified = trusts.count("unverified")
     report.cache = None if workspace.path is None else str(workspace.path)
     report.seconds = time.monotonic() - started
     return report
 
 
 def _check_name(name: str) -> None:
-    """Raises ConfigError for what cannot name a dataset in a config either."""
+    """Raises ConfigError for a name that no dataset of a config can have."""
     try:
         TypeAdapter(Name).validate_python(name)
     except ValidationError as error:
@@ -108,7 +118,7 @@ def _check_name(name: str) -> None:
 
 @dataclass(slots=True)
 class _Sample:
-    """A sample whose parts come one by one."""
+    """A sample while its parts are read."""
 
     path: str
     source: str | None = None
@@ -123,8 +133,8 @@ class _Import:
         self,
         foreign: ForeignCache,
         workspace: Workspace,
-        dtypes: Dtypes,
-        scale: Scale,
+        dtypes: StoreDtypes,
+        scale: LatentScale,
         report: ImportReport,
     ):
         self._foreign, self._workspace, self._dtypes = foreign, workspace, dtypes
@@ -151,7 +161,7 @@ class _Import:
                 writer.seal()
             self._scale.verify(path)
         except BaseException:
-            # Nobody refers to it, and a second attempt gives it again.
+            # No manifest refers to these entries, and a second attempt stores them again.
             self._workspace.store.remove(self._workspace.store.find(self._new))
             raise
         self.report.bytes_written = writer.bytes_written
@@ -159,42 +169,37 @@ class _Import:
         return {sample_id: self._row(sample_id, sample) for sample_id, sample in self._samples.items()}
 
     def _keep(self, item: ForeignImage | ForeignText, writer: Writer) -> Refusal | None:
-        """Store one item, or tell why it cannot be."""
-        is_image = isinstance(item, ForeignImage)
-        sample_ids = (item.sample_id,) if is_image else item.sample_ids
-        fault = self._image_fault(item) if isinstance(item, ForeignImage) else self._text_fault(item)
-        if fault is not None:
-            return Refusal(sample_ids[0] if sample_ids else "", item.path, *fault)
-        entry = self._image_entry(item) if isinstance(item, ForeignImage) else self._text_entry(item)
+        """Store one item; why it cannot be stored, if so."""
+        if isinstance(item, ForeignImage):
+            return self._keep_image(item, writer)
+        return self._keep_text(item, writer)
+
+    def _add(self, entry: Entry, writer: Writer) -> None:
         key = entry.record.key
         if key not in self._before and key not in self._new:
             self._new.add(key)
             writer.add(entry)
-        self.report.note(item.note)
-        for sample_id in sample_ids:
-            sample = self._samples.setdefault(sample_id, _Sample(item.path))
-            if isinstance(item, ForeignImage):
-                sample.path = str(item.image_path or item.path)
-                sample.source = entry.record.identity["source"]
-                sample.images.append(ImageRef(entry.record.key, item.geometry, "unverified"))
-            elif all(ref.key != entry.record.key for ref in sample.captions):
-                sample.captions.append(CaptionRef(item.caption or "", entry.record.key, "unverified"))
-        self._count(item)
-        return None
-
-    def _count(self, item: ForeignImage | ForeignText) -> None:
-        if isinstance(item, ForeignImage):
-            self.report.num_images += 1
-            self.report.num_flipped += item.geometry.flip
-        else:
-            self.report.num_texts += 1
-            self.report.num_unknown_captions += item.caption is None
 
     # Images
 
+    def _keep_image(self, item: ForeignImage, writer: Writer) -> Refusal | None:
+        if (fault := self._image_fault(item)) is not None:
+            return Refusal(item.sample_id, item.path, *fault)
+        entry = self._image_entry(item)
+        self._add(entry, writer)
+        sample = self._samples.setdefault(item.sample_id, _Sample(item.path))
+        sample.path = str(item.image_path or item.path)
+        sample.source = entry.record.identity["source"]
+        sample.images.append(ImageRef(entry.record.key, item.geometry, "unverified"))
+        self.report.note(item.note)
+        self.report.num_images += 1
+        self.report.num_flipped += item.geometry.flip
+        return None
+
     def _image_fault(self, item: ForeignImage) -> tuple[str, str] | None:
+        """(reason, detail) if the latents cannot be imported."""
         shape, target = tuple(item.latents.shape), item.geometry.target_size
-        if len(shape) != 3 or (shape[1] * DOWNSCALE_FACTOR, shape[2] * DOWNSCALE_FACTOR) != target:
+        if len(shape) != 3 or bucket_of(item.latents) != target:
             return "corrupt", f"its latents have the shape {list(shape)}, which does not fit a bucket of {target}"
         sample = self._samples.get(item.sample_id)
         if sample is not None and any(ref.geometry.flip == item.geometry.flip for ref in sample.images):
@@ -222,7 +227,7 @@ class _Import:
     def _digest_of(self, path: Path | None) -> str | None:
         if path is None:
             return None
-        if self._last_digest is None or self._last_digest[0] != path:  # a flipped latent follows its twin
+        if self._last_digest is None or self._last_digest[0] != path:  # a flipped latent comes after its twin
             try:
                 self._last_digest = path, digest(path.read_bytes())
             except OSError as error:
@@ -232,10 +237,25 @@ class _Import:
 
     # Texts
 
+    def _keep_text(self, item: ForeignText, writer: Writer) -> Refusal | None:
+        if (fault := self._text_fault(item)) is not None:
+            return Refusal(item.sample_ids[0] if item.sample_ids else "", item.path, *fault)
+        entry = self._text_entry(item)
+        self._add(entry, writer)
+        for sample_id in item.sample_ids:
+            captions = self._samples.setdefault(sample_id, _Sample(item.path)).captions
+            if all(ref.key != entry.record.key for ref in captions):
+                captions.append(CaptionRef(item.caption or "", entry.record.key, "unverified"))
+        self.report.note(item.note)
+        self.report.num_texts += 1
+        self.report.num_unknown_captions += item.caption is None
+        return None
+
     def _text_fault(self, item: ForeignText) -> tuple[str, str] | None:
+        """(reason, detail) if the embeddings cannot be imported."""
         embeds, pooled = item.prompt_embeds, item.pooled_prompt_embeds
         if not item.sample_ids:
-            return "missing", "it is the caption of no sample here: nothing would refer to it"
+            return "missing", "it is the caption of no sample here: no manifest would refer to it"
         if embeds.ndim != 2 or pooled.ndim != 1:
             return "corrupt", f"its embeddings have the shapes {list(embeds.shape)} and {list(pooled.shape)}"
         tensors = {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}
@@ -262,14 +282,12 @@ class _Import:
     def _values_fault(
         self, tensors: Mapping[str, torch.Tensor], form: tuple[int, ...], kind: Kind
     ) -> tuple[str, str] | None:
-        """What is wrong with the numbers, or how they differ from those before: a batch needs one form."""
+        """(reason, detail) if values are bad, or shape and dtype are not those of the first item: a batch has one."""
         store_dtype = self._dtypes[kind]
         for name, tensor in tensors.items():
             if tensor.dtype not in DTYPES or tensor.numel() == 0:
-                return (
-                    "corrupt",
-                    f"{name} is {tensor.dtype} {list(tensor.shape)}; use float32, float16 or bfloat16",
-                )
+                detail = f"{name} is {tensor.dtype} {list(tensor.shape)}; use float32, float16 or bfloat16"
+                return "corrupt", detail
             problem = problems(tensor[None])[0]
             if problem is not None:
                 return "bad-output", f"{name} holds {problem}"

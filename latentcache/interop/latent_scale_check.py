@@ -1,4 +1,4 @@
-"""Whether latents are scaled as their format claims: read off their standard deviation."""
+"""Whether latents are scaled as their format claims: their standard deviation shows it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from latentcache.families.sdxl import SCALING_FACTOR
 UNSCALED_STD = 7.7
 """Median standard deviation of unscaled SDXL latents: the scaling factor was chosen to bring it near 1."""
 BORDER = UNSCALED_STD**0.5
-"""Between scaled (near 1) and unscaled (near 7.7) latents: their geometric mean, 2.77."""
+"""Separates scaled (near 1) from unscaled (near 7.7) latents: their geometric mean, 2.77."""
 FIRST_LOOK = 64
-"""After so many latents a wrong claim is found out already, before the rest is read."""
+"""A wrong claim is found after so many latents, before the rest is read."""
 
 
 @dataclass(slots=True)
-class Scale:
-    """The standard deviations of the latents as their files hold them. `check` is for SDXL's VAE only."""
+class LatentScale:
+    """The standard deviations of latents as if they were scaled. `check` is for SDXL's VAE only."""
 
     check: bool = True
     stds: list[float] = field(default_factory=list)
@@ -29,7 +29,7 @@ class Scale:
 
     def add(self, latents: torch.Tensor, scaling_factor: float | None, path: str) -> None:
         """Note one latent. Raises DatasetError at the 64th if the median contradicts the claim."""
-        # As a scaled latent would have it, so that claims may differ between files.
+        # The value of a scaled latent, so that claims may differ between files.
         factor = SCALING_FACTOR if scaling_factor is None else 1.0
         self.stds.append(latents.float().std().item() * factor)
         self.claims.add(scaling_factor)
@@ -45,12 +45,12 @@ class Scale:
         if 1 / BORDER <= median <= BORDER:
             return
         scaled = None not in self.claims
-        met, wanted = (median, 1.0) if scaled else (median * UNSCALED_STD, UNSCALED_STD)
+        met, expected = (median, 1.0) if scaled else (median * UNSCALED_STD, UNSCALED_STD)
         raise DatasetError(
             path,
             f"the latents' median standard deviation is {met:.3g} (of {len(self.stds)} latents), but this format holds "
-            f"{'scaled' if scaled else 'unscaled'} SDXL latents, which have about {wanted:.3g}. Nothing was imported: "
-            "the cache was made for another model, or is of another format. For another VAE than SDXL's give "
+            f"{'scaled' if scaled else 'unscaled'} SDXL latents, which have about {expected:.3g}. Nothing was "
+            "imported: the cache was made for another model, or is of another format. For another VAE than SDXL's give "
             "--no-scale-check",
         )
 

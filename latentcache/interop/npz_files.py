@@ -1,4 +1,4 @@
-"""Arrays in `.npz` files that others wrote: bounded, checked, and never unpickled."""
+"""Arrays in `.npz` files of other programs: bounded, checked, and never unpickled."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _FAULTS = (
 
 
 class NpzFile:
-    """An open npz file: shapes are read off the headers, an array only when it is asked for."""
+    """An open npz file: shapes are read from the headers, an array only when `read` is called."""
 
     def __init__(self, path: Path, archive: zipfile.ZipFile):
         self._path, self._archive = path, archive
@@ -100,5 +100,5 @@ def open_npz(path: Path) -> Iterator[NpzFile]:
 def npz_bytes(arrays: Mapping[str, np.ndarray]) -> bytes:
     """The bytes that `numpy.savez` writes for these arrays: a zip, uncompressed."""
     file = BytesIO()
-    np.savez(file, **arrays)
+    np.savez(file, **arrays)  # type: ignore[arg-type]  # the stub takes the arrays for `allow_pickle`
     return file.getvalue()

@@ -1,8 +1,9 @@
-"""What an import or an export did, as one document."""
+"""What an import or an export did, as JSON and as text."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from latentcache.types import Refusal
@@ -10,7 +11,7 @@ from latentcache.types import Refusal
 
 @dataclass(slots=True)
 class Difference:
-    """What re-encoding showed of one kind (`image` or `text`). Latents are compared unscaled, with the mean."""
+    """How the entries of one kind (`image` or `text`) differ from encoded ones. Latents are compared unscaled."""
 
     num_compared: int = 0
     num_equal: int = 0
@@ -19,11 +20,8 @@ class Difference:
     largest_share: float = 0.0
     """Largest difference as a share of what was allowed there: at most 1 for what counts as equal."""
     largest_deviations: float | None = None
-    """Draws only: the difference from the mean in standard deviations of the posterior (root mean squares). An honest
+    """Draws only: the difference from the mean in standard deviations of the posterior (root mean squares). A true
     draw has about 1."""
-
-    def to_json(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__slots__}
 
 
 @dataclass(slots=True)
@@ -39,48 +37,38 @@ class ImportReport:
     """Of the images."""
     num_texts: int = 0
     num_unknown_captions: int = 0
-    """Texts whose caption neither the format nor a file beside the image tells."""
+    """Texts whose caption is neither in the format nor in a caption file."""
     num_verified: int = 0
     num_unverified: int = 0
     incomplete: list[Refusal] = field(default_factory=list)
-    """Samples that lack an image or a text: kept in the manifest, but not handed back."""
+    """Samples that lack an image or a text: they are in the manifest, but in no batch."""
     refused: list[Refusal] = field(default_factory=list)
     """Files that were not imported."""
     unequal: list[Refusal] = field(default_factory=list)
-    """Entries that re-encoding did not confirm: they stay, unverified."""
+    """Entries that are not equal to encoded ones, or could not be encoded: they stay unverified."""
     notes: dict[str, int] = field(default_factory=dict)
-    """What formats do not tell and was derived, with how often."""
+    """What formats do not say and was derived, with how often."""
     differences: dict[str, Difference] = field(default_factory=dict)
-    """Kind -> what re-encoding showed; empty without verification."""
+    """Kind -> differences from encoded entries; empty without verification."""
     scale: dict[str, Any] = field(default_factory=dict)
     bytes_written: int = 0
     seconds: float = 0.0
     cache: str | None = None
 
     @property
-    def num_refused(self) -> int:
-        return len(self.refused)
-
-    @property
-    def num_incomplete(self) -> int:
-        return len(self.incomplete)
-
-    @property
     def has_faults(self) -> bool:
+        """Whether anything was refused, is incomplete, or did not pass the verification."""
         return bool(self.refused or self.incomplete or self.unequal)
 
     def note(self, text: str | None) -> None:
+        """Count a note; None is none."""
         if text is not None:
             self.notes[text] = self.notes.get(text, 0) + 1
 
     def to_json(self) -> dict[str, Any]:
-        """All fields, with refusals as {sample_id, path, reason, detail}."""
-        value = {name: getattr(self, name) for name in self.__slots__}
-        for name in ("incomplete", "refused", "unequal"):
-            value[name] = [refusal.to_json() for refusal in value[name]]
-        value["differences"] = {kind: found.to_json() for kind, found in self.differences.items()}
-        value["seconds"] = round(self.seconds, 3)
-        return value | {"num_refused": self.num_refused, "num_incomplete": self.num_incomplete}
+        """All fields, with refusals as {sample_id, path, reason, detail}, and seconds to the millisecond."""
+        counts = {"num_refused": len(self.refused), "num_incomplete": len(self.incomplete)}
+        return asdict(self) | counts | {"seconds": round(self.seconds, 3)}
 
     def to_text(self) -> str:
         """The report for people."""
@@ -92,19 +80,15 @@ class ImportReport:
         ]
         lines += [_difference_text(kind, found) for kind, found in self.differences.items()]
         lines += [f"note      {count} {note}" for note, count in self.notes.items()]
-        for title, refusals in (
-            ("unequal", self.unequal),
-            ("lacking", self.incomplete),
-            ("refused", self.refused),
-        ):
-            lines.append(f"{title:<9} {len(refusals)}")
-            lines += [f"          {refusal.path}: {refusal.reason}: {refusal.detail}" for refusal in refusals]
+        lines += _refusal_lines("unequal", self.unequal)
+        lines += _refusal_lines("lacking", self.incomplete)
+        lines += _refusal_lines("refused", self.refused)
         lines.append(f"written   {self.bytes_written:,} bytes in {self.seconds:.1f} s")
         lines.append(f"cache     {self.cache or 'in memory'}")
         if not self.num_images + self.num_texts:
             lines.append(f"manifest  none written: nothing was imported; {self.name} is as it was")
         if self.num_unverified:
-            lines.append("unverified entries are handed back only with cache.unverified; precache replaces them")
+            lines.append("unverified entries are returned only with cache.unverified; precache replaces them")
         return "\n".join(lines)
 
 
@@ -120,20 +104,21 @@ class ExportReport:
     num_files: int = 0
     bytes_written: int = 0
     skipped: list[Refusal] = field(default_factory=list)
-    """Samples that were not exported: refused in the manifest, or not to be expressed in the format."""
+    """Samples that were not exported: they are refused in the manifest, or the format cannot express them."""
     notes: dict[str, int] = field(default_factory=dict)
 
     @property
     def has_faults(self) -> bool:
+        """Whether any sample was skipped."""
         return bool(self.skipped)
 
     def note(self, text: str) -> None:
+        """Count a note."""
         self.notes[text] = self.notes.get(text, 0) + 1
 
     def to_json(self) -> dict[str, Any]:
         """All fields, with skipped samples as {sample_id, path, reason, detail}."""
-        value = {name: getattr(self, name) for name in self.__slots__}
-        return value | {"skipped": [refusal.to_json() for refusal in self.skipped]}
+        return asdict(self)
 
     def to_text(self) -> str:
         """The report for people."""
@@ -142,12 +127,18 @@ class ExportReport:
             f"images    {self.num_images}",
             f"texts     {self.num_texts}",
             f"written   {self.num_files} files, {self.bytes_written:,} bytes",
-            f"skipped   {len(self.skipped)}",
         ]
-        lines += [f"          {refusal.path}: {refusal.reason}: {refusal.detail}" for refusal in self.skipped]
+        lines += _refusal_lines("skipped", self.skipped)
         lines += [f"note      {count} {note}" for note, count in self.notes.items()]
         lines.append(f"folder    {self.path}")
         return "\n".join(lines)
+
+
+def _refusal_lines(title: str, refusals: Sequence[Refusal]) -> list[str]:
+    return [
+        f"{title:<9} {len(refusals)}",
+        *(f"          {refusal.path}: {refusal.reason}: {refusal.detail}" for refusal in refusals),
+    ]
 
 
 def _difference_text(kind: str, found: Difference) -> str:

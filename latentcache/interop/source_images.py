@@ -8,19 +8,19 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 
 from latentcache.dataset.images import ImagePolicy, probe
 from latentcache.dataset.sources import Sample, open_source
-from latentcache.errors import DatasetError, ForeignFileRefused
+from latentcache.errors import ForeignFileRefused
 from latentcache.types import Refusal, Size
 
-SIZE_POLICY = ImagePolicy(animated="first-frame", max_aspect=float(1 << 20), min_side=1)
-"""Refuses no image for its form: only its size is read, and the other trainer accepted it already."""
+_SIZE_POLICY = ImagePolicy(animated="first-frame", max_aspect=float(1 << 20), min_side=1)
+"""It refuses no image for its shape: only the size is read, and the other trainer accepted the image already."""
 
 
-class Originals:
-    """The samples of a folder, and captions of no sample that are known all the same (validation prompts).
+class SourceImages:
+    """The samples of a folder, and further captions that are known, such as validation prompts.
 
-    Foreign caches name files. Nothing but what is in the folder is ever opened on their word: names are looked up
-    among the samples. `recorded_root` is where the folder was when the cache was made, if it was moved since. Without
-    a folder there are no samples. Raises DatasetError if the folder cannot be read.
+    Foreign caches name files. Their names are looked up among the samples: a file outside the folder is never opened.
+    `recorded_root` is where the folder was when the cache was made, if it was moved since. Without a folder there are
+    no samples. Raises DatasetError if the folder cannot be read.
     """
 
     def __init__(
@@ -34,8 +34,9 @@ class Originals:
         roots = (None if folder is None else os.path.abspath(folder), recorded_root)
         self._roots = [path_parts(root) for root in roots if root is not None]
         self._samples: dict[str, Sample] = {}
+        self._by_stem: dict[str, list[str]] = {}
         self.refusals: list[Refusal] = []
-        """What cannot be used of the folder."""
+        """What cannot be used in the folder."""
         by_caption: dict[str, list[str]] = {caption: [] for caption in ("", *captions)}
         if folder is not None:
             self._source = open_source("folder", folder, caption_extension=caption_extension)
@@ -44,6 +45,7 @@ class Originals:
                     self.refusals.append(sample)
                     continue
                 self._samples[sample.sample_id] = sample
+                self._by_stem.setdefault(os.path.splitext(sample.sample_id)[0], []).append(sample.sample_id)
                 for caption in sample.captions:
                     by_caption.setdefault(caption, []).append(sample.sample_id)
         self._by_caption = {caption: tuple(sample_ids) for caption, sample_ids in by_caption.items()}
@@ -56,28 +58,31 @@ class Originals:
         return iter(self._samples)
 
     def captions(self) -> Iterator[tuple[str, tuple[str, ...]]]:
-        """Each known caption once, with the samples that have it: the empty one first, which others may not have."""
+        """Each known caption once, with the samples that have it. The first is the empty one, also without samples."""
         yield from self._by_caption.items()
 
     def captions_of(self, sample_id: str) -> tuple[str, ...]:
-        return self._samples[sample_id].captions
+        """The captions of a sample; () where it has no caption file."""
+        sample = self._samples[sample_id]
+        return sample.captions if sample.has_caption else ()
 
-    def path(self, sample_id: str) -> Path | None:
-        """The image's file, if it is there."""
-        sample = self._samples.get(sample_id)
-        return None if sample is None else Path(sample.path)
+    def with_stem(self, stem: str) -> tuple[str, ...]:
+        """The sample_ids that are this path with a suffix."""
+        return tuple(self._by_stem.get(stem, ()))
 
-    def size(self, sample_id: str) -> Size | None:
-        """The image's size after the EXIF turn, if it is there. Raises ImageRefused if it cannot be read."""
-        sample = self._samples.get(sample_id)
-        if sample is None:
-            return None
-        return probe(self._source.read(sample), sample.path, SIZE_POLICY).size
+    def path(self, sample_id: str) -> Path:
+        """The file of a sample's image."""
+        return Path(self._samples[sample_id].path)
+
+    def size(self, sample_id: str) -> Size:
+        """The size of a sample's image after the EXIF turn. Raises ImageRefused if it cannot be read."""
+        sample = self._samples[sample_id]
+        return probe(self._source.read(sample), sample.path, _SIZE_POLICY).size
 
     def find(self, recorded: str) -> str | None:
         """The sample that a foreign cache names by a path: relative, below the folder, or below `recorded_root`.
 
-        None if there is no such sample. The end of a path alone is no proof: many folders have a `1.png`.
+        None if there is no such sample. Equal file names alone are no proof: many folders have a `1.png`.
         """
         if recorded in self._samples:
             return recorded
@@ -112,8 +117,3 @@ def _is_file_name(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def refusal_of(sample_id: str, error: DatasetError) -> Refusal:
-    """A file's or an image's refusal, as a report lists it."""
-    return Refusal(sample_id, error.path, getattr(error, "reason", "unreadable"), error.detail)

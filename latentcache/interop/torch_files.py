@@ -1,8 +1,8 @@
 """Files that other trainers wrote, `torch.save` files above all: read within bounds, and nothing in them is run.
 
-What the bytes are is checked before torch sees them. It does not compare checksums, so that a flipped bit gives another
-tensor; it inflates compressed members, however large they become; and before 2.13 it does not compare what the pickle
-says about a storage with the bytes that are there.
+The bytes are checked before torch reads them. torch compares no checksums, so that a flipped bit gives another tensor;
+it inflates compressed members, however large they become; and before 2.13 it does not compare the sizes of storages in
+the pickle with those of the members.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_FILE_BYTES = 256 << 20
 """A latent of 16,384 x 16,384 pixels has 67 MB in float32."""
 
 MAX_PICKLE_BYTES = 4 << 20
-"""Of the part of a file that is no tensor's values: each byte can become an object of some 200 bytes."""
+"""Bytes of a file in addition to the values of its tensors: each can become an object of some 200 bytes."""
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _ZIP = b"PK\x03\x04"
@@ -84,11 +84,12 @@ def read_file(path: str | Path, max_bytes: int = MAX_FILE_BYTES) -> bytes:
 
 
 def is_gzip(data: bytes) -> bool:
+    """Whether these bytes begin like a gzip file."""
     return data.startswith(_GZIP)
 
 
 def gunzip(data: bytes, path: str | Path, max_bytes: int = MAX_FILE_BYTES) -> bytes:
-    """The bytes inside. Raises ForeignFileRefused, also where they become more than `max_bytes`."""
+    """The bytes inside. Raises ForeignFileRefused, also if they are more than `max_bytes`."""
     parts, num_bytes = [], 0
     try:
         with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
@@ -108,13 +109,12 @@ def load_torch(data: bytes, path: str | Path, max_pickle_bytes: int = MAX_PICKLE
     """What `torch.save` (of torch 1.6 or later) wrote: tensors on the CPU, and plain data.
 
     Only torch's restricted reader is used. Raises ForeignFileRefused for files that are damaged, are compressed, need
-    code to be run, whose tensors are larger than their bytes, or that say of what they are in more than
-    `max_pickle_bytes`.
+    code to be run, have tensors larger than their bytes, or a pickle larger than `max_pickle_bytes`.
     """
     sizes = _member_sizes(data, path, max_pickle_bytes)
     try:
         content = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    # Whatever else the bytes make torch's reader raise (there is no common class), the file cannot be used.
+    # torch's reader raises many kinds of errors, which have no common class. After each the file cannot be used.
     except Exception as error:
         # torch wraps the reason in advice to read the file without restrictions, or with fewer.
         inner = error.__context__ if isinstance(error.__context__, type(error)) else error
@@ -124,7 +124,7 @@ def load_torch(data: bytes, path: str | Path, max_pickle_bytes: int = MAX_PICKLE
         if tensor.layout != torch.strided or tensor.device.type != "cpu":
             raise ForeignFileRefused(path, "corrupt", f"it holds a {tensor.layout} tensor on {tensor.device}")
         if tensor.untyped_storage().nbytes() not in sizes:
-            raise ForeignFileRefused(path, "corrupt", "a tensor's storage has not the size that the file says")
+            raise ForeignFileRefused(path, "corrupt", "a tensor's storage has another size than the file says")
     return content
 
 
@@ -180,7 +180,7 @@ def _check_pickle(pickled: bytes, path: str | Path, max_bytes: int) -> None:
     if len(pickled) > max_bytes:
         detail = f"its pickle has {len(pickled):,} bytes; such a file has {max_bytes:,} at most"
         raise ForeignFileRefused(path, "corrupt", detail)
-    # torch's reader allows it, with any length. It knows one way to name a class, which ends its name like this.
+    # torch's reader allows a bytearray of any length. A pickle can name its class in one way only, which ends so.
     if b"\nbytearray\n" in pickled:
         raise ForeignFileRefused(path, "corrupt", "it holds a bytearray, which no such file does")
 

@@ -1,34 +1,34 @@
-"""Proof that an imported entry is what encoding gives: it is encoded again and compared."""
+"""Proof that an imported entry is what encoding gives: precache's stages encode it again, and the two are compared."""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeVar
 
 import torch
 
 from latentcache.config import Config, DatasetConfig
-from latentcache.dataset.images import ImagePolicy, decode, prepare
+from latentcache.dataset.folders import FolderSource
+from latentcache.dataset.images import ImagePolicy, probe
 from latentcache.dataset.manifest import CaptionRef, ImageRef, Row
-from latentcache.devices.placement import placed
+from latentcache.dataset.samples import Sample
 from latentcache.errors import ConfigError, ImageRefused
-from latentcache.identity import (
-    ImageIdentity,
-    Preparation,
-    TextIdentity,
-    caption_digest,
-    digest,
-    key_of,
-)
+from latentcache.identity import ImageIdentity, Preparation, TextIdentity, caption_digest, key_of
 from latentcache.interop.reports import Difference, ImportReport
-from latentcache.models.clip import encode_captions
 from latentcache.models.model_loader import Models
-from latentcache.models.vae import DTYPES, encode_images, latents_from_moments, posterior_std, problems
-from latentcache.precache.encodings import Encodings, choose_encodings, load_models
-from latentcache.precache.text_stage import placed_texts
+from latentcache.models.vae import DTYPES, latents_from_moments, posterior_std
+from latentcache.precache.context import Job
+from latentcache.precache.encodings import TEXT_BATCH_SIZE, Encodings, choose_encodings, load_models
+from latentcache.precache.failures import Fault
+from latentcache.precache.image_stage import ImageStage
+from latentcache.precache.plan import ImageTask, TextTask
+from latentcache.precache.report import Report
+from latentcache.precache.shard import Batches, Shard
+from latentcache.precache.text_stage import TextStage
 from latentcache.precache.workspace import Workspace
 from latentcache.store.base import Writer
 from latentcache.types import Entry, Kind, Record, Refusal
@@ -56,9 +56,8 @@ class Verification:
     seed: int = 0
     tolerance: float | None = None
 
-    def check(self, name: str) -> None:
-        """Raises ConfigError if an import of this name cannot be verified with this config."""
-        _dataset_of(self.config, name)
+    def dataset(self, name: str) -> DatasetConfig:
+        """The dataset whose image policy counts. ConfigError if an import of this name cannot be verified."""
         output = self.config.encode.image_output
         if output != "mean":
             raise ConfigError(
@@ -68,33 +67,26 @@ class Verification:
             )
         if self.tolerance is not None and not 0 <= self.tolerance < math.inf:
             raise ConfigError(f"the tolerance is {self.tolerance}; give a finite number, 0 or more")
+        named = [dataset for dataset in self.config.datasets if dataset.name == name] or list(self.config.datasets)
+        if len(named) > 1:
+            names = ", ".join(dataset.name for dataset in named)
+            raise ConfigError(
+                f"none of the datasets {names} is named {name!r}: import under the name of the one whose images these "
+                "are",
+                key="datasets",
+            )
+        return named[0]
 
-    def prepare(self, name: str, workspace: Workspace) -> Encoders:
-        """What encodes again. Raises what `check` does, ModelError or DeviceError."""
-        self.check(name)
-        models = self.models or load_models(self.config.model, workspace.memo)
-        return Encoders(models, choose_encodings(self.config, models, workspace.memo))
 
-
-@dataclass(frozen=True, slots=True)
-class Encoders:
-    """The models of a verification, and how they encode."""
-
-    models: Models
-    encodings: Encodings
-
-    def store_dtypes(self) -> dict[Kind, torch.dtype]:
-        """In which dtypes precache stores what they give."""
-        return {
-            "image": DTYPES[self.encodings.image.store_dtype],
-            "text": DTYPES[self.encodings.text.store_dtype],
-        }
+_FILES = FolderSource("", ".txt")
+"""It reads an image by the path in its sample, wherever that is."""
 
 
 class Comparison(NamedTuple):
-    """One imported tensor beside the encoded one."""
+    """How an imported tensor differs from the encoded one."""
 
     largest: float
+    """Largest absolute difference."""
     share: float
     """Of what is allowed, at the place where it is worst: at most 1 is equal."""
 
@@ -111,222 +103,225 @@ def compare(imported: torch.Tensor, encoded: torch.Tensor, *, relative: float, t
     return Comparison(difference.max().item(), share.max().item())
 
 
-def verify_rows(
-    rows: Mapping[str, Row],
-    name: str,
-    workspace: Workspace,
-    verification: Verification,
-    encoders: Encoders,
-    report: ImportReport,
-    progress: Progress,
-) -> dict[str, Row]:
-    """Encode some entries of these rows again; those that are equal are stored under their real identity, verified.
+class Verifier:
+    """Encodes imported entries again. Each that is equal is stored once more under its real identity, verified.
 
-    `encoders` are those that `verification` prepared. Returns the rows with the keys of what was verified, and notes in
-    the report what was found. The unverified entries stay in the store, as other imports may share them: `prune`
-    removes those that nobody refers to. Raises ModelError, DeviceError or StoreError.
+    Raises ConfigError if an import of this name cannot be verified, ModelError or DeviceError.
     """
-    with workspace.store.writer() as writer:
-        run = _Verification(name, workspace, verification, encoders, report, writer)
-        verified = {**run.images(rows, progress), **run.texts(rows, progress)}
-        writer.seal()
-    report.bytes_written += writer.bytes_written
-    return {sample_id: _with_verified(row, verified) for sample_id, row in rows.items()}
+
+    def __init__(self, verification: Verification, name: str, workspace: Workspace):
+        self._verification, self._workspace = verification, workspace
+        self._policy = ImagePolicy(**verification.dataset(name).images.model_dump())
+        self._models = verification.models or load_models(verification.config.model, workspace.memo)
+        self._encodings = choose_encodings(verification.config, self._models, workspace.memo)
+        self._random = random.Random(verification.seed)
+
+    def store_dtypes(self) -> dict[Kind, torch.dtype]:
+        """In which dtypes precache stores what the models give."""
+        encodings = self._encodings
+        return {"image": DTYPES[encodings.image.store_dtype], "text": DTYPES[encodings.text.store_dtype]}
+
+    def verify(self, rows: Mapping[str, Row], report: ImportReport, progress: Progress) -> dict[str, Row]:
+        """Encode some entries of these rows again, and return the rows with the keys of those that are verified.
+
+        What was found goes into the report. The unverified entries stay in the store, as other imports may share
+        them: `prune` removes those that nothing refers to. Raises ModelError, DeviceError or StoreError.
+        """
+        with self._workspace.store.writer() as writer:
+            run = _Comparisons(self._verification, self._encodings, self._workspace, writer, report)
+            images = self._image_batches([(row, ref) for row in rows.values() for ref in row.images], run)
+            texts = self._text_batches([(row, ref) for row in rows.values() for ref in row.captions], run)
+            job = self._job(run, progress)
+            if images:
+                ImageStage(job).run(images)
+                self._models.release("vae")
+            if texts:
+                TextStage(job).run(texts)
+                self._models.release("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
+            writer.seal()
+        report.bytes_written += writer.bytes_written
+        return {sample_id: _with_verified(row, run.verified) for sample_id, row in rows.items()}
+
+    def _job(self, run: _Comparisons, progress: Progress) -> Job:
+        """Precache's stages, which give what is compared: moments and embeddings in float32."""
+        encodings = replace(
+            self._encodings,
+            image=replace(self._encodings.image, output="moments", store_dtype="float32"),
+            text=replace(self._encodings.text, store_dtype="float32"),
+        )
+        return Job(
+            encode=self._verification.config.encode,
+            encodings=encodings,
+            models=self._models,
+            keep=run.compare,
+            fault=run.note_fault,
+            report=Report(),
+            progress=progress,
+            stop=threading.Event(),
+        )
+
+    def _image_batches(self, refs: Sequence[tuple[Row, ImageRef]], run: _Comparisons) -> list[list[ImageTask]]:
+        batches: Batches[ImageTask] = Batches(Shard())
+        salt = self._verification.config.cache.salt
+        for row, ref in self._drawn(refs):
+            if row.source is None:
+                run.note(row, "missing", "the image is not there, so it cannot be encoded again: give --images")
+                continue
+            sample = Sample.of(row.sample_id, row.path, (), None, row.path)
+            try:
+                size = probe(_FILES.read(sample), row.path, self._policy).size
+            except ImageRefused as refused:
+                run.note(row, refused.reason, refused.detail)
+                continue
+            if size != ref.geometry.original_size:
+                detail = f"the image is {size} now (upright), but one of {ref.geometry.original_size} was cached"
+                run.note(row, "unequal", detail)
+                continue
+            preparation = Preparation.of(self._policy.identity(), ref.geometry)
+            identity = ImageIdentity(row.source, preparation, self._encodings.image, salt)
+            key = key_of(identity.to_json())
+            if run.expect(key, row, ref):
+                task = ImageTask(key, identity, sample, _FILES, self._policy)
+                batches.add(ref.geometry.target_size, self._encodings.image_group_size, task)
+        return batches.finish()
+
+    def _text_batches(self, refs: Sequence[tuple[Row, CaptionRef]], run: _Comparisons) -> list[list[TextTask]]:
+        batches: Batches[TextTask] = Batches(Shard())
+        salt = self._verification.config.cache.salt
+        for row, ref in self._drawn(refs):
+            if self._workspace.store.record(ref.key).identity["source"] is None:
+                run.note(row, "missing", "its caption is not known, so it cannot be encoded again")
+                continue
+            identity = TextIdentity(caption_digest(ref.text), self._encodings.text, salt)
+            key = key_of(identity.to_json())
+            if run.expect(key, row, ref):
+                batches.add("text", TEXT_BATCH_SIZE, TextTask(key, identity, ref.text, row.sample_id, row.path))
+        return batches.finish()
+
+    def _drawn(self, refs: Sequence[tuple[Row, Ref]]) -> list[tuple[Row, Ref]]:
+        """The entries to encode again: each once, however many samples share it."""
+        unique = {ref.key: (row, ref) for row, ref in reversed(refs)}
+        pool = [unique[key] for key in sorted(unique)]
+        num_entries = self._verification.num_entries
+        return pool if num_entries == "all" or num_entries >= len(pool) else self._random.sample(pool, num_entries)
 
 
-class _Verification:
-    """The state of one verification."""
+class _Comparisons:
+    """Compares what the stages encode with the imported entries, one at a time, and stores those that are equal."""
 
     def __init__(
         self,
-        name: str,
-        workspace: Workspace,
         verification: Verification,
-        encoders: Encoders,
-        report: ImportReport,
+        encodings: Encodings,
+        workspace: Workspace,
         writer: Writer,
+        report: ImportReport,
     ):
-        self._writer = writer
-        self._workspace, self._verification, self._report = workspace, verification, report
-        self._policy = ImagePolicy(**_dataset_of(verification.config, name).images.model_dump())
-        self._models, self._encodings = encoders.models, encoders.encodings
-        self._random = random.Random(verification.seed)
+        self._tolerance, self._encodings = verification.tolerance, encodings
+        self._store, self._writer, self._report = workspace.store, writer, report
+        self._expected: dict[str, list[tuple[Row, ImageRef | CaptionRef]]] = {}
+        self.verified: dict[str, str] = {}
+        """Key of an imported entry -> the key under which it is verified."""
 
-    def images(self, rows: Mapping[str, Row], progress: Progress) -> dict[str, str]:
-        """Old key -> new key of the latents that encoding gives."""
-        chosen = self._chosen([(row, ref) for row in rows.values() for ref in row.images])
-        if not chosen:
-            return {}
-        progress.start("verify images", len(chosen))
-        placement, verified = self._encodings.vae, {}
-        with placed(self._models.vae(placement.dtype), placement.device) as vae:
-            for row, ref in chosen:
-                new = self._image(row, ref, vae)
-                if new is not None:
-                    verified[ref.key] = new
-                progress.advance()
-        self._models.release("vae")
-        progress.finish()
-        return verified
+    def expect(self, key: str, row: Row, ref: ImageRef | CaptionRef) -> bool:
+        """Compare the entry of `ref` with what is encoded under `key`. False if that is encoded already."""
+        expected = self._expected.setdefault(key, [])
+        expected.append((row, ref))
+        return len(expected) == 1
 
-    def texts(self, rows: Mapping[str, Row], progress: Progress) -> dict[str, str]:
-        """Old key -> new key of the embeddings that encoding gives."""
-        chosen = self._chosen([(row, ref) for row in rows.values() for ref in row.captions])
-        if not chosen:
-            return {}
-        progress.start("verify captions", len(chosen))
-        placement, verified = self._encodings.text_encoders, {}
-        clip_skip = self._encodings.text.clip_skip
-        with placed_texts(self._models, placement) as parts:
-            for row, ref in chosen:
-                entry = self._workspace.store.get(ref.key)
-                progress.advance()
-                if entry.record.identity["source"] is None:
-                    self._unequal(row, "missing", "its caption is not known, so it cannot be encoded again")
-                    continue
-                # One at a time, as precache does on a CPU: the last bits of the pooled output depend on the batch.
-                encoded = encode_captions(parts, [ref.text], clip_skip=clip_skip, device="cpu")
-                encoded = {name: tensor[0] for name, tensor in encoded.items()}
-                found = self._compared(row, "text", entry, encoded, placement.dtype)
-                if found is not None:
-                    identity = TextIdentity(
-                        caption_digest(ref.text), self._encodings.text, self._verification.config.cache.salt
-                    )
-                    verified[ref.key] = self._store(entry, identity.to_json(), found, self._encodings.text.store_dtype)
-        self._models.release("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
-        progress.finish()
-        return verified
-
-    def _chosen(self, refs: list[tuple[Row, Ref]]) -> list[tuple[Row, Ref]]:
-        """The entries to look at: each once, whoever shares it."""
-        unique = {ref.key: (row, ref) for row, ref in reversed(refs)}
-        pool = [unique[key] for key in sorted(unique)]
-        wanted = self._verification.num_entries
-        return pool if wanted == "all" or wanted >= len(pool) else self._random.sample(pool, wanted)
-
-    def _image(self, row: Row, ref: ImageRef, vae: torch.nn.Module) -> str | None:
-        """The key under which the latent is verified, or None if it is not."""
-        if row.source is None:
-            self._unequal(row, "missing", "the image is not there, so it cannot be encoded again: give --images")
-            return None
-        try:
-            pixels = decode(_read(row.path, row.source), row.path, self._policy)
-        except ImageRefused as refused:
-            self._unequal(row, refused.reason, refused.detail)
-            return None
-        size = (ref.geometry.original_size.height, ref.geometry.original_size.width)
-        if pixels.shape[:2] != size:
-            met = f"{pixels.shape[0]}x{pixels.shape[1]}"
-            self._unequal(
-                row, "unequal", f"the image is {met} now (upright), but one of {ref.geometry.original_size} was cached"
-            )
-            return None
-        moments = encode_images(vae, prepare(pixels, ref.geometry)[None]).float().cpu()
-        entry = self._workspace.store.get(ref.key)
-        encoded = {"latents": latents_from_moments(moments)[0]}
-        if entry.record.identity["imported"]["output"] == "sample":
-            self._note_draw(entry.tensors["latents"], encoded["latents"], posterior_std(moments)[0])
-        found = self._compared(row, "image", entry, encoded, self._encodings.vae.dtype)
-        if found is None:
-            return None
-        preparation = Preparation.of(self._policy.identity(), ref.geometry)
-        salt = self._verification.config.cache.salt
-        identity = ImageIdentity(row.source, preparation, self._encodings.image, salt)
-        return self._store(entry, identity.to_json(), found, self._encodings.image.store_dtype)
-
-    def _note_draw(self, latents: torch.Tensor, mean: torch.Tensor, std: torch.Tensor) -> None:
-        """How far a draw lies from the mean, in deviations of the posterior."""
-        if latents.shape != mean.shape:
-            return  # _compared says so
-        distance = (latents.float() - mean).square().mean().sqrt()
-        deviations = (distance / std.square().mean().sqrt()).item()
-        found = self._report.differences.setdefault("image", Difference())
-        found.largest_deviations = max(found.largest_deviations or 0.0, deviations)
-
-    def _compared(
-        self, row: Row, kind: str, entry: Entry, encoded: Mapping[str, torch.Tensor], compute_dtype: torch.dtype
-    ) -> Comparison | None:
-        """The worst field's comparison if the entry is equal, else None."""
-        stored = self._encodings.image.store_dtype if kind == "image" else self._encodings.text.store_dtype
-        in_file = DTYPES[entry.record.provenance["file_dtype"]]
-        dtypes = (compute_dtype, DTYPES[stored], in_file, *(tensor.dtype for tensor in entry.tensors.values()))
-        relative = max(RELATIVE[dtype] for dtype in dtypes)
-        found = self._report.differences.setdefault(kind, Difference())
-        found.num_compared += 1
-        comparisons = []
-        for name, tensor in entry.tensors.items():
-            if tensor.shape != encoded[name].shape:
-                shapes = f"{name} has the shape {list(tensor.shape)}, encoding gives {list(encoded[name].shape)}"
-                self._unequal(row, "unequal", f"{shapes}: it comes from another model")
-                return None
-            problem = problems(encoded[name][None])[0]
-            if problem is not None:
-                part = "vae" if kind == "image" else "text"
-                remedy = "" if compute_dtype is torch.float32 else f"; use `encode.{part}_dtype: float32`"
-                told = f"encoding in {str(compute_dtype).removeprefix('torch.')} gives {name} that are {problem}"
-                self._unequal(row, "bad-output", f"{told}: nothing to compare with{remedy}")
-                return None
-            tolerance = self._verification.tolerance
-            comparisons.append(compare(tensor, encoded[name], relative=relative, tolerance=tolerance))
-        largest, share = (max(values) for values in zip(*comparisons, strict=True))
-        found.largest, found.largest_share = max(found.largest, largest), max(found.largest_share, share)
-        if share > 1:
-            self._unequal(row, "unequal", _unequal_detail(kind, entry, largest, share))
-            return None
-        found.num_equal += 1
-        return Comparison(largest, share)
-
-    def _store(self, entry: Entry, identity: Mapping[str, object], found: Comparison, dtype: str) -> str:
-        """The imported tensors under the identity of an encoded entry."""
-        told = {"trust": "verified", "largest_difference": found.largest, "share_of_allowed": found.share}
-        provenance = {**entry.record.provenance, "verification": told}
-        tensors = {name: tensor.to(DTYPES[dtype]) for name, tensor in entry.tensors.items()}
-        key = key_of(identity)
-        # If precache made this very entry already, that one stays.
-        self._writer.add(Entry(Record(key, entry.record.kind, identity, provenance), tensors))
-        return key
-
-    def _unequal(self, row: Row, reason: str, detail: str) -> None:
+    def note(self, row: Row, reason: str, detail: str) -> None:
+        """Report an entry that stays unverified."""
         self._report.unequal.append(Refusal(row.sample_id, row.path, reason, detail))
 
+    def note_fault(self, key: str, fault: Fault) -> None:
+        """Report the entries that could not be encoded."""
+        for row, ref in self._expected[key]:
+            detail = fault.detail
+            if fault.reason == "bad-output":
+                detail = f"there is nothing to compare with: {detail}"
+                if isinstance(ref, CaptionRef) and self._encodings.text.compute_dtype != "float32":
+                    detail += "; use `encode.text_dtype: float32`"
+            self.note(row, fault.reason, detail)
 
-def _unequal_detail(kind: str, entry: Entry, largest: float, share: float) -> str:
-    detail = f"encoding gives other {'latents' if kind == 'image' else 'embeddings'}: largest difference {largest:.3g}"
-    detail += f", {share:.3g} times what is allowed"
+    def compare(self, encoded: Entry) -> None:
+        """Compare one encoded entry with the imported ones that are expected to equal it."""
+        record = encoded.record
+        for row, ref in self._expected[record.key]:
+            entry = self._store.get(ref.key)
+            found = self._report.differences.setdefault(record.kind, Difference())
+            tensors = self._comparable(encoded, entry, found)
+            found.num_compared += 1
+            if other := _other_shape(entry, tensors):
+                self.note(row, "unequal", f"{other}: it comes from another model")
+                continue
+            result = self._compared(entry, tensors)
+            found.largest, found.largest_share = (
+                max(found.largest, result.largest),
+                max(found.largest_share, result.share),
+            )
+            if result.share > 1:
+                self.note(row, "unequal", _difference(entry, result))
+                continue
+            found.num_equal += 1
+            self._keep(entry, record, result)
+            self.verified[ref.key] = record.key
+
+    def _comparable(self, encoded: Entry, entry: Entry, found: Difference) -> Mapping[str, torch.Tensor]:
+        """The encoded tensors under the names of the imported ones. How far a draw is from the mean is noted."""
+        if encoded.record.kind == "text":
+            return encoded.tensors
+        moments = encoded.tensors["moments"][None]
+        mean = latents_from_moments(moments)[0]
+        latents = entry.tensors["latents"]
+        if entry.record.identity["imported"]["output"] == "sample" and latents.shape == mean.shape:
+            distance = (latents.float() - mean).square().mean().sqrt()
+            deviations = (distance / posterior_std(moments).square().mean().sqrt()).item()
+            found.largest_deviations = max(found.largest_deviations or 0.0, deviations)
+        return {"latents": mean}
+
+    def _compared(self, entry: Entry, encoded: Mapping[str, torch.Tensor]) -> Comparison:
+        """The worst field's comparison."""
+        is_image = entry.record.kind == "image"
+        encoding = self._encodings.image if is_image else self._encodings.text
+        names = (encoding.compute_dtype, encoding.store_dtype, entry.record.provenance["file_dtype"])
+        dtypes = (*(DTYPES[name] for name in names), *(tensor.dtype for tensor in entry.tensors.values()))
+        relative = max(RELATIVE[dtype] for dtype in dtypes)
+        fields = [
+            compare(tensor, encoded[name], relative=relative, tolerance=self._tolerance)
+            for name, tensor in entry.tensors.items()
+        ]
+        return Comparison(max(field.largest for field in fields), max(field.share for field in fields))
+
+    def _keep(self, entry: Entry, encoded: Record, found: Comparison) -> None:
+        """Store the imported tensors under the identity of the encoded entry. If precache made that, it stays."""
+        stored = self._encodings.image if encoded.kind == "image" else self._encodings.text
+        shown = {"trust": "verified", "largest_difference": found.largest, "share_of_allowed": found.share}
+        provenance = {**entry.record.provenance, "verification": shown}
+        tensors = {name: tensor.to(DTYPES[stored.store_dtype]) for name, tensor in entry.tensors.items()}
+        self._writer.add(Entry(Record(encoded.key, encoded.kind, encoded.identity, provenance), tensors))
+
+
+def _other_shape(entry: Entry, encoded: Mapping[str, torch.Tensor]) -> str | None:
+    """What is said of a field whose shape is not that of the encoded one; None if there is none."""
+    for name, tensor in entry.tensors.items():
+        if tensor.shape != encoded[name].shape:
+            return f"{name} has the shape {list(tensor.shape)}, encoding gives {list(encoded[name].shape)}"
+    return None
+
+
+def _difference(entry: Entry, found: Comparison) -> str:
+    values = "latents" if entry.record.kind == "image" else "embeddings"
+    detail = f"encoding gives other {values}: largest difference {found.largest:.3g}, {found.share:.3g} times what is "
+    detail += "allowed"
     if entry.record.identity["imported"]["output"] == "sample":
         detail += "; it is one draw of the posterior, which seldom equals the mean"
     return detail
 
 
-def _read(path: str, source: str) -> bytes:
-    """The image's bytes, if they are those that the import saw. Raises ImageRefused."""
-    try:
-        with open(path, "rb") as file:
-            data = file.read()
-    except OSError as error:
-        raise ImageRefused(path, "unreadable", error.strerror or str(error)) from error
-    if digest(data) != source:
-        raise ImageRefused(path, "changed", "the file changed during the import")
-    return data
-
-
-def _dataset_of(config: Config, name: str) -> DatasetConfig:
-    """The dataset whose image policy the verification uses."""
-    named = [dataset for dataset in config.datasets if dataset.name == name] or list(config.datasets)
-    if len(named) > 1:
-        names = ", ".join(dataset.name for dataset in named)
-        raise ConfigError(
-            f"none of the datasets {names} is named {name!r}: import under the name of the one whose images these are",
-            key="datasets",
-        )
-    return named[0]
-
-
 def _with_verified(row: Row, verified: Mapping[str, str]) -> Row:
-    images = tuple(_verified_refs(row.images, verified))
-    return replace(row, images=images, captions=tuple(_verified_refs(row.captions, verified)))
+    def update(refs: Sequence[Ref]) -> tuple[Ref, ...]:
+        return tuple(
+            replace(ref, key=verified[ref.key], trust="verified") if ref.key in verified else ref for ref in refs
+        )
 
-
-def _verified_refs(refs: Sequence[Ref], verified: Mapping[str, str]) -> Iterator[Ref]:
-    for ref in refs:
-        yield replace(ref, key=verified[ref.key], trust="verified") if ref.key in verified else ref
+    return replace(row, images=update(row.images), captions=update(row.captions))

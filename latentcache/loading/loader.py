@@ -190,6 +190,11 @@ class LatentLoader:
             cache: LatentCache = self.dataset.cache
             self.resident = ResidentEntries(cache, self.dataset.all_wanted(), where, damaged=damaged)
 
+    @property
+    def device(self) -> torch.device:
+        """The requesting device, on which batches are returned."""
+        return device_of(self.requester)
+
     def __enter__(self) -> LatentLoader:
         return self
 

@@ -28,7 +28,7 @@ _TRUNCATION_WARNINGS = {
 class Tokens:
     """Captions as both tokenizers read them: int64 [B, T] each, padded and cut.
 
-    `num_tokens` is the length of each caption uncut, with begin and end, as the function `num_tokens` counts.
+    `num_tokens` is the length of each caption uncut, with begin and end: the larger count of the two tokenizers.
     """
 
     input_ids: torch.Tensor
@@ -116,14 +116,6 @@ def encode_tokens(
     return {"prompt_embeds": prompt_embeds.to(target), "pooled_prompt_embeds": pooled_prompt_embeds.to(target)}
 
 
-def num_tokens(parts: TextParts, captions: Sequence[str]) -> list[int]:
-    """The number of tokens of each caption, uncut, with begin and end; the larger one of the two tokenizers."""
-    if not captions:
-        return []
-    lengths = [_lengths(tokenizer, list(captions)) for tokenizer in (parts.tokenizer, parts.tokenizer_2)]
-    return [max(pair) for pair in zip(*lengths, strict=True)]
-
-
 def token_limit(parts: TextParts) -> int:
     """The number of tokens, with begin and end, above which a caption is cut: 77 for SDXL."""
     return int(min(parts.tokenizer.model_max_length, parts.tokenizer_2.model_max_length))
@@ -209,6 +201,7 @@ def _tokenize(tokenizer: Any, captions: list[str]) -> tuple[torch.Tensor, list[i
 
 
 def _lengths(tokenizer: Any, captions: list[str]) -> list[int]:
+    """The uncut numbers of tokens, with begin and end."""
     if not captions:
         return []
     with _without_truncation_warnings():
@@ -228,7 +221,7 @@ def _check_clip_skip(parts: TextParts, clip_skip: int) -> None:
 
 @contextmanager
 def _without_truncation_warnings() -> Iterator[None]:
-    """Drop this thread's warnings of truncated captions while inside: `num_tokens` counts them."""
+    """Drop this thread's warnings of truncated captions while inside: `Tokens.num_tokens` reports them."""
     thread = threading.get_ident()
 
     def keeps(record: logging.LogRecord) -> bool:

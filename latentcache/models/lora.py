@@ -1,4 +1,4 @@
-"""LoRA adapters on a UNet: loading them from a file, and keeping their settings in a checkpoint."""
+"""LoRA adapters on a UNet: loading and saving them as files, and keeping their settings in a checkpoint."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from diffusers import StableDiffusionXLPipeline, UNet2DConditionModel
 from diffusers.loaders.single_file_utils import load_single_file_checkpoint
-from diffusers.utils import is_peft_available
+from diffusers.utils import convert_state_dict_to_diffusers, is_peft_available
 from diffusers.utils.state_dict_utils import convert_unet_state_dict_to_peft
 
 from latentcache.checkpoints.folder import DOCUMENT
@@ -20,9 +21,10 @@ from latentcache.checkpoints.parts import unwrapped_module
 from latentcache.devices.placement import dtype_of
 from latentcache.errors import ModelError
 from latentcache.models.model_files import is_checkpoint, loading
+from latentcache.utils.durable_files import write_sealed
 
 SETTINGS_KEY = "lora"
-"""Where a checkpoint's `extra` holds what `lora_settings` gives."""
+"""The name of `lora_settings` in a checkpoint's `extra`."""
 LORA_FILE = "pytorch_lora_weights.safetensors"
 
 _ENCODERS = ("text_encoder.", "text_encoder_2.", "lora_te_", "lora_te1_", "lora_te2_")
@@ -31,12 +33,13 @@ _UNET_BLOCKS = ("add_embedding.", "conv_", "down_blocks.", "mid_block.", "time_e
 
 
 def load_lora(unet: UNet2DConditionModel, path: str | Path, *, scale: float = 1.0) -> str:
-    """Add the LoRA in a .safetensors file, or in a folder with one, to the UNet; gives the new adapter's name.
+    """Add the LoRA in a .safetensors file, or in a folder with one, to the UNet; returns the new adapter's name.
 
-    Files of diffusers (`save_lora_weights`, `save_lora_adapter`) and of kohya. It acts with `scale` (1: as trained)
-    beside the adapters that the UNet has; without alphas in the file each is taken as the rank, as diffusers does. The
-    new parameters are frozen. ModelError, and the UNet as it was, if peft is missing, or if anything in the file has
-    no place in the UNet: names, shapes, weights of text encoders, kinds other than LoRA and peft's DoRA.
+    Files of diffusers (`save_lora_weights`, `save_lora_adapter`) and of kohya are read. The LoRA acts with `scale` (1:
+    as trained), next to the adapters that the UNet has; without alphas in the file each is taken as the rank, as
+    diffusers does. The new parameters are frozen. ModelError, and the UNet as it was, if peft is missing, or if
+    anything in the file has no place in the UNet: names, shapes, weights of text encoders, kinds other than LoRA and
+    peft's DoRA.
     """
     _need_peft()
     file = _lora_file(str(path))
@@ -48,7 +51,7 @@ def load_lora(unet: UNet2DConditionModel, path: str | Path, *, scale: float = 1.
             str(file), unet_config=unet.config, use_safetensors=True, local_files_only=True, return_lora_metadata=True
         )
     # diffusers converts a whole file or nothing, by its first name, and no alphas. Its own save_lora_weights mixes both
-    # ways of naming; what it does not convert it then leaves out, or gives another layer's alpha.
+    # ways of naming; diffusers then leaves out what it did not convert, or gives it another layer's alpha.
     state, alphas = convert_unet_state_dict_to_peft(state), convert_unet_state_dict_to_peft(alphas or {})
     prefix = "unet" if any(key.startswith("unet.") for key in state) else None
     _check_fit(str(file), state, prefix, unet)
@@ -74,8 +77,25 @@ def load_lora(unet: UNet2DConditionModel, path: str | Path, *, scale: float = 1.
     return name
 
 
+def save_lora(unet: UNet2DConditionModel, folder: str | Path, *, adapter: str = "default") -> Path:
+    """Write an adapter of the UNet to LORA_FILE in a folder, as diffusers does, but whole or not at all.
+
+    Returns the file's path. Raises StoreError where it cannot be written.
+    """
+    from peft.utils import get_peft_model_state_dict
+
+    layers = convert_state_dict_to_diffusers(get_peft_model_state_dict(unet, adapter_name=adapter))
+    with TemporaryDirectory() as temporary:
+        StableDiffusionXLPipeline.save_lora_weights(
+            temporary, unet_lora_layers=layers, unet_lora_adapter_metadata=unet.peft_config[adapter].to_dict()
+        )
+        data = Path(temporary, LORA_FILE).read_bytes()
+    write_sealed(Path(folder, LORA_FILE), data)
+    return Path(folder, LORA_FILE)
+
+
 def lora_settings(unet: torch.nn.Module) -> dict[str, Any]:
-    """The settings of the UNet's LoRA adapters, as plain data: what `extra["lora"]` of a checkpoint should hold.
+    """The settings of the UNet's LoRA adapters, as plain data, for `extra["lora"]` of a checkpoint.
 
     A state_dict has an adapter's weights, but not its alpha. `unet` is a UNet with `add_adapter`, or inside peft's or a
     parallel wrapper. Raises ModelError if it has no adapter.
@@ -83,7 +103,7 @@ def lora_settings(unet: torch.nn.Module) -> dict[str, Any]:
     unet = unwrapped_module(unet)
     configs = getattr(unet, "peft_config", None)
     if not configs:
-        raise ModelError("lora: the UNet has no adapter. Call unet.add_adapter(LoraConfig(...)) first.", part="lora")
+        raise _refused("the UNet has no adapter. Call unet.add_adapter(LoraConfig(...)) first.")
     # peft's configs hold sets and enums of text: as JSON they are lists and text, which LoraConfig takes as well.
     adapters = {name: json.loads(json.dumps(config.to_dict(), default=sorted)) for name, config in configs.items()}
     return {"adapters": adapters, "active": _active_adapters(unet)}
@@ -115,48 +135,43 @@ def _looks_like_lora(name: str) -> bool:
 
 def _need_peft() -> None:
     if not is_peft_available():
-        raise ModelError("lora: LoRA adapters need peft, which is not installed. Run: pip install peft", part="lora")
+        raise _refused("LoRA adapters need peft, which is not installed. Run: pip install peft")
 
 
 def _lora_file(path: str) -> Path:
     folder = Path(path)
     if not folder.is_dir():
         if not is_checkpoint("lora", path):
-            raise ModelError(
-                f"lora: there is no file or folder {path}. Name a local LoRA: download one from the hub first.",
-                part="lora",
+            raise _refused(
+                f"there is no file or folder {path}. Name a local LoRA: download one from the hub first.",
             )
         return Path(path)
     if (folder / DOCUMENT).is_file():
-        raise ModelError(
-            f"lora: {path} is a checkpoint of a whole UNet with its LoRA. Name it as the UNet.", part="lora"
-        )
+        raise _refused(f"{path} is a checkpoint of a whole UNet with its LoRA. Name it as the UNet.")
     if (folder / LORA_FILE).is_file():
         return folder / LORA_FILE
     files = sorted(folder.glob("*.safetensors"))
     if len(files) != 1:
         have = ", ".join(file.name for file in files) or "no .safetensors file"
-        raise ModelError(f"lora: {path} has no {LORA_FILE} (it has {have}). Name the file itself.", part="lora")
+        raise _refused(f"{path} has no {LORA_FILE} (it has {have}). Name the file itself.")
     return files[0]
 
 
 def _check_names(file: str, names: list[str]) -> None:
     encoders = [name for name in names if name.startswith(_ENCODERS)]
     if encoders:
-        raise ModelError(
-            f"lora: {file} changes the text encoders too ({len(encoders)} tensors, e.g. {encoders[0]}), which cannot "
+        raise _refused(
+            f"{file} changes the text encoders too ({len(encoders)} tensors, e.g. {encoders[0]}), which cannot "
             "act on cached embeddings. Save the LoRA without them, or merge them into the text encoders, name that "
             "model as model.path and run precache.",
-            part="lora",
         )
     # diffusers drops dora_scale with a warning, and the file then means something else; of LoHa and LoKr it names none.
     kinds = ("dora_scale", "hada_", "lokr_")
     others = [name for name in names if not _looks_like_lora(name) or any(kind in name for kind in kinds)]
     if others or not names:
-        raise ModelError(
-            f"lora: {file} holds {len(others)} tensors that are not LoRA weights of a UNet, e.g. "
+        raise _refused(
+            f"{file} holds {len(others)} tensors that are not LoRA weights of a UNet, e.g. "
             f"{others[0] if others else 'nothing at all'}. Name a LoRA in diffusers' or kohya's format.",
-            part="lora",
         )
 
 
@@ -179,13 +194,16 @@ def _check_fit(file: str, state: Mapping[str, torch.Tensor], prefix: str | None,
         elif kind in (".lora_A.weight", ".lora_B.weight"):
             other = ".lora_B.weight" if kind == ".lora_A.weight" else ".lora_A.weight"
             if key.removesuffix(kind) + other not in own:
-                faults.append(f"{key} has no {other.removeprefix('.')} beside it")
+                faults.append(f"{key} has no {other.removeprefix('.')} next to it")
     if faults or not own:
-        raise ModelError(
-            f"lora: {file} does not fit this UNet: of {len(own)} tensors {len(faults)} have no place in it, e.g. "
+        raise _refused(
+            f"{file} does not fit this UNet: of {len(own)} tensors {len(faults)} have no place in it, e.g. "
             f"{faults[0] if faults else 'nothing'}. Name a LoRA of an SDXL UNet.",
-            part="lora",
         )
+
+
+def _refused(message: str) -> ModelError:
+    return ModelError(f"lora: {message}", part="lora")
 
 
 @contextmanager

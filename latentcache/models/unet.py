@@ -80,10 +80,9 @@ def check_conditioning(unet: UNet2DConditionModel, prompt_embeds_dim: int, poole
     config = unet.config
     pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
     if (config.cross_attention_dim, pooled) != (prompt_embeds_dim, pooled_dim):
-        raise ModelError(
-            f"unet: takes prompt_embeds of width {config.cross_attention_dim} and pooled ones of width {pooled}, but "
+        raise _refused(
+            f"takes prompt_embeds of width {config.cross_attention_dim} and pooled ones of width {pooled}, but "
             f"the cache has {prompt_embeds_dim} and {pooled_dim}. Name a UNet of the model that made the cache.",
-            part="unet",
         )
 
 
@@ -97,10 +96,9 @@ def _from_folder(folder: Path, dtype: torch.dtype, model: ModelConfig, *, is_mod
         raise _lora_refused(folder)
     own = part_folder(folder, "unet")
     if not (own / "config.json").is_file():
-        raise ModelError(
-            f"unet: {own} has no config.json. Name a diffusers folder with unet/, a UNet's own folder with config.json "
+        raise _refused(
+            f"{own} has no config.json. Name a diffusers folder with unet/, a UNet's own folder with config.json "
             f"and {weights_name('unet')}.safetensors, or a checkpoint folder with {DOCUMENT}.",
-            part="unet",
         )
     has_variant = is_model or (model.variant and has_weights("unet", own, model.variant))
     return _from_own_folder(own, dtype, model.variant if has_variant else None)
@@ -110,10 +108,9 @@ def _from_own_folder(folder: Path, dtype: torch.dtype, variant: str | None) -> U
     _read_settings(folder)
     unet, unexpected = load_pretrained("unet", folder, variant, dtype)
     if unexpected:
-        raise ModelError(
-            f"unet: {folder} has {len(unexpected)} weights that its config.json has no place for, e.g. "
+        raise _refused(
+            f"{folder} has {len(unexpected)} weights that its config.json has no place for, e.g. "
             f"{unexpected[0]}. Use a folder written by save_pretrained.",
-            part="unet",
         )
     return unet
 
@@ -126,21 +123,18 @@ def _from_training_checkpoint(folder: Path, dtype: torch.dtype, model: ModelConf
             unpack(document["parts"][part], read_tensors(folder, document, part)) for part in ("model", "extra")
         )
     except CheckpointError as error:
-        raise ModelError(f"unet: {error}", part="unet") from error
+        raise _refused(f"{error}") from error
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ModelError(
-            f"unet: {folder} is not what latentcache writes: {error!r}. Save it again.", part="unet"
-        ) from error
+        raise _refused(f"{folder} is not what latentcache writes: {error!r}. Save it again.") from error
     state = _unet_in(saved, folder)
     adapters = None
     if any(mark in key for key in state for mark in _PEFT_MARKS):
         adapters = extra.get(SETTINGS_KEY) if isinstance(extra, Mapping) else None
         if not isinstance(adapters, Mapping):
-            raise ModelError(
-                f"unet: {folder} holds a UNet with LoRA weights, but not their settings (alpha, rank, targets), "
+            raise _refused(
+                f"{folder} holds a UNet with LoRA weights, but not their settings (alpha, rank, targets), "
                 f"without which the weights mean nothing. Save it with extra={{{SETTINGS_KEY!r}: lora_settings(unet)}},"
                 " or write the LoRA with StableDiffusionXLPipeline.save_lora_weights and name that file as the LoRA.",
-                part="unet",
             )
     unet = _empty(_architecture(model))
     with init_empty_weights(include_buffers=False):
@@ -158,10 +152,9 @@ def _unet_in(model: _State, folder: Path) -> _State:
     state = {key.removeprefix(_PEFT_PREFIX): value for key, value in (state or model).items()}
     if not any(key.startswith("conv_in.") for key in state):
         names = ", ".join(sorted({key.split(".", 1)[0] for key in model})[:8]) or "nothing"
-        raise ModelError(
-            f"unet: the model part of {folder} holds {names}, but no UNet. Save one as model=unet, or as "
+        raise _refused(
+            f"the model part of {folder} holds {names}, but no UNet. Save one as model=unet, or as "
             "model={'unet': unet, ...}.",
-            part="unet",
         )
     return state
 
@@ -176,11 +169,10 @@ def _from_file(file: Path, dtype: torch.dtype, model: ModelConfig) -> UNet2DCond
         raise _lora_refused(file)
     original = {key: value for key, value in state.items() if key.startswith(ORIGINAL_PREFIX)}
     if not original and "conv_in.weight" not in state:
-        raise ModelError(
-            f"unet: {file} holds no UNet (its first tensor is {next(iter(sorted(state)), 'missing')}). Name a "
+        raise _refused(
+            f"{file} holds no UNet (its first tensor is {next(iter(sorted(state)), 'missing')}). Name a "
             f"checkpoint in the original SDXL layout ({ORIGINAL_PREFIX}*), or the weights of a diffusers UNet "
             "(conv_in.weight, ...).",
-            part="unet",
         )
     has_config = not original and (file.parent / "config.json").is_file()
     settings = _read_settings(file.parent) if has_config else _architecture(model)
@@ -189,10 +181,9 @@ def _from_file(file: Path, dtype: torch.dtype, model: ModelConfig) -> UNet2DCond
         with loading("unet", str(file)):
             state = convert_ldm_unet_checkpoint(original, settings)
         if len(state) < len(original):  # the conversion leaves out what has no place
-            raise ModelError(
-                f"unet: {file} has {len(original)} tensors in its UNet, of which SDXL's names take {len(state)}. "
+            raise _refused(
+                f"{file} has {len(original)} tensors in its UNet, of which SDXL's names take {len(state)}. "
                 "Name an SDXL checkpoint.",
-                part="unet",
             )
     unet = _empty(settings)
     _fill(unet, state, str(file), dtype)
@@ -219,10 +210,9 @@ def _fill(unet: UNet2DConditionModel, state: _State, name: str, dtype: torch.dty
     }
     if any(faults.values()):
         met = "; ".join(f"{len(keys)} {what}, e.g. {keys[0]}" for what, keys in faults.items() if keys)
-        raise ModelError(
-            f"unet: the weights of {name} do not fit the model's UNet ({len(shapes)} tensors): {met}. "
+        raise _refused(
+            f"the weights of {name} do not fit the model's UNet ({len(shapes)} tensors): {met}. "
             "Name a complete UNet of the model in model.path, or that model's configs as model.config.",
-            part="unet",
         )
     # Copies: the tensors of a file are views of it, and it may be replaced while the UNet is in use.
     copies = {key: state[key].to(dtype, copy=True) if state[key].is_floating_point() else state[key] for key in shapes}
@@ -238,10 +228,9 @@ def _architecture(model: ModelConfig) -> Mapping[str, Any]:
         return dict(tiny_unet().config)
     folder, _, _ = config_folder(model.path, model.config, ["unet/config.json"])
     if not (folder / "unet" / "config.json").is_file():
-        raise ModelError(
-            f"unet: {folder} has no unet/config.json, which weights without a config of their own need. "
+        raise _refused(
+            f"{folder} has no unet/config.json, which weights without a config of their own need. "
             "Set model.config to the diffusers folder or hub id of an SDXL model.",
-            part="unet",
         )
     return _read_settings(folder / "unet")
 
@@ -265,10 +254,9 @@ def _read_settings(folder: Path) -> Mapping[str, Any]:
     )
     met = next((met for is_met, met in others if is_met), None)
     if met is not None:
-        raise ModelError(
-            f"unet: {folder} {met}. An SDXL base UNet2DConditionModel is needed (addition_embed_type 'text_time', "
+        raise _refused(
+            f"{folder} {met}. An SDXL base UNet2DConditionModel is needed (addition_embed_type 'text_time', "
             f"{LATENT_CHANNELS} channels, 6 time ids, cross_attention_dim 2048). Name one.",
-            part="unet",
         )
     return settings
 
@@ -285,16 +273,18 @@ def _check_has_embedding(state: _State, name_of_weight: str, name: str) -> None:
     if name_of_weight in state:
         return
     width = next((value.shape[-1] for key, value in state.items() if key.endswith("attn2.to_k.weight")), "unknown")
-    raise ModelError(
-        f"unet: {name} has no {name_of_weight} (SDXL's embedding of sizes and pooled text), and its "
+    raise _refused(
+        f"{name} has no {name_of_weight} (SDXL's embedding of sizes and pooled text), and its "
         f"cross_attention_dim is {width}: it is incomplete, or a UNet of Stable Diffusion 1 or 2. Name an SDXL UNet.",
-        part="unet",
     )
 
 
+def _refused(message: str) -> ModelError:
+    return ModelError(f"unet: {message}", part="unet")
+
+
 def _lora_refused(path: Path) -> ModelError:
-    return ModelError(
-        f"unet: {path} is a LoRA, which changes a UNet but is none. Name it as the LoRA, and the UNet that it was "
+    return _refused(
+        f"{path} is a LoRA, which changes a UNet but is none. Name it as the LoRA, and the UNet that it was "
         "trained on as the UNet.",
-        part="unet",
     )

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from latentcache.devices.optimizer import unwrapped
 from latentcache.devices.part_tensors import is_swapped_in
-from latentcache.devices.state_rules import unwrapped
 from latentcache.errors import PhaseError
 
 

@@ -12,9 +12,9 @@ import torch
 from latentcache.checkpoints.parts import unwrapped_module
 from latentcache.devices.audit import audit
 from latentcache.devices.offload import numbered
+from latentcache.devices.optimizer import unwrapped
 from latentcache.devices.part_tensors import is_optimizer, is_scaler
 from latentcache.devices.placement import DeviceLike, device_of
-from latentcache.devices.state_rules import unwrapped
 from latentcache.errors import PhaseError
 from latentcache.phases.averaged_weights import EmaWeights, ScheduleFreeMode, is_training
 from latentcache.phases.interrupts import uninterrupted

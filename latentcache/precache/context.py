@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -14,9 +14,9 @@ from latentcache.config import EncodeConfig
 from latentcache.errors import EncodeError
 from latentcache.models.model_loader import Models
 from latentcache.precache.encodings import Encodings
-from latentcache.precache.failures import Fault, Faults
+from latentcache.precache.failures import Fault
 from latentcache.precache.report import Report
-from latentcache.store.base import Writer
+from latentcache.types import Entry
 from latentcache.utils.concurrency import BackgroundWorker
 from latentcache.utils.progress import Progress
 
@@ -26,16 +26,16 @@ BATCHES_TO_STORE = 2
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One run while it encodes. `report`, `progress` and `stop` are for the main thread, `writer` for the one behind.
+    """One run while it encodes. `report`, `progress` and `stop` are for the main thread.
 
-    `faults` takes them from both.
+    `keep` takes each finished entry, in a background thread; `fault` takes (key, fault), from both threads.
     """
 
     encode: EncodeConfig
     encodings: Encodings
     models: Models
-    writer: Writer
-    faults: Faults
+    keep: Callable[[Entry], None]
+    fault: Callable[[str, Fault], None]
     report: Report
     progress: Progress
     stop: threading.Event
@@ -47,7 +47,7 @@ class Job:
 
     def refuse(self, key: str, error: EncodeError) -> None:
         """One item does not fit into memory alone."""
-        self.faults.add(key, Fault("out-of-memory", str(error)))
+        self.fault(key, Fault("out-of-memory", str(error)))
 
 
 def storing_worker(device: torch.device) -> BackgroundWorker:

@@ -136,7 +136,7 @@ class ImageStage:
             try:
                 yield ImageItem(task, future.result())
             except ImageRefused as refused:
-                self._job.faults.add(task.key, Fault(refused.reason, refused.detail, refused.path))
+                self._job.fault(task.key, Fault(refused.reason, refused.detail, refused.path))
                 self._job.progress.advance(1)
                 if self._job.is_stopped():  # nobody else looks until there is an image to encode
                     return
@@ -220,12 +220,12 @@ class ImageStage:
             compiled=job.encode.compile and note is None,
             note=note,
         )
-        job.writer.add(Entry(Record(task.key, "image", task.identity.to_json(), provenance.to_json()), outputs))
+        job.keep(Entry(Record(task.key, "image", task.identity.to_json(), provenance.to_json()), outputs))
 
     def _spoilt(self, task: ImageTask, problem: str, computed_dtype: str) -> None:
         stored = self._job.encodings.image.store_dtype
         detail = f"the VAE gave {problem}, computed in {computed_dtype} and stored as {stored}"
-        self._job.faults.add(task.key, Fault("bad-output", detail, task.sample.path))
+        self._job.fault(task.key, Fault("bad-output", detail, task.sample.path))
 
 
 def _decode(task: ImageTask) -> np.ndarray:

@@ -24,7 +24,7 @@ from latentcache.identity import (
     key_of,
 )
 from latentcache.models.batching import BatchRunner
-from latentcache.models.clip import encode_captions, num_tokens, token_limit
+from latentcache.models.clip import encode_tokens, token_limit, tokenize
 from latentcache.models.model_loader import PARTS, Models
 from latentcache.precache.encodings import TextEncodings, choose_text_encodings, text_batch_size
 from latentcache.precache.failures import Fault
@@ -164,18 +164,18 @@ def _missing(manifest: Manifest, encodings: TextEncodings, store: Store) -> list
 
 def _encode(tasks: Sequence[TextTask], encodings: TextEncodings, models: Models, store: Store) -> None:
     placement = encodings.text_encoders
-    runner: BatchRunner[TextTask, dict[str, torch.Tensor]] = BatchRunner(
+    runner: BatchRunner[TextTask, tuple[tuple[int, ...], dict[str, torch.Tensor]]] = BatchRunner(
         "text_encoder", placement.batch_size, placement.device
     )
     with placed_texts(models, placement) as parts, store.writer() as writer:
 
-        def encode(batch: Sequence[TextTask]) -> dict[str, torch.Tensor]:
-            captions = [task.caption for task in batch]
-            return encode_captions(parts, captions, clip_skip=_clip_skip(batch[0]), device=placement.device)
+        def encode(batch: Sequence[TextTask]) -> tuple[tuple[int, ...], dict[str, torch.Tensor]]:
+            tokens = tokenize(parts, [task.caption for task in batch])
+            outputs = encode_tokens(parts, tokens, clip_skip=_clip_skip(batch[0]), device=placement.device)
+            return tokens.num_tokens, outputs
 
         for _, group in groupby(tasks, key=_clip_skip):
-            for batch, outputs in runner.run(list(group), encode):
-                lengths = num_tokens(parts, [task.caption for task in batch])
+            for batch, (lengths, outputs) in runner.run(list(group), encode):
                 made_of_batch = text_entries(batch, finished_texts(outputs, encodings), lengths, encodings, models)
                 for number, (task, made) in enumerate(made_of_batch):
                     if isinstance(made, Fault):

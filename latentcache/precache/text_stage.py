@@ -127,9 +127,9 @@ class TextStage:
             tasks, finished, lengths, job.encodings, job.models, compiled=job.encode.compile
         ):
             if isinstance(made, Fault):
-                job.faults.add(task.key, made)
+                job.fault(task.key, made)
             else:
-                job.writer.add(made)
+                job.keep(made)
 
     def _out_of_memory(self, item: TextItem, error: EncodeError) -> None:
         self._job.refuse(item.task.key, error)

@@ -218,9 +218,7 @@ class Writer(Protocol):
 
     def __enter__(self) -> Writer: ...
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: object
-    ) -> None: ...
+    def __exit__(self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: object) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from latentcache.devices.audit import AuditReport, audit
 
 
 def trained(world_size: int, policy: OffloadPolicy, *, optimizer_first: bool = False) -> tuple[AuditReport, float]:
-    """Two steps under FSDP2; gives the audit and the loss. `optimizer_first`: made before the module is sharded."""
+    """Two steps under FSDP2; gives the audit and the loss. `optimizer_first`: built before the module is sharded."""
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (world_size,))
     module = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2))

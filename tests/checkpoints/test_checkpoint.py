@@ -32,7 +32,7 @@ def weights(module: torch.nn.Module) -> list[torch.Tensor]:
 def test_resumes_bit_identically(scheduler: str, flags: dict[str, Any], tmp_path: Path) -> None:
     whole = Run(scheduler=scheduler, **flags)
     whole_losses = whole.train(6)
-    wanted = whole.numbers()
+    expected = whole.numbers()
 
     first = Run(scheduler=scheduler, **flags)
     losses = first.train(3)
@@ -45,7 +45,7 @@ def test_resumes_bit_identically(scheduler: str, flags: dict[str, Any], tmp_path
     assert state.extra["seen"] == ("a", 2) and torch.equal(state.extra["best"], torch.tensor(0.5))
     assert_same_bits(losses, whole_losses)
     assert_same_bits(second.tensors(), whole.tensors())
-    assert second.numbers() == wanted
+    assert second.numbers() == expected
 
 
 def test_values_come_from_the_file_and_flags_from_the_caller(tmp_path: Path) -> None:
@@ -226,7 +226,7 @@ def test_a_part_that_is_not_in_the_file(tmp_path: Path) -> None:
     load_checkpoint(tmp_path / "checkpoint", model=model, rng=False)
 
 
-def test_random_streams_that_are_not_here_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_random_streams_that_are_not_here_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     if torch.accelerator.is_available():
         pytest.skip("there is an accelerator")
     model = torch.nn.Linear(1, 1)
@@ -315,9 +315,9 @@ def test_tensors_come_back_bit_by_bit_in_memory_of_their_own(tensor: torch.Tenso
     folder = save_checkpoint(tmp_path / "c", model=torch.nn.Linear(1, 1), extra=[tensor, tensor.detach().reshape(-1)])
     found, flat = load_checkpoint(folder, model=torch.nn.Linear(1, 1)).extra
     assert (found.dtype, found.shape, found.requires_grad) == (tensor.dtype, tensor.shape, False)
-    wanted = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    assert torch.equal(found.reshape(-1).view(torch.uint8), wanted)
-    assert torch.equal(flat.view(torch.uint8), wanted)
+    expected = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    assert torch.equal(found.reshape(-1).view(torch.uint8), expected)
+    assert torch.equal(flat.view(torch.uint8), expected)
     assert found.untyped_storage().nbytes() == found.nbytes
 
 
@@ -342,7 +342,7 @@ def test_a_save_that_fails_leaves_what_was_there(
     folder, model = tmp_path / "last", torch.nn.Linear(2, 2)
     if exists:
         save_checkpoint(folder, model=model, step=1)
-    wanted = weights(model)
+    expected = weights(model)
     before = sorted(tmp_path.rglob("*"))
     real, num_calls = getattr(checkpoint_folder, fails), 0
 
@@ -363,7 +363,7 @@ def test_a_save_that_fails_leaves_what_was_there(
     if exists:
         other = torch.nn.Linear(2, 2)
         assert load_checkpoint(folder, model=other).step == 1
-        assert_same_bits(weights(other), wanted)
+        assert_same_bits(weights(other), expected)
 
 
 def test_what_is_no_checkpoint_is_left_alone(tmp_path: Path) -> None:
@@ -393,7 +393,7 @@ def test_leftovers_of_the_dead_go_and_those_of_the_living_stay(tmp_path: Path) -
     os.close(fd)
 
 
-def test_two_writers_of_one_folder_are_told_apart(tmp_path: Path) -> None:
+def test_two_writers_of_one_folder_are_distinguished(tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path / "step", model=torch.nn.Linear(1, 1))
     fd = os.open(folder, os.O_RDONLY)
     fcntl.flock(fd, fcntl.LOCK_EX)

@@ -96,7 +96,7 @@ def test_names_that_someone_trusts_can_be_allowed(tmp_path: Path) -> None:
         assert import_checkpoint(path).step == 5
 
 
-def test_damaged_foreign_and_missing_files_are_told_apart(tmp_path: Path) -> None:
+def test_damaged_foreign_and_missing_files_are_distinguished(tmp_path: Path) -> None:
     model, _ = run_parts()
     whole = saved(tmp_path / "whole.pt", model.state_dict()).read_bytes()
     for name, data in (("cut.pt", whole[: len(whole) // 2]), ("empty.pt", b""), ("text.pt", b"hello")):

@@ -26,7 +26,7 @@ def test_a_sharded_run_is_clean(policy: str, ranks: list[dict[str, Any]]) -> Non
     assert ranks[0]["losses"][policy] == pytest.approx(ranks[1]["losses"][policy])
 
 
-def test_an_optimizer_made_before_sharding_trains_orphans(ranks: list[dict[str, Any]]) -> None:
+def test_an_optimizer_built_before_sharding_trains_orphans(ranks: list[dict[str, Any]]) -> None:
     """`fully_shard` makes new parameters. Nothing fails, and the loss of the second step is that of the first."""
     for rank in ranks:
         findings = rank["orphaned"]["findings"]

@@ -187,15 +187,15 @@ def test_prune_and_compact(config_file: Path, run_json: Any, photos: Path, monke
     run_json("precache", config_file)
     (photos / "a.png").unlink()
     run_json("precache", config_file)
-    with monkeypatch.context() as patch:  # a cache that may only be read is told of all the same
+    with monkeypatch.context() as patch:  # a cache that may only be read is described all the same
         patch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
         assert run_json("compact", config_file, "--dry-run")[0] == 0
         assert run_json("prune", config_file, "--dry-run")[1]["num_entries"] == 3
-    code, told = run_json("prune", config_file, "--dry-run")
-    assert code == 0 and told["num_entries"] == 3 and told["num_bytes"] > 0 and told["dry_run"]
+    code, expected = run_json("prune", config_file, "--dry-run")
+    assert code == 0 and expected["num_entries"] == 3 and expected["num_bytes"] > 0 and expected["dry_run"]
     assert run_json("status", config_file)[1]["num_unused"] == 3
     code, done = run_json("prune", config_file)
-    assert (done["num_entries"], done["num_bytes"]) == (told["num_entries"], told["num_bytes"])
+    assert (done["num_entries"], done["num_bytes"]) == (expected["num_entries"], expected["num_bytes"])
     assert run_json("status", config_file)[1]["num_unused"] == 0
     before = run_json("status", config_file)[1]["store"]["file_bytes"]
     code, report = run_json("compact", config_file)

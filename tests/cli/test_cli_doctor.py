@@ -113,7 +113,7 @@ def test_a_device_that_is_not_here_is_an_error_and_is_not_trained_on(run_json: A
 def test_a_training_step_is_audited(run_json: Any) -> None:
     random_state = torch.random.get_rng_state()
     code, report = run_json("--device", "cpu", "--training")
-    assert code == 0 and "training trial" in subjects(report, "ok")
+    assert code == 0 and "training check" in subjects(report, "ok")
     training = report["training"]
     assert training["device"] == "cpu" and 0 < training["loss"] < 10
     assert training["audit"]["ok"] and training["audit"]["findings"] == []
@@ -130,7 +130,7 @@ def test_a_step_that_fails_is_an_error_with_torchs_message(run_json: Any, monkey
 
     monkeypatch.setattr(latentcache.doctor.training_check, "training_batch", wrong_batch)
     code, report = run_json("--device", "cpu", "--training")
-    assert code == 1 and subjects(report, "error") == ["training trial"]
+    assert code == 1 and subjects(report, "error") == ["training check"]
     assert "cannot be multiplied" in report["training"]["error"]
 
 

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def foreign(photos: Path) -> Path:
-    """kohya's files beside two of the photos."""
+    """kohya's files next to two of the photos."""
     for seed, (stem, width, height, bucket) in enumerate([("a", 144, 80, (128, 64)), ("c", 80, 144, (64, 128))]):
         write_npz(photos / latents_name(stem, width, height), dialect_a(seed, width, height, bucket))
         write_npz(photos / f"{stem}_te_outputs.npz", text_of(seed))
@@ -31,7 +31,7 @@ def foreign(photos: Path) -> Path:
 
 @pytest.fixture
 def exported(make_config: Callable[..., Config], photos: Path, tmp_path: Path, run_json: Callable[..., Any]) -> Config:
-    """A config whose cache holds the mean of the latents, and kohya's files of it beside the photos."""
+    """A config whose cache holds the mean of the latents, and kohya's files of it next to the photos."""
     (photos / "a.txt").write_text("a red house\n")  # kohya has one caption for an image
     config = make_config(**{"encode.image_output": "mean", "datasets.0.flip": True})
     run_precache(config)
@@ -93,7 +93,7 @@ def test_import_takes_name_role_and_repeats_from_the_config(
         (("--from", "kohya", "--trigger", "t", "--cache", "x"), "--trigger is no option of --from kohya"),
         (("--from", "simpletuner", "--cache", "x"), "--from simpletuner needs --images"),
         (("--from", "kohya"), "which cache? Give --cache DIR"),
-        (("--from", "kohya", "--cache", "x", "--verify", "3"), "--verify encodes again, and needs --config"),
+        (("--from", "kohya", "--cache", "x", "--verify", "3"), "--verify encodes entries again, and needs --config"),
         (("--from", "kohya", "--cache", "x", "--name", "../x"), "the name is '../x'"),
         (("--from", "kohya", "--cache", "x", "--images", "none"), "does not exist"),
         (("--from", "kohya", "--cache", "x", "--repeats", "0"), "repeats is 0; it must be at least 1"),
@@ -173,7 +173,7 @@ def test_verify_makes_precache_hit(
     file = config_file(exported, tmp_path / "config.json")
     flags = ("import", photos, "--from", "kohya", "--config", file, "--no-scale-check", "--verify", "all")
     code, report = run_json(*flags)
-    # d.png has no caption file: of what its embeddings are nobody can tell.
+    # d.png has no caption file: the caption of its embeddings is not known.
     assert code == 1 and [refusal["sample_id"] for refusal in report["unequal"]] == ["d.png"]
     assert (report["num_verified"], report["num_unverified"]) == (14, 1)
     assert report["differences"]["image"]["num_equal"] == 10 and report["differences"]["image"]["largest_share"] <= 1
@@ -217,8 +217,8 @@ def test_training_on_an_import_is_training_on_what_was_exported(
         config = exported.model_copy(update={"validation": exported.validation.model_copy(update={"prompts": ()})})
         return config_file(config, tmp_path / name, path=str(path), unverified=unverified)
 
-    code, told, err = train(file("careful.json", tmp_path / "imported", False), "careful")
-    assert code == 2 and "was imported from kohya and is unverified" in err and "SampleError" in told["type"]
+    code, result, err = train(file("careful.json", tmp_path / "imported", False), "careful")
+    assert code == 2 and "was imported from kohya and is unverified" in err and "SampleError" in result["type"]
     code, here, _ = train(file("trusting.json", tmp_path / "imported", True), "trusting")
     assert code == 0 and len(here["losses"]) == 3
     code, there, _ = train(file("origin.json", exported.cache.path, False), "origin")

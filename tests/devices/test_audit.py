@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from latentcache.devices.audit import audit
-from latentcache.devices.audit_report import AuditReport, Finding
+from latentcache.devices.audit_report import AuditFinding, AuditReport
 from latentcache.errors import DeviceError, DeviceMismatchError
 
 
@@ -116,7 +116,7 @@ def test_train_and_eval_flags_are_compared_by_submodule() -> None:
     net = model()
     net[1].eval()
     report = audit({"net": net}, training={"net": True})
-    assert [(f.path, f.kind, f.found, f.wanted) for f in report.errors] == [("net.1", "mode", "eval", "train")]
+    assert [(f.path, f.kind, f.found, f.expected) for f in report.errors] == [("net.1", "mode", "eval", "train")]
     assert audit({"net": net}, training={"net": True, "net.1": False}).ok
     assert names(audit({"net": net}, training={"net": False}), "mode") == ["net", "net.0", "net.2"]
 
@@ -125,7 +125,7 @@ def test_dtype_changes_are_named() -> None:
     net = model()
     net[0].half()
     report = audit({"net": net}, dtypes={"net": torch.float32})
-    assert [(f.path, f.found, f.wanted) for f in report.errors] == [
+    assert [(f.path, f.found, f.expected) for f in report.errors] == [
         ("net.0.weight", "torch.float16", "torch.float32"),
         ("net.0.bias", "torch.float16", "torch.float32"),
     ]
@@ -192,7 +192,7 @@ def test_fsdp_shards_are_audited_by_what_this_rank_holds() -> None:
         assert any(isinstance(value, DTensor) for value in optimizer.state[net[0].weight].values())
         report = audit({"net": net, "optimizer": optimizer}, device="cpu")
         assert not report.findings, report.to_text()
-        assert len(names(audit({"net": net, "optimizer": stale}), "orphan")) == 6, "made before the shards were"
+        assert len(names(audit({"net": net, "optimizer": stale}), "orphan")) == 6, "built before the shards"
     finally:
         dist.destroy_process_group()
 
@@ -220,27 +220,27 @@ def test_the_report_is_plain_json_and_text() -> None:
         "kind": "meta",
         "shape": [2, 4],
         "found": "meta",
-        "wanted": "cpu",
+        "expected": "cpu",
         "level": "error",
         "reason": "it holds no values: load or initialise it",
     }
     assert report.to_text().splitlines() == [
-        "error    net.2.weight [2, 4] (meta) is meta, wanted cpu: it holds no values: load or initialise it",
-        "error    net.2.bias [2] (meta) is meta, wanted cpu: it holds no values: load or initialise it",
+        "error    net.2.weight [2, 4] (meta) is meta, expected cpu: it holds no values: load or initialise it",
+        "error    net.2.bias [2] (meta) is meta, expected cpu: it holds no values: load or initialise it",
         "9 tensors: 2 errors, 0 warnings",
     ]
 
 
 def test_the_error_lists_twenty_and_counts_the_rest() -> None:
-    findings = tuple(Finding("net", f"{n}.weight", "parameter", (1,), "cpu", "cuda:0", "error") for n in range(23))
+    findings = tuple(AuditFinding("net", f"{n}.weight", "parameter", (1,), "cpu", "cuda:0", "error") for n in range(23))
     with pytest.raises(DeviceMismatchError, match="and 3 more") as caught:
         AuditReport(findings).raise_for_errors()
-    assert str(caught.value).count("wanted cuda:0") == 20
+    assert str(caught.value).count("expected cuda:0") == 20
     error = caught.value
-    assert (error.module, error.argument, error.found, error.wanted) == ("net", "0.weight", "cpu", "cuda:0")
+    assert (error.module, error.argument, error.found, error.expected) == ("net", "0.weight", "cpu", "cuda:0")
 
 
 def test_warnings_alone_are_ok() -> None:
-    report = AuditReport((Finding("net", "x", "buffer", (), "cpu", "cuda:0", "warning"),))
+    report = AuditReport((AuditFinding("net", "x", "buffer", (), "cpu", "cuda:0", "warning"),))
     assert report.ok
     report.raise_for_errors()

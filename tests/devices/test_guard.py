@@ -1,4 +1,4 @@
-"""Checks before the kernel: what they accept, what they name, and that they leave nothing behind.
+"""Checks before the kernel: what they accept, what they name, and that they leave nothing installed.
 
 `meta` stands in for the second device where the kernel is never reached; tests/sim runs the others.
 """
@@ -42,7 +42,7 @@ def test_every_offender_is_named_with_its_place_in_the_batch() -> None:
     with pytest.raises(DeviceMismatchError) as caught:
         check_same_device(batch=batch, weight=torch.zeros(1))
     assert caught.value.argument == "batch.a.1"
-    assert (caught.value.found, caught.value.wanted) == ("meta", "cpu")
+    assert (caught.value.found, caught.value.expected) == ("meta", "cpu")
     assert "batch.a.1 [3] float32 is on meta" in str(caught.value)
     assert "batch.b.right [1, 4] float32 is on meta" in str(caught.value)
     assert "batch.a.0" not in str(caught.value)
@@ -96,7 +96,7 @@ def test_the_guard_names_module_and_argument() -> None:
     errors = [caught.value for caught in (root, first, extra, nested, keyword)]
     assert [error.module for error in errors] == ["", "1", "1", "1", "1"]
     assert [e.argument for e in errors] == ["input", "hidden_states", "more.1", "cond.embeds.1", "other"]
-    assert {(error.found, error.wanted) for error in errors} == {("meta", "cpu")}
+    assert {(error.found, error.expected) for error in errors} == {("meta", "cpu")}
 
 
 def test_numbers_pass() -> None:
@@ -109,7 +109,7 @@ def test_numbers_pass() -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_nothing_is_left_behind(fails: bool) -> None:
+def test_nothing_is_left_installed(fails: bool) -> None:
     net = torch.nn.Sequential(torch.nn.Linear(2, 2), Block())
     own = net[1].register_forward_pre_hook(lambda module, args: None)
     before = hooks_of(net)

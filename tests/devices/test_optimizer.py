@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState, GradientState
 
-from latentcache.devices.optimizer import load_optimizer_state, named_state, repair_optimizer
+from latentcache.devices.optimizer import load_optimizer_state, repair_optimizer, state_tensors
 from latentcache.errors import CheckpointError, DeviceError
 
 
@@ -25,11 +25,11 @@ def trained(dtype: torch.dtype = torch.float32, **flags: Any) -> tuple[torch.nn.
 def test_state_in_place_stays_the_same_objects() -> None:
     lr = torch.tensor(0.1)
     _, optimizer = trained(lr=lr, fused=True)
-    tensors = [tensor for _, _, tensor in named_state(optimizer)]
+    tensors = [state.value for state in state_tensors(optimizer)]
     assert repair_optimizer(optimizer).moved == ()
-    assert all(a is b for a, (_, _, b) in zip(tensors, named_state(optimizer), strict=True))
+    assert all(a is state.value for a, state in zip(tensors, state_tensors(optimizer), strict=True))
     assert optimizer.param_groups[0]["lr"] is lr
-    assert {name for name, _, _ in named_state(optimizer)} == {"weight", "bias"}
+    assert {state.param_name for state in state_tensors(optimizer)} == {"weight", "bias"}
 
 
 def test_torch_rounds_float32_moments_of_bfloat16_parameters_and_these_do_not() -> None:
@@ -69,10 +69,10 @@ def test_loaded_state_shares_no_memory_with_its_source(flags: dict[str, Any]) ->
     _, source = trained(**flags)
     _, optimizer = trained(**flags)
     load_optimizer_state(optimizer, source.state_dict())
-    addresses = {tensor.data_ptr() for _, _, tensor in named_state(source)}
-    assert addresses.isdisjoint(tensor.data_ptr() for _, _, tensor in named_state(optimizer))
-    values = zip(named_state(source), named_state(optimizer), strict=True)
-    assert all(torch.equal(a, b) for (*_, a), (*_, b) in values)
+    addresses = {state.value.data_ptr() for state in state_tensors(source)}
+    assert addresses.isdisjoint(state.value.data_ptr() for state in state_tensors(optimizer))
+    values = zip(state_tensors(source), state_tensors(optimizer), strict=True)
+    assert all(torch.equal(a.value, b.value) for a, b in values)
 
 
 def test_flags_stay_and_settings_come() -> None:

@@ -79,7 +79,7 @@ def test_a_buffer_stays_borrowed_until_the_copy_from_it_has_ended(streams: Strea
         return pool.allocate(shapes)
 
     def place(batch: dict[str, Any]) -> dict[str, Any]:
-        assert streams.log[-1].startswith("side records"), "the copies are behind it, on the side stream"
+        assert streams.log[-1].startswith("side records"), "it runs after the copies, on the side stream"
         return {"latents": batch["moments"].clone(), "sample_id": ["a"]}
 
     def waits() -> list[str]:

@@ -19,18 +19,17 @@ from latentcache.doctor.environment import (
     check_driver,
     check_sqlite,
     device_state,
+    diagnose,
     driver_cuda_version,
-    examine_environment,
     multiplies,
 )
+from latentcache.store.index import JOURNAL_MODE, SQLITE_VERSION
 
 CPU = torch.device("cpu")
 
 
 def test_the_report_holds_this_machine(tmp_path: Path) -> None:
-    found = examine_environment(
-        device="cpu", cache_path=tmp_path / "cache", sqlite_version="3.40.1", journal_mode="delete"
-    )
+    found = diagnose(device="cpu", cache_path=tmp_path / "cache")
     assert found.ok and found.num_errors == 0
     facts = found.to_json()
     assert json.loads(json.dumps(facts)) == facts
@@ -38,36 +37,36 @@ def test_the_report_holds_this_machine(tmp_path: Path) -> None:
     assert facts["device"] == "cpu" and facts["cuda_build"] == torch.version.cuda
     assert len(facts["devices"]) == torch.accelerator.device_count()
     assert facts["cache"]["free_bytes"] == pytest.approx(shutil.disk_usage(tmp_path).free, rel=0.05)
-    assert facts["sqlite"] == {"version": "3.40.1", "journal_mode": "delete"}
+    assert facts["sqlite"] == {"version": SQLITE_VERSION, "journal_mode": JOURNAL_MODE}
     assert all(set(finding) == {"level", "subject", "found", "remedy"} for finding in facts["findings"])
     subjects = [finding["subject"] for finding in facts["findings"]]
     assert subjects[0] == "Python" and {"torch", "device", "SQLite", "cache file system"} <= set(subjects)
 
 
 def test_without_a_path_it_says_how_to_give_one() -> None:
-    found = examine_environment(device="cpu")
-    assert "cache" not in found.facts and "sqlite" not in found.facts
+    found = diagnose(device="cpu")
+    assert "cache" not in found.facts
     assert [f.remedy for f in found.findings if f.subject == "cache"] == ["--cache.path DIR looks at its disk"]
 
 
 @pytest.mark.parametrize("name", ["gpu", "meta", "cpu:x", "xpu:99"])
 def test_a_device_that_is_not_here_is_an_error_finding(name: str) -> None:
-    found = examine_environment(device=name)
+    found = diagnose(device=name)
     assert not found.ok and "device" not in found.facts
     (finding,) = [f for f in found.findings if f.level == "error"]
     assert finding.subject == "device" and name.split(":")[0] in finding.found and "cpu" in finding.remedy
 
 
 def test_what_torch_warns_of_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A driver that is too old is told by torch as a warning, which would be lost on the terminal."""
+    """torch reports a driver that is too old as a warning, which would be lost on the terminal."""
     import warnings
 
     def current_accelerator(check_available: bool = False) -> None:
         warnings.warn("CUDA initialization: the NVIDIA driver is too old", UserWarning, stacklevel=1)
 
     monkeypatch.setattr(torch.accelerator, "current_accelerator", current_accelerator)
-    with pytest.warns(UserWarning, match="too old"):  # the asking for `auto`, after the report's own look
-        found = examine_environment(device="auto")
+    with pytest.warns(UserWarning, match="too old"):  # from the look-up of `auto`, after the report's own
+        found = diagnose(device="auto")
     assert [f.level for f in found.findings if f.subject == "accelerator"] == ["warning"]
 
 
@@ -179,8 +178,8 @@ def test_a_diagnosis_as_text() -> None:
 
 def test_no_gpu_library_and_no_model_is_imported() -> None:
     code = (
-        "import sys; from latentcache.doctor.environment import examine_environment; "
-        "examine_environment(device='cpu'); print([m for m in ('diffusers', 'transformers', 'deepspeed') "
+        "import sys; from latentcache.doctor.environment import diagnose; "
+        "diagnose(device='cpu'); print([m for m in ('diffusers', 'transformers', 'deepspeed') "
         "if m in sys.modules])"
     )
     output = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout

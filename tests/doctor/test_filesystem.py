@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
+import psutil
 import pytest
 
 from latentcache.doctor.filesystem import FileSystem, check_filesystem, filesystem_of, mount_of
 
-MOUNTINFO = """\
-22 27 0:21 / /proc rw,relatime - proc proc rw
-27 1 254:0 / / rw,relatime - ext4 /dev/vda rw,discard
-30 27 0:30 / /mnt rw,relatime shared:1 - tmpfs tmpfs rw
-31 30 0:41 / /mnt/data rw,relatime shared:2 master:3 - nfs4 server:/export rw,vers=4.2
-32 31 0:42 / /mnt/data/two\\040words rw - fuse.sshfs me@host: rw
-33 27 0:43 / /home rw - xfs /dev/sda1 rw
-34 27 0:44 / /home rw - cifs //server/home rw
-a line that is not one
+MOUNTS = """\
+proc /proc proc rw,relatime 0 0
+/dev/vda / ext4 rw,discard 0 0
+tmpfs /mnt tmpfs rw,relatime 0 0
+server:/export /mnt/data nfs4 rw,vers=4.2 0 0
+me@host: /mnt/data/two\\040words fuse.sshfs rw 0 0
+/dev/sda1 /home xfs rw 0 0
+//server/home /home cifs rw 0 0
 """
 
 
+@pytest.fixture
+def mounts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file that psutil reads the mounts from; see proc(5)."""
+    (tmp_path / "self").mkdir()
+    monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
+    return tmp_path / "self" / "mounts"
+
+
+@pytest.mark.skipif(not psutil.LINUX, reason="/proc is Linux's")
 @pytest.mark.parametrize(
     ("path", "expected"),
     [
@@ -34,25 +44,29 @@ a line that is not one
         ("/home/me", ("cifs", "/home")),  # the later of two mounts at one point covers the other
     ],
 )
-def test_the_mount_that_holds_a_path(path: str, expected: tuple[str, str]) -> None:
-    assert mount_of(Path(path), MOUNTINFO) == expected
+def test_the_mount_that_holds_a_path(mounts: Path, path: str, expected: tuple[str, str]) -> None:
+    mounts.write_text(MOUNTS)
+    assert mount_of(Path(path)) == expected
 
 
-def test_no_mounts_no_answer() -> None:
-    assert mount_of(Path("/x"), "") is None
+@pytest.mark.skipif(not psutil.LINUX, reason="/proc is Linux's")
+def test_no_mounts_no_answer(mounts: Path) -> None:
+    assert mount_of(Path("/x")) is None, "there is no such file"
+    mounts.write_text("")
+    assert mount_of(Path("/x")) is None
 
 
-@pytest.mark.skipif(not Path("/proc/self/mountinfo").exists(), reason="only Linux tells the type of a file system")
+@pytest.mark.skipif(shutil.which("stat") is None or not psutil.LINUX, reason="needs stat of GNU coreutils")
 def test_a_real_path_agrees_with_the_operating_system(tmp_path: Path) -> None:
     system = filesystem_of(tmp_path / "not" / "there" / "yet")
     assert system.path == tmp_path.resolve() and system.writable
     # stat(1) asks statfs(2), a different source; its name for the ext family is one for all of them.
-    told = subprocess.run(["stat", "-f", "-c", "%T", tmp_path], check=True, capture_output=True, text=True).stdout
+    reported = subprocess.run(["stat", "-f", "-c", "%T", tmp_path], check=True, capture_output=True, text=True).stdout
     assert system.type is not None
-    if told.strip() == "ext2/ext3":
+    if reported.strip() == "ext2/ext3":
         assert system.type in {"ext2", "ext3", "ext4"}
     else:
-        assert system.type in {told.strip(), f"{told.strip()}fs", told.strip().removesuffix("fs")}
+        assert system.type in {reported.strip(), f"{reported.strip()}fs", reported.strip().removesuffix("fs")}
     space = os.statvfs(tmp_path)
     assert system.total_bytes == space.f_blocks * space.f_frsize
     assert 0 < system.free_bytes <= system.total_bytes
@@ -80,7 +94,7 @@ def test_network_file_systems_are_named(kind: str) -> None:
         ("fuseblk", "ok", "local"),
         ("tmpfs", "note", "memory"),
         ("overlay", "note", "container"),
-        (None, "note", "does not tell"),
+        (None, "note", "does not report"),
     ],
 )
 def test_local_and_passing_file_systems(kind: str | None, level: str, says: str) -> None:

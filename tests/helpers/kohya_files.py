@@ -62,7 +62,7 @@ def write_npz(path: Path, arrays: dict[str, np.ndarray]) -> Path:
 
 
 def write_cache(photos: Path, sizes: dict[str, tuple[int, int]], bucket_of: Any, widths: tuple[int, int]) -> None:
-    """kohya's files beside each image: `sizes` are (width, height) by the image's name without suffix."""
+    """kohya's files next to each image: `sizes` are (width, height) by the image's name without suffix."""
     for seed, (stem, (width, height)) in enumerate(sizes.items()):
         arrays = dialect_a(seed, width, height, bucket_of(width, height))
         write_npz(photos / latents_name(stem, width, height), arrays)

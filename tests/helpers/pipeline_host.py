@@ -185,7 +185,7 @@ class OutputPipelineModule(PipelineModule, SerialPipelineModule):
 
 
 def host(name: str) -> SimpleNamespace:
-    """Base classes, modules, and the cache module over them. Skips the test where mgds is asked for and not there."""
+    """Base classes, modules, and the cache module over them. Skips the test where mgds is needed and not installed."""
     own = SimpleNamespace(
         name="own",
         PipelineState=PipelineState,

@@ -16,7 +16,7 @@ from helpers.pipeline_images import images, random_access
 
 
 def make(base: SimpleNamespace) -> dict[str, type]:
-    """The classes, by name. `base` has PipelineModule and the classes that say how a module is asked."""
+    """The classes, by name. `base` has PipelineModule and the classes that say how a module gives its values."""
     return _collecting(base) | images(base) | _texts(base) | _sorting(base)
 
 

@@ -36,7 +36,7 @@ def write_photos(folder: Path, num: int = 6) -> Path:
 
 
 def concept(path: Path, seed: int = 1, **settings: Any) -> dict[str, Any]:
-    """A concept as OneTrainer hands it over. Settings by dotted name: concept(p, **{"image.enable_random_flip": 1})."""
+    """A concept as OneTrainer passes it. Settings by dotted name: concept(p, **{"image.enable_random_flip": 1})."""
     value: dict[str, Any] = {
         "path": str(path),
         "seed": seed,
@@ -104,7 +104,7 @@ class Run:
         )
 
     def next_epoch(self) -> None:
-        """Start an epoch; what encoders are asked for is counted."""
+        """Start an epoch; calls of encoders are counted."""
         counted = {"vae": "encoder", "text_encoder": None, "text_encoder_2": None}
         handles = []
         for part, child in counted.items():
@@ -117,7 +117,7 @@ class Run:
                 handle.remove()
 
     def cache_items(self, kind: str) -> list[dict[str, Any]]:
-        """What the cache of this kind gives for each of its outputs, asked name by name."""
+        """What the cache of this kind gives for each of its outputs, name by name."""
         cache = self.caches[kind]
         with torch.no_grad():
             return [

@@ -88,7 +88,7 @@ class Run:
         return [*plain, *draws, torch.rand(3, device=self.device).cpu().tolist()]
 
 
-def assert_same_bits(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
-    assert [(t.dtype, t.shape) for t in found] == [(t.dtype, t.shape) for t in wanted]
-    different = [index for index, (a, b) in enumerate(zip(found, wanted, strict=True)) if not torch.equal(a, b)]
+def assert_same_bits(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    assert [(t.dtype, t.shape) for t in found] == [(t.dtype, t.shape) for t in expected]
+    different = [index for index, (a, b) in enumerate(zip(found, expected, strict=True)) if not torch.equal(a, b)]
     assert different == []

@@ -32,7 +32,7 @@ from latentcache.loading.sampler import BucketBatchSampler
 from latentcache.models.tiny import tiny_pipeline, tiny_sdxl, tiny_unet
 from latentcache.precache.run import run_precache
 
-# Sizes that need no resize, so that the live path needs none; d is cropped. All differ: a size tells the sample.
+# Sizes that need no resize, so that the live path needs none; d is cropped. All differ: a size names the sample.
 SIZES = {"a.png": (96, 96), "b.png": (64, 128), "c.png": (128, 64), "d.png": (96, 120), "e.png": (96, 98)}
 BUCKETS = {"b.png": (64, 128), "c.png": (128, 64)}
 CROPS = {"d.png": (0, 12), "e.png": (0, 1)}
@@ -124,9 +124,9 @@ def test_items_come_in_the_order_that_was_asked_for(make_cache: Callable[..., Pa
 def test_the_lora_script_gets_its_weight_dtype_rounded_once(make_cache: Callable[..., Path]) -> None:
     latents = LatentDataset(make_cache("mean"))
     full, half = PrecomputedDataset(latents), PrecomputedDataset(latents, dtype=torch.bfloat16)
-    for wanted, item in zip(full, half, strict=True):
+    for whole, item in zip(full, half, strict=True):
         for name in ("model_input", "prompt_embeds", "pooled_prompt_embeds"):
-            assert item[name].dtype is torch.bfloat16 and torch.equal(item[name], wanted[name].bfloat16())
+            assert item[name].dtype is torch.bfloat16 and torch.equal(item[name], whole[name].bfloat16())
 
 
 def epochs_of(loader: Any, num_epochs: int) -> list[list[dict[str, Any]]]:
@@ -141,7 +141,7 @@ def rows_of(batches: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def by_sampler(dataset: PrecomputedDataset, which: str) -> Any:
-    if which == "shuffle":  # as the script has it, which shuffles anew in each epoch
+    if which == "shuffle":  # as the script has it, which shuffles in each epoch
         return DataLoader(dataset, shuffle=True, batch_size=1, collate_fn=collate)
     if which == "workers":
         return data_loader(dataset, 2, seed=3, num_workers=2)
@@ -200,7 +200,7 @@ def test_draws_follow_from_seed_and_epoch_alone(make_cache: Callable[..., Path])
 
     first = drawn(0, seed=1)
     assert drawn(2, seed=1) == first
-    assert len(set(first)) == len(first) == 2 * 4, "each visit draws anew"
+    assert len(set(first)) == len(first) == 2 * 4, "each visit is a new draw"
     assert not set(drawn(0, seed=2)) & set(first)
 
 

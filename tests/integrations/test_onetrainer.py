@@ -145,13 +145,13 @@ def test_variations(setup: Callable[..., Setup], folder: Path) -> None:
         cold.append(run.items)
         image, text = run.caches["image"], run.caches["text"]
         with torch.no_grad():
-            asked = [(image, "latent_image"), (text, "tokens_1"), (text, "text_encoder_2_pooled_state")]
-            expected.append([{n: cache._get_previous_item(epoch % 2, n, i) for cache, n in asked} for i in range(NUM)])
+            inputs = [(image, "latent_image"), (text, "tokens_1"), (text, "text_encoder_2_pooled_state")]
+            expected.append([{n: cache._get_previous_item(epoch % 2, n, i) for cache, n in inputs} for i in range(NUM)])
         run.next_epoch()
-    assert run.encoded["vae"] <= 2 * NUM * 5  # what `expected` asked for was encoded without a cache
+    assert run.encoded["vae"] <= 2 * NUM * 5  # the values of `expected` were encoded without a cache
     for epoch in range(4):
-        for item, wanted in zip(cold[epoch], expected[epoch], strict=True):
-            assert_same({name: item[name] for name in wanted}, wanted)
+        for item, values in zip(cold[epoch], expected[epoch], strict=True):
+            assert_same({name: item[name] for name in values}, values)
     assert any(not torch.equal(a["latent_image"], b["latent_image"]) for a, b in zip(*cold[:2], strict=True))
     assert any(not torch.equal(a["tokens_1"], b["tokens_1"]) for a, b in zip(*cold[:2], strict=True))
     again = setup(concepts=concepts).start(4)

@@ -1,4 +1,4 @@
-"""What tells the parts of a model apart."""
+"""The identities of a model's parts."""
 
 from __future__ import annotations
 

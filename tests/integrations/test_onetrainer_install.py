@@ -115,13 +115,13 @@ class Model:
 
     def __init__(self) -> None:
         self.unet, self.vae = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).eval()
-        self.asked: list[str] = []
+        self.calls: list[str] = []
 
     def materialize(self, *names: str) -> None:
-        self.asked.append(f"materialize {names}")
+        self.calls.append(f"materialize {names}")
 
     def evict(self, *names: str) -> None:
-        self.asked.append(f"evict {names}")
+        self.calls.append(f"evict {names}")
 
 
 def test_what_is_installed_caches_as_configured(
@@ -205,6 +205,6 @@ def test_a_part_that_lost_its_values_is_an_error_and_the_others_come_back() -> N
     kept.before()
     model.unet.to("meta").eval()
     model.vae.train()
-    with pytest.raises(PipelineError, match=r"unet\.weight held values .* Load the model again"):
+    with pytest.raises(PipelineError, match=r"unet\.weight had values .* Load the model again"):
         kept.after()
     assert model.unet.training and not model.vae.training

@@ -202,7 +202,7 @@ def test_a_caption_that_cannot_be_read(setup: Callable[..., Setup], folder: Path
     with pytest.raises(ItemsError, match=r"1 of 4"):
         run.next_epoch()
     assert run.encoded == Counter(vae=NUM, text_encoder=NUM - 1, text_encoder_2=NUM - 1)
-    (folder / "p02.txt").write_text("mended", encoding="utf-8")
+    (folder / "p02.txt").write_text("repaired", encoding="utf-8")
     assert setup().start().encoded == Counter(text_encoder=1, text_encoder_2=1)
 
 
@@ -261,11 +261,11 @@ def test_ctrl_c_waits_for_what_is_under_way(setup: Callable[..., Setup], parts: 
 
 
 def test_a_stop_request_is_honoured(setup: Callable[..., Setup]) -> None:
-    asked: list[int] = []
+    polls: list[int] = []
 
     def stop() -> bool:
-        asked.append(1)
-        return len(asked) > 2
+        polls.append(1)
+        return len(polls) > 2
 
     made, calls = calls_of(setup, changes={"should_stop": stop})
     run = Run(made)
@@ -368,7 +368,10 @@ def test_an_unknown_module_counts_by_its_class_and_its_settings(
     scale = scaling_class(pipeline)
     with caplog.at_level(logging.INFO, "latentcache"):
         one = with_module(setup(), scale(2.0))
-    assert any("ScaleLatents: not known" in record.message for record in caplog.records)
+    assert any(
+        "ScaleLatents is not a known module: its class and settings identify it" in record.message
+        for record in caplog.records
+    )
     assert one.encoded["vae"] == NUM
     assert with_module(setup(), scale(2.0)).encoded["vae"] == 0
     three = with_module(setup(), scale(3.0))
@@ -546,7 +549,7 @@ def test_a_pipeline_without_a_source_is_refused(pipeline: SimpleNamespace, tmp_p
     running = pipeline.LoadingPipeline(
         device=torch.device("cpu"), modules=modules, batch_size=1, seed=1, state=pipeline.PipelineState(1)
     )
-    with pytest.raises(PipelineError, match="what value are made from cannot be told"):
+    with pytest.raises(PipelineError, match="what value are made from is not known"):
         running.start_next_epoch()
 
 

@@ -28,7 +28,7 @@ def test_groups_are_counted_as_variation_sorting_counts(
     """Against the formula written out: local = k + epoch * out, variation = local // n % variations."""
     columns = {"group": 0, "on": 1, "balancing": 2, "strategy": 3}
 
-    def pull(name: str, index: int) -> Any:
+    def get_value(name: str, index: int) -> Any:
         return variations if name == "variations" else items[index][columns[name]]
 
     names = GroupNames("variations", "balancing", "strategy", ("group",), "on")
@@ -40,7 +40,7 @@ def test_groups_are_counted_as_variation_sorting_counts(
         for k in range(out):
             local = k + epoch * out
             expected.append((local // len(indices) % variations, indices[local % len(indices)]))
-    groups = make_groups(names, len(items), pull)
+    groups = make_groups(names, len(items), get_value)
     assert groups.inputs(epoch) == expected and len(groups) == len(expected)
 
 
@@ -65,7 +65,7 @@ _concepts = st.lists(
 def test_groups_are_those_of_the_real_variation_sorting(
     concepts: list[dict[str, Any]], owners: list[int], num_epochs: int
 ) -> None:
-    """What mgds' own module hands on in each epoch: uncached names are joined to cached ones by position."""
+    """What mgds' own module gives in each epoch: uncached names are joined to cached ones by position."""
     mgds = host("mgds")
     rows = [concepts[owner % len(concepts)] for owner in owners]
 
@@ -86,11 +86,11 @@ def test_groups_are_those_of_the_real_variation_sorting(
     mgds.LoadingPipeline(torch.device("cpu"), [Source(), sorting], 1, 42, mgds.PipelineState(1))
     sorting.start(0)
 
-    def pull(name: str, index: int) -> Any:
+    def get_value(name: str, index: int) -> Any:
         return rows[index][name.partition(".")[2]] if "." in name else rows[index]
 
     names = GroupNames("concept.variations", "concept.balancing", "concept.strategy", ("concept.group",), "concept.on")
-    groups = make_groups(names, len(rows), pull)
+    groups = make_groups(names, len(rows), get_value)
     assert len(groups) == sorting.length()
     for epoch in range(num_epochs):
         expected = [sorting.get_item(epoch, position, "place")["place"] for position in range(sorting.length())]

@@ -1,4 +1,4 @@
-"""Any foreign cache as a manifest: unscaled, unverified, handed back only when asked for, replaced by precache."""
+"""Any foreign cache as a manifest: unscaled, unverified, returned only on request, replaced by precache."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_scaled_latents_are_divided_in_float32() -> None:
     imported(workspace, image("a", latents=latents, scaling_factor=FACTOR), text("a"))
     stored = workspace.store.get(rows_of(workspace)["a"].images[0].key).tensors["latents"]
     assert stored.dtype is torch.float32 and torch.equal(stored, latents.float() / FACTOR)
-    # Multiplied again and rounded, they are what the file held; and so they are handed to a UNet.
+    # Multiplied again and rounded, they equal those of the file; and so a UNet gets them.
     assert torch.equal((stored * FACTOR).to(torch.bfloat16), latents)
     batch = cache_of(workspace, unverified=True).batch(["a"], device="cpu", dtype=torch.bfloat16, scaled=True)
     assert torch.equal(batch["latents"][0], latents)
@@ -169,13 +169,13 @@ def test_samples_that_lack_a_part_are_listed_and_not_handed_back() -> None:
 
 
 @pytest.mark.parametrize(
-    ("scaling_factor", "std", "met", "wanted"),
+    ("scaling_factor", "std", "met", "expected"),
     [(None, 1.0, r"is 1(\.0\d)?\b|is 0\.9", "about 7.7"), (FACTOR, STD, r"is 7\.\d", "about 1 |about 1[.]")],
     ids=["unscaled-claimed", "scaled-claimed"],
 )
 @pytest.mark.parametrize("count", [1, 100])
 def test_latents_that_are_not_scaled_as_claimed_are_refused(
-    tmp_path: Path, scaling_factor: float | None, std: float, met: str, wanted: str, count: int
+    tmp_path: Path, scaling_factor: float | None, std: float, met: str, expected: str, count: int
 ) -> None:
     # A few white images hide nothing: the median counts.
     items = [image(f"{number}", scaling_factor=scaling_factor, std=std) for number in range(count)]
@@ -190,7 +190,7 @@ def test_latents_that_are_not_scaled_as_claimed_are_refused(
     with open_workspace(cache_config(tmp_path)) as workspace:
         with pytest.raises(DatasetError, match=met) as caught:
             import_cache(Counting(items), workspace, name="foreign")
-        assert re.search(wanted, str(caught.value)) and "--no-scale-check" in str(caught.value)
+        assert re.search(expected, str(caught.value)) and "--no-scale-check" in str(caught.value)
         assert len(read) == min(count, 64)  # the rest need not be read
         assert list(workspace.store.keys()) == [] and workspace.manifests.names() == []
         report = import_cache(Foreign(items), workspace, name="foreign", scale_check=False)
@@ -340,7 +340,7 @@ def test_prompts_of_an_imported_dataset(make_config: Callable[..., Config]) -> N
     with LatentCache(config.cache.path) as cache, pytest.raises(SampleError, match=r"prompt.*is not cached"):
         cache.prompt("", device="cpu")
     run_precache(config)
-    # Which encoders an import comes from nobody knows: the cache's only prompts are taken.
+    # The encoders of an import are not known: the cache's only prompts are taken.
     with LatentCache(config.cache.path, manifest="foreign") as cache:
         assert cache.prompt("", device="cpu")["prompt_embeds"].shape == (1, 77, 72)
     run_precache(make_config(**{"encode.clip_skip": 1}))

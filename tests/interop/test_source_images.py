@@ -8,12 +8,12 @@ import pytest
 from helpers.photo_files import write_photo
 
 from latentcache.errors import DatasetError, ForeignFileRefused, ImageRefused
-from latentcache.interop.source_images import Originals, path_parts, sample_id_of
+from latentcache.interop.source_images import SourceImages, path_parts, sample_id_of
 
 
 def test_captions_lead_to_their_samples(photos):
-    originals = Originals(photos, captions=["a prompt", "a tree"])
-    assert dict(originals.captions()) == {
+    images = SourceImages(photos, captions=["a prompt", "a tree"])
+    assert dict(images.captions()) == {
         "": ("d.png",),
         "a prompt": (),
         "a tree": ("sub/e.png",),
@@ -21,7 +21,7 @@ def test_captions_lead_to_their_samples(photos):
         "a house in the rain": ("a.png",),
         "a blue car": ("b.png", "c.png"),
     }
-    assert originals.captions_of("a.png") == ("a red house", "a house in the rain")
+    assert images.captions_of("a.png") == ("a red house", "a house in the rain")
 
 
 def test_sizes_are_those_after_the_exif_turn(tmp_path):
@@ -31,35 +31,35 @@ def test_sizes_are_those_after_the_exif_turn(tmp_path):
         (40, 60),
         exif=b"Exif\0\0II*\0\x08\0\0\0\x01\0\x12\x01\x03\0\x01\0\0\0\x06\0\0\0\0\0\0\0",
     )
-    originals = Originals(tmp_path)
-    assert originals.size("turned.jpg") == (60, 40) and originals.path("turned.jpg") == turned
-    assert originals.size("none.jpg") is None and originals.path("none.jpg") is None
+    images = SourceImages(tmp_path)
+    assert images.size("turned.jpg") == (60, 40) and images.path("turned.jpg") == turned
+    assert "none.jpg" not in images
     turned.write_bytes(b"no image")
     with pytest.raises(ImageRefused, match="not-an-image"):
-        originals.size("turned.jpg")
+        images.size("turned.jpg")
 
 
 def test_recorded_paths_are_looked_up_below_the_folder_or_the_recorded_root(photos):
-    originals = Originals(photos, recorded_root="/workspace/set")
+    images = SourceImages(photos, recorded_root="/workspace/set")
     for recorded in ("sub/e.png", f"{photos}/sub/e.png", "/workspace/set/sub/e.png"):
-        assert originals.find(recorded) == "sub/e.png"
+        assert images.find(recorded) == "sub/e.png"
     for recorded in ("/e.png", "/other/sub/e.png", "/workspace/set/e.png", f"{photos}/../photos/sub/e.png", "", "/"):
-        assert originals.find(recorded) is None
-    assert Originals(photos, recorded_root="C:\\set").find("C:\\set\\sub\\e.png") == "sub/e.png"
+        assert images.find(recorded) is None
+    assert SourceImages(photos, recorded_root="C:\\set").find("C:\\set\\sub\\e.png") == "sub/e.png"
 
 
 def test_without_a_folder_nothing_is_found():
-    originals = Originals(None, captions=["a prompt"])
-    assert list(originals) == [] and "a.png" not in originals and originals.find(os.devnull) is None
-    assert dict(originals.captions()) == {"": (), "a prompt": ()}
+    images = SourceImages(None, captions=["a prompt"])
+    assert list(images) == [] and "a.png" not in images and images.find(os.devnull) is None
+    assert dict(images.captions()) == {"": (), "a prompt": ()}
 
 
 def test_what_the_folder_holds_and_cannot_be_used_is_listed(photos):
     (photos / "a.txt").write_bytes(b"\xff")
-    originals = Originals(photos)
-    assert [refusal.reason for refusal in originals.refusals] == ["bad-caption"] and "a.png" not in originals
+    images = SourceImages(photos)
+    assert [refusal.reason for refusal in images.refusals] == ["bad-caption"] and "a.png" not in images
     with pytest.raises(DatasetError, match="does not exist"):
-        Originals(photos / "none")
+        SourceImages(photos / "none")
 
 
 def test_a_path_without_a_sample_is_named_without_its_root():

@@ -210,10 +210,10 @@ def test_what_cannot_be_encoded_again_says_why(target: Config, samples: list[Exp
     (photos / "b.png").write_bytes((photos / "b.png").read_bytes()[:100])
     write_photo(photos / "c.png", 2, (100, 80))
     report = verified(target, Copy(samples, photos))
-    told = {(refusal.sample_id, refusal.reason): refusal.detail for refusal in report.unequal}
-    assert "give --images" in told["a.png", "missing"]
-    assert ("b.png", "truncated") in told
-    assert "the image is 100x80 now (upright), but one of 144x80 was cached" in told["c.png", "unequal"]
+    details = {(refusal.sample_id, refusal.reason): refusal.detail for refusal in report.unequal}
+    assert "give --images" in details["a.png", "missing"]
+    assert ("b.png", "truncated") in details
+    assert "the image is 100x80 now (upright), but one of 144x80 was cached" in details["c.png", "unequal"]
     assert report.num_unverified == 6 and report.num_verified == 10
 
 
@@ -274,7 +274,9 @@ def test_an_encoder_that_gives_nan_verifies_nothing(target: Config, samples: lis
     report = verified(target, Copy(samples, photos), models=LoadedModels(**components))
     assert (report.num_verified, report.num_unverified) == (0, 16)
     assert {refusal.reason for refusal in report.unequal} == {"bad-output"}
-    assert "encoding in float32 gives latents that are nan: nothing to compare with" in report.to_text()
+    nothing = "there is nothing to compare with: the "
+    assert f"{nothing}VAE gave nan, computed in float32" in report.to_text()
+    assert f"{nothing}text encoders gave nan for caption 'a red house'" in report.to_text()
     json.dumps(report.to_json(), allow_nan=False)
 
 
@@ -304,5 +306,5 @@ def test_rounding_alone_is_never_a_difference(values: list[float], dtype: torch.
     encoded = torch.tensor(values)
     found = compare(encoded.to(dtype), encoded, relative=RELATIVE[dtype], tolerance=None)
     assert found.share <= 1
-    # What is allowed is small beside the values: another model's numbers are far away.
+    # The allowed difference is small compared to the values: another model's numbers are far away.
     assert compare(encoded * 1.1, encoded, relative=RELATIVE[dtype], tolerance=None).share > 1

@@ -124,7 +124,7 @@ def unet_tensors(unet: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def save_unet(unet: torch.nn.Module, path: Path, dtype: torch.dtype = torch.float32, **others: torch.Tensor) -> Path:
-    """The UNet in the original layout, with tensors of other parts beside it."""
+    """The UNet in the original layout, with tensors of other parts next to it."""
     return _save({**unet_tensors(unet), **others}, path, dtype)
 
 

@@ -87,12 +87,12 @@ def test_other_errors_pass_through():
 
 
 def test_what_the_failed_call_held_is_freed_before_the_next_one():
-    held, alive = [], []
+    references, alive = [], []
 
     def encode(items):
-        alive.append([reference() is not None for reference in held])
+        alive.append([reference() is not None for reference in references])
         big = torch.zeros(8)
-        held.append(weakref.ref(big))
+        references.append(weakref.ref(big))
         if len(items) > 1:
             raise torch.OutOfMemoryError("out of memory")
         return items

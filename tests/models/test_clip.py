@@ -8,7 +8,7 @@ from diffusers import StableDiffusionXLPipeline
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from latentcache.errors import ModelError
-from latentcache.models.clip import encode_captions, encode_tokens, join_tokens, num_tokens, token_limit, tokenize
+from latentcache.models.clip import encode_captions, encode_tokens, join_tokens, token_limit, tokenize
 from latentcache.models.model_loader import LoadedModels, ModelLoader
 from latentcache.models.tiny import tiny_pipeline, tiny_sdxl
 
@@ -80,15 +80,12 @@ def test_no_captions_are_refused(text):
 
 def test_tokens_are_counted_uncut(text):
     assert token_limit(text) == 77
-    counts = num_tokens(text, ["", "ab", LONG])
-    assert counts[:2] == [2, 4]
-    assert counts[2] == 2 + len(LONG.replace(" ", ""))
-    assert num_tokens(text, []) == []
+    assert tokenize(text, ["", "ab", LONG]).num_tokens == (2, 4, 2 + len(LONG.replace(" ", "")))
 
 
 def test_counting_tokens_does_not_change_later_encodings(text):
     before = encode_captions(text, ["a cat"])
-    num_tokens(text, [LONG])
+    assert tokenize(text, [LONG]).num_tokens[0] > token_limit(text)
     after = encode_captions(text, ["a cat"])
     assert all(torch.equal(before[name], after[name]) for name in before)
 
@@ -113,7 +110,11 @@ def test_only_the_truncation_warning_is_silenced_and_only_inside(text, pipeline)
 def test_tokens_know_how_long_the_captions_were(text):
     captions = ["", "ab", LONG, "x" * 75, "x" * 74, "x" * 76]
     tokens = tokenize(text, captions)
-    assert list(tokens.num_tokens) == num_tokens(text, captions)
+    uncut = [
+        [len(ids) for ids in tokenizer(captions, truncation=False, padding=False).input_ids]
+        for tokenizer in (text.tokenizer, text.tokenizer_2)
+    ]
+    assert list(tokens.num_tokens) == [max(pair) for pair in zip(*uncut, strict=True)]
     assert tokens.input_ids.shape == tokens.input_ids_2.shape == (6, 77) and len(tokens) == 6
 
 

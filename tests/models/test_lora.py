@@ -55,9 +55,9 @@ def adapted() -> UNet2DConditionModel:
 
 
 def check_loaded(unet: UNet2DConditionModel, expected: UNet2DConditionModel, name: str) -> None:
-    found, wanted = adapter(unet, name), adapter(expected)
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[key], wanted[key]) for key in found)
+    found, weights = adapter(unet, name), adapter(expected)
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[key], weights[key]) for key in found)
     assert not any(parameter.requires_grad for parameter in unet.parameters())
     assert not any(module.training for module in unet.modules())
     assert torch.equal(output(unet), output(expected))
@@ -130,7 +130,7 @@ def test_the_adapter_has_the_unets_dtype(adapted, tmp_path):
     assert torch.equal(output(unet), output(half))
 
 
-def test_a_second_lora_acts_beside_the_first(adapted, tmp_path):
+def test_a_second_lora_acts_next_to_the_first(adapted, tmp_path):
     first = save_diffusers(adapted, tmp_path / "first")
     second = save_diffusers(adapted_unet(target_modules=["to_q", "to_k"], r=2), tmp_path / "second")
     both, other_way, alone = frozen_unet(5), frozen_unet(5), frozen_unet(5)
@@ -143,7 +143,7 @@ def test_a_second_lora_acts_beside_the_first(adapted, tmp_path):
     assert not torch.allclose(output(both), output(alone))
 
 
-def test_beside_the_adapter_of_a_checkpoint(adapted, tmp_path):
+def test_next_to_the_adapter_of_a_checkpoint(adapted, tmp_path):
     save_checkpoint(tmp_path / "step", model=adapted, extra={"lora": lora.lora_settings(adapted)})
     path = save_diffusers(adapted, tmp_path / "lora")
     unet = load_unet(tmp_path / "step", dtype=F32, model=TINY)

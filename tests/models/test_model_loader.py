@@ -132,7 +132,7 @@ def test_a_touched_file_is_read_again_and_a_changed_one_is_another_part(folder, 
     assert [part for part in PARTS if after[part] != before[part]] == ["vae"]
 
 
-def test_an_unreadable_memo_is_made_anew(folder):
+def test_an_unreadable_memo_is_rewritten(folder):
     memo: dict[str, str] = {}
     first = ModelLoader(str(folder), memo=memo).identity("vae", F32)
     for damage in ("{", "[]", '{"weights": "x"}'):
@@ -155,7 +155,7 @@ def test_an_encoder_that_is_trained_is_refused(part):
         assert caught.value.part == part
 
 
-def test_the_callers_module_is_handed_out_as_it_is_or_copied_for_another_dtype(parts):
+def test_the_callers_module_is_returned_as_it_is_or_copied_for_another_dtype(parts):
     models = LoadedModels(**parts)
     assert models.vae(F32) is parts["vae"]
     half = models.vae(F16)

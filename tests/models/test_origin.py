@@ -158,21 +158,19 @@ SDXL_FILES = [
 
 @pytest.mark.parametrize(("variant", "infix", "other"), [(None, "", ".fp16"), ("fp16", ".fp16", "")])
 def test_only_the_needed_files_are_downloaded(variant, infix, other, folder, monkeypatch):
-    asked = {}
-    monkeypatch.setattr(model_files, "snapshot_download", lambda name, **kw: asked.update(kw, name=name) or str(folder))
+    call = {}
+    monkeypatch.setattr(model_files, "snapshot_download", lambda name, **kw: call.update(kw, name=name) or str(folder))
     ModelLoader("stabilityai/sdxl", variant=variant).origin("vae")
-    wanted = set(
-        filter_repo_objects(
-            SDXL_FILES, allow_patterns=asked["allow_patterns"], ignore_patterns=asked["ignore_patterns"]
-        )
+    downloaded = set(
+        filter_repo_objects(SDXL_FILES, allow_patterns=call["allow_patterns"], ignore_patterns=call["ignore_patterns"])
     )
     stems = {"vae": "diffusion_pytorch_model", "text_encoder": "model", "text_encoder_2": "model"}
     weights = {f"{part}/{stem}{infix}.safetensors" for part, stem in stems.items()}
-    assert {name for name in wanted if name.endswith(".safetensors")} == weights
+    assert {name for name in downloaded if name.endswith(".safetensors")} == weights
     settings = {"model_index.json", "text_encoder/config.json", "tokenizer/merges.txt", "tokenizer_2/vocab.json"}
-    assert settings <= wanted
-    assert not any(name.startswith(("unet", "vae_1_0", "sd_xl")) for name in wanted)
-    assert f"vae/diffusion_pytorch_model{other}.safetensors" not in wanted
+    assert settings <= downloaded
+    assert not any(name.startswith(("unet", "vae_1_0", "sd_xl")) for name in downloaded)
+    assert f"vae/diffusion_pytorch_model{other}.safetensors" not in downloaded
 
 
 @pytest.mark.parametrize(

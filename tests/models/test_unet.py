@@ -99,7 +99,7 @@ def test_a_variant_is_read_where_it_is(unet, own_folder, folder, tmp_path):
     fp16 = ModelConfig(path=str(tmp_path / "model"), variant="fp16")
     for path in (None, tmp_path / "model", tmp_path / "sharded"):
         check_same(load_unet(path, dtype=F16, model=fp16), half)
-    # A trained UNet beside a model of another variant.
+    # A trained UNet next to a model of another variant.
     check_same(load_unet(own_folder, dtype=F32, model=fp16), unet)
     with pytest.raises(ModelError, match=r"has no diffusion_pytorch_model\.fp16\.safetensors"):
         load_unet(dtype=F16, model=ModelConfig(path=str(folder), variant="fp16"))
@@ -121,23 +121,23 @@ def test_one_file_in_the_original_layout(model, unet, parts, folder, hub_cache, 
 
 def test_a_checkpoints_configs_are_those_that_diffusers_infers(unet, folder, tmp_path, monkeypatch):
     """Without model.config, diffusers says whose configs they are."""
-    # A tiny checkpoint has none of the keys by which diffusers tells SDXL: this one is the name of SDXL base.
+    # A tiny checkpoint has none of the keys by which diffusers recognises SDXL: this one is the name of SDXL base.
     mark = {"conditioner.embedders.1.model.transformer.resblocks.9.mlp.c_proj.bias": torch.zeros(1)}
     file = save_unet(unet, tmp_path / "model.safetensors", **mark)
-    asked = []
-    monkeypatch.setattr(model_files, "snapshot_download", lambda name, **kw: asked.append((name, kw)) or str(folder))
+    calls = []
+    monkeypatch.setattr(model_files, "snapshot_download", lambda name, **kw: calls.append((name, kw)) or str(folder))
     model = ModelConfig(path=str(file))
     check_same(load_unet(dtype=F32, model=model), unet)
     assert load_scheduler(model=model).config.beta_schedule == "scaled_linear"
-    assert [name for name, _ in asked] == ["stabilityai/stable-diffusion-xl-base-1.0"] * 2
-    assert [kw["allow_patterns"] for _, kw in asked] == [["unet/config.json"], ["scheduler/scheduler_config.json"]]
+    assert [name for name, _ in calls] == ["stabilityai/stable-diffusion-xl-base-1.0"] * 2
+    assert [kw["allow_patterns"] for _, kw in calls] == [["unet/config.json"], ["scheduler/scheduler_config.json"]]
 
 
 def test_one_file_with_diffusers_names(unet, own_folder, tmp_path):
     state = {name: value.clone() for name, value in unet.state_dict().items()}
     save_file(state, bare := tmp_path / "bare.safetensors")
     check_same(load_unet(bare, dtype=F32, model=TINY), unet)
-    # With a config.json beside it the model is not needed.
+    # With a config.json next to it the model is not needed.
     check_same(load_unet(own_folder / f"{STEM}.safetensors", dtype=F32, model=ModelConfig(path="no/where")), unet)
 
 

@@ -68,7 +68,7 @@ def test_a_head_replaced_after_the_move_is_named(device: torch.device) -> None:
         net(torch.zeros(2, 3, device=device))
     report = audit({"net": net}, device=device)
     assert paths(report) == ["net.out_head.weight", "net.out_head.bias"]
-    assert [(finding.shape, finding.found, finding.wanted) for finding in report.errors] == [
+    assert [(finding.shape, finding.found, finding.expected) for finding in report.errors] == [
         ((2, 2), "cpu", str(device)),
         ((2,), "cpu", str(device)),
     ]

@@ -9,7 +9,7 @@ import torch
 from helpers.training_run import Run, assert_same_bits
 
 from latentcache.checkpoints.checkpoint import load_checkpoint, save_checkpoint
-from latentcache.devices.optimizer import named_state
+from latentcache.devices.optimizer import state_tensors
 
 FLAGS = {
     "default": {},
@@ -28,14 +28,14 @@ def run_with(name: str, device: torch.device, **changes: object) -> Run:
 
 
 def state_devices(run: Run) -> set[tuple[str, str]]:
-    return {(path, tensor.device.type) for _, path, tensor in named_state(run.optimizer)}
+    return {(state.name, state.value.device.type) for state in state_tensors(run.optimizer)}
 
 
 @pytest.mark.parametrize("flags", FLAGS)
 def test_resumes_bit_identically(flags: str, device: torch.device, tmp_path: Path) -> None:
     whole = run_with(flags, device)
     whole_losses = whole.train(6)
-    wanted = whole.numbers()
+    expected = whole.numbers()
 
     first = run_with(flags, device)
     losses = first.train(3)
@@ -47,7 +47,7 @@ def test_resumes_bit_identically(flags: str, device: torch.device, tmp_path: Pat
 
     assert_same_bits(losses, whole_losses)
     assert_same_bits(second.tensors(), whole.tensors())
-    assert second.numbers() == wanted
+    assert second.numbers() == expected
     assert [param.data_ptr() for param in second.model.parameters()] == addresses
     assert state_devices(second) == state_devices(whole)
 
@@ -107,11 +107,11 @@ def test_flags_stay_as_the_caller_built_them(saved: str, built: str, device: tor
 def test_a_model_that_is_split_over_devices_loads_where_each_part_is(device: torch.device, tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     save_checkpoint(tmp_path / "checkpoint", model=model)
-    wanted = [param.clone() for param in model.parameters()]
+    expected = [param.clone() for param in model.parameters()]
     other = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).to(device))
     load_checkpoint(tmp_path / "checkpoint", model=other)
     assert [param.device.type for param in other.parameters()] == ["cpu", "cpu", device.type, device.type]
-    assert_same_bits([param.detach().cpu() for param in other.parameters()], [w.detach() for w in wanted])
+    assert_same_bits([param.detach().cpu() for param in other.parameters()], [w.detach() for w in expected])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2])

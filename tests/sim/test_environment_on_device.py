@@ -1,12 +1,12 @@
-"""The doctor's look at a device, and its training trial there."""
+"""The doctor's facts about a device, and its training check there."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from latentcache.doctor import training_check as trial
-from latentcache.doctor.environment import device_state, examine_environment
+from latentcache.doctor import training_check
+from latentcache.doctor.environment import device_state, diagnose
 from latentcache.doctor.training_check import try_training
 
 
@@ -16,14 +16,14 @@ def test_the_device_is_listed_and_named(device: torch.device) -> None:
     assert {torch.bfloat16, torch.float16} <= set(state.dtypes)
     if state.free_bytes is not None and state.total_bytes is not None:
         assert 0 < state.free_bytes <= state.total_bytes
-    found = examine_environment(device=str(device))
+    found = diagnose(device=str(device))
     assert found.facts["device"] == str(device)
     assert state.to_json()["device"] in [listed["device"] for listed in found.facts["devices"]]
     assert {finding.level for finding in found.findings if finding.subject == str(device)} <= {"ok", "note"}
 
 
 def test_a_device_beyond_the_last_is_an_error(device: torch.device) -> None:
-    found = examine_environment(device=f"{device.type}:99")
+    found = diagnose(device=f"{device.type}:99")
     (finding,) = [finding for finding in found.findings if finding.level == "error"]
     assert finding.subject == "device" and "99" in finding.found
 
@@ -40,19 +40,19 @@ def test_one_step_audits_clean(device: torch.device) -> None:
 def test_a_mismatch_is_an_error_that_shows_torchs_message(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A batch that stays behind: the trial is there to find just this."""
+    """A batch that was not moved: the check exists to find just this."""
 
     class StaysBehind(torch.Tensor):
         def to(self, *_: object, **__: object) -> torch.Tensor:
             return self.as_subclass(torch.Tensor)
 
-    usual = trial.training_batch
+    usual = training_check.training_batch
 
     def batch_of(generator: torch.Generator) -> dict[str, torch.Tensor]:
         batch = usual(generator)
         return {**batch, "prompt_embeds": batch["prompt_embeds"].as_subclass(StaysBehind)}
 
-    monkeypatch.setattr(trial, "training_batch", batch_of)
+    monkeypatch.setattr(training_check, "training_batch", batch_of)
     found = try_training(device)
     (finding,) = found.findings
     assert finding.level == "error" and str(device) in finding.found and "cpu" in finding.found

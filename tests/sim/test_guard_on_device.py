@@ -31,7 +31,7 @@ def test_a_head_replaced_after_the_move_is_named_before_the_kernel(device: torch
     with guard(model), pytest.raises(DeviceMismatchError, match=r"out_head \(Linear\): its weight is on cpu") as caught:
         model(tokens)
     error = caught.value
-    assert (error.module, error.argument, error.found, error.wanted) == ("out_head", "input", str(device), "cpu")
+    assert (error.module, error.argument, error.found, error.expected) == ("out_head", "input", str(device), "cpu")
 
 
 def test_tokens_on_the_other_device_are_named(device: torch.device) -> None:
@@ -39,7 +39,7 @@ def test_tokens_on_the_other_device_are_named(device: torch.device) -> None:
     tokens = torch.tensor([[1, 2]])
     with guard(model), pytest.raises(DeviceMismatchError, match=r"tokens \[1, 2\] int64 is on cpu") as caught:
         model(tokens)
-    assert (caught.value.module, caught.value.argument, caught.value.wanted) == ("", "tokens", str(device))
+    assert (caught.value.module, caught.value.argument, caught.value.expected) == ("", "tokens", str(device))
     with guard(model) as guarded:
         assert guarded(tokens.to(device)).device == device
 
@@ -125,7 +125,7 @@ def test_check_same_device_names_the_odd_ones_of_a_batch(device: torch.device) -
             batch=batch, weight=torch.zeros(1, device=device), scale=torch.tensor(2.0, device="cpu").mean()
         )
     assert caught.value.argument == "batch.cond.pooled"
-    assert (caught.value.found, caught.value.wanted) == ("cpu", str(device))
+    assert (caught.value.found, caught.value.expected) == ("cpu", str(device))
 
 
 def test_deepspeed_5422_the_failing_expression_is_named(device: torch.device) -> None:

@@ -195,7 +195,7 @@ def test_parts_that_the_model_does_not_move_are_moved_directly(device: torch.dev
 
 @pytest.mark.parametrize("older", [True, False])
 def test_a_part_with_offloaded_layers_is_left_to_its_conductor(device: torch.device, older: bool) -> None:
-    """Moved behind its back, it would take layers on the device for layers that are away."""
+    """If another function moved them, the conductor would take layers on the device for layers that are away."""
 
     class Conductor:
         def __init__(self, layers: torch.nn.Sequential):

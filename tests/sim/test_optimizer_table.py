@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map_only
 
-from latentcache.devices.optimizer import FLAGS, load_optimizer_state, named_state, repair_optimizer
-from latentcache.devices.state_rules import wanted_state_device
+from latentcache.devices.optimizer import FLAGS, load_optimizer_state, repair_optimizer, state_rule, state_tensors
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "Adam": {"amsgrad": True},
@@ -70,13 +69,10 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range
 
 
 def misplaced(optimizer: torch.optim.Optimizer) -> Iterator[str]:
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            for name, value in optimizer.state[param].items():
-                if isinstance(value, torch.Tensor):
-                    rule = wanted_state_device(optimizer, group, param, name, value)
-                    if rule.device not in (None, value.device):
-                        yield f"{name} on {value.device}: {rule.reason}"
+    for state in state_tensors(optimizer):
+        rule = state_rule(state)
+        if rule.device not in (None, state.value.device):
+            yield f"{state.name} on {state.value.device}: {rule.reason}"
 
 
 def saved_state(name: str, setting: str, device: torch.device) -> tuple[Any, Any]:
@@ -135,17 +131,19 @@ def test_state_loaded_before_the_move_fails_until_it_is_repaired(
     num_syncs = syncs_of_a_step(model, optimizer, device, host_syncs)
     # Fewer are fine: a fresh ASGD keeps `step` on the device, a loaded one need not.
     assert num_syncs <= expected_syncs
-    for got, wanted in zip(model.parameters(), fresh_model.parameters(), strict=True):
-        torch.testing.assert_close(got, wanted)
+    for got, expected in zip(model.parameters(), fresh_model.parameters(), strict=True):
+        torch.testing.assert_close(got, expected)
 
 
 @pytest.mark.parametrize(("name", "setting"), CASES)
 def test_a_second_repair_moves_nothing(name: str, setting: str, device: torch.device) -> None:
     _, optimizer = loaded_too_early(name, setting, device)
     repair_optimizer(optimizer)
-    tensors = {(n, path): tensor for n, path, tensor in named_state(optimizer)}
+    before = list(state_tensors(optimizer))
     assert repair_optimizer(optimizer).moved == ()
-    assert all(tensors[n, path] is tensor for n, path, tensor in named_state(optimizer))
+    after = list(state_tensors(optimizer))
+    assert [(s.param_name, s.name) for s in after] == [(s.param_name, s.name) for s in before]
+    assert all(a.value is b.value for a, b in zip(after, before, strict=True))
 
 
 @pytest.mark.parametrize("setting", ["foreach", "loop"])

@@ -4,7 +4,7 @@
 
     undo = onetrainer.install(model=lambda: trainer.model)   # before trainer.start()
 
-mgds is not imported before `LatentCacheModule` is asked for. It is no dependency: OneTrainer brings it.
+mgds is imported when `LatentCacheModule` is first used. It is no dependency: OneTrainer has it.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from __future__ import annotations
 from typing import Any
 
 from latentcache.integrations.onetrainer.installation import install, mgds_module_class, module_class
-from latentcache.integrations.onetrainer.module_placement import Restoring, restoring
+from latentcache.integrations.onetrainer.module_placement import PlacementGuard, restoring
 
-__all__ = ["LatentCacheModule", "Restoring", "install", "module_class", "restoring"]
+__all__ = ["LatentCacheModule", "PlacementGuard", "install", "module_class", "restoring"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Encodes what is missing, in the pipeline's own threads, and stores it as it comes."""
+"""Encodes the missing items in the pipeline's own threads, and stores each when it is its turn."""
 
 from __future__ import annotations
 
@@ -14,30 +14,31 @@ from tqdm import tqdm
 
 from latentcache.errors import ItemsError, PipelineStopped
 from latentcache.identity import canonical_json, digest
-from latentcache.integrations.onetrainer.items import Item
+from latentcache.integrations.onetrainer.item_identity import Item
 from latentcache.phases.interrupts import uninterrupted
 from latentcache.phases.process_state import RandomStreams
 from latentcache.store.base import Store, Writer
 from latentcache.types import Entry
 
 WINDOW = 32
-"""Items that are with the threads at once. Finished ones wait in memory until it is their turn to be stored."""
+"""Items that the threads have at once. Finished ones wait in memory until it is their turn to be stored."""
 HOPELESS = 20
-"""Failures without one success after which the rest is not tried: it is not the item that is to blame."""
+"""After so many failures and no success the rest is not tried: then the items are not the cause."""
 
 TIDY_ITEMS = 250
-"""Items between two times that memory is freed; as mgds does."""
+"""After so many items memory is freed, as mgds does."""
 
 Encode = Callable[[Item], Entry]
+_Waiting = deque[tuple[Item, Future[Entry]]]
 Failure = tuple[str, Exception]
 """An item, by a name for messages, and why it cannot be cached."""
 
 
-class Filling:
-    """One refresh of a cache. Items that another process has stored meanwhile are left out.
+class ItemEncoding:
+    """One refresh of a cache. Items that another process stored meanwhile are left out.
 
-    `failures` are the items that could not be encoded; `is_hopeless` says that the rest was not tried. `tidy` is called
-    now and then between items, to free memory of the device.
+    `failures` are the items that could not be encoded. `tidy` is called after every TIDY_ITEMS items, to free memory of
+    the device.
     """
 
     def __init__(
@@ -55,51 +56,61 @@ class Filling:
 
     @property
     def is_hopeless(self) -> bool:
+        """Whether so many items failed, and none was encoded, that the rest is not tried."""
         return not self.num_encoded and len(self.failures) >= HOPELESS
 
     def run(self, items: Sequence[Item]) -> None:
-        """Encode and store these items. What was encoded is stored whatever ends this. Raises PipelineStopped."""
-        waiting: deque[tuple[Item, Future[Entry]]] = deque()
-        stopped = False
-        stored: set[str] = set()
-        with (
-            self._store.writer() as writer,
-            tqdm(total=len(items), desc="caching", smoothing=0.1, disable=None) as bar,
-        ):
+        """Encode and store these items. Encoded ones are stored also after an error. Raises PipelineStopped."""
+        waiting: _Waiting = deque()
+        with self._store.writer() as writer:
             try:
-                for number, item in enumerate(items):
-                    if (stopped := self._should_stop()) or self.is_hopeless:
-                        break
-                    if number % WINDOW == 0:  # each look-up opens the index
-                        stored = self._store.find([item.key for item in items[number : number + WINDOW]])
-                    if item.key not in stored:
-                        with uninterrupted():  # what a thread was given must be in `waiting`
-                            waiting.append((item, self._executor.submit(self._encode, item)))
-                    if len(waiting) >= WINDOW:
-                        self._take_first(waiting, writer)
-                    bar.update(number + 1 - len(waiting) - bar.n)
-                while waiting and not (stopped := stopped or self._should_stop()):
-                    self._take_first(waiting, writer)
-                    bar.update()
+                stopped = self._encode_in_order(items, waiting, writer)
             finally:
-                # Models must not be moved while a thread still uses them; what is under way is kept.
-                for _, future in waiting:
-                    future.cancel()
-                wait([future for _, future in waiting])
-                for item, future in waiting:
-                    if not future.cancelled() and isinstance(future.exception(), Exception | None):
-                        self._take(item, future, writer)
+                self._finish(waiting, writer)
         if stopped:
             raise PipelineStopped(self.num_encoded, len(items))
 
-    def _take_first(self, waiting: deque[tuple[Item, Future[Entry]]], writer: Writer) -> None:
+    def _encode_in_order(self, items: Sequence[Item], waiting: _Waiting, writer: Writer) -> bool:
+        """Encode the items, WINDOW at a time. Returns whether `should_stop` ended it before the last."""
+        stored: set[str] = set()
+        with tqdm(total=len(items), desc="caching", smoothing=0.1, disable=None) as bar:
+            for number, item in enumerate(items):
+                if self._should_stop():
+                    return True
+                if self.is_hopeless:
+                    break
+                if number % WINDOW == 0:  # each look-up opens the index
+                    stored = self._store.find([item.key for item in items[number : number + WINDOW]])
+                if item.key not in stored:
+                    with uninterrupted():  # an item that a thread has must be in `waiting`
+                        waiting.append((item, self._executor.submit(self._encode, item)))
+                if len(waiting) >= WINDOW:
+                    self._take_first(waiting, writer)
+                bar.update(number + 1 - len(waiting) - bar.n)
+            while waiting:
+                if self._should_stop():
+                    return True
+                self._take_first(waiting, writer)
+                bar.update()
+        return False
+
+    def _finish(self, waiting: _Waiting, writer: Writer) -> None:
+        """Wait for the threads, which must not use models that are moved, and store what they had begun."""
+        for _, future in waiting:
+            future.cancel()
+        wait([future for _, future in waiting])
+        for item, future in waiting:
+            if not future.cancelled() and isinstance(future.exception(), Exception | None):
+                self._take(item, future, writer)
+
+    def _take_first(self, waiting: _Waiting, writer: Writer) -> None:
         self._take(*waiting[0], writer)
-        waiting.popleft()  # not before: Ctrl-C may have come while it was waited for
+        waiting.popleft()  # only now: Ctrl-C may come during the wait for the item
 
     def _take(self, item: Item, future: Future[Entry], writer: Writer) -> None:
         try:
             entry = future.result()
-        except Exception as error:  # the pipeline's modules may raise anything; it is raised again when all are done
+        except Exception as error:  # the pipeline's modules may raise anything; the caller raises it at the end
             self.failures.append((item.name, error))
             return
         writer.add(entry)
@@ -115,9 +126,9 @@ def items_error(failures: Iterable[Failure], num_items: int, detail: str = "") -
 
 @contextmanager
 def own_random_streams(items: Iterable[Item]) -> Iterator[None]:
-    """Random numbers of its own for what is drawn while these items are encoded: other items, other numbers.
+    """Random streams for the encoding of these items, which their keys seed.
 
-    Training then goes on with the streams as they were, on a cold cache as on a warm one.
+    Afterwards the streams of the training are as before: it draws the same numbers on a cold and on a warm cache.
     """
     streams = RandomStreams()
     try:
@@ -139,6 +150,6 @@ def current_device(device: torch.device) -> int | None:
 
 
 def set_current_device(device: torch.device, index: int | None) -> None:
-    """Make the calling thread's current device that of the thread that asked: torch keeps one for each thread."""
+    """Set the calling thread's current device, which torch keeps for each thread; None sets nothing."""
     if index is not None:
         torch.get_device_module(device).set_device(index)

@@ -1,4 +1,4 @@
-"""Modules of a pipeline as JSON: the class's name and what its constructor took, with weights by their digests."""
+"""Modules of a pipeline as JSON: the class's name and the constructor's settings, with weights by their digests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import enum
 import logging
 import operator
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from pathlib import PurePath
 from typing import Any
@@ -33,11 +33,11 @@ class _Unreadable(Exception):
 
 
 def describe(module: Any, provenance: Mapping[str, Any]) -> dict[str, Any]:
-    """What an upstream module is, as JSON.
+    """An upstream module as JSON.
 
     `provenance` states what cannot be read. Under the name of the class, or of one of the module's outputs, it stands
     for the whole module; under the name of a setting, for that setting of every module. Raises PipelineError for a
-    setting that cannot be read and is not stated there, and ModelError for weights that hold no values.
+    setting that can neither be read nor is stated, and ModelError for weights that hold no values.
     """
     name = class_name(module)
     for key in (name, *filter(None, module.get_outputs())):
@@ -51,38 +51,38 @@ def describe(module: Any, provenance: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if setting not in values:
             raise PipelineError(
-                f"its constructor takes {setting!r} and does not keep it: what it was cannot be told. "
+                f"its constructor takes {setting!r} and does not keep it: its value is not known. "
                 f"{_advice(name, setting)}",
                 module=name,
             )
         try:
-            settings[setting] = _plain(setting, values[setting])
+            settings[setting] = _as_json(setting, values[setting])
         except _Unreadable as error:
             raise PipelineError(f"its setting {setting!r} is {error}. {_advice(name, setting)}", module=name) from error
     if name not in RECOGNISED:
         logger.info(
-            "%s: not known, so it is told by its class and its settings: %s", name, ", ".join(settings) or "none"
+            "%s is not a known module: its class and settings identify it: %s", name, ", ".join(settings) or "none"
         )
     return {"class": name, "settings": settings}
 
 
 def _advice(name: str, setting: str) -> str:
-    # What is recognised as a whole has only this setting to state.
+    # Of a recognised module only this setting has to be stated.
     stated = setting if name in RECOGNISED else name
     return (
         f"State what it is: provenance={{{stated!r}: 'version 1'}}, and another value whenever it gives other values."
     )
 
 
-def plain_settings(asked: str, value: Any) -> Any:
+def plain_settings(name: str, value: Any) -> Any:
     """The value of a concept's or the configuration's setting as JSON. PipelineError if it is none."""
     try:
-        return _plain(asked, value)
+        return _as_json(name, value)
     except _Unreadable as error:
-        raise PipelineError(f"the value of {asked!r} is {error}; it is to be JSON") from error
+        raise PipelineError(f"the value of {name!r} is {error}; it must be JSON") from error
 
 
-def _plain(setting: str, value: Any) -> Any:
+def _as_json(setting: str, value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         if isinstance(value, float) and value != value:
             raise _Unreadable("NaN")
@@ -94,10 +94,10 @@ def _plain(setting: str, value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         data = value.detach().cpu().contiguous()
         return {"tensor": digest(data.reshape(-1).view(torch.uint8).numpy().data), "as": _shape(data)}
-    return _plain_container(setting, value)
+    return _container_as_json(setting, value)
 
 
-def _plain_container(setting: str, value: Any) -> Any:
+def _container_as_json(setting: str, value: Any) -> Any:
     if isinstance(value, enum.Enum | torch.dtype | torch.device | PurePath):
         return str(value)
     if isinstance(value, torch.autocast):
@@ -105,14 +105,14 @@ def _plain_container(setting: str, value: Any) -> Any:
     if isinstance(value, nullcontext):
         return None
     if isinstance(value, list | tuple):
-        return [_plain(setting, item) for item in value]
+        return [_as_json(setting, item) for item in value]
     if isinstance(value, set | frozenset):
-        return sorted((_plain(setting, item) for item in value), key=canonical_json)
+        return sorted((_as_json(setting, item) for item in value), key=canonical_json)
     if isinstance(value, Mapping):
-        pairs = [[_plain(setting, key), _plain(setting, item)] for key, item in value.items()]
+        pairs = [[_as_json(setting, key), _as_json(setting, item)] for key, item in value.items()]
         return {"items": sorted(pairs, key=canonical_json)}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {field.name: _plain(setting, getattr(value, field.name)) for field in dataclasses.fields(value)}
+        fields = {field.name: _as_json(setting, getattr(value, field.name)) for field in dataclasses.fields(value)}
         return {"class": type(value).__name__, "fields": fields}
     raise _Unreadable(f"a {type(value).__name__}, which cannot be written as JSON")
 
@@ -126,34 +126,34 @@ def _shape(tensor: torch.Tensor) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Weights:
-    """What tells whether weights were changed. The tensors are held, so that no other object takes their place."""
+    """The state of weights, which changes with them. The tensors are kept, so that no other object gets their ids."""
 
     tensors: tuple[torch.Tensor, ...]
     state: tuple[Any, ...]
 
-    def same_as(self, other: _Weights) -> bool:
+    def equals(self, other: _Weights) -> bool:
         same_objects = len(self.tensors) == len(other.tensors) and all(map(operator.is_, self.tensors, other.tensors))
         return same_objects and self.state == other.state
 
 
-_remembered: weakref.WeakKeyDictionary[torch.nn.Module, tuple[_Weights, dict[str, Any]]] = weakref.WeakKeyDictionary()
+_identities: weakref.WeakKeyDictionary[torch.nn.Module, tuple[_Weights, dict[str, Any]]] = weakref.WeakKeyDictionary()
 
 
 def part_identity(part: str, module: torch.nn.Module) -> dict[str, Any]:
     """The identity of a part of a model: its class, its weights in the dtype that they have, its config.
 
-    It is remembered while parameters and buffers are the same objects and have the same versions, which torch counts
-    up with every change in place. Changes through `.data` are not counted, and not noticed.
+    It is computed once, as long as parameters and buffers are the same objects and have the same versions, which torch
+    counts up with every change in place. Changes through `.data` are not counted, and not noticed.
     """
     weights = _weights(module)
-    known = _remembered.get(module)
-    if known is not None and weights is not None and known[0].same_as(weights):
+    known = _identities.get(module)
+    if known is not None and weights is not None and known[0].equals(weights):
         return known[1]
     dtype = dtype_of(module) or torch.float32
     # Of a VAE only the encoder counts, if it has one by that name.
     role = part if part != "vae" or any(name.startswith("encoder.") for name in module.state_dict()) else "module"
     if hasattr(module, "config"):
-        identity = {"part": dataclasses.asdict(module_identity(role, module, dtype))}
+        identity: dict[str, Any] = {"part": dataclasses.asdict(module_identity(role, module, dtype))}
     else:
         identity = {"part": {"class_name": class_name(module), "weights": weights_digest(role, module, dtype)}}
     identity["dtype"] = str(dtype)
@@ -163,21 +163,21 @@ def part_identity(part: str, module: torch.nn.Module) -> dict[str, Any]:
     if hooks := _replaced_forwards(role, module):
         identity["hooked"] = hooks
     if weights is not None:
-        _remembered[module] = weights, identity
+        _identities[module] = weights, identity
     return identity
 
 
 def _weights(module: torch.nn.Module) -> _Weights | None:
-    """The weights as they are now; None where torch counts no changes (inference tensors)."""
+    """The current state of the weights; None where torch counts no changes (inference tensors)."""
     hooking = _hooking(module).values()
     tensors = [tensor for owner in (module, *hooking) for tensor in _tensors(owner)]
     tensors += [tensor for owner in hooking for tensor in _loose_tensors(owner).values()]
     if any(tensor.is_inference() for tensor in tensors):
         return None
     config = getattr(module, "config", None)
-    settings = config.to_dict() if hasattr(config, "to_dict") else config
+    settings = config.to_dict() if config is not None and hasattr(config, "to_dict") else config
     versions = tuple((tensor._version, tensor.dtype) for tensor in tensors)
-    # No weak references: torch swaps no parameter that has one, which some settings and devices need for a move.
+    # No weak references: torch cannot swap a parameter that has one, and some moves to a device swap parameters.
     return _Weights(tuple(tensors), (versions, repr(settings), getattr(module, "use_tiling", False)))
 
 
@@ -186,7 +186,7 @@ def _tensors(module: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def _hooking(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Modules whose method stands in for the forward of a submodule: LoRA layers and extra embeddings of trainers."""
+    """Modules whose method replaces the forward of a submodule: LoRA layers and extra embeddings of trainers."""
     return {
         name: owner
         for name, child in module.named_modules()
@@ -196,20 +196,22 @@ def _hooking(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 
 def _replaced_forwards(part: str, module: torch.nn.Module) -> dict[str, Any]:
-    found = {}
+    found: dict[str, Any] = {}
     for name, owner in _hooking(module).items():
         scalars = {key: value for key, value in vars(owner).items() if _is_scalar(key, value)}
-        loose = {key: _plain(key, tensor) for key, tensor in _loose_tensors(owner).items()}
+        loose = {key: _as_json(key, tensor) for key, tensor in _loose_tensors(owner).items()}
         found[name] = [class_name(owner), weights_digest(f"{part}.{name}", owner, None), scalars, loose]
     return found
 
 
 def _loose_tensors(owner: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Tensors that a module holds without having registered them, such as a list of extra embeddings."""
-    found = {}
+    """Tensors of a module that are not registered, such as a list of extra embeddings."""
+    found: dict[str, torch.Tensor] = {}
     for name, value in vars(owner).items():
         if name not in ("_parameters", "_buffers"):
-            pairs = value.items() if isinstance(value, Mapping) else enumerate(_as_list(value))
+            pairs: Iterable[tuple[Any, Any]] = (
+                value.items() if isinstance(value, Mapping) else enumerate(_as_list(value))
+            )
             found |= {f"{name}.{place}": tensor for place, tensor in pairs if isinstance(tensor, torch.Tensor)}
     return found
 

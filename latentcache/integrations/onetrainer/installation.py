@@ -1,4 +1,4 @@
-"""Putting the cache in DiskCache's place: in a class over mgds' base classes, and in OneTrainer's data loaders."""
+"""Replacing DiskCache: a class over mgds' base classes, which takes its place in OneTrainer's data loaders."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOADERS = (
 """OneTrainer's modules that make a DiskCache."""
 NAME = "DiskCache"
 _REPLACED = "replaced_in"
-"""The attribute in which an installed class keeps what it took the place of."""
+"""The attribute in which an installed class keeps the classes that it replaced."""
 _BASES = (
     ("mgds.PipelineModule", "PipelineModule"),
     ("mgds.pipelineModuleTypes.SingleVariationRandomAccessPipelineModule", "SingleVariationRandomAccessPipelineModule"),
@@ -49,11 +49,11 @@ def install(
 ) -> Callable[[], None]:
     """Make OneTrainer cache with `LatentCacheModule` from now on, and return a function that undoes it.
 
-    Call it before `trainer.start()`, in a process that can import OneTrainer's `modules`. `model`: the model or a
-    function that gives it; where its parts were, and their train modes, are put back after each refresh (`restoring`).
-    `cache_dir` takes the place of the folders that OneTrainer names, which it empties by default before training; all
-    entries may share it. `provenance` and `should_stop` as for `LatentCacheModule`. A second call takes the place of
-    the first. PipelineError if a loader cannot be imported or has no DiskCache; then nothing was replaced.
+    Call it before `trainer.start()`, in a process that can import OneTrainer's `modules`. `model` is the model or a
+    function that gives it: after each refresh its parts are moved back and get their train modes back (`restoring`).
+    `cache_dir` replaces the folders that OneTrainer names, which it empties by default before training; all entries may
+    share it. `provenance` and `should_stop` are those of `LatentCacheModule`. A second call replaces the first. Raises
+    PipelineError if a loader cannot be imported or has no DiskCache; then nothing was replaced.
     """
     made = _configured(mgds_module_class(), model, cache_dir, provenance, should_stop)
     found = [_imported(name, "OneTrainer") for name in loaders]
@@ -65,7 +65,7 @@ def install(
 
     def undo() -> None:
         for loader, original in originals.items():
-            if getattr(loader, NAME) is made:  # else another call, or someone else, has put in something since
+            if getattr(loader, NAME) is made:  # else another call, or another program, has replaced it since
                 setattr(loader, NAME, original)
 
     return undo
@@ -78,7 +78,7 @@ def _configured(
     provenance: Mapping[str, Any] | None,
     should_stop: Callable[[], bool] | None,
 ) -> type[CacheModule]:
-    """The class with these settings. It is made with DiskCache's arguments."""
+    """The class with these settings; its constructor takes DiskCache's arguments."""
 
     def __init__(self: CacheModule, cache_dir: str, *args: Any, **kwargs: Any) -> None:
         settings = {"provenance": provenance, "should_stop": should_stop, **kwargs}
@@ -102,7 +102,7 @@ def _imported(name: str, owner: str) -> ModuleType:
 def _found(module: ModuleType, name: str) -> Any:
     if not hasattr(module, name):
         raise PipelineError(
-            f"it has no {name!r}: this release of it is not the one that this adapter was written for. Make the "
+            f"it has no {name!r}: this adapter was written for another release of it. Make the "
             "LatentCacheModule yourself where the pipeline is put together.",
             module=module.__name__,
         )

@@ -1,4 +1,4 @@
-"""The pipeline module: what mgds' DiskCache is to a pipeline, over a store of content-addressed entries."""
+"""The pipeline module that takes the place of mgds' DiskCache, over a store of content-addressed entries."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from latentcache.errors import EntryDamagedError, EntryMissingError, PipelineErr
 from latentcache.identity import canonical_json
 from latentcache.integrations.onetrainer.cache_filling import (
     Failure,
-    Filling,
+    ItemEncoding,
     current_device,
     items_error,
     own_random_streams,
     set_current_device,
 )
-from latentcache.integrations.onetrainer.items import Item, Items
+from latentcache.integrations.onetrainer.item_identity import Item, ItemReader
 from latentcache.integrations.onetrainer.source_files import FileDigests, signature_of
 from latentcache.integrations.onetrainer.upstream import walk
-from latentcache.integrations.onetrainer.values import PLAIN_FIELD, PlainValues, tensors_of, values_of
-from latentcache.integrations.onetrainer.variations import GroupNames, Groups, make_groups
+from latentcache.integrations.onetrainer.values import PLAIN_FIELD, PlainValues, fields_of, values_of
+from latentcache.integrations.onetrainer.variations import GroupNames, Groups, make_groups, once_per_item
 from latentcache.phases.interrupts import uninterrupted
 from latentcache.precache.scratch import Memo
 from latentcache.store.disk import DiskStore
@@ -33,11 +33,11 @@ from latentcache.types import Entry, Record
 logger = logging.getLogger("latentcache")
 
 FOLDER = "latentcache"
-"""The store's folder in `cache_dir`, where files of DiskCache may lie."""
+"""The store's folder in `cache_dir`, where DiskCache may have files of its own."""
 
 
 def _nothing() -> None:
-    """In place of a function that was not given."""
+    """Takes the place of a function that was not given."""
 
 
 class _Opened(NamedTuple):
@@ -51,10 +51,10 @@ class _Opened(NamedTuple):
 class CacheModule:
     """A drop-in for `mgds.pipelineModules.DiskCache`. `onetrainer.LatentCacheModule` joins it to mgds' base classes.
 
-    The parameters up to `before_cache_fun` are those of DiskCache. `after_cache_fun` is called after encoding,
-    whatever ends it. `provenance` states what upstream modules are that cannot be described (JSON; see
-    `description.describe`). `source_path_in_name` gives paths of files that count by their bytes, and is never stored.
-    The values of `source_value_in_names` count as they are. `should_stop` is asked between items.
+    The parameters up to `before_cache_fun` are those of DiskCache. `after_cache_fun` is called after encoding, also
+    after an error. `provenance` states what upstream modules are that cannot be described (JSON; see
+    `description.describe`). `source_path_in_name` names paths of files that count by their bytes, and are never stored.
+    The values of `source_value_in_names` count as they are. `should_stop` is called between items.
     """
 
     # From mgds: `pipeline`, `current_variation`, `_state`, `_get_previous_item`, `_get_previous_length`.
@@ -64,7 +64,7 @@ class CacheModule:
     _get_previous_item: Callable[[int, str, int], Any]
     _get_previous_length: Callable[[str], int]
 
-    def __init__(  # the signature that trainers call
+    def __init__(  # noqa: PLR0913 -- the signature of mgds' DiskCache, which trainers call
         self,
         cache_dir: str,
         split_names: list[str] | None = None,
@@ -114,31 +114,34 @@ class CacheModule:
         except (TypeError, ValueError) as error:
             raise PipelineError(f"provenance must be JSON: {error}") from error
 
-    # What mgds asks of a module
+    # The interface of mgds' modules
 
     def length(self) -> int:
+        """Outputs of one epoch; before the first `start` the number of inputs."""
         if self._groups is None:
             return self._get_previous_length((self.split_names + self.aggregate_names)[0])
         return len(self._groups)
 
     def get_inputs(self) -> list[str]:
-        asked = (*self._group_names.heads(), *self.source_value_in_names)
-        return list(dict.fromkeys([*self.split_names, *self.aggregate_names, *asked]))
+        """The names that this module requests."""
+        names = [*self.split_names, *self.aggregate_names, *self._group_names.names(), *self.source_value_in_names]
+        return list(dict.fromkeys(names))
 
     def get_outputs(self) -> list[str]:
+        """The names whose values this module gives."""
         return self.split_names + self.aggregate_names
 
     def start(self, out_variation: int) -> None:
-        """Plan this epoch, encode what is missing of it, and read the values that are needed of all items.
+        """Plan this epoch, encode its missing items, and load the plain values of all its items.
 
-        `before_cache_fun` is called once if something is missing, and `after_cache_fun` after it, also after an error.
-        Raises ItemsError for items that cannot be cached when all others are stored, PipelineStopped, and ReadOnlyError
-        if something is missing in a cache that cannot be written.
+        `before_cache_fun` is called once if an item is missing, and `after_cache_fun` after it, also after an error.
+        Raises ItemsError, when all other items are stored, for items that cannot be cached; PipelineStopped; and
+        ReadOnlyError if an item is missing in a cache that cannot be written.
         """
         opened = self._open()
-        maker = self._make_items()
+        reader = self._item_reader()
         outputs = self._grouped().inputs(out_variation)
-        items, failures = self._plan(maker, outputs)
+        items, failures = self._plan(reader, outputs)
         opened.memo.flush()
         missing = self._missing(opened, items.values())
         if missing and opened.store.read_only:
@@ -148,35 +151,35 @@ class CacheModule:
                 "Make it writable, or name another cache_dir",
             )
         if missing:
-            filling = self._fill(opened.store, maker, missing)
-            failures += filling.failures
+            encoding = self._encode_missing(opened.store, reader, missing)
+            failures += encoding.failures
             left = self._missing(opened, items.values())
             if left and not failures:
                 raise PipelineError(f"{len(left)} items are missing after they were stored, the first: {left[0].name}")
-            if filling.is_hopeless:
+            if encoding.is_hopeless:
                 raise items_error(failures, len(missing), ", and the rest was not tried") from failures[0][1]
         opened.memo.flush()
         if failures:
             raise items_error(failures, len(set(outputs))) from failures[0][1]
         self._outputs = outputs
-        # Of what an item is, no more is kept than its key: there may be a million of them.
-        self._items = {place: (item.key, item.live) for place, item in items.items()}
+        # Of an item only its key and what is passed through are kept: there may be a million items.
+        self._items = {place: (item.key, item.passed) for place, item in items.items()}
 
     def get_item(self, index: int, requested_name: str | None = None) -> dict[str, Any]:
         """The values of an output of this epoch, tensors on the pipeline's device; never None.
 
-        Values that are no tensors cost no reading; with a tensor all are read. StoreError where an entry was lost or
-        found damaged since `start`.
+        Plain values are in memory; for a tensor the whole entry is read. Raises StoreError if an entry was lost or
+        damaged since `start`.
         """
-        key, live = self._items[self._outputs[index]]
+        key, passed = self._items[self._outputs[index]]
         opened = self._open()
         plain = opened.plain.get(key)
-        values = {**live, **(plain or {})}
+        values = {**passed, **(plain or {})}
         if requested_name is None or requested_name not in values:
             try:
                 values |= self._read(opened.store, key, tensors_only=plain is not None)
             except (EntryDamagedError, EntryMissingError) as error:
-                path = next(iter(live.values()), f"item {index}")
+                path = next(iter(passed.values()), f"item {index}")
                 error.add_note(f"{path}: start the trainer again, and it is encoded again")
                 raise
         return values
@@ -189,97 +192,81 @@ class CacheModule:
             try:
                 store = DiskStore(path)
             except ReadOnlyError:
-                store = DiskStore(path, create=False, read_only=True)  # it serves if nothing is missing
-                logger.info("%s cannot be written: what is in it is used, and nothing is added", path)
+                store = DiskStore(path, create=False, read_only=True)  # enough if nothing is missing
+                logger.info("%s cannot be written: its entries are used, and none is added", path)
             memo = Memo(store.path / "memo", read_only=store.read_only)
             self._opened = _Opened(store, memo, PlainValues(store, memo))
         return self._opened
 
-    def _make_items(self) -> Items:
+    def _item_reader(self) -> ItemReader:
         names = self.get_outputs()
         upstream = walk(self, names, source_path=self.source_path_in_name, source_values=self.source_value_in_names)
         if not upstream.files and not upstream.texts:
             raise PipelineError(
-                f"what {', '.join(names)} are made from cannot be told: no module before the cache asks for a file or "
+                f"what {', '.join(names)} are made from is not known: no module before the cache requests a file or "
                 "a text. Name the text in source_value_in_names, or the path in source_path_in_name "
                 f"(now {self.source_path_in_name!r})"
             )
-        return Items(upstream, names, self.provenance, FileDigests(self._open().memo))
+        return ItemReader(upstream, names, self.provenance, FileDigests(self._open().memo))
 
     def _grouped(self) -> Groups:
         if self._groups is None:
-            # Values of concepts are asked at variation 0, as mgds does.
             num_items = self._get_previous_length(self._group_names.variations or self.get_outputs()[0])
-            self._groups = make_groups(self._group_names, num_items, self._puller(0))
+            # The values of concepts are those of variation 0, as in mgds.
+            get_value = once_per_item(lambda name, index: self._get_previous_item(0, name, index))
+            self._groups = make_groups(self._group_names, num_items, get_value)
         return self._groups
 
     def _plan(
-        self, maker: Items, outputs: Sequence[tuple[int, int]]
+        self, reader: ItemReader, outputs: Sequence[tuple[int, int]]
     ) -> tuple[dict[tuple[int, int], Item], list[Failure]]:
         """The items of an epoch, and those whose files or texts cannot be read, with the reason."""
         items: dict[tuple[int, int], Item] = {}
         failures: list[Failure] = []
         for place in dict.fromkeys(outputs):
             try:
-                items[place] = maker.item(*place)
+                items[place] = reader.read(*place)
             except (OSError, RuntimeError, ValueError) as error:
-                failures.append((maker.name_of(*place), error))
+                failures.append((reader.name_of(*place), error))
         return items, failures
 
-    def _puller(self, variation: int) -> Callable[[str, int], Any]:
-        """Asks for names with dots, as mgds does, but for the part before the first dot once an item only."""
-        last: dict[str, tuple[int, Any]] = {}
-
-        def pull(name: str, index: int) -> Any:
-            head, _, rest = name.partition(".")
-            if head not in last or last[head][0] != index:
-                last[head] = index, self._get_previous_item(variation, head, index)
-            value = last[head][1]
-            for part in rest.split(".") if rest else ():
-                if part not in value:
-                    return None
-                value = value[part]
-            return value
-
-        return pull
-
     def _missing(self, opened: _Opened, items: Collection[Item]) -> list[Item]:
-        """Items without an entry, one for each key. What is needed of all items is held from here on."""
+        """Items without an entry, one for each key. The plain values of the others are loaded, if they are needed."""
         by_key = {item.key: item for item in items}
-        there = opened.store.find(by_key)
+        stored = opened.store.find(by_key)
         if self.aggregate_names:
-            there -= opened.plain.hold(there)
-        return [item for key, item in by_key.items() if key not in there]
+            stored -= opened.plain.load(stored)
+        return [item for key, item in by_key.items() if key not in stored]
 
-    def _fill(self, store: DiskStore, maker: Items, missing: Sequence[Item]) -> Filling:
+    def _encode_missing(self, store: DiskStore, reader: ItemReader, missing: Sequence[Item]) -> ItemEncoding:
         device = torch.device(self.pipeline.device)
         number = current_device(device)
 
         def encode(item: Item) -> Entry:
             set_current_device(device, number)
-            return self._encode(maker, item)
+            return self._encode(reader, item)
 
         tidy = getattr(self, "_torch_gc", _nothing)  # mgds' modules have it
-        filling = Filling(store, self._state.executor, encode, self.should_stop, tidy)
+        encoding = ItemEncoding(store, self._state.executor, encode, self.should_stop, tidy)
         with own_random_streams(missing):
             try:
                 self.before_cache_fun()
-                filling.run(missing)
+                encoding.run(missing)
             finally:
                 with uninterrupted():
                     self.after_cache_fun()
-        return filling
+        return encoding
 
-    def _encode(self, maker: Items, item: Item) -> Entry:
-        """In a thread of the pipeline: the item's entry, from the modules before this one."""
+    def _encode(self, reader: ItemReader, item: Item) -> Entry:
+        """The item's entry, from the modules before this one. It is called in a thread of the pipeline."""
         with torch.no_grad():
-            names = [name for name in self.get_outputs() if name not in item.live]
+            names = [name for name in self.get_outputs() if name not in item.passed]
             values = {name: self._get_previous_item(item.variation, name, item.index) for name in names}
         changed = [path for path, signature in item.files if signature_of(path) != signature]
         if changed:
             raise PipelineError(f"{changed[0]} changed while it was encoded; the next start reads it again")
-        record = Record(item.key, maker.kind, item.identity, maker.provenance(item))
-        return Entry(record, tensors_of(values))
+        record = Record(item.key, reader.kind, item.identity, reader.provenance(item))
+        return Entry(record, fields_of(values))
 
     def _read(self, store: DiskStore, key: str, *, tensors_only: bool) -> dict[str, Any]:
         names = [name for name in store.describe(key) if name != PLAIN_FIELD or not tensors_only]

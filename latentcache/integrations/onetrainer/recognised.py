@@ -1,8 +1,8 @@
 """The modules of mgds that are recognised by their class's name, and what is special about each.
 
-All others are described by their class's name and the settings that their constructor took, and are taken to depend on
-the variation, and on their position if they draw random numbers. What a module gives must follow from that and from
-what it asks for.
+All others are described by their class's name and the settings of their constructor. Their values are taken to depend
+on the variation, and on the position if they draw random numbers. A module's values must follow from these and from its
+inputs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from types import CodeType
 from typing import Any
 
 CONCEPTS = frozenset({"ConceptPipelineModule", "SettingsPipelineModule", "CollectPaths"})
-"""They give what the user set. Each setting that is asked for counts by its value."""
+"""They give the user's settings. Each setting that is requested counts by its value."""
 
 PATHS: Mapping[str, str] = {"CollectPaths": "path_out_name", "ModifyPath": "out_name"}
 """They give paths of files, under the name in this setting. Files count by their bytes."""
@@ -24,10 +24,10 @@ TEXTS = frozenset(
         *("SelectInput", "SelectRandomText", "ShuffleTags"),
     }
 )
-"""They give texts, which cost a file of text to make. Texts count as they are."""
+"""They give texts, which cost reading a file of text. Texts count as they are."""
 
 TEXT_VALUES = frozenset({("Tokenize", "in_name")})
-"""Settings of modules that ask for a text, whoever gives it."""
+"""Settings of modules that request a text, from any module."""
 
 DRAWS: Mapping[str, str] = {
     "AspectBucketing": "",
@@ -57,7 +57,7 @@ RECOGNISED = (
         *("ScaleImage", "SelectFirstInput", "Tokenize"),
     }
 )
-"""What these give depends on the variation only through random numbers."""
+"""Their values depend on the variation only through random numbers."""
 
 KEPT_AS: Mapping[tuple[str, str], str | None] = {
     ("EncodeVAE", "sample_mode"): None,
@@ -69,19 +69,20 @@ KEPT_AS: Mapping[tuple[str, str], str | None] = {
 """The attribute in which a constructor's parameter is kept, where it has another name; None: it is not used."""
 
 CONSTANTS: Mapping[str, tuple[str, ...]] = {"AspectBucketing": ("all_possible_input_aspects",)}
-"""Attributes of classes that another release, or a user, may set otherwise, and that change what a module gives."""
+"""Attributes of classes that another release or a user may set otherwise, and that change a module's values."""
 
 _MISSING = object()
 
 
 def class_name(module: Any) -> str:
+    """The name of the module's class."""
     return type(module).__name__
 
 
 def constructor_settings(module: Any) -> dict[str, Any]:
-    """The values that the module's constructor took, as the module keeps them: `name` or `_name`; and its CONSTANTS.
+    """The values that the module's constructor took, which the module keeps as `name` or `_name`; and its CONSTANTS.
 
-    A parameter that it does not keep under its name is left out here; `unkept_settings` names it.
+    A parameter that the module does not keep is left out; `unkept_settings` names it.
     """
     values = {name: _kept(module, name) for name in _parameters(module)}
     values |= {name: getattr(module, name, _MISSING) for name in CONSTANTS.get(class_name(module), ())}
@@ -94,7 +95,7 @@ def unkept_settings(module: Any) -> list[str]:
 
 
 def draws_random_numbers(module: Any) -> bool:
-    """Whether code of the module's class, or of a class it derives from, asks for `_get_rand`."""
+    """Whether code of the module's class, or of a class it derives from, uses `_get_rand`."""
     if class_name(module) in RECOGNISED:
         return class_name(module) in DRAWS
     return any(

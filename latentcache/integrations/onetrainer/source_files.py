@@ -1,4 +1,4 @@
-"""What an item is made from: the bytes of its files, by their digests."""
+"""Digests of the files that an item is made from."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from collections.abc import MutableMapping
 from latentcache.identity import digest
 
 SETTLED_NS = 2_000_000_000
-"""A file that changed less than this long ago may change again with the same time stamps: its digest is not
-remembered."""
+"""A file that changed less than this long ago may change again with the same time stamps: its digest is not kept."""
 
 
 class FileDigests:
-    """Digests of files, remembered by (path, size, mtime_ns, ctime_ns, inode) in `memo`.
+    """Digests of files, kept in `memo` by (path, size, mtime_ns, ctime_ns, inode).
 
-    So a file that was edited with its old size and mtime put back is noticed by its ctime, which programs cannot set.
-    Not noticed: a change on a file system that keeps no ctime, or while the clock is set back to the very nanosecond.
+    A file that was edited and got its old size and mtime back has another ctime, which programs cannot set. Not
+    noticed: a change on a file system without ctime, or with the clock set back to the same nanosecond.
     """
 
     def __init__(self, memo: MutableMapping[str, str]):
@@ -45,7 +44,7 @@ class FileDigests:
 
 
 def signature_of(path: str) -> str | None:
-    """What tells whether a file is still the same, or None if there is none."""
+    """It changes when the file does; None if there is no file."""
     try:
         return _signature(os.stat(path))
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""What a pipeline gives for an item, as entries of a store, and back: tensors as fields, other values as JSON."""
+"""The values of an item as the fields of an entry, and back: tensors as they are, other values as one field of JSON."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from latentcache.store.stacking import read_batch
 PLAIN_FIELD = "plain_values"
 """The field with the values that are no tensors: UTF-8 JSON, padded with spaces."""
 PADDING = 256
-"""So that entries of one kind have few different shapes: those of equal shape are read together."""
+"""Bytes to which the JSON is padded: entries of few different lengths are read together."""
 
 
-def tensors_of(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def fields_of(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The fields of an entry with these values, on the CPU.
 
-    Other values than tensors are None, bool, int, float and str, and tuples, lists and dicts (with keys of str) of
-    them. Raises PipelineError for anything else, for None itself, and for tensors with NaN or Inf.
+    A value is a tensor, or plain: bool, int, float, str, or a tuple, list or dict (with keys of str) of these and None.
+    Raises PipelineError for anything else, and for tensors with NaN or Inf.
     """
     fields: dict[str, torch.Tensor] = {}
     plain: dict[str, Any] = {}
@@ -47,14 +47,14 @@ def tensors_of(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def values_of(fields: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """The inverse of `tensors_of`: tensors on the CPU, other values with the types that they had."""
+    """The inverse of `fields_of`: tensors on the CPU, other values with the types that they had."""
     values: dict[str, Any] = dict(fields)
     data = values.pop(PLAIN_FIELD, None)
     return values if data is None else values | _plain_values(data.numpy().tobytes())
 
 
 class PlainValues:
-    """The values of entries that are no tensors, by key: held in memory, as all are needed before the first batch.
+    """The plain values of entries, by key. They are kept in memory: all are needed before the first batch.
 
     `memo` keeps copies, each with its digest, so that a new process need not read every entry.
     """
@@ -64,22 +64,23 @@ class PlainValues:
         self._values: dict[str, dict[str, Any]] = {}
 
     def get(self, key: str) -> dict[str, Any] | None:
-        """The values of an entry that is held, else None."""
+        """The plain values of an entry; None if they were not loaded."""
         return self._values.get(key)
 
-    def hold(self, keys: Collection[str]) -> set[str]:
-        """Hold the values of these entries, and of no others. Returns the keys of those that are missing or damaged."""
+    def load(self, keys: Collection[str]) -> set[str]:
+        """Load the values of these entries, and drop all others. Returns the keys of missing and damaged entries."""
         self._values = {key: self._values[key] for key in keys if key in self._values}
         missing = set()
         for key in keys:
             if key not in self._values:
                 try:
-                    self._values[key] = self._remembered(key) or self._read(key)
+                    self._values[key] = self._copy(key) or self._read(key)
                 except (EntryDamagedError, EntryMissingError):
-                    missing.add(key)  # the caller has them made anew
+                    missing.add(key)  # the caller encodes them again
         return missing
 
-    def _remembered(self, key: str) -> dict[str, Any] | None:
+    def _copy(self, key: str) -> dict[str, Any] | None:
+        """The values from the memo; None if it has none, or a damaged copy."""
         found, _, text = self._memo.get(_memo_name(key), "").partition(" ")
         data = text.encode()
         return _plain_values(data) if data and digest(data) == found else None
@@ -101,7 +102,7 @@ def _plain_values(data: bytes) -> dict[str, Any]:
 
 
 def _encoded(name: str, value: Any) -> Any:
-    """JSON that keeps tuples and lists apart."""
+    """A plain value as JSON: containers are objects with one key, which names their type."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if type(value) in (tuple, list):

@@ -12,8 +12,26 @@ from latentcache.identity import canonical_json
 
 REPEATS, SAMPLES = "REPEATS", "SAMPLES"
 
-Pull = Callable[[str, int], Any]
+GetValue = Callable[[str, int], Any]
 """The value of a name for an input index, at variation 0."""
+
+
+def once_per_item(get_value: GetValue) -> GetValue:
+    """Values of names with dots, as mgds looks them up, but the part before the first dot is requested once an item."""
+    last: dict[str, tuple[int, Any]] = {}
+
+    def get(name: str, index: int) -> Any:
+        root, *parts = name.split(".")
+        if root not in last or last[root][0] != index:
+            last[root] = index, get_value(root, index)
+        value = last[root][1]
+        for part in parts:
+            if part not in value:
+                return None
+            value = value[part]
+        return value
+
+    return get
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +44,8 @@ class GroupNames:
     group: tuple[str, ...]
     enabled: str | None
 
-    def heads(self) -> tuple[str, ...]:
-        """All names that are asked for each item."""
+    def names(self) -> tuple[str, ...]:
+        """All of these names."""
         names = (self.enabled, self.variations, self.balancing, self.balancing_strategy, *self.group)
         return tuple(name for name in names if name is not None)
 
@@ -62,7 +80,7 @@ class Groups:
         return [item for group in self.groups for item in group.inputs(epoch)]
 
 
-def make_groups(names: GroupNames, num_items: int, pull: Pull) -> Groups:
+def make_groups(names: GroupNames, num_items: int, get_value: GetValue) -> Groups:
     """The groups of a pipeline's items. Strategy and balancing of a group are those of its first item.
 
     Raises PipelineError for a strategy that is neither REPEATS nor SAMPLES.
@@ -70,28 +88,30 @@ def make_groups(names: GroupNames, num_items: int, pull: Pull) -> Groups:
     if names.variations is None:
         indices = tuple(range(num_items))
         return Groups((Group(indices, len(indices), 1),) if indices else ())
-    heads = tuple(dict.fromkeys(name.partition(".")[0] for name in (*names.group, names.enabled) if name))
-    known: dict[tuple[int, ...], tuple[list[Any], bytes | None]] = {}
+    roots = tuple(dict.fromkeys(name.partition(".")[0] for name in (*names.group, names.enabled) if name))
+    groups: dict[tuple[int, ...], tuple[list[Any], bytes | None]] = {}
     members: dict[bytes, list[int]] = {}
     for index in range(num_items):
-        # Items of one concept share its dict, which is looked through once; it is held, so that its id stays its own.
-        values = [pull(head, index) for head in heads]
-        mark = tuple(map(id, values))
-        if mark not in known:
-            enabled = not names.enabled or pull(names.enabled, index)
-            key = canonical_json([pull(name, index) for name in names.group]) if enabled else None
-            known[mark] = values, key
-        found = known[mark][1]
-        if found is not None:
-            members.setdefault(found, []).append(index)
-    return Groups(tuple(_group(names, indices, pull) for indices in members.values()))
+        # Items of one concept share one dict, which is read once. It is kept, so that no other object gets its id.
+        values = [get_value(root, index) for root in roots]
+        concept = tuple(map(id, values))
+        if concept not in groups:
+            enabled = not names.enabled or get_value(names.enabled, index)
+            groups[concept] = (
+                values,
+                canonical_json([get_value(name, index) for name in names.group]) if enabled else None,
+            )
+        group = groups[concept][1]
+        if group is not None:
+            members.setdefault(group, []).append(index)
+    return Groups(tuple(_group(names, indices, get_value) for indices in members.values()))
 
 
-def _group(names: GroupNames, indices: Sequence[int], pull: Pull) -> Group:
+def _group(names: GroupNames, indices: Sequence[int], get_value: GetValue) -> Group:
     first = indices[0]
-    variations = pull(str(names.variations), first)
-    balancing = pull(str(names.balancing), first)
-    strategy = pull(str(names.balancing_strategy), first)
+    variations = get_value(str(names.variations), first)
+    balancing = get_value(str(names.balancing), first)
+    strategy = get_value(str(names.balancing_strategy), first)
     if strategy == REPEATS:
         num_out = math.floor(len(indices) * balancing)
     elif strategy == SAMPLES:

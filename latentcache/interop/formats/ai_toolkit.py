@@ -1,10 +1,10 @@
-"""ai-toolkit's caches for SDXL: safetensors files in `_latent_cache` and `_t_e_cache`, folders beside the images.
+"""ai-toolkit's caches for SDXL: safetensors files in the folders `_latent_cache` and `_t_e_cache`, next to the images.
 
 Latents: `<stem>_<hash>.safetensors`, tensor `latent` [4, h, w], one draw multiplied by the VAE's scaling factor. The
-file's metadata are the facts that the hash is of: the image's name, the size that it was scaled to, the crop, flips. An
-image is mirrored first, then scaled and cropped; a `Geometry` crops first, so that its crop is turned here.
+file's metadata are the facts that are hashed: the image's name, the size that it was scaled to, the crop, flips.
+ai-toolkit mirrors an image before it scales and crops; a `Geometry` crops before, so that its crop is mirrored here.
 Text: `<stem>_<hash>.safetensors`, tensors `text_embed` [1, 77, 2048] and `pooled_embed` [1, 1280], without metadata.
-The hash is of the caption as it was encoded, with the trigger word in it.
+What is hashed is the caption as it was encoded, with the trigger word in it.
 
 A hash is the MD5 of sorted JSON, in URL-safe base64 without padding. (Read in ai-toolkit, which has the MIT license.)
 """
@@ -26,20 +26,27 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from latentcache.dataset.samples import MAX_CAPTION_BYTES, walk
-from latentcache.errors import DatasetError, ForeignFileRefused
+from latentcache.errors import ForeignFileRefused
 from latentcache.families.sdxl import SCALING_FACTOR
-from latentcache.interop.export_files import WrittenFiles
-from latentcache.interop.exporting import ExportSample, export_samples
-from latentcache.interop.items import ForeignImage, ForeignItem, ForeignText
+from latentcache.interop.exporting import ExportFiles, ExportSample, export_samples
+from latentcache.interop.items import (
+    ForeignImage,
+    ForeignItem,
+    ForeignText,
+    crop_fits,
+    is_pixels,
+    item_or_refusal,
+    refusal_of,
+)
 from latentcache.interop.reports import ExportReport
-from latentcache.interop.source_images import Originals, refusal_of
+from latentcache.interop.source_images import SourceImages
 from latentcache.interop.torch_files import read_file, tensor_in
 from latentcache.loading.cache import LatentCache
 from latentcache.types import Crop, Geometry, Refusal, Size
 
 LATENT_FOLDER, TEXT_FOLDER = "_latent_cache", "_t_e_cache"
 NOTE_NO_IMAGE = "the image is not there: the size that it was scaled to stands for its own"
-NOTE_UNUSUAL = "ai-toolkit scales or crops the image otherwise: it does not find the latent, and encodes it anew"
+NOTE_UNUSUAL = "ai-toolkit scales or crops the image otherwise: it does not find the latent, and encodes it again"
 
 _SPACE = "sdxl"
 _VERSION = 1
@@ -49,10 +56,9 @@ _STRINGS = ("filename", "latent_space_version")
 _SIDES = ("scale_to_height", "scale_to_width", "crop_height", "crop_width")
 _STARTS = ("crop_y", "crop_x")
 _KNOWN = {*_STRINGS, *_SIDES, *_STARTS, "latent_version", "flip_x", "flip_y", "cache_tensors_to_disk"}
-_MAX_SIDE = 1 << 20
 _MAX_HEADER_BYTES = 1 << 20
 _TAIL = len("_") + 22 + len(_SUFFIX)
-"""Characters of a name behind the image's stem: 16 bytes are 22 characters of base64."""
+"""Characters of a name after the image's stem: 16 bytes are 22 characters of base64."""
 _SLACK = 2
 """Pixels by which the scaled size may miss the computed one: ai-toolkit rounds up, after an optional factor."""
 
@@ -62,8 +68,8 @@ def read(root: str | Path, *, caption_extension: str = ".txt", trigger: str | No
 
     Raises DatasetError if the folder cannot be read.
     """
-    originals = Originals(root, caption_extension=caption_extension)
-    return AiToolkitCache(os.path.abspath(root), originals, caption_extension, trigger)
+    images = SourceImages(root, caption_extension=caption_extension)
+    return AiToolkitCache(os.path.abspath(root), images, caption_extension, trigger)
 
 
 def export(
@@ -80,13 +86,13 @@ def export(
 
     Latents are the mean of the moments, or with `seed` a draw, as ai-toolkit has it, multiplied by the scaling factor,
     in `dtype`; embeddings keep theirs. ai-toolkit encodes a whole caption file as one text, and the text's name follows
-    from it, line ends included: only samples with one caption have their text exported. It uses a latent only if its
-    own buckets, which round sizes up, give the image the same size and crop; the report counts those that do not fit.
-    Files that are there are left alone, and listed, unless `overwrite`. Raises what `export_samples` does, and
+    from that file, line ends included: a text is exported only for samples with one caption. ai-toolkit uses a latent
+    only if its own buckets, which round sizes up, give the image the same size and crop; the report counts the others.
+    Files that exist are listed and not replaced, unless `overwrite`. Raises what `export_samples` does, and
     ReadOnlyError, StorageFullError or StoreError.
     """
     report = ExportReport("ai-toolkit", name, str(folder))
-    files = WrittenFiles(report, overwrite=overwrite)
+    files = ExportFiles(report, overwrite=overwrite)
     for sample in export_samples(cache, name, report, seed=seed):
         base = Path(folder, sample.stem)
         try:
@@ -109,15 +115,15 @@ def export(
 
 
 def _export_text(
-    sample: ExportSample, base: Path, files: WrittenFiles, report: ExportReport, caption_extension: str
+    sample: ExportSample, base: Path, files: ExportFiles, report: ExportReport, caption_extension: str
 ) -> None:
     if len(sample.captions) != 1:
         report.note("several captions: ai-toolkit encodes them as one text, which is not in the cache")
         return
     (caption,) = sample.captions
-    beside = os.path.splitext(sample.path)[0] + caption_extension
+    caption_file = os.path.splitext(sample.path)[0] + caption_extension
     try:
-        text = _caption_text(beside) if os.path.lexists(beside) else caption.text
+        text = _caption_text(caption_file) if os.path.lexists(caption_file) else caption.text
     except ForeignFileRefused as error:
         report.skipped.append(refusal_of(sample.sample_id, error))
         return
@@ -126,7 +132,7 @@ def _export_text(
         return
     path = base.parent / TEXT_FOLDER / text_name(base.name, _encoded(text, None))
     if path in files:
-        return  # an image of the same stem
+        return  # an image with the same stem has it
     tensors = {
         "text_embed": caption.prompt_embeds[None].contiguous(),
         "pooled_embed": caption.pooled_prompt_embeds[None].contiguous(),
@@ -135,7 +141,7 @@ def _export_text(
 
 
 def _facts_of(filename: str, geometry: Geometry) -> dict[str, Any]:
-    """The facts about a latent, of which its file's name is the hash."""
+    """The facts about a latent: their hash is in its file's name."""
     (top, left), resized, target = geometry.crop_top_left, geometry.resized_size, geometry.target_size
     facts: dict[str, Any] = {
         "filename": filename,
@@ -192,7 +198,7 @@ def _caption_text(path: str) -> str:
 
 
 def _encoded(text: str, trigger: str | None) -> str:
-    """What ai-toolkit makes of a caption: a space behind every comma, and no placeholders."""
+    """What ai-toolkit makes of a caption: a space after every comma, and no placeholders."""
     text = ", ".join(text.split(","))
     for placeholder in ("[name]", "[trigger]"):
         text = text.replace(placeholder, trigger or "")
@@ -236,7 +242,7 @@ def _check_facts(facts: Mapping[str, Any], path: str) -> None:
     for names, least in ((_SIDES, 1), (_STARTS, 0)):
         for name in names:
             value = facts.get(name)
-            if type(value) is not int or not least <= value <= _MAX_SIDE:
+            if not is_pixels(value, least):
                 raise ForeignFileRefused(path, "corrupt", f"its {name} is {value!r}, which is no number of pixels")
     if facts.get("filename") in (None, "", ".", "..") or "/" in facts["filename"]:
         raise ForeignFileRefused(path, "corrupt", f"its filename is {facts.get('filename')!r}, which names no file")
@@ -253,7 +259,7 @@ def _geometry(facts: Mapping[str, Any], size: Size | None, path: str) -> Geometr
     resized = Size(facts["scale_to_height"], facts["scale_to_width"])
     target = Size(facts["crop_height"], facts["crop_width"])
     top, left = facts["crop_y"], facts["crop_x"]
-    if top + target.height > resized.height or left + target.width > resized.width:
+    if not crop_fits(Geometry(resized, resized, Crop(top, left), target)):
         raise ForeignFileRefused(
             path, "corrupt", f"its crop of {target} at {(top, left)} leaves the image of {resized}"
         )
@@ -277,16 +283,13 @@ class AiToolkitCache:
 
     format = "ai-toolkit"
 
-    def __init__(self, root: str, originals: Originals, caption_extension: str, trigger: str | None):
-        self._root, self._originals = root, originals
+    def __init__(self, root: str, images: SourceImages, caption_extension: str, trigger: str | None):
+        self._root, self._images = root, images
         self._caption_extension, self._trigger = caption_extension, trigger
 
     def items(self) -> Iterator[ForeignItem]:
         """Folder by folder, in the order of names."""
-        yield from self._originals.refusals
-        samples_of: dict[str, list[str]] = {}
-        for sample_id in self._originals:
-            samples_of.setdefault(os.path.splitext(sample_id)[0], []).append(sample_id)
+        yield from self._images.refusals
         for found in walk(self._root):
             if isinstance(found, Refusal):
                 yield found
@@ -297,30 +300,28 @@ class AiToolkitCache:
                 path = os.path.join(self._root, folder, name)
                 if not name.endswith(_SUFFIX) or last not in (LATENT_FOLDER, TEXT_FOLDER):
                     continue
-                try:
-                    if last == LATENT_FOLDER:
-                        yield self._image(parent, path)
-                    else:
-                        yield self._text(samples_of, f"{parent}/{name[:-_TAIL]}".lstrip("/"), path)
-                except DatasetError as error:
-                    yield refusal_of(f"{parent}/{name[:-_TAIL]}".lstrip("/"), error)
+                stem = f"{parent}/{name[:-_TAIL]}".lstrip("/")
+                if last == LATENT_FOLDER:
+                    yield item_or_refusal(stem, self._image, parent, path)
+                else:
+                    yield item_or_refusal(stem, self._text, stem, path)
 
     def _image(self, folder: str, path: str) -> ForeignImage:
         data = read_file(path)
         facts = _facts(data, path)
         _check_facts(facts, path)
         sample_id = f"{folder}/{facts['filename']}".lstrip("/")
-        size = self._originals.size(sample_id)
-        geometry = _geometry(facts, size, path)
+        is_there = sample_id in self._images
+        geometry = _geometry(facts, self._images.size(sample_id) if is_there else None, path)
         latents = tensor_in(_tensors(data, path).get("latent"), "latent", path, ndim=3)
-        image, note = self._originals.path(sample_id), NOTE_NO_IMAGE if size is None else None
+        image, note = (self._images.path(sample_id), None) if is_there else (None, NOTE_NO_IMAGE)
         return ForeignImage(sample_id, path, image, latents, SCALING_FACTOR, "sample", geometry, note)
 
-    def _text(self, samples_of: Mapping[str, list[str]], stem: str, path: str) -> ForeignText:
-        """`stem` is the sample_id without suffix: images that differ in it alone share their caption."""
-        sample_ids = tuple(samples_of.get(stem, ()))
+    def _text(self, stem: str, path: str) -> ForeignText:
+        """The text of the images with this stem, the sample_id without suffix: they share their caption."""
+        sample_ids = self._images.with_stem(stem)
         if not sample_ids:
-            raise ForeignFileRefused(path, "missing", "there is no image of this name beside its folder")
+            raise ForeignFileRefused(path, "missing", "there is no image of this name next to its folder")
         name, image_stem = os.path.basename(path), os.path.basename(stem)
         encoded = self._encoded_captions(stem)
         match = next(((caption, drop) for caption, drop in encoded if text_name(image_stem, caption) == name), None)
@@ -334,12 +335,10 @@ class AiToolkitCache:
         if embeds.shape[0] != 1 or pooled.shape[0] != 1:
             raise ForeignFileRefused(path, "corrupt", f"it holds {embeds.shape[0]} captions; one is expected")
         caption, is_dropped = " ".join(match[0].split()), match[1]
-        own = next(
-            (own for own in self._originals.captions_of(sample_ids[0]) if " ".join(own.split()) == caption), None
-        )
+        own = next((own for own in self._images.captions_of(sample_ids[0]) if " ".join(own.split()) == caption), None)
         # The embedding that stands for a dropped caption is not one of the sample's captions.
-        of = () if is_dropped and own is None else sample_ids
-        return ForeignText(of, path, caption if own is None else own, embeds[0], pooled[0])
+        captioned = () if is_dropped and own is None else sample_ids
+        return ForeignText(captioned, path, caption if own is None else own, embeds[0], pooled[0])
 
     def _encoded_captions(self, stem: str) -> Iterator[tuple[str, bool]]:
         """What ai-toolkit may have encoded for a sample, and whether that stands for its dropped caption.

@@ -1,4 +1,4 @@
-"""diffusion-pipe's latent cache for SDXL: shards of `torch.save` blobs behind a SQLite table.
+"""diffusion-pipe's latent cache for SDXL: shards of `torch.save` blobs, listed in a SQLite database.
 
 `<dataset>/cache/sdxl/cache_<aspect>x<w>x<h>x<frames>/latents/` holds `metadata.db` with the tables
 `items(shard, shard_index)` and `shard_<n>(offset, size)`, and the files `shard_<n>.bin`. A blob is a dict: `latents`
@@ -21,11 +21,11 @@ from urllib.parse import quote
 from latentcache.dataset.buckets import fit
 from latentcache.dataset.samples import walk
 from latentcache.errors import DatasetError, ForeignFileRefused
-from latentcache.families.sdxl import DOWNSCALE_FACTOR, SCALING_FACTOR
-from latentcache.interop.items import ForeignImage, ForeignItem
-from latentcache.interop.source_images import Originals, refusal_of, sample_id_of
+from latentcache.families.sdxl import SCALING_FACTOR
+from latentcache.interop.items import ForeignImage, ForeignItem, bucket_of, item_or_refusal, refusal_of
+from latentcache.interop.source_images import SourceImages, sample_id_of
 from latentcache.interop.torch_files import MAX_FILE_BYTES, load_torch, opened, read_at, tensor_in
-from latentcache.types import Refusal, Size
+from latentcache.types import Refusal
 
 DATABASE = "metadata.db"
 NOTE_DERIVED = "sizes derived from the image: resized to cover the bucket, cropped in the middle"
@@ -41,28 +41,28 @@ _MAX_TEXT_BYTES = 1 << 20
 def read(root: str | Path, *, images: str | Path | None = None, recorded_root: str | None = None) -> DiffusionPipeCache:
     """All latent caches in and below `root`: the dataset's folder, its `cache`, or one `latents` folder.
 
-    `images` is the images' folder. `recorded_root` is where it was when the cache was made, if it was moved. Raises
-    DatasetError if a folder cannot be read.
+    `images` is the images' folder. `recorded_root` is where it was when the cache was made, if it was moved since.
+    Raises DatasetError if a folder cannot be read.
     """
     if not os.path.isdir(root):
         raise DatasetError(root, "is not a folder")
-    return DiffusionPipeCache(os.path.abspath(root), Originals(images, recorded_root=recorded_root))
+    return DiffusionPipeCache(os.path.abspath(root), SourceImages(images, recorded_root=recorded_root))
 
 
 def _rows(path: str) -> list[tuple[int, int, int]]:
     """(shard, offset, size) of every blob, in order. Raises ForeignFileRefused.
 
-    The database is somebody else's: it is opened so that nothing is written, no view, trigger or function in it is
-    run, values are bounded, and time is.
+    The database is not trusted: nothing is written to it, no view, trigger or function in it is run, and the size of
+    values and the time of a query are bounded.
     """
     for suffix in ("-wal", "-journal"):
         if os.path.lexists(path + suffix) and os.path.getsize(path + suffix):
             raise ForeignFileRefused(path, "unreadable", f"it has a {suffix} file: its writer runs, or was killed")
     with opened(path):
-        pass  # a regular file, and readable
+        pass  # it is a regular file, and readable
     rows: list[tuple[int, int, int]] = []
     try:
-        # immutable: without it SQLite makes files beside the database.
+        # Without `immutable` SQLite makes files next to the database.
         with closing(sqlite3.connect(f"file:{quote(os.fsencode(path))}?mode=ro&immutable=1", uri=True)) as connection:
             connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_TEXT_BYTES)
             for pragma in ("trusted_schema=OFF", "query_only=ON", "cell_size_check=ON", "mmap_size=0"):
@@ -92,12 +92,12 @@ class DiffusionPipeCache:
 
     format = "diffusion-pipe"
 
-    def __init__(self, root: str, originals: Originals):
-        self._root, self._originals = root, originals
+    def __init__(self, root: str, images: SourceImages):
+        self._root, self._images = root, images
 
     def items(self) -> Iterator[ForeignItem]:
         """Folder by folder, in the order of names; in each, shard by shard."""
-        yield from self._originals.refusals
+        yield from self._images.refusals
         num_databases = 0
         for found in walk(self._root):
             if isinstance(found, Refusal):
@@ -117,13 +117,11 @@ class DiffusionPipeCache:
             return
         for number, (shard, offset, size) in enumerate(rows):
             shard_path = os.path.join(folder, f"shard_{shard}.bin")
-            name = f"{shard_path}#{offset}"
-            try:
-                yield self._item(_blob(shard_path, name, offset, size), name)
-            except DatasetError as error:
-                yield refusal_of(f"item {number}", error)
+            yield item_or_refusal(f"item {number}", self._item, shard_path, offset, size)
 
-    def _item(self, content: Any, path: str) -> ForeignImage:
+    def _item(self, shard_path: str, offset: int, size: int) -> ForeignImage:
+        path = f"{shard_path}#{offset}"
+        content = _blob(shard_path, path, offset, size)
         if not isinstance(content, dict):
             raise ForeignFileRefused(path, "corrupt", f"the blob holds a {type(content).__name__}; it must be a dict")
         latents = tensor_in(content.get("latents"), "latents", path, ndim=3)
@@ -133,21 +131,20 @@ class DiffusionPipeCache:
         archive, recorded = spec
         if archive is not None:
             raise ForeignFileRefused(path, "unsupported-format", f"its image is in the tar {archive!r:.200}")
-        sample_id = self._originals.find(recorded)
-        target = Size(latents.shape[1] * DOWNSCALE_FACTOR, latents.shape[2] * DOWNSCALE_FACTOR)
-        size = None if sample_id is None else self._originals.size(sample_id)
-        if sample_id is None or size is None:
-            geometry, note, image = fit(target, target), NOTE_NO_IMAGE, None
+        sample_id, bucket = self._images.find(recorded), bucket_of(latents)
+        if sample_id is None:
+            geometry, note, image = fit(bucket, bucket), NOTE_NO_IMAGE, None
             sample_id = sample_id_of(recorded, path)
         else:
-            geometry, note, image = fit(size, target), NOTE_DERIVED, self._originals.path(sample_id)
+            geometry, note = fit(self._images.size(sample_id), bucket), NOTE_DERIVED
+            image = self._images.path(sample_id)
         if content.get("mask") is not None:
             note = f"{note}; {NOTE_MASK}"
         return ForeignImage(sample_id, path, image, latents, SCALING_FACTOR, "sample", geometry, note)
 
 
 def _blob(path: str, name: str, offset: int, size: int) -> Any:
-    """One blob of a shard. Raises ForeignFileRefused."""
+    """One blob of a shard; `name` stands for it in messages. Raises ForeignFileRefused."""
     with opened(path) as (fd, num_bytes):
         if size > MAX_FILE_BYTES or offset + size > num_bytes:
             reason = "corrupt" if size > MAX_FILE_BYTES else "truncated"

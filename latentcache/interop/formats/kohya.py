@@ -1,12 +1,12 @@
-"""kohya sd-scripts' caches for SDXL: `.npz` files beside the images.
+"""kohya sd-scripts' caches for SDXL: `.npz` files next to the images.
 
-Its pairs are (width, height): they are turned here, and nowhere else.
+Its pairs are (width, height): they are swapped here, and nowhere else.
 Latents: `<image without suffix>_{W:04d}x{H:04d}_sdxl.npz`, W and H those of the image, or the older `<image without
 suffix>.npz`, which kohya prefers where it is there. One draw of the posterior, unscaled, float32 [4, h, w]. There are
-two dialects. A: `latents`, `original_size`, `crop_ltrb` and, if asked for, `latents_flipped` and `alpha_mask`. B, since
+two dialects. A: `latents`, `original_size`, `crop_ltrb` and, on request, `latents_flipped` and `alpha_mask`. B, since
 2026: the same names with a suffix `_{h}x{w}`, in latent units, so that one file holds several resolutions.
 Text: `<image without suffix>_te_outputs.npz` with `hidden_state1` [77, 768], `hidden_state2` [77, 1280] and `pool2`
-[1280]. It does not say of which caption: of the first line of the file beside the image, if nobody edited that since.
+[1280]. It does not name its caption: that is the first line of the image's caption file, unless it was edited since.
 
 `crop_ltrb` is not the crop that kohya performs: it is where the whole image would lie inside the bucket. The image is
 resized to cover the bucket, and cropped in the middle; the geometry follows from that.
@@ -24,17 +24,14 @@ import numpy as np
 import torch
 
 from latentcache.dataset.buckets import fit
-from latentcache.dataset.images import probe
-from latentcache.dataset.samples import Sample, Source, walk
-from latentcache.dataset.sources import open_source
-from latentcache.errors import DatasetError, ForeignFileRefused, ImageRefused
+from latentcache.dataset.samples import walk
+from latentcache.errors import DatasetError, ForeignFileRefused
 from latentcache.families.sdxl import DOWNSCALE_FACTOR, NUM_TOKENS
-from latentcache.interop.export_files import WrittenFiles
-from latentcache.interop.exporting import ExportCaption, ExportSample, export_samples
-from latentcache.interop.items import ForeignImage, ForeignItem, ForeignText
+from latentcache.interop.exporting import ExportCaption, ExportFiles, ExportSample, export_samples
+from latentcache.interop.items import ForeignImage, ForeignItem, ForeignText, is_pixels, refusal_of
 from latentcache.interop.npz_files import NpzFile, npz_bytes, open_npz
 from latentcache.interop.reports import ExportReport
-from latentcache.interop.source_images import SIZE_POLICY
+from latentcache.interop.source_images import SourceImages
 from latentcache.loading.cache import LatentCache
 from latentcache.types import Bucket, Geometry, Refusal, Size
 
@@ -56,7 +53,7 @@ _LARGEST_STEP = 64  # of kohya's buckets, in pixels
 
 
 def contain_rule(original_size: Size, bucket: Bucket) -> tuple[float, float, float, float]:
-    """kohya's `crop_ltrb`: left, top, right and bottom of the whole image inside the bucket, in its pixels."""
+    """The `crop_ltrb` of kohya: left, top, right and bottom of the whole image inside the bucket, in its pixels."""
     aspect = original_size.width / original_size.height
     if bucket.width / bucket.height > aspect:
         width, height = bucket.height * aspect, float(bucket.height)
@@ -74,29 +71,24 @@ def read(
     Of a file with several resolutions the one nearest to `area` (pixels) is read; by default the largest. Raises
     DatasetError for folders that cannot be read.
     """
-    return KohyaCache(Path(root), None if images is None else Path(images), caption_extension, area)
+    if not os.path.isdir(root):
+        raise DatasetError(root, "is not a folder")
+    try:
+        source_images = SourceImages(root if images is None else images, caption_extension=caption_extension)
+    except DatasetError:
+        if images is not None:
+            raise
+        source_images = SourceImages(None)  # `root` has no images: the samples of its files have none
+    return KohyaCache(Path(root), source_images, area)
 
 
 class KohyaCache:
-    """A folder of kohya's `.npz` files."""
+    """See `read`."""
 
     format = "kohya"
 
-    def __init__(self, root: Path, images: Path | None, caption_extension: str, area: int | None):
-        self._root, self._area = root, area
-        self._source: Source | None = None
-        self._samples: dict[str, list[Sample]] = {}
-        if not root.is_dir():
-            raise DatasetError(root, "is not a folder")
-        try:
-            self._source = open_source("folder", images or root, caption_extension=caption_extension)
-        except DatasetError:
-            if images is not None:
-                raise
-            return  # the files alone: their samples have no image
-        for sample in self._source.samples():
-            if isinstance(sample, Sample):
-                self._samples.setdefault(_base(sample.sample_id), []).append(sample)
+    def __init__(self, root: Path, images: SourceImages, area: int | None):
+        self._root, self._images, self._area = root, images, area
 
     def items(self) -> Iterator[ForeignItem]:
         """Every `.npz` file, in the order of the folders and names."""
@@ -110,8 +102,8 @@ class KohyaCache:
                 base, path = f"{folder}/{name}" if folder else name, self._root / folder / name
                 try:
                     yield from self._file(base, path, present)
-                except (ForeignFileRefused, ImageRefused) as error:
-                    yield Refusal(base, str(path), error.reason, error.detail)
+                except DatasetError as error:
+                    yield refusal_of(base, error)
 
     def _file(self, name: str, path: Path, present: set[str]) -> Iterator[ForeignItem]:
         """What one file holds. `name` is its path below the root; `present` are the npz files of its folder."""
@@ -119,7 +111,7 @@ class KohyaCache:
             yield self._text(name.removesuffix(TEXT_SUFFIX), path)
             return
         match = _LATENT_NAME.fullmatch(name)
-        if match is None or name.removesuffix(".npz") in self._samples:  # an image may have such a name itself
+        if match is None or self._images.with_stem(name.removesuffix(".npz")):  # an image may have such a name itself
             yield from self._latents(name.removesuffix(".npz"), path, None)
             return
         if match["arch"] != "sdxl":
@@ -127,14 +119,14 @@ class KohyaCache:
         legacy = f"{PurePosixPath(match['base']).name}.npz"
         if legacy in present:
             raise ForeignFileRefused(
-                path, "duplicate", f"kohya uses {legacy} beside it in its place; so does the import"
+                path, "duplicate", f"kohya uses {legacy} in the same folder in its place; so does the import"
             )
         yield from self._latents(match["base"], path, Size(int(match["height"]), int(match["width"])))
 
     # Latents
 
     def _latents(self, base: str, path: Path, named: Size | None) -> Iterator[ForeignItem]:
-        """The latent of a file and its flipped twin. `named` is the original size that the file's name tells."""
+        """The latent of a file and its flipped twin. `named` is the original size in the file's name."""
         with open_npz(path) as file:
             stored = _stored(file, path, self._area)
             bucket = Bucket(stored.height * DOWNSCALE_FACTOR, stored.width * DOWNSCALE_FACTOR)
@@ -162,23 +154,22 @@ class KohyaCache:
 
     def _image(self, base: str, path: Path, size: Size, notes: list[str]) -> tuple[str, Path | None]:
         """The sample that a latent is of, and its image; its sizes must agree."""
-        samples = self._samples.get(base, [])
-        if not samples or self._source is None:
+        upright = {sample_id: self._images.size(sample_id) for sample_id in self._images.with_stem(base)}
+        if not upright:
             notes.append(NOTE_NO_IMAGE)
             return base, None
-        upright = {s.sample_id: probe(self._source.read(s), s.path, SIZE_POLICY).size for s in samples}
-        fitting = [sample for sample in samples if upright[sample.sample_id] == size]
+        fitting = [sample_id for sample_id in upright if upright[sample_id] == size]
         if not fitting:
-            # kohya takes the size as the file has it, before a turn.
-            fitting = [sample for sample in samples if upright[sample.sample_id] == Size(size.width, size.height)]
+            # kohya takes the size as the file has it, before the EXIF turn.
+            fitting = [sample_id for sample_id in upright if upright[sample_id] == Size(size.width, size.height)]
             notes += [NOTE_TURNED] if fitting else []
         if not fitting:
             met = ", ".join(f"{sample_id} is {size}" for sample_id, size in upright.items())
             raise ForeignFileRefused(path, "changed", f"it is of an image of {size}, but {met}: it was replaced")
         if len(fitting) > 1:
-            names = " and ".join(sample.sample_id for sample in fitting)
+            names = " and ".join(fitting)
             raise ForeignFileRefused(path, "duplicate", f"{names} share this file, so it is of only one of them")
-        return fitting[0].sample_id, Path(fitting[0].path)
+        return fitting[0], self._images.path(fitting[0])
 
     # Text
 
@@ -193,10 +184,10 @@ class KohyaCache:
             )
         if not first.dtype == second.dtype == pooled.dtype:
             raise ForeignFileRefused(path, "corrupt", f"its dtypes are {first.dtype}, {second.dtype}, {pooled.dtype}")
-        samples = self._samples.get(base, [])
-        captions = next((sample.captions for sample in samples if sample.has_caption), ())
+        sample_ids = self._images.with_stem(base)
+        captions = next(filter(None, map(self._images.captions_of, sample_ids)), ())
         return ForeignText(
-            sample_ids=tuple(sample.sample_id for sample in samples) or (base,),
+            sample_ids=sample_ids or (base,),
             path=str(path),
             caption=captions[0] if captions else None,
             prompt_embeds=torch.cat([first, second], dim=-1),
@@ -243,11 +234,7 @@ def _stored(file: NpzFile, path: Path, area: int | None) -> _Stored:
 
 def _original_size(file: NpzFile, path: Path, stored: _Stored, named: Size | None) -> Size:
     values = file.read(f"original_size{stored.suffix}")
-    if (
-        values.shape != (2,)
-        or values.dtype.kind not in "iu"
-        or not all(0 < value < 1 << 20 for value in values.tolist())
-    ):
+    if values.shape != (2,) or not all(is_pixels(value, 1) for value in values.tolist()):
         raise ForeignFileRefused(
             path, "corrupt", f"original_size is {values.tolist()!s:.100}; it must be (width, height)"
         )
@@ -259,7 +246,7 @@ def _original_size(file: NpzFile, path: Path, stored: _Stored, named: Size | Non
 
 
 def _geometry(file: NpzFile, size: Size, bucket: Bucket, stored: _Stored, notes: list[str]) -> Geometry:
-    """What kohya did to the image. Where `crop_ltrb` does not follow its rule, a note says so."""
+    """What kohya did to the image. A note says where `crop_ltrb` does not follow its rule."""
     geometry = fit(size, bucket)
     crop = file.read(f"crop_ltrb{stored.suffix}")
     # Within a pixel: releases may round otherwise.
@@ -280,11 +267,6 @@ def _tensor(file: NpzFile, name: str, path: Path, *, ndim: int) -> torch.Tensor:
     return torch.from_numpy(array)
 
 
-def _base(sample_id: str) -> str:
-    """What the names of a sample's files begin with."""
-    return os.path.splitext(sample_id)[0]
-
-
 # Export
 
 
@@ -300,13 +282,13 @@ def export(
     """Write kohya's files for the manifest `name` below `folder`: the images' own folder, or a copy of its layout.
 
     Dialect B, and with `unsuffixed` A too, for releases before March 2026. Latents are the mean of the moments, or with
-    `seed` a draw, as kohya has it. A sample has one caption in kohya: its first. Files that are there are left alone,
-    and listed, unless `overwrite`. kohya uses a latent only if its own buckets give the image the same size; images
-    that EXIF turns have another name in kohya, which does not turn them. Raises what `export_samples` does, and
+    `seed` a draw, as kohya has it. A sample has one caption in kohya: its first. Files that exist are listed and not
+    replaced, unless `overwrite`. kohya uses a latent only if its own buckets give the image the same size; images that
+    EXIF turns have another name in kohya, which does not turn them. Raises what `export_samples` does, and
     ReadOnlyError, StorageFullError or StoreError.
     """
     report = ExportReport("kohya", name, str(folder))
-    files = WrittenFiles(report, overwrite=overwrite)
+    files = ExportFiles(report, overwrite=overwrite)
     for sample in export_samples(cache, name, report, seed=seed):
         base = Path(folder, sample.stem)
         height, width = sample.geometry.original_size
@@ -325,7 +307,7 @@ def export(
 def _latent_arrays(sample: ExportSample, unsuffixed: bool, report: ExportReport) -> dict[str, np.ndarray]:
     geometry = sample.geometry
     if geometry != fit(geometry.original_size, geometry.target_size):
-        report.note("the crop is not kohya's: its time ids will not tell what was done")
+        report.note("the crop is not kohya's: its time ids will not say what was done")
     arrays = {
         "latents": sample.latents.numpy(),
         "original_size": np.array([geometry.original_size.width, geometry.original_size.height], dtype=np.int64),

@@ -1,13 +1,13 @@
 """OneTrainer's own cache of SDXL: `.pt` files that mgds' `DiskCache` writes.
 
 `<cache_dir>/image/<group>/variation-<k>/<n>.pt` is a dict with `latent_image` [4, h, w], the posterior's mean,
-unscaled, and with `original_resolution` and `crop_offset`; `aggregate.pt` beside it is a list of dicts, the n-th with
+unscaled, and with `original_resolution` and `crop_offset`; `aggregate.pt` next to it is a list of dicts, the n-th with
 `crop_resolution` and the absolute `image_path`. `<cache_dir>/text/...` holds `tokens_1`, `text_encoder_1_hidden_state`
 [77, 768], `text_encoder_2_hidden_state` [77, 1280] and `text_encoder_2_pooled_state` [1280]. Sizes are (height, width).
 (Read in mgds: AspectBucketing scales the image to cover the bucket, ScaleCropImage crops it.)
 
-A text is paired with its image by position alone, and the position shifts when files come or go. So texts are not
-taken by position here: their tokens tell which caption they are of, if a tokenizer is given.
+OneTrainer pairs a text with its image by position alone, and the position shifts when files come or go. Here a text is
+paired with the caption that has its tokens, which takes a tokenizer.
 """
 
 from __future__ import annotations
@@ -23,8 +23,16 @@ import torch
 from latentcache.dataset.samples import walk
 from latentcache.errors import DatasetError, ForeignFileRefused
 from latentcache.families.sdxl import NUM_TOKENS
-from latentcache.interop.items import ForeignImage, ForeignItem, ForeignText
-from latentcache.interop.source_images import Originals, refusal_of, sample_id_of
+from latentcache.interop.items import (
+    ForeignImage,
+    ForeignItem,
+    ForeignText,
+    crop_fits,
+    is_pixels,
+    item_or_refusal,
+    refusal_of,
+)
+from latentcache.interop.source_images import SourceImages, sample_id_of
 from latentcache.interop.torch_files import load_torch, read_file, tensor_in
 from latentcache.types import Crop, Geometry, Refusal, Size
 
@@ -35,11 +43,10 @@ NOTE_MASK = "its mask or conditioning image is not imported"
 
 _VARIATION = re.compile(r"variation-(\d{1,6})")
 _MAX_AGGREGATE_BYTES = 32 << 20  # some 200 for each image
-_MAX_SIDE = 1 << 20
 _OUTPUTS = ("text_encoder_1_hidden_state", "text_encoder_2_hidden_state", "text_encoder_2_pooled_state")
 
 Tokenize = Callable[[str], Sequence[int]]
-"""The tokens of a caption by SDXL's first tokenizer, cut and padded to 77."""
+"""Caption -> its tokens by SDXL's first tokenizer, cut and padded to 77."""
 
 
 def read(
@@ -53,15 +60,15 @@ def read(
 ) -> OneTrainerCache:
     """The cache in OneTrainer's `cache_dir`, with the folders `image` and `text`.
 
-    `images` is the images' folder, with captions beside them; `recorded_root` is where it was when the cache was made,
-    if it was moved. Of an image's variations the one of the number `variation` is read. Texts need `tokenize`, and the
-    captions: `variation` does not choose among them. Raises DatasetError if a folder cannot be read or is no cache.
+    `images` is the images' folder, with the caption files; `recorded_root` is where it was when the cache was made, if
+    it was moved since. Of an image's variations the one with the number `variation` is read. Texts need `tokenize` and
+    the caption files; all their variations are read. Raises DatasetError if a folder cannot be read or is no cache.
     """
     folder = os.path.abspath(root)
     if not any(os.path.isdir(os.path.join(folder, kind)) for kind in ("image", "text")):
         raise DatasetError(folder, "holds neither a folder `image` nor `text`: name OneTrainer's cache_dir")
-    originals = Originals(images, caption_extension=caption_extension, recorded_root=recorded_root)
-    return OneTrainerCache(folder, originals, variation, tokenize)
+    source_images = SourceImages(images, caption_extension=caption_extension, recorded_root=recorded_root)
+    return OneTrainerCache(folder, source_images, variation, tokenize)
 
 
 def tokenize_with(tokenizer: Any) -> Tokenize:
@@ -75,30 +82,27 @@ def tokenize_with(tokenizer: Any) -> Tokenize:
 
 def _pair(value: object, name: str, path: str, *, least: int) -> tuple[int, int]:
     """Two numbers of pixels. Raises ForeignFileRefused."""
-    if (
-        not isinstance(value, (tuple, list))
-        or len(value) != 2
-        or not all(type(number) is int and least <= number <= _MAX_SIDE for number in value)
-    ):
+    if not isinstance(value, (tuple, list)) or len(value) != 2 or not all(is_pixels(side, least) for side in value):
         raise ForeignFileRefused(path, "corrupt", f"its {name} is {value!r:.100}; it must be two numbers of pixels")
     return value[0], value[1]
 
 
 def _geometry(original: Size, crop: Crop, target: Size, path: str) -> Geometry:
-    """With the size between scaling and cropping, which is not recorded, as AspectBucketing computes it."""
+    """The geometry of a latent. The size before the crop is not recorded: AspectBucketing computes it so."""
     if original.height / original.width > target.height / target.width:
         resized = Size(round(original.height * (target.width / original.width)), target.width)
     else:
         resized = Size(target.height, round(original.width * (target.height / original.height)))
-    if any(start + side > whole for start, side, whole in zip(crop, target, resized, strict=True)):
+    geometry = Geometry(original, resized, crop, target)
+    if not crop_fits(geometry):
         raise ForeignFileRefused(
             path, "corrupt", f"its crop of {target} at {tuple(crop)} leaves the image of {original} scaled to {resized}"
         )
-    return Geometry(original, resized, crop, target)
+    return geometry
 
 
 def _trimmed(tokens: Sequence[int]) -> tuple[int, ...]:
-    """Without what repeats at the end: padding with the end token."""
+    """The tokens without the padding, which repeats the last token."""
     length = len(tokens)
     while length > 1 and tokens[length - 1] == tokens[length - 2]:
         length -= 1
@@ -110,18 +114,18 @@ class OneTrainerCache:
 
     format = "onetrainer"
 
-    def __init__(self, root: str, originals: Originals, variation: int, tokenize: Tokenize | None):
-        self._root, self._originals = root, originals
+    def __init__(self, root: str, images: SourceImages, variation: int, tokenize: Tokenize | None):
+        self._root, self._images = root, images
         self._variation, self._tokenize = variation, tokenize
 
     def items(self) -> Iterator[ForeignItem]:
         """Images, then texts; group by group in the order of names."""
-        yield from self._originals.refusals
+        yield from self._images.refusals
         for found in self._folders("image"):
             if isinstance(found, Refusal):
                 yield found
             elif found[1] == self._variation:
-                yield from self._images(found[0])
+                yield from self._variation_images(found[0])
             else:
                 detail = f"a manifest holds one variation of an image, here {self._variation}; choose with --variation"
                 yield Refusal("", found[0], "duplicate", detail)
@@ -131,7 +135,7 @@ class OneTrainerCache:
             if isinstance(found, Refusal):
                 yield found
             elif samples_of is None:
-                detail = "no text says which caption it is of, but its tokens do: give --config, for its tokenizer"
+                detail = "no text names its caption, but its tokens identify it: give --config, for its tokenizer"
                 yield Refusal("", found[0], "missing", detail)
             else:
                 yield from self._texts(found[0], samples_of, seen)
@@ -152,7 +156,7 @@ class OneTrainerCache:
         if self._tokenize is None:
             return None
         samples_of: dict[tuple[int, ...], list[tuple[str, tuple[str, ...]]]] = {}
-        for caption, sample_ids in self._originals.captions():
+        for caption, sample_ids in self._images.captions():
             samples_of.setdefault(_trimmed(self._tokenize(caption)), []).append((caption, sample_ids))
         return samples_of
 
@@ -163,19 +167,16 @@ class OneTrainerCache:
             raise ForeignFileRefused(path, "corrupt", f"it holds a {type(content).__name__}; it must be a list")
         return content
 
-    def _images(self, folder: str) -> Iterator[ForeignItem]:
+    def _variation_images(self, folder: str) -> Iterator[ForeignItem]:
         try:
             aggregate = self._aggregate(folder)
         except ForeignFileRefused as error:
             yield refusal_of("", error)
             return
         for number, shared in enumerate(aggregate):
-            path = os.path.join(folder, f"{number}.pt")
-            try:
-                yield self._image(shared, path)
-            except DatasetError as error:
-                recorded = shared.get("image_path") if isinstance(shared, dict) else None
-                yield refusal_of(recorded if isinstance(recorded, str) else f"item {number}", error)
+            recorded = shared.get("image_path") if isinstance(shared, dict) else None
+            name = recorded if isinstance(recorded, str) else f"item {number}"
+            yield item_or_refusal(name, self._image, shared, os.path.join(folder, f"{number}.pt"))
 
     def _image(self, shared: Any, path: str) -> ForeignImage:
         content = load_torch(read_file(path), path)
@@ -191,12 +192,12 @@ class OneTrainerCache:
         crop = Crop(*_pair(content.get("crop_offset"), "crop_offset", path, least=0))
         target = Size(*_pair(shared.get("crop_resolution"), "crop_resolution", path, least=1))
         geometry = _geometry(original, crop, target, path)
-        sample_id, image = self._originals.find(recorded), None
+        sample_id, image = self._images.find(recorded), None
         if sample_id is None:
             sample_id = sample_id_of(recorded, path)
         else:
-            image, size = self._originals.path(sample_id), self._originals.size(sample_id)
-            if size != original:
+            image = self._images.path(sample_id)
+            if (size := self._images.size(sample_id)) != original:
                 raise ForeignFileRefused(
                     path, "changed", f"the image is {size} now, but was {original}: it was replaced"
                 )
@@ -221,7 +222,7 @@ class OneTrainerCache:
             try:
                 tokens, embeds, pooled = _text(load_torch(read_file(path), path), path)
                 if tokens in seen:
-                    continue  # the same caption of another image: OneTrainer keeps a copy for each
+                    continue  # another image has the same caption: OneTrainer keeps a copy for each image
                 if tokens not in samples_of:
                     raise ForeignFileRefused(path, "missing", "no caption has its tokens: edited since, or augmented")
             except ForeignFileRefused as error:

@@ -6,7 +6,7 @@ Text: `<md5 of the prompt>-sdxl.pt`, a dict or (older, and negative prompts) a t
 the pooled embeds [1280] or [1, 1280]. Both are `torch.save` files, or gzip of one, or (old ones from S3) a `torch.save`
 file that holds the bytes of such a gzip.
 
-A hash leads from a name to a file and never back, so the images' folder is needed.
+A name gives its hash, but a hash does not give its name: so the images' folder is needed.
 """
 
 from __future__ import annotations
@@ -25,12 +25,19 @@ import torch
 from latentcache.dataset.buckets import fit
 from latentcache.dataset.samples import walk
 from latentcache.errors import ConfigError, DatasetError, ForeignFileRefused
-from latentcache.families.sdxl import DOWNSCALE_FACTOR, SCALING_FACTOR
-from latentcache.interop.export_files import WrittenFiles
-from latentcache.interop.exporting import export_samples
-from latentcache.interop.items import ForeignImage, ForeignItem, ForeignText
+from latentcache.families.sdxl import SCALING_FACTOR
+from latentcache.interop.exporting import ExportFiles, export_samples
+from latentcache.interop.items import (
+    ForeignImage,
+    ForeignItem,
+    ForeignText,
+    bucket_of,
+    crop_fits,
+    is_pixels,
+    item_or_refusal,
+)
 from latentcache.interop.reports import ExportReport
-from latentcache.interop.source_images import Originals, refusal_of
+from latentcache.interop.source_images import SourceImages
 from latentcache.interop.torch_files import gunzip, is_gzip, load_torch, read_file, tensor_in, torch_bytes
 from latentcache.loading.cache import LatentCache
 from latentcache.types import Crop, Geometry, Refusal, Size
@@ -45,7 +52,6 @@ _LATENT_NAME = re.compile(r"[0-9a-f]{64}\.pt")
 _TEXT_NAME = re.compile(r"[0-9a-f]{32}-sdxl\.pt")
 _METADATA_NAME = "aspect_ratio_bucket_metadata_*.json"
 _MAX_METADATA_BYTES = 1 << 30
-_MAX_SIDE = 1 << 20
 
 
 def read(
@@ -61,16 +67,18 @@ def read(
     """The cache of the folder `images`, of which `root` is `cache_dir_vae`; `root` may hold the text cache too.
 
     `text_cache` is the text cache's folder if it is elsewhere. `metadata` is `aspect_ratio_bucket_metadata_<id>.json`;
-    by default the only one beside the images or in `root`, and without one the sizes are derived from the images.
-    `captions` are prompts beyond those beside the images. `recorded_root` is where the images were when the cache was
-    made, if they were moved. Raises DatasetError for folders that cannot be read, and ConfigError if there are several
-    metadata files.
+    by default the only one in the images' folder or in `root`. Without one the sizes are derived from the images.
+    `captions` are prompts beyond those of the caption files. `recorded_root` is where the images were when the cache
+    was made, if they were moved since. Raises DatasetError for folders that cannot be read, and ConfigError if there
+    are several metadata files.
     """
-    originals = Originals(images, caption_extension=caption_extension, captions=captions, recorded_root=recorded_root)
+    source_images = SourceImages(
+        images, caption_extension=caption_extension, captions=captions, recorded_root=recorded_root
+    )
     found = Path(metadata) if metadata is not None else _find_metadata(Path(images), Path(root))
-    sizes = RecordedSizes({}) if found is None else RecordedSizes.read(found, originals)
+    sizes = RecordedSizes({}) if found is None else RecordedSizes.read(found, source_images)
     folders = [os.path.abspath(folder) for folder in (root, text_cache) if folder is not None]
-    return SimpleTunerCache(folders, originals, sizes)
+    return SimpleTunerCache(folders, source_images, sizes)
 
 
 def latent_name(sample_id: str) -> str:
@@ -106,7 +114,7 @@ def export(
     report = ExportReport("simpletuner", name, str(folder))
     report.note(NOTE_LISTS)
     report.note(NOTE_BUCKETS)
-    files = WrittenFiles(report, overwrite=overwrite)
+    files = ExportFiles(report, overwrite=overwrite)
     for sample in export_samples(cache, name, report, seed=seed):
         if sample.flipped is not None:
             report.note("SimpleTuner has no flipped latents: they were not exported")
@@ -135,7 +143,7 @@ def _find_metadata(images: Path, root: Path) -> Path | None:
 
 
 def _payload(path: str) -> Any:
-    """What the file holds, in whichever of the three wrappings. Raises ForeignFileRefused."""
+    """The file's content: a `torch.save` file, a gzip of one, or one that holds such a gzip. ForeignFileRefused."""
     data = read_file(path)
     if is_gzip(data):
         return load_torch(gunzip(data, path), path)
@@ -164,26 +172,30 @@ def _embeds(content: Any, path: str) -> tuple[torch.Tensor, torch.Tensor]:
     return embeds[0], pooled.flatten()
 
 
+def _text(sample_ids: tuple[str, ...], path: str, caption: str) -> ForeignText:
+    return ForeignText(sample_ids, path, caption, *_embeds(_payload(path), path))
+
+
 class SimpleTunerCache:
     """See `read`."""
 
     format = "simpletuner"
 
-    def __init__(self, folders: list[str], originals: Originals, sizes: RecordedSizes):
-        self._folders, self._originals, self._sizes = folders, originals, sizes
+    def __init__(self, folders: list[str], images: SourceImages, sizes: RecordedSizes):
+        self._folders, self._images, self._sizes = folders, images, sizes
 
     def items(self) -> Iterator[ForeignItem]:
-        """Images in the order of their samples, then texts, then the files that nothing leads to, as refusals."""
-        yield from self._originals.refusals
+        """Images in the order of their samples, then texts, then files that belong to no sample, as refusals."""
+        yield from self._images.refusals
         used: set[str] = set()
-        yield from self._images(used)
+        yield from self._latents(used)
         yield from self._texts(used)
         for folder in self._folders:
             yield from self._unknown(folder, used)
 
-    def _images(self, used: set[str]) -> Iterator[ForeignItem]:
+    def _latents(self, used: set[str]) -> Iterator[ForeignItem]:
         samples_of: dict[str, list[str]] = {}
-        for sample_id in self._originals:
+        for sample_id in self._images:
             samples_of.setdefault(os.path.join(self._folders[0], latent_name(sample_id)), []).append(sample_id)
         for path, sample_ids in samples_of.items():
             if not os.path.lexists(path):
@@ -193,31 +205,22 @@ class SimpleTunerCache:
                 names = ", ".join(sample_ids)
                 yield Refusal(sample_ids[0], path, "duplicate", f"it may be of any of {names}: they have the same stem")
                 continue
-            try:
-                yield self._image(sample_ids[0], path)
-            except DatasetError as error:
-                yield refusal_of(sample_ids[0], error)
+            yield item_or_refusal(sample_ids[0], self._latent, sample_ids[0], path)
 
-    def _image(self, sample_id: str, path: str) -> ForeignImage:
+    def _latent(self, sample_id: str, path: str) -> ForeignImage:
         latents = tensor_in(_payload(path), "the latent", path, ndim=3)
-        size = self._originals.size(sample_id)
-        assert size is not None  # it is a sample of the folder
-        target = Size(latents.shape[1] * DOWNSCALE_FACTOR, latents.shape[2] * DOWNSCALE_FACTOR)
-        geometry, note = self._sizes.geometry(sample_id, size, target, path)
-        image = self._originals.path(sample_id)
+        geometry, note = self._sizes.geometry(sample_id, self._images.size(sample_id), bucket_of(latents), path)
+        image = self._images.path(sample_id)
         return ForeignImage(sample_id, path, image, latents, SCALING_FACTOR, "sample", geometry, note)
 
     def _texts(self, used: set[str]) -> Iterator[ForeignItem]:
-        for caption, sample_ids in self._originals.captions():
+        for caption, sample_ids in self._images.captions():
             for folder in self._folders:
                 path = os.path.join(folder, text_name(caption))
                 if path in used or not os.path.lexists(path):
                     continue
                 used.add(path)
-                try:
-                    yield ForeignText(sample_ids, path, caption, *_embeds(_payload(path), path))
-                except ForeignFileRefused as error:
-                    yield refusal_of(sample_ids[0] if sample_ids else "", error)
+                yield item_or_refusal(sample_ids[0] if sample_ids else "", _text, sample_ids, path, caption)
                 break
 
     def _unknown(self, root: str, used: set[str]) -> Iterator[Refusal]:
@@ -241,8 +244,8 @@ class SimpleTunerCache:
 class RecordedSizes:
     """`aspect_ratio_bucket_metadata_<id>.json`: original, intermediary and target size, and crop, of each image.
 
-    Which of the two numbers is the height is not taken from the format: the image, the latents and the space for
-    the crop tell it, and a record that does not fit them is refused.
+    The format does not say which of two numbers is the height. It follows from the image, the latents and the room
+    for the crop; a record that fits in neither order is refused.
     """
 
     def __init__(self, records: Mapping[str, Any]):
@@ -251,7 +254,7 @@ class RecordedSizes:
         self._crossed = self._is_crossed()
 
     @classmethod
-    def read(cls, path: Path, originals: Originals) -> RecordedSizes:
+    def read(cls, path: Path, images: SourceImages) -> RecordedSizes:
         """Raises DatasetError. Records of images that are not there are left out."""
         try:
             content = json.loads(read_file(path, _MAX_METADATA_BYTES))
@@ -261,7 +264,7 @@ class RecordedSizes:
             ) from error
         if not isinstance(content, dict):
             raise DatasetError(path, f"holds a {type(content).__name__}; it must map image paths to their sizes")
-        found = ((originals.find(recorded), record) for recorded, record in content.items())
+        found = ((images.find(recorded), record) for recorded, record in content.items())
         return cls({sample_id: record for sample_id, record in found if sample_id is not None})
 
     def geometry(self, sample_id: str, size: Size, target: Size, path: str) -> tuple[Geometry, str | None]:
@@ -287,7 +290,7 @@ class RecordedSizes:
             for crossed in (False, True):
                 top_left = Crop(*crop[:: -turn if crossed else turn])
                 geometry = Geometry(size, Size(*resized[::turn]), top_left, target)
-                if _fits(geometry):
+                if crop_fits(geometry):
                     found.setdefault(geometry, crossed)
         if not found:
             raise ForeignFileRefused(
@@ -297,7 +300,7 @@ class RecordedSizes:
         return likely[0], NOTE_ORDER if len(likely) > 1 else None
 
     def _is_crossed(self) -> bool | None:
-        """Whether crops name the sides in the other order than sizes do, by the records that fit one order only."""
+        """Whether crops and sizes have opposite orders, by the records that fit in one order only; None: unknown."""
         votes: Counter[bool] = Counter()
         for record in self._records.values():
             if (pairs := _pairs(record)) is None:
@@ -321,14 +324,7 @@ def _pairs(record: Any) -> list[tuple[int, int]] | None:
         least = 0 if name == "crop_coordinates" else 1
         if not isinstance(value, list) or len(value) != 2:
             return None
-        if not all(type(number) is int and least <= number <= _MAX_SIDE for number in value):
+        if not all(is_pixels(number, least) for number in value):
             return None
         pairs.append((value[0], value[1]))
     return pairs
-
-
-def _fits(geometry: Geometry) -> bool:
-    return all(
-        start + side <= whole
-        for start, side, whole in zip(geometry.crop_top_left, geometry.target_size, geometry.resized_size, strict=True)
-    )

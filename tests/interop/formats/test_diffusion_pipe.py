@@ -29,7 +29,7 @@ def item(latents: Any, path: Any, **changes: Any) -> dict[str, Any]:
 
 
 def write_cache(folder: Path, shards: list[list[bytes]]) -> Path:
-    """A `latents` folder: blobs behind one another in shards, their places in the database."""
+    """A `latents` folder: blobs one after another in shards, and their offsets in the database."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "metadata.db"
     path.unlink(missing_ok=True)

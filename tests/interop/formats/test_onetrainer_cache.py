@@ -34,7 +34,7 @@ CAPTIONS = {"a.png": "a red car", "sub/b.png": "ein Bär"}
 
 
 def tokens_of(caption: str) -> list[int]:
-    """77 tokens that tell captions apart, as a tokenizer gives them: begin, text, end, and the end again as padding."""
+    """77 tokens, other ones for each caption, as a tokenizer gives them: begin, text, end, and padding with the end."""
     text = [ord(letter) for letter in caption.lower()[:75]]
     return [49406, *text, *[49407] * (76 - len(text))]
 
@@ -155,7 +155,7 @@ def test_images_that_were_moved_are_found_below_the_recorded_root(images, root, 
         (f"{images}/a.png".lstrip("/"), None),
         (f"{images}/sub/b.png".lstrip("/"), None),
     ]
-    assert found[0].geometry.original_size == (120, 64)  # the cache tells it
+    assert found[0].geometry.original_size == (120, 64)  # the cache says so
 
 
 def test_paths_of_windows_are_understood(images, root, aggregate):

@@ -1,0 +1,36 @@
+"""diffusers with cached prompts and latents: a pipeline without its text encoders, and a training script's data.
+
+`python scripts/quickstart.py` lays out the photos that the config names.
+"""
+
+from __future__ import annotations
+
+from latentcache import LatentCache, LatentDataset, load_config, run_precache
+from latentcache.integrations.diffusers import PrecomputedDataset, data_loader, prompt_kwargs, time_ids
+from latentcache.models.tiny import tiny_pipeline
+
+
+def main() -> None:
+    config = load_config("configs/quickstart.yaml")
+    run_precache(config)
+    pipe = (
+        tiny_pipeline()
+    )  # yours: StableDiffusionXLPipeline.from_pretrained(..., text_encoder=None, tokenizer=None, ...)
+
+    # Images, bit for bit those of the pipeline with its text encoders.
+    with LatentCache(config.cache.path) as cache:
+        inputs = prompt_kwargs(cache, config.validation.prompts[0], config.validation.negative_prompt, device=pipe)
+    size = {"height": config.validation.height, "width": config.validation.width}
+    image = pipe(**inputs, **size, num_inference_steps=2, guidance_scale=5.0).images[0]
+    image.save("cache/diffusers_sdxl.png")
+
+    # What train_text_to_image_sdxl.py calls precomputed_dataset and train_dataloader.
+    precomputed_dataset = PrecomputedDataset(LatentDataset(config.cache.path, config.datasets[0].name))
+    train_dataloader = data_loader(precomputed_dataset, batch_size=4, seed=0)
+    for batch in train_dataloader:
+        # The script's own loop goes on here, with the bucket in the time ids.
+        print(tuple(batch["model_input"].shape), batch["original_sizes"], time_ids(batch, device=pipe.unet)[0].tolist())
+
+
+if __name__ == "__main__":
+    main()

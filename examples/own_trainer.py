@@ -1,0 +1,70 @@
+"""A trainer of your own on cached data: SDXL's UNet, a checkpoint, and a resume in the middle of an epoch.
+
+`python scripts/quickstart.py` lays out the photos that the config names. With a config and a pipeline of your own this
+is a whole full fine-tuning, except for mixed precision and a learning rate schedule.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from diffusers import DDPMScheduler
+
+from latentcache import (
+    BucketBatchSampler,
+    LatentDataset,
+    LatentLoader,
+    load_checkpoint,
+    load_config,
+    run_precache,
+    save_checkpoint,
+)
+from latentcache.models.tiny import tiny_unet
+
+NUM_STEPS = 6
+
+
+def loss_of(unet: torch.nn.Module, scheduler: DDPMScheduler, batch: dict) -> torch.Tensor:
+    """The noise prediction loss of a batch, as SDXL is trained."""
+    latents = batch["latents"]
+    noise = torch.randn_like(latents)
+    timesteps = torch.randint(1000, (len(latents),), device=latents.device)
+    noisy = scheduler.add_noise(latents, noise, timesteps)
+    conditions = {"text_embeds": batch["pooled_prompt_embeds"], "time_ids": batch["add_time_ids"]}
+    predicted = unet(noisy, timesteps, batch["prompt_embeds"], added_cond_kwargs=conditions).sample
+    return F.mse_loss(predicted.float(), noise.float())
+
+
+def make_loader(config, unet: torch.nn.Module) -> LatentLoader:
+    """Batches of one bucket each, on the UNet's device, with a random caption of each image."""
+    photos = config.datasets[0]
+    dataset = LatentDataset(config.cache.path, photos.name, flips=photos.flip, caption="random")
+    return LatentLoader(BucketBatchSampler(dataset, batch_size=4, seed=0), device=unet, scaled=True)
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    config = load_config("configs/quickstart.yaml")
+    report = run_precache(config)  # encodes what is not cached; the second time that is nothing
+    print(f"{report.num_hits} entries were cached, {report.num_encoded} were encoded")
+
+    unet, scheduler = tiny_unet(), DDPMScheduler()  # yours, on its device
+    optimizer = torch.optim.AdamW(unet.parameters(), lr=1e-4)
+    with make_loader(config, unet) as loader:
+        for step, batch in zip(range(1, NUM_STEPS + 1), loader.forever(), strict=False):
+            loss = loss_of(unet, scheduler, batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            print(f"step {step}: loss {loss.item():.4f}, {batch['sample_id']}")
+        extra = {"loader": loader.state_dict()}
+        save_checkpoint("cache/own-trainer", model=unet, optimizer=optimizer, step=NUM_STEPS, extra=extra)
+
+    state = load_checkpoint("cache/own-trainer", model=unet, optimizer=optimizer)  # onto the devices they are on
+    with make_loader(config, unet) as loader:
+        loader.load_state_dict(state.extra["loader"])
+        print(f"resumed after step {state.step}: next are {next(iter(loader))['sample_id']}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""Validation in the middle of a training loop: the loss on held-out photos, sample images, and training as it was.
+
+`python scripts/quickstart.py` lays out the photos that the config names. The encoders are among the parts, so the first
+validation encodes the held-out photos itself. Without them, run `latentcache precache` before.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from diffusers import DDPMScheduler
+
+from latentcache import (
+    BucketBatchSampler,
+    LatentCache,
+    LatentDataset,
+    LatentLoader,
+    Phases,
+    ValidationRunner,
+    load_config,
+    run_precache,
+)
+from latentcache.models.tiny import tiny_pipeline, tiny_sdxl, tiny_unet
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    config = load_config("configs/quickstart.yaml")
+    run_precache(config.model_copy(update={"datasets": config.datasets[:1]}))  # the photos to train on
+
+    parts = tiny_sdxl() | {"unet": tiny_unet(), "scheduler": tiny_pipeline().scheduler}  # yours
+    unet = parts["unet"]
+    optimizer = parts["optimizer"] = torch.optim.AdamW(unet.parameters(), lr=1e-3)
+    phases = Phases(parts, device="cpu")  # your accelerator: the UNet goes there, frozen parts are parked on the CPU
+    phases.start("train")
+
+    dataset = LatentDataset(config.cache.path, config.datasets[0].name)
+    sampler = BucketBatchSampler(dataset, batch_size=4, seed=0)
+    noise_schedule = DDPMScheduler()
+    with LatentCache(config.cache.path) as cache, LatentLoader(sampler, device=unet, scaled=True) as loader:
+        runner = ValidationRunner(parts, cache, config, phases=phases)
+        for step, batch in zip(range(1, 7), loader.forever(), strict=False):
+            latents = batch["latents"]
+            noise, timesteps = torch.randn_like(latents), torch.randint(1000, (len(latents),))
+            noisy = noise_schedule.add_noise(latents, noise, timesteps.to(latents.device))
+            conditions = {"text_embeds": batch["pooled_prompt_embeds"], "time_ids": batch["add_time_ids"]}
+            predicted = unet(noisy, timesteps, batch["prompt_embeds"], added_cond_kwargs=conditions).sample
+            F.mse_loss(predicted.float(), noise.float()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step % 3 == 0:
+                report = runner.run(step)  # weights, optimizer, gradients and random streams are the same afterwards
+                print(report.to_text())
+                print(f"images, plot and metrics.json: {runner.paths.folder}")
+
+
+if __name__ == "__main__":
+    main()

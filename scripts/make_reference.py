@@ -1,0 +1,157 @@
+"""Write docs/reference/: the pages on the command line, the config and the errors, from the code itself.
+
+`--check` writes nothing and exits with 1 where a page differs from what the code says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import sys
+import types
+import typing
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import bootstrap
+
+REFERENCE = bootstrap.ROOT / "docs" / "reference"
+GENERATED = "<!-- Written by scripts/make_reference.py: change the code, and run it again. -->"
+
+
+def pages() -> dict[str, str]:
+    """File name -> text of each generated page."""
+    return {
+        name: "\n".join((GENERATED, "", *lines)).rstrip() + "\n"
+        for name, lines in {"cli.md": cli_page(), "config.md": config_page(), "errors.md": errors_page()}.items()
+    }
+
+
+def cli_page() -> Iterator[str]:
+    """Every command with its arguments and options."""
+    from latentcache.cli.app import app
+
+    yield from ("# Command line", "", "Every command takes `--help`. Exit codes: 0 done; 1 done, with refusals, damage")
+    yield from ("or errors found; 2 could not run; 130 and 143 stopped by Ctrl-C or SIGTERM.", "")
+    yield from ("With `--json` a command prints one JSON document on stdout, and everything else on stderr.", "")
+    yield "A command about a cache takes the cache's directory, or a config that names it. `--cache.path DIR` and"
+    yield from ("`LATENTCACHE_CACHE_PATH` work too.", "")
+    for name in sorted(name for name in app if not name.startswith("-")):
+        command = app[name]
+        described = inspect.getdoc(command.default_command) or ""
+        yield from (f"## latentcache {name}", "", plain(described.partition("\nArgs:")[0]), "")
+        yield from ("| argument or option | meaning |", "|---|---|")
+        has_settings = False
+        for argument in command.assemble_argument_collection(parse_docstring=True):
+            if any(group.name == "Settings" for group in argument.parameter.group):
+                has_settings = True
+            elif argument.show:
+                names = ", ".join(f"`{each}`" for each in argument.names)
+                yield f"| {names} | {plain(argument.parameter.help or '')} |"
+        if has_settings:
+            yield "| `--SECTION.SETTING` | Any scalar [setting](config.md). A dataset goes by its name or number. |"
+        yield ""
+
+
+def config_page() -> Iterator[str]:
+    """Every setting with its type, default and meaning."""
+    from latentcache.config import ENV_PREFIX, Config
+
+    yield from (
+        "# Config",
+        "",
+        "A config is a YAML, TOML or JSON file. A flag beats a variable, a variable the file, and",
+    )
+    yield from ("the file the default. Unknown settings, flags and variables are errors with a suggestion.", "")
+    yield "Every scalar setting is a flag (`--encode.batch_size 2`, `--datasets.my-photos.flip true`). Outside of"
+    yield f"`datasets` it is a variable too (`{ENV_PREFIX}ENCODE_BATCH_SIZE=2`). `null` stands for no value."
+    yield from ("", "Relative paths are relative to the working directory.", "")
+    yield from section_tables(Config, "")
+
+
+def section_tables(section: Any, prefix: str) -> Iterator[str]:
+    """One table for the plain settings of a section, then its subsections."""
+    from pydantic_core import PydanticUndefined
+
+    from latentcache.config import is_list, section_of
+
+    rows, below = [], []
+    for name, field in section.model_fields.items():
+        child = section_of(field.annotation)
+        if child is not None:
+            below.append((child, f"{prefix}{name}.{'N.' if is_list(field.annotation) else ''}"))
+            continue
+        default = "required" if field.default is PydanticUndefined else f"`{as_yaml(field.default)}`"
+        kind = f"`{type_name(field.annotation)}`".replace("|", r"\|")
+        rows.append(f"| `{name}` | {kind} | {default} | {plain(field.description or '')} |")
+    if rows:
+        yield from (f"## {prefix.removesuffix('.')}", "", "| setting | type | default | meaning |", "|---|---|---|---|")
+        yield from (*rows, "")
+    for child, name in below:
+        yield from section_tables(child, name)
+
+
+def as_yaml(value: Any) -> str:
+    """A default as it is written in a config."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, str):
+        return value or '""'
+    return str(list(value)) if isinstance(value, tuple) else str(value)
+
+
+def type_name(annotation: Any) -> str:
+    """A type as the page shows it: `auto | int`, `list of str`, `float | null`."""
+    origin, members = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Literal:
+        return " | ".join(map(str, members))
+    if origin in (types.UnionType, typing.Union):
+        return " | ".join(type_name(member) for member in members)
+    if origin is typing.Annotated:
+        return type_name(members[0])
+    if origin is tuple:
+        return f"list of {type_name(members[0])}"
+    if annotation is type(None):
+        return "null"
+    return {"Path": "path"}.get(annotation.__name__, annotation.__name__)
+
+
+def errors_page() -> Iterator[str]:
+    """The tree of errors, and what each says."""
+    from latentcache import errors
+
+    yield from ("# Errors", "", "All are in `latentcache.errors`. A message names the thing, the value met, the value")
+    yield from ("allowed and the next step; the parts are attributes too.", "")
+    classes = [each for each in vars(errors).values() if isinstance(each, type) and each.__module__ == errors.__name__]
+    yield from ("| error | is a | raised when | attributes |", "|---|---|---|---|")
+    for error in classes:
+        base = error.__bases__[0].__name__
+        constructor = inspect.signature(error).parameters if "__init__" in vars(error) else {}
+        names = ", ".join(f"`{name}`" for name in constructor if name not in ("message", "detail", "args", "kwargs"))
+        yield f"| `{error.__name__}` | `{base}` | {plain(inspect.getdoc(error) or '')} | {names} |"
+
+
+def plain(text: str) -> str:
+    """A docstring on one line, safe in a table."""
+    return " ".join(text.split()).replace("|", r"\|")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="compare only; 1 if a page is not up to date")
+    arguments = parser.parse_args()
+    bootstrap.inside()
+    outdated = []
+    for name, text in pages().items():
+        path = REFERENCE / name
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            outdated.append(name)
+            if not arguments.check:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text, encoding="utf-8")
+    print(f"{'not up to date' if arguments.check else 'written'}: {', '.join(outdated) or 'none'}")
+    return 1 if arguments.check and outdated else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,28 @@
+"""The site builds without a warning, and its reference is that of the code."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import latentcache
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_the_site_builds(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    # Material for MkDocs would advertise its successor.
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "site" / "architecture" / "index.html").exists()
+
+
+def test_the_api_page_has_all_public_names() -> None:
+    page = (ROOT / "docs" / "reference" / "api.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^::: latentcache\.(\w+)$", page, flags=re.MULTILINE)
+    assert sorted(shown) == sorted(set(latentcache.__all__) - {"__version__", "errors"})

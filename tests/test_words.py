@@ -1,0 +1,83 @@
+"""The words that the glossary retired are gone from code, messages, tests and docs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SEARCHED = ("latentcache", "tests", "scripts", "examples", "configs", "docs")
+NOT_SEARCHED = ("docs/glossary.md", "tests/test_words.py")
+NOT_YET = (
+    "latentcache/dataset",
+    "latentcache/integrations/onetrainer",
+    "latentcache/interop",
+    "latentcache/loading",
+    "latentcache/phases",
+    "latentcache/precache",
+    "latentcache/store",
+    "latentcache/utils",
+    "latentcache/validation",
+    "latentcache/config.py",
+    "latentcache/errors.py",
+    "tests/anomaly",
+    "tests/attacks",
+    "tests/dataset",
+    "tests/helpers",
+    "tests/integrations",
+    "tests/interop",
+    "tests/loading",
+    "tests/phases",
+    "tests/precache",
+    "tests/sim",
+    "tests/store",
+    "tests/utils",
+    "tests/validation",
+    "latentcache/cli/interop_commands.py",
+    "tests/cli/test_interop_commands.py",
+    "tests/cli/test_cli_validate.py",
+    "docs/reference",
+)
+"""What is still being cleaned."""
+
+
+def retired() -> list[str]:
+    """The words and phrases in the last table of the glossary."""
+    table = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8").partition("## Words that went")[2]
+    return [
+        word
+        for line in table.splitlines()
+        if line.startswith("| `")
+        for word in re.findall(r"`(.+?)`", line[: line.index("|", 1)])
+    ]
+
+
+def searched() -> Iterator[tuple[str, str]]:
+    """Name and text of every file that people read."""
+    paths = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "pyproject.toml"]
+    for folder in SEARCHED:
+        paths += [path for suffix in (".py", ".md", ".yaml") for path in (ROOT / folder).rglob(f"*{suffix}")]
+    for path in paths:
+        name = path.relative_to(ROOT).as_posix()
+        if name not in NOT_SEARCHED and not name.startswith(NOT_YET):
+            yield name, path.read_text(encoding="utf-8")
+
+
+def test_the_glossary_lists_what_went() -> None:
+    assert len(retired()) > 20
+
+
+def test_retired_words_do_not_occur() -> None:
+    # A phrase may be broken over two lines, of a comment too.
+    phrases = "|".join(re.escape(word).replace(r"\ ", r"[\s#]+") for word in retired())
+    pattern = re.compile(rf"(?<![\w-])(?:{phrases})(?![\w-])", re.IGNORECASE)
+    found = [
+        f"{name}:{text.count(chr(10), 0, match.start()) + 1}: {match[0]}"
+        for name, text in searched()
+        for match in pattern.finditer(text)
+    ]
+    if found:
+        pytest.fail("docs/glossary.md retired these words:\n" + "\n".join(found), pytrace=False)
