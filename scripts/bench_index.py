@@ -1,6 +1,6 @@
-"""How the index grows: opening, memory, finding, resolving and adding, from ten thousand entries to a million.
+"""How the index grows: opening, memory, finding, looking up and adding, from ten thousand entries to a million.
 
-    python scripts/bench_index.py              # a table; some minutes and 1 GB of disk, most of it for the database
+    python scripts/bench_index.py              # a table; a minute and 100 MB of disk
     python scripts/bench_index.py --json       # one document
     python scripts/bench_index.py --tiny       # for correctness only
 
@@ -15,6 +15,7 @@ import argparse
 import gc
 import hashlib
 import json
+import math
 import os
 import random
 import sqlite3
@@ -26,29 +27,34 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from benchmarking import add_arguments, emit, environment, parse, spread
 
 from latentcache.store import DiskStore, Index
-from latentcache.store.location import Location, PackSize, Spec, spec_of
-from latentcache.store.pack import Header
-from latentcache.store.recovery import Scan
+from latentcache.store.base import DTYPES
+from latentcache.store.catalog import PACK_PREFIX
+from latentcache.store.layout import Column, Pack, RowGroup
+from latentcache.store.location_table import PackRow
+from latentcache.store.pack import DIGEST_BYTES, KEY_BYTES, PackHead
 from latentcache.store.writer import PACK_BYTES
 
 SIZES, TINY_SIZES = (10_000, 100_000, 1_000_000), (9_000, 18_000)
 BATCH = 16
 NUM_BATCHES = 500
-IMAGE = spec_of("image", {"moments": ("float16", (8, 128, 128))})
-TEXT = spec_of("text", {"pooled_prompt_embeds": ("float16", (1280,)), "prompt_embeds": ("float16", (77, 2048))})
+PACK_ROWS = 512
+Fields = dict[str, tuple[str, tuple[int, ...]]]
+IMAGE: Fields = {"moments": ("float16", (8, 128, 128))}
+TEXT: Fields = {"pooled_prompt_embeds": ("float16", (1280,)), "prompt_embeds": ("float16", (77, 2048))}
+DATA_START = 4096
 FIGURES = {
     "open_s": "open, for writing [s]",
     "open_read_only_s": "open, read-only [s]",
-    "open_without_snapshot_s": "open without a snapshot [s]",
     "memory_mb": "memory of the index [MB]",
+    "index_mb": "the index on disk [MB]",
     "find_us_per_key": "find all keys [us/key]",
-    "look_up_new_us_per_key": f"look up {BATCH} keys, never asked before [us/key]",
-    "look_up_again_us_per_key": f"look up {BATCH} keys, asked before [us/key]",
-    "add_us_per_entry": "rows of a new pack [us/entry]",
-    "save_s": "write a snapshot [s]",
+    "look_up_new_us_per_key": f"look up {BATCH} keys, first time [us/key]",
+    "look_up_again_us_per_key": f"look up {BATCH} keys, again [us/key]",
+    "add_ms": f"the row of a new pack of {PACK_ROWS} [ms]",
 }
 
 
@@ -56,45 +62,38 @@ def key_of(number: int) -> str:
     return hashlib.sha256(b"%d" % number).hexdigest()
 
 
-def scans(first: int, end: int) -> Iterator[Scan]:
+def rows(first: int, end: int) -> Iterator[PackRow]:
     """What packs of 64 MiB with the entries first ... end - 1 would say, half of them images."""
     middle = (first + end) // 2
-    for spec, start, stop in ((IMAGE, first, middle), (TEXT, middle, end)):
-        num_rows = PACK_BYTES // spec.num_bytes
+    for fields, start, stop in ((IMAGE, first, middle), (TEXT, middle, end)):
+        num_rows = PACK_BYTES // sum(math.prod(shape) * DTYPES[dtype].itemsize for dtype, shape in fields.values())
         for begin in range(start, stop, num_rows):
-            yield pack_of(spec, range(begin, min(begin + num_rows, stop)))
+            yield row_of(fields, range(begin, min(begin + num_rows, stop)))
 
 
-def pack_of(spec: Spec, numbers: range) -> Scan:
-    pack = key_of(-1 - numbers.start)[:32]
-    locations, columns = {}, [sum(spec.sizes[:field]) * len(numbers) for field in range(len(spec.sizes))]
-    for row, number in enumerate(numbers):
-        offsets = tuple(4096 + start + row * size for start, size in zip(columns, spec.sizes, strict=True))
-        locations[key_of(number)] = Location(pack, key_of(number)[:32], spec, offsets)
-    payload_bytes = spec.num_bytes * len(numbers)
-    return Scan(locations=locations, packs={pack: PackSize(4096 + payload_bytes, payload_bytes)})
+def row_of(fields: Fields, numbers: range) -> PackRow:
+    at, columns = DATA_START, []
+    for name, (dtype, shape) in fields.items():
+        columns.append(Column(name, dtype, shape, at, len(numbers)))
+        at += columns[-1].row_bytes * len(numbers)
+    group = RowGroup("image" if fields is IMAGE else "text", 0, len(numbers), tuple(columns))
+    keys = np.frombuffer(bytes.fromhex("".join(map(key_of, numbers))), np.uint8).reshape(-1, KEY_BYTES)
+    digests = np.ascontiguousarray(keys[:, :DIGEST_BYTES])
+    return PackRow.of(PackHead(Pack(key_of(-1 - numbers.start)[:32], at, (group,)), keys, digests))
 
 
-def make_files(store: DiskStore, scan: Scan) -> None:
-    for pack, size in scan.packs.items():
-        path = store.directory.pack_path(pack)
-        path.parent.mkdir(exist_ok=True)
-        path.touch()
-        os.truncate(path, size.file_bytes)
+def make_file(store: DiskStore, row: PackRow) -> None:
+    path = store.directory.pack_path(row.pack.id)
+    path.parent.mkdir(exist_ok=True)
+    path.touch()
+    os.truncate(path, row.pack.file_bytes)
 
 
 def build(root: Path, num_entries: int) -> None:
-    with DiskStore(root) as store:
-        index = Index(store.directory.index)
-        rows: dict[str, str] = {}
-        for scan in scans(0, num_entries):
-            make_files(store, scan)
-            rows |= scan.rows()
-            if len(rows) > 100_000:
-                index.add_many(rows)
-                rows = {}
-        index.add_many(rows)
-    DiskStore(root).close()  # writes the snapshot
+    with DiskStore(root) as store, Index(store.directory.index).transaction() as transaction:
+        for row in rows(0, num_entries):
+            make_file(store, row)
+            transaction.add(PACK_PREFIX + row.pack.id, row.to_bytes())
 
 
 def resident_mb() -> float:
@@ -116,11 +115,10 @@ def per_key_us(store: DiskStore, batches: list[list[str]]) -> float:
 
 def add_pack(store: DiskStore, numbers: range) -> float:
     """Seconds that the index takes to learn of a new pack, durably."""
-    scan = pack_of(IMAGE, numbers)
-    make_files(store, scan)
-    ((pack, size),) = scan.packs.items()
+    row = row_of(IMAGE, numbers)
+    make_file(store, row)
     start = time.perf_counter()
-    num_added = store.catalog.add_pack(Header(pack, size, {}, scan.locations))
+    num_added = store.catalog.seal(PackHead(row.pack, row.keys, row.digests))
     seconds = time.perf_counter() - start
     assert num_added == len(numbers)
     return seconds
@@ -148,21 +146,13 @@ def measure(root: Path, num_entries: int, seed: int) -> dict[str, float]:
     found = store.find(keys)
     figures["find_us_per_key"] = (time.perf_counter() - start) * 1e6 / num_entries
     assert len(found) == num_entries and store.catalog.look_up(wanted[:1])[0] is not None
-    first = num_entries * 2 + seed * 1024
-    add_pack(store, range(first, first + 512))  # the first change of a process writes the settings too
-    figures["add_us_per_entry"] = add_pack(store, range(first + 512, first + 1024)) * 1e6 / 512
+    first = num_entries * 2 + seed * 2 * PACK_ROWS
+    add_pack(store, range(first, first + PACK_ROWS))  # the first change of a process writes the settings too
+    figures["add_ms"] = add_pack(store, range(first + PACK_ROWS, first + 2 * PACK_ROWS)) * 1e3
+    figures["index_mb"] = store.stats().index_bytes / 1e6
     store.close()
     figures["open_read_only_s"], store = timed_open(root, read_only=True)
     store.close()
-    store.directory.snapshot.unlink(missing_ok=True)
-    figures["open_without_snapshot_s"], store = timed_open(root, read_only=True)
-    store.close()
-    with DiskStore(root) as store:  # writes one again, while it opens
-        store.directory.snapshot.unlink(missing_ok=True)
-        store.catalog.forget_snapshot()
-        start = time.perf_counter()
-        store.catalog.save()
-        figures["save_s"] = time.perf_counter() - start
     return figures
 
 

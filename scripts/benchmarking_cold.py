@@ -102,13 +102,12 @@ class Preadv:
             rows = [cache.row(str(number))[1] for number in range(samples.num_samples)]
             keys = {"image": [row.images[0].key for row in rows], "text": [row.captions[0].key for row in rows]}
             found = {kind: list(store.catalog.look_up(names)) for kind, names in keys.items()}
-            packs = {location.pack for places in found.values() for location in places}
+            packs = {location.pack.id for places in found.values() for location in places if location is not None}
             self.files = {pack: os.open(store.directory.pack_path(pack), os.O_RDONLY) for pack in sorted(packs)}
-        self.places = {
-            name: [(self.files[location.pack], location.places[name].offset) for location in found[kind]]
-            for kind, names in KINDS.items()
-            for name in names
-        }
+        self.places: dict[str, list[tuple[int, int]]] = {name: [] for names in KINDS.values() for name in names}
+        for location in [place for kind in KINDS for place in found[kind] if place is not None]:
+            for column, (offset, _) in zip(location.group.columns, location.ranges(), strict=True):
+                self.places[column.field].append((self.files[location.pack.id], offset))
         self.out = samples.out(batch_size)
 
     def read(self, batches: Batches) -> None:

@@ -117,7 +117,7 @@ class Read:
         return EntryArrays(self.location.group.description, tuple(arrays))
 
 
-class _Part(NamedTuple):
+class _Blocks(NamedTuple):
     """A field's whole blocks: where they come to lie, the offset in the file, and the bytes that the field needs."""
 
     array: np.ndarray
@@ -149,7 +149,7 @@ class DirectReads:
         with self._unbroken():
             self._reap(0)
             self._forget_waiting()
-            new: dict[str, tuple[Read, list[_Part]]] = {}
+            new: dict[str, tuple[Read, list[_Blocks]]] = {}
             room, num_bytes = self._queue.room, self._asked_bytes
             for key, location in places.items():
                 if key in self._asked:
@@ -171,7 +171,7 @@ class DirectReads:
         with self._unbroken():
             self._num_reads += 1
             reads: dict[str, Read] = {}
-            new: list[tuple[Read, list[_Part]]] = []
+            new: list[tuple[Read, list[_Blocks]]] = []
             for key, location in places.items():
                 read = self._take(key)
                 if read is None or read.location.place != location.place or read.error is not None:
@@ -242,7 +242,7 @@ class DirectReads:
                 return
             self._take(key)
 
-    def _made(self, location: Location) -> tuple[Read, list[_Part]]:
+    def _made(self, location: Location) -> tuple[Read, list[_Blocks]]:
         windows, offsets, at = [], [], 0
         for offset, num_bytes in location.ranges():
             first = offset // BLOCK_BYTES * BLOCK_BYTES
@@ -256,9 +256,9 @@ class DirectReads:
         except (OSError, MemoryError) as error:
             raise unreadable(path, error) from error
         read = Read(location, path, data, offsets, self._num_reads)
-        return read, [_Part(data[start:end], first, min_bytes) for start, end, first, min_bytes in windows]
+        return read, [_Blocks(data[start:end], first, min_bytes) for start, end, first, min_bytes in windows]
 
-    def _begin(self, reads: Iterable[tuple[Read, list[_Part]]]) -> None:
+    def _begin(self, reads: Iterable[tuple[Read, list[_Blocks]]]) -> None:
         rest = iter(reads)
         while group := list(islice(rest, _TOGETHER)):
             files: list[int] = []

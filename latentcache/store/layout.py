@@ -45,7 +45,7 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Group:
+class RowGroup:
     """Entries of one kind with equal fields: rows `first` ... `first + num - 1` of the pack. Columns are by field."""
 
     kind: str
@@ -82,7 +82,7 @@ class Pack:
 
     id: str
     file_bytes: int
-    groups: tuple[Group, ...]
+    groups: tuple[RowGroup, ...]
 
     @cached_property
     def num_entries(self) -> int:
@@ -98,7 +98,7 @@ class Pack:
     def _ends(self) -> list[int]:
         return [group.first + group.num for group in self.groups]
 
-    def group_of(self, row: int) -> Group:
+    def group_of(self, row: int) -> RowGroup:
         """The group in which a row lies."""
         return self.groups[bisect_right(self._ends, row)]
 
@@ -121,7 +121,7 @@ def pack_from_json(pack: str, file_bytes: int, groups: Any) -> Pack:
         kind, num, columns = group
         if not is_kind(kind) or not _is_count(num) or num == 0 or not columns:
             raise ValueError(f"not a group: kind {kind!r:.80}, {num!r:.40} entries")
-        parsed.append(Group(kind, first, num, tuple(_column(column, num, file_bytes) for column in columns)))
+        parsed.append(RowGroup(kind, first, num, tuple(_column(column, num, file_bytes) for column in columns)))
         if len(columns) > 1 and len({column.field for column in parsed[-1].columns}) != len(columns):
             raise ValueError(f"a group lists a field twice: {group!r:.100}")
         first += num
@@ -167,7 +167,7 @@ class Location:
     pack: Pack
     row: int
     digest: bytes
-    group: Group = field(repr=False)
+    group: RowGroup = field(repr=False)
 
     @property
     def place(self) -> tuple[str, int]:

@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.pack_damage import damage as flip_bit
 from helpers.photo_files import write_photo
 from helpers.pipeline_host import host
 from helpers.pipeline_sdxl import Setup, concept, write_photos
@@ -28,8 +29,8 @@ from helpers.pipeline_sdxl import Setup, concept, write_photos
 from latentcache.errors import EntryDamagedError
 from latentcache.integrations.onetrainer.values import PLAIN_FIELD
 from latentcache.models.tiny import tiny_sdxl
-from latentcache.store.disk import DiskStore
 from latentcache.precache.scratch import Memo
+from latentcache.store.disk import DiskStore
 
 NUM = 6
 EVERYTHING = Counter(vae=NUM, text_encoder=NUM, text_encoder_2=NUM)
@@ -101,15 +102,10 @@ def pack_files(setup: Setup, kind: str) -> list[Path]:
 
 def damage(setup: Setup, kind: str, key: str, field: str) -> None:
     """Flip one bit in the bytes of an entry's field."""
-    with DiskStore(setup.cache_dir / kind / "latentcache") as store:
-        location = store.catalog.locate(key)
-        assert location is not None
-        path, offset = store.directory.pack_path(location.pack), location.places[field].offset + 5
-    with open(path, "rb+") as file:
-        file.seek(offset)
-        byte = file.read(1)[0]
-        file.seek(offset)
-        file.write(bytes([byte ^ 1]))
+    root = setup.cache_dir / kind / "latentcache"
+    with DiskStore(root) as store:
+        needle = store.get(key).tensors[field].contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    flip_bit(root, needle)
 
 
 # What DiskCache does too
