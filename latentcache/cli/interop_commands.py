@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -188,8 +188,7 @@ def _use(options: ImportOptions, dataset: DatasetConfig | None) -> DatasetUse:
     from latentcache.interop.importing import DatasetUse
 
     use = DatasetUse() if dataset is None else DatasetUse(dataset.role, dataset.repeats)
-    given = {"role": options.role, "repeats": options.repeats}
-    return replace(use, **{name: value for name, value in given.items() if value is not None})
+    return DatasetUse(options.role or use.role, use.repeats if options.repeats is None else options.repeats)
 
 
 def _functions(action: Literal["read", "export"]) -> dict[str, Callable[..., Any]]:

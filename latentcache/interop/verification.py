@@ -255,10 +255,8 @@ class _Comparisons:
                 self.note(row, "unequal", f"{other}: it comes from another model")
                 continue
             result = self._compared(entry, tensors)
-            found.largest, found.largest_share = (
-                max(found.largest, result.largest),
-                max(found.largest_share, result.share),
-            )
+            found.largest = max(found.largest, result.largest)
+            found.largest_share = max(found.largest_share, result.share)
             if result.share > 1:
                 self.note(row, "unequal", _difference(entry, result))
                 continue
@@ -302,7 +300,7 @@ class _Comparisons:
 
 
 def _other_shape(entry: Entry, encoded: Mapping[str, torch.Tensor]) -> str | None:
-    """What is said of a field whose shape is not that of the encoded one; None if there is none."""
+    """The first field whose shape is not that of the encoded one, for messages; None if there is none."""
     for name, tensor in entry.tensors.items():
         if tensor.shape != encoded[name].shape:
             return f"{name} has the shape {list(tensor.shape)}, encoding gives {list(encoded[name].shape)}"
