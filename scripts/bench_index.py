@@ -33,9 +33,8 @@ from benchmarking import add_arguments, emit, environment, parse, spread
 from latentcache.store import DiskStore, Index
 from latentcache.store.base import DTYPES
 from latentcache.store.catalog import PACK_PREFIX
-from latentcache.store.layout import Column, Pack, RowGroup
+from latentcache.store.layout import DIGEST_BYTES, KEY_BYTES, Column, Pack, PackHead, RowGroup
 from latentcache.store.location_table import PackRow
-from latentcache.store.pack import DIGEST_BYTES, KEY_BYTES, PackHead
 from latentcache.store.writer import PACK_BYTES
 
 SIZES, TINY_SIZES = (10_000, 100_000, 1_000_000), (9_000, 18_000)

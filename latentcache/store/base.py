@@ -20,6 +20,8 @@ from latentcache.types import Entry, Record
 MAX_RECORD_BYTES = 1 << 20
 """Identity and provenance of one entry, as JSON. A pack holds thousands of them."""
 
+PACK_SUFFIX = ".safetensors"
+
 ALIGNMENT = 64
 """Bytes. Fields in packs and in pooled buffers start at its multiples, as torch's own tensors do."""
 

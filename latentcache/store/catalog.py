@@ -13,9 +13,8 @@ from latentcache.errors import IndexDamagedError, ReadOnlyError, StoreBusyError
 from latentcache.store.base import is_pack_id, new_generation
 from latentcache.store.directory import CacheDirectory
 from latentcache.store.index import Index, Position, Transaction
-from latentcache.store.layout import Location, Pack
+from latentcache.store.layout import Location, Pack, PackHead
 from latentcache.store.location_table import LocationTable, PackRow
-from latentcache.store.pack import PackHead
 from latentcache.store.recovery import scan_packs, scan_unknown
 from latentcache.utils.locks import locked
 

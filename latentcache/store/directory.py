@@ -11,8 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from latentcache.errors import ReadOnlyError, SchemaError, StoreError, UnsafeStoreError
-from latentcache.store.base import is_pack_id
-from latentcache.store.pack import PACK_SUFFIX
+from latentcache.store.base import PACK_SUFFIX, is_pack_id
 from latentcache.utils.durable_files import (
     open_regular,
     sweep_temporaries,

@@ -14,9 +14,11 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
 
+import numpy as np
+
 from latentcache.store.base import DTYPES, Description, is_field, is_kind
 
-OFFSET_BYTES = 8
+KEY_BYTES, DIGEST_BYTES, OFFSET_BYTES = 32, 16, 8
 MAX_PACK_ENTRIES = 1 << 20
 """More rows than any writer puts into a pack. It bounds the work on a pack that someone else made."""
 _MAX_BYTES = 1 << 60  # far beyond any file
@@ -158,6 +160,25 @@ def _column(value: Any, num: int, file_bytes: int) -> Column:
 
 def _is_count(value: object) -> bool:
     return type(value) is int and 0 <= value < _MAX_BYTES
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackHead:
+    """What an index needs of a pack: its layout, and `keys` [n, 32] and `digests` [n, 16] (uint8), a row an entry."""
+
+    pack: Pack
+    keys: np.ndarray
+    digests: np.ndarray
+
+    def names(self) -> list[str]:
+        """The keys as text, in the order of the rows."""
+        return key_names(self.keys)
+
+
+def key_names(keys: np.ndarray) -> list[str]:
+    """Keys [n, 32] as text."""
+    text = keys.tobytes().hex()
+    return [text[at : at + 2 * KEY_BYTES] for at in range(0, len(text), 2 * KEY_BYTES)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -13,8 +13,16 @@ import numpy as np
 import xxhash
 
 from latentcache.store.base import check_key
-from latentcache.store.layout import Location, Pack, locate, pack_from_json
-from latentcache.store.pack import DIGEST_BYTES, KEY_BYTES, PackHead, key_names
+from latentcache.store.layout import (
+    DIGEST_BYTES,
+    KEY_BYTES,
+    Location,
+    Pack,
+    PackHead,
+    key_names,
+    locate,
+    pack_from_json,
+)
 
 _KEY_WORDS = 4
 _CRC_BYTES = 8

@@ -38,15 +38,22 @@ from latentcache.store.base import (
     payload_digest,
     record_of,
 )
-from latentcache.store.layout import Location, Pack, description_of, groups_of, pack_from_json
+from latentcache.store.layout import (
+    DIGEST_BYTES,
+    KEY_BYTES,
+    Location,
+    Pack,
+    PackHead,
+    description_of,
+    groups_of,
+    pack_from_json,
+)
 from latentcache.types import Record
 from latentcache.utils.durable_files import open_regular, sealed_file, unreadable, write_past_cache
 
 PACK_FORMAT = "2"
-PACK_SUFFIX = ".safetensors"
 MAX_HEADER_BYTES = 1 << 20
 """Of the safetensors header. A writer's stays below 16 KiB; more is refused before it is parsed."""
-KEY_BYTES, DIGEST_BYTES = 32, 16
 
 _KEYS, _DIGESTS, _OFFSETS, _RECORDS = "_index/keys", "_index/digests", "_index/record_offsets", "_index/records"
 _INT64 = np.dtype("<i8")
@@ -65,19 +72,6 @@ _SAFETENSORS_DTYPES = {
     "float64": "F64",
 }
 _OUR_DTYPES = {theirs: ours for ours, theirs in _SAFETENSORS_DTYPES.items()}
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PackHead:
-    """What an index needs of a pack: its layout, and `keys` [n, 32] and `digests` [n, 16] (uint8), a row an entry."""
-
-    pack: Pack
-    keys: np.ndarray
-    digests: np.ndarray
-
-    def names(self) -> list[str]:
-        """The keys as text, in the order of the rows."""
-        return key_names(self.keys)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,12 +111,6 @@ class _Tensor:
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
-
-
-def key_names(keys: np.ndarray) -> list[str]:
-    """Keys [n, 32] as text."""
-    text = keys.tobytes().hex()
-    return [text[at : at + 2 * KEY_BYTES] for at in range(0, len(text), 2 * KEY_BYTES)]
 
 
 def new_pack_id() -> str:
