@@ -56,12 +56,12 @@ class CacheConfig(_Section):
 
 class SourceConfig(_Section):
     kind: Literal["folder", "imagefolder", "webdataset", "parquet"] = "folder"
-    """`folder`: images with caption files beside them. `imagefolder`: metadata.jsonl. `webdataset`: tar. `parquet`."""
+    """`folder`: images with caption files next to them. `imagefolder`: metadata.jsonl. `webdataset`: tar. `parquet`."""
     path: UserPath
     """Folder or file of the dataset."""
     caption_extension: str = ".txt"
     """`folder` only: suffix of the caption files; each line that is not empty is one caption."""
-    caption_columns: tuple[str, ...] | None = None
+    caption_columns: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
     """`imagefolder`, `webdataset`, `parquet`: columns that hold captions. Default: `text`, else `caption`."""
     image_column: str = "image"
     """`parquet` only: the column that holds the encoded image."""
@@ -72,19 +72,26 @@ class BucketsConfig(_Section):
     """Largest number of pixels of a bucket. SDXL: 1048576."""
     step: int = Field(64, ge=8, multiple_of=8)
     """Height and width of a bucket are multiples of this many pixels."""
-    max_aspect: float = Field(2.0, ge=1.0)
+    max_aspect: float = Field(2.0, ge=1.0, allow_inf_nan=False)
     """Longest side of a bucket divided by its shortest, at most."""
+
+    @model_validator(mode="after")
+    def _a_bucket_fits(self) -> BucketsConfig:
+        if self.area < self.step**2:
+            raise ValueError(f"area is {self.area}; one bucket of {self.step}x{self.step} needs {self.step**2}")
+        return self
 
 
 class ImagesConfig(_Section):
     alpha_colour: str = Field("#ffffff", pattern=r"^#[0-9a-fA-F]{6}$")
     """Transparent images are composited on this colour (#rrggbb)."""
     animated: Literal["refuse", "first-frame"] = "refuse"
-    """What to do with images of several frames."""
+    """What to do with animated PNG, WebP and AVIF. The further pictures of an MPO are not an animation."""
     max_pixels: int = Field(100_000_000, ge=1)
-    """Images with more pixels are refused before they are decoded."""
-    max_aspect: float = Field(8.0, ge=1.0)
-    """Images longer than this many times their shorter side are refused."""
+    """Images with more pixels are refused before they are decoded. 100 megapixels let medium-format cameras pass, and
+    cost 300 MB per decoding thread."""
+    max_aspect: float = Field(8.0, ge=1.0, allow_inf_nan=False)
+    """Images longer than this many times their shorter side are refused: the crop to a bucket keeps too little."""
     min_side: int = Field(16, ge=1)
     """Images with a shorter side are refused, in pixels."""
 
@@ -283,6 +290,8 @@ def known_settings(section: type[BaseModel] = Config, prefix: str = "") -> Itera
 
 def is_list(annotation: Any) -> bool:
     """Whether a field of this annotation holds several values."""
+    if typing.get_origin(annotation) is Annotated:
+        return is_list(typing.get_args(annotation)[0])
     return typing.get_origin(annotation) in (tuple, list)
 
 

@@ -2,7 +2,7 @@
 
 The key is the BLAKE3 digest of canonical JSON. Everything that determines the value is in the identities below, and
 nothing else: path, mtime, host, device, batch size and library versions are provenance. A field that is added here
-must get a row in `tests/test_staleness.py`; a test sees to that.
+must get a row in `tests/precache/test_staleness.py`, which fails otherwise.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Preparation:
 
     @classmethod
     def of(cls, policy: Mapping[str, str], geometry: Geometry) -> Preparation:
-        """`policy` gives exif, colour, alpha, decoder and resample (`dataset.images.ImagePolicy.identity`)."""
+        """`policy` gives exif, colour, alpha, decoder and resample (`dataset.images.preparation_policy`)."""
         return cls(**policy, **_values(geometry))
 
     @property

@@ -115,7 +115,7 @@ class _Shard:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _Member:
     tar: str
     offset: int
     num_bytes: int
@@ -144,7 +144,7 @@ class WebDatasetSource:
                 yield Refusal(name, path, "unreadable", error.strerror or str(error))
 
     def read(self, sample: Sample) -> bytes:
-        place: _Place = sample.locator
+        place: _Member = sample.locator
         try:
             status = os.stat(place.tar)
             data = read_range(place.tar, place.offset, place.num_bytes)
@@ -174,7 +174,7 @@ class WebDatasetSource:
             except CaptionError as error:
                 yield Refusal(sample_id, place, "bad-caption", str(error))
                 continue
-            yield Sample.of(sample_id, place, captions, signature, _Place(path, offset, num_bytes))
+            yield Sample.of(sample_id, place, captions, signature, _Member(path, offset, num_bytes))
 
     def _captions(self, path: str, group: _Group) -> tuple[str, ...]:
         """Raises CaptionError."""

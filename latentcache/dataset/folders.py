@@ -56,7 +56,7 @@ def _read(sample: Sample) -> bytes:
         refuse_read(sample.path, error)
 
 
-class FolderSource:
+class CaptionFileSource:
     """A folder, recursive. Beside `a/cat.jpg`, the file `a/cat.txt` holds its captions, one a line.
 
     Files that end like an image's are samples, also of formats that are refused later, so that the report names them.

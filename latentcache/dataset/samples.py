@@ -157,7 +157,7 @@ class Sample:
         return cls(sample_id, path, captions or ("",), bool(captions), signature, locator)
 
 
-class Source(Protocol):
+class SampleSource(Protocol):
     """A dataset as the user keeps it. Both methods may be called from several threads."""
 
     def samples(self) -> Iterator[Sample | Refusal]:

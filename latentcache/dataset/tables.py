@@ -40,7 +40,7 @@ def _errors() -> tuple[type[BaseException], ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _ParquetRow:
     file: str
     row_group: int
     row: int
@@ -79,7 +79,7 @@ class ParquetSource:
                 yield Refusal(name, path, "corrupt", f"is no parquet file that can be read: {error}")
 
     def read(self, sample: Sample) -> bytes:
-        place: _Place = sample.locator
+        place: _ParquetRow = sample.locator
         try:
             value = self._images(place.file, place.row_group)[place.row].as_py()
         except FileNotFoundError as error:
@@ -111,7 +111,7 @@ class ParquetSource:
                 except CaptionError as error:
                     yield Refusal(sample_id, place, "bad-caption", str(error))
                     continue
-                yield Sample.of(sample_id, place, captions, signature, _Place(path, group, row))
+                yield Sample.of(sample_id, place, captions, signature, _ParquetRow(path, group, row))
             first_row += num_rows
 
     def _caption_columns(self, schema: pa.Schema) -> tuple[str, ...]:

@@ -12,8 +12,8 @@ from typing import Literal, NamedTuple, TypeVar
 import torch
 
 from latentcache.config import Config, DatasetConfig
-from latentcache.dataset.folders import FolderSource
-from latentcache.dataset.images import ImagePolicy, probe
+from latentcache.dataset.folders import CaptionFileSource
+from latentcache.dataset.images import preparation_policy, probe
 from latentcache.dataset.manifest import CaptionRef, ImageRef, Row
 from latentcache.dataset.samples import Sample
 from latentcache.errors import ConfigError, ImageRefused
@@ -78,7 +78,7 @@ class Verification:
         return named[0]
 
 
-_FILES = FolderSource("", ".txt")
+_FILES = CaptionFileSource("", ".txt")
 """It reads an image by the path in its sample, wherever that is."""
 
 
@@ -111,7 +111,7 @@ class Verifier:
 
     def __init__(self, verification: Verification, name: str, workspace: Workspace):
         self._verification, self._workspace = verification, workspace
-        self._policy = ImagePolicy(**verification.dataset(name).images.model_dump())
+        self._images = verification.dataset(name).images
         self._models = verification.models or load_models(verification.config.model, workspace.memo)
         self._encodings = choose_encodings(verification.config, self._models, workspace.memo)
         self._random = random.Random(verification.seed)
@@ -169,7 +169,7 @@ class Verifier:
                 continue
             sample = Sample.of(row.sample_id, row.path, (), None, row.path)
             try:
-                size = probe(_FILES.read(sample), row.path, self._policy).size
+                size = probe(_FILES.read(sample), row.path, self._images).size
             except ImageRefused as refused:
                 run.note(row, refused.reason, refused.detail)
                 continue
@@ -177,11 +177,11 @@ class Verifier:
                 detail = f"the image is {size} now (upright), but one of {ref.geometry.original_size} was cached"
                 run.note(row, "unequal", detail)
                 continue
-            preparation = Preparation.of(self._policy.identity(), ref.geometry)
+            preparation = Preparation.of(preparation_policy(self._images), ref.geometry)
             identity = ImageIdentity(row.source, preparation, self._encodings.image, salt)
             key = key_of(identity.to_json())
             if run.expect(key, row, ref):
-                task = ImageTask(key, identity, sample, _FILES, self._policy)
+                task = ImageTask(key, identity, sample, _FILES, self._images)
                 batches.add(ref.geometry.target_size, self._encodings.image_group_size, task)
         return batches.finish()
 

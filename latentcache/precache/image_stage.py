@@ -233,4 +233,4 @@ def _decode(task: ImageTask) -> np.ndarray:
     data = task.source.read(task.sample)
     if digest(data) != task.identity.source:
         raise ImageRefused(task.sample.path, "changed", "the file changed during the run; run precache again")
-    return prepare(decode(data, task.sample.path, task.policy), task.identity.preparation.geometry)
+    return prepare(decode(data, task.sample.path, task.images), task.identity.preparation.geometry)

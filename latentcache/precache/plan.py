@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from latentcache.dataset.images import ImagePolicy
+from latentcache.config import ImagesConfig
 from latentcache.dataset.manifest import CaptionRef, ImageRef, Manifest, Row
-from latentcache.dataset.sources import Sample, Source
+from latentcache.dataset.samples import Sample, SampleSource
 from latentcache.identity import ImageIdentity, TextEncoding, TextIdentity, caption_digest
 from latentcache.precache.encodings import TEXT_BATCH_SIZE, Encodings
 from latentcache.precache.shard import Batches, Shard
@@ -24,8 +24,8 @@ class ImageTask:
     key: str
     identity: ImageIdentity
     sample: Sample
-    source: Source
-    policy: ImagePolicy
+    source: SampleSource
+    images: ImagesConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,10 @@ from typing import Any
 
 from latentcache.config import Config, DatasetConfig
 from latentcache.dataset.buckets import assign, bucket_table, fit
-from latentcache.dataset.images import ImagePolicy, probe
+from latentcache.dataset.images import preparation_policy, probe
 from latentcache.dataset.manifest import CaptionRef, ImageRef, Manifest, Manifests, Row, prompts_name
-from latentcache.dataset.sources import Sample, open_source
+from latentcache.dataset.samples import Sample
+from latentcache.dataset.sources import open_source
 from latentcache.errors import ImageRefused
 from latentcache.identity import (
     SCHEMA,
@@ -123,16 +124,15 @@ class _DatasetPlanner:
     ):
         self._builder, self._dataset, self._workspace = builder, dataset, workspace
         self._verify_sources, self._only = verify_sources, only
-        self._policy = ImagePolicy(**dataset.images.model_dump())
-        # What was probed under one policy says nothing about another, which may refuse the image.
-        self._policy_digest = digest(dataset.images.model_dump_json().encode())
-        table = bucket_table(**dataset.buckets.model_dump())
+        self._policy = preparation_policy(dataset.images)
+        # What was probed under some settings says nothing about others, which may refuse the image.
+        self._images_digest = digest(dataset.images.model_dump_json().encode())
+        table = bucket_table(dataset.buckets)
         # Most images of a dataset share their size with others: one value in memory for all of them.
         self._geometries = lru_cache(_MAX_GEOMETRIES)(partial(_geometries, table, dataset.flip))
-        source = dataset.source.model_dump()
-        self._source = open_source(source.pop("kind"), source.pop("path"), **source)
+        self._source = open_source(dataset.source)
         self._common = _shared(builder) | {
-            "policy": self._policy.identity(),
+            "policy": self._policy,
             "image_encoding": encoding_json(builder.encodings.image),
             "text_encoding": encoding_json(builder.encodings.text),
         }
@@ -198,7 +198,7 @@ class _DatasetPlanner:
         """Digest of the image's bytes and its upright size; remembered until the file changes."""
         try:
             data = self._source.read(item)
-            size = probe(data, item.path, self._policy).size
+            size = probe(data, item.path, self._dataset.images).size
         except ImageRefused as refused:
             return Refusal(item.sample_id, refused.path, refused.reason, refused.detail)
         source, signature = digest(data), item.signature
@@ -208,7 +208,7 @@ class _DatasetPlanner:
 
     def _memo_name(self, sample: Sample) -> str:
         signature = sample.signature.to_text() if sample.signature is not None else "unsigned"
-        return f"image/1 {self._policy_digest} {signature} {sample.path}"
+        return f"image/1 {self._images_digest} {signature} {sample.path}"
 
     def _row(self, sample: Sample, source: str, size: Size) -> Row:
         geometries = self._geometries(size)
@@ -220,7 +220,7 @@ class _DatasetPlanner:
         return Row(sample.sample_id, sample.path, source, images, captions)
 
     def _identity(self, source: str, geometry: Geometry) -> ImageIdentity:
-        preparation = Preparation.of(self._policy.identity(), geometry)
+        preparation = Preparation.of(self._policy, geometry)
         return ImageIdentity(source, preparation, self._builder.encodings.image, self._builder.salt)
 
     def _add(self, sample: Sample, row: Row, history: History, present: set[str]) -> None:
@@ -238,7 +238,7 @@ class _DatasetPlanner:
             self._builder.add_text(row, caption, self._builder.encodings.text, present, why)
 
     def _task(self, sample: Sample, source: str, ref: ImageRef) -> ImageTask:
-        return ImageTask(ref.key, self._identity(source, ref.geometry), sample, self._source, self._policy)
+        return ImageTask(ref.key, self._identity(source, ref.geometry), sample, self._source, self._dataset.images)
 
 
 def _shared(builder: PlanBuilder) -> dict[str, Any]:

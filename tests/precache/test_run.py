@@ -20,8 +20,8 @@ from helpers.photo_files import write_photo
 from PIL import Image
 
 from latentcache import LatentCache
-from latentcache.config import Config
-from latentcache.dataset.images import ImagePolicy, decode, prepare
+from latentcache.config import Config, ImagesConfig
+from latentcache.dataset.images import decode, prepare
 from latentcache.dataset.manifest import ManifestFolder
 from latentcache.errors import (
     DatasetError,
@@ -87,7 +87,7 @@ def test_stored_values_are_those_of_the_live_encoders(make_config: Callable[...,
         for sample_id in ("a.png", "c.png"):
             _, row = cache.row(sample_id)
             data = (photos / sample_id).read_bytes()
-            policy = ImagePolicy(min_side=8)
+            policy = ImagesConfig(min_side=8)
             pixels = prepare(decode(data, sample_id, policy), row.images[0].geometry)
             live = encode_images(parts["vae"], pixels[None])[0]
             assert torch.equal(cache.get(row.images[0].key).tensors["moments"], live)
@@ -470,7 +470,7 @@ def test_flipped_entries_are_those_of_the_mirrored_image(make_config: Callable[.
     with LatentCache(config.cache.path) as cache:
         _, row = cache.row("a.png")
         plain, flipped = (cache.get(ref.key).tensors["moments"] for ref in row.images)
-        pixels = prepare(decode((photos / "a.png").read_bytes(), "a", ImagePolicy(min_side=8)), row.images[0].geometry)
+        pixels = prepare(decode((photos / "a.png").read_bytes(), "a", ImagesConfig(min_side=8)), row.images[0].geometry)
         live = encode_images(tiny_sdxl()["vae"], np.ascontiguousarray(pixels[:, ::-1])[None])[0]
         assert torch.equal(flipped, live) and not torch.equal(plain, flipped)
         assert [ref.geometry.flip for ref in row.images] == [False, True]
