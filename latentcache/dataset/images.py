@@ -50,9 +50,9 @@ _SUFFIXES_OF_FORMAT = {
 _FORMAT_OF_SUFFIX = {suffix: name for name, suffixes in _SUFFIXES_OF_FORMAT.items() for suffix in suffixes}
 
 IMAGE_SUFFIXES = frozenset(_FORMAT_OF_SUFFIX)
-"""Lower-case suffixes of image files, including those of formats that are refused: they are to be reported."""
+"""Lower-case suffixes of image files, also those of formats that are refused, so that they are reported."""
 
-# MpoImagePlugin is left out on purpose: a phone's MPO is a JPEG with further pictures behind it.
+# MpoImagePlugin is left out on purpose: a phone's MPO is a JPEG that is followed by further pictures.
 _PLUGINS: dict[str, Callable[[BytesIO], ImageFile.ImageFile]] = {
     "JPEG": JpegImagePlugin.JpegImageFile,
     "PNG": PngImagePlugin.PngImageFile,

@@ -1,4 +1,4 @@
-"""Parquet: images as a column of bytes, captions as columns beside it."""
+"""Parquet: images as a column of bytes, captions as further columns."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from latentcache.dataset.samples import CaptionError, Sample, Signature, captions_in_columns, refuse_read
+from typing_extensions import override
+
+from latentcache.dataset.samples import CaptionError, Sample, SampleSource, Signature, captions_in_columns, refuse_read
 from latentcache.errors import ConfigError, DatasetError, ImageRefused
 from latentcache.types import Refusal
 
@@ -46,11 +48,11 @@ class _ParquetRow:
     row: int
 
 
-class ParquetSource:
-    """Parquet files. The image column holds bytes, or Hugging Face's struct with `bytes`. `sample_id` is `file#row`.
+class ParquetSource(SampleSource):
+    """Parquet files. The image column has bytes, or Hugging Face's struct with `bytes`. `sample_id` is `file#row`.
 
-    Captions are read a row group at a time, and images only by `read`, which keeps the last row groups: read rows
-    that are near each other soon after each other.
+    Captions are read a row group at a time, and images only by `read`, which keeps the last row groups: read
+    neighbouring rows soon after each other.
     """
 
     def __init__(self, files: Sequence[tuple[str, str]], image_column: str, caption_columns: tuple[str, ...] | None):
@@ -67,6 +69,7 @@ class ParquetSource:
         if problem := self._problem(schema):
             raise DatasetError(first, problem)
 
+    @override
     def samples(self) -> Iterator[Sample | Refusal]:
         for name, path in self._files:
             try:
@@ -78,6 +81,7 @@ class ParquetSource:
             except self._errors as error:
                 yield Refusal(name, path, "corrupt", f"is no parquet file that can be read: {error}")
 
+    @override
     def read(self, sample: Sample) -> bytes:
         place: _ParquetRow = sample.locator
         try:
@@ -137,7 +141,7 @@ class ParquetSource:
         return None
 
     def _images(self, path: str, row_group: int) -> pa.ChunkedArray:
-        """The image column of a row group. One thread reads at a time: the others most likely wait for the same."""
+        """The image column of a row group. One thread reads at a time: the others most likely need the same one."""
         key = (path, row_group)
         with self._lock:
             if key not in self._cache:

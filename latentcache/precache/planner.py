@@ -1,4 +1,4 @@
-"""Makes the plan: reads the datasets, gives every sample its keys, and says why each miss is one."""
+"""Makes the plan: reads the datasets, computes every sample's keys, and finds the reason of each miss."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ CHUNK = 1024
 """Samples whose keys are looked up together."""
 SETTLED_NS = 2_000_000_000
 """A file that changed less than this long ago may change again without a new time stamp ("racy git"): its digest is
-not remembered."""
+not stored."""
 
 _MAX_GEOMETRIES = 1 << 16
 
@@ -52,7 +52,7 @@ logger = logging.getLogger("latentcache")
 
 
 class Stopped(Exception):
-    """The run was asked to stop while it planned."""
+    """The run was stopped while it planned."""
 
 
 def make_plan(
@@ -66,11 +66,11 @@ def make_plan(
     progress: Progress | None = None,
     stop: threading.Event | None = None,
 ) -> Plan:
-    """Plan a run: read-only, but for the memo of digests.
+    """Plan a run. Only the memo of digests is written.
 
-    One bad file is a refusal; DatasetError is for a dataset that cannot be read at all. `only` restricts the plan to
-    these sample ids. `verify_sources` reads and hashes every image, also those whose files look unchanged. Stopped is
-    raised when `stop` is set.
+    One bad file is a refusal. `only` restricts the plan to these sample ids. `verify_sources` reads and hashes every
+    image, also those whose files look unchanged. Raises DatasetError for a dataset that cannot be read at all, and
+    Stopped when `stop` is set.
     """
     builder = PlanBuilder(workspace.store, encodings, config.cache.salt, shard or Shard())
     progress = progress or NoProgress()
@@ -91,18 +91,18 @@ def _plan_prompts(builder: PlanBuilder, config: Config, workspace: Workspace) ->
     encodings, validation = builder.encodings, config.validation
     positive = [(text, False) for text in ("", *validation.prompts)]
     negative = [(text, True) for text in ("", validation.negative_prompt or "")]
-    wanted = prompts_manifest([*positive, *negative], encodings, _shared(builder))
-    last = _last_prompts(workspace.manifests, config) or last_manifest(workspace.manifests, wanted.name)
+    manifest = prompts_manifest([*positive, *negative], encodings, _shared(builder))
+    last = _last_prompts(workspace.manifests, config) or last_manifest(workspace.manifests, manifest.name)
     history = History(last, builder.damaged)
     for text, is_negative in dict.fromkeys([*positive, *negative]):
-        row = wanted.rows[prompt_id(text, negative=is_negative)]
+        row = manifest.rows[prompt_id(text, negative=is_negative)]
         ref = row.captions[0]
         part = "negative_encoding" if is_negative else "text_encoding"
-        why = partial(history.why_text, history.row(row.sample_id, None), ref, wanted.common, part)
+        why = partial(history.why_text, history.row(row.sample_id, None), ref, manifest.common, part)
         encoding = encodings.negative if is_negative else encodings.text
         builder.add_text(row, ref, encoding, builder.find([ref.key]), why)
-    others = prompts_of_others(workspace.store, workspace.manifests, wanted.name)
-    builder.plan.manifests.append(replace(wanted, rows=others | wanted.rows))
+    others = prompts_of_others(workspace.store, workspace.manifests, manifest.name)
+    builder.plan.manifests.append(replace(manifest, rows=others | manifest.rows))
 
 
 def _last_prompts(manifests: Manifests, config: Config) -> Manifest | None:
@@ -172,7 +172,7 @@ class _DatasetPlanner:
             plan.num_samples += 1
             facts = future.result()
             if item.sample_id in seen:
-                # Two rows cannot have one name, and dropping either silently would hide it.
+                # Two rows cannot have one name, and neither may be dropped silently.
                 detail = f"sample id {item.sample_id!r} occurs twice in this dataset; rename one"
                 plan.refused.append(Refusal(item.sample_id, item.path, "duplicate", detail))
                 continue
@@ -185,17 +185,17 @@ class _DatasetPlanner:
             yield item, self._row(item, *facts)
 
     def _known_facts(self, item: Sample | Refusal) -> tuple[str, Size] | Refusal | None:
-        """What is known of an image without reading it: its refusal, or what it was when its file was last read."""
+        """What is known of an image without reading it: its refusal, or its facts when its file was last read."""
         if isinstance(item, Refusal):
             return item
-        known = None if self._verify_sources else self._workspace.memo.get(self._memo_name(item))
-        if known is None:
+        stored = None if self._verify_sources else self._workspace.memo.get(self._memo_name(item))
+        if stored is None:
             return None
-        source, height, width = json.loads(known)
+        source, height, width = json.loads(stored)
         return source, Size(height, width)
 
     def _facts(self, item: Sample) -> tuple[str, Size] | Refusal:
-        """Digest of the image's bytes and its upright size; remembered until the file changes."""
+        """Digest of the image's bytes and its upright size. The memo stores them until the file changes."""
         try:
             data = self._source.read(item)
             size = probe(data, item.path, self._dataset.images).size
@@ -246,6 +246,6 @@ def _shared(builder: PlanBuilder) -> dict[str, Any]:
 
 
 def _geometries(table: Sequence[Bucket], flip: bool, size: Size) -> tuple[Geometry, ...]:
-    """What is done to an image of this size: once, and mirrored where the dataset flips."""
+    """The geometry of an image of this size, and its mirrored twin where the dataset flips."""
     geometry = fit(size, assign(size, table))
     return (geometry, replace(geometry, flip=True)) if flip else (geometry,)

@@ -20,7 +20,7 @@ def named_tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def named_leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Everything in `value` that is no container. A container that holds itself is entered once."""
+    """Everything in `value` that is no container. A container that contains itself is entered once."""
     yield from _leaves(value, name, ())
 
 
