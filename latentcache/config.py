@@ -11,7 +11,7 @@ import os
 import tomllib
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -239,9 +239,22 @@ def load_config(
     return parse_config(settings, source=source)
 
 
+_READERS: dict[str, Callable[[str], Any]] = {
+    ".yaml": yaml.safe_load,
+    ".yml": yaml.safe_load,
+    ".toml": tomllib.loads,
+    ".json": json.loads,
+}
+
+
 def read_file(path: Path) -> dict[str, Any]:
     """The mapping in a YAML, TOML or JSON file, unchecked. Raises ConfigError."""
-    readers = {".yaml": yaml.safe_load, ".yml": yaml.safe_load, ".toml": tomllib.loads, ".json": json.loads}
+    readers: dict[str, Callable[[str], Any]] = {
+        ".yaml": yaml.safe_load,
+        ".yml": yaml.safe_load,
+        ".toml": tomllib.loads,
+        ".json": json.loads,
+    }
     reader = readers.get(path.suffix.lower())
     if reader is None:
         raise ConfigError(f"unknown suffix {path.suffix!r}; a config ends in {', '.join(readers)}", source=str(path))

@@ -51,7 +51,7 @@ def scan(name: str, path: str) -> _Tar:
         with tarfile.open(path, "r:") as tar:
             while (member := tar.next()) is not None:
                 # tarfile would keep every member, a kilobyte each.
-                tar.members = []
+                tar.members = []  # type: ignore[attr-defined]  # typeshed lacks it
                 shard.add(member)
             end = tar.offset
     except _TAR_ERRORS as error:

@@ -22,6 +22,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from io import BytesIO
+from typing import Any
 
 import numpy as np
 from PIL import AvifImagePlugin, Image, ImageCms, ImageFile, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
@@ -261,13 +262,13 @@ def _colour_and_alpha(
 
 def _transparency(image: ImageFile.ImageFile) -> int | bytes | tuple[int, ...] | None:
     """PNG's transparent colour in the scale of the loaded pixels; Pillow gives that of the file. Call before load."""
-    value = image.info.get("transparency")
+    value: Any = image.info.get("transparency")
     layout = image.tile[0][3] if value is not None and image.tile else None
     if layout in _STEP_OF_GREY:
-        return value * _STEP_OF_GREY[layout]
+        return int(value) * _STEP_OF_GREY[layout]
     if layout == "RGB;16B":
         return tuple(channel >> 8 for channel in value)
-    return value
+    return value  # type: ignore[no-any-return]  # an int, bytes or a tuple, by Pillow's PNG plugin
 
 
 def _to_srgb(image: Image.Image, icc: bytes | None, path: str) -> Image.Image:
@@ -280,7 +281,9 @@ def _to_srgb(image: Image.Image, icc: bytes | None, path: str) -> Image.Image:
         elif conversion.problem is not None:
             _log.warning("%s: its ICC profile cannot be used, and is ignored: %s", path, conversion.problem)
         elif conversion.transform is not None:
-            return ImageCms.applyTransform(image.convert(mode), conversion.transform)
+            converted = ImageCms.applyTransform(image.convert(mode), conversion.transform)
+            assert converted is not None  # only in place it returns None
+            return converted
     return image.convert("RGB")
 
 

@@ -67,7 +67,8 @@ class Row:
     @property
     def is_verified(self) -> bool:
         """Whether none of its entries was imported and left unverified."""
-        return all(ref.trust == "verified" for ref in (*self.images, *self.captions))
+        refs: tuple[ImageRef | CaptionRef, ...] = (*self.images, *self.captions)
+        return all(ref.trust == "verified" for ref in refs)
 
     def to_json(self) -> dict[str, Any]:
         """The row as a line of the manifest."""
@@ -99,7 +100,7 @@ def _trust_json(ref: ImageRef | CaptionRef) -> dict[str, str]:
 
 
 def _trust(ref: Mapping[str, Any]) -> Trust:
-    trust = ref.get("trust", "verified")
+    trust: Trust = ref.get("trust", "verified")
     if trust not in get_args(Trust):
         raise ValueError(f"trust is {trust!r}, but one of {', '.join(get_args(Trust))} is needed")
     return trust

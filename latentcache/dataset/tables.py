@@ -59,6 +59,7 @@ class ParquetSource(SampleSource):
         """`files`: (name, path) of each, sorted. Raises DatasetError if the first one lacks a column."""
         self._files, self._image_column, self._columns = tuple(files), image_column, caption_columns
         self._pq, self._errors = _parquet(), _errors()
+        self._read_errors: tuple[type[BaseException], ...] = (*self._errors, IndexError)
         self._lock = threading.Lock()
         self._cache: OrderedDict[tuple[str, int], pa.ChunkedArray] = OrderedDict()
         first = self._files[0][1]
@@ -88,9 +89,9 @@ class ParquetSource(SampleSource):
             value = self._images(place.file, place.row_group)[place.row].as_py()
         except FileNotFoundError as error:
             refuse_read(sample.path, error)
-        except (*self._errors, IndexError) as error:
+        except self._read_errors as error:
             raise ImageRefused(sample.path, "corrupt", f"the row group cannot be read: {error}") from error
-        data = value.get("bytes") if isinstance(value, dict) else value
+        data: bytes | None = value.get("bytes") if isinstance(value, dict) else value
         if data is None:
             raise ImageRefused(sample.path, "missing", f"column {self._image_column!r} has no bytes in this row")
         return data

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import MutableMapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -134,7 +135,8 @@ def _text_width(models: Models, dtype: torch.dtype, encoding: TextEncoding, memo
     name = f"text width {encoding.text_encoder.name} {encoding.text_encoder_2.name} {encoding.tokenizer.name}"
     if name not in memo:
         parts = models.text(dtype)
-        first, second = parts.text_encoder.config, parts.text_encoder_2.config
+        first: Any = parts.text_encoder.config
+        second: Any = parts.text_encoder_2.config
         hidden_size = first.hidden_size + second.hidden_size
         memo[name] = str(parts.tokenizer.model_max_length * hidden_size + second.projection_dim)
     return int(memo[name])

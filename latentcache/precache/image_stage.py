@@ -18,11 +18,12 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -68,7 +69,7 @@ class ImageStage:
         context, placement = self._context, self._placement
         with ExitStack() as stack:
             with timed(context.report, "load"):
-                vae = stack.enter_context(placed(context.models.vae(placement.dtype), placement.device))
+                vae: Any = stack.enter_context(placed(context.models.vae(placement.dtype), placement.device))
             context.progress.start("encode images", sum(map(len, batches)))
             started = time.monotonic()
             stack.enter_context(vae_settings(vae, compile=context.encode.compile))
@@ -77,7 +78,7 @@ class ImageStage:
         context.progress.finish()
         return seconds, num_pixels
 
-    def _encode(self, vae: torch.nn.Module, batches: Sequence[Sequence[ImageTask]]) -> int:
+    def _encode(self, vae: Any, batches: Sequence[Sequence[ImageTask]]) -> int:
         context, num_pixels = self._context, 0
         num_workers = context.encode.num_workers
         num_threads = (os.cpu_count() or 1) if num_workers == "auto" else num_workers
@@ -116,7 +117,7 @@ class ImageStage:
 
     def _groups(
         self, batches: Iterable[Sequence[ImageTask]], executor: ThreadPoolExecutor, num_ahead: int
-    ) -> Iterator[Iterator[ImageItem]]:
+    ) -> Generator[Iterator[ImageItem], None, None]:
         """The batches' images, each when it is decoded, in order."""
         batches = list(batches)
         decoded = bounded_map(executor, _decode, (task for batch in batches for task in batch), num_ahead)
@@ -128,7 +129,7 @@ class ImageStage:
         finally:
             decoded.close()
 
-    def _decoded(self, decoded: Iterator, num_images: int) -> Iterator[ImageItem]:
+    def _decoded(self, decoded: Iterator[tuple[ImageTask, Future[np.ndarray]]], num_images: int) -> Iterator[ImageItem]:
         """The next images, without those that are refused."""
         for _ in range(num_images):
             with timed(self._context.report, "decode"):
@@ -143,7 +144,7 @@ class ImageStage:
 
     # Main thread
 
-    def _launch(self, vae: torch.nn.Module, items: Sequence[ImageItem]) -> Download:
+    def _launch(self, vae: Any, items: Sequence[ImageItem]) -> Download:
         with timed(self._context.report, "encode"):
             pixels = self._transfer.host_memory((len(items), *items[0].pixels.shape), torch.uint8)
             np.stack([item.pixels for item in items], out=pixels.numpy())

@@ -102,7 +102,7 @@ def _plan_prompts(builder: PlanBuilder, config: Config, workspace: Workspace) ->
         encoding = encodings.negative if is_negative else encodings.text
         builder.add_text(row, ref, encoding, builder.find([ref.key]), why)
     others = prompts_of_others(workspace.store, workspace.manifests, manifest.name)
-    builder.plan.manifests.append(replace(manifest, rows=others | manifest.rows))
+    builder.plan.manifests.append(replace(manifest, rows={**others, **manifest.rows}))
 
 
 def _last_prompts(manifests: Manifests, config: Config) -> Manifest | None:
@@ -181,6 +181,7 @@ class _DatasetPlanner:
                 plan.refused.append(facts)
                 yield None, Row(item.sample_id, item.path, None, (), (), facts)
                 continue
+            assert isinstance(item, Sample)  # a refusal has no other facts than itself
             plan.num_missing_captions += not item.has_caption
             yield item, self._row(item, *facts)
 
@@ -194,8 +195,10 @@ class _DatasetPlanner:
         source, height, width = json.loads(stored)
         return source, Size(height, width)
 
-    def _facts(self, item: Sample) -> tuple[str, Size] | Refusal:
+    def _facts(self, item: Sample | Refusal) -> tuple[str, Size] | Refusal:
         """Digest of the image's bytes and its upright size. The memo stores them until the file changes."""
+        if isinstance(item, Refusal):
+            return item
         try:
             data = self._source.read(item)
             size = probe(data, item.path, self._dataset.images).size

@@ -72,7 +72,7 @@ def cache_prompts(
         # Read only now: another process may have cached other prompts meanwhile.
         others = prompts_of_others(workspace.store, workspace.manifests, manifest.name)
         if tasks or any(others.get(name) != row for name, row in manifest.rows.items()):
-            workspace.manifests.write(replace(manifest, rows=others | manifest.rows))
+            workspace.manifests.write(replace(manifest, rows={**others, **manifest.rows}))
     return len(tasks)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 
 from latentcache.config import Config
 from latentcache.devices.placement import Placement
@@ -16,7 +17,7 @@ from latentcache.precache.context import RunContext, estimate_seconds, remember_
 from latentcache.precache.encodings import Encodings, choose_encodings, dtype_name, load_models
 from latentcache.precache.failures import Failures, write_manifests
 from latentcache.precache.image_stage import ImageStage
-from latentcache.precache.plan import Plan
+from latentcache.precache.plan import ImageTask, Plan, TextTask
 from latentcache.precache.planner import Stopped, make_plan
 from latentcache.precache.report import Report
 from latentcache.precache.shard import Shard
@@ -142,7 +143,7 @@ class _Run:
         for manifest in self._plan.manifests:
             self.workspace.manifests.begin(manifest.name)
         if self.shard.world_size > 1 and isinstance(self.workspace.memo, Memo):
-            batches = (*self._plan.text_batches, *self._plan.image_batches)
+            batches: list[Sequence[ImageTask | TextTask]] = [*self._plan.text_batches, *self._plan.image_batches]
             self._failures.forget(self.workspace.memo, (task.key for batch in batches for task in batch))
 
     def _run_stages(self, writer: Writer) -> None:

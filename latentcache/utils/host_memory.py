@@ -18,7 +18,7 @@ _GROUP = Path("/sys/fs/cgroup")
 
 def host_memory() -> int:
     """Bytes of memory: the machine's, or the limit of the control group, as in a container."""
-    total = psutil.virtual_memory().total
+    total: int = psutil.virtual_memory().total
     limit = _number(_GROUP / "memory.max")
     return total if limit is None else min(total, limit)
 
@@ -28,7 +28,7 @@ def free_host_memory() -> int:
 
     The least of what the machine has available and what the control group leaves, as in a container.
     """
-    free = psutil.virtual_memory().available
+    free: int = psutil.virtual_memory().available
     limit, used = (_number(_GROUP / name) for name in ("memory.max", "memory.current"))
     return free if limit is None or used is None else min(free, max(0, limit - used))
 

@@ -31,6 +31,15 @@ class Progress(Protocol):
 class NoProgress(Progress):
     """Shows nothing."""
 
+    @override
+    def start(self, stage: str, total: int | None) -> None: ...
+
+    @override
+    def advance(self, count: int = 1) -> None: ...
+
+    @override
+    def finish(self) -> None: ...
+
 
 class BarProgress(Progress):
     """A bar on stderr."""
