@@ -1,4 +1,4 @@
-"""Manifests: whole or refused, replaced as a whole, readable by whoever may read the packs."""
+"""Manifests: whole or refused, replaced as a whole, readable by every user who may read the packs."""
 
 from __future__ import annotations
 
