@@ -1,27 +1,29 @@
 """The named list of a dataset's samples: their keys, their geometry, their captions.
 
-On disk a manifest is `<name>.jsonl`: a header line, then one line per sample. It is replaced as a whole.
+On disk a manifest is `<name>.jsonl`: a header line, then one line per sample. It is replaced as a whole, and the header
+has a digest of everything else: a damaged manifest could give wrong samples silently.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
+from blake3 import blake3
 from typing_extensions import override
 
 from latentcache.config import PROMPTS_PREFIX
 from latentcache.errors import DatasetError
 from latentcache.identity import canonical_json, digest
+from latentcache.provenance import now
 from latentcache.types import Geometry, Refusal
 from latentcache.utils.durable_files import sealed_file, typed_errors, write_all
-from latentcache.utils.gc_pause import collector_paused
+from latentcache.utils.host_memory import collector_paused
 
-FORMAT = 1
+FORMAT = 2
 UNFINISHED = ".unfinished"
 Trust = Literal["verified", "unverified"]
 """`unverified`: imported, and not shown to equal what encoding gives. Everything else is `verified`."""
@@ -204,7 +206,7 @@ class ManifestFolder(Manifests):
         """The manifest, or None if there is none. Raises DatasetError when the file is not a manifest."""
         file = self.path / f"{name}.jsonl"
         try:
-            lines = file.read_bytes().splitlines()
+            lines = file.read_bytes().splitlines(keepends=True)
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -212,11 +214,15 @@ class ManifestFolder(Manifests):
         try:
             header = json.loads(lines[0])
             if header["format"] != FORMAT:
-                raise DatasetError(file, f"manifest format {header['format']!r}, but this version reads {FORMAT}")
+                raise DatasetError(
+                    file,
+                    f"manifest format {header['format']!r}, but this version reads {FORMAT}; run precache again to "
+                    "write it",
+                )
+            if header.pop("digest") != _digest(header, lines[1:]):
+                raise ValueError("its digest differs")
             with collector_paused():
                 rows = [Row.from_json(json.loads(line)) for line in lines[1:]]
-            if len(rows) != header["num_samples"]:
-                raise ValueError(f"{len(rows)} samples instead of {header['num_samples']}")
             return Manifest(
                 header["name"], header["role"], header["repeats"], header["common"], {r.sample_id: r for r in rows}
             )
@@ -234,15 +240,15 @@ class ManifestFolder(Manifests):
             "common": manifest.common,
         }
         # ASCII, so that captions with odd line ends stay one line each.
-        lines = [json.dumps(header).encode() + b"\n"]
-        lines += [json.dumps(row.to_json()).encode() + b"\n" for row in manifest.rows.values()]
-        self._write(f"{manifest.name}.jsonl", lines)
+        lines = [json.dumps(row.to_json()).encode() + b"\n" for row in manifest.rows.values()]
+        first = json.dumps(header | {"digest": _digest(header, lines)}).encode() + b"\n"
+        self._write(f"{manifest.name}.jsonl", [first, *lines])
         with typed_errors(self.path, 0):
             (self.path / f"{manifest.name}{UNFINISHED}").unlink(missing_ok=True)
 
     @override
     def begin(self, name: str) -> None:
-        self._write(f"{name}{UNFINISHED}", [datetime.now(UTC).isoformat(timespec="seconds").encode()])
+        self._write(f"{name}{UNFINISHED}", [now().encode()])
 
     @override
     def unfinished(self) -> dict[str, str]:
@@ -254,3 +260,11 @@ class ManifestFolder(Manifests):
             self.path.mkdir(parents=True, exist_ok=True)
         with sealed_file(self.path / name, num_bytes) as file:
             write_all(file, parts)
+
+
+def _digest(header: Mapping[str, Any], lines: Iterable[bytes]) -> str:
+    """BLAKE3 of the header without its digest, and of the samples' lines."""
+    hasher = blake3(canonical_json(header))
+    for line in lines:
+        hasher.update(line)
+    return hasher.hexdigest()

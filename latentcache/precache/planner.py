@@ -37,7 +37,7 @@ from latentcache.precache.shard import Shard
 from latentcache.precache.workspace import Workspace
 from latentcache.types import Bucket, Geometry, Refusal, Size, prompt_id
 from latentcache.utils.concurrency import bounded_map
-from latentcache.utils.gc_pause import collector_paused
+from latentcache.utils.host_memory import collector_paused
 from latentcache.utils.progress import NoProgress, Progress
 
 CHUNK = 1024

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from latentcache.utils import host_memory as module
-from latentcache.utils.host_memory import disk_memory, free_host_memory, host_memory
+from latentcache.utils.host_memory import collector_paused, disk_memory, free_host_memory, host_memory
 
 
 @pytest.fixture
@@ -50,3 +50,24 @@ def test_memory_for_a_disk_starts_on_a_page_and_lives_as_long_as_its_views(num_b
 def test_a_kernel_without_huge_pages_still_gives_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.mmap, "MADV_HUGEPAGE", 12345, raising=False)  # what no kernel knows
     assert len(disk_memory(4096)) == 4096
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("raises", [True, False])
+def test_the_collector_is_as_it_was(enabled: bool, raises: bool) -> None:
+    before = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with collector_paused():
+            assert not gc.isenabled()
+            with collector_paused():
+                pass
+            assert not gc.isenabled()
+            if raises:
+                raise ValueError
+    except ValueError:
+        assert raises
+    finally:
+        after = gc.isenabled()
+        (gc.enable if before else gc.disable)()
+    assert after == enabled
