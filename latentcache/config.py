@@ -11,7 +11,7 @@ import os
 import tomllib
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -22,7 +22,7 @@ from latentcache.errors import ConfigError
 
 ENV_PREFIX = "LATENTCACHE_"
 PROMPTS_PREFIX = "validation-prompts"
-"""Begins the names of the manifests of cached validation prompts: no dataset's name may begin so."""
+"""First part of the names of the manifests of cached validation prompts. No dataset's name may have it."""
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
 UserPath = Annotated[Path, AfterValidator(Path.expanduser)]
@@ -44,56 +44,73 @@ class _Section(BaseModel):
 
 
 class CacheConfig(_Section):
+    """Where the cache is, and which entries may be used."""
+
     path: UserPath = Path("cache/sdxl")
     """Directory of the cache. Several datasets, models and runs may share one."""
     store: Literal["disk", "cpu"] = "disk"
     """`disk`: packs on disk. `cpu`: CPU memory of this process only; gone when it ends."""
     salt: str = ""
-    """Part of every key. Change it to disown all entries made so far."""
+    """Part of every key. Another salt makes all entries that exist a miss."""
     unverified: bool = False
     """Train and validate on imported entries too that were not verified."""
 
 
 class SourceConfig(_Section):
+    """Where a dataset's images and captions are."""
+
     kind: Literal["folder", "imagefolder", "webdataset", "parquet"] = "folder"
-    """`folder`: images with caption files beside them. `imagefolder`: metadata.jsonl. `webdataset`: tar. `parquet`."""
+    """`folder`: images with caption files next to them. `imagefolder`: metadata.jsonl. `webdataset`: tar. `parquet`."""
     path: UserPath
     """Folder or file of the dataset."""
     caption_extension: str = ".txt"
     """`folder` only: suffix of the caption files; each line that is not empty is one caption."""
-    caption_columns: tuple[str, ...] | None = None
+    caption_columns: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
     """`imagefolder`, `webdataset`, `parquet`: columns that hold captions. Default: `text`, else `caption`."""
     image_column: str = "image"
     """`parquet` only: the column that holds the encoded image."""
 
 
 class BucketsConfig(_Section):
+    """The sizes that images are resized and cropped to."""
+
     area: int = Field(1024 * 1024, ge=64)
     """Largest number of pixels of a bucket. SDXL: 1048576."""
     step: int = Field(64, ge=8, multiple_of=8)
     """Height and width of a bucket are multiples of this many pixels."""
-    max_aspect: float = Field(2.0, ge=1.0)
+    max_aspect: float = Field(2.0, ge=1.0, allow_inf_nan=False)
     """Longest side of a bucket divided by its shortest, at most."""
+
+    @model_validator(mode="after")
+    def _a_bucket_fits(self) -> BucketsConfig:
+        if self.area < self.step**2:
+            raise ValueError(f"area is {self.area}; one bucket of {self.step}x{self.step} needs {self.step**2}")
+        return self
 
 
 class ImagesConfig(_Section):
+    """How images are decoded, and which are refused."""
+
     alpha_colour: str = Field("#ffffff", pattern=r"^#[0-9a-fA-F]{6}$")
     """Transparent images are composited on this colour (#rrggbb)."""
     animated: Literal["refuse", "first-frame"] = "refuse"
-    """What to do with images of several frames."""
+    """What to do with animated PNG, WebP and AVIF. The further pictures of an MPO are not an animation."""
     max_pixels: int = Field(100_000_000, ge=1)
-    """Images with more pixels are refused before they are decoded."""
-    max_aspect: float = Field(8.0, ge=1.0)
-    """Images longer than this many times their shorter side are refused."""
+    """Images with more pixels are refused before they are decoded. 100 megapixels let medium-format cameras pass, and
+    cost 300 MB per decoding thread."""
+    max_aspect: float = Field(8.0, ge=1.0, allow_inf_nan=False)
+    """Images longer than this many times their shorter side are refused: the crop to a bucket keeps too little."""
     min_side: int = Field(16, ge=1)
     """Images with a shorter side are refused, in pixels."""
 
 
 class DatasetConfig(_Section):
+    """One dataset."""
+
     name: Name
     """Name of the manifest: letters, digits, dash, underscore."""
     role: Literal["train", "validation"] = "train"
-    """What the dataset is for; kept in its manifest."""
+    """What the dataset is for; stored in its manifest."""
     repeats: int = Field(1, ge=1)
     """How often an epoch visits each sample. Costs no space."""
     source: SourceConfig
@@ -107,10 +124,12 @@ class DatasetConfig(_Section):
 
 
 class ModelConfig(_Section):
+    """The model whose encoders are used."""
+
     family: Literal["sdxl"] = "sdxl"
     """Which model family the parts belong to."""
     path: UserText = "stabilityai/stable-diffusion-xl-base-1.0"
-    """Hub id, diffusers folder, one .safetensors checkpoint, or `tiny` (a tiny SDXL built in code, for trials)."""
+    """Hub id, diffusers folder, one .safetensors checkpoint, or `tiny` (a tiny SDXL built in code, for tests)."""
     vae: UserText | None = None
     """A VAE to use in place of the model's own: hub id, folder or .safetensors file."""
     config: UserText | None = None
@@ -120,6 +139,8 @@ class ModelConfig(_Section):
 
 
 class EncodeConfig(_Section):
+    """How images and captions are encoded."""
+
     device: str = "auto"
     """`auto` (the accelerator if there is one), `cpu`, `cuda`, `cuda:1`, `mps`, ..."""
     vae_dtype: DtypeName = "auto"
@@ -131,7 +152,7 @@ class EncodeConfig(_Section):
     batch_size: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
     """Images per encoder call; halved when memory runs out."""
     image_output: Literal["moments", "mean", "sample"] = "moments"
-    """`moments`: the whole posterior, drawn anew at each read. `mean`: its mean. `sample`: one seeded draw."""
+    """`moments`: the whole posterior, drawn again at each read. `mean`: its mean. `sample`: one seeded draw."""
     clip_skip: int = Field(0, ge=0)
     """Layers skipped before the penultimate one, as diffusers counts them."""
     seed: int = 0
@@ -143,6 +164,8 @@ class EncodeConfig(_Section):
 
 
 class ValidationConfig(_Section):
+    """What is validated, and how."""
+
     prompts: tuple[Prompt, ...] = ()
     """Prompts of validation images: cached too, so that sampling needs no text encoder."""
     negative_prompt: Prompt | None = ""
@@ -171,6 +194,8 @@ class ValidationConfig(_Section):
 
 
 class Config(_Section):
+    """All settings of a run."""
+
     cache: CacheConfig = CacheConfig()
     datasets: tuple[DatasetConfig, ...]
     model: ModelConfig = ModelConfig()
@@ -214,9 +239,22 @@ def load_config(
     return parse_config(settings, source=source)
 
 
+_READERS: dict[str, Callable[[str], Any]] = {
+    ".yaml": yaml.safe_load,
+    ".yml": yaml.safe_load,
+    ".toml": tomllib.loads,
+    ".json": json.loads,
+}
+
+
 def read_file(path: Path) -> dict[str, Any]:
     """The mapping in a YAML, TOML or JSON file, unchecked. Raises ConfigError."""
-    readers = {".yaml": yaml.safe_load, ".yml": yaml.safe_load, ".toml": tomllib.loads, ".json": json.loads}
+    readers: dict[str, Callable[[str], Any]] = {
+        ".yaml": yaml.safe_load,
+        ".yml": yaml.safe_load,
+        ".toml": tomllib.loads,
+        ".json": json.loads,
+    }
     reader = readers.get(path.suffix.lower())
     if reader is None:
         raise ConfigError(f"unknown suffix {path.suffix!r}; a config ends in {', '.join(readers)}", source=str(path))
@@ -259,7 +297,7 @@ def _describe(fault: Mapping[str, Any]) -> str:
 
 
 def suggest(word: str, known: typing.Iterable[str]) -> str:
-    """ "; did you mean 'x'?" for the nearest known word, or "" when none is near. Numbers in a path are kept."""
+    """The question whether the nearest known word was meant, or "" when none is near. Numbers in a path stay."""
     parts = word.split(".")
     numbers = [part for part in parts if part.isdigit()]
     pattern = ".".join("N" if part.isdigit() else part for part in parts)
@@ -283,6 +321,8 @@ def known_settings(section: type[BaseModel] = Config, prefix: str = "") -> Itera
 
 def is_list(annotation: Any) -> bool:
     """Whether a field of this annotation holds several values."""
+    if typing.get_origin(annotation) is Annotated:
+        return is_list(typing.get_args(annotation)[0])
     return typing.get_origin(annotation) in (tuple, list)
 
 

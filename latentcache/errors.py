@@ -15,7 +15,7 @@
     ├── ModelError              a model cannot be loaded, or must not be used
     │   ├── TrainableEncoderError   a parameter requires grad: its outputs must not be cached
     │   └── EncodeError         an encoder's output is unusable (NaN, Inf, all zero), or it ran out of memory
-    └── StoreError              the cache cannot do what was asked
+    └── StoreError              the cache cannot do what it was called for
         ├── ReadOnlyError       the cache directory cannot be written
         ├── StoreBusyError      another process holds the lock that this operation needs
         ├── StorageFullError    no space is left
@@ -25,7 +25,7 @@
         ├── IndexDamagedError   the index cannot be trusted; it can be rebuilt from the packs
         ├── EntryMissingError   there is no such entry
         ├── EntryDamagedError   the entry's bytes are not those that were stored
-        └── SampleError         a sample cannot be handed back; names the sample, the reason and the mending command
+        └── SampleError         a sample cannot be returned; names the sample, the reason and the command that fixes it
 
 A message names the thing, the value met, the value allowed and the next step. The parts are fields too.
 """
@@ -111,17 +111,15 @@ class DeviceMismatchError(DeviceError):
 
 
 class PhaseError(LatentCacheError):
-    """A phase cannot be entered, or training could not be put back as it was; `offenders` names what is to blame."""
+    """A phase cannot be entered, or training could not be put back as it was; `offenders` names the causes."""
 
     def __init__(self, message: str, *, phase: str, offenders: tuple[str, ...] = ()):
         self.phase, self.offenders = phase, offenders
-        shown = "".join(f"\n  {line}" for line in offenders[:20])
-        more = f"\n  and {len(offenders) - 20} more" if len(offenders) > 20 else ""
-        super().__init__(f"phase {phase}: {message}{shown}{more}")
+        super().__init__(f"phase {phase}: {message}{listed(offenders)}")
 
 
 class PipelineError(LatentCacheError):
-    """A trainer's data pipeline cannot be cached, or plugged into. `module` names the module of it that is to blame."""
+    """A trainer's data pipeline cannot be cached, or plugged into. `module` names its module that is the cause."""
 
     def __init__(self, message: str, *, module: str | None = None):
         self.module = module
@@ -133,11 +131,9 @@ class ItemsError(PipelineError):
 
     def __init__(self, failures: tuple[str, ...], num_items: int, detail: str = ""):
         self.failures, self.num_items = failures, num_items
-        shown = "".join(f"\n  {line}" for line in failures[:20])
-        more = f"\n  and {len(failures) - 20} more" if len(failures) > 20 else ""
         super().__init__(
-            f"{len(failures)} of {num_items} items cannot be cached{detail}. What was encoded is stored: mend or "
-            f"remove these, and the next start encodes only what is missing:{shown}{more}"
+            f"{len(failures)} of {num_items} items cannot be cached{detail}. What was encoded is stored: fix or "
+            f"remove these, and the next start encodes only what is missing:{listed(failures)}"
         )
 
 
@@ -160,7 +156,7 @@ class ModelError(LatentCacheError):
 
 
 class TrainableEncoderError(ModelError):
-    """An encoder is being trained, so its outputs go stale with each step and must not be cached."""
+    """An encoder is being trained, so its outputs become stale with each step and must not be cached."""
 
     def __init__(self, part: str, parameter: str):
         self.parameter = parameter
@@ -180,7 +176,7 @@ class EncodeError(ModelError):
 
 
 class StoreError(LatentCacheError):
-    """The cache cannot do what was asked."""
+    """The cache cannot do what it was called for."""
 
 
 class ReadOnlyError(StoreError):
@@ -260,12 +256,12 @@ class EntryDamagedError(StoreError):
 
     def __init__(self, key: str, reason: str):
         self.key, self.reason = key, reason
-        super().__init__(f"entry {key} is damaged: {reason}; `latentcache precache CONFIG` makes it anew")
+        super().__init__(f"entry {key} is damaged: {reason}; `latentcache precache CONFIG` encodes it again")
 
 
 class SampleError(StoreError):
-    """Sample `sample_id` cannot be handed back. Nothing else is returned in its place."""
+    """Sample `sample_id` cannot be returned, and no other is returned in its place."""
 
     def __init__(self, sample_id: str, reason: str, remedy: str):
         self.sample_id, self.reason, self.remedy = sample_id, reason, remedy
-        super().__init__(f"sample {sample_id!r}: {reason}. To mend it: {remedy}")
+        super().__init__(f"sample {sample_id!r}: {reason}. To fix it: {remedy}")

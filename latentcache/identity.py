@@ -2,7 +2,7 @@
 
 The key is the BLAKE3 digest of canonical JSON. Everything that determines the value is in the identities below, and
 nothing else: path, mtime, host, device, batch size and library versions are provenance. A field that is added here
-must get a row in `tests/test_staleness.py`; a test sees to that.
+must get a row in `tests/precache/test_staleness.py`, which fails otherwise.
 """
 
 from __future__ import annotations
@@ -47,14 +47,9 @@ def short(value: str) -> str:
     return value[:6]
 
 
-@functools.cache
-def _field_names(values: type) -> tuple[str, ...]:
-    return tuple(field.name for field in dataclasses.fields(values))
-
-
 def _values(value: Any) -> dict[str, Any]:
-    """The fields of a dataclass, not nested ones: a plan makes millions, and dataclasses.asdict is slow."""
-    return {name: getattr(value, name) for name in _field_names(type(value))}
+    """The fields of a dataclass with slots, not nested ones: a plan makes millions, and dataclasses.asdict is slow."""
+    return {name: getattr(value, name) for name in value.__slots__}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +62,7 @@ class PartIdentity:
 
     @property
     def name(self) -> str:
-        """Six digits that stand for weights and config in messages."""
+        """Six digits that name weights and config in messages."""
         return short(digest(f"{self.class_name} {self.weights} {self.config}".encode()))
 
 
@@ -87,18 +82,19 @@ class Preparation:
     flip: bool
 
     @classmethod
-    def of(cls, policy: Mapping[str, str], geometry: Geometry) -> Preparation:
-        """`policy` gives exif, colour, alpha, decoder and resample (`dataset.images.ImagePolicy.identity`)."""
+    def of(cls, policy: Mapping[str, Any], geometry: Geometry) -> Preparation:
+        """`policy` gives exif, colour, alpha, decoder and resample (`dataset.images.preparation_policy`)."""
         return cls(**policy, **_values(geometry))
 
     @property
     def geometry(self) -> Geometry:
+        """The part that is the geometry."""
         return Geometry(self.original_size, self.resized_size, self.crop_top_left, self.target_size, self.flip)
 
 
 @dataclass(frozen=True, slots=True)
 class ImageEncoding:
-    """The encoder and what is kept of its output. `seed` counts for `sample` only, and is 0 otherwise."""
+    """The encoder and what is stored of its output. `seed` counts for `sample` only, and is 0 otherwise."""
 
     vae: PartIdentity
     compute_dtype: str
@@ -111,7 +107,7 @@ class ImageEncoding:
 
 @dataclass(frozen=True, slots=True)
 class TextEncoding:
-    """The encoders and what is kept of their outputs. `clip_skip` 0 is the penultimate layer, as in diffusers."""
+    """The encoders and what is stored of their outputs. `clip_skip` 0 is the penultimate layer, as in diffusers."""
 
     text_encoder: PartIdentity
     text_encoder_2: PartIdentity
@@ -140,6 +136,7 @@ class ImageIdentity:
     schema: int = SCHEMA
 
     def to_json(self) -> dict[str, Any]:
+        """The identity in the form that `key_of` takes."""
         nested = {"preparation": _values(self.preparation), "encoding": encoding_json(self.encoding)}
         return _values(self) | nested
 
@@ -155,6 +152,7 @@ class TextIdentity:
     schema: int = SCHEMA
 
     def to_json(self) -> dict[str, Any]:
+        """The identity in the form that `key_of` takes."""
         return _values(self) | {"encoding": encoding_json(self.encoding)}
 
 

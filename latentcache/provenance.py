@@ -33,9 +33,19 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
+def provenance_json(**facts: Any) -> dict[str, Any]:
+    """The provenance of an entry that is made now: these facts with host, time and versions. None is left out."""
+    return {
+        **{name: value for name, value in facts.items() if value is not None},
+        "host": socket.gethostname(),
+        "created": now(),
+        "software": dict(software_versions()),
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """Where one entry came from. `computed_dtype` differs from the identity's after a retry in float32.
+    """How one entry was encoded. `computed_dtype` differs from the identity's after a retry in float32.
 
     `source_path` and `sample_id` name the first sample that had these bytes; others may share the entry.
     """
@@ -53,21 +63,6 @@ class Provenance:
     note: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The provenance with host, time and versions of this moment."""
-        value: dict[str, Any] = {
-            "sample_id": self.sample_id,
-            "source_path": self.source_path,
-            "models": dict(self.models),
-            "device": self.device,
-            "computed_dtype": self.computed_dtype,
-            "host": socket.gethostname(),
-            "created": now(),
-            "software": dict(software_versions()),
-        }
-        if self.compiled:
-            value["compiled"] = True
-        if self.num_tokens is not None:
-            value["num_tokens"] = self.num_tokens
-        if self.note is not None:
-            value["note"] = self.note
-        return value
+        """The provenance as JSON, with host, time and versions of this moment."""
+        facts = {name: getattr(self, name) for name in self.__slots__}
+        return provenance_json(**facts | {"models": dict(self.models), "compiled": self.compiled or None})

@@ -78,6 +78,7 @@ class Geometry:
     flip: bool = False
 
     def to_json(self) -> dict[str, Any]:
+        """The geometry as a JSON object; sizes are lists of two."""
         return {
             "original_size": list(self.original_size),
             "resized_size": list(self.resized_size),
@@ -88,6 +89,7 @@ class Geometry:
 
     @classmethod
     def from_json(cls, value: Json) -> Geometry:
+        """The geometry that `to_json` gave. Raises KeyError, TypeError or ValueError for any other value."""
         sizes = (tuple(value[name]) for name in ("original_size", "resized_size", "crop_top_left", "target_size"))
         return _geometry(*sizes, bool(value["flip"]))
 
@@ -114,6 +116,7 @@ class Refusal:
     detail: str
 
     def to_json(self) -> dict[str, str]:
+        """The refusal as a JSON object."""
         return {"sample_id": self.sample_id, "path": self.path, "reason": self.reason, "detail": self.detail}
 
 
@@ -140,4 +143,5 @@ class Entry:
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of all its tensors."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())

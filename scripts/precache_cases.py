@@ -18,9 +18,9 @@ import torch
 from encoder_variants import peak_memory, synchronize
 
 from latentcache import Config, Report, run_precache
-from latentcache.config import parse_config
+from latentcache.config import BucketsConfig, ImagesConfig, parse_config
 from latentcache.dataset.buckets import assign, bucket_table, fit
-from latentcache.dataset.images import ImagePolicy, decode, prepare
+from latentcache.dataset.images import decode, prepare
 from latentcache.devices.placement import device_named, placed
 from latentcache.identity import digest
 from latentcache.models.clip import tokenize
@@ -78,9 +78,9 @@ class Case:
         """What a decoding thread does."""
         data = path.read_bytes()
         digest(data)
-        pixels = decode(data, str(path), ImagePolicy())
+        pixels = decode(data, str(path), ImagesConfig())
         size = Size(*pixels.shape[:2])
-        table = bucket_table(area=self.side**2, step=8, max_aspect=1.0)
+        table = bucket_table(BucketsConfig(area=self.side**2, step=8, max_aspect=1.0))
         return prepare(pixels, fit(size, assign(size, table)))
 
 

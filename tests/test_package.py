@@ -44,6 +44,7 @@ OWNERS = {
     "sqlite3": ("store/index.py", "store/connection.py", "interop/formats/diffusion_pipe.py"),
     "safetensors": ("store/pack.py", "checkpoints/folder.py", "interop/formats/ai_toolkit.py"),
     "PIL": ("dataset/images.py", "validation/"),
+    "psutil": ("utils/host_memory.py",),
     "pyarrow": ("dataset/tables.py",),
     "diffusers": ("models/", "validation/", "integrations/diffusers.py"),
     "transformers": ("models/",),
@@ -52,7 +53,7 @@ OWNERS = {
 }
 STORE_FLOORS: list[set[str]] = []
 """The modules of `store/` from the lowest floor up: each imports only modules of floors below its own."""
-TWICE = {"Layout", "_Place", "history.py"}
+TWICE = {"Layout", "history.py"}
 """Names that still occur twice."""
 FORBIDDEN = {"pickle", "dill", "joblib", "cloudpickle", "torchvision", "datasets"}
 

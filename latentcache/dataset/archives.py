@@ -8,11 +8,14 @@ import tarfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from typing_extensions import override
+
 from latentcache.dataset.folders import is_image
 from latentcache.dataset.samples import (
     MAX_CAPTION_BYTES,
     CaptionError,
     Sample,
+    SampleSource,
     Signature,
     captions_in_columns,
     captions_in_text,
@@ -30,7 +33,7 @@ _TAR_ERRORS = (tarfile.TarError, ValueError, OverflowError, EOFError)
 
 
 def check_uncompressed(path: str) -> None:
-    """Raises DatasetError for a compressed tar: its members have no place that could be read at random."""
+    """Raise DatasetError for a compressed tar: its members cannot be read at random."""
     try:
         start = read_range(path, 0, 8)
     except OSError as error:
@@ -40,15 +43,15 @@ def check_uncompressed(path: str) -> None:
             raise DatasetError(path, f"is compressed with {name}; decompress it: images do not get smaller by it")
 
 
-def scan(name: str, path: str) -> _Shard:
+def scan(name: str, path: str) -> _Tar:
     """Read the headers of a tar. `name` is its name within the dataset. Raises OSError."""
-    shard = _Shard(name, path, Signature.of(os.stat(path)))
+    shard = _Tar(name, path, Signature.of(os.stat(path)))
     end = 0
     try:
         with tarfile.open(path, "r:") as tar:
             while (member := tar.next()) is not None:
-                # tarfile would keep all of them, a kilobyte each.
-                tar.members = []
+                # tarfile would keep every member, a kilobyte each.
+                tar.members = []  # type: ignore[attr-defined]  # typeshed lacks it
                 shard.add(member)
             end = tar.offset
     except _TAR_ERRORS as error:
@@ -56,13 +59,13 @@ def scan(name: str, path: str) -> _Shard:
     if shard.damage is None:
         shard.damage = _damage_at_end(name, path, end)
     if shard.damage is not None and (cut := shard.groups.pop(shard.last_key, None)) and cut.images:
-        detail = "the tar is cut or damaged behind this image, where its caption may have been"
+        detail = "the tar is cut or damaged after this image, where its caption may have been"
         shard.refusals.append(Refusal(f"{name}/{shard.last_key}", f"{path}#{cut.images[0][0]}", "truncated", detail))
     return shard
 
 
 def _damage_at_end(name: str, path: str, end: int) -> Refusal | None:
-    """Behind the last member comes a block of zeros. tarfile stops there without a word at anything else, too."""
+    """After the last member comes a block of zeros. tarfile stops silently at any other block, too."""
     block = read_range(path, end, _BLOCK)
     if len(block) < _BLOCK:
         return Refusal(name, path, "truncated", f"the tar ends at byte {end + len(block):,} without an end mark")
@@ -81,8 +84,8 @@ class _Group:
 
 
 @dataclass(slots=True)
-class _Shard:
-    """What the headers of one tar say. `damage` is why they end early, if they do."""
+class _Tar:
+    """The contents of one tar by its headers. `damage` is the reason if they end early."""
 
     name: str
     path: str
@@ -115,16 +118,16 @@ class _Shard:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _Member:
     tar: str
     offset: int
     num_bytes: int
 
 
-class WebDatasetSource:
+class WebDatasetSource(SampleSource):
     """Tar files. Members belong together if their paths are equal up to the first dot of the file name: the key.
 
-    The image is the member that ends like one; captions are the lines of `.txt`, or columns of `.json`. If columns
+    The image is the member with an image's suffix; captions are the lines of `.txt`, or columns of `.json`. If columns
     are configured, `.json` comes first. Unlike in WebDataset, the members of a key may be apart in the tar. Samples
     come in the order of the tars' names, then of the members. A tar that is cut or damaged is a Refusal, after the
     samples before the damage; so is its last key, whose caption may be lost. A second image under one key is refused.
@@ -136,6 +139,7 @@ class WebDatasetSource:
         for _, path in self._shards:
             check_uncompressed(path)
 
+    @override
     def samples(self) -> Iterator[Sample | Refusal]:
         for name, path in self._shards:
             try:
@@ -143,8 +147,9 @@ class WebDatasetSource:
             except OSError as error:
                 yield Refusal(name, path, "unreadable", error.strerror or str(error))
 
+    @override
     def read(self, sample: Sample) -> bytes:
-        place: _Place = sample.locator
+        place: _Member = sample.locator
         try:
             status = os.stat(place.tar)
             data = read_range(place.tar, place.offset, place.num_bytes)
@@ -174,7 +179,7 @@ class WebDatasetSource:
             except CaptionError as error:
                 yield Refusal(sample_id, place, "bad-caption", str(error))
                 continue
-            yield Sample.of(sample_id, place, captions, signature, _Place(path, offset, num_bytes))
+            yield Sample.of(sample_id, place, captions, signature, _Member(path, offset, num_bytes))
 
     def _captions(self, path: str, group: _Group) -> tuple[str, ...]:
         """Raises CaptionError."""

@@ -1,4 +1,4 @@
-"""Which size an image is brought to, and how: the table of buckets, the assignment, the integers of the resize."""
+"""The size an image is resized and cropped to: the table of buckets, the assignment, the integers of the resize."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
+from latentcache.config import BucketsConfig
 from latentcache.errors import ConfigError
 from latentcache.types import Bucket, Crop, Geometry, Size
 
 
-def bucket_table(area: int, step: int = 64, max_aspect: float = 2.0) -> tuple[Bucket, ...]:
+def bucket_table(config: BucketsConfig) -> tuple[Bucket, ...]:
     """All buckets (height, width), sorted.
 
     Sides are multiples of `step`. For each height the width is the largest that keeps height * width <= `area`, and
@@ -19,12 +20,7 @@ def bucket_table(area: int, step: int = 64, max_aspect: float = 2.0) -> tuple[Bu
 
     Raises ConfigError if no bucket fits.
     """
-    if step < 1 or step % 8:
-        raise ConfigError(f"step is {step}; it must be a positive multiple of 8, the VAE's factor", key="step")
-    if area < step * step:
-        raise ConfigError(f"area is {area}; one bucket of {step}x{step} needs {step * step}", key="area")
-    if not 1.0 <= max_aspect < math.inf:
-        raise ConfigError(f"max_aspect is {max_aspect}; it must be 1 or more, and finite", key="max_aspect")
+    area, step, max_aspect = config.area, config.step, config.max_aspect
     buckets = set()
     # The longest side squared is at most max_aspect * area.
     longest = min(area // step, math.isqrt(int(area * max_aspect)))

@@ -59,7 +59,7 @@ def sniff(data: bytes) -> str | None:
 def ends_early(data: bytes, name: str) -> bool:
     """Whether the container says that bytes are missing at the end. `name` is JPEG, PNG, WEBP or AVIF."""
     if name == "JPEG":
-        # Inside a scan 0xFF is always escaped, so that an end mark behind its start is one.
+        # Inside a scan 0xFF is always escaped, so that an end mark after its start is one.
         return data.find(_JPEG_END, _jpeg_scan(data)) < 0
     if name == "PNG":
         return not any(kind == b"IEND" for kind, _, _ in _png_chunks(data))

@@ -1,4 +1,4 @@
-"""Images as files: with caption files beside them, or with captions in metadata.jsonl."""
+"""Images as files: with caption files next to them, or with captions in metadata.jsonl."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ import stat
 from collections.abc import Iterator
 from typing import Any
 
+from typing_extensions import override
+
 from latentcache.dataset.images import IMAGE_SUFFIXES
 from latentcache.dataset.samples import (
     MAX_CAPTION_BYTES,
     CaptionError,
     Sample,
+    SampleSource,
     Signature,
     captions_in_columns,
     captions_in_text,
@@ -30,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 def is_image(name: str) -> bool:
-    """Whether the name ends like an image's, of an accepted format or not."""
+    """Whether the name has an image's suffix, of an accepted format or not."""
     return os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES
 
 
@@ -56,10 +59,10 @@ def _read(sample: Sample) -> bytes:
         refuse_read(sample.path, error)
 
 
-class FolderSource:
-    """A folder, recursive. Beside `a/cat.jpg`, the file `a/cat.txt` holds its captions, one a line.
+class CaptionFileSource(SampleSource):
+    """A folder, recursive. The captions of `a/cat.jpg` are the lines of `a/cat.txt`.
 
-    Files that end like an image's are samples, also of formats that are refused later, so that the report names them.
+    Files with an image's suffix are samples, also of formats that are refused later, so that the report names them.
     Hidden files and folders are skipped. `cat.jpg` and `cat.png` are two samples with the same captions. A caption
     file that cannot be read or is not UTF-8 refuses the sample.
     """
@@ -67,6 +70,7 @@ class FolderSource:
     def __init__(self, root: str, caption_extension: str):
         self._root, self._caption_extension = root, caption_extension
 
+    @override
     def samples(self) -> Iterator[Sample | Refusal]:
         for found in walk(self._root):
             if isinstance(found, Refusal):
@@ -78,6 +82,7 @@ class FolderSource:
                 caption_name = os.path.splitext(name)[0] + self._caption_extension
                 yield self._sample(folder, name, caption_name if caption_name in present else None)
 
+    @override
     def read(self, sample: Sample) -> bytes:
         return _read(sample)
 
@@ -90,9 +95,9 @@ class FolderSource:
         captions: tuple[str, ...] = ()
         if caption_name is not None:
             caption_path = os.path.join(self._root, folder, caption_name)
-            beside = _signature(sample_id, caption_path)
-            if isinstance(beside, Refusal):
-                return beside
+            caption_signature = _signature(sample_id, caption_path)
+            if isinstance(caption_signature, Refusal):
+                return caption_signature
             try:
                 captions = captions_in_text(read_range(caption_path, 0, MAX_CAPTION_BYTES + 1))
             except CaptionError as error:
@@ -102,16 +107,17 @@ class FolderSource:
         return Sample.of(sample_id, path, captions, signature, path)
 
 
-class ImageFolderSource:
+class ImageFolderSource(SampleSource):
     """Hugging Face's imagefolder: each `metadata.jsonl` names, by `file_name`, images below its own folder.
 
-    As in `datasets`, the metadata decides what belongs to the dataset. Images that it does not name are left out; how
-    many is logged. Samples come in the order of the lines. A name that leads out of the dataset is refused.
+    As in `datasets`, the metadata decides what belongs to the dataset. Images that it does not name are left out, and
+    their number is logged. Samples come in the order of the lines. A name outside the dataset's folder is refused.
     """
 
     def __init__(self, root: str, caption_columns: tuple[str, ...] | None):
         self._root, self._columns = root, caption_columns
 
+    @override
     def samples(self) -> Iterator[Sample | Refusal]:
         num_images = num_listed = 0
         for found in walk(self._root):
@@ -128,6 +134,7 @@ class ImageFolderSource:
         if num_images > num_listed:
             _log.warning("%s: %d images are in no %s, and are left out", self._root, num_images - num_listed, METADATA)
 
+    @override
     def read(self, sample: Sample) -> bytes:
         return _read(sample)
 

@@ -17,19 +17,19 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import re
 import struct
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from io import BytesIO
-from typing import Literal
+from typing import Any
 
 import numpy as np
 from PIL import AvifImagePlugin, Image, ImageCms, ImageFile, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
 
+from latentcache.config import ImagesConfig
 from latentcache.dataset import container
-from latentcache.errors import ConfigError, ImageRefused
+from latentcache.errors import ImageRefused
 from latentcache.types import Geometry, RefusalReason, Size
 
 _log = logging.getLogger(__name__)
@@ -51,9 +51,9 @@ _SUFFIXES_OF_FORMAT = {
 _FORMAT_OF_SUFFIX = {suffix: name for name, suffixes in _SUFFIXES_OF_FORMAT.items() for suffix in suffixes}
 
 IMAGE_SUFFIXES = frozenset(_FORMAT_OF_SUFFIX)
-"""Lower-case suffixes of image files, including those of formats that are refused: they are to be reported."""
+"""Lower-case suffixes of image files, also those of formats that are refused, so that they are reported."""
 
-# MpoImagePlugin is left out on purpose: a phone's MPO is a JPEG with further pictures behind it.
+# MpoImagePlugin is left out on purpose: a phone's MPO is a JPEG that is followed by further pictures.
 _PLUGINS: dict[str, Callable[[BytesIO], ImageFile.ImageFile]] = {
     "JPEG": JpegImagePlugin.JpegImageFile,
     "PNG": PngImagePlugin.PngImageFile,
@@ -94,24 +94,35 @@ _STEP_OF_GREY = {"L;2": 85, "L;4": 17}
 _MODE_OF_COLOUR_SPACE = {"RGB": "RGB", "GRAY": "L", "CMYK": "CMYK"}
 
 
-def probe(data: bytes, path: str, policy: ImagePolicy) -> ImageFacts:
+def preparation_policy(config: ImagesConfig) -> dict[str, str]:
+    """What changes the pixels of an accepted image, by name: the `policy` of `identity.Preparation.of`."""
+    return {
+        "exif": "upright",
+        "colour": "srgb-perceptual",
+        "alpha": f"composite-{config.alpha_colour.lower()}",
+        "decoder": "pillow",
+        "resample": "lanczos",
+    }
+
+
+def probe(data: bytes, path: str, config: ImagesConfig) -> ImageFacts:
     """What the header says; no pixel is decoded. `path` is for the message, and its suffix must fit the bytes.
 
     Raises ImageRefused. Bytes that pass may still be refused by `decode`.
     """
-    _, facts, _ = _open(data, path, policy)
+    _, facts, _ = _open(data, path, config)
     return facts
 
 
-def decode(data: bytes, path: str, policy: ImagePolicy) -> np.ndarray:
+def decode(data: bytes, path: str, config: ImagesConfig) -> np.ndarray:
     """Upright sRGB pixels of these very bytes: uint8 [H, W, 3], C-contiguous and writable. Raises ImageRefused.
 
     Colours: an ICC profile is converted to sRGB with the perceptual intent, unless it is sRGB to within one step.
     CMYK without a profile becomes (255 - C)(255 - K) / 255, and so on. 16-bit grey is divided by 257 and rounded; of
     16-bit RGB, Pillow keeps the high byte, at most one step away. Transparent pixels are blended in straight alpha,
-    in sRGB, with `policy.alpha_colour`. Raises ImageRefused.
+    in sRGB, with `config.alpha_colour`. Raises ImageRefused.
     """
-    image, facts, orientation = _open(data, path, policy)
+    image, facts, orientation = _open(data, path, config)
     try:
         if facts.format == "PNG":
             # Loading checks no CRC of pixel data, so that a flipped bit could give another picture.
@@ -121,7 +132,7 @@ def decode(data: bytes, path: str, policy: ImagePolicy) -> np.ndarray:
         colour, alpha = _colour_and_alpha(image, transparency)
         upright = _to_srgb(colour, image.info.get("icc_profile"), path)
         if alpha is not None:
-            canvas = Image.new("RGB", upright.size, policy.alpha_colour)
+            canvas = Image.new("RGB", upright.size, config.alpha_colour)
             canvas.paste(upright, mask=alpha)
             upright = canvas
         if orientation in _TURNS:
@@ -158,14 +169,14 @@ def prepare(pixels: np.ndarray, geometry: Geometry) -> np.ndarray:
     return np.array(target[:, ::-1] if geometry.flip else target, order="C")
 
 
-def _open(data: bytes, path: str, policy: ImagePolicy) -> tuple[ImageFile.ImageFile, ImageFacts, int]:
+def _open(data: bytes, path: str, config: ImagesConfig) -> tuple[ImageFile.ImageFile, ImageFacts, int]:
     """The image before it is loaded, its facts and its EXIF orientation (1 to 8)."""
     name = _checked_format(data, path)
     if container.ends_early(data, name):
         raise ImageRefused(path, "truncated", f"the {name} data ends after {len(data):,} bytes, before its end mark")
     if name == "WEBP" and (canvas := container.webp_canvas(data)):
         # libwebp allocates the canvas as soon as Pillow opens the file.
-        _check_limits(canvas, path, policy)
+        _check_limits(canvas, path, config)
     try:
         image = _PLUGINS[name](BytesIO(data))
     except Image.DecompressionBombError as error:
@@ -179,9 +190,9 @@ def _open(data: bytes, path: str, policy: ImagePolicy) -> tuple[ImageFile.ImageF
     )
     width, height = image.size
     size = Size(width, height) if orientation >= 5 else Size(height, width)
-    _check_limits(size, path, policy)
+    _check_limits(size, path, config)
     num_frames = 1 if name == "JPEG" else getattr(image, "n_frames", 1)
-    if num_frames > 1 and policy.animated == "refuse":
+    if num_frames > 1 and config.animated == "refuse":
         raise ImageRefused(path, "animated", f'{num_frames} frames; set animated to "first-frame" to use the first')
     return image, ImageFacts(format=name, mode=image.mode, size=size), orientation
 
@@ -207,22 +218,22 @@ def _checked_format(data: bytes, path: str) -> str:
     return name
 
 
-def _check_limits(size: Size, path: str, policy: ImagePolicy) -> None:
+def _check_limits(size: Size, path: str, config: ImagesConfig) -> None:
     num_pixels = size.height * size.width
     if num_pixels < 1:
         raise ImageRefused(path, "corrupt", f"its header gives a size of {size}")
-    if num_pixels > policy.max_pixels:
+    if num_pixels > config.max_pixels:
         raise ImageRefused(
-            path, "too-many-pixels", f"{size} is {num_pixels:,} pixels; max_pixels is {policy.max_pixels:,}"
+            path, "too-many-pixels", f"{size} is {num_pixels:,} pixels; max_pixels is {config.max_pixels:,}"
         )
-    if max(size) > policy.max_aspect * min(size):
+    if max(size) > config.max_aspect * min(size):
         raise ImageRefused(
             path,
             "extreme-aspect",
-            f"{size} has sides 1 : {max(size) / min(size):.4g}; max_aspect is {policy.max_aspect:g}",
+            f"{size} has sides 1 : {max(size) / min(size):.4g}; max_aspect is {config.max_aspect:g}",
         )
-    if min(size) < policy.min_side:
-        raise ImageRefused(path, "too-small", f"{size} has a side below {policy.min_side} pixels, min_side")
+    if min(size) < config.min_side:
+        raise ImageRefused(path, "too-small", f"{size} has a side below {config.min_side} pixels, min_side")
 
 
 def _refusal(path: str, name: str, error: BaseException) -> ImageRefused:
@@ -251,13 +262,13 @@ def _colour_and_alpha(
 
 def _transparency(image: ImageFile.ImageFile) -> int | bytes | tuple[int, ...] | None:
     """PNG's transparent colour in the scale of the loaded pixels; Pillow gives that of the file. Call before load."""
-    value = image.info.get("transparency")
+    value: Any = image.info.get("transparency")
     layout = image.tile[0][3] if value is not None and image.tile else None
     if layout in _STEP_OF_GREY:
-        return value * _STEP_OF_GREY[layout]
+        return int(value) * _STEP_OF_GREY[layout]
     if layout == "RGB;16B":
         return tuple(channel >> 8 for channel in value)
-    return value
+    return value  # type: ignore[no-any-return]  # an int, bytes or a tuple, by Pillow's PNG plugin
 
 
 def _to_srgb(image: Image.Image, icc: bytes | None, path: str) -> Image.Image:
@@ -270,7 +281,9 @@ def _to_srgb(image: Image.Image, icc: bytes | None, path: str) -> Image.Image:
         elif conversion.problem is not None:
             _log.warning("%s: its ICC profile cannot be used, and is ignored: %s", path, conversion.problem)
         elif conversion.transform is not None:
-            return ImageCms.applyTransform(image.convert(mode), conversion.transform)
+            converted = ImageCms.applyTransform(image.convert(mode), conversion.transform)
+            assert converted is not None  # only in place it returns None
+            return converted
     return image.convert("RGB")
 
 
@@ -316,41 +329,6 @@ class _Conversion:
     mode: str | None = None
     transform: ImageCms.ImageCmsTransform | None = None
     problem: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ImagePolicy:
-    """How images are decoded, and which are refused. A wrong value raises ConfigError."""
-
-    alpha_colour: str = "#ffffff"
-    """Transparent images are composited on this colour (#rrggbb)."""
-    animated: Literal["refuse", "first-frame"] = "refuse"
-    """What to do with animated PNG, WebP and AVIF. The further pictures of an MPO are not an animation."""
-    max_pixels: int = 100_000_000
-    """More are refused. 100 MP lets medium-format cameras pass, and costs 300 MB per decoding thread."""
-    max_aspect: float = 8.0
-    """The longest side over the shortest, at most. Beyond it, the crop to a bucket keeps next to nothing."""
-    min_side: int = 16
-    """Pixels of the shortest side, at least."""
-
-    def __post_init__(self) -> None:
-        if not re.fullmatch(r"#[0-9a-fA-F]{6}", self.alpha_colour):
-            raise ConfigError(f"alpha_colour is {self.alpha_colour!r}; write it as #rrggbb", key="alpha_colour")
-        if self.animated not in ("refuse", "first-frame"):
-            raise ConfigError(f"animated is {self.animated!r}; use 'refuse' or 'first-frame'", key="animated")
-        for key, least in (("max_pixels", 1), ("max_aspect", 1), ("min_side", 1)):
-            if not getattr(self, key) >= least:
-                raise ConfigError(f"{key} is {getattr(self, key)!r}; it must be {least} or more", key=key)
-
-    def identity(self) -> dict[str, str]:
-        """The arguments of `fingerprint.Preparation.of`: what changes the pixels of an accepted image, by name."""
-        return {
-            "exif": "upright",
-            "colour": "srgb-perceptual",
-            "alpha": f"composite-{self.alpha_colour.lower()}",
-            "decoder": "pillow",
-            "resample": "lanczos",
-        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,28 +1,32 @@
-"""The named list of a dataset's samples: which keys they resolve to, their geometry, their captions.
+"""The named list of a dataset's samples: their keys, their geometry, their captions.
 
-On disk a manifest is `<name>.jsonl`: a header line, then one line per sample. It is replaced as a whole.
+On disk a manifest is `<name>.jsonl`: a header line, then one line per sample. It is replaced as a whole, and the header
+has a digest of everything else: a damaged manifest could give wrong samples silently.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
+
+from blake3 import blake3
+from typing_extensions import override
 
 from latentcache.config import PROMPTS_PREFIX
 from latentcache.errors import DatasetError
 from latentcache.identity import canonical_json, digest
+from latentcache.provenance import now
 from latentcache.types import Geometry, Refusal
 from latentcache.utils.durable_files import sealed_file, typed_errors, write_all
-from latentcache.utils.gc_pause import collector_paused
+from latentcache.utils.host_memory import collector_paused
 
-FORMAT = 1
+FORMAT = 2
 UNFINISHED = ".unfinished"
 Trust = Literal["verified", "unverified"]
-"""`unverified`: imported, and nobody has shown that encoding gives it. Everything else is `verified`."""
+"""`unverified`: imported, and not shown to equal what encoding gives. Everything else is `verified`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +49,10 @@ class CaptionRef:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One sample. `images` holds the image and, if the dataset flips, its mirrored twin. `source` is the digest of
-    the image's bytes. A refused sample has a refusal and keeps what was known before it was refused."""
+    """One sample. A refused sample has a refusal, and keeps what was known before it was refused.
+
+    `images` is the image and, if the dataset flips, its mirrored twin. `source` is the digest of the image's bytes.
+    """
 
     sample_id: str
     path: str
@@ -56,15 +62,18 @@ class Row:
     refusal: Refusal | None = None
 
     def keys(self) -> Iterator[str]:
+        """The keys of its images, then of its captions."""
         yield from (ref.key for ref in self.images)
         yield from (ref.key for ref in self.captions)
 
     @property
     def is_verified(self) -> bool:
         """Whether none of its entries was imported and left unverified."""
-        return all(ref.trust == "verified" for ref in (*self.images, *self.captions))
+        refs: tuple[ImageRef | CaptionRef, ...] = (*self.images, *self.captions)
+        return all(ref.trust == "verified" for ref in refs)
 
     def to_json(self) -> dict[str, Any]:
+        """The row as a line of the manifest."""
         return {
             "sample_id": self.sample_id,
             "path": self.path,
@@ -76,6 +85,7 @@ class Row:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Row:
+        """The row of a line. Raises KeyError, TypeError or ValueError for what is no row."""
         return cls(
             sample_id=value["sample_id"],
             path=value["path"],
@@ -87,12 +97,12 @@ class Row:
 
 
 def _trust_json(ref: ImageRef | CaptionRef) -> dict[str, str]:
-    """Nothing for what is verified: manifests stay as small as they were."""
+    """Nothing for a verified entry, so that manifests stay small."""
     return {} if ref.trust == "verified" else {"trust": ref.trust}
 
 
 def _trust(ref: Mapping[str, Any]) -> Trust:
-    trust = ref.get("trust", "verified")
+    trust: Trust = ref.get("trust", "verified")
     if trust not in get_args(Trust):
         raise ValueError(f"trust is {trust!r}, but one of {', '.join(get_args(Trust))} is needed")
     return trust
@@ -102,8 +112,8 @@ def _trust(ref: Mapping[str, Any]) -> Trust:
 class Manifest:
     """All samples of one dataset, by sample_id, and what their keys have in common.
 
-    `common` holds the parts of the identities that all samples share (salt, schema, policy, image and text
-    encoding), as JSON: with them a later plan can say why a key changed.
+    `common` is the part of the identities that all samples share (salt, schema, policy, image and text encoding), as
+    JSON: a later plan finds there why a key changed.
     """
 
     name: str
@@ -113,66 +123,82 @@ class Manifest:
     rows: Mapping[str, Row] = field(default_factory=dict)
 
     def keys(self) -> set[str]:
+        """The keys of all its samples."""
         return {key for row in self.rows.values() for key in row.keys()}
 
     @property
     def imported_from(self) -> str | None:
-        """The format of the foreign cache that it was imported from; None for what precache made."""
+        """The format of the foreign cache that it was imported from; None for a manifest of precache."""
         imported = self.common.get("imported")
         return None if imported is None else imported["format"]
 
 
 def prompts_name(common: Mapping[str, Any]) -> str:
-    """The name of the manifest that holds the prompts of datasets with this `common`.
+    """The name of the manifest of prompts for datasets with this `common`.
 
-    One for each text encoding: a prompt of another model's encoders must never be handed out in its place.
+    There is one for each text encoding: a prompt of another model's encoders must never be returned.
     """
     parts = {name: common[name] for name in ("schema", "salt", "text_encoding")}
     return f"{PROMPTS_PREFIX}-{digest(canonical_json(parts))[:12]}"
 
 
 class Manifests(Protocol):
-    """Where manifests are kept: a folder, or memory.
+    """Where manifests are stored: a folder, or memory."""
 
-    `begin` notes that a run works towards a manifest, and `write` that it is done; `unfinished` tells the names, with
-    the time, of runs that began and did not finish.
-    """
+    def names(self) -> list[str]:
+        """The names of all manifests, sorted."""
+        ...
 
-    def names(self) -> list[str]: ...
-    def read(self, name: str) -> Manifest | None: ...
-    def write(self, manifest: Manifest) -> None: ...
-    def begin(self, name: str) -> None: ...
-    def unfinished(self) -> dict[str, str]: ...
+    def read(self, name: str) -> Manifest | None:
+        """The manifest, or None if there is none. Raises DatasetError for one that cannot be read."""
+        ...
+
+    def write(self, manifest: Manifest) -> None:
+        """Replace the manifest as a whole. The run that `begin` noted is finished."""
+        ...
+
+    def begin(self, name: str) -> None:
+        """Note that a run began to work on the manifest."""
+        ...
+
+    def unfinished(self) -> dict[str, str]:
+        """The names of runs that began and did not finish, with the time of their start."""
+        ...
 
 
-class ManifestMemory:
+class ManifestMemory(Manifests):
     """Manifests of this process, for the CPU store."""
 
     def __init__(self) -> None:
         self._manifests: dict[str, Manifest] = {}
 
+    @override
     def names(self) -> list[str]:
         return sorted(self._manifests)
 
+    @override
     def read(self, name: str) -> Manifest | None:
         return self._manifests.get(name)
 
+    @override
     def write(self, manifest: Manifest) -> None:
         self._manifests[manifest.name] = manifest
 
     def begin(self, name: str) -> None:
-        """Nothing outlives this process, so nothing can be left unfinished."""
+        """Note nothing: no unfinished run outlives this process."""
 
+    @override
     def unfinished(self) -> dict[str, str]:
         return {}
 
 
-class ManifestFolder:
+class ManifestFolder(Manifests):
     """Manifests as `<name>.jsonl` files in a folder."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
 
+    @override
     def names(self) -> list[str]:
         return sorted(file.stem for file in self.path.glob("*.jsonl"))
 
@@ -180,7 +206,7 @@ class ManifestFolder:
         """The manifest, or None if there is none. Raises DatasetError when the file is not a manifest."""
         file = self.path / f"{name}.jsonl"
         try:
-            lines = file.read_bytes().splitlines()
+            lines = file.read_bytes().splitlines(keepends=True)
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -188,18 +214,20 @@ class ManifestFolder:
         try:
             header = json.loads(lines[0])
             if header["format"] != FORMAT:
-                raise DatasetError(file, f"manifest format {header['format']!r}, but this version reads {FORMAT}")
+                raise DatasetError(
+                    file,
+                    f"manifest format {header['format']!r}, but this version reads {FORMAT}; run precache again to "
+                    "write it",
+                )
+            if header.pop("digest") != _digest(header, lines[1:]):
+                raise ValueError("its digest differs")
             with collector_paused():
                 rows = [Row.from_json(json.loads(line)) for line in lines[1:]]
-            if len(rows) != header["num_samples"]:
-                raise ValueError(f"{len(rows)} samples instead of {header['num_samples']}")
             return Manifest(
                 header["name"], header["role"], header["repeats"], header["common"], {r.sample_id: r for r in rows}
             )
         except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
-            raise DatasetError(
-                file, f"is not a whole manifest ({error}); run precache again to write it anew"
-            ) from error
+            raise DatasetError(file, f"is not a whole manifest ({error}); run precache again to write it") from error
 
     def write(self, manifest: Manifest) -> None:
         """Replace the manifest's file. ReadOnlyError, StorageFullError or StoreError when that cannot be done."""
@@ -212,15 +240,17 @@ class ManifestFolder:
             "common": manifest.common,
         }
         # ASCII, so that captions with odd line ends stay one line each.
-        lines = [json.dumps(header).encode() + b"\n"]
-        lines += [json.dumps(row.to_json()).encode() + b"\n" for row in manifest.rows.values()]
-        self._write(f"{manifest.name}.jsonl", lines)
+        lines = [json.dumps(row.to_json()).encode() + b"\n" for row in manifest.rows.values()]
+        first = json.dumps(header | {"digest": _digest(header, lines)}).encode() + b"\n"
+        self._write(f"{manifest.name}.jsonl", [first, *lines])
         with typed_errors(self.path, 0):
             (self.path / f"{manifest.name}{UNFINISHED}").unlink(missing_ok=True)
 
+    @override
     def begin(self, name: str) -> None:
-        self._write(f"{name}{UNFINISHED}", [datetime.now(UTC).isoformat(timespec="seconds").encode()])
+        self._write(f"{name}{UNFINISHED}", [now().encode()])
 
+    @override
     def unfinished(self) -> dict[str, str]:
         return {file.stem: file.read_text() for file in sorted(self.path.glob(f"*{UNFINISHED}"))}
 
@@ -230,3 +260,11 @@ class ManifestFolder:
             self.path.mkdir(parents=True, exist_ok=True)
         with sealed_file(self.path / name, num_bytes) as file:
             write_all(file, parts)
+
+
+def _digest(header: Mapping[str, Any], lines: Iterable[bytes]) -> str:
+    """BLAKE3 of the header without its digest, and of the samples' lines."""
+    hasher = blake3(canonical_json(header))
+    for line in lines:
+        hasher.update(line)
+    return hasher.hexdigest()

@@ -1,4 +1,4 @@
-"""One training item of the user's dataset, and what every reader of a dataset shares."""
+"""One training item of the user's dataset, and the functions that all readers of datasets share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from latentcache.errors import DatasetError, ImageRefused
 from latentcache.types import Refusal, RefusalReason
 
 MAX_CAPTION_BYTES = 1 << 20
-"""A longer caption file is none: CLIP reads 77 tokens."""
+"""A longer file is not taken for a caption: CLIP reads 77 tokens."""
 
 
 class CaptionError(ValueError):
@@ -53,15 +53,16 @@ def captions_in_columns(row: Mapping[str, Any], columns: tuple[str, ...] | None)
 
 
 def is_hidden(name: str) -> bool:
-    """Whether users do not see it: `.git`, `.ipynb_checkpoints`, macOS's `._photo.jpg`."""
+    """Whether file managers hide it: `.git`, `.ipynb_checkpoints`, macOS's `._photo.jpg`."""
     return name.startswith(".")
 
 
 def walk(root: str) -> Iterator[tuple[str, list[str]] | Refusal]:
     """(folder relative to `root`, its file names) for `root` and each folder below it: depth first, sorted by name.
 
-    What is hidden is skipped. Links to folders are followed, but a folder that is reached twice is read once, so that
-    a loop of links ends. A folder that cannot be read is a Refusal; if it is the root, DatasetError is raised.
+    Hidden files and folders are skipped. Links to folders are followed, but a folder that is reached twice is read
+    once, so that a loop of links ends. A folder that cannot be read is a Refusal; for the
+    root DatasetError is raised.
     """
     seen: set[tuple[int, int]] = set()
     pending = [""]
@@ -119,7 +120,7 @@ def _stripped(captions: Iterable[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """When a file is surely still the same. Of the file that holds the bytes: the tar, not its member."""
+    """Size, times and inode of the file that has the bytes (the tar, not its member). Equal: the file is unchanged."""
 
     size: int
     mtime_ns: int
@@ -128,9 +129,11 @@ class Signature:
 
     @classmethod
     def of(cls, status: os.stat_result) -> Signature:
+        """The signature of a file with this status."""
         return cls(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
 
     def to_text(self) -> str:
+        """The four numbers, with spaces between them."""
         return f"{self.size} {self.mtime_ns} {self.ctime_ns} {self.inode}"
 
 
@@ -154,10 +157,11 @@ class Sample:
     def of(
         cls, sample_id: str, path: str, captions: tuple[str, ...], signature: Signature | None, locator: Any
     ) -> Sample:
+        """The sample; without captions it gets the empty one."""
         return cls(sample_id, path, captions or ("",), bool(captions), signature, locator)
 
 
-class Source(Protocol):
+class SampleSource(Protocol):
     """A dataset as the user keeps it. Both methods may be called from several threads."""
 
     def samples(self) -> Iterator[Sample | Refusal]:

@@ -1,4 +1,4 @@
-"""Parquet: images as a column of bytes, captions as columns beside it."""
+"""Parquet: images as a column of bytes, captions as further columns."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from latentcache.dataset.samples import CaptionError, Sample, Signature, captions_in_columns, refuse_read
+from typing_extensions import override
+
+from latentcache.dataset.samples import CaptionError, Sample, SampleSource, Signature, captions_in_columns, refuse_read
 from latentcache.errors import ConfigError, DatasetError, ImageRefused
 from latentcache.types import Refusal
 
@@ -40,23 +42,24 @@ def _errors() -> tuple[type[BaseException], ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _ParquetRow:
     file: str
     row_group: int
     row: int
 
 
-class ParquetSource:
-    """Parquet files. The image column holds bytes, or Hugging Face's struct with `bytes`. `sample_id` is `file#row`.
+class ParquetSource(SampleSource):
+    """Parquet files. The image column has bytes, or Hugging Face's struct with `bytes`. `sample_id` is `file#row`.
 
-    Captions are read a row group at a time, and images only by `read`, which keeps the last row groups: read rows
-    that are near each other soon after each other.
+    Captions are read a row group at a time, and images only by `read`, which keeps the last row groups: read
+    neighbouring rows soon after each other.
     """
 
     def __init__(self, files: Sequence[tuple[str, str]], image_column: str, caption_columns: tuple[str, ...] | None):
         """`files`: (name, path) of each, sorted. Raises DatasetError if the first one lacks a column."""
         self._files, self._image_column, self._columns = tuple(files), image_column, caption_columns
         self._pq, self._errors = _parquet(), _errors()
+        self._read_errors: tuple[type[BaseException], ...] = (*self._errors, IndexError)
         self._lock = threading.Lock()
         self._cache: OrderedDict[tuple[str, int], pa.ChunkedArray] = OrderedDict()
         first = self._files[0][1]
@@ -67,6 +70,7 @@ class ParquetSource:
         if problem := self._problem(schema):
             raise DatasetError(first, problem)
 
+    @override
     def samples(self) -> Iterator[Sample | Refusal]:
         for name, path in self._files:
             try:
@@ -78,15 +82,16 @@ class ParquetSource:
             except self._errors as error:
                 yield Refusal(name, path, "corrupt", f"is no parquet file that can be read: {error}")
 
+    @override
     def read(self, sample: Sample) -> bytes:
-        place: _Place = sample.locator
+        place: _ParquetRow = sample.locator
         try:
             value = self._images(place.file, place.row_group)[place.row].as_py()
         except FileNotFoundError as error:
             refuse_read(sample.path, error)
-        except (*self._errors, IndexError) as error:
+        except self._read_errors as error:
             raise ImageRefused(sample.path, "corrupt", f"the row group cannot be read: {error}") from error
-        data = value.get("bytes") if isinstance(value, dict) else value
+        data: bytes | None = value.get("bytes") if isinstance(value, dict) else value
         if data is None:
             raise ImageRefused(sample.path, "missing", f"column {self._image_column!r} has no bytes in this row")
         return data
@@ -111,7 +116,7 @@ class ParquetSource:
                 except CaptionError as error:
                     yield Refusal(sample_id, place, "bad-caption", str(error))
                     continue
-                yield Sample.of(sample_id, place, captions, signature, _Place(path, group, row))
+                yield Sample.of(sample_id, place, captions, signature, _ParquetRow(path, group, row))
             first_row += num_rows
 
     def _caption_columns(self, schema: pa.Schema) -> tuple[str, ...]:
@@ -137,7 +142,7 @@ class ParquetSource:
         return None
 
     def _images(self, path: str, row_group: int) -> pa.ChunkedArray:
-        """The image column of a row group. One thread reads at a time: the others most likely wait for the same."""
+        """The image column of a row group. One thread reads at a time: the others most likely need the same one."""
         key = (path, row_group)
         with self._lock:
             if key not in self._cache:

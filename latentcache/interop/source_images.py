@@ -6,12 +6,14 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
-from latentcache.dataset.images import ImagePolicy, probe
-from latentcache.dataset.sources import Sample, open_source
+from latentcache.config import ImagesConfig, SourceConfig
+from latentcache.dataset.images import probe
+from latentcache.dataset.samples import Sample
+from latentcache.dataset.sources import open_source
 from latentcache.errors import ForeignFileRefused
 from latentcache.types import Refusal, Size
 
-_SIZE_POLICY = ImagePolicy(animated="first-frame", max_aspect=float(1 << 20), min_side=1)
+_SIZE_POLICY = ImagesConfig(animated="first-frame", max_aspect=float(1 << 20), min_side=1)
 """It refuses no image for its shape: only the size is read, and the other trainer accepted the image already."""
 
 
@@ -39,7 +41,7 @@ class SourceImages:
         """What cannot be used in the folder."""
         by_caption: dict[str, list[str]] = {caption: [] for caption in ("", *captions)}
         if folder is not None:
-            self._source = open_source("folder", folder, caption_extension=caption_extension)
+            self._source = open_source(SourceConfig(path=Path(folder), caption_extension=caption_extension))
             for sample in self._source.samples():
                 if isinstance(sample, Refusal):
                     self.refusals.append(sample)

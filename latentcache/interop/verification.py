@@ -12,8 +12,8 @@ from typing import Literal, NamedTuple, TypeVar
 import torch
 
 from latentcache.config import Config, DatasetConfig
-from latentcache.dataset.folders import FolderSource
-from latentcache.dataset.images import ImagePolicy, probe
+from latentcache.dataset.folders import CaptionFileSource
+from latentcache.dataset.images import preparation_policy, probe
 from latentcache.dataset.manifest import CaptionRef, ImageRef, Row
 from latentcache.dataset.samples import Sample
 from latentcache.errors import ConfigError, ImageRefused
@@ -21,9 +21,9 @@ from latentcache.identity import ImageIdentity, Preparation, TextIdentity, capti
 from latentcache.interop.reports import Difference, ImportReport
 from latentcache.models.model_loader import Models
 from latentcache.models.vae import DTYPES, latents_from_moments, posterior_std
-from latentcache.precache.context import Job
+from latentcache.precache.context import RunContext
 from latentcache.precache.encodings import TEXT_BATCH_SIZE, Encodings, choose_encodings, load_models
-from latentcache.precache.failures import Fault
+from latentcache.precache.failures import Failure
 from latentcache.precache.image_stage import ImageStage
 from latentcache.precache.plan import ImageTask, TextTask
 from latentcache.precache.report import Report
@@ -78,7 +78,7 @@ class Verification:
         return named[0]
 
 
-_FILES = FolderSource("", ".txt")
+_FILES = CaptionFileSource("", ".txt")
 """It reads an image by the path in its sample, wherever that is."""
 
 
@@ -111,7 +111,7 @@ class Verifier:
 
     def __init__(self, verification: Verification, name: str, workspace: Workspace):
         self._verification, self._workspace = verification, workspace
-        self._policy = ImagePolicy(**verification.dataset(name).images.model_dump())
+        self._images = verification.dataset(name).images
         self._models = verification.models or load_models(verification.config.model, workspace.memo)
         self._encodings = choose_encodings(verification.config, self._models, workspace.memo)
         self._random = random.Random(verification.seed)
@@ -131,30 +131,30 @@ class Verifier:
             run = _Comparisons(self._verification, self._encodings, self._workspace, writer, report)
             images = self._image_batches([(row, ref) for row in rows.values() for ref in row.images], run)
             texts = self._text_batches([(row, ref) for row in rows.values() for ref in row.captions], run)
-            job = self._job(run, progress)
+            context = self._context(run, progress)
             if images:
-                ImageStage(job).run(images)
+                ImageStage(context).run(images)
                 self._models.release("vae")
             if texts:
-                TextStage(job).run(texts)
+                TextStage(context).run(texts)
                 self._models.release("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
             writer.seal()
         report.bytes_written += writer.bytes_written
         return {sample_id: _with_verified(row, run.verified) for sample_id, row in rows.items()}
 
-    def _job(self, run: _Comparisons, progress: Progress) -> Job:
+    def _context(self, run: _Comparisons, progress: Progress) -> RunContext:
         """Precache's stages, which give what is compared: moments and embeddings in float32."""
         encodings = replace(
             self._encodings,
             image=replace(self._encodings.image, output="moments", store_dtype="float32"),
             text=replace(self._encodings.text, store_dtype="float32"),
         )
-        return Job(
+        return RunContext(
             encode=self._verification.config.encode,
             encodings=encodings,
             models=self._models,
-            keep=run.compare,
-            fault=run.note_fault,
+            store=run.compare,
+            fail=run.note_failure,
             report=Report(),
             progress=progress,
             stop=threading.Event(),
@@ -169,7 +169,7 @@ class Verifier:
                 continue
             sample = Sample.of(row.sample_id, row.path, (), None, row.path)
             try:
-                size = probe(_FILES.read(sample), row.path, self._policy).size
+                size = probe(_FILES.read(sample), row.path, self._images).size
             except ImageRefused as refused:
                 run.note(row, refused.reason, refused.detail)
                 continue
@@ -177,11 +177,11 @@ class Verifier:
                 detail = f"the image is {size} now (upright), but one of {ref.geometry.original_size} was cached"
                 run.note(row, "unequal", detail)
                 continue
-            preparation = Preparation.of(self._policy.identity(), ref.geometry)
+            preparation = Preparation.of(preparation_policy(self._images), ref.geometry)
             identity = ImageIdentity(row.source, preparation, self._encodings.image, salt)
             key = key_of(identity.to_json())
             if run.expect(key, row, ref):
-                task = ImageTask(key, identity, sample, _FILES, self._policy)
+                task = ImageTask(key, identity, sample, _FILES, self._images)
                 batches.add(ref.geometry.target_size, self._encodings.image_group_size, task)
         return batches.finish()
 
@@ -233,15 +233,15 @@ class _Comparisons:
         """Report an entry that stays unverified."""
         self._report.unequal.append(Refusal(row.sample_id, row.path, reason, detail))
 
-    def note_fault(self, key: str, fault: Fault) -> None:
+    def note_failure(self, key: str, failure: Failure) -> None:
         """Report the entries that could not be encoded."""
         for row, ref in self._expected[key]:
-            detail = fault.detail
-            if fault.reason == "bad-output":
+            detail = failure.detail
+            if failure.reason == "bad-output":
                 detail = f"there is nothing to compare with: {detail}"
                 if isinstance(ref, CaptionRef) and self._encodings.text.compute_dtype != "float32":
                     detail += "; use `encode.text_dtype: float32`"
-            self.note(row, fault.reason, detail)
+            self.note(row, failure.reason, detail)
 
     def compare(self, encoded: Entry) -> None:
         """Compare one encoded entry with the imported ones that are expected to equal it."""

@@ -1,10 +1,10 @@
-"""What the stages of one run share."""
+"""What the stages of one run share: their context, their clock, and how fast the last run was."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -13,8 +13,9 @@ import torch
 from latentcache.config import EncodeConfig
 from latentcache.errors import EncodeError
 from latentcache.models.model_loader import Models
-from latentcache.precache.encodings import Encodings
-from latentcache.precache.failures import Fault
+from latentcache.precache.encodings import Encodings, dtype_name
+from latentcache.precache.failures import Failure
+from latentcache.precache.plan import Plan
 from latentcache.precache.report import Report
 from latentcache.types import Entry
 from latentcache.utils.concurrency import BackgroundWorker
@@ -25,29 +26,30 @@ BATCHES_TO_STORE = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """One run while it encodes. `report`, `progress` and `stop` are for the main thread.
+class RunContext:
+    """One run while it encodes.
 
-    `keep` takes each finished entry, in a background thread; `fault` takes (key, fault), from both threads.
+    Only the main thread uses `report`, `progress` and `stop`. The background thread calls `store` with each finished
+    entry, and both call `fail` with the key of an entry that could not be made.
     """
 
     encode: EncodeConfig
     encodings: Encodings
     models: Models
-    keep: Callable[[Entry], None]
-    fault: Callable[[str, Fault], None]
+    store: Callable[[Entry], None]
+    fail: Callable[[str, Failure], None]
     report: Report
     progress: Progress
     stop: threading.Event
 
     def is_stopped(self) -> bool:
-        """Whether to leave the rest to the next run."""
+        """Whether the rest is left to the next run."""
         self.report.interrupted |= self.stop.is_set()
         return self.report.interrupted
 
     def refuse(self, key: str, error: EncodeError) -> None:
-        """One item does not fit into memory alone."""
-        self.fault(key, Fault("out-of-memory", str(error)))
+        """Note that the entry does not fit into memory, not even alone."""
+        self.fail(key, Failure("out-of-memory", str(error)))
 
 
 def storing_worker(device: torch.device) -> BackgroundWorker:
@@ -63,3 +65,29 @@ def timed(report: Report, stage: str) -> Iterator[None]:
         yield
     finally:
         report.seconds[stage] = report.seconds.get(stage, 0.0) + time.monotonic() - started
+
+
+def remember_rate(memo: MutableMapping[str, str], encodings: Encodings, kind: str, seconds: float, amount: int) -> None:
+    """Note for `estimate_seconds` that `amount` took so long: captions of kind `text`, pixels of kind `image`."""
+    if amount and seconds > 0:
+        memo[_rate_name(encodings, kind)] = repr(seconds / amount)
+
+
+def estimate_seconds(memo: MutableMapping[str, str], encodings: Encodings, plan: Plan) -> float | None:
+    """Seconds for this shard's misses, at the rate of the last run with these models on this device.
+
+    None without such a run.
+    """
+    total = 0.0
+    for kind, amount in (("text", plan.num_captions_to_encode), ("image", plan.num_pixels_to_encode)):
+        rate = memo.get(_rate_name(encodings, kind))
+        if amount and rate is None:
+            return None
+        total += amount * float(rate or 0.0)
+    return round(total, 1)
+
+
+def _rate_name(encodings: Encodings, kind: str) -> str:
+    placement = encodings.vae if kind == "image" else encodings.text_encoders
+    part = encodings.image.vae if kind == "image" else encodings.text.text_encoder_2
+    return f"rate {kind} {placement.device} {dtype_name(placement.dtype)} {part.name}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import MutableMapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -18,7 +19,7 @@ from latentcache.types import Bucket
 
 @dataclass(frozen=True, slots=True)
 class TextEncodings:
-    """How texts are encoded: what goes in the keys, and the placement, of which only the dtype does.
+    """How texts are encoded: the encodings, which are in the keys, and the placement, of which only the dtype is.
 
     `negative` is the encoding of negative prompts: diffusers applies clip_skip to positive prompts only.
     """
@@ -39,7 +40,7 @@ class Encodings(TextEncodings):
     latent_channels: int
     downscale: int
     image_group_size: int
-    """Images that are shared out together. Ranks must agree on it, so it does not depend on a machine's memory; each
+    """Images that one rank gets together. Ranks must agree on it, so it does not depend on a machine's memory; each
     rank encodes a group in as many calls as it needs."""
 
     def image_bytes(self, bucket: Bucket) -> int:
@@ -66,7 +67,7 @@ def choose_encodings(
 ) -> Encodings:
     """Resolve every `auto` of the config for these models and this machine.
 
-    Loads a part only if what is needed of it is not in `memo`. Raises ConfigError, DeviceError or ModelError.
+    A part is loaded only if what is needed of it is not in `memo`. Raises ConfigError, DeviceError or ModelError.
     """
     encode = config.encode
     device = device_named(encode.device, local_rank)
@@ -76,7 +77,7 @@ def choose_encodings(
         largest = max(dataset.buckets.area for dataset in config.datasets)
         image_batch_size, batch_reason = vae_batch_size(device, vae_type, largest)
     else:
-        image_batch_size, batch_reason = encode.batch_size, f"{encode.batch_size} images were asked for"
+        image_batch_size, batch_reason = encode.batch_size, f"batch_size is {encode.batch_size}"
     texts = choose_text_encodings(config, models, memo, local_rank)
     image = ImageEncoding(
         vae=models.identity("vae", vae_type),
@@ -103,7 +104,7 @@ def choose_encodings(
 def choose_text_encodings(
     config: Config, models: Models, memo: MutableMapping[str, str], local_rank: int | None = None
 ) -> TextEncodings:
-    """The part of `choose_encodings` that texts need: the VAE is not asked for."""
+    """The part of `choose_encodings` that texts need, without the VAE."""
     encode = config.encode
     device = device_named(encode.device, local_rank)
     text_type, reason = text_dtype(encode.text_dtype, device)
@@ -134,7 +135,8 @@ def _text_width(models: Models, dtype: torch.dtype, encoding: TextEncoding, memo
     name = f"text width {encoding.text_encoder.name} {encoding.text_encoder_2.name} {encoding.tokenizer.name}"
     if name not in memo:
         parts = models.text(dtype)
-        first, second = parts.text_encoder.config, parts.text_encoder_2.config
+        first: Any = parts.text_encoder.config
+        second: Any = parts.text_encoder_2.config
         hidden_size = first.hidden_size + second.hidden_size
         memo[name] = str(parts.tokenizer.model_max_length * hidden_size + second.projection_dim)
     return int(memo[name])

@@ -26,6 +26,7 @@ class EntryStatus:
     reason: str | None
 
     def to_json(self) -> dict[str, Any]:
+        """The status as a JSON object, with `status` hit or miss."""
         return {
             "kind": self.kind,
             "key": self.key,
@@ -44,13 +45,14 @@ class Explanation:
 
     @property
     def is_refused(self) -> bool:
-        """By the plan, or by the last run, which saw more than a header."""
+        """Whether the plan refuses the sample, or the last run did, which decodes more than a header."""
         return any(
             row.refusal is not None or any((entry.reason or "").startswith(REFUSED) for entry in entries)
             for _, row, entries in self.rows
         )
 
     def to_json(self) -> dict[str, Any]:
+        """The explanation as a JSON object."""
         datasets = [
             {
                 "dataset": name,
@@ -64,6 +66,7 @@ class Explanation:
         return {"sample_id": self.sample_id, "datasets": datasets}
 
     def to_text(self) -> str:
+        """The explanation for people, a line for each entry."""
         lines = []
         for name, row, entries in self.rows:
             lines.append(f"{self.sample_id} in {name}: {row.path}")

@@ -1,4 +1,4 @@
-"""Entries that could not be made, and the manifests that say so."""
+"""Entries that could not be made, and the manifests that list them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger("latentcache")
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class Failure:
     """Why an entry could not be made. `reason` is a `types.RefusalReason`; `path` is the image that was tried."""
 
     reason: str
@@ -35,69 +35,70 @@ class Fault:
         )
 
 
-class Faults:
-    """Faults by key. Ranks tell each other theirs through the memo, as each one sees only its own."""
+class Failures:
+    """Failures by key. Each rank sees only its own, and reads those of the others from the memo."""
 
     def __init__(self, shard: Shard):
         self._shard = shard
-        self._by_key: dict[str, Fault] = {}
+        self._by_key: dict[str, Failure] = {}
 
-    def add(self, key: str, fault: Fault) -> None:
-        self._by_key[key] = fault
+    def add(self, key: str, failure: Failure) -> None:
+        """Note that the entry `key` could not be made."""
+        self._by_key[key] = failure
 
     def marked(self, row: Row) -> Row:
         """The row, refused if one of its entries could not be made."""
-        fault = next((self._by_key[key] for key in row.keys() if key in self._by_key), None)
-        return row if fault is None else replace(row, refusal=fault.refusal(row))
+        failure = next((self._by_key[key] for key in row.keys() if key in self._by_key), None)
+        return row if failure is None else replace(row, refusal=failure.refusal(row))
 
     def refusals(self, manifests: Iterable[Manifest]) -> Iterator[Refusal]:
-        """The samples that these faults cost, beyond those that the plan refused."""
+        """The samples that are refused because of these failures, beyond those that the plan refused."""
         for manifest in manifests:
             for row in manifest.rows.values():
                 marked = self.marked(row)
                 if marked is not row and marked.refusal is not None:
                     yield marked.refusal
 
-    def begin(self, memo: Memo, keys: Iterable[str]) -> None:
-        """Take back what was told of these keys in earlier runs: this rank is about to try them again."""
+    def forget(self, memo: Memo, keys: Iterable[str]) -> None:
+        """Remove what earlier runs noted of these keys: this rank is about to try them again."""
         for key in keys:
             if self._name(key) in memo:
                 del memo[self._name(key)]
 
     def share(self, memo: Memo) -> None:
-        """Tell the other ranks."""
-        for key, fault in self._by_key.items():
-            memo[self._name(key)] = json.dumps([fault.reason, fault.detail, fault.path])
+        """Write this rank's failures where the other ranks read them."""
+        for key, failure in self._by_key.items():
+            memo[self._name(key)] = json.dumps([failure.reason, failure.detail, failure.path])
         memo.flush()
 
-    def learn(self, memo: Memo, keys: set[str]) -> None:
-        """Take over what other ranks told of these keys."""
+    def read_others(self, memo: Memo, keys: set[str]) -> None:
+        """Add what other ranks wrote of these keys."""
         names = {self._name(key): key for key in keys}
-        for name, told in memo.reread(names).items():
-            self.add(names[name], Fault(*json.loads(told)))
+        for name, text in memo.reread(names).items():
+            self.add(names[name], Failure(*json.loads(text)))
 
     def _name(self, key: str) -> str:
-        # The launch is part of it where the launcher names it: what an older launch refused is no news.
+        # The name holds the launch, if the launcher names it: failures of an older launch do not count.
         return f"refused/1 {self._shard.launch} {key}"
 
 
-def write_manifests(workspace: Workspace, manifests: Sequence[Manifest], faults: Faults, shard: Shard) -> list[str]:
+def write_manifests(workspace: Workspace, manifests: Sequence[Manifest], failures: Failures, shard: Shard) -> list[str]:
     """Replace the manifests, and return the names of those that had to wait.
 
     With several ranks a manifest waits until each of its entries was stored or refused: the rank that finishes last
-    finds them all there. A single process has seen to all of them.
+    finds them all there. A single process has tried all of them.
     """
     waiting = []
-    told = workspace.memo if shard.world_size > 1 and isinstance(workspace.memo, Memo) else None
-    if told is not None:
-        faults.share(told)
+    shared = workspace.memo if shard.world_size > 1 and isinstance(workspace.memo, Memo) else None
+    if shared is not None:
+        failures.share(shared)
     for manifest in manifests:
         absent: set[str] = set()
-        if told is not None:
-            wanted = _needed(manifest.rows.values())
-            absent = wanted - workspace.store.find(wanted)
-            faults.learn(told, absent)
-        rows = {row.sample_id: faults.marked(row) for row in manifest.rows.values()}
+        if shared is not None:
+            needed = _needed(manifest.rows.values())
+            absent = needed - workspace.store.find(needed)
+            failures.read_others(shared, absent)
+        rows = {row.sample_id: failures.marked(row) for row in manifest.rows.values()}
         if absent and (absent := absent & _needed(rows.values())):
             waiting.append(manifest.name)
             logger.info(

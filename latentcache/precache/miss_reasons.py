@@ -1,4 +1,4 @@
-"""Why a miss is one: the identity that a sample had in the last manifest, compared with the one it has now."""
+"""Why an entry is a miss: the identity of its sample in the last manifest, compared with the one it has now."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ LOST = "entry lost"
 REFUSED = "refused before"
 """The last run refused the sample; this one tries again."""
 IMPORTED = "imported, unverified"
-"""Nobody has shown that encoding gives what was imported, so it is encoded."""
+"""Not shown to equal what encoding gives, so it is encoded."""
 IMPORTED_OTHERWISE = "imported, verified for other settings"
-"""What was imported is what another config encodes."""
+"""Equal to what another config encodes."""
 
 PARTS = {
     "vae": "vae",
@@ -45,7 +45,7 @@ GEOMETRY = {
 
 
 class History:
-    """What the last manifest says of a dataset. Samples that were renamed are found again by their image."""
+    """What the last manifest says of a dataset. Renamed samples are found by the digest of their image."""
 
     def __init__(self, manifest: Manifest | None, damaged: Mapping[str, str]):
         self._manifest = manifest

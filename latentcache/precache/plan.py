@@ -1,4 +1,4 @@
-"""What there is to do: all samples as manifests, and this process's misses in batches."""
+"""The work of a run: all samples as manifests, and this process's misses in batches."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from latentcache.dataset.images import ImagePolicy
+from latentcache.config import ImagesConfig
 from latentcache.dataset.manifest import CaptionRef, ImageRef, Manifest, Row
-from latentcache.dataset.sources import Sample, Source
+from latentcache.dataset.samples import Sample, SampleSource
 from latentcache.identity import ImageIdentity, TextEncoding, TextIdentity, caption_digest
 from latentcache.precache.encodings import TEXT_BATCH_SIZE, Encodings
 from latentcache.precache.shard import Batches, Shard
@@ -24,8 +24,8 @@ class ImageTask:
     key: str
     identity: ImageIdentity
     sample: Sample
-    source: Source
-    policy: ImagePolicy
+    source: SampleSource
+    images: ImagesConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +57,17 @@ class Plan:
 
     @property
     def num_misses(self) -> int:
+        """Misses of the whole dataset, in entries."""
         return self.misses_by_reason.total()
 
     @property
     def num_captions_to_encode(self) -> int:
+        """Captions of this shard."""
         return sum(map(len, self.text_batches))
 
     @property
     def num_pixels_to_encode(self) -> int:
+        """Pixels of this shard's images, after the crop."""
         tasks = (task for batch in self.image_batches for task in batch)
         return sum(math.prod(task.identity.preparation.target_size) for task in tasks)
 
@@ -93,7 +96,7 @@ class PlanBuilder:
         why: Callable[[], str],
         task: Callable[[], ImageTask],
     ) -> None:
-        """Count an image entry. `why` and `task` are asked for misses only: a plan may have millions of hits."""
+        """Count an image entry. `why` and `task` are called for misses only: a plan may have millions of hits."""
         if ref.key in self._seen:
             return
         self._seen.add(ref.key)
@@ -118,6 +121,7 @@ class PlanBuilder:
         self._texts.add(encoding.clip_skip, TEXT_BATCH_SIZE, task)
 
     def finish(self) -> Plan:
+        """The plan with this shard's batches."""
         self.plan.image_batches = self._images.finish()
         self.plan.text_batches = self._texts.finish()
         return self.plan

@@ -1,4 +1,4 @@
-"""Makes the plan: reads the datasets, gives every sample its keys, and says why each miss is one."""
+"""Makes the plan: reads the datasets, computes every sample's keys, and finds the reason of each miss."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from typing import Any
 
 from latentcache.config import Config, DatasetConfig
 from latentcache.dataset.buckets import assign, bucket_table, fit
-from latentcache.dataset.images import ImagePolicy, probe
+from latentcache.dataset.images import preparation_policy, probe
 from latentcache.dataset.manifest import CaptionRef, ImageRef, Manifest, Manifests, Row, prompts_name
-from latentcache.dataset.sources import Sample, open_source
+from latentcache.dataset.samples import Sample
+from latentcache.dataset.sources import open_source
 from latentcache.errors import ImageRefused
 from latentcache.identity import (
     SCHEMA,
@@ -36,14 +37,14 @@ from latentcache.precache.shard import Shard
 from latentcache.precache.workspace import Workspace
 from latentcache.types import Bucket, Geometry, Refusal, Size, prompt_id
 from latentcache.utils.concurrency import bounded_map
-from latentcache.utils.gc_pause import collector_paused
+from latentcache.utils.host_memory import collector_paused
 from latentcache.utils.progress import NoProgress, Progress
 
 CHUNK = 1024
 """Samples whose keys are looked up together."""
 SETTLED_NS = 2_000_000_000
 """A file that changed less than this long ago may change again without a new time stamp ("racy git"): its digest is
-not remembered."""
+not stored."""
 
 _MAX_GEOMETRIES = 1 << 16
 
@@ -51,7 +52,7 @@ logger = logging.getLogger("latentcache")
 
 
 class Stopped(Exception):
-    """The run was asked to stop while it planned."""
+    """The run was stopped while it planned."""
 
 
 def make_plan(
@@ -65,11 +66,11 @@ def make_plan(
     progress: Progress | None = None,
     stop: threading.Event | None = None,
 ) -> Plan:
-    """Plan a run: read-only, but for the memo of digests.
+    """Plan a run. Only the memo of digests is written.
 
-    One bad file is a refusal; DatasetError is for a dataset that cannot be read at all. `only` restricts the plan to
-    these sample ids. `verify_sources` reads and hashes every image, also those whose files look unchanged. Stopped is
-    raised when `stop` is set.
+    One bad file is a refusal. `only` restricts the plan to these sample ids. `verify_sources` reads and hashes every
+    image, also those whose files look unchanged. Raises DatasetError for a dataset that cannot be read at all, and
+    Stopped when `stop` is set.
     """
     builder = PlanBuilder(workspace.store, encodings, config.cache.salt, shard or Shard())
     progress = progress or NoProgress()
@@ -90,18 +91,18 @@ def _plan_prompts(builder: PlanBuilder, config: Config, workspace: Workspace) ->
     encodings, validation = builder.encodings, config.validation
     positive = [(text, False) for text in ("", *validation.prompts)]
     negative = [(text, True) for text in ("", validation.negative_prompt or "")]
-    wanted = prompts_manifest([*positive, *negative], encodings, _shared(builder))
-    last = _last_prompts(workspace.manifests, config) or last_manifest(workspace.manifests, wanted.name)
+    manifest = prompts_manifest([*positive, *negative], encodings, _shared(builder))
+    last = _last_prompts(workspace.manifests, config) or last_manifest(workspace.manifests, manifest.name)
     history = History(last, builder.damaged)
     for text, is_negative in dict.fromkeys([*positive, *negative]):
-        row = wanted.rows[prompt_id(text, negative=is_negative)]
+        row = manifest.rows[prompt_id(text, negative=is_negative)]
         ref = row.captions[0]
         part = "negative_encoding" if is_negative else "text_encoding"
-        why = partial(history.why_text, history.row(row.sample_id, None), ref, wanted.common, part)
+        why = partial(history.why_text, history.row(row.sample_id, None), ref, manifest.common, part)
         encoding = encodings.negative if is_negative else encodings.text
         builder.add_text(row, ref, encoding, builder.find([ref.key]), why)
-    others = prompts_of_others(workspace.store, workspace.manifests, wanted.name)
-    builder.plan.manifests.append(replace(wanted, rows=others | wanted.rows))
+    others = prompts_of_others(workspace.store, workspace.manifests, manifest.name)
+    builder.plan.manifests.append(replace(manifest, rows={**others, **manifest.rows}))
 
 
 def _last_prompts(manifests: Manifests, config: Config) -> Manifest | None:
@@ -123,16 +124,15 @@ class _DatasetPlanner:
     ):
         self._builder, self._dataset, self._workspace = builder, dataset, workspace
         self._verify_sources, self._only = verify_sources, only
-        self._policy = ImagePolicy(**dataset.images.model_dump())
-        # What was probed under one policy says nothing about another, which may refuse the image.
-        self._policy_digest = digest(dataset.images.model_dump_json().encode())
-        table = bucket_table(**dataset.buckets.model_dump())
+        self._policy = preparation_policy(dataset.images)
+        # What was probed under some settings says nothing about others, which may refuse the image.
+        self._images_digest = digest(dataset.images.model_dump_json().encode())
+        table = bucket_table(dataset.buckets)
         # Most images of a dataset share their size with others: one value in memory for all of them.
         self._geometries = lru_cache(_MAX_GEOMETRIES)(partial(_geometries, table, dataset.flip))
-        source = dataset.source.model_dump()
-        self._source = open_source(source.pop("kind"), source.pop("path"), **source)
+        self._source = open_source(dataset.source)
         self._common = _shared(builder) | {
-            "policy": self._policy.identity(),
+            "policy": self._policy,
             "image_encoding": encoding_json(builder.encodings.image),
             "text_encoding": encoding_json(builder.encodings.text),
         }
@@ -172,7 +172,7 @@ class _DatasetPlanner:
             plan.num_samples += 1
             facts = future.result()
             if item.sample_id in seen:
-                # Two rows cannot have one name, and dropping either silently would hide it.
+                # Two rows cannot have one name, and neither may be dropped silently.
                 detail = f"sample id {item.sample_id!r} occurs twice in this dataset; rename one"
                 plan.refused.append(Refusal(item.sample_id, item.path, "duplicate", detail))
                 continue
@@ -181,24 +181,27 @@ class _DatasetPlanner:
                 plan.refused.append(facts)
                 yield None, Row(item.sample_id, item.path, None, (), (), facts)
                 continue
+            assert isinstance(item, Sample)  # a refusal has no other facts than itself
             plan.num_missing_captions += not item.has_caption
             yield item, self._row(item, *facts)
 
     def _known_facts(self, item: Sample | Refusal) -> tuple[str, Size] | Refusal | None:
-        """What is known of an image without reading it: its refusal, or what it was when its file was last read."""
+        """What is known of an image without reading it: its refusal, or its facts when its file was last read."""
         if isinstance(item, Refusal):
             return item
-        known = None if self._verify_sources else self._workspace.memo.get(self._memo_name(item))
-        if known is None:
+        stored = None if self._verify_sources else self._workspace.memo.get(self._memo_name(item))
+        if stored is None:
             return None
-        source, height, width = json.loads(known)
+        source, height, width = json.loads(stored)
         return source, Size(height, width)
 
-    def _facts(self, item: Sample) -> tuple[str, Size] | Refusal:
-        """Digest of the image's bytes and its upright size; remembered until the file changes."""
+    def _facts(self, item: Sample | Refusal) -> tuple[str, Size] | Refusal:
+        """Digest of the image's bytes and its upright size. The memo stores them until the file changes."""
+        if isinstance(item, Refusal):
+            return item
         try:
             data = self._source.read(item)
-            size = probe(data, item.path, self._policy).size
+            size = probe(data, item.path, self._dataset.images).size
         except ImageRefused as refused:
             return Refusal(item.sample_id, refused.path, refused.reason, refused.detail)
         source, signature = digest(data), item.signature
@@ -208,7 +211,7 @@ class _DatasetPlanner:
 
     def _memo_name(self, sample: Sample) -> str:
         signature = sample.signature.to_text() if sample.signature is not None else "unsigned"
-        return f"image/1 {self._policy_digest} {signature} {sample.path}"
+        return f"image/1 {self._images_digest} {signature} {sample.path}"
 
     def _row(self, sample: Sample, source: str, size: Size) -> Row:
         geometries = self._geometries(size)
@@ -220,7 +223,7 @@ class _DatasetPlanner:
         return Row(sample.sample_id, sample.path, source, images, captions)
 
     def _identity(self, source: str, geometry: Geometry) -> ImageIdentity:
-        preparation = Preparation.of(self._policy.identity(), geometry)
+        preparation = Preparation.of(self._policy, geometry)
         return ImageIdentity(source, preparation, self._builder.encodings.image, self._builder.salt)
 
     def _add(self, sample: Sample, row: Row, history: History, present: set[str]) -> None:
@@ -238,7 +241,7 @@ class _DatasetPlanner:
             self._builder.add_text(row, caption, self._builder.encodings.text, present, why)
 
     def _task(self, sample: Sample, source: str, ref: ImageRef) -> ImageTask:
-        return ImageTask(ref.key, self._identity(source, ref.geometry), sample, self._source, self._policy)
+        return ImageTask(ref.key, self._identity(source, ref.geometry), sample, self._source, self._dataset.images)
 
 
 def _shared(builder: PlanBuilder) -> dict[str, Any]:
@@ -246,6 +249,6 @@ def _shared(builder: PlanBuilder) -> dict[str, Any]:
 
 
 def _geometries(table: Sequence[Bucket], flip: bool, size: Size) -> tuple[Geometry, ...]:
-    """What is done to an image of this size: once, and mirrored where the dataset flips."""
+    """The geometry of an image of this size, and its mirrored twin where the dataset flips."""
     geometry = fit(size, assign(size, table))
     return (geometry, replace(geometry, flip=True)) if flip else (geometry,)

@@ -27,7 +27,7 @@ from latentcache.models.batching import BatchRunner
 from latentcache.models.clip import encode_tokens, token_limit, tokenize
 from latentcache.models.model_loader import PARTS, Models
 from latentcache.precache.encodings import TextEncodings, choose_text_encodings, text_batch_size
-from latentcache.precache.failures import Fault
+from latentcache.precache.failures import Failure
 from latentcache.precache.plan import TextTask
 from latentcache.precache.text_stage import finished_texts, placed_texts, text_entries
 from latentcache.precache.workspace import Workspace
@@ -48,8 +48,8 @@ def cache_prompts(
     """Cache these prompts, pairs of a text and whether it is a negative prompt. Returns how many were encoded.
 
     Keys and stored bytes are those of a precache run with the prompts in `validation`, so the next run finds them. The
-    dtypes follow `encode` of the config; the encoders run on `device`, and are back where they were afterwards, also
-    after an error. No dataset is planned and no VAE is needed. The rows join those of the manifest of prompts.
+    dtypes follow `encode` of the config; the encoders run on `device` and always return to where they were. No dataset
+    is planned and no VAE is needed. The rows join those of the manifest of prompts.
 
     Raises ModelError if these are not the text encoders (or settings) of the config's cached datasets,
     TrainableEncoderError if one is being trained, EncodeError if an output is unusable, StoreError.
@@ -72,7 +72,7 @@ def cache_prompts(
         # Read only now: another process may have cached other prompts meanwhile.
         others = prompts_of_others(workspace.store, workspace.manifests, manifest.name)
         if tasks or any(others.get(name) != row for name, row in manifest.rows.items()):
-            workspace.manifests.write(replace(manifest, rows=others | manifest.rows))
+            workspace.manifests.write(replace(manifest, rows={**others, **manifest.rows}))
     return len(tasks)
 
 
@@ -81,7 +81,7 @@ def prompts_manifest(
 ) -> Manifest:
     """The manifest of exactly these prompts: pairs of a text and whether it is a negative prompt.
 
-    `shared` holds the cache's `schema` and `salt`.
+    `shared` has the cache's `schema` and `salt`.
     """
     common = {
         **shared,
@@ -97,7 +97,7 @@ def prompts_manifest(
 
 
 def prompts_of_others(store: Store, manifests: Manifests, name: str) -> dict[str, Row]:
-    """Prompts that others have cached with these encoders, and whose entries are there: they stay."""
+    """Prompts that other runs cached with these encoders, and whose entries are there: they stay."""
     manifest = last_manifest(manifests, name)
     if manifest is None:
         return {}
@@ -107,7 +107,7 @@ def prompts_of_others(store: Store, manifests: Manifests, name: str) -> dict[str
 
 
 def last_manifest(manifests: Manifests, name: str) -> Manifest | None:
-    """The manifest of the last run. A broken one only costs the reasons: the next run replaces it."""
+    """The manifest of the last run. Without a broken one only the reasons are lost: the next run replaces it."""
     try:
         return manifests.read(name)
     except DatasetError as error:
@@ -178,7 +178,7 @@ def _encode(tasks: Sequence[TextTask], encodings: TextEncodings, models: Models,
             for batch, (lengths, outputs) in runner.run(list(group), encode):
                 made_of_batch = text_entries(batch, finished_texts(outputs, encodings), lengths, encodings, models)
                 for number, (task, made) in enumerate(made_of_batch):
-                    if isinstance(made, Fault):
+                    if isinstance(made, Failure):
                         raise EncodeError(f"{task.sample_id}: {made.detail}", part="text_encoder", problem=made.reason)
                     if lengths[number] > token_limit(parts):
                         logger.warning(

@@ -32,7 +32,7 @@ class Report:
     bytes_written: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     """Wall time of the main thread: load, plan, text (all of that stage), decode (waiting for pixels), encode, write
-    (waiting for it), total. What other threads did meanwhile is not in it."""
+    (waiting for it), total. The time of other threads is not in it."""
     estimate: dict[str, float | int | None] = field(default_factory=dict)
     """Of the misses, before encoding: `bytes` and `seconds`. None where nothing is known yet."""
     placement: dict[str, str] = field(default_factory=dict)
@@ -46,6 +46,7 @@ class Report:
     interrupted: bool = False
 
     def refuse(self, refusal: Refusal) -> None:
+        """Add a refused sample."""
         self.refused.append(refusal)
         self.num_refused += 1
 

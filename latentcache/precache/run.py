@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 
 from latentcache.config import Config
 from latentcache.devices.placement import Placement
 from latentcache.models.model_loader import Models
-from latentcache.precache.context import Job, timed
+from latentcache.precache.context import RunContext, estimate_seconds, remember_rate, timed
 from latentcache.precache.encodings import Encodings, choose_encodings, dtype_name, load_models
-from latentcache.precache.failures import Faults, write_manifests
+from latentcache.precache.failures import Failures, write_manifests
 from latentcache.precache.image_stage import ImageStage
-from latentcache.precache.plan import Plan
+from latentcache.precache.plan import ImageTask, Plan, TextTask
 from latentcache.precache.planner import Stopped, make_plan
 from latentcache.precache.report import Report
 from latentcache.precache.scratch import Memo
 from latentcache.precache.shard import Shard
 from latentcache.precache.text_stage import TextStage
-from latentcache.precache.throughput import estimate_seconds, remember_rate
 from latentcache.precache.workspace import Workspace, open_workspace
 from latentcache.store.base import Writer
 from latentcache.utils.progress import NoProgress, Progress
@@ -39,9 +39,9 @@ def run_precache(
     stop: threading.Event | None = None,
     shard: Shard | None = None,
 ) -> Report:
-    """Encode what is not cached yet, and say what was done.
+    """Encode what is not cached yet, and report what was done.
 
-    `models` are the caller's own (`encoders.models.LoadedModels`); by default they load from the config. `workspace`
+    `models` are the caller's own (`LoadedModels`); by default they load from the config. `workspace`
     is where entries go; by default the config's cache. `stop` ends the run at the next batch: what is done is sealed.
     `shard` is this process's share; by default RANK and WORLD_SIZE. Bad images are refused and listed in the report.
     Raises ConfigError, DatasetError (a dataset that cannot be read at all), DeviceError, ModelError, StoreError.
@@ -86,12 +86,12 @@ class _Run:
         self.config, self.workspace, self.models = config, workspace, models
         self.shard, self.progress, self.stop = shard, progress, stop
         self.report = Report(rank=shard.rank, world_size=shard.world_size)
-        self._faults = Faults(shard)
+        self._failures = Failures(shard)
         self._plan = Plan()
         self._encodings: Encodings
 
     def plan(self, verify_sources: bool) -> None:
-        """Plan, and put what the plan tells into the report."""
+        """Plan, and report the plan's figures."""
         with timed(self.report, "load"):
             self._encodings = encodings = choose_encodings(
                 self.config, self.models, self.workspace.memo, self.shard.local_rank
@@ -127,46 +127,46 @@ class _Run:
                     with timed(self.report, "write"):
                         writer.seal()
             finally:
-                # Also after an error: what was sealed is there, and the caller may want to know.
+                # Also after an error: what was sealed is there, and the report says so.
                 self.report.bytes_written = writer.bytes_written
                 self.report.num_encoded = writer.num_added
                 self.models.release()
-        for refusal in self._faults.refusals(plan.manifests):
+        for refusal in self._failures.refusals(plan.manifests):
             self.report.refuse(refusal)
         if not self.report.interrupted:
             with timed(self.report, "write"):
                 self.report.manifests_waiting = write_manifests(
-                    self.workspace, plan.manifests, self._faults, self.shard
+                    self.workspace, plan.manifests, self._failures, self.shard
                 )
 
     def _begin(self) -> None:
         for manifest in self._plan.manifests:
             self.workspace.manifests.begin(manifest.name)
         if self.shard.world_size > 1 and isinstance(self.workspace.memo, Memo):
-            batches = (*self._plan.text_batches, *self._plan.image_batches)
-            self._faults.begin(self.workspace.memo, (task.key for batch in batches for task in batch))
+            batches: list[Sequence[ImageTask | TextTask]] = [*self._plan.text_batches, *self._plan.image_batches]
+            self._failures.forget(self.workspace.memo, (task.key for batch in batches for task in batch))
 
     def _run_stages(self, writer: Writer) -> None:
-        """Captions first: then the text encoders make room for the VAE."""
+        """Encode captions, then images: the text encoders are released before the VAE needs the memory."""
         plan, memo, encodings = self._plan, self.workspace.memo, self._encodings
-        job = Job(
+        context = RunContext(
             encode=self.config.encode,
             encodings=encodings,
             models=self.models,
-            keep=writer.add,
-            fault=self._faults.add,
+            store=writer.add,
+            fail=self._failures.add,
             report=self.report,
             progress=self.progress,
             stop=self.stop,
         )
-        if plan.text_batches and not job.is_stopped():
-            remember_rate(memo, encodings, "text", *TextStage(job).run(plan.text_batches))
+        if plan.text_batches and not context.is_stopped():
+            remember_rate(memo, encodings, "text", *TextStage(context).run(plan.text_batches))
             self.models.release("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
-        if plan.image_batches and not job.is_stopped():
-            remember_rate(memo, encodings, "image", *ImageStage(job).run(plan.image_batches))
+        if plan.image_batches and not context.is_stopped():
+            remember_rate(memo, encodings, "image", *ImageStage(context).run(plan.image_batches))
 
     def describe_cache(self) -> None:
-        """What the cache holds now, for the report."""
+        """Report what is in the cache now."""
         path = self.workspace.path
         self.report.cache = {"path": None if path is None else str(path), **self.workspace.store.stats().to_json()}
 

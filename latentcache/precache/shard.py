@@ -1,8 +1,8 @@
 """This process's share of the work: batches that do not depend on what is already cached.
 
-A batch is formed over hits and misses alike, in the order of the dataset. So all ranks agree on the batches however
-far each has come, every miss has exactly one owner, and a run of several ranks encodes the very batches that a
-single process would: the same bytes.
+A batch is formed over hits and misses alike, in the order of the dataset. So all ranks agree on the batches at any
+time, every miss has exactly one owner, and a run of several ranks encodes the same batches as a single process, which
+gives the same bytes.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ Task = TypeVar("Task")
 class Shard:
     """Rank `rank` of `world_size` processes that share one cache.
 
-    `local_rank` chooses the device among those of a machine; None leaves it to torch. `launch` tells one launch of the
-    ranks from another, where the launcher has a name for it.
+    `local_rank` chooses the device among those of a machine; None leaves it to torch. `launch` distinguishes
+    one launch of the ranks from another, if the launcher names it.
     """
 
     rank: int = 0
@@ -60,7 +60,7 @@ class Batches(Generic[Task]):
         self._num_closed = 0
 
     def add(self, group: Hashable, size: int, task: Task | None) -> None:
-        """Add the next member of `group`, whose batches hold `size`. None stands for a hit: its place counts."""
+        """Add the next member of `group`, whose batches have `size` members. None is a hit: it takes a place."""
         self._sizes[group] = size
         members = self._open.setdefault(group, [])
         members.append(task)
@@ -87,6 +87,5 @@ class Batches(Generic[Task]):
         if len(tasks) == len(members):
             self._whole.append(tasks)
         else:
-            # What hits left over: joined with its like, or a small addition to a large dataset would be encoded
-            # one image at a time.
+            # Batches with hits are joined, or a small addition to a large dataset would be encoded one image at a time.
             self._partial.setdefault(group, []).extend(tasks)

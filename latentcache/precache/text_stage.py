@@ -1,6 +1,6 @@
-"""The text stage: tokens | encoders | what is stored of their outputs, each in its thread.
+"""The text stage: tokenize | encode | store, each in its thread.
 
-One thread tokenizes ahead, the main thread runs the encoders, one thread behind keeps the results. Where copies
+One thread tokenizes ahead, the main thread runs the encoders, and a background thread stores the results. Where copies
 overlap the computation, a batch is launched before the results of the last one are fetched.
 """
 
@@ -22,9 +22,9 @@ from latentcache.models.clip import Tokens, encode_tokens, join_tokens, token_li
 from latentcache.models.model_loader import Models, TextParts
 from latentcache.models.settings import text_settings
 from latentcache.models.vae import DTYPES, problem_flags, problem_names
-from latentcache.precache.context import Job, storing_worker, timed
+from latentcache.precache.context import RunContext, storing_worker, timed
 from latentcache.precache.encodings import TextEncodings
-from latentcache.precache.failures import Fault
+from latentcache.precache.failures import Failure
 from latentcache.precache.plan import TextTask
 from latentcache.provenance import Provenance
 from latentcache.types import Entry, Record
@@ -44,38 +44,41 @@ class TextItem:
 
 @contextmanager
 def placed_texts(models: Models, placement: Placement) -> Iterator[TextParts]:
-    """Both text encoders on the placement's device, in its dtype; they go home whatever happens."""
+    """Both text encoders on the placement's device, in its dtype; they always return to where they were."""
     parts = models.text(placement.dtype)
     with placed(parts.text_encoder, placement.device), placed(parts.text_encoder_2, placement.device):
         yield parts
 
 
 class TextStage:
-    """Encodes captions. A caption whose tokens wait or whose outputs are not kept yet costs some hundred kilobytes: at
-    most GROUPS_AHEAD + 1 groups of tokens and BATCHES_TO_STORE + 2 batches of outputs are in memory."""
+    """Encodes captions.
 
-    def __init__(self, job: Job):
-        self._job = job
-        self._placement = job.encodings.text_encoders
+    A caption whose tokens wait, or whose outputs are not stored yet, costs some hundred kilobytes: at most
+    GROUPS_AHEAD + 1 groups of tokens and BATCHES_TO_STORE + 2 batches of outputs are in memory.
+    """
+
+    def __init__(self, context: RunContext):
+        self._context = context
+        self._placement = context.encodings.text_encoders
         self._transfer = transfer_to(self._placement.device)
         self._parts: TextParts
 
     def run(self, batches: Sequence[Sequence[TextTask]]) -> tuple[float, int]:
         """Encode the batches, and return how long that took, without loading, and how many captions were done."""
-        job, placement = self._job, self._placement
+        context, placement = self._context, self._placement
         with ExitStack() as stack:
-            with timed(job.report, "load"):
-                self._parts = stack.enter_context(placed_texts(job.models, placement))
-            job.progress.start("encode captions", sum(map(len, batches)))
+            with timed(context.report, "load"):
+                self._parts = stack.enter_context(placed_texts(context.models, placement))
+            context.progress.start("encode captions", sum(map(len, batches)))
             started = time.monotonic()
-            with timed(job.report, "text"), text_settings(self._parts, compile=job.encode.compile):
+            with timed(context.report, "text"), text_settings(self._parts, compile=context.encode.compile):
                 num_done = self._encode(batches)
             seconds = time.monotonic() - started
-        job.progress.finish()
+        context.progress.finish()
         return seconds, num_done
 
     def _encode(self, batches: Sequence[Sequence[TextTask]]) -> int:
-        job, num_done, limit = self._job, 0, token_limit(self._parts)
+        context, num_done, limit = self._context, 0, token_limit(self._parts)
         runner: BatchRunner[TextItem, dict[str, torch.Tensor]] = BatchRunner(
             "text_encoder", self._placement.batch_size, self._placement.device
         )
@@ -92,16 +95,16 @@ class TextStage:
             )
             for items, outputs in results:
                 lengths = [item.tokens.num_tokens[0] for item in items]
-                job.report.num_truncated_captions += sum(length > limit for length in lengths)
-                worker.call(self._keep, [item.task for item in items], outputs, lengths)
+                context.report.num_truncated_captions += sum(length > limit for length in lengths)
+                worker.call(self._store, [item.task for item in items], outputs, lengths)
                 num_done += len(items)
-                job.progress.advance(len(items))
-                if job.is_stopped():
+                context.progress.advance(len(items))
+                if context.is_stopped():
                     break
         return num_done
 
     def _groups(self, batches: Iterable[Sequence[TextTask]], executor: ThreadPoolExecutor) -> Iterator[list[TextItem]]:
-        """The batches with their tokens, made a few groups ahead."""
+        """The batches with their tokens, tokenized a few groups ahead."""
 
         def read(batch: Sequence[TextTask]) -> list[Tokens]:
             return tokenize(self._parts, [task.caption for task in batch]).rows()
@@ -119,29 +122,29 @@ class TextStage:
         )
         clip_skip = items[0].task.identity.encoding.clip_skip  # a batch has one: it is formed by it
         made = encode_tokens(self._parts, tokens, clip_skip=clip_skip, device=self._placement.device)
-        return self._transfer.download(finished_texts(made, self._job.encodings))
+        return self._transfer.download(finished_texts(made, self._context.encodings))
 
-    def _keep(self, tasks: Sequence[TextTask], finished: Mapping[str, torch.Tensor], lengths: Sequence[int]) -> None:
-        job = self._job
+    def _store(self, tasks: Sequence[TextTask], finished: Mapping[str, torch.Tensor], lengths: Sequence[int]) -> None:
+        context = self._context
         for task, made in text_entries(
-            tasks, finished, lengths, job.encodings, job.models, compiled=job.encode.compile
+            tasks, finished, lengths, context.encodings, context.models, compiled=context.encode.compile
         ):
-            if isinstance(made, Fault):
-                job.fault(task.key, made)
+            if isinstance(made, Failure):
+                context.fail(task.key, made)
             else:
-                job.keep(made)
+                context.store(made)
 
     def _out_of_memory(self, item: TextItem, error: EncodeError) -> None:
-        self._job.refuse(item.task.key, error)
+        self._context.refuse(item.task.key, error)
 
 
 _FLAGS = "problem flags"
 
 
 def finished_texts(outputs: Mapping[str, torch.Tensor], encodings: TextEncodings) -> dict[str, torch.Tensor]:
-    """What is stored of a batch's outputs, on their device, with what `text_entries` needs to know of them.
+    """What is stored of a batch's outputs, on their device, with the flags of problems that `text_entries` reads.
 
-    The host does not wait for it: on an accelerator the checks cost nothing, on the host several times a copy.
+    The host does not wait for them: on an accelerator the checks cost nothing, on the host several times a copy.
     """
     dtype = DTYPES[encodings.text.store_dtype]
     tensors = {name: tensor.to(dtype) for name, tensor in outputs.items()}
@@ -157,17 +160,17 @@ def text_entries(
     models: Models,
     *,
     compiled: bool = False,
-) -> Iterator[tuple[TextTask, Entry | Fault]]:
+) -> Iterator[tuple[TextTask, Entry | Failure]]:
     """What is stored of a batch, or why it cannot be. `finished` is that of `finished_texts`, on any device.
 
     `lengths` are the captions' numbers of tokens.
     """
     tensors = {name: tensor.cpu() for name, tensor in finished.items()}
-    faults = [problem_names(flags) for flags in tensors.pop(_FLAGS)]
+    problems = [problem_names(flags) for flags in tensors.pop(_FLAGS)]
     for number, task in enumerate(tasks):
-        fault = next((names[number] for names in faults if names[number]), None)
-        if fault is not None:
-            yield task, Fault("bad-output", f"the text encoders gave {fault} for caption {task.caption!r}")
+        problem = next((names[number] for names in problems if names[number]), None)
+        if problem is not None:
+            yield task, Failure("bad-output", f"the text encoders gave {problem} for caption {task.caption!r}")
             continue
         provenance = Provenance(
             sample_id=task.sample_id,

@@ -1,4 +1,4 @@
-"""What a run works on: the store, the manifests, and the memo of digests."""
+"""The places that a run reads and writes: the store, the manifests, and the memo of digests."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from latentcache.store.memory import MemoryStore
 
 @dataclass(slots=True)
 class Workspace:
-    """A store, its manifests, and the memo. For the CPU tier make one and hand it to run_precache, then give its
-    store and manifests to `LatentCache`."""
+    """A store, its manifests, and the memo.
+
+    For a cache in CPU memory make one, pass it to `run_precache`, then pass its store and manifests to `LatentCache`.
+    """
 
     store: Store = field(default_factory=MemoryStore)
     manifests: Manifests = field(default_factory=ManifestMemory)
@@ -33,12 +35,13 @@ class Workspace:
         self.close()
 
     def in_use(self) -> AbstractContextManager[Any]:
-        """Held during a run: nobody prunes or compacts the cache meanwhile."""
+        """A lock for the time of a run: no process prunes or compacts the cache meanwhile."""
         if isinstance(self.store, DiskStore) and not self.store.read_only:
             return self.store.lock_shared()
         return nullcontext()
 
     def close(self) -> None:
+        """Close the memo and the store."""
         if isinstance(self.memo, Memo):
             self.memo.close()
         self.store.close()

@@ -1,4 +1,4 @@
-"""Files that are either whole or not there: written as a sibling, synced, then renamed into place."""
+"""Files that are either whole or absent: written as a sibling, synced, then renamed into place."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def typed_errors(path: Path, num_bytes: int) -> Iterator[None]:
         if error.errno in _FORBIDDEN:
             raise ReadOnlyError(path, f"cannot be written: {error.strerror}") from error
         raise StoreError(
-            f"{path}: cannot be written: {error}. Mend the file system and run the same command."
+            f"{path}: cannot be written: {error}. Fix the file system and run the same command."
         ) from error
 
 
 def unreadable(path: Path, error: Exception) -> StoreError:
     """The error for a file that cannot be read now, for a reason that may pass: rights, descriptors, memory, a disk."""
-    return StoreError(f"{path}: cannot be read now: {error}. It is left as it is: mend the cause and try again.")
+    return StoreError(f"{path}: cannot be read now: {error}. It is left as it is: fix the cause and try again.")
 
 
 def sync_folder(path: Path) -> None:
@@ -83,7 +83,7 @@ def write_past_cache(fd: int, buffers: Iterable[bytes | memoryview]) -> None:
     """As `write_all` on an empty file, but past the page cache where the file system can do that.
 
     For large files that are synced at once and read later: filling the page cache only to wait until it is written out
-    costs more than the writing. The descriptor is as it was afterwards; an error may leave O_DIRECT set.
+    costs more than the writing. Afterwards the descriptor is as it was; an error may leave O_DIRECT set.
     """
     if not set_past_cache(fd, True):
         write_all(fd, buffers)
@@ -112,14 +112,14 @@ def _write_direct(fd: int, view: memoryview) -> None:
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        # A file system that takes the flag but wants larger blocks, or no such writes at all.
+        # A file system that accepts the flag but needs larger blocks, or supports no such writes.
         set_past_cache(fd, False)
         os.lseek(fd, start, os.SEEK_SET)
         _write_some(fd, [view])
 
 
 def set_past_cache(fd: int, on: bool) -> bool:
-    """Whether the descriptor now reads and writes as asked: past the page cache, in whole blocks, or through it."""
+    """Switch between the page cache and direct blocks. Returns whether the descriptor now does what `on` says."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | _DIRECT if on else flags & ~_DIRECT)
@@ -132,9 +132,9 @@ def set_past_cache(fd: int, on: bool) -> bool:
 
 @contextmanager
 def sealed_file(path: Path, num_bytes: int) -> Iterator[int]:
-    """Give the descriptor of a temporary sibling; on leaving it becomes `path`, durably. On an error nothing is left.
+    """Yield the descriptor of a temporary sibling, which becomes `path`, durably. An error leaves nothing.
 
-    `num_bytes` is what will be written, for the message of StorageFullError.
+    `num_bytes` is the size of the file, for the message of StorageFullError.
     """
     with typed_errors(path, num_bytes):
         fd, temporary = _locked_sibling(path)
@@ -151,9 +151,9 @@ def sealed_file(path: Path, num_bytes: int) -> Iterator[int]:
 
 
 def write_sealed(path: Path, data: bytes) -> None:
-    """Make `path` hold `data`, durably; a file that is there is replaced whole. The mode follows the umask.
+    """Write `data` to `path`, durably; a file that exists is replaced as a whole. The mode follows the umask.
 
-    StorageFullError, ReadOnlyError, or another StoreError: the file is as it was.
+    Raises StorageFullError, ReadOnlyError or another StoreError, and the file is as it was.
     """
     with sealed_file(path, len(data)) as fd:
         write_all(fd, [data])
@@ -176,22 +176,22 @@ def _locked_sibling(path: Path) -> tuple[int, Path]:
 
 
 def unlock_and_close(fd: int) -> None:
-    """Let go of the `flock` on a descriptor, and close it."""
-    # Closing alone is not enough: a child forked meanwhile holds the same lock until it exits.
+    """Release the `flock` on a descriptor, and close it."""
+    # Closing alone is not enough: a child that was forked meanwhile has the same lock until it exits.
     fcntl.flock(fd, fcntl.LOCK_UN)
     os.close(fd)
 
 
 def sweep_temporaries(folder: Path) -> int:
-    """Remove the temporary files in `folder` whose writer is dead, and count them. A live writer holds a lock.
+    """Remove the temporary files in `folder` whose writer is dead, and count them. A live writer has a lock.
 
-    What may not be listed or removed is left alone, with a warning.
+    Files that cannot be listed or removed stay, with a warning.
     """
     num_removed = 0
     try:
         names = [n for n in os.listdir(folder) if n.startswith(".") and n.endswith(TEMPORARY_SUFFIX)]
     except OSError as error:
-        logger.warning("%s: not looked through for half-written files: %s", folder, error)
+        logger.warning("%s: not searched for half-written files: %s", folder, error)
         return 0
     for name in names:
         try:
@@ -215,10 +215,10 @@ def sweep_temporaries(folder: Path) -> int:
 
 
 def open_regular(path: Path) -> int:
-    """Open a regular file for reading, and nothing else: UnsafeStoreError for links, pipes and devices.
+    """Open a regular file for reading. Raises UnsafeStoreError for links, pipes and devices.
 
     The folder must not be a link either. FileNotFoundError is passed on; any other refusal is a plain StoreError,
-    which says nothing about the file's bytes. The caller closes the descriptor.
+    which does not mean that the file's bytes are damaged. The caller closes the descriptor.
     """
     try:
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)

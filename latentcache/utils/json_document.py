@@ -1,4 +1,4 @@
-"""JSON documents that any reader takes: no NaN, no Infinity, no broken UTF-8."""
+"""JSON documents that any reader accepts: no NaN, no Infinity, no broken UTF-8."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def plain(value: Any) -> Any:
-    """The value in JSON's own types: mappings are dicts with text keys, sequences lists, numbers that are not finite
-    null. What reading a document gives equals the `plain` form of what was written. Other types stay as they are.
+    """The value in JSON's own types: what reading the document gives back.
+
+    Mappings become dicts with text keys, sequences lists, and numbers that are not finite null. Other types stay.
     """
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
@@ -33,5 +34,5 @@ def plain(value: Any) -> Any:
 def to_bytes(value: Any) -> bytes:
     """The document as indented UTF-8. TypeError for what JSON has no type for."""
     text = json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False)
-    # A sample_id from a broken archive may hold lone surrogates, which UTF-8 has no bytes for. JSON can escape them.
+    # A sample_id from a broken archive may contain lone surrogates, which UTF-8 cannot encode. JSON can escape them.
     return _SURROGATE.sub(lambda found: f"\\u{ord(found[0]):04x}", text).encode() + b"\n"

@@ -1,4 +1,8 @@
-"""The tensors inside nested batches, by dotted name."""
+"""The tensors inside nested values, by dotted name.
+
+`torch.utils._pytree` does not enter sets, dataclasses and mappings that are no dict (transformers' BatchEncoding), and
+does not end on a container that contains itself. Batches and optimizer state may have all of these.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +14,9 @@ import torch
 
 
 def named_tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor in `value`: a tensor, or mappings, lists, tuples, sets and dataclasses of them, nested at will.
+    """Every tensor in `value`: a tensor, or mappings, lists, tuples, sets and dataclasses of them, at any depth.
 
-    `{"a": [x, y]}` named `batch` gives `batch.a.0` and `batch.a.1`. Anything else gives nothing.
+    `{"a": [x, y]}` named `batch` gives `batch.a.0` and `batch.a.1`. Other values yield nothing.
     """
     for path, leaf in named_leaves(value, name):
         if isinstance(leaf, torch.Tensor):
@@ -20,7 +24,7 @@ def named_tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def named_leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Everything in `value` that is no container. A container that holds itself is entered once."""
+    """Everything in `value` that is no container. A container that contains itself is entered once."""
     yield from _leaves(value, name, ())
 
 

@@ -8,6 +8,7 @@ import time
 from typing import Protocol
 
 from tqdm import tqdm
+from typing_extensions import override
 
 LOG_INTERVAL_S = 10.0
 
@@ -15,42 +16,55 @@ logger = logging.getLogger("latentcache")
 
 
 class Progress(Protocol):
-    """Told of a stage's start, each step, and its end. Stages follow one another."""
+    """Shows how far a run is. Stages follow one another."""
 
+    def start(self, stage: str, total: int | None) -> None:
+        """Begin a stage of `total` steps, or of an unknown number."""
+
+    def advance(self, count: int = 1) -> None:
+        """Add steps of the stage."""
+
+    def finish(self) -> None:
+        """End the stage, if there is one."""
+
+
+class NoProgress(Progress):
+    """Shows nothing."""
+
+    @override
     def start(self, stage: str, total: int | None) -> None: ...
+
+    @override
     def advance(self, count: int = 1) -> None: ...
+
+    @override
     def finish(self) -> None: ...
 
 
-class NoProgress:
-    """For callers that want silence."""
-
-    def start(self, stage: str, total: int | None) -> None: ...
-    def advance(self, count: int = 1) -> None: ...
-    def finish(self) -> None: ...
-
-
-class BarProgress:
+class BarProgress(Progress):
     """A bar on stderr."""
 
     def __init__(self) -> None:
         self._bar: tqdm | None = None
 
+    @override
     def start(self, stage: str, total: int | None) -> None:
         self.finish()
         self._bar = tqdm(desc=stage, total=total, file=sys.stderr, dynamic_ncols=True)
 
+    @override
     def advance(self, count: int = 1) -> None:
         if self._bar is not None:
             self._bar.update(count)
 
+    @override
     def finish(self) -> None:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
 
 
-class LogProgress:
+class LogProgress(Progress):
     """A log line when a stage starts, every `interval_s` seconds, and when it ends."""
 
     def __init__(self, interval_s: float = LOG_INTERVAL_S):
@@ -60,16 +74,19 @@ class LogProgress:
         self._done = 0
         self._started = self._logged = 0.0
 
+    @override
     def start(self, stage: str, total: int | None) -> None:
         self.finish()
         self._stage, self._total, self._done = stage, total, 0
         self._started = self._logged = time.monotonic()
 
+    @override
     def advance(self, count: int = 1) -> None:
         self._done += count
         if time.monotonic() - self._logged >= self._interval_s:
             self._log()
 
+    @override
     def finish(self) -> None:
         if self._stage is not None:
             self._log()

@@ -1,4 +1,4 @@
-"""Stopping a run by Ctrl-C or SIGTERM: what is done is sealed first."""
+"""Stops a run by Ctrl-C or SIGTERM: what is done is sealed first."""
 
 from __future__ import annotations
 

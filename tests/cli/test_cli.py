@@ -95,7 +95,7 @@ def test_flags_override_every_scalar_setting(config_file: Path, run_json: Any, t
         "--datasets.0.flip", "true",
     )  # fmt: skip
     assert code == 0 and report["cache"]["path"] == str(tmp_path / "other") and report["num_encoded"] == 15
-    assert "3 images were asked for" in report["placement"]["vae"]
+    assert "batch_size is 3" in report["placement"]["vae"]
 
 
 def test_every_scalar_setting_has_a_flag(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

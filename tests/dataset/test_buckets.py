@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import math
+import re
 from fractions import Fraction
 from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
+from latentcache.config import BucketsConfig, parse_config
 from latentcache.dataset.buckets import assign, bucket_table, fit
 from latentcache.errors import ConfigError
 from latentcache.types import Bucket, Crop, Size
 
-SDXL = bucket_table(1024 * 1024)
+
+def table_of(area: int, step: int = 64, max_aspect: float = 2.0) -> tuple[Bucket, ...]:
+    return bucket_table(BucketsConfig(area=area, step=step, max_aspect=max_aspect))
+
+
+SDXL = table_of(1024 * 1024)
 sides = st.integers(1, 20_000)
 sizes = st.builds(Size, sides, sides)
 
@@ -23,7 +31,7 @@ def test_the_table_of_sdxl() -> None:
     known = {(1024, 1024), (832, 1216), (1216, 832), (896, 1152), (1152, 896), (768, 1344), (1344, 768)}
     assert known <= set(SDXL)
     assert (640, 1536) not in SDXL
-    assert (640, 1536) in bucket_table(1024 * 1024, max_aspect=2.4)
+    assert (640, 1536) in table_of(1024 * 1024, max_aspect=2.4)
 
 
 @given(
@@ -33,8 +41,8 @@ def test_the_table_of_sdxl() -> None:
 )
 def test_every_bucket_is_as_declared(area: int, step: int, max_aspect: float) -> None:
     try:
-        table = bucket_table(area, step, max_aspect)
-    except ConfigError:
+        table = table_of(area, step, max_aspect)
+    except (ConfigError, ValidationError):
         # Only then: the square that fits is the bucket that every aspect allows.
         assert area < step * step or all(
             area // side // step * step == 0 or max(side, area // side // step * step) > max_aspect * side
@@ -64,10 +72,10 @@ def test_no_bucket_is_left_out(area: int, step: int) -> None:
             if (height + step) * width > area or height * (width + step) > area:
                 wanted.add(Bucket(height, width))
     if wanted:
-        assert set(bucket_table(area, step, 2.0)) == wanted
+        assert set(table_of(area, step, 2.0)) == wanted
     else:
-        with pytest.raises(ConfigError):
-            bucket_table(area, step, 2.0)
+        with pytest.raises((ConfigError, ValidationError)):
+            table_of(area, step, 2.0)
 
 
 @pytest.mark.parametrize(
@@ -85,8 +93,9 @@ def test_no_bucket_is_left_out(area: int, step: int) -> None:
 )
 def test_nonsense_is_refused(arguments: tuple, key: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        bucket_table(*arguments)
-    assert caught.value.key == key
+        buckets = dict(zip(("area", "step", "max_aspect"), arguments, strict=False))
+        parse_config({"datasets": [{"name": "photos", "source": {"path": "photos"}, "buckets": buckets}]})
+    assert re.search(rf"datasets\.0\.buckets(\.|: ){key}", str(caught.value))
 
 
 @given(sizes)

@@ -20,7 +20,8 @@ from odd_images import CORPUS, HEIGHT, WIDTH, over, photo
 from PIL import Image, ImageCms
 from skimage.transform import resize as reference_resize
 
-from latentcache.dataset.images import ImagePolicy, decode, prepare, probe
+from latentcache.config import ImagesConfig, parse_config
+from latentcache.dataset.images import decode, preparation_policy, prepare, probe
 from latentcache.errors import ConfigError, DatasetError, ImageRefused
 from latentcache.identity import Preparation
 from latentcache.types import Crop, Geometry, Size
@@ -28,7 +29,7 @@ from latentcache.types import Crop, Geometry, Size
 # Pillow itself reads the EXIF block of a JPEG, for its DPI, and warns about a broken one.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:PIL.TiffImagePlugin")
 
-POLICY = ImagePolicy()
+POLICY = ImagesConfig()
 BOMBS = [name for name in CORPUS if name.startswith("bomb-")]
 
 
@@ -37,7 +38,7 @@ def difference(pixels: np.ndarray, reference: np.ndarray) -> float:
     return float(np.abs(pixels.astype(np.float64) - reference).max())
 
 
-def verdict(data: bytes, path: str, policy: ImagePolicy = POLICY) -> str | None:
+def verdict(data: bytes, path: str, policy: ImagesConfig = POLICY) -> str | None:
     try:
         decode(data, path, policy)
     except ImageRefused as refused:
@@ -90,7 +91,8 @@ def test_bombs_are_refused_quickly_and_in_little_memory(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(odd_images.odd(name).data)
     script = """if True:
         import json, pathlib, resource, sys, time
-        from latentcache.dataset.images import ImagePolicy, decode
+        from latentcache.config import ImagesConfig
+        from latentcache.dataset.images import decode
         from latentcache.errors import ImageRefused
         pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
         limit = pages * resource.getpagesize() + 50 * 2**20
@@ -99,7 +101,7 @@ def test_bombs_are_refused_quickly_and_in_little_memory(tmp_path: Path) -> None:
         for path in sorted(pathlib.Path(sys.argv[1]).iterdir()):
             data, start = path.read_bytes(), time.perf_counter()
             try:
-                decode(data, path.name, ImagePolicy())
+                decode(data, path.name, ImagesConfig())
             except ImageRefused as refused:
                 seen[path.name] = [refused.reason, time.perf_counter() - start]
         print(json.dumps(seen))
@@ -115,7 +117,7 @@ def test_the_pixel_limit_needs_no_global_setting() -> None:
     bomb = odd_images.odd("bomb-12000")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        facts = probe(bomb.data, bomb.path, ImagePolicy(max_pixels=200_000_000))
+        facts = probe(bomb.data, bomb.path, ImagesConfig(max_pixels=200_000_000))
     assert facts.size == Size(12_000, 12_000)
     assert before == Image.MAX_IMAGE_PIXELS
 
@@ -123,7 +125,7 @@ def test_the_pixel_limit_needs_no_global_setting() -> None:
 @pytest.mark.parametrize("name", ["animated-png", "animated-webp", "animated-avif"])
 def test_an_animation_gives_its_first_frame_if_asked(name: str) -> None:
     odd = odd_images.odd(name)
-    pixels = decode(odd.data, odd.path, ImagePolicy(animated="first-frame"))
+    pixels = decode(odd.data, odd.path, ImagesConfig(animated="first-frame"))
     # WebP and AVIF are lossy; the second frame is mirrored, and differs by up to 200.
     assert difference(pixels, photo()) <= 30
 
@@ -134,12 +136,12 @@ def test_an_animation_without_a_time_scale_is_corrupt() -> None:
     scale = data.index(b"mdhd") + 4 + 4 + 8 + 8
     assert data[scale : scale + 4] == (1000).to_bytes(4, "big")
     data[scale : scale + 4] = bytes(4)
-    assert verdict(bytes(data), "a.avif", ImagePolicy(animated="first-frame")) == "corrupt"
+    assert verdict(bytes(data), "a.avif", ImagesConfig(animated="first-frame")) == "corrupt"
 
 
 def test_alpha_is_composited_on_the_declared_colour() -> None:
     odd = odd_images.odd("rgba")
-    pixels = decode(odd.data, odd.path, ImagePolicy(alpha_colour="#10C0f0"))
+    pixels = decode(odd.data, odd.path, ImagesConfig(alpha_colour="#10C0f0"))
     assert difference(pixels, over(photo(), odd_images.alpha(), (0x10, 0xC0, 0xF0))) <= 1
 
 
@@ -183,16 +185,16 @@ def test_threads_get_the_same_pixels() -> None:
 )
 def test_a_wrong_policy_is_refused(wrong: dict, key: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        ImagePolicy(**wrong)
-    assert caught.value.key == key
+        parse_config({"datasets": [{"name": "photos", "source": {"path": "photos"}, "images": wrong}]})
+    assert caught.value.key == f"datasets.0.images.{key}"
 
 
 def test_the_identity_names_what_changes_pixels_and_nothing_else() -> None:
     geometry = Geometry(Size(10, 10), Size(64, 64), Crop(0, 0), Size(64, 64))
-    assert Preparation.of(POLICY.identity(), geometry).geometry == geometry
-    same = ImagePolicy(animated="first-frame", max_pixels=5, max_aspect=2.0, min_side=1, alpha_colour="#FFFFFF")
-    assert same.identity() == POLICY.identity()
-    assert ImagePolicy(alpha_colour="#000000").identity() != POLICY.identity()
+    assert Preparation.of(preparation_policy(POLICY), geometry).geometry == geometry
+    same = ImagesConfig(animated="first-frame", max_pixels=5, max_aspect=2.0, min_side=1, alpha_colour="#FFFFFF")
+    assert preparation_policy(same) == preparation_policy(POLICY)
+    assert preparation_policy(ImagesConfig(alpha_colour="#000000")) != preparation_policy(POLICY)
 
 
 def test_prepare_resizes_crops_and_mirrors() -> None:

@@ -1,4 +1,4 @@
-"""Manifests: whole or refused, replaced as a whole, readable by whoever may read the packs."""
+"""Manifests: whole or refused, replaced as a whole, readable by every user who may read the packs."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def test_others_may_read_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{}\n", b"nonsense", b"[" * 100_000, b'{"format": 2}\n', b"\xff\xfe"],
-    ids=["empty", "no-header", "no-json", "nested", "newer", "no-text"],
+    [b"", b"{}\n", b"nonsense", b"[" * 100_000, b'{"format": 1}\n', b'{"format": 3}\n', b"\xff\xfe"],
+    ids=["empty", "no-header", "no-json", "nested", "older", "newer", "no-text"],
 )
 def test_what_is_no_manifest_is_refused_by_name(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "photos.jsonl").write_bytes(content)
@@ -74,12 +74,24 @@ def test_a_manifest_that_was_cut_is_refused(tmp_path: Path) -> None:
     whole = (tmp_path / "photos.jsonl").read_bytes()
     for end in (len(whole) - 1, len(whole) // 2, whole.rindex(b"\n", 0, -1) + 1):
         (tmp_path / "photos.jsonl").write_bytes(whole[:end])
-        if end != len(whole) - 1:  # the last line end is no loss
-            with pytest.raises(DatasetError, match="not a whole manifest"):
-                folder.read("photos")
+        with pytest.raises(DatasetError, match="not a whole manifest"):
+            folder.read("photos")
 
 
-def test_runs_that_began_are_told_until_they_are_done(tmp_path: Path) -> None:
+def test_a_flipped_bit_gives_no_other_samples(tmp_path: Path) -> None:
+    folder, file = ManifestFolder(tmp_path), tmp_path / "photos.jsonl"
+    folder.write(manifest("one"))
+    whole = file.read_bytes()
+    for place in range(len(whole)):
+        for bit in range(8):
+            file.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << bit]) + whole[place + 1 :])
+            try:
+                assert folder.read("photos") == manifest("one")
+            except DatasetError as error:
+                assert "photos.jsonl" in str(error)
+
+
+def test_runs_that_began_are_listed_until_they_are_done(tmp_path: Path) -> None:
     folder = ManifestFolder(tmp_path / "manifests")
     assert folder.unfinished() == {}
     folder.begin("photos")

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, get_args
 
 import odd_images
 import pyarrow as pa
@@ -20,11 +21,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from latentcache.dataset.sources import KINDS, Sample, Source, open_source
+from latentcache.config import SourceConfig, parse_config
+from latentcache.dataset.samples import Sample, SampleSource
+from latentcache.dataset.sources import open_source as open_configured
 from latentcache.errors import ConfigError, DatasetError, ImageRefused
 from latentcache.types import Refusal
 
 Captions = tuple[str, ...]
+KINDS = get_args(SourceConfig.model_fields["kind"].annotation)
 
 PHOTOS: dict[str, tuple[bytes, Captions]] = {
     name: (odd_images.png(odd_images.photo(20 + number, 30)), captions)
@@ -40,17 +44,23 @@ PHOTOS: dict[str, tuple[bytes, Captions]] = {
 }
 
 
-def samples(source: Source) -> list[Sample]:
+def open_source(kind: str, path: str | Path, **settings: Any) -> SampleSource:
+    """What a user's config with this source opens. Raises ConfigError and DatasetError."""
+    source = {"kind": kind, "path": path, **settings}
+    return open_configured(parse_config({"datasets": [{"name": "photos", "source": source}]}).datasets[0].source)
+
+
+def samples(source: SampleSource) -> list[Sample]:
     items = list(source.samples())
     assert all(isinstance(item, Sample) for item in items), items
     return items
 
 
-def refusals(source: Source) -> list[tuple[str, str]]:
+def refusals(source: SampleSource) -> list[tuple[str, str]]:
     return [(item.sample_id, item.reason) for item in source.samples() if isinstance(item, Refusal)]
 
 
-def ids(source: Source) -> list[str]:
+def ids(source: SampleSource) -> list[str]:
     return [item.sample_id for item in source.samples() if isinstance(item, Sample)]
 
 
@@ -125,13 +135,13 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def source(kind: str, tmp_path: Path) -> Source:
+def source(kind: str, tmp_path: Path) -> SampleSource:
     LAYOUTS[kind].make(tmp_path)
     return open_source(kind, tmp_path)
 
 
 class TestAllSources:
-    def test_the_same_photos_and_captions(self, kind: str, source: Source) -> None:
+    def test_the_same_photos_and_captions(self, kind: str, source: SampleSource) -> None:
         found = samples(source)
         assert [sample.sample_id for sample in found] == LAYOUTS[kind].ids
         for sample, (data, captions) in zip(found, PHOTOS.values(), strict=True):
@@ -139,10 +149,12 @@ class TestAllSources:
             assert sample.captions == (captions or ("",))
             assert sample.has_caption == bool(captions)
 
-    def test_twice_the_same(self, source: Source) -> None:
+    def test_twice_the_same(self, source: SampleSource) -> None:
         assert list(source.samples()) == list(source.samples())
 
-    def test_paths_are_real_and_signatures_are_of_the_file(self, kind: str, source: Source, tmp_path: Path) -> None:
+    def test_paths_are_real_and_signatures_are_of_the_file(
+        self, kind: str, source: SampleSource, tmp_path: Path
+    ) -> None:
         for sample in samples(source):
             file = sample.path.split("#")[0]
             status = os.stat(file)
@@ -152,7 +164,7 @@ class TestAllSources:
                 f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns} {status.st_ino}"
             )
 
-    def test_reading_in_any_order_from_threads(self, source: Source) -> None:
+    def test_reading_in_any_order_from_threads(self, source: SampleSource) -> None:
         found = samples(source)
         wanted = [data for data, _ in PHOTOS.values()]
         with ThreadPoolExecutor(8) as pool:
@@ -160,7 +172,7 @@ class TestAllSources:
                 order = (list(range(shift, len(found))) + list(range(shift))) * 10
                 assert list(pool.map(source.read, [found[i] for i in order])) == [wanted[i] for i in order]
 
-    def test_a_vanished_file_is_refused_as_missing(self, source: Source) -> None:
+    def test_a_vanished_file_is_refused_as_missing(self, source: SampleSource) -> None:
         sample = samples(source)[0]
         os.unlink(sample.path.split("#")[0])
         with pytest.raises(ImageRefused) as caught:
@@ -175,14 +187,14 @@ class TestAllSources:
             open_source(kind, tmp_path)
 
     def test_the_root_may_be_relative(
-        self, kind: str, source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, kind: str, source: SampleSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.chdir(tmp_path.parent)
         relative = open_source(kind, tmp_path.name)
         monkeypatch.chdir("/")
         assert list(relative.samples()) == list(source.samples())
 
-    def test_a_sample_is_small_and_frozen(self, source: Source) -> None:
+    def test_a_sample_is_small_and_frozen(self, source: SampleSource) -> None:
         sample = samples(source)[0]
         assert not hasattr(sample, "__dict__")
         with pytest.raises(AttributeError):
@@ -191,7 +203,7 @@ class TestAllSources:
 
 def test_unknown_kinds_and_settings_are_refused(tmp_path: Path) -> None:
     make_folder(tmp_path)
-    with pytest.raises(ConfigError, match="folder, imagefolder, webdataset, parquet"):
+    with pytest.raises(ConfigError, match=r"source\.kind: .*'folder', 'imagefolder', 'webdataset' or 'parquet'"):
         open_source("lmdb", tmp_path)
     for extension in ("txt", ".png", ""):
         with pytest.raises(ConfigError, match="caption_extension"):

@@ -265,8 +265,10 @@ def test_manifests_on_disk_keep_the_trust(tmp_path: Path) -> None:
     assert json.loads(line)["images"][0]["trust"] == "unverified"
     verified = replace(rows["a"].images[0], trust="verified")
     assert "trust" not in replace(rows["a"], images=(verified,)).to_json()["images"][0]
-    file.write_text(f"{header}\n{line.replace('unverified', 'trusted')}\n")
-    with pytest.raises(DatasetError, match="trust is 'trusted'"):
+    with pytest.raises(ValueError, match="trust is 'trusted'"):
+        Row.from_json(json.loads(line.replace("unverified", "trusted")))
+    file.write_text(f"{header}\n{line.replace('unverified', 'verified')}\n")
+    with pytest.raises(DatasetError, match="its digest differs"):
         ManifestFolder(file.parent).read("foreign")
 
 

@@ -20,8 +20,8 @@ from helpers.photo_files import write_photo
 from PIL import Image
 
 from latentcache import LatentCache
-from latentcache.config import Config
-from latentcache.dataset.images import ImagePolicy, decode, prepare
+from latentcache.config import Config, ImagesConfig
+from latentcache.dataset.images import decode, prepare
 from latentcache.dataset.manifest import ManifestFolder
 from latentcache.errors import (
     DatasetError,
@@ -58,14 +58,14 @@ def test_a_run_encodes_each_thing_once_and_a_second_run_nothing(make_config: Cal
 
 def test_the_estimate_is_the_payload(make_config: Callable[..., Config]) -> None:
     config = make_config(**{"datasets.0.flip": True})
-    told = run_precache(config, dry_run=True)
+    dry_report = run_precache(config, dry_run=True)
     assert not config.cache.path.exists(), "a dry run writes nothing"
     config.cache.path.mkdir()
-    assert run_precache(config, dry_run=True).num_misses == told.num_misses
+    assert run_precache(config, dry_run=True).num_misses == dry_report.num_misses
     assert not list(config.cache.path.iterdir())
-    assert told.dry_run and told.num_encoded == 0 and told.estimate["seconds"] is None
+    assert dry_report.dry_run and dry_report.num_encoded == 0 and dry_report.estimate["seconds"] is None
     done = run_precache(config)
-    assert done.cache["payload_bytes"] == told.estimate["bytes"]
+    assert done.cache["payload_bytes"] == dry_report.estimate["bytes"]
     (config.datasets[0].source.path / "b.txt").write_text("something new")
     assert run_precache(config, dry_run=True).estimate["seconds"] is not None
 
@@ -87,7 +87,7 @@ def test_stored_values_are_those_of_the_live_encoders(make_config: Callable[...,
         for sample_id in ("a.png", "c.png"):
             _, row = cache.row(sample_id)
             data = (photos / sample_id).read_bytes()
-            policy = ImagePolicy(min_side=8)
+            policy = ImagesConfig(min_side=8)
             pixels = prepare(decode(data, sample_id, policy), row.images[0].geometry)
             live = encode_images(parts["vae"], pixels[None])[0]
             assert torch.equal(cache.get(row.images[0].key).tensors["moments"], live)
@@ -149,7 +149,7 @@ def test_one_bad_file_never_stops_the_run(make_config: Callable[..., Config], ph
         "thin.png": "extreme-aspect",
     }
     assert report.num_encoded == 12 and report.num_refused == 4 and report.num_samples == 9
-    assert run_precache(config).num_refused == 4, "they are told again as long as they are there"
+    assert run_precache(config).num_refused == 4, "they are reported again as long as they are there"
     with LatentCache(config.cache.path) as cache:
         assert len(cache.sample_ids()) == 5
         with pytest.raises(SampleError, match=r"'cut\.png'.*refused \(truncated\).*cut\.png.*latentcache precache"):
@@ -249,13 +249,13 @@ def test_a_bad_image_in_every_layout(
 
 
 class Doctored(AutoencoderKL):
-    """A VAE that spoils images: `spoil` gets the moments and the dtype."""
+    """A VAE that damages its outputs: `damage` gets the moments and the dtype."""
 
-    spoil: Callable[[torch.Tensor, torch.Tensor], None]
+    damage: Callable[[torch.Tensor, torch.Tensor], None]
 
     def encode(self, x: torch.Tensor, return_dict: bool = True) -> Any:
         output = super().encode(x, return_dict)
-        Doctored.spoil(output.latent_dist.parameters, x)
+        Doctored.damage(output.latent_dist.parameters, x)
         return output
 
 
@@ -266,15 +266,15 @@ def doctored() -> LoadedModels:
     return LoadedModels(**parts)
 
 
-def spoil_bright(value: float, dtypes: set[torch.dtype]) -> Callable[[torch.Tensor, torch.Tensor], None]:
-    def spoil(moments: torch.Tensor, images: torch.Tensor) -> None:
+def damage_bright(value: float, dtypes: set[torch.dtype]) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    def damage(moments: torch.Tensor, images: torch.Tensor) -> None:
         for moment, image in zip(moments, images, strict=True):
             if image.mean() > 0.99 and image.dtype in dtypes:
                 moment[0, 0, 0] = value if value else 0.0
                 if not value:
                     moment.zero_()
 
-    return spoil
+    return damage
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0])
@@ -282,7 +282,7 @@ def test_bad_numbers_are_encoded_again_in_float32(
     value: float, make_config: Callable[..., Config], photos: Path, doctored: LoadedModels
 ) -> None:
     Image.new("RGB", (128, 96), "white").save(photos / "white.png")
-    Doctored.spoil = staticmethod(spoil_bright(value, {torch.bfloat16}))
+    Doctored.damage = staticmethod(damage_bright(value, {torch.bfloat16}))
     config = make_config(**{"encode.vae_dtype": "bfloat16"})
     report = run_precache(config, models=doctored)
     assert (report.num_retried_in_float32, report.num_refused, report.num_encoded) == (1, 0, 13)
@@ -298,7 +298,7 @@ def test_bad_numbers_in_float32_too_refuse_the_image_by_name(
     value: float, name: str, make_config: Callable[..., Config], photos: Path, doctored: LoadedModels
 ) -> None:
     Image.new("RGB", (128, 96), "white").save(photos / "white.png")
-    Doctored.spoil = staticmethod(spoil_bright(value, {torch.bfloat16, torch.float32}))
+    Doctored.damage = staticmethod(damage_bright(value, {torch.bfloat16, torch.float32}))
     report = run_precache(make_config(**{"encode.vae_dtype": "bfloat16"}), models=doctored)
     assert [(Path(r.path).name, r.reason) for r in report.refused] == [("white.png", "bad-output")]
     assert name in report.refused[0].detail and report.num_encoded == 12
@@ -308,7 +308,7 @@ def test_numbers_too_large_for_the_stored_dtype_are_not_stored(
     make_config: Callable[..., Config], photos: Path, doctored: LoadedModels
 ) -> None:
     Image.new("RGB", (128, 96), "white").save(photos / "white.png")
-    Doctored.spoil = staticmethod(spoil_bright(1e6, {torch.float32}))
+    Doctored.damage = staticmethod(damage_bright(1e6, {torch.float32}))
     report = run_precache(make_config(**{"encode.store_dtype": "float16"}), models=doctored)
     assert [r.reason for r in report.refused] == ["bad-output"] and "stored as float16" in report.refused[0].detail
 
@@ -330,12 +330,12 @@ def test_out_of_memory_halves_the_batch_and_everything_completes(
 ) -> None:
     sizes = []
 
-    def spoil(moments: torch.Tensor, images: torch.Tensor) -> None:
+    def damage(moments: torch.Tensor, images: torch.Tensor) -> None:
         sizes.append(len(images))
         if len(images) > 1:
             raise torch.OutOfMemoryError("injected")
 
-    Doctored.spoil = staticmethod(spoil)
+    Doctored.damage = staticmethod(damage)
     report = run_precache(make_config(**{"encode.batch_size": 4}), models=doctored)
     assert report.num_refused == 0 and report.num_encoded == 12
     assert max(sizes) > 1 and sizes.count(1) == 5
@@ -344,11 +344,11 @@ def test_out_of_memory_halves_the_batch_and_everything_completes(
 def test_an_image_that_does_not_fit_alone_is_refused(
     make_config: Callable[..., Config], doctored: LoadedModels
 ) -> None:
-    def spoil(moments: torch.Tensor, images: torch.Tensor) -> None:
+    def damage(moments: torch.Tensor, images: torch.Tensor) -> None:
         if images.shape[2] > images.shape[3]:
             raise torch.OutOfMemoryError("injected")
 
-    Doctored.spoil = staticmethod(spoil)
+    Doctored.damage = staticmethod(damage)
     report = run_precache(make_config(), models=doctored)
     assert {(Path(r.path).name, r.reason) for r in report.refused} == {
         ("c.png", "out-of-memory"),
@@ -401,16 +401,16 @@ def test_a_stopped_run_keeps_what_is_done_and_the_next_one_goes_on(make_config: 
 def test_an_error_in_the_middle_keeps_what_is_done(make_config: Callable[..., Config], doctored: LoadedModels) -> None:
     seen = []
 
-    def spoil(moments: torch.Tensor, images: torch.Tensor) -> None:
+    def damage(moments: torch.Tensor, images: torch.Tensor) -> None:
         seen.append(1)
         if len(seen) == 3:
             raise ZeroDivisionError("a bug")
 
-    Doctored.spoil = staticmethod(spoil)
+    Doctored.damage = staticmethod(damage)
     config = make_config(**{"encode.batch_size": 1})
     with pytest.raises(ZeroDivisionError):
         run_precache(config, models=doctored)
-    Doctored.spoil = staticmethod(lambda moments, images: None)
+    Doctored.damage = staticmethod(lambda moments, images: None)
     assert run_precache(config, models=doctored).num_hits == 7 + 2
 
 
@@ -470,7 +470,7 @@ def test_flipped_entries_are_those_of_the_mirrored_image(make_config: Callable[.
     with LatentCache(config.cache.path) as cache:
         _, row = cache.row("a.png")
         plain, flipped = (cache.get(ref.key).tensors["moments"] for ref in row.images)
-        pixels = prepare(decode((photos / "a.png").read_bytes(), "a", ImagePolicy(min_side=8)), row.images[0].geometry)
+        pixels = prepare(decode((photos / "a.png").read_bytes(), "a", ImagesConfig(min_side=8)), row.images[0].geometry)
         live = encode_images(tiny_sdxl()["vae"], np.ascontiguousarray(pixels[:, ::-1])[None])[0]
         assert torch.equal(flipped, live) and not torch.equal(plain, flipped)
         assert [ref.geometry.flip for ref in row.images] == [False, True]
@@ -548,8 +548,8 @@ def test_what_an_earlier_launch_refused_is_tried_again(make_config: Callable[...
         assert len(cache.sample_ids()) == 4
     assert report.manifests_waiting == []
     # Nothing changed, so the next launch tries the same bytes again, and says why there is something to do.
-    told = run_precache(config, dry_run=True)
-    assert told.misses_by_reason == {"refused before (corrupt)": 1}
+    dry_report = run_precache(config, dry_run=True)
+    assert dry_report.misses_by_reason == {"refused before (corrupt)": 1}
     first = run_precache(config, shard=Shard(1, 2, launch="another"))
     assert first.manifests_waiting == ["photos"], "the other rank of this launch has not tried yet"
 
@@ -617,12 +617,12 @@ def test_out_of_memory_in_the_retry_refuses_the_image(
 ) -> None:
     Image.new("RGB", (128, 96), "white").save(photos / "white.png")
 
-    def spoil(moments: torch.Tensor, images: torch.Tensor) -> None:
+    def damage(moments: torch.Tensor, images: torch.Tensor) -> None:
         if images.dtype == torch.float32:
             raise torch.OutOfMemoryError("injected")
-        spoil_bright(float("nan"), {torch.bfloat16})(moments, images)
+        damage_bright(float("nan"), {torch.bfloat16})(moments, images)
 
-    Doctored.spoil = staticmethod(spoil)
+    Doctored.damage = staticmethod(damage)
     report = run_precache(make_config(**{"encode.vae_dtype": "bfloat16"}), models=doctored)
     assert [(r.sample_id, r.reason) for r in report.refused] == [("white.png", "out-of-memory")]
     assert report.num_encoded == 12

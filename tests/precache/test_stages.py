@@ -41,7 +41,7 @@ def more_photos(photos: Path) -> int:
 
 
 @pytest.fixture
-def beside(monkeypatch: pytest.MonkeyPatch) -> Streams:
+def overlapping(monkeypatch: pytest.MonkeyPatch) -> Streams:
     """The CPU as a device whose copies overlap the computation: batches are launched ahead."""
     streams = Streams()
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
@@ -67,7 +67,7 @@ def test_launching_ahead_changes_no_entry(
     settings = {"encode.batch_size": batch_size, "encode.store_dtype": "float16"}
     plain, ahead = (make_config(**settings, **{"cache.path": tmp_path / name}) for name in ("plain", "ahead"))
     first = run_precache(plain)
-    streams = request.getfixturevalue("beside")
+    streams = request.getfixturevalue("overlapping")
     second = run_precache(ahead)
     assert "host sleeps for" in " ".join(streams.log)
     assert (second.num_encoded, second.num_refused) == (first.num_encoded, 0)
@@ -78,21 +78,21 @@ def test_launching_ahead_changes_no_entry(
 
 
 def test_the_next_batch_is_launched_before_the_last_one_is_fetched(
-    make_config: Callable[..., Config], more_photos: int, beside: Streams
+    make_config: Callable[..., Config], more_photos: int, overlapping: Streams
 ) -> None:
     parts = tiny_sdxl()
-    parts["vae"].encoder.register_forward_hook(lambda *arguments: beside.log.append("vae"))
-    parts["text_encoder"].register_forward_hook(lambda *arguments: beside.log.append("text"))
+    parts["vae"].encoder.register_forward_hook(lambda *arguments: overlapping.log.append("vae"))
+    parts["text_encoder"].register_forward_hook(lambda *arguments: overlapping.log.append("text"))
     run_precache(make_config(**{"encode.batch_size": 4}), models=LoadedModels(**parts))
     for launched in ("text", "vae"):
-        steps = [step for step in beside.log if step == launched or step.startswith("host")]
+        steps = [step for step in overlapping.log if step == launched or step.startswith("host")]
         steps = steps[steps.index(launched) :]
         assert steps[:5] == [launched, launched, steps[2], launched, steps[4]], steps
         assert steps[2].startswith("host") and steps[4].startswith("host")
 
 
 def test_tokens_are_on_the_device_before_they_are_encoded(
-    make_config: Callable[..., Config], beside: Streams, monkeypatch: pytest.MonkeyPatch
+    make_config: Callable[..., Config], overlapping: Streams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else `encode_prompt` copies them, and waits for the batch before: nothing would be launched ahead."""
     uploaded, upload = [], StreamTransfer.upload
@@ -114,7 +114,7 @@ def test_memory_stays_flat(
     make_config: Callable[..., Config],
     more_photos: int,
     tmp_path: Path,
-    beside: Streams,
+    overlapping: Streams,
     monkeypatch: pytest.MonkeyPatch,
     slow: str,
 ) -> None:
@@ -164,7 +164,7 @@ def test_memory_stays_flat(
 
 
 def test_memory_that_runs_out_while_results_are_fetched(
-    make_config: Callable[..., Config], more_photos: int, beside: Streams, monkeypatch: pytest.MonkeyPatch
+    make_config: Callable[..., Config], more_photos: int, overlapping: Streams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = []
 
@@ -203,7 +203,7 @@ def test_an_error_of_the_writer_ends_the_run(make_config: Callable[..., Config],
 
 
 def test_a_stop_while_batches_are_under_way(
-    make_config: Callable[..., Config], more_photos: int, beside: Streams
+    make_config: Callable[..., Config], more_photos: int, overlapping: Streams
 ) -> None:
     stop = threading.Event()
 
@@ -252,7 +252,7 @@ def test_a_stop_while_only_refused_images_come(
 
 
 def test_captions_are_encoded_in_groups_that_ranks_agree_on(
-    make_config: Callable[..., Config], more_photos: int, beside: Streams, monkeypatch: pytest.MonkeyPatch
+    make_config: Callable[..., Config], more_photos: int, overlapping: Streams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On an accelerator captions go in batches; each is there once."""
     monkeypatch.setattr(encodings, "text_batch_size", lambda device: 16)
@@ -264,7 +264,7 @@ def test_captions_are_encoded_in_groups_that_ranks_agree_on(
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is:DeprecationWarning")
-def test_a_compiled_encoder_is_told_in_the_provenance_and_not_in_the_key(make_config: Callable[..., Config]) -> None:
+def test_a_compiled_encoder_is_noted_in_the_provenance_and_not_in_the_key(make_config: Callable[..., Config]) -> None:
     with torch.compiler.set_stance("force_eager"):
         run_precache(make_config(**{"encode.compile": True}))
     config = make_config()

@@ -17,7 +17,6 @@ from PIL import Image
 
 import latentcache.identity as fingerprint
 from latentcache.config import Config
-from latentcache.dataset.images import ImagePolicy
 from latentcache.models.model_loader import LoadedModels
 from latentcache.models.tiny import tiny_sdxl
 from latentcache.precache import planner
@@ -106,10 +105,10 @@ def tokenizer_of(part: str) -> Callable[[dict[str, Any]], None]:
 
 def policy(name: str, value: str) -> Callable[[pytest.MonkeyPatch], None]:
     """Policies that have one value today: another release may have another."""
-    identity = ImagePolicy.identity
+    genuine = planner.preparation_policy
 
     def patch(monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(ImagePolicy, "identity", lambda self: identity(self) | {name: value})
+        monkeypatch.setattr(planner, "preparation_policy", lambda images: genuine(images) | {name: value})
 
     return patch
 

@@ -46,7 +46,7 @@ def test_a_refused_write_leaves_the_old_file(
 
 def test_a_sweep_of_what_cannot_be_listed_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert sweep_temporaries(tmp_path / "none") == 0
-    assert "not looked through" in caplog.text
+    assert "not searched" in caplog.text
 
 
 def parts_of(data: bytes, length: int) -> list[bytes]:

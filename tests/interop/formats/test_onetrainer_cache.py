@@ -13,8 +13,9 @@ from helpers.photo_files import write_photo
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from latentcache.config import ImagesConfig
 from latentcache.dataset.buckets import fit
-from latentcache.dataset.images import ImagePolicy, decode, prepare
+from latentcache.dataset.images import decode, prepare
 from latentcache.errors import DatasetError
 from latentcache.interop.formats import onetrainer as onetrainer_cache
 from latentcache.interop.formats.onetrainer import NOTE_AUGMENTED, NOTE_LAYER, NOTE_MASK
@@ -319,7 +320,7 @@ encode: {{device: cpu, image_output: mean}}
         )
     root = tmp_path / "workspace-cache"
     write_group(root, "text", items, [{}] * 2)
-    photo = decode((photos / "b.png").read_bytes(), "b.png", ImagePolicy(min_side=8))
+    photo = decode((photos / "b.png").read_bytes(), "b.png", ImagesConfig(min_side=8))
     geometry = fit(Size(80, 144), Size(64, 128))
     pixels = torch.from_numpy(prepare(photo, geometry))[None]
     moments = encode_images(models.vae(torch.float32), pixels)

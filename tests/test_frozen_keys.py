@@ -1,0 +1,168 @@
+"""The keys of SDXL entries are frozen: caches that exist must stay valid.
+
+A failing test here means that every cache of SDXL would be encoded again: undo the change, or raise `identity.SCHEMA`
+on purpose. A new family or a new field changes none of these constants.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from latentcache.config import BucketsConfig, ImagesConfig, parse_config
+from latentcache.dataset.buckets import assign, bucket_table, fit
+from latentcache.dataset.images import preparation_policy
+from latentcache.devices.placement import Placement
+from latentcache.identity import (
+    ImageEncoding,
+    ImageIdentity,
+    PartIdentity,
+    Preparation,
+    TextEncoding,
+    TextIdentity,
+    caption_digest,
+    digest,
+    key_of,
+)
+from latentcache.precache.encodings import Encodings
+from latentcache.precache.planner import make_plan
+from latentcache.precache.workspace import Workspace
+from latentcache.types import Size
+
+
+def part(name: str) -> PartIdentity:
+    return PartIdentity(name, digest(f"weights of {name}".encode()), digest(f"config of {name}".encode()))
+
+
+IMAGE = ImageEncoding(
+    vae=part("AutoencoderKL"),
+    compute_dtype="float32",
+    output="moments",
+    store_dtype="float32",
+    scaling_factor=0.13025,
+    shift_factor=None,
+)
+TEXT = TextEncoding(
+    text_encoder=part("CLIPTextModel"),
+    text_encoder_2=part("CLIPTextModelWithProjection"),
+    tokenizer=part("CLIPTokenizer 1"),
+    tokenizer_2=part("CLIPTokenizer 2"),
+    compute_dtype="float16",
+    store_dtype="float16",
+)
+IMAGES = ImagesConfig()
+LANDSCAPE = Size(1000, 1500)
+A_RED_HOUSE = "ea688c954a6eb69db960ba6155192f59eaaf67d59235ed4a7a2c88a0165e9b6a"
+NO_CAPTION = "45568c8ac282e525202dc55d7833e67794851ac2c940c0bb3cd32ed1657d63c1"
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({}, "f0a94183a97455e139ecaba2ef57593b0e7be1f28a1742d64fe2f6e3261110d5"),
+        ({"output": "mean"}, "29fd17c0556243aeef7637ee26f5513732ce16f5e8c81e1ee244ff290b587335"),
+        ({"output": "sample", "seed": 7}, "22c542bc0fa9013a9fd4d1446fb9c488d94aae7603c181ad15354f1e3f211a30"),
+        (
+            {"store_dtype": "float16", "compute_dtype": "bfloat16"},
+            "5baa92f9a353bec462e75e1ed34369cd7c6931857c16baec16a198344ae594ca",
+        ),
+    ],
+)
+def test_image_keys_of_each_output(changes: dict[str, Any], key: str) -> None:
+    assert image_key(encoding=dataclasses.replace(IMAGE, **changes)) == key
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"flip": True}, "b0862637728403bd507410dfec208ca604f584a21904cf4f0c03f7a312c81c7e"),
+        ({"salt": "mine"}, "cb56dee05aa1e0afb7b9f1daa7d158e7abe31c0d6cf0b914901b582c6afbf612"),
+        ({"size": Size(144, 80)}, "dcaf19a7dbd427890a4d3d8f74870fab33e6ad3fe43646b6ef1cdfa0c93ab5e0"),
+        (
+            {"images": ImagesConfig(alpha_colour="#00FF00", min_side=8)},
+            "3d3c26d05b8cf57dfe1ac8968b6d5ec9d7cca9e04db3c0e12c4ee99b044a61e2",
+        ),
+    ],
+)
+def test_image_keys_of_each_preparation(changes: dict[str, Any], key: str) -> None:
+    assert image_key(**changes) == key
+
+
+def image_key(
+    *,
+    encoding: ImageEncoding = IMAGE,
+    images: ImagesConfig = IMAGES,
+    size: Size = LANDSCAPE,
+    flip: bool = False,
+    salt: str = "",
+) -> str:
+    geometry = fit(size, assign(size, bucket_table(BucketsConfig())), flip=flip)
+    preparation = Preparation.of(preparation_policy(images), geometry)
+    return key_of(ImageIdentity(digest(b"the bytes of a photo"), preparation, encoding, salt).to_json())
+
+
+@pytest.mark.parametrize(
+    ("caption", "salt", "clip_skip", "key"),
+    [
+        ("a red house", "", 0, A_RED_HOUSE),
+        ("", "", 0, NO_CAPTION),
+        ("ein rötes Haus, 猫", "", 0, "06a16c4e59b4e6dc97bdb4636a1257346fd9e28a74f36bff1d6672b0c5258c7e"),
+        ("a red house", "", 1, "cb3feb0bfc82bfe7579e669755470e7706fbad6410db1c15332fbb455d9b7d8b"),
+        ("a red house", "mine", 0, "5bb749acf3f5590c55decd993841b34be2f7a76ba4e4d36c890d26f2de1d28df"),
+    ],
+)
+def test_text_keys(caption: str, salt: str, clip_skip: int, key: str) -> None:
+    encoding = dataclasses.replace(TEXT, clip_skip=clip_skip)
+    assert key_of(TextIdentity(caption_digest(caption), encoding, salt).to_json()) == key
+
+
+def test_the_keys_that_a_plan_gives_a_dataset(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(png(144, 80))
+    (tmp_path / "a.txt").write_text("a red house\n")
+    dataset = {"name": "photos", "source": {"path": tmp_path}, "flip": True}
+    validation = {"prompts": ["a red house"], "negative_prompt": ""}
+    placement = Placement(torch.device("cpu"), torch.float32, 1, "")
+    encodings = Encodings(
+        text=TEXT,
+        negative=TEXT,
+        text_encoders=placement,
+        text_bytes=1,
+        image=IMAGE,
+        vae=placement,
+        latent_channels=4,
+        downscale=8,
+        image_group_size=1,
+    )
+    plan = make_plan(parse_config({"datasets": [dataset], "validation": validation}), Workspace(), encodings)
+    prompts, photos = plan.manifests
+    assert prompts.name == "validation-prompts-25a339325724"
+    assert {name: [ref.key for ref in row.captions] for name, row in prompts.rows.items()} == {
+        "prompt: ": [NO_CAPTION],
+        "prompt: a red house": [A_RED_HOUSE],
+        "negative prompt: ": [NO_CAPTION],
+    }
+    row = photos.rows["a.png"]
+    assert [ref.key for ref in row.images] == [
+        "089f9c659a3119aba120310efd718bb3d3776bef0444e044129ec3b4b868aa70",
+        "5855325b279032689d31106fe9dda2b3e6b67a3b092cbff4c0c5441b363f291c",
+    ]
+    assert [ref.key for ref in row.captions] == [A_RED_HOUSE]
+
+
+def png(height: int, width: int) -> bytes:
+    """The same bytes on every machine: not compressed, because compressors differ."""
+
+    def chunk(name: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    rows = (b"\0" + bytes(7 * value % 256 for value in range(3 * width))) * height
+    block = b"\x01" + struct.pack("<HH", len(rows), 0xFFFF ^ len(rows)) + rows
+    data = b"\x78\x01" + block + struct.pack(">I", zlib.adler32(rows))
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
