@@ -313,6 +313,7 @@ def stop_on_signals(stop: threading.Event) -> Iterator[list[int]]:
             raise KeyboardInterrupt
         caught.append(number)
         stop.set()
+        logging.warning("stopping after this step (once more stops at once)")
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

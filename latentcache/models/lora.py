@@ -21,7 +21,7 @@ from latentcache.checkpoints.parts import unwrapped_module
 from latentcache.devices.placement import dtype_of
 from latentcache.errors import ModelError
 from latentcache.models.model_files import is_checkpoint, loading
-from latentcache.utils.durable_files import write_sealed
+from latentcache.utils.durable_files import typed_errors, write_sealed
 
 SETTINGS_KEY = "lora"
 """The name of `lora_settings` in a checkpoint's `extra`."""
@@ -85,13 +85,14 @@ def save_lora(unet: UNet2DConditionModel, folder: str | Path, *, adapter: str = 
     from peft.utils import get_peft_model_state_dict
 
     layers = convert_state_dict_to_diffusers(get_peft_model_state_dict(unet, adapter_name=adapter))
-    with TemporaryDirectory() as temporary:
+    path = Path(folder, LORA_FILE)
+    with typed_errors(path, 0), TemporaryDirectory(dir=folder) as temporary:
         StableDiffusionXLPipeline.save_lora_weights(
             temporary, unet_lora_layers=layers, unet_lora_adapter_metadata=unet.peft_config[adapter].to_dict()
         )
         data = Path(temporary, LORA_FILE).read_bytes()
-    write_sealed(Path(folder, LORA_FILE), data)
-    return Path(folder, LORA_FILE)
+    write_sealed(path, data)
+    return path
 
 
 def lora_settings(unet: torch.nn.Module) -> dict[str, Any]:

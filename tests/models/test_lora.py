@@ -16,9 +16,9 @@ from single_file import original_unet_name
 from unets import F16, F32, TINY, adapted_unet, frozen_unet, output
 
 from latentcache.checkpoints.checkpoint import save_checkpoint
-from latentcache.errors import ModelError
+from latentcache.errors import ModelError, StoreError
 from latentcache.models import lora
-from latentcache.models.lora import LORA_FILE, load_lora
+from latentcache.models.lora import LORA_FILE, load_lora, save_lora
 from latentcache.models.unet import load_unet
 
 TARGETS = ["to_q", "to_out.0", "conv1", "time_emb_proj", "ff.net.0.proj"]
@@ -128,6 +128,15 @@ def test_the_adapter_has_the_unets_dtype(adapted, tmp_path):
     assert {parameter.dtype for parameter in unet.parameters()} == {F16}
     half = torch.nn.Module.to(adapted_unet(target_modules=TARGETS), F16).requires_grad_(False)
     assert torch.equal(output(unet), output(half))
+
+
+def test_a_saved_lora_is_whole_and_can_be_loaded(adapted, tmp_path):
+    path = save_lora(adapted, tmp_path)
+    assert path == tmp_path / LORA_FILE and list(tmp_path.iterdir()) == [path]
+    unet = frozen_unet(5)
+    check_loaded(unet, adapted, load_lora(unet, tmp_path))
+    with pytest.raises(StoreError, match="cannot be written"):
+        save_lora(adapted, tmp_path / "missing")
 
 
 def test_a_second_lora_acts_next_to_the_first(adapted, tmp_path):
