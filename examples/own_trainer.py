@@ -6,12 +6,15 @@ is a whole full fine-tuning, except for mixed precision and a learning rate sche
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from diffusers import DDPMScheduler
 
 from latentcache import (
     BucketBatchSampler,
+    Config,
     LatentDataset,
     LatentLoader,
     load_checkpoint,
@@ -24,7 +27,7 @@ from latentcache.models.tiny import tiny_unet
 NUM_STEPS = 6
 
 
-def loss_of(unet: torch.nn.Module, scheduler: DDPMScheduler, batch: dict) -> torch.Tensor:
+def loss_of(unet: torch.nn.Module, scheduler: DDPMScheduler, batch: dict[str, Any]) -> torch.Tensor:
     """The noise prediction loss of a batch, as SDXL is trained."""
     latents = batch["latents"]
     noise = torch.randn_like(latents)
@@ -35,7 +38,7 @@ def loss_of(unet: torch.nn.Module, scheduler: DDPMScheduler, batch: dict) -> tor
     return F.mse_loss(predicted.float(), noise.float())
 
 
-def make_loader(config, unet: torch.nn.Module) -> LatentLoader:
+def make_loader(config: Config, unet: torch.nn.Module) -> LatentLoader:
     """Batches of one bucket each, on the UNet's device, with a random caption of each image."""
     photos = config.datasets[0]
     dataset = LatentDataset(config.cache.path, photos.name, flips=photos.flip, caption="random")

@@ -12,6 +12,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 
 import bootstrap
@@ -29,8 +30,9 @@ def run(*command: str) -> int:
 def lane(name: str, *arguments: str) -> bool:
     """Whether the lane's tests pass. A lane that finds no test fails too."""
     print(f"lane {name}", flush=True)
+    start = time.monotonic()
     passed = run(sys.executable, "-m", "pytest", *arguments) == 0
-    print(f"lane {name}: {'passed' if passed else 'FAILED'}", flush=True)
+    print(f"lane {name}: {'passed' if passed else 'FAILED'} in {time.monotonic() - start:.0f} s", flush=True)
     return passed
 
 
