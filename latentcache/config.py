@@ -98,7 +98,7 @@ class ImagesConfig(_Section):
     max_pixels: int = Field(100_000_000, ge=1)
     """Images with more pixels are refused before they are decoded. 100 megapixels let medium-format cameras pass, and
     cost 300 MB per decoding thread."""
-    max_aspect: float = Field(8.0, ge=1.0, allow_inf_nan=False)
+    max_aspect: float = Field(8.0, ge=1.0)
     """Images longer than this many times their shorter side are refused: the crop to a bucket keeps too little."""
     min_side: int = Field(16, ge=1)
     """Images with a shorter side are refused, in pixels."""
@@ -334,7 +334,8 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
 
 def is_scalar(annotation: Any) -> bool:
     """Whether one flag or one variable can give the whole value."""
-    members = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+    is_union = typing.get_origin(annotation) in (types.UnionType, typing.Union)
+    members = typing.get_args(annotation) if is_union else (annotation,)
     return section_of(annotation) is None and not any(is_list(member) for member in members)
 
 

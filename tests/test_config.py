@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from latentcache.config import Config, known_settings, load_config, parse_config
+from latentcache.config import Config, EncodeConfig, SourceConfig, is_scalar, known_settings, load_config, parse_config
 from latentcache.errors import ConfigError
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").iterdir())
@@ -108,7 +108,7 @@ def test_faults_are_named(change: dict, message: str) -> None:
         parse_config(MINIMAL | change)
 
 
-def test_all_faults_are_told_at_once() -> None:
+def test_all_faults_are_reported_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         parse_config(MINIMAL | {"encode": {"clip_skip": -1, "seeed": 1}}, source="run.yaml")
     assert "run.yaml" in str(caught.value) and "clip_skip" in str(caught.value) and "'encode.seed'" in str(caught.value)
@@ -149,3 +149,10 @@ def test_configs_are_frozen() -> None:
     config = Config.model_validate(MINIMAL)
     with pytest.raises(ValueError, match="frozen"):
         config.encode = None  # type: ignore[misc]
+
+
+def test_a_list_is_no_flag_and_no_variable() -> None:
+    """A flag gives one value, so a list of them must come from the file."""
+    annotations = {name: field.annotation for name, field in SourceConfig.model_fields.items()}
+    assert [name for name, annotation in annotations.items() if not is_scalar(annotation)] == ["caption_columns"]
+    assert all(is_scalar(field.annotation) for field in EncodeConfig.model_fields.values())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 
 from latentcache.families.sdxl import SCALING_FACTOR
 from latentcache.identity import SCHEMA, canonical_json, digest, key_of
-from latentcache.provenance import now, software_versions
+from latentcache.provenance import now, provenance_json
 from latentcache.store.base import dtype_name, flat_bytes
 from latentcache.types import Entry, Geometry, Kind, Record
 
@@ -72,15 +71,6 @@ def import_provenance(format_name: str, path: str, sample_id: str, note: str | N
 
     `file_dtype` is that of the values in the file: they are rounded to it, also if another dtype is stored.
     """
-    value: dict[str, Any] = {
-        "sample_id": sample_id,
-        "source_path": path,
-        "imported_from": format_name,
-        "file_dtype": file_dtype,
-        "host": socket.gethostname(),
-        "created": now(),
-        "software": dict(software_versions()),
-    }
-    if note is not None:
-        value["note"] = note
-    return value
+    return provenance_json(
+        sample_id=sample_id, source_path=path, imported_from=format_name, file_dtype=file_dtype, note=note
+    )

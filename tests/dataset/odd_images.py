@@ -103,7 +103,7 @@ def raw_png(
 
 
 def filtered(rows: np.ndarray) -> bytes:
-    """Rows of bytes, each behind filter type 0."""
+    """Rows of bytes, each after filter type 0."""
     return b"".join(b"\x00" + row.tobytes() for row in rows)
 
 

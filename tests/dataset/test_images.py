@@ -243,7 +243,7 @@ def test_random_bytes_are_refused(data: bytes) -> None:
 )
 @given(data=st.binary(max_size=300))
 @settings(max_examples=50)
-def test_random_bytes_behind_a_magic_are_refused(magic: bytes, data: bytes) -> None:
+def test_random_bytes_after_a_magic_are_refused(magic: bytes, data: bytes) -> None:
     assert verdict(magic + data, "x") is not None
 
 

@@ -554,7 +554,7 @@ def test_what_an_earlier_launch_refused_is_tried_again(make_config: Callable[...
     assert first.manifests_waiting == ["photos"], "the other rank of this launch has not tried yet"
 
 
-def test_a_prompt_of_other_encoders_is_never_handed_out(make_config: Callable[..., Config]) -> None:
+def test_a_prompt_of_other_encoders_is_never_returned(make_config: Callable[..., Config]) -> None:
     one = make_config(**{"datasets.0.name": "one"})
     run_precache(one)
     with LatentCache(one.cache.path, manifest="one") as cache:

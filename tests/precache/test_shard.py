@@ -1,4 +1,4 @@
-"""Every miss has one owner, whatever is cached already, and a fresh run of several ranks has a single one's batches."""
+"""Every miss has one owner, however much is cached; a fresh run of several ranks has the batches of a single one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stages overlap: what runs ahead and behind, within which memory, and with the same entries as without."""
+"""The stages overlap: how far they run ahead, within which memory, and with the same entries as without overlap."""
 
 from __future__ import annotations
 

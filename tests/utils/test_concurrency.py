@@ -158,7 +158,7 @@ def test_an_error_of_the_call_that_an_interrupt_met_is_noted(monkeypatch: pytest
     assert any("full" in note for note in getattr(caught.value, "__notes__", []))
 
 
-def test_what_was_handed_over_is_seen_to_after_an_error() -> None:
+def test_waiting_calls_are_made_after_an_error_of_the_caller() -> None:
     made = []
     with pytest.raises(ZeroDivisionError), BackgroundWorker(4, "test") as worker:
         for number in range(4):
@@ -172,7 +172,7 @@ def test_a_size_of_nothing_is_refused() -> None:
         BackgroundWorker(0, "test")
 
 
-def test_calls_that_are_not_to_be_beside_are_made_at_once_by_the_caller() -> None:
+def test_without_a_thread_calls_are_made_at_once_by_the_caller() -> None:
     made = []
 
     def fail() -> None:
@@ -187,22 +187,22 @@ def test_calls_that_are_not_to_be_beside_are_made_at_once_by_the_caller() -> Non
     assert len(made) == 3
 
 
-def test_on_a_cpu_entries_are_kept_in_the_main_thread_and_decoders_lower_priority(
+def test_on_a_cpu_entries_are_stored_in_the_main_thread_and_decoders_lower_their_priority(
     make_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stepped: set[str] = set()
-    kept: set[str] = set()
+    stored_in: set[str] = set()
     add = PackWriter.add
 
     def spy(self: PackWriter, entry: Entry) -> None:
-        kept.add(threading.current_thread().name)
+        stored_in.add(threading.current_thread().name)
         add(self, entry)
 
     monkeypatch.setattr(images, "lower_priority", lambda: stepped.add(threading.current_thread().name))
     monkeypatch.setattr(PackWriter, "add", spy)
     assert run_precache(make_config()).num_encoded > 0
     assert stepped and all(name.startswith("latentcache-decode") for name in stepped)
-    assert kept == {threading.current_thread().name}
+    assert stored_in == {threading.current_thread().name}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has priorities of threads")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,7 @@ from latentcache.integrations.onetrainer.recognised import (
 )
 from latentcache.integrations.onetrainer.source_files import FileDigests
 from latentcache.integrations.onetrainer.upstream import ModuleInput, Upstream, input_names
-from latentcache.provenance import now, software_versions
+from latentcache.provenance import provenance_json
 from latentcache.types import Kind
 
 SCHEMA = "onetrainer/1"
@@ -115,15 +114,12 @@ class ItemReader:
 
     def provenance(self, item: Item) -> dict[str, Any]:
         """How an item's entry was made."""
-        return {
-            "made_by": "onetrainer",
-            "source_paths": [path for path, _ in item.files],
-            "texts": [text[:1000] for text in item.texts],
-            "pipeline": self.pipeline,
-            "host": socket.gethostname(),
-            "created": now(),
-            "software": dict(software_versions()),
-        }
+        return provenance_json(
+            made_by="onetrainer",
+            source_paths=[path for path, _ in item.files],
+            texts=[text[:1000] for text in item.texts],
+            pipeline=self.pipeline,
+        )
 
     def _settings(self, variation: int, index: int) -> _Settings:
         """The settings of the item's concept. Items of one concept share one dict, which is described once."""
