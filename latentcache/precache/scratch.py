@@ -1,4 +1,4 @@
-"""A memo of digests: what a file was when it was last read. Disposable, like every memo."""
+"""A table of text by name that runs may lose: digests of files, sizes of entries, rates, failures of other ranks."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ logger = logging.getLogger("latentcache")
 class Memo(MutableMapping[str, str]):
     """Text by name, in memory and in an index on disk. Rows are written in groups, and by `flush` and `close`.
 
-    Names may be any text (paths with broken encodings too): the index holds their digests. A damaged memo is thrown
-    away, as all it costs is reading files again. Threads may share one.
+    Names may be any text, also paths with broken encodings: the index stores their digests. A damaged memo is removed;
+    then files are read again. Threads may share one.
     """
 
     def __init__(self, path: str | Path, *, read_only: bool = False):
@@ -48,7 +48,7 @@ class Memo(MutableMapping[str, str]):
         return self._rows[_row_of(name)]
 
     def reread(self, names: Iterable[str]) -> dict[str, str]:
-        """Those of the names that any process has written by now."""
+        """The texts of those names that any process has written by now."""
         rows = {_row_of(name): name for name in names}
         found = self._rows if self._index is None else _texts(self._index.get_many(rows))
         return {name: found[row] for row, name in rows.items() if row in found}
@@ -77,11 +77,12 @@ class Memo(MutableMapping[str, str]):
         return len(self._rows)
 
     def flush(self) -> None:
-        """Write what is new. A memo opened for reading keeps it in memory only."""
+        """Write the new rows. A memo that was opened for reading has them in memory only."""
         with self._lock:
             self._flush()
 
     def close(self) -> None:
+        """Write the new rows and close the index."""
         self.flush()
         if self._index is not None:
             self._index.close()
@@ -93,19 +94,19 @@ class Memo(MutableMapping[str, str]):
 
 
 def _replaced(path: Path, error: IndexDamagedError) -> Index:
-    """A new memo in place of a damaged one, or the one that another process has put there by now."""
+    """A new memo in place of a damaged one, or the one that another process put there meanwhile."""
     with locked(path.with_name(f"{path.name}.lock"), "replacing a damaged memo", shared=False, wait=True):
         try:
             index = Index(path)
             index.items()
             return index
         except IndexDamagedError:
-            logger.warning("memo of digests thrown away, files will be read again: %s", error)
+            logger.warning("memo of digests removed, files will be read again: %s", error)
         with typed_errors(path, 0):
             if path.is_symlink():
                 path.unlink()
             else:
-                # First out of the way: another process must never see half of it.
+                # Renamed first: another process must never see half of it.
                 aside = path.with_name(f"{path.name}.damaged-{uuid.uuid4().hex[:8]}")
                 path.rename(aside)
                 shutil.rmtree(aside)

@@ -1,6 +1,6 @@
-"""Locks between processes, on a file: many may share one, or one may have it alone. A dead process has none.
+"""Locks between processes, on a file: shared by many, or exclusive. A dead process has no lock.
 
-And what a fork of this process must not meet: a lock, or a database in a half-done change.
+A fork of this process must not meet a locked lock, or a database in a half-done change: `hold_in_forks`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _MAX_NOTE_BYTES = 4096
 
 @contextmanager
 def locked(path: Path, operation: str, *, shared: bool, wait: bool = False) -> Iterator[None]:
-    """Hold the lock on `path` for `operation`. Without `wait`, StoreBusyError says who holds it.
+    """Hold the lock on `path` for `operation`. Without `wait`, StoreBusyError names the process that has it.
 
-    UnsafeStoreError if `path` is not a file of its own.
+    Raises UnsafeStoreError if `path` is not a file of its own.
     """
     fd = _open(path)
     owner = os.getpid()
@@ -44,11 +44,11 @@ def locked(path: Path, operation: str, *, shared: bool, wait: bool = False) -> I
         if os.getpid() == owner:
             unlock_and_close(fd)
         else:
-            os.close(fd)  # a forked child must not let go of its parent's lock
+            os.close(fd)  # a forked child must not release its parent's lock
 
 
 def _open(path: Path) -> int:
-    """Open or make a lock's file. UnsafeStoreError for anything else: the note would overwrite it."""
+    """Open or make a lock's file. Raises UnsafeStoreError for any other file, which the note would overwrite."""
     with typed_errors(path, _MAX_NOTE_BYTES):
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     status = os.fstat(fd)
@@ -59,7 +59,7 @@ def _open(path: Path) -> int:
 
 
 def _sign(fd: int, path: Path, operation: str) -> None:
-    # The note is for people only; the lock is what counts. So it is simply overwritten, and the last sharer signs.
+    # The note is for messages only, so each process that shares the lock overwrites it.
     note = json.dumps({"operation": operation, "pid": os.getpid(), "host": os.uname().nodename}).encode()
     with typed_errors(path, len(note)):
         os.ftruncate(fd, 0)
@@ -75,7 +75,7 @@ def _holder(fd: int) -> str:
 
 
 class Lockable(Protocol):
-    """Something whose `lock` is held during its calls. The thread that forks may hold it already."""
+    """An object that locks `lock` during its calls. The thread that forks may have locked it already."""
 
     lock: threading.RLock
 
@@ -89,7 +89,7 @@ _held: list[Lockable] = []
 def hold_in_forks(owner: Lockable) -> None:
     """From now on a fork of this process waits for `owner.lock`, and both sides find it free.
 
-    Why before the fork, and not after it in the child: SQLite would roll back there what the parent is writing.
+    A new lock in the child would not do: SQLite would roll back there what the parent is writing.
     """
     global _registered
     with _guard:
