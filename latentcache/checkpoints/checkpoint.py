@@ -27,7 +27,7 @@ from latentcache.checkpoints.parts import (
     optimizer_state,
     partitions,
 )
-from latentcache.checkpoints.state_codec import TreeWriter, devices_of, differences, place_items, placed, unpack
+from latentcache.checkpoints.state_codec import TreeWriter, devices_of, differences, move_items, to_devices, unpack
 from latentcache.devices.optimizer import inner_optimizer
 from latentcache.devices.part_tensors import is_swapped_in
 from latentcache.devices.rng import rng_state, set_rng_state
@@ -136,7 +136,7 @@ def load_checkpoint(
         load_named_optimizer_state(optimizer, saved["optimizer"], model)
     # After the optimizer: a scheduler's constructor has changed its lr.
     if scheduler is not None:
-        scheduler.load_state_dict(placed(saved["scheduler"], devices_of(scheduler.state_dict())))
+        scheduler.load_state_dict(to_devices(saved["scheduler"], devices_of(scheduler.state_dict())))
     if scaler is not None:
         scaler.load_state_dict(saved["scaler"])
     if rng:
@@ -194,7 +194,7 @@ def _load_ema(ema: Any, saved: Mapping[str, Any]) -> None:
     devices = devices_of(ema.state_dict())
     # Such classes copy what they are given. The copies are moved one by one, so that the device never has a second set.
     ema.load_state_dict(saved)
-    place_items(ema.state_dict(), devices)
+    move_items(ema.state_dict(), devices)
     if devices_of(ema.state_dict()) != devices:
         # Its state_dict does not return its own lists.
-        ema.load_state_dict(placed(saved, devices))
+        ema.load_state_dict(to_devices(saved, devices))

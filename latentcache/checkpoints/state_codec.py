@@ -187,7 +187,7 @@ def devices_of(tree: Any) -> dict[KeyPath, torch.device]:
     return {path: leaf.device for path, leaf in tree_flatten_with_path(tree)[0] if isinstance(leaf, torch.Tensor)}
 
 
-def placed(tree: Any, devices: Mapping[KeyPath, torch.device]) -> Any:
+def to_devices(tree: Any, devices: Mapping[KeyPath, torch.device]) -> Any:
     """A copy of the tree with each tensor on the device of its path; where there is none, it stays."""
 
     def place(path: KeyPath, leaf: Any) -> Any:
@@ -196,8 +196,8 @@ def placed(tree: Any, devices: Mapping[KeyPath, torch.device]) -> Any:
     return tree_map_with_path(place, tree)
 
 
-def place_items(tree: Any, devices: Mapping[KeyPath, torch.device]) -> None:
-    """As `placed`, in the lists and dicts of the tree itself, one tensor after another."""
+def move_items(tree: Any, devices: Mapping[KeyPath, torch.device]) -> None:
+    """As `to_devices`, in the lists and dicts of the tree itself, one tensor after another."""
     for path in devices_of(tree).keys() & devices.keys():
         parent = reduce(lambda node, key: key.get(node), path[:-1], tree)
         last: Any = path[-1]
