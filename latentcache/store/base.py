@@ -125,6 +125,14 @@ class OwnedEntry:
         """Bytes of the tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
+    def spec(self) -> tuple[Any, ...]:
+        """What entries of one group of a pack share: the kind, and each field's name, dtype, shape and raggedness."""
+        fields = []
+        for name, tensor in self.tensors.items():
+            is_ragged = name in self.ragged
+            fields.append((name, dtype_name(tensor), tuple(tensor.shape[1:] if is_ragged else tensor.shape), is_ragged))
+        return self.kind, tuple(fields)
+
     def digest(self) -> bytes:
         """The payload's digest."""
         description = {name: (dtype_name(tensor), tuple(tensor.shape)) for name, tensor in self.tensors.items()}

@@ -147,7 +147,7 @@ class Catalog:
             self._take(parsed_row(name, value, self.directory) for page in reading.pages for name, value in page)
             self._position = reading.position
         if reading.is_whole:
-            self._take(self._sealed.values())
+            self._take([row for pack, row in self._sealed.items() if pack not in self.packs])
             for key, (place, _) in self._unwritten.items():
                 location = self._table.look_up([key])[0]
                 if location is not None and location.place == place:
@@ -158,6 +158,8 @@ class Catalog:
 
         def noted() -> Iterator[PackRow]:
             for row in rows:
+                if row.pack.id in self.packs:  # this reader took it in before the index had it
+                    self._table.drop_packs([row.pack.id])
                 if row.reasons:
                     self._reasons[row.pack.id] = row.damaged()
                 yield row
@@ -184,7 +186,6 @@ class Catalog:
         with self._lock:
             self._catch_up(self.index)
             if self.read_only:
-                self._sealed = {pack: row for pack, row in self._sealed.items() if pack in self.packs}
                 self._take_sealed()
 
     # Looking up

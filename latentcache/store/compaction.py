@@ -17,7 +17,7 @@ from latentcache.store.base import OwnedEntry
 from latentcache.store.disk import DISAGREE, DiskStore
 from latentcache.store.layout import Location
 from latentcache.store.pack import check_payload, map_pack, new_pack_id, read_entry, read_records, write_pack
-from latentcache.store.writer import PACK_BYTES, PACK_ENTRIES
+from latentcache.store.writer import PACK_BYTES, PACK_ENTRIES, PackBuffer
 
 MAX_DEAD_FRACTION = 0.3
 SMALL_FILE_BYTES = PACK_BYTES // 4
@@ -155,13 +155,11 @@ def _copies(
 
 
 def _full_packs(entries: Iterator[OwnedEntry]) -> Iterator[list[OwnedEntry]]:
-    batch: list[OwnedEntry] = []
-    num_bytes = 0
+    buffer = PackBuffer()
     for entry in entries:
-        batch.append(entry)
-        num_bytes += entry.num_bytes
-        if num_bytes >= PACK_BYTES or len(batch) >= PACK_ENTRIES:
-            yield batch
-            batch, num_bytes = [], 0
-    if batch:
-        yield batch
+        buffer.add(entry)
+        if buffer.is_full():
+            yield list(buffer.entries.values())
+            buffer = PackBuffer()
+    if buffer.entries:
+        yield list(buffer.entries.values())

@@ -10,7 +10,7 @@ from pathlib import Path
 from latentcache.errors import IndexDamagedError, ReadOnlyError, StorageFullError, StoreBusyError, StoreError
 
 TIMEOUT_S = 60.0
-MAX_ROW_BYTES = 1 << 22
+MAX_ROW_BYTES = 1 << 24
 """What SQLite may make of one row."""
 _PAGE_BYTES = 4096
 JOURNALS = ("-journal", "-wal")

@@ -65,8 +65,8 @@ _OURS = (
 _PAGE_ROWS = 64
 GENERATION = "generation"
 """The name of the row that changes whenever another is removed or replaced."""
-MAX_VALUE_BYTES = 1 << 21
-"""Of a row. That of a pack of 8,192 entries has some 400 KB."""
+MAX_VALUE_BYTES = 1 << 23
+"""Of a row. That of a pack of 8,192 entries has some 400 KB, and more where all of them are damaged."""
 _BEFORE_ALL = -(1 << 63)
 
 

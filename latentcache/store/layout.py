@@ -19,7 +19,7 @@ import numpy as np
 from latentcache.store.base import DTYPES, Description, is_field, is_kind
 
 KEY_BYTES, DIGEST_BYTES, OFFSET_BYTES = 32, 16, 8
-MAX_PACK_ENTRIES = 1 << 20
+MAX_PACK_ENTRIES = 1 << 15
 """More rows than any writer puts into a pack. It bounds the work on a pack that someone else made."""
 _MAX_BYTES = 1 << 60  # far beyond any file
 _MAX_DESCRIPTIONS = 4096  # a real cache has some dozens: fields, buckets and dtypes

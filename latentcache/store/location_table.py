@@ -56,7 +56,7 @@ class PackRow:
             "file_bytes": self.pack.file_bytes,
             "groups": self.pack.to_json(),
             "is_gone": self.is_gone,
-            "reasons": {str(row): reason for row, reason in self.reasons.items()},
+            "reasons": self._rows_by_reason(),
         }
         head = json.dumps(value, separators=(",", ":")).encode("ascii")
         arrays = (self.keys.tobytes(), self.digests.tobytes(), np.packbits(self.live).tobytes())
@@ -74,16 +74,22 @@ class PackRow:
             value = json.loads(body[4:at])
             layout = pack_from_json(pack, value["file_bytes"], value["groups"])
             num, is_gone = layout.num_entries, bool(value["is_gone"])
-            reasons = {int(row): str(reason) for row, reason in value["reasons"].items()}
+            reasons = {row: reason for reason, rows in value["reasons"].items() for row in rows}
         except (KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"not the row of a pack: {error!r:.100}") from error
         sizes = [num * KEY_BYTES, num * DIGEST_BYTES, (num + 7) // 8]
-        if len(body) != at + sum(sizes) or not all(0 <= row < num for row in reasons):
+        if len(body) != at + sum(sizes) or not all(type(row) is int and 0 <= row < num for row in reasons):
             raise ValueError(f"not the row of a pack of {num:,} entries")
         keys = np.frombuffer(body, np.uint8, sizes[0], at).reshape(num, KEY_BYTES)
         digests = np.frombuffer(body, np.uint8, sizes[1], at + sizes[0]).reshape(num, DIGEST_BYTES)
         live = np.unpackbits(np.frombuffer(body, np.uint8, sizes[2], at + sizes[0] + sizes[1]), count=num).view(bool)
         return cls(layout, keys, digests, live, reasons, is_gone)
+
+    def _rows_by_reason(self) -> dict[str, list[int]]:
+        rows: dict[str, list[int]] = {}
+        for row, reason in self.reasons.items():
+            rows.setdefault(reason, []).append(row)
+        return rows
 
     def key(self, row: int) -> str:
         """The key of a row."""

@@ -33,7 +33,6 @@ from latentcache.store.base import (
     DTYPES,
     EntryArrays,
     OwnedEntry,
-    dtype_name,
     flat_bytes,
     payload_digest,
     record_of,
@@ -118,22 +117,13 @@ def new_pack_id() -> str:
     return uuid.uuid4().hex
 
 
-def spec_of(entry: OwnedEntry) -> tuple[Any, ...]:
-    """What entries of one group share: the kind, and each field's name, dtype, shape and raggedness, by name."""
-    fields = []
-    for name in sorted(entry.tensors):
-        tensor, is_ragged = entry.tensors[name], name in entry.ragged
-        fields.append((name, dtype_name(tensor), tuple(tensor.shape[1:] if is_ragged else tensor.shape), is_ragged))
-    return entry.kind, tuple(fields)
-
-
 def write_pack(path: Path, entries: Sequence[OwnedEntry]) -> PackHead:
     """Write entries (keys distinct, at least one) to a new pack at `path`, durably.
 
     The rows are in the order of `entries`, group by group. The file's stem is the pack's id. StorageFullError leaves
     nothing behind.
     """
-    groups = groups_of([spec_of(entry) for entry in entries])
+    groups = groups_of([entry.spec() for entry in entries])
     ordered = [entries[number] for numbers in groups.values() for number in numbers]
     keys = np.frombuffer(bytes.fromhex("".join([entry.key for entry in ordered])), np.uint8).reshape(-1, KEY_BYTES)
     digests = np.frombuffer(b"".join([entry.digest() for entry in ordered]), np.uint8).reshape(-1, DIGEST_BYTES)

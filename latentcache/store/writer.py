@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 from latentcache.errors import StoreError
 from latentcache.store.base import OwnedEntry, check_key, own_entry
@@ -15,8 +16,38 @@ from latentcache.utils.concurrency import BackgroundWorker, noted_on
 PACK_BYTES = 64 << 20
 PACK_RECORD_BYTES = 8 << 20
 PACK_ENTRIES = 8192
+PACK_SPECS = 48
 PACK_AGE_S = 10.0
-"""A pack is sealed when one of these is reached; its age is checked when an entry is added."""
+"""A pack is sealed when one of these is reached; its age is checked when an entry is added. Entries of one spec share
+columns, and few specs keep the header of a pack below 16 KiB."""
+
+
+class PackBuffer:
+    """Entries that are to be one pack, by key."""
+
+    def __init__(self) -> None:
+        self.entries: dict[str, OwnedEntry] = {}
+        self._payload_bytes = self._record_bytes = 0
+        self._specs: set[Any] = set()
+        self._first_at = 0.0
+
+    def add(self, entry: OwnedEntry) -> None:
+        """Add an entry whose key is not here."""
+        self._first_at = self._first_at if self.entries else time.monotonic()
+        self.entries[entry.key] = entry
+        self._payload_bytes += entry.num_bytes
+        self._record_bytes += len(entry.record)
+        self._specs.add(entry.spec())
+
+    def is_full(self) -> bool:
+        """Whether the entries should be sealed, because there are many, or because they wait for long."""
+        return (
+            self._payload_bytes >= PACK_BYTES
+            or self._record_bytes >= PACK_RECORD_BYTES
+            or len(self.entries) >= PACK_ENTRIES
+            or len(self._specs) >= PACK_SPECS
+            or time.monotonic() - self._first_at >= PACK_AGE_S
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +72,7 @@ class PackWriter:
         self._hold = hold
         self._open = ExitStack()
         self._worker: BackgroundWorker | None = None
-        self._clear()
-
-    def _clear(self) -> None:
-        self._buffer: dict[str, OwnedEntry] = {}
-        self._payload_bytes = self._record_bytes = 0
-        self._first_at = 0.0
+        self._buffer = PackBuffer()
 
     def __enter__(self) -> PackWriter:
         self._open.enter_context(self._hold)
@@ -65,19 +91,10 @@ class PackWriter:
         """Copy the entry and buffer it. A key that was added before is ignored."""
         if self._worker is None:
             raise StoreError("the writer is not open: use it in a `with` block")
-        if check_key(entry.record.key) in self._buffer:
+        if check_key(entry.record.key) in self._buffer.entries:
             return
-        owned = own_entry(entry)
-        self._first_at = self._first_at if self._buffer else time.monotonic()
-        self._buffer[owned.key] = owned
-        self._payload_bytes += owned.num_bytes
-        self._record_bytes += len(owned.record)
-        if (
-            self._payload_bytes >= PACK_BYTES
-            or self._record_bytes >= PACK_RECORD_BYTES
-            or len(self._buffer) >= PACK_ENTRIES
-            or time.monotonic() - self._first_at >= PACK_AGE_S
-        ):
+        self._buffer.add(own_entry(entry))
+        if self._buffer.is_full():
             self._start_sealing(self._worker)
 
     def seal(self) -> None:
@@ -88,12 +105,11 @@ class PackWriter:
 
     def _start_sealing(self, worker: BackgroundWorker) -> None:
         worker.finish()  # before the buffer is emptied: an error of the last seal leaves it as it is
-        if self._buffer:
-            entries = list(self._buffer.values())
-            self._clear()
+        if self._buffer.entries:
+            entries, self._buffer = list(self._buffer.entries.values()), PackBuffer()
             worker.call(self._seal, entries)
 
-    def _seal(self, entries: Sequence[Entry]) -> None:
+    def _seal(self, entries: Sequence[OwnedEntry]) -> None:
         sealed = self._seal_entries(entries)
         self.num_added += sealed.num_added
         self.bytes_written += sealed.bytes_written

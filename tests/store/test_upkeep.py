@@ -12,7 +12,7 @@ import pytest
 from store_samples import CLEAN, flip, key, listing, pack_of, packs, payload, run, same, sample, samples
 
 from latentcache.errors import EntryMissingError, StoreBusyError, StoreError
-from latentcache.store import DiskStore, Index, catalog, compaction
+from latentcache.store import DiskStore, Index, catalog, compaction, writer
 from latentcache.store.pack import new_pack_id
 from latentcache.store.stacking import read_batch, stack
 from latentcache.store.upkeep import compact, prune, rebuild, verify
@@ -238,7 +238,7 @@ def test_compact_drops_dead_rows(store, monkeypatch):
 
 
 def test_compact_fills_packs(store, monkeypatch):
-    monkeypatch.setattr(compaction, "PACK_ENTRIES", 4)
+    monkeypatch.setattr(writer, "PACK_ENTRIES", 4)
     add_packs(store, *([n] for n in range(10)))
     compact(store)
     assert len(packs(store)) == 3
@@ -287,7 +287,7 @@ def die_in_compaction(root, name, call):
         return real(*args, **kwargs)
 
     with DiskStore(root) as store:
-        compaction.PACK_ENTRIES = 3
+        writer.PACK_ENTRIES = 3
         setattr(os, name, deadly)
         compact(store)
 
