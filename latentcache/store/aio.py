@@ -1,5 +1,6 @@
-"""Reads that the kernel does while the thread goes on: Linux's native asynchronous I/O (io_submit(2), aio(7) for how
-it differs from POSIX's).
+"""Reads that the kernel does while the thread goes on: Linux's native asynchronous I/O.
+
+See io_submit(2), and aio(7) for how it differs from POSIX's.
 
 Why not threads that each read: between two of a thread's calls it waits for Python's lock, and eight of them read half
 as fast as one queue does (docs/benchmarks/retrieve.md). Why not libaio: it is a wrapper of these four calls, and is not

@@ -206,6 +206,7 @@ class StoreStats:
     index_bytes: int
 
     def to_json(self) -> dict[str, Any]:
+        """The counts and sizes as JSON."""
         return asdict(self)
 
 

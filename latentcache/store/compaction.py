@@ -39,6 +39,7 @@ class CompactReport:
     dry_run: bool
 
     def to_json(self) -> dict[str, Any]:
+        """The report as JSON."""
         return asdict(self)
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
+from typing_extensions import override
 
 from latentcache.errors import StoreError, UnsafeStoreError
 from latentcache.store.aio import Piece, ReadQueue
@@ -327,7 +328,7 @@ class _Thread(threading.local):
     reads: DirectReads | None = None
 
 
-class DirectReader:
+class DirectReader(Reader):
     """A `Reader` past the page cache: each thread has its own `DirectReads`. No descriptor stays open.
 
     `mapped` reads what does not come so: an entry whose file is gone or damaged, ragged entries, and all entries for a
@@ -346,8 +347,8 @@ class DirectReader:
         # Its own: what the page cache has of an entry may be better than what the disk gives.
         self._verified = Verified()
 
+    @override
     def rows(self, keys: Sequence[str], locations: Sequence[Location]) -> list[EntryArrays]:
-        """As `Reader.rows`."""
         reads = self.for_thread()
         if reads is None or any(location.group.is_ragged for location in locations):
             return self._mapped.rows(keys, locations)
@@ -367,12 +368,12 @@ class DirectReader:
         # This finds out what is wrong with the entry, or where it is now.
         return self._mapped.verify(key, read.location)
 
+    @override
     def should_prefetch(self) -> bool:
-        """As `Reader.should_prefetch`."""
         return True
 
+    @override
     def prefetch(self, keys: Sequence[str], locations: Sequence[Location]) -> None:
-        """As `Reader.prefetch`."""
         reads = self.for_thread()
         if reads is None:
             self._mapped.prefetch(keys, locations)
@@ -380,14 +381,14 @@ class DirectReader:
             places = zip(keys, locations, strict=True)
             reads.prefetch({key: location for key, location in places if not location.group.is_ragged})
 
+    @override
     def invalidate(self, locations: Iterable[Location]) -> None:
-        """As `Reader.invalidate`."""
         locations = list(locations)
         self._verified.drop(locations)
         self._mapped.invalidate(locations)
 
+    @override
     def release(self, packs: Iterable[str]) -> None:
-        """As `Reader.release`."""
         packs = list(packs)
         self._verified.release(packs)
         self._mapped.release(packs)

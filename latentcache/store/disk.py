@@ -10,6 +10,8 @@ from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 
+from typing_extensions import override
+
 from latentcache.errors import (
     EntryDamagedError,
     EntryMissingError,
@@ -18,7 +20,7 @@ from latentcache.errors import (
     StoreError,
     UnsafeStoreError,
 )
-from latentcache.store.base import Description, EntryArrays, OwnedEntry, StoreStats, check_key, new_generation
+from latentcache.store.base import Description, EntryArrays, OwnedEntry, Store, StoreStats, check_key, new_generation
 from latentcache.store.catalog import Catalog
 from latentcache.store.direct import IO, Io, choose_reader
 from latentcache.store.directory import CacheDirectory
@@ -38,7 +40,7 @@ _ADD_CHUNK = 1024  # keys looked up at once by `add`
 DISAGREE = "its pack and the index do not agree"
 
 
-class DiskStore:
+class DiskStore(Store):
     """A `base.Store` in a directory. Processes and threads may share the directory; forks may share the store.
 
     `read_only` writes nothing at all, so that a directory without write access can be read. `create=False` requires
@@ -117,12 +119,14 @@ class DiskStore:
             self.catalog.reload()
             yield
 
+    @override
     def writer(self) -> PackWriter:
         if self.read_only:
             raise ReadOnlyError(self.path)
         # Without reading all rows again: each pack that is sealed asks the index for its keys.
         return PackWriter(self._seal, locked(self.directory.lock, "writing entries", shared=True))
 
+    @override
     def add(self, entries: Iterable[Entry]) -> int:
         iterator = iter(entries)
         with self.writer() as writer:
@@ -145,23 +149,28 @@ class DiskStore:
         """Those that the index has now. Memory is not enough: another process may have removed or marked an entry."""
         return self.catalog.find(keys, again=True)
 
+    @override
     def find(self, keys: Iterable[str]) -> set[str]:
         return self.catalog.find(keys)
 
+    @override
     def keys(self) -> Iterator[str]:
         return iter(self.catalog.keys())
 
+    @override
     def describe(self, key: str) -> Description:
         location = self._locate(key)
         if location.group.is_ragged:  # its lengths are in the pack
             return dict(self.rows([key])[0].description)
         return dict(location.group.description)
 
+    @override
     def get(self, key: str) -> Entry:
         record, location = self.record(key), self._locate(key)
         ragged = frozenset(c.field for c in location.group.columns if c.offsets_start is not None)
         return Entry(record, {name: tensor[0] for name, tensor in read_batch(self, [key]).items()}, ragged)
 
+    @override
     def record(self, key: str) -> Record:
         location = self._locate(key)
         while True:
@@ -184,6 +193,7 @@ class DiskStore:
             return None, f"its pack's records cannot be read: {error}"
 
     @property
+    @override
     def generation(self) -> int | None:
         if self._catalog is None:  # not by the property `catalog`: a small batch is copied in the time of some calls
             self._check_open()
@@ -191,6 +201,7 @@ class DiskStore:
         reader = self._reader or self._choose_reader()
         return self._catalog.generation if reader.keeps_rows else None
 
+    @override
     def rows(self, keys: Sequence[str]) -> list[EntryArrays]:
         locations = []
         for key, location in zip(keys, self.catalog.look_up(keys), strict=True):
@@ -206,6 +217,7 @@ class DiskStore:
             self._reader = chosen
         return self._reader or self._mapped
 
+    @override
     def prefetch(self, keys: Iterable[str]) -> None:
         if self._catalog is None:
             self._check_open()
@@ -250,13 +262,16 @@ class DiskStore:
         """Release packs that were compacted away."""
         (self._reader or self._mapped).release(packs)
 
+    @override
     def remove(self, keys: Iterable[str]) -> int:
         return self.catalog.remove([check_key(key) for key in dict.fromkeys(keys)])
 
+    @override
     def damaged(self) -> dict[str, str]:
         self.catalog.reload()
         return self.catalog.damaged()
 
+    @override
     def stats(self) -> StoreStats:
         counts = self.catalog.counts()
         sizes = self.directory.pack_sizes()

@@ -301,15 +301,7 @@ class Index:
 
     def _inspect(self) -> set[tuple[str, str]]:
         """Inspect a database before diskcache reads it: it runs stored settings as SQL. Returns (type, name) in it."""
-        for name in (DBNAME, *[DBNAME + suffix for suffix in (*JOURNALS, "-shm")]):
-            try:
-                mode = (self.path / name).lstat().st_mode
-            except FileNotFoundError:
-                continue  # journals come and go
-            if not stat.S_ISREG(mode):
-                raise IndexDamagedError(self.path, f"{name} is not a regular file")
-        if not self._database.exists():
-            raise IndexDamagedError(self.path, "it does not exist")
+        self._inspect_files()
         self._inspect_journal()
         with self._reading() as connection:
             schema = set(connection.execute("SELECT type, name FROM sqlite_master"))
@@ -327,6 +319,17 @@ class Index:
                         detail = f"setting {name!r:.80} = {value!r:.80} was not written by latentcache"
                         raise IndexDamagedError(self.path, detail)
         return schema
+
+    def _inspect_files(self) -> None:
+        for name in (DBNAME, *[DBNAME + suffix for suffix in (*JOURNALS, "-shm")]):
+            try:
+                mode = (self.path / name).lstat().st_mode
+            except FileNotFoundError:
+                continue  # journals come and go
+            if not stat.S_ISREG(mode):
+                raise IndexDamagedError(self.path, f"{name} is not a regular file")
+        if not self._database.exists():
+            raise IndexDamagedError(self.path, "it does not exist")
 
     def _inspect_journal(self) -> None:
         # A journal may name a super-journal, which SQLite then deletes. Ours never do.

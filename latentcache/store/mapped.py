@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 import numpy as np
+from typing_extensions import override
 
 from latentcache.errors import PackError, StoreError, UnsafeStoreError
 from latentcache.store.base import EntryArrays
@@ -79,7 +80,7 @@ class Verified:
             self.flags.pop(pack, None)
 
 
-class MappedReader:
+class MappedReader(Reader):
     """A `Reader` of mapped packs, whose entries are verified when they are first read."""
 
     keeps_rows = True
@@ -91,8 +92,8 @@ class MappedReader:
         self._verified = Verified()
         self.should_prefetch = ReadAhead(mode).should_prefetch
 
+    @override
     def rows(self, keys: Sequence[str], locations: Sequence[Location]) -> list[EntryArrays]:
-        """As `Reader.rows`."""
         if self.should_prefetch():
             self.prefetch(keys, locations)
         rows = []
@@ -137,8 +138,8 @@ class MappedReader:
             raise unreadable(path, error) from error
         return data, ""
 
+    @override
     def prefetch(self, keys: Sequence[str], locations: Sequence[Location]) -> None:
-        """As `Reader.prefetch`."""
         ranges = []
         for location in locations:
             path = self._path_of(location.pack.id)
@@ -146,19 +147,19 @@ class MappedReader:
                 ranges.append((path, offset, num_bytes))
         advise(ranges)
 
+    @override
     def invalidate(self, locations: Iterable[Location]) -> None:
-        """As `Reader.invalidate`."""
         self._verified.drop(locations)
 
+    @override
     def release(self, packs: Iterable[str]) -> None:
-        """As `Reader.release`."""
         gone = list(packs)
         self._verified.release(gone)
         for pack in gone:
             self._maps.pop(pack, None)
 
+    @override
     def close(self) -> None:
-        """As `Reader.close`."""
         self._verified = Verified()
         self._maps.clear()
 

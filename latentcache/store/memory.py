@@ -8,11 +8,13 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
+from typing_extensions import override
 
 from latentcache.errors import EntryMissingError, StoreError
 from latentcache.store.base import (
     EntryArrays,
     OwnedEntry,
+    Store,
     StoreStats,
     as_array,
     check_key,
@@ -33,7 +35,7 @@ class _StoredEntry:
     arrays: EntryArrays
 
 
-class MemoryStore:
+class MemoryStore(Store):
     """A `base.Store` in memory. `pin=True` pins its tensors, which speeds up copies to an accelerator.
 
     StoreError if `pin` is asked for and there is no accelerator.
@@ -60,9 +62,11 @@ class MemoryStore:
             raise StoreError("the store is closed; its entries are gone")
         return self._entries
 
+    @override
     def writer(self) -> PackWriter:
         return PackWriter(self._seal, nullcontext())
 
+    @override
     def add(self, entries: Iterable[Entry]) -> int:
         with self.writer() as writer:
             for entry in entries:
@@ -78,9 +82,11 @@ class MemoryStore:
             self._open[entry.key] = _StoredEntry(entry, _arrays(entry))
         return Sealed(len(new), sum(entry.num_bytes for entry in new))
 
+    @override
     def find(self, keys: Iterable[str]) -> set[str]:
         return {key for key in keys if check_key(key) in self._open}
 
+    @override
     def keys(self) -> Iterator[str]:
         return iter(list(self._open))
 
@@ -90,22 +96,27 @@ class MemoryStore:
             raise EntryMissingError(key)
         return stored
 
+    @override
     def get(self, key: str) -> Entry:
         entry = self._stored(key).entry
         tensors = {name: tensor.clone() for name, tensor in entry.tensors.items()}
         return Entry(record_of(key, entry.kind, entry.record), tensors, entry.ragged)
 
+    @override
     def record(self, key: str) -> Record:
         entry = self._stored(key).entry
         return record_of(key, entry.kind, entry.record)
 
+    @override
     def describe(self, key: str) -> Mapping[str, tuple[str, tuple[int, ...]]]:
         return dict(self._stored(key).arrays.description)
 
+    @override
     def rows(self, keys: Sequence[str]) -> list[EntryArrays]:
         return [self._stored(key).arrays for key in keys]
 
     @property
+    @override
     def generation(self) -> int:
         _ = self._open
         return self._generation
@@ -114,6 +125,7 @@ class MemoryStore:
         """All is in memory."""
         _ = self._open
 
+    @override
     def remove(self, keys: Iterable[str]) -> int:
         try:
             return sum([self._open.pop(check_key(key), None) is not None for key in dict.fromkeys(keys)])
@@ -124,6 +136,7 @@ class MemoryStore:
         """Always empty: memory is not checked."""
         return {}
 
+    @override
     def stats(self) -> StoreStats:
         entries = [stored.entry for stored in self._open.values()]
         return StoreStats(

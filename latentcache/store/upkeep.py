@@ -48,8 +48,11 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """`damaged`: key -> reason, found now. `known_damaged`: found earlier and not mended since. `unreadable`: pack ->
-    reason. `orphans`: packs that the index lacks."""
+    """What was read, and what is wrong.
+
+    `damaged`: key -> reason, found now. `known_damaged`: found earlier and not stored again since. `unreadable`:
+    pack -> reason. `orphans`: packs that the index lacks.
+    """
 
     num_entries: int
     num_packs: int
@@ -61,9 +64,11 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
+        """Whether nothing is wrong."""
         return not self.damaged and not self.known_damaged and not self.unreadable
 
     def to_json(self) -> dict[str, Any]:
+        """The report as JSON."""
         return asdict(self) | {"orphans": list(self.orphans), "ok": self.ok}
 
 
@@ -77,6 +82,7 @@ class RebuildReport:
     unreadable: dict[str, str]
 
     def to_json(self) -> dict[str, Any]:
+        """The report as JSON."""
         return asdict(self)
 
 
@@ -91,6 +97,7 @@ class PruneReport:
     dry_run: bool
 
     def to_json(self) -> dict[str, Any]:
+        """The report as JSON."""
         return asdict(self)
 
 
