@@ -37,3 +37,12 @@ def test_files_that_the_pages_name_exist(page: str) -> None:
     folders = (ROOT, ROOT / "latentcache", ROOT / "latentcache" / "interop")
     missing = sorted(name for name in named if "<" not in name and not any((base / name).exists() for base in folders))
     assert not missing
+
+
+def test_the_reference_is_that_of_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import make_reference
+
+    for name, text in make_reference.pages().items():
+        committed = (ROOT / "docs" / "reference" / name).read_text(encoding="utf-8")
+        assert committed == text, f"docs/reference/{name} is not up to date: run scripts/make_reference.py"
