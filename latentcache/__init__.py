@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from latentcache.store.disk import DiskStore
     from latentcache.store.memory import MemoryStore
     from latentcache.types import Size
-    from latentcache.validation.inference import validate
+    from latentcache.validation.checkpoint_validation import validate
     from latentcache.validation.runner import ValidationRunner
 
 __version__ = "0.1.0"
@@ -93,7 +93,7 @@ _HOMES = {
     "repair_optimizer": "devices.optimizer",
     "run_precache": "precache.run",
     "save_checkpoint": "checkpoints.checkpoint",
-    "validate": "validation.inference",
+    "validate": "validation.checkpoint_validation",
 }
 
 

@@ -175,7 +175,7 @@ class ValidationConfig(_Section):
     """Folder of the results: one subfolder for each validated step."""
     num_timesteps: int = Field(8, ge=1, le=1000)
     """Timesteps of each sample at which the loss is measured: one from each of so many equal parts of the schedule."""
-    snr_gamma: float | None = Field(None, gt=0)
+    snr_gamma: float | None = Field(None, gt=0, allow_inf_nan=False)
     """Weight the loss by min-SNR with this gamma (5 is usual); null: every timestep counts the same."""
     batch_size: int = Field(4, ge=1)
     """Noised latents per UNet call when the loss is measured."""

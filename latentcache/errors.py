@@ -5,6 +5,7 @@
     ├── DatasetError            a dataset cannot be read at all
     │   ├── ImageRefused        one image cannot be used; the run goes on without it
     │   └── ForeignFileRefused  a file of another trainer's cache cannot be used; the import goes on without it
+    ├── MetricsError            a metrics.json is damaged, or another program wrote it
     ├── CheckpointError         a checkpoint cannot be written, read, or does not fit what it is loaded into
     ├── DeviceError             it is unclear, or impossible, where tensors should go
     │   └── DeviceMismatchError     tensors that are used together lie on different devices
@@ -84,6 +85,17 @@ class ForeignFileRefused(DatasetError):
         self.reason = reason
         super().__init__(path, detail)
         self.args = (f"{path}: refused ({reason}): {detail}",)
+
+
+class MetricsError(LatentCacheError):
+    """The metrics.json at `path` cannot be read, or does not fit its schema: `field` is the first that does not."""
+
+    def __init__(self, path: str | Path, detail: str, *, field: str | None = None, value: object = None):
+        self.path, self.detail, self.field, self.value = str(path), detail, field, value
+        super().__init__(
+            f"{path}: is no metrics.json of a validation: {detail}. Name one in validation.path/<step>/, or run that "
+            "validation again"
+        )
 
 
 class CheckpointError(LatentCacheError):

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import latentcache
 
 ROOT = Path(__file__).parent.parent
@@ -26,3 +28,21 @@ def test_the_api_page_has_all_public_names() -> None:
     page = (ROOT / "docs" / "reference" / "api.md").read_text(encoding="utf-8")
     shown = re.findall(r"^::: latentcache\.(\w+)$", page, flags=re.MULTILINE)
     assert sorted(shown) == sorted(set(latentcache.__all__) - {"__version__", "errors"})
+
+
+@pytest.mark.parametrize("page", ["docs/architecture.md", "docs/format.md", "CONTRIBUTING.md"])
+def test_files_that_the_pages_name_exist(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    named = set(re.findall(r"`((?:\w+/)*\w+\.(?:py|md|txt|yaml|toml))`", text))
+    folders = (ROOT, ROOT / "latentcache", ROOT / "latentcache" / "interop")
+    missing = sorted(name for name in named if "<" not in name and not any((base / name).exists() for base in folders))
+    assert not missing
+
+
+def test_the_reference_is_that_of_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import make_reference
+
+    for name, text in make_reference.pages().items():
+        committed = (ROOT / "docs" / "reference" / name).read_text(encoding="utf-8")
+        assert committed == text, f"docs/reference/{name} is not up to date: run scripts/make_reference.py"

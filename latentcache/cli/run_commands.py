@@ -72,7 +72,7 @@ def validate(
         against: The metrics.json of another checkpoint: also report the difference of the losses, sample by sample.
     """
     from latentcache.utils.progress import default_progress
-    from latentcache.validation.inference import validate as validate_checkpoint
+    from latentcache.validation.checkpoint_validation import validate as validate_checkpoint
 
     found = validate_checkpoint(
         options.load(config),

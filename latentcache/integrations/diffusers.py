@@ -33,7 +33,7 @@ from latentcache.models.unet import check_conditioning, load_unet
 from latentcache.models.vae import text_dtype, vae_dtype
 from latentcache.precache.encodings import load_models
 from latentcache.types import Batch, Bucket
-from latentcache.validation.prompt_set import prompt_embeddings
+from latentcache.validation.sample_images import prompt_embeddings
 
 __all__ = [
     "PrecomputedDataset",

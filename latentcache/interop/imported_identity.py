@@ -1,4 +1,4 @@
-"""The identity of imported entries, which no encoded entry can have, and their provenance."""
+"""The identity of imported entries, which no encoded entry can have."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from latentcache.families.sdxl import SCALING_FACTOR
 from latentcache.identity import SCHEMA, canonical_json, digest, key_of
-from latentcache.provenance import now, provenance_json
+from latentcache.provenance import now
 from latentcache.store.base import dtype_name, flat_bytes
 from latentcache.types import Entry, Geometry, Kind, Record
 
@@ -64,13 +64,3 @@ def unverified_entry(
         "trust": "unverified",
     }
     return Entry(Record(key_of(identity), kind, identity, provenance), tensors)
-
-
-def import_provenance(format_name: str, path: str, sample_id: str, note: str | None, file_dtype: str) -> dict[str, Any]:
-    """From which file an entry was imported, on which host and when. These are the format's claims, not proofs.
-
-    `file_dtype` is that of the values in the file: they are rounded to it, also if another dtype is stored.
-    """
-    return provenance_json(
-        sample_id=sample_id, source_path=path, imported_from=format_name, file_dtype=file_dtype, note=note
-    )

@@ -15,13 +15,14 @@ from latentcache.config import PROMPTS_PREFIX, Name
 from latentcache.dataset.manifest import CaptionRef, ImageRef, Manifest, Row
 from latentcache.errors import ConfigError, StoreError
 from latentcache.identity import caption_digest, digest
-from latentcache.interop.imported_identity import import_provenance, imported_common, unverified_entry
+from latentcache.interop.imported_identity import imported_common, unverified_entry
 from latentcache.interop.items import ForeignCache, ForeignImage, ForeignText, bucket_of
 from latentcache.interop.latent_scale_check import LatentScale
 from latentcache.interop.reports import ImportReport
 from latentcache.interop.verification import Verification, Verifier
 from latentcache.models.vae import problems
 from latentcache.precache.workspace import Workspace
+from latentcache.provenance import provenance_json
 from latentcache.store.base import Writer, dtype_name
 from latentcache.types import Entry, Kind, Refusal
 from latentcache.utils.progress import NoProgress, Progress
@@ -277,7 +278,14 @@ class _Import:
     # All
 
     def _provenance(self, item: ForeignImage | ForeignText, sample_id: str, tensor: torch.Tensor) -> dict[str, Any]:
-        return import_provenance(self._foreign.format, item.path, sample_id, item.note, dtype_name(tensor))
+        """Which file the entry was imported from; its values are rounded to `file_dtype`, also if another is stored."""
+        return provenance_json(
+            sample_id=sample_id,
+            source_path=item.path,
+            imported_from=self._foreign.format,
+            file_dtype=dtype_name(tensor),
+            note=item.note,
+        )
 
     def _values_fault(
         self, tensors: Mapping[str, torch.Tensor], form: tuple[int, ...], kind: Kind

@@ -29,7 +29,6 @@ LORA_FILE = "pytorch_lora_weights.safetensors"
 
 _ENCODERS = ("text_encoder.", "text_encoder_2.", "lora_te_", "lora_te1_", "lora_te2_")
 _KINDS = (".lora_A.weight", ".lora_B.weight", ".lora_B.bias", ".lora_magnitude_vector.weight", ".lora_magnitude_vector")
-_UNET_BLOCKS = ("add_embedding.", "conv_", "down_blocks.", "mid_block.", "time_embedding.", "up_blocks.")
 
 
 def load_lora(unet: UNet2DConditionModel, path: str | Path, *, scale: float = 1.0) -> str:

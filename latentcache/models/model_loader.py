@@ -135,7 +135,7 @@ class ModelLoader(Models):
     @override
     def vae_config(self) -> Mapping[str, Any]:
         origin = self._origin("vae")
-        settings = origin.vae_settings()
+        settings = origin.vae_config_file()
         # Without the weights; the model class fills in the defaults of keys that are not stated.
         with loading("vae", origin.name), torch.device("meta"):
             config = diffusers.AutoencoderKL.from_config(settings).config

@@ -53,7 +53,7 @@ class ModelOrigin(ABC):
         """The files whose change may change the part."""
 
     @abstractmethod
-    def vae_settings(self) -> Mapping[str, Any]:
+    def vae_config_file(self) -> Mapping[str, Any]:
         """The VAE's config. ModelError for another class than AutoencoderKL."""
 
     @abstractmethod
@@ -76,7 +76,7 @@ class TinyOrigin(ModelOrigin):
         return []
 
     @override
-    def vae_settings(self) -> Mapping[str, Any]:
+    def vae_config_file(self) -> Mapping[str, Any]:
         return dict(tiny_sdxl()["vae"].config)
 
     @override
@@ -105,7 +105,7 @@ class FolderOrigin(ModelOrigin):
         return sorted(path for path in folder.iterdir() if path.is_file()) if folder.is_dir() else []
 
     @override
-    def vae_settings(self) -> Mapping[str, Any]:
+    def vae_config_file(self) -> Mapping[str, Any]:
         settings = read_config("vae", self._folder_of("vae"), AutoencoderKL, self.name)
         class_name = settings.get("_class_name", "AutoencoderKL")
         if class_name != "AutoencoderKL":
@@ -117,7 +117,7 @@ class FolderOrigin(ModelOrigin):
     @override
     def load(self, part: str, dtype: torch.dtype) -> Mapping[str, torch.nn.Module]:
         if part == "vae":
-            self.vae_settings()  # refuses another class, of whose weights load_pretrained only says that some lack
+            self.vae_config_file()  # refuses another class, of whose weights load_pretrained only says that some lack
         return {
             name: load_pretrained(name, self._existing(name), self.variant, dtype)[0] for name in _loaded_with(part)
         }
@@ -156,14 +156,14 @@ class FileOrigin(ModelOrigin):
         return own + self.configs.files(part)
 
     @override
-    def vae_settings(self) -> Mapping[str, Any]:
-        return self.configs.vae_settings()
+    def vae_config_file(self) -> Mapping[str, Any]:
+        return self.configs.vae_config_file()
 
     @override
     def load(self, part: str, dtype: torch.dtype) -> Mapping[str, torch.nn.Module]:
         options = {"config": str(self.configs.folder), "torch_dtype": dtype, "local_files_only": True}
         if part == "vae":
-            self.vae_settings()
+            self.vae_config_file()
             subfolder = {} if self.configs.flat else {"subfolder": "vae"}
             with loading("vae", self.name):
                 loaded = {"vae": AutoencoderKL.from_single_file(str(self.file), **options, **subfolder)}

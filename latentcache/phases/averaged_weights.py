@@ -1,6 +1,6 @@
-"""Weights that stand in for the trained ones during a phase: an EMA's, and the averages of a schedule-free optimizer.
+"""Averaged weights in the place of the trained ones: an EMA's, and those of a schedule-free optimizer.
 
-Both are swapped in and out by their own methods. What was swapped out is copied back bit by bit.
+Both are swapped in and out by their own methods. The trained weights are copied back bit by bit.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from latentcache.errors import PhaseError
 class EmaWeights:
     """The weights of an EMA with `store`, `copy_to` and `restore`, as diffusers' EMAModel has them.
 
-    In a phase that does not swap them in they are swapped out if someone else left them in. There an EMA that does not
-    fit is not `needed`; elsewhere it is a PhaseError.
+    A phase that does not swap them in swaps them out at its end if other code left them in. An EMA that does not fit
+    is a PhaseError where it is `needed`; elsewhere it is left alone.
     """
 
     def __init__(self, ema: Any, parameters: Sequence[torch.nn.Parameter], *, needed: bool):
@@ -30,16 +30,18 @@ class EmaWeights:
             self._parameters = ema_parameters(ema, parameters)
 
     def swap_in(self) -> None:
-        """Nothing where they are in already: the phase around this one did it."""
+        """Swap the averages in, unless the phase around this one did."""
         if not self._was_in:
             self._ema.store(self._parameters)
             self._ema.copy_to(self._parameters)
 
     def restore(self) -> None:
+        """Swap the averages out, also where other code swapped them in."""
         if self._parameters and is_swapped_in(self._ema):
             self._ema.restore(self._parameters)
 
     def changes(self) -> Iterator[str]:
+        """Whether the averages are in or out, if that differs."""
         if is_swapped_in(self._ema) != self._was_in:
             yield f"ema: its weights are {'in' if is_swapped_in(self._ema) else 'no longer in'} the model"
 
@@ -47,7 +49,7 @@ class EmaWeights:
 class ScheduleFreeMode:
     """The mode of a schedule-free optimizer: in `eval` the parameters hold the averaged weights.
 
-    Its own `train()` after `eval()` interpolates back, which rounds: the parameters are copied back besides.
+    Its own `train()` after `eval()` interpolates back, which rounds. So the parameters are copied back too.
     """
 
     def __init__(self, optimizer: Any):
@@ -57,13 +59,14 @@ class ScheduleFreeMode:
         self._stored: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def swap_in(self) -> None:
-        """Nothing where the optimizer is in eval mode already, or has no such modes."""
+        """Put the optimizer into eval mode, unless it is in it already or has no such modes."""
         if self._was_training:
             parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
             self._stored = [(parameter, parameter.detach().to("cpu", copy=True)) for parameter in parameters]
             self._optimizer.eval()
 
     def restore(self) -> None:
+        """Put the optimizer back into its mode, and the parameters to their trained values."""
         if self._was_training and not is_training(self._optimizer):
             self._optimizer.train()
         with torch.no_grad():
@@ -71,6 +74,7 @@ class ScheduleFreeMode:
                 parameter.data.copy_(values)
 
     def changes(self) -> Iterator[str]:
+        """The mode, if it differs."""
         if is_training(self._optimizer) != self._was_training:
             yield f"optimizer: is in {'train' if not self._was_training else 'eval'} mode"
 

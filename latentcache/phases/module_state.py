@@ -1,7 +1,7 @@
-"""What a module is besides the values of its tensors: modes, what is trained, structure, hooks, settings.
+"""The state of modules, without the values of their tensors: modes, requires_grad, structure, hooks, settings.
 
-Each keeper remembers one of these for every submodule when it is made; `restore` puts it back, object by object, and
-`changes` names what differs.
+Each class is a snapshot of one of these for every submodule. `restore` puts it back, object by object, and `changes`
+names what differs.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ Modules = Mapping[str, torch.nn.Module]
 
 STRUCTURE = ("_parameters", "_buffers", "_modules")
 OFFLOAD_ATTRIBUTES = ("_hf_hook", "_old_forward", "forward", "_diffusers_hook", "_compiled_call_impl")
-"""What accelerate, diffusers and `module.compile()` put on a module to change how it is called."""
+"""Accelerate, diffusers and `module.compile()` set these on a module to change how it is called."""
 
 _ABSENT = object()
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _CONTAINERS = (list, tuple, dict, set, OrderedDict)
 _COMPARED = (*_PLAIN, set)
-_KEPT_ELSEWHERE = frozenset(("training", *STRUCTURE, *OFFLOAD_ATTRIBUTES))
+_SAVED_ELSEWHERE = frozenset(("training", *STRUCTURE, *OFFLOAD_ATTRIBUTES))
 
 
 def submodules(modules: Modules) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -33,18 +33,20 @@ def submodules(modules: Modules) -> Iterator[tuple[str, torch.nn.Module]]:
             yield f"{part}.{path}" if path else part, submodule
 
 
-class Modes:
+class TrainingModes:
     """The training flag of every submodule."""
 
     def __init__(self, modules: Modules):
         self._flags = [(name, module, module.training) for name, module in submodules(modules)]
 
     def restore(self) -> None:
+        """Set the flags that differ."""
         for _, module, training in self._flags:
             if module.training != training:
                 module.training = training
 
     def changes(self) -> Iterator[str]:
+        """The submodules in another mode."""
         for name, module, training in self._flags:
             if module.training != training:
                 yield f"{name}: is in {'train' if module.training else 'eval'} mode"
@@ -61,11 +63,13 @@ class RequiresGrad:
         ]
 
     def restore(self) -> None:
+        """Set the flags that differ."""
         for _, parameter, requires_grad in self._flags:
             if parameter.requires_grad != requires_grad:
                 parameter.requires_grad_(requires_grad)
 
     def changes(self) -> Iterator[str]:
+        """The parameters whose flag differs."""
         for name, parameter, requires_grad in self._flags:
             if parameter.requires_grad != requires_grad:
                 yield f"{name}: requires_grad is {parameter.requires_grad}"
@@ -78,20 +82,22 @@ class _Contents:
         self._kept = [(name, contents, dict(contents)) for name, contents in dicts]
 
     def restore(self) -> None:
+        """Put back what the dicts held."""
         for _, contents, kept in self._kept:
             if _differs(contents, kept):
                 contents.clear()
                 contents.update(kept)
 
     def changes(self) -> Iterator[str]:
+        """The keys that were added, removed or replaced."""
         for name, contents, kept in self._kept:
             for key in (*kept, *(key for key in contents if key not in kept)):
                 if contents.get(key, _ABSENT) is not kept.get(key, _ABSENT):
                     yield f"{name}.{key}: was {_verb(key, contents, kept)}"
 
 
-class Structure(_Contents):
-    """The identity of every Parameter, buffer and submodule: an optimizer holds the very objects."""
+class ModuleStructure(_Contents):
+    """The identity of every Parameter, buffer and submodule: an optimizer refers to the objects themselves."""
 
     def __init__(self, modules: Modules):
         modules_by_name = list(submodules(modules))
@@ -105,13 +111,13 @@ class Structure(_Contents):
         ]
 
     def replaced_parameters(self) -> Iterator[str]:
-        """The names under which there is another Parameter now, or none."""
+        """The names that have another Parameter now, or none."""
         for name, module, key, parameter in self._parameters:
             if module._parameters.get(key) is not parameter:
                 yield name
 
 
-class Hooks:
+class ModuleHooks:
     """The hooks of every submodule: torch's own, and the offload hooks of accelerate and diffusers."""
 
     def __init__(self, modules: Modules):
@@ -129,11 +135,13 @@ class Hooks:
         ]
 
     def restore(self) -> None:
+        """Put back the hooks, and remove those that were added."""
         self._torch.restore()
         for _, module, attribute, value in self._attributes:
             _put_back(module, attribute, value)
 
     def changes(self) -> Iterator[str]:
+        """The hooks that were added, removed or replaced."""
         yield from self._torch.changes()
         for name, module, attribute, value in self._attributes:
             if vars(module).get(attribute, _ABSENT) is not value:
@@ -151,18 +159,22 @@ class CompiledCalls:
         ]
 
     def restore(self) -> None:
+        """Call compiled what was compiled."""
         for _, module, attribute, value in self._kept:
             _put_back(module, attribute, value)
 
     def changes(self) -> Iterator[str]:
+        """The submodules that are called otherwise."""
         for name, module, attribute, value in self._kept:
             if vars(module).get(attribute) is not value:
                 yield f"{name}: is no longer called as it was compiled"
 
 
-class Settings:
-    """Plain data, functions and containers on every submodule: LoRA adapters and their scale, gradient checkpointing,
-    tiling and slicing, attention processors."""
+class ModuleSettings:
+    """Plain data, functions and containers on every submodule.
+
+    Among them are LoRA adapters and their scale, gradient checkpointing, tiling and slicing, attention processors.
+    """
 
     def __init__(self, modules: Modules):
         self._kept = [
@@ -171,6 +183,7 @@ class Settings:
         ]
 
     def restore(self) -> None:
+        """Put back the attributes and what containers hold, and remove attributes that were added."""
         for _, module, kept in self._kept:
             for key in [key for key, _ in _plain_attributes(module) if key not in kept]:
                 del vars(module)[key]
@@ -179,6 +192,7 @@ class Settings:
                 _put_back(module, key, value)
 
     def changes(self) -> Iterator[str]:
+        """The attributes that differ, were added or removed."""
         for name, module, kept in self._kept:
             for key, (_, contents) in kept.items():
                 found = vars(module).get(key, _ABSENT)
@@ -188,7 +202,7 @@ class Settings:
 
 
 def call_eagerly(modules: Modules) -> None:
-    """From now on the compiled submodules run uncompiled."""
+    """Let the compiled submodules run uncompiled from now on."""
     for _, module in submodules(modules):
         for attribute in _compiled_attributes(module):
             # Past OptimizedModule.__setattr__, which sets it on the module inside.
@@ -201,7 +215,7 @@ def is_hook_dict(attribute: str, value: Any) -> bool:
 
 
 def _compiled_attributes(module: torch.nn.Module) -> Iterator[str]:
-    """What a call goes through where it is compiled: `module.compile()` sets the first; torch.compile wraps."""
+    """The attributes that a compiled call goes through: `module.compile()` sets the first; torch.compile wraps."""
     if vars(module).get("_compiled_call_impl") is not None:
         yield "_compiled_call_impl"
     if "_orig_mod" in module._modules:
@@ -211,7 +225,7 @@ def _compiled_attributes(module: torch.nn.Module) -> Iterator[str]:
 def _plain_attributes(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     for key, value in vars(module).items():
         if (
-            key not in _KEPT_ELSEWHERE
+            key not in _SAVED_ELSEWHERE
             and not is_hook_dict(key, value)
             and (isinstance(value, _PLAIN) or type(value) in _CONTAINERS or callable(value))
         ):
@@ -225,7 +239,7 @@ def _copied(value: Any) -> Any:
 
 
 def _refill(value: Any, contents: Any) -> None:
-    """Make a list, dict or set that the module holds what it was. A tuple cannot have changed; what it holds can."""
+    """Give a list, dict or set of the module its contents again. A tuple cannot change, but the items in it can."""
     if _same(value, contents):
         return
     if isinstance(value, tuple):
@@ -248,7 +262,7 @@ def _same(one: Any, other: Any) -> bool:
         return list(one) == list(other) and all(_same(one[key], other[key]) for key in one)
     if type(one) in (list, tuple):
         return len(one) == len(other) and all(map(_same, one, other))
-    # What a container holds besides, such as peft's LoraConfig, is known by its identity alone.
+    # Other objects in a container, such as peft's LoraConfig, are compared by identity alone.
     return isinstance(one, _COMPARED) and bool(one == other or one != one)
 
 

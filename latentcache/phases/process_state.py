@@ -14,7 +14,7 @@ from latentcache.devices.rng import rng_state, set_rng_state
 
 
 @dataclass(frozen=True, slots=True)
-class Flag:
+class GlobalFlag:
     """One global setting of torch: how it is read and how it is set."""
 
     get: Callable[[], Any]
@@ -28,23 +28,26 @@ class RandomStreams:
         self._state = rng_state()
 
     def restore(self) -> None:
+        """Set every generator to its state again."""
         set_rng_state(self._state)
 
     def changes(self) -> Iterator[str]:
+        """The generators that are in another state."""
         now = rng_state()
         for name, state in self._state.items():
             if not _equal(state, now[name]):
                 yield f"random state of {name}: it is another than at the beginning of the phase"
 
 
-class Flags:
-    """torch's global settings: gradients, autocast, default dtype, determinism, cuDNN, matmul and attention kernels."""
+class GlobalFlags:
+    """torch's global flags: gradients, autocast, default dtype, determinism, cuDNN, matmul and attention kernels."""
 
     def __init__(self, device: torch.device):
         self._flags = dict(_flags(device))
         self._values = {name: flag.get() for name, flag in self._flags.items()}
 
     def restore(self) -> None:
+        """Set the flags that differ."""
         # A cast of EMA weights that autocast keeps would be trained with; without gradients it would cut the graph.
         torch.clear_autocast_cache()
         for name, flag in self._flags.items():
@@ -54,6 +57,7 @@ class Flags:
                 flag.set(value)
 
     def changes(self) -> Iterator[str]:
+        """The flags that differ."""
         for name, flag in self._flags.items():
             found, value = flag.get(), self._values[name]
             if found != value:
@@ -63,24 +67,27 @@ class Flags:
 _MIXED = "set by its newer name"
 
 
-def _flags(device: torch.device) -> Iterator[tuple[str, Flag]]:
+def _flags(device: torch.device) -> Iterator[tuple[str, GlobalFlag]]:
     """Legacy names before newer ones (torch 2.9): setting a legacy one sets newer ones, which are put back after."""
-    yield "grad mode", Flag(torch.is_grad_enabled, torch.set_grad_enabled)
-    yield "default dtype", Flag(torch.get_default_dtype, torch.set_default_dtype)
-    yield "autocast cache", Flag(torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled)
+    yield "grad mode", GlobalFlag(torch.is_grad_enabled, torch.set_grad_enabled)
+    yield "default dtype", GlobalFlag(torch.get_default_dtype, torch.set_default_dtype)
+    yield "autocast cache", GlobalFlag(torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled)
     for kind in dict.fromkeys(("cpu", device.type)):
         yield (
             f"autocast on {kind}",
-            Flag(partial(torch.is_autocast_enabled, kind), partial(torch.set_autocast_enabled, kind)),
+            GlobalFlag(partial(torch.is_autocast_enabled, kind), partial(torch.set_autocast_enabled, kind)),
         )
         yield (
             f"autocast dtype on {kind}",
-            Flag(partial(torch.get_autocast_dtype, kind), partial(torch.set_autocast_dtype, kind)),
+            GlobalFlag(partial(torch.get_autocast_dtype, kind), partial(torch.set_autocast_dtype, kind)),
         )
-    yield "deterministic algorithms", Flag(_determinism, lambda value: torch.use_deterministic_algorithms(**value))
+    yield (
+        "deterministic algorithms",
+        GlobalFlag(_determinism, lambda value: torch.use_deterministic_algorithms(**value)),
+    )
     yield (
         "float32 matmul precision",
-        Flag(_legacy(torch.get_float32_matmul_precision), torch.set_float32_matmul_precision),
+        GlobalFlag(_legacy(torch.get_float32_matmul_precision), torch.set_float32_matmul_precision),
     )
     backends = torch.backends
     for owner, name, settings in (
@@ -106,12 +113,12 @@ def _flags(device: torch.device) -> Iterator[tuple[str, Flag]]:
             if owner is not None and hasattr_quietly(owner, setting):
                 yield (
                     f"{name}.{setting}",
-                    Flag(_legacy(partial(getattr, owner, setting)), partial(setattr, owner, setting)),
+                    GlobalFlag(_legacy(partial(getattr, owner, setting)), partial(setattr, owner, setting)),
                 )
     for kernel in ("flash", "mem_efficient", "math", "cudnn"):
         get = getattr(backends.cuda, f"{kernel}_sdp_enabled", None)
         if get is not None:
-            yield f"{kernel} attention", Flag(get, getattr(backends.cuda, f"enable_{kernel}_sdp"))
+            yield f"{kernel} attention", GlobalFlag(get, getattr(backends.cuda, f"enable_{kernel}_sdp"))
 
 
 def hasattr_quietly(owner: Any, name: str) -> bool:

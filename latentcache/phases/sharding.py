@@ -16,10 +16,10 @@ SHARDING_CLASSES = {"FSDPModule": "FSDP", "FullyShardedDataParallel": "FSDP1"}
 
 
 class GatheredShards:
-    """The weights that FSDP gathered for a forward. Neither end of a phase leaves any.
+    """The weights that FSDP gathered for a forward. They are resharded at both ends of a phase.
 
-    A forward without a backward leaves those of the root gathered, and the next forward takes them as they are: it
-    would miss an optimizer step, or averages that were swapped in or out, in between. Each rank reshards on its own.
+    A forward without a backward leaves those of the root gathered, and the next forward uses them as they are: it
+    would miss an optimizer step, or a swap of averages, in between. Each rank reshards on its own.
     """
 
     def __init__(self, modules: Mapping[str, torch.nn.Module]):
@@ -27,22 +27,24 @@ class GatheredShards:
         self.restore()
 
     def restore(self) -> None:
+        """Reshard every module."""
         for module in self._sharded:
-            module.reshard()  # type: ignore[operator]
+            module.reshard()  # type: ignore[operator]  # FSDPModule adds it
 
     def changes(self) -> Iterator[str]:
+        """None: gathered weights are no state to restore."""
         yield from ()
 
 
 def why_rearranged(module: torch.nn.Module) -> str | None:
-    """Why a part's tensors and hooks may change in a forward, by software that owns them, or None."""
+    """Why other software may change a part's tensors and hooks in a forward, or None."""
     if any(offload_hook_of(submodule) is not None for submodule in module.modules()):
         return "under offload hooks, which move it"
     return why_sharded(module)
 
 
 def why_sharded(module: torch.nn.Module) -> str | None:
-    """Which software has a share of the module in each process, so that its forwards need all of them, or None."""
+    """Why a forward of the module needs every process: the software that shards it. None if none does."""
     for kind in dict.fromkeys(map(type, module.modules())):
         sharding = _sharding(kind)
         if sharding is not None:
@@ -55,8 +57,8 @@ def why_sharded(module: torch.nn.Module) -> str | None:
     return None
 
 
-def why_left(module: torch.nn.Module) -> str | None:
-    """Why a part cannot be moved, or None: others rearrange it, it is quantised, or it holds no values."""
+def why_not_moved(module: torch.nn.Module) -> str | None:
+    """Why a part cannot be moved: other software places it, it is quantised, or it has no values. Else None."""
     reason = why_rearranged(module)
     if reason is not None:
         return reason
@@ -70,7 +72,7 @@ def why_left(module: torch.nn.Module) -> str | None:
 
 
 def empty_tensor(module: torch.nn.Module) -> str | None:
-    """The name of a tensor that holds no values and that nobody else will fill, or None."""
+    """The name of a tensor that holds no values and that no offload hook or sharding will fill, or None."""
     names = (name for name, t in named_weights(module) if t.device.type == "meta" and why_immovable(t) is None)
     name = next(names, None)
     return None if name is None or why_rearranged(module) is not None else name
@@ -93,14 +95,14 @@ def check_trainable(phase: str, modules: Mapping[str, torch.nn.Module]) -> None:
         raise PhaseError(
             "these are trained and under sequential offload (enable_sequential_cpu_offload, cpu_offload, "
             "align_module_device), which replaces their Parameters: an optimizer would train objects that nothing "
-            "uses. Call remove_all_hooks() on the pipeline, and build the optimizer anew. The first are:",
+            "uses. Call remove_all_hooks() on the pipeline, and rebuild the optimizer. The first are:",
             phase=phase,
             offenders=offenders,
         )
 
 
 def check_filled(phase: str, modules: Mapping[str, torch.nn.Module]) -> None:
-    """Raise PhaseError if one of these, which a phase puts on the device, has nothing to put there."""
+    """Raise PhaseError if one of these, which a phase puts on the device, has no values."""
     empty = {part: empty_tensor(module) for part, module in modules.items()}
     offenders = tuple(f"{part}.{name}" for part, name in empty.items() if name is not None)
     if offenders:
@@ -110,7 +112,7 @@ def check_filled(phase: str, modules: Mapping[str, torch.nn.Module]) -> None:
 def check_current(phase: str, modules: Mapping[str, torch.nn.Module], *, averaged: bool) -> None:
     """Raise PhaseError if a FullyShardedDataParallel would train with the weights of a phase's forward.
 
-    It keeps those that its root gathered, as `GatheredShards` says, and has no public way to let them go.
+    It keeps those that its root gathered (see `GatheredShards`), and has no public way to release them.
     """
     offenders = tuple(
         part

@@ -1,8 +1,8 @@
-"""The tensors of a model's parts: where each is, and the values that it must hold again.
+"""The tensors of a model's parts: where each is, and the memory that it gets back.
 
 Tensors are moved by giving the same Parameter or buffer object other data. So an optimizer keeps its parameters, and
-gradients are not touched. While a phase is open the values are held besides: whatever is done to a tensor meanwhile
-(moved, cast there and back), it gets its own memory again.
+gradients are not touched. While a phase is open the memory of each tensor is kept: a tensor that is moved, or cast
+there and back, gets its own memory again.
 """
 
 from __future__ import annotations
@@ -14,39 +14,39 @@ from typing import Any, NamedTuple
 import torch
 
 NUM_SAMPLED = 4
-"""Numbers of each tensor that are compared at the end of a phase. What changes weights in place by mistake, such as
-fusing a LoRA, changes all of them."""
+"""Numbers of each tensor that are compared at the end of a phase. Mistakes that change weights in place, such as
+fusing a LoRA, change all of them."""
 
 
-class Home(NamedTuple):
-    """Where a tensor was when a phase began. `spare` is its memory there, where keeping it costs no device memory."""
+class TensorOrigin(NamedTuple):
+    """Where a tensor was when a phase began. `memory` is its memory there, if it was on the device for parked parts."""
 
     device: torch.device
     dtype: torch.dtype
-    spare: torch.Tensor | None
+    memory: torch.Tensor | None
 
 
-class Values:
-    """The memory that each tensor of a model has to hold: its own, or a copy of it where a phase put it.
+class KeptMemory:
+    """The memory that each tensor of a model must have: its own, or a copy of it on the device where a phase put it.
 
-    All phases that are open share it. So a tensor that one of them parks leaves nothing behind on the device.
+    All open phases share one. So a tensor that one of them parks leaves no copy on the device.
     """
 
     def __init__(self) -> None:
-        self._held: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def hold(self, tensor: torch.Tensor) -> None:
-        """From now on the tensor has to hold what it holds now, if it is not known already."""
-        self._held.setdefault(id(tensor), (tensor, tensor.detach()))
+    def keep(self, tensor: torch.Tensor) -> None:
+        """From now on the tensor must have the memory that it has now, unless its memory is kept already."""
+        self._kept.setdefault(id(tensor), (tensor, tensor.detach()))
 
-    def put(self, tensor: torch.Tensor, device: torch.device, spare: torch.Tensor | None = None) -> None:
-        """Put a tensor on the device with the values that it has to hold. `spare` are these, there already."""
-        _, values = self._held[id(tensor)]
+    def put(self, tensor: torch.Tensor, device: torch.device, memory: torch.Tensor | None = None) -> None:
+        """Put a tensor on the device with the values of its kept memory. `memory` has these values there already."""
+        _, values = self._kept[id(tensor)]
         # A copy that is made in a caller's inference mode could not be trained with.
         with torch.inference_mode(False):
             if values.device != device:
-                values = values.to(device) if spare is None else spare
-                self._held[id(tensor)] = tensor, values
+                values = values.to(device) if memory is None else memory
+                self._kept[id(tensor)] = tensor, values
             if not _is_same_memory(tensor, values):
                 tensor.data = values
 
@@ -54,14 +54,16 @@ class Values:
 class Weights:
     """All parameters and buffers of some modules, and averages of an EMA: where they were when a phase began."""
 
-    def __init__(self, parts: Mapping[str, Any], values: Values, park: torch.device, *, outermost: bool = False):
-        self._values = values
-        self._tensors: dict[str, list[tuple[str, torch.Tensor, Home]]] = {part: [] for part in parts}
+    def __init__(self, parts: Mapping[str, Any], memory: KeptMemory, park: torch.device, *, outermost: bool = False):
+        self._memory = memory
+        self._tensors: dict[str, list[tuple[str, torch.Tensor, TensorOrigin]]] = {part: [] for part in parts}
         for part, owner in parts.items():
             for name, tensor in named_weights(owner):
-                values.hold(tensor)
-                home = Home(tensor.device, tensor.dtype, tensor.detach() if tensor.device == park else None)
-                self._tensors[part].append((f"{part}.{name}", tensor, home))
+                memory.keep(tensor)
+                # Only there: keeping it elsewhere would cost memory of the accelerator.
+                parked = tensor.detach() if tensor.device == park else None
+                origin = TensorOrigin(tensor.device, tensor.dtype, parked)
+                self._tensors[part].append((f"{part}.{name}", tensor, origin))
         # A phase inside another leaves the comparison to that one.
         self._sample = _sampled(tensor for _, tensor, _ in self._all()) if outermost else None
 
@@ -72,28 +74,30 @@ class Weights:
 
     def device_of(self, part: str) -> torch.device | None:
         """The part's device when the phase began, or None if it lay on several or has no tensors."""
-        devices = {home.device for _, _, home in self._tensors[part]}
+        devices = {origin.device for _, _, origin in self._tensors[part]}
         return devices.pop() if len(devices) == 1 else None
 
     def place(self, part: str, device: torch.device) -> None:
         """Put every tensor of the part on the device."""
         for _, tensor, _ in self._tensors[part]:
-            self._values.put(tensor, device)
+            self._memory.put(tensor, device)
 
     def restore(self) -> None:
-        for _, tensor, home in self._all():
-            self._values.put(tensor, home.device, home.spare)
+        """Put every tensor back on its device, with its own memory."""
+        for _, tensor, origin in self._all():
+            self._memory.put(tensor, origin.device, origin.memory)
 
-    def cast_again(self) -> None:
-        """Give back the dtypes that the phase around this one had cast to. A cast tensor has memory of its own."""
-        for _, tensor, home in self._all():
-            if tensor.dtype != home.dtype:
-                tensor.data = tensor.data.to(home.dtype)
+    def restore_dtypes(self) -> None:
+        """Restore the dtypes that the phase around this one had cast to. A cast tensor has memory of its own."""
+        for _, tensor, origin in self._all():
+            if tensor.dtype != origin.dtype:
+                tensor.data = tensor.data.to(origin.dtype)
 
     def changes(self) -> Iterator[str]:
-        for name, tensor, home in self._all():
-            if (tensor.device, tensor.dtype) != (home.device, home.dtype):
-                yield f"{name}: is {tensor.dtype} on {tensor.device}, was {home.dtype} on {home.device}"
+        """The tensors that are on another device, or of another dtype."""
+        for name, tensor, origin in self._all():
+            if (tensor.device, tensor.dtype) != (origin.device, origin.dtype):
+                yield f"{name}: is {tensor.dtype} on {tensor.device}, was {origin.dtype} on {origin.device}"
 
     def values_changed(self) -> Iterator[str]:
         """The tensors whose values are others than when the phase began, as far as a few numbers of each show."""
@@ -104,25 +108,27 @@ class Weights:
             if not torch.equal(before, after):
                 yield f"{name}: its values were changed in place"
 
-    def _all(self) -> Iterator[tuple[str, torch.Tensor, Home]]:
+    def _all(self) -> Iterator[tuple[str, torch.Tensor, TensorOrigin]]:
         return chain.from_iterable(self._tensors.values())
 
 
-class Casts:
-    """The dtypes of weights. They are put back when averages are swapped out again, of the values that are kept."""
+class WeightDtypes:
+    """The dtypes of weights. They are restored after averages were swapped out, because the swap needs kept memory."""
 
     def __init__(self, weights: Weights):
         self._weights = weights
 
     def restore(self) -> None:
-        self._weights.cast_again()
+        """Cast the weights whose dtype is another."""
+        self._weights.restore_dtypes()
 
     def changes(self) -> Iterator[str]:
-        yield from ()  # `Weights` tells them
+        """None: `Weights` reports them."""
+        yield from ()
 
 
 class Gradients:
-    """The gradients that wait for the optimizer. Phases leave them alone; `Module.to` inside of one would not."""
+    """The gradients that wait for the optimizer. Phases do not touch them; `Module.to` inside a phase would."""
 
     def __init__(self, modules: Mapping[str, torch.nn.Module]):
         self._kept = [
@@ -132,6 +138,7 @@ class Gradients:
         ]
 
     def restore(self) -> None:
+        """Give every parameter its gradient again, in its own memory."""
         for _, parameter, gradient, values in self._kept:
             if gradient is not None and values is not None and not _is_same_memory(gradient, values):
                 gradient.data = values
@@ -139,6 +146,7 @@ class Gradients:
                 parameter.grad = gradient
 
     def changes(self) -> Iterator[str]:
+        """The parameters with another gradient."""
         for name, parameter, gradient, values in self._kept:
             moved = gradient is not None and values is not None and not _is_same_memory(gradient, values)
             if parameter.grad is not gradient or moved:

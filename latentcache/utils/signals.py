@@ -1,4 +1,4 @@
-"""Stops a run by Ctrl-C or SIGTERM: what is done is sealed first."""
+"""Ctrl-C and SIGTERM: a run seals what is done before it stops, and state is restored before it is interrupted."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 logger = logging.getLogger("latentcache")
 
@@ -32,3 +33,20 @@ def stop_on_signals(stop: threading.Event) -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Let Ctrl-C wait: its handler is called once, at the end of the block. Only the main thread receives it."""
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    caught: list[FrameType | None] = []
+    signal.signal(signal.SIGINT, lambda _, frame: caught.append(frame))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if caught:
+            handler(signal.SIGINT, caught[0])

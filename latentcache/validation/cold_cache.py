@@ -1,4 +1,4 @@
-"""A cold cache, filled in the middle of training: with the encoders that the caller has in memory."""
+"""Filling a cold cache in the middle of training, with the encoders that the caller has in memory."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from latentcache.precache.report import Report
 from latentcache.precache.run import run_precache
 from latentcache.precache.shard import Shard
 from latentcache.precache.workspace import Workspace, open_workspace
-from latentcache.validation.prompt_set import Pair
+from latentcache.validation.sample_images import PromptPair
 
 logger = logging.getLogger("latentcache")
 
 FILL = Phase(on_device=())
-"""While a cache is filled every part is parked: the encoders come one after the other, and need the room."""
+"""While a cache is filled every part is parked: the encoders are on the device one after the other, and need room."""
 
 
-class Filling:
-    """Encodes what validation needs and the cache does not hold.
+class ColdCacheFiller:
+    """Encodes what validation needs and the cache lacks.
 
-    Nothing is encoded where `parts` lack encoders, or the cache is read only: then it says so.
+    Nothing is encoded where `parts` lack encoders, or the cache is read only: `obstacle` says which.
     """
 
     def __init__(self, parts: Mapping[str, Any], cache: LatentCache, config: Config, phases: Phases):
@@ -37,7 +37,7 @@ class Filling:
         self._config = config
         self._device = device_named(config.encode.device)
         if config.encode.device == "auto" and self._device.type == phases.device.type:
-            # Of several accelerators, the one that is trained on. The config's own choice stays: dtypes follow it.
+            # Of several accelerators, the one that is trained on. A device that the config names stays, for its dtypes.
             self._device = phases.device
             encode = config.encode.model_copy(update={"device": str(self._device)})
             self._config = config.model_copy(update={"encode": encode})
@@ -52,10 +52,10 @@ class Filling:
         return "this cache is open for reading only" if self._cache.store.read_only else None
 
     def fill_datasets(self) -> list[str]:
-        """Encode the validation sets of which the cache lacks anything; gives what is to be noted of it.
+        """Encode the validation sets of which the cache lacks anything. Returns notes for the report.
 
-        The manifests decide: a file that changed since they were written is not looked for, that is precache's work.
-        StoreError, with the command to run, where a whole set is missing and cannot be encoded.
+        The manifests decide: finding files that changed since they were written is precache's work. StoreError, with
+        the command to run, where a whole set is missing and cannot be encoded.
         """
         sets = [dataset for dataset in self._config.datasets if dataset.role == "validation"]
         num_lost = {dataset.name: self._num_lost(dataset) for dataset in sets}
@@ -73,27 +73,27 @@ class Filling:
             return [f"{each.name}: {num_lost[each.name]} entries are lost: run precache again" for each in cold]
         names = ", ".join(dataset.name for dataset in cold)
         logger.info("validation set %s is not cached, or not whole: encoding it", names)
-        with self._filling() as (workspace, models):
+        with self._encoding() as (workspace, models):
             config = self._config.model_copy(update={"datasets": tuple(cold)})
-            # All of it: a process that fills alone must not leave a share to others, which torchrun tells it of.
+            # All of it: this process fills alone, and must not leave a share to the ranks that torchrun declares.
             report: Report = run_precache(config, models=models, workspace=workspace, shard=Shard())
         self.num_filled += report.num_encoded
         refused = [f"{names}: {report.num_refused} refused"] if report.num_refused else []
         return refused + self._encoded_otherwise([dataset.name for dataset in cold])
 
-    def fill_prompts(self, pairs: Sequence[Pair]) -> None:
-        """Encode these prompts, pairs of a text and whether it is a negative one. For `prompt_embeddings(encode=)`."""
+    def fill_prompts(self, pairs: Sequence[PromptPair]) -> None:
+        """Encode these prompts: the `encode` of `prompt_embeddings`."""
         logger.info("%d prompts are not cached: encoding them", len(pairs))
-        with self._filling() as (workspace, models):
+        with self._encoding() as (workspace, models):
             self.num_filled += cache_prompts(self._config, workspace, models, pairs, device=self._device)
 
     def _encoded_otherwise(self, filled: Sequence[str]) -> list[str]:
-        """A note for each dataset of the config that was cached with other encoders than what was filled just now.
+        """A note for each dataset of the config that was cached with other encoders than the `filled` ones.
 
-        A VAE that a trainer holds in float16 is another one than the float32 VAE of its file, and gives other latents.
+        A trainer's VAE in float16 is another one than the float32 VAE of its file, and gives other latents.
         """
         cached = set(self._cache.manifests.names())
-        made = self._cache.manifest(filled[0]).common
+        filled_with = self._cache.manifest(filled[0]).common
         notes = []
         for dataset in self._config.datasets:
             if dataset.name in filled or dataset.name not in cached:
@@ -102,7 +102,7 @@ class Filling:
             differing = [
                 name
                 for kind in ("image_encoding", "text_encoding")
-                for name, value in made[kind].items()
+                for name, value in filled_with[kind].items()
                 if common[kind].get(name) != value
             ]
             if differing:
@@ -115,15 +115,15 @@ class Filling:
         return notes
 
     def _num_lost(self, dataset: DatasetConfig) -> int | None:
-        """How many entries of the manifest are not in the store; None where there is no manifest."""
+        """How many entries of the manifest the store lacks; None where there is no manifest."""
         if dataset.name not in self._cache.manifests.names():
             return None
         keys = self._cache.manifest(dataset.name).keys()
         return len(keys) - len(self._cache.store.find(keys))
 
     @contextmanager
-    def _filling(self) -> Iterator[tuple[Workspace, LoadedModels]]:
-        """A place to write to and the encoders, with everything parked. Then the placement is declared again."""
+    def _encoding(self) -> Iterator[tuple[Workspace, LoadedModels]]:
+        """A workspace and the encoders, with every part parked. Afterwards the placement is declared again."""
         models = LoadedModels(**{name: self._unwrapped(name) for name in PARTS})
         cache, phases = self._cache, self._phases
         with phases.enter(FILL):

@@ -1,4 +1,4 @@
-"""Sample images as PNG: each by itself, and all of a step in one grid with their prompts and seeds."""
+"""Sample images as PNG: each on its own, and all of a step in one grid with their prompts and seeds."""
 
 from __future__ import annotations
 
@@ -6,56 +6,30 @@ import io
 import json
 import logging
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import textwrap
+from collections.abc import Sequence
 
 from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
 
-if TYPE_CHECKING:
-    from latentcache.validation.sample_images import SampleImage
+from latentcache.validation.sample_images import SampleImage
 
 MIN_CELL_WIDTH = 192
 """Pixels: a caption under a tiny image must still be readable."""
 MAX_PIXELS = 60_000_000
-"""A grid larger than this is slow in viewers, and Pillow warns of it as of a bomb: later images are left out of it."""
+"""Later images are left out of a larger grid: viewers are slow with it, and Pillow warns of a decompression bomb."""
 MAX_PROMPT_LINES, MAX_NEGATIVE_LINES = 3, 2
 MAX_CAPTION_CHARS = 2000
-"""Of a longer prompt no more is looked at: it could not be shown anyway."""
+"""The rest of a longer prompt could not be shown anyway."""
 GAP = 8
+"""Pixels between images, and around them."""
 
 BACKGROUND, INK, NEGATIVE_INK, SEED_INK = (255, 255, 255), (20, 20, 20), (150, 40, 40), (90, 90, 90)
 
 logger = logging.getLogger("latentcache")
 
 Line = tuple[str, tuple[int, int, int]]
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Where the images of a grid are, in pixels. `num` of the images are shown."""
-
-    num: int
-    columns: int
-    cell_width: int
-    image_height: int
-    caption_height: int
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """(width, height) of the grid, as Pillow counts it."""
-        rows = math.ceil(self.num / self.columns)
-        return self.columns * (self.cell_width + GAP) + GAP, rows * self._row_height + GAP
-
-    @property
-    def _row_height(self) -> int:
-        return self.image_height + self.caption_height + GAP
-
-    def corner(self, number: int) -> tuple[int, int]:
-        """(left, top) of image `number`. Its caption begins `image_height` below."""
-        row, column = divmod(number, self.columns)
-        return GAP + column * (self.cell_width + GAP), GAP + row * self._row_height
+"""A text and its colour (red, green, blue)."""
 
 
 def sample_grid(images: Sequence[SampleImage]) -> Image.Image:
@@ -64,20 +38,25 @@ def sample_grid(images: Sequence[SampleImage]) -> Image.Image:
     Long texts end in an ellipsis. The built-in font has no letters beyond Latin: they are drawn as boxes, and the
     metadata of the files has the text. ValueError without images.
     """
-    return _draw(images, *_arrange(images))
+    return _grid(images)[0]
 
 
 def grid_png(images: Sequence[SampleImage]) -> bytes:
     """`sample_grid` as PNG. Its text `samples` is a JSON list: prompt, negative_prompt, seed, left and top of each."""
-    layout, captions, font = _arrange(images)
-    if layout.num < len(images):
-        logger.info("the grid shows %d of %d images: more would be too large", layout.num, len(images))
-    rows = []
-    for number, sample in enumerate(images[: layout.num]):
-        left, top = layout.corner(number)
-        texts = {"prompt": sample.prompt, "negative_prompt": sample.negative_prompt, "seed": sample.seed}
-        rows.append({**texts, "left": left, "top": top})
-    return _png(_draw(images, layout, captions, font), {"samples": json.dumps(rows)})
+    grid, corners = _grid(images)
+    if len(corners) < len(images):
+        logger.info("the grid shows %d of %d images: more would be too large", len(corners), len(images))
+    rows = [
+        {
+            "prompt": sample.prompt,
+            "negative_prompt": sample.negative_prompt,
+            "seed": sample.seed,
+            "left": left,
+            "top": top,
+        }
+        for sample, (left, top) in zip(images, corners, strict=False)
+    ]
+    return _png(grid, {"samples": json.dumps(rows)})
 
 
 def image_png(sample: SampleImage) -> bytes:
@@ -104,35 +83,33 @@ def _png(image: Image.Image, texts: dict[str, str]) -> bytes:
     return buffer.getvalue()
 
 
-def _arrange(images: Sequence[SampleImage]) -> tuple[Layout, list[list[Line]], ImageFont.FreeTypeFont]:
+def _grid(images: Sequence[SampleImage]) -> tuple[Image.Image, list[tuple[int, int]]]:
+    """The grid, and (left, top) of each image that it shows."""
     if not images:
         raise ValueError("a grid needs at least one image")
     width = max(sample.image.width for sample in images)
     cell_width = max(width, MIN_CELL_WIDTH)
     font = ImageFont.load_default(min(max(width // 36, 12), 28))
+    assert isinstance(font, ImageFont.FreeTypeFont), "Pillow's default font has sizes by FreeType only"
+    line_height = sum(font.getmetrics()) + 1
     captions = [_caption(sample, font, cell_width) for sample in images]
-    caption_height = max(map(len, captions)) * _line_height(font) + GAP
     image_height = max(sample.image.height for sample in images)
-    num = min(len(images), max(1, MAX_PIXELS // (cell_width * (image_height + caption_height))))
+    cell_height = image_height + max(map(len, captions)) * line_height + GAP
+    num = min(len(images), max(1, MAX_PIXELS // (cell_width * cell_height)))
     columns = math.ceil(math.sqrt(num))
-    return Layout(num, columns, cell_width, image_height, caption_height), captions, font
-
-
-def _draw(
-    images: Sequence[SampleImage], layout: Layout, captions: list[list[Line]], font: ImageFont.FreeTypeFont
-) -> Image.Image:
-    grid = Image.new("RGB", layout.size, BACKGROUND)
+    corners = [
+        (GAP + number % columns * (cell_width + GAP), GAP + number // columns * (cell_height + GAP))
+        for number in range(num)
+    ]
+    grid = Image.new(
+        "RGB", (corners[columns - 1][0] + cell_width + GAP, corners[-1][1] + cell_height + GAP), BACKGROUND
+    )
     draw = ImageDraw.Draw(grid)
-    for number, sample in enumerate(images[: layout.num]):
-        left, top = layout.corner(number)
+    for (left, top), sample, caption in zip(corners, images, captions, strict=False):
         grid.paste(sample.image.convert("RGB"), (left, top))
-        for line, (text, ink) in enumerate(captions[number]):
-            draw.text((left, top + layout.image_height + GAP // 2 + line * _line_height(font)), text, ink, font)
-    return grid
-
-
-def _line_height(font: ImageFont.FreeTypeFont) -> int:
-    return sum(font.getmetrics()) + 1
+        for line, (text, ink) in enumerate(caption):
+            draw.text((left, top + image_height + GAP // 2 + line * line_height), text, ink, font)
+    return grid, corners
 
 
 def _caption(sample: SampleImage, font: ImageFont.FreeTypeFont, width: int) -> list[Line]:
@@ -152,38 +129,17 @@ def wrap(text: str, font: ImageFont.FreeTypeFont, width: int, max_lines: int) ->
     """
     # Marks that turn the direction of writing are not printable either: no prompt may garble its neighbours.
     visible = "".join(char if char.isprintable() else " " for char in text[:MAX_CAPTION_CHARS])
-    lines: list[str] = []
-    line = ""
-    cut = len(text) > MAX_CAPTION_CHARS
-    for piece in _pieces(visible, font, width):
-        longer = f"{line} {piece}" if line else piece
-        if font.getlength(longer) <= width:
-            line = longer
-            continue
-        lines.append(line)
-        line = piece
-        if len(lines) == max_lines:
-            line, cut = "", True
-            break
-    lines += [line] if line else []
-    if cut and lines:
-        lines[-1] = _with_ellipsis(lines[-1], font, width)
-    return lines
-
-
-def _pieces(text: str, font: ImageFont.FreeTypeFont, width: int) -> Iterator[str]:
-    """The words; one that is wider than a line in parts that are not."""
-    for word in text.split():
-        while font.getlength(word) > width and len(word) > 1:
-            end = 1
-            while end < len(word) and font.getlength(word[: end + 1]) <= width:
-                end += 1
-            yield word[:end]
-            word = word[end:]
-        yield word
-
-
-def _with_ellipsis(line: str, font: ImageFont.FreeTypeFont, width: int) -> str:
-    while line and font.getlength(f"{line}…") > width:
-        line = line[:-1].rstrip()
-    return f"{line}…"
+    if len(text) > MAX_CAPTION_CHARS:
+        visible += "…"
+    # textwrap counts characters, whose widths differ: as many as fit on average, or fewer.
+    num_chars = int(width * len(visible) / max(font.getlength(visible), 1)) + 1
+    lines = textwrap.wrap(visible, num_chars)
+    while num_chars > 1 and any(font.getlength(line) > width for line in lines[:max_lines]):
+        num_chars -= 1
+        lines = textwrap.wrap(visible, num_chars)
+    if len(lines) <= max_lines:
+        return lines
+    last = lines[max_lines - 1]
+    while last and font.getlength(f"{last}…") > width:
+        last = last[:-1].rstrip()
+    return [*lines[: max_lines - 1], f"{last}…"]

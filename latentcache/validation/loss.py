@@ -1,9 +1,8 @@
-"""The validation loss: the same noise and timesteps for a sample for ever, so that two checkpoints can be compared."""
+"""The validation loss. The noise and timesteps of a sample never change, so that two checkpoints can be compared."""
 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -20,26 +19,15 @@ from latentcache.loading.cache import LatentCache
 from latentcache.loading.sample import Wanted
 from latentcache.types import Bucket
 from latentcache.utils.progress import NoProgress, Progress
-from latentcache.validation.loss_report import (
+from latentcache.validation.metrics import (
     Estimate,
     LossReport,
+    MeasurementSettings,
     SkippedSample,
     TimestepBin,
     mean_of,
-    paired_difference,
 )
 from latentcache.validation.noise_schedule import OFFSET_BITS, NoiseSchedule, index_in, strata
-
-__all__ = [
-    "BATCH_SIZE_TOLERANCE",
-    "Estimate",
-    "LossReport",
-    "LossSettings",
-    "SkippedSample",
-    "TimestepBin",
-    "paired_difference",
-    "validation_loss",
-]
 
 BATCH_SIZE_TOLERANCE: Mapping[torch.dtype, float] = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 """Largest relative difference of a sample's loss between two batch sizes, by the dtype of the UNet or of autocast.
@@ -57,44 +45,69 @@ def validation_loss(
     cache: LatentCache,
     *,
     scheduler: Any,
+    settings: ValidationConfig | None = None,
     datasets: Sequence[str] | None = None,
-    settings: LossSettings | None = None,
-    progress: Progress | None = None,
+    autocast: torch.dtype | None = None,
     device: torch.device | None = None,
+    progress: Progress | None = None,
 ) -> LossReport:
     """The mean squared error of the UNet's prediction on cached samples, without any encoder.
 
     `datasets` names manifests; by default all with the role `validation` (StoreError if there are none). `scheduler`
-    is a diffusers scheduler or its config, and is only read: see `NoiseSchedule.of`. The mean of the stored moments
-    and the first caption are used. Noise depends on seed, sample_id and timestep alone, and the timesteps on seed and
-    sample_id: one from each of `num_timesteps` equal parts of the schedule, so that many samples cover each part.
+    is a diffusers scheduler or its config, and is only read: see `NoiseSchedule.of`. Of `settings` the timesteps, the
+    seed, `snr_gamma` and the batch size count. The mean of the stored moments and the first caption are used. Noise
+    depends on seed, sample_id and timestep alone, and the timesteps on seed and sample_id: one from each of
+    `num_timesteps` equal parts of the schedule, so that many samples cover each part.
 
     The UNet is used where it is and in the mode it is in: call `unet.eval()` first, and give the plain module, not
     DDP's. Inputs go to its device; name a `device` where its blocks are swapped, so that it lies on several.
-    A surrounding autocast stays in force. Gradients are off. Two runs with one batch size on one machine are equal to
-    the last bit (if cudnn.benchmark is off: it picks kernels by time); see BATCH_SIZE_TOLERANCE for others.
+    `autocast` is float16 or bfloat16; with None a surrounding autocast stays in force. Gradients are off. Two runs with
+    one batch size on one machine are equal to the last bit (if cudnn.benchmark is off: it picks kernels by time); see
+    BATCH_SIZE_TOLERANCE for others.
 
     A sample that is missing or damaged is skipped, logged and listed. If none is left, the first SampleError is
-    raised. A loss that is not finite is NaN, and so is each mean that it is in.
+    raised. A loss that is not finite is NaN, and so is each mean that it is in. ConfigError for settings that the
+    schedule does not allow.
     """
-    settings = settings or LossSettings()
-    schedule = NoiseSchedule.of(scheduler)
+    settings = settings or ValidationConfig()
+    check_loss_settings(scheduler, settings, autocast)
     views = {name: _view(cache, name) for name in _dataset_names(cache, datasets)}
-    measurement = _Measurement(unet, schedule, settings, progress or NoProgress(), device or device_of(unet))
+    measurement = _Measurement(
+        unet,
+        NoiseSchedule.of(scheduler),
+        settings,
+        progress or NoProgress(),
+        device=device or device_of(unet),
+        autocast=autocast,
+    )
     losses = measurement.run(views)
-    rows = [row for samples in losses.values() for row in samples.values()]
+    by_timestep = [row for samples in losses.values() for row in samples.values()]
     by_sample = {name: {key: mean_of(row) for key, row in samples.items()} for name, samples in losses.items()}
     return LossReport(
-        footing=measurement.footing() | {"datasets": {name: _data_digest(view, name) for name, view in views.items()}},
+        measurement_settings=measurement.described({name: _data_digest(view, name) for name, view in views.items()}),
         loss=Estimate.of([loss for samples in by_sample.values() for loss in samples.values()]),
         by_timestep=tuple(
-            TimestepBin(part.start, part.stop, Estimate.of([row[number] for row in rows]))
+            TimestepBin.of([row[number] for row in by_timestep], first=part.start, end=part.stop)
             for number, part in enumerate(measurement.strata)
         ),
         by_dataset={name: Estimate.of(list(samples.values())) for name, samples in by_sample.items()},
         by_sample=by_sample,
         skipped=tuple(measurement.skipped),
     )
+
+
+def check_loss_settings(scheduler: Any, settings: ValidationConfig, autocast: torch.dtype | None) -> None:
+    """Raise before any forward what `validation_loss` would raise: ConfigError for settings that it cannot use."""
+    _measured_strata(NoiseSchedule.of(scheduler), settings)
+    if autocast not in (None, torch.float16, torch.bfloat16):
+        raise ConfigError(f"autocast is {autocast}; torch.float16, torch.bfloat16 or None are allowed")
+
+
+def _measured_strata(schedule: NoiseSchedule, settings: ValidationConfig) -> tuple[range, ...]:
+    """The parts of the schedule that these settings measure. ConfigError for settings that do not fit it."""
+    if settings.snr_gamma is not None:
+        schedule.snr(torch.zeros(1, dtype=torch.int64))  # flow has none
+    return strata(schedule.num_train_timesteps, settings.num_timesteps)
 
 
 def _dataset_names(cache: LatentCache, datasets: Sequence[str] | None) -> list[str]:
@@ -134,42 +147,8 @@ def _seed_of(*parts: str | int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class LossSettings:
-    """How the loss is measured. `autocast` is None (float32, or the UNet's dtype), float16 or bfloat16.
-
-    ConfigError for values out of range.
-    """
-
-    num_timesteps: int = 8
-    seed: int = 0
-    snr_gamma: float | None = None
-    batch_size: int = 4
-    autocast: torch.dtype | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("num_timesteps", "batch_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; at least 1 is needed", key=f"validation.{name}")
-        if self.snr_gamma is not None and not (self.snr_gamma > 0 and math.isfinite(self.snr_gamma)):
-            raise ConfigError(f"snr_gamma is {self.snr_gamma}; it must be above 0", key="validation.snr_gamma")
-        if self.autocast not in (None, torch.float16, torch.bfloat16):
-            raise ConfigError(f"autocast is {self.autocast}; torch.float16, torch.bfloat16 or None are allowed")
-
-    def strata(self, schedule: NoiseSchedule) -> tuple[range, ...]:
-        """The parts of the schedule that these settings measure. ConfigError for a schedule that they do not fit."""
-        if self.snr_gamma is not None:
-            schedule.snr(torch.zeros(1, dtype=torch.int64))  # flow has none
-        return strata(schedule.num_train_timesteps, self.num_timesteps)
-
-    @classmethod
-    def of(cls, config: ValidationConfig, *, autocast: torch.dtype | None = None) -> LossSettings:
-        """The settings of a config."""
-        return cls(config.num_timesteps, config.seed, config.snr_gamma, config.batch_size, autocast)
-
-
-@dataclass(frozen=True, slots=True)
-class _Pair:
-    """One sample (a batch of one on the device) at one index of the schedule."""
+class _TimestepSample:
+    """A pair of a sample (a batch of one on the device) and an index of the schedule."""
 
     sample_id: str
     index: int
@@ -183,33 +162,34 @@ class _Measurement:
         self,
         unet: torch.nn.Module,
         schedule: NoiseSchedule,
-        settings: LossSettings,
+        settings: ValidationConfig,
         progress: Progress,
+        *,
         device: torch.device,
+        autocast: torch.dtype | None,
     ):
         self.unet, self.schedule, self.settings, self.progress = unet, schedule, settings, progress
-        self.device = device
+        self.device, self.autocast = device, autocast
         self.dtype = dtype_of(unet) or torch.float32
-        self.autocast = settings.autocast
         if self.autocast is None and torch.is_autocast_enabled(self.device.type):
             self.autocast = torch.get_autocast_dtype(self.device.type)
-        self.strata = settings.strata(schedule)
+        self.strata = _measured_strata(schedule, settings)
         self.skipped: list[SkippedSample] = []
         self.errors: list[SampleError] = []
 
-    def footing(self) -> dict[str, Any]:
-        """What determines the losses, besides the UNet's weights and the data."""
-        autocast = None if self.autocast is None else str(self.autocast).removeprefix("torch.")
-        return {
-            "prediction_type": self.schedule.prediction_type,
-            "schedule": self.schedule.digest,
-            "num_train_timesteps": self.schedule.num_train_timesteps,
-            "num_timesteps": self.settings.num_timesteps,
-            "seed": self.settings.seed,
-            "snr_gamma": self.settings.snr_gamma,
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "autocast": autocast,
-        }
+    def described(self, datasets: dict[str, str]) -> MeasurementSettings:
+        """What determines the losses, with the digests of the datasets."""
+        return MeasurementSettings(
+            prediction_type=self.schedule.prediction_type,
+            schedule=self.schedule.digest,
+            num_train_timesteps=self.schedule.num_train_timesteps,
+            num_timesteps=self.settings.num_timesteps,
+            seed=self.settings.seed,
+            snr_gamma=self.settings.snr_gamma,
+            dtype=str(self.dtype).removeprefix("torch."),
+            autocast=None if self.autocast is None else str(self.autocast).removeprefix("torch."),
+            datasets=datasets,
+        )
 
     def run(self, views: Mapping[str, LatentCache]) -> dict[str, dict[str, list[float]]]:
         """By dataset and sample_id the loss of each timestep."""
@@ -230,19 +210,19 @@ class _Measurement:
             if self.errors:
                 raise self.errors[0]
             raise StoreError(
-                f"the manifests {', '.join(views)} hold no sample: see the refusals in `latentcache precache CONFIG`"
+                f"the manifests {', '.join(views)} have no sample: see the refusals in `latentcache precache CONFIG`"
             )
         return losses
 
     def _autocasting(self) -> AbstractContextManager[Any]:
         if self.autocast is None:
             return nullcontext()
-        # A surrounding autocast remembers its casts of the weights. Without its cache the weights are cast as they
-        # are now: a swap of EMA weights in place would go unseen, and training would get casts made without grad.
+        # The cache of a surrounding autocast holds casts of the weights, and would not see a swap of EMA weights in
+        # place. Training would get casts that were made without gradients.
         return torch.autocast(self.device.type, dtype=self.autocast, cache_enabled=False)
 
-    def _batches(self, name: str, view: LatentCache) -> Iterator[list[_Pair]]:
-        """Pairs of one bucket, in an order that does not depend on the manifest's."""
+    def _batches(self, name: str, view: LatentCache) -> Iterator[list[_TimestepSample]]:
+        """Pairs of a sample and a timestep, all of one bucket. Their order does not depend on the manifest's."""
         buckets: dict[Bucket, list[str]] = {}
         for sample_id in sorted(view.sample_ids()):
             try:
@@ -256,7 +236,7 @@ class _Measurement:
             while batch := list(islice(pairs, self.settings.batch_size)):
                 yield batch
 
-    def _pairs(self, name: str, view: LatentCache, sample_id: str) -> Iterator[_Pair]:
+    def _pairs(self, name: str, view: LatentCache, sample_id: str) -> Iterator[_TimestepSample]:
         """The sample at each of its timesteps, read once; nothing if it cannot be read."""
         try:
             batch = view.batch([sample_id], device=self.device, dtype=torch.float32, scaled=True)
@@ -271,15 +251,15 @@ class _Measurement:
         }
         offset = _seed_of("timesteps", self.settings.seed, sample_id)
         for stratum in self.strata:
-            yield _Pair(sample_id, index_in(stratum, offset), sample)
+            yield _TimestepSample(sample_id, index_in(stratum, offset), sample)
 
     def _skip(self, name: str, error: SampleError) -> None:
         logger.warning("validation of %s goes on without a sample: %s", name, error)
-        self.skipped.append(SkippedSample(name, error.sample_id, error.reason))
+        self.skipped.append(SkippedSample(dataset=name, sample_id=error.sample_id, reason=error.reason))
         self.errors.append(error)
         self.progress.advance(len(self.strata))
 
-    def _losses(self, pairs: Sequence[_Pair]) -> list[float]:
+    def _losses(self, pairs: Sequence[_TimestepSample]) -> list[float]:
         """The loss of each pair: one UNet call, and one wait for the device."""
         inputs = {name: torch.cat([pair.sample[name] for pair in pairs]) for name in pairs[0].sample}
         latents = inputs["latents"]
@@ -299,13 +279,13 @@ class _Measurement:
                 "of this cache",
                 part="unet",
             )
-        losses = (prediction.float() - target).square().mean(dim=(1, 2, 3)).tolist()
+        losses: list[float] = (prediction.float() - target).square().mean(dim=(1, 2, 3)).tolist()
         if self.settings.snr_gamma is not None:
             weights = self.schedule.min_snr_weight(index, self.settings.snr_gamma).tolist()
             losses = [loss * weight for loss, weight in zip(losses, weights, strict=True)]
         return losses
 
-    def _noise(self, pair: _Pair, shape: torch.Size) -> torch.Tensor:
-        # On the CPU, one pair at a time: so it depends on no device, no batch and no other sample.
+    def _noise(self, pair: _TimestepSample, shape: torch.Size) -> torch.Tensor:
+        # Drawn on the CPU, one pair at a time: the noise depends on no device, no batch and no other sample.
         generator = torch.Generator().manual_seed(_seed_of("noise", self.settings.seed, pair.sample_id, pair.index))
         return torch.randn(shape, generator=generator, dtype=torch.float32)

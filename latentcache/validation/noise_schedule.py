@@ -22,8 +22,9 @@ OFFSET_BITS = 64
 class NoiseSchedule:
     """Noise, timesteps and targets of a training, by index: 0 is the cleanest, num_train_timesteps - 1 the noisiest.
 
-    `signal` and `noise_scale` are float32 [num_train_timesteps] on the CPU, and so is `timesteps`: what the UNet is
-    told (int64; float32 for flow). `digest` stands for all of it. An `index` is an int64 tensor [B] on the CPU.
+    `signal` and `noise_scale` are float32 [num_train_timesteps] on the CPU. `timesteps` [num_train_timesteps] are the
+    inputs of the UNet (int64; float32 for flow). `digest` identifies the schedule. An `index` is an int64 tensor [B] on
+    the CPU.
     """
 
     prediction_type: str
@@ -36,8 +37,8 @@ class NoiseSchedule:
     def of(cls, scheduler: Any) -> NoiseSchedule:
         """The schedule that a model with this scheduler of diffusers, or scheduler_config.json, was trained with.
 
-        A sampler such as EulerDiscreteScheduler stands for the DDPM training with its betas. Flow is told by the class
-        (FlowMatch...) or by the prediction type. Only the config is read; the scheduler given is not touched. Raises
+        The betas of a sampler such as EulerDiscreteScheduler are those of the DDPM training. A schedule is flow by its
+        class (FlowMatch...) or its prediction type. Only the config is read; the scheduler is not touched. Raises
         ConfigError for an unknown prediction type and for a scheduler that has neither betas nor flow.
         """
         class_names, config = _config_of(scheduler)
@@ -54,7 +55,7 @@ class NoiseSchedule:
 
     @classmethod
     def _of_betas(cls, name: str, config: Mapping[str, Any]) -> NoiseSchedule:
-        # diffusers' default: the configs of older models do not name it.
+        # diffusers' default: configs of older models lack it.
         prediction_type = config.get("prediction_type", "epsilon")
         if prediction_type not in PREDICTION_TYPES:
             allowed = ", ".join(PREDICTION_TYPES)
@@ -72,59 +73,60 @@ class NoiseSchedule:
                 f"scheduler {name}: its config has no {', '.join(missing)}. A training schedule has betas, or is "
                 "FlowMatch...; give the scheduler itself, or the whole scheduler_config.json with its _class_name"
             )
-        counting = {
+        settings = {
             "num_train_timesteps": int(config.get("num_train_timesteps", 1000)),
             "prediction_type": prediction_type,
             "rescale_betas_zero_snr": bool(config.get("rescale_betas_zero_snr", False)),
         }
         if "trained_betas" in betas:
-            counting["trained_betas"] = [float(beta) for beta in config["trained_betas"]]
-            counting["num_train_timesteps"] = len(counting["trained_betas"])
+            settings["trained_betas"] = [float(beta) for beta in config["trained_betas"]]
+            settings["num_train_timesteps"] = len(settings["trained_betas"])
         else:
-            counting |= {
+            settings |= {
                 "beta_schedule": config["beta_schedule"],
                 "beta_start": float(config["beta_start"]),
                 "beta_end": float(config["beta_end"]),
             }
-        alphas_cumprod = DDPMScheduler.from_config(counting).alphas_cumprod
+        alphas_cumprod = DDPMScheduler.from_config(settings).alphas_cumprod
         return cls(
             prediction_type=prediction_type,
             signal=alphas_cumprod**0.5,
             noise_scale=(1 - alphas_cumprod) ** 0.5,
-            timesteps=torch.arange(counting["num_train_timesteps"]),
-            digest=digest(canonical_json({"kind": "betas", **counting})),
+            timesteps=torch.arange(settings["num_train_timesteps"]),
+            digest=digest(canonical_json({"kind": "betas", **settings})),
         )
 
     @classmethod
     def _of_flow(cls, config: Mapping[str, Any]) -> NoiseSchedule:
         """x_t = (1 - sigma) x_0 + sigma noise, as diffusers' examples/dreambooth/train_dreambooth_lora_sd3.py has it.
 
-        With `use_dynamic_shifting` the sigmas are unshifted: that shift is of the sampling.
+        With `use_dynamic_shifting` the sigmas are unshifted: only sampling shifts them.
         """
         if config.get("invert_sigmas"):
             raise ConfigError("scheduler: invert_sigmas is true, but only flow from data (0) to noise (1) is known")
         # Solvers that sample flow models (UniPC, DPM-Solver) call the shift `flow_shift`.
         shift = config.get("shift", config.get("flow_shift", 1.0))
-        counting = {
+        settings = {
             "num_train_timesteps": int(config.get("num_train_timesteps", 1000)),
             "shift": 1.0 if config.get("use_dynamic_shifting") else float(shift),
         }
-        scheduler = FlowMatchEulerDiscreteScheduler.from_config(counting)
+        scheduler = FlowMatchEulerDiscreteScheduler.from_config(settings)
         sigmas = scheduler.sigmas.flip(0)
         return cls(
             prediction_type=FLOW,
             signal=1 - sigmas,
             noise_scale=sigmas,
             timesteps=scheduler.timesteps.flip(0),
-            digest=digest(canonical_json({"kind": "flow", **counting})),
+            digest=digest(canonical_json({"kind": "flow", **settings})),
         )
 
     @property
     def num_train_timesteps(self) -> int:
+        """The number of timesteps of the training."""
         return len(self.timesteps)
 
     def timestep(self, index: torch.Tensor) -> torch.Tensor:
-        """What the UNet is told at `index`, on the CPU."""
+        """The input of the UNet at `index`, on the CPU."""
         return self.timesteps[index]
 
     def noised(self, latents: torch.Tensor, noise: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -157,8 +159,8 @@ class NoiseSchedule:
     def min_snr_weight(self, index: torch.Tensor, gamma: float) -> torch.Tensor:
         """The min-SNR weight (arXiv 2303.09556) of the loss, float64 [B] on the CPU. ConfigError for flow.
 
-        min(snr, gamma), divided by snr for epsilon and by snr + 1 for v, as diffusers' training scripts do. It is
-        written so that it also holds at snr 0 (epsilon: 1) and where there is no noise (epsilon and v: 0).
+        min(snr, gamma), divided by snr for epsilon and by snr + 1 for v, as in diffusers' training scripts. It is also
+        right at snr 0 (epsilon: 1) and without noise (epsilon and v: 0).
         """
         snr = self.snr(index)
         clipped = snr.clamp(max=gamma)

@@ -5,16 +5,14 @@ from __future__ import annotations
 import io
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from latentcache.validation.history import MeasuredStep, same_footing
+from latentcache.validation.metrics import Estimate, LossReport
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-    from latentcache.validation.loss import Estimate
 
 SIZE_INCHES, DPI = (11.0, 4.5), 110
 MAX_DRAWN = 1e30
@@ -24,18 +22,22 @@ MAX_TICKS = 32
 CURRENT_COLOUR, EARLIER_COLOUR = "tab:blue", "tab:gray"
 
 
-def loss_plot(current: MeasuredStep, history: Sequence[MeasuredStep] = ()) -> bytes:
+def loss_plot(step: int, loss: LossReport, history: Mapping[int, LossReport] | None = None) -> bytes:
     """A PNG of two panels: loss over steps, with one standard error to each side, and loss over timestep bins.
 
-    Of `history` those steps that were measured on the footing of `current` form the curve; how many were not, the
-    title says. The second panel compares `current` with the first of them. A loss that is not finite is a gap.
+    The curve has the steps of `history` that were measured with the settings of `loss`; the title says how many were
+    not. The second panel compares `loss` with the first step of the curve. A loss that is not finite is a gap.
     matplotlib's global settings, its backend among them, are read but never set.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    earlier, others = same_footing([m for m in history if m.step != current.step], current.footing)
-    curve = sorted([*earlier, current], key=lambda measured: measured.step)
+    earlier = {number: report for number, report in (history or {}).items() if number != step}
+    comparable = {
+        n: report for n, report in earlier.items() if report.measurement_settings == loss.measurement_settings
+    }
+    curve = dict(sorted((comparable | {step: loss}).items()))
+    first = min(curve)
     buffer = io.BytesIO()
     with warnings.catch_warnings():
         # A letter that the user's chosen font lacks is no reason to lose the plot, where warnings are errors.
@@ -43,24 +45,24 @@ def loss_plot(current: MeasuredStep, history: Sequence[MeasuredStep] = ()) -> by
         figure = Figure(figsize=SIZE_INCHES, dpi=DPI, layout="constrained")
         canvas = FigureCanvasAgg(figure)
         over_steps, over_timesteps = figure.subplots(1, 2)
-        _draw_steps(over_steps, curve, current, len(others))
-        _draw_timesteps(over_timesteps, current, curve[0] if curve[0] is not current else None)
+        _draw_steps(over_steps, curve, step, len(earlier) - len(comparable))
+        _draw_timesteps(over_timesteps, {first: curve[first], step: loss})
         _without_latex(figure)
         canvas.print_png(buffer)
     return buffer.getvalue()
 
 
-def _draw_steps(axes: Axes, curve: Sequence[MeasuredStep], current: MeasuredStep, num_others: int) -> None:
+def _draw_steps(axes: Axes, curve: Mapping[int, LossReport], current: int, num_others: int) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    steps = [measured.step for measured in curve]
-    means = [_drawable(measured.loss.mean) for measured in curve]
-    errors = [_error(measured.loss) for measured in curve]
+    steps = list(curve)
+    means = [_drawable(report.loss.mean) for report in curve.values()]
+    errors = [_error(report.loss) for report in curve.values()]
     axes.plot(steps, means, marker="o", markersize=3, color=CURRENT_COLOUR)
     lower = [mean - error for mean, error in zip(means, errors, strict=True)]
     upper = [mean + error for mean, error in zip(means, errors, strict=True)]
     axes.fill_between(steps, lower, upper, color=CURRENT_COLOUR, alpha=0.2, linewidth=0)
-    axes.plot([current.step], [_drawable(current.loss.mean)], marker="o", markersize=7, color=CURRENT_COLOUR)
+    axes.plot([current], [_drawable(curve[current].loss.mean)], marker="o", markersize=7, color=CURRENT_COLOUR)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     left_out = f" ({num_others} measured otherwise, left out)" if num_others else ""
     axes.set_title(f"validation loss over steps{left_out}", fontsize="medium")
@@ -68,22 +70,22 @@ def _draw_steps(axes: Axes, curve: Sequence[MeasuredStep], current: MeasuredStep
     _finish(axes, means)
 
 
-def _draw_timesteps(axes: Axes, current: MeasuredStep, first: MeasuredStep | None) -> None:
+def _draw_timesteps(axes: Axes, reports: Mapping[int, LossReport]) -> None:
+    """The bins of these steps; the last is the current one."""
+    *_, current = reports
     drawn: list[float] = []
-    for measured, colour in ((first, EARLIER_COLOUR), (current, CURRENT_COLOUR)):
-        if measured is None:
-            continue
-        bins = measured.by_timestep
-        means = [_drawable(part.loss.mean) for part in bins]
+    for step, report in reports.items():
+        bins = report.by_timestep
+        means = [_drawable(part.mean) for part in bins]
         axes.errorbar(
             [(part.first + part.end) / 2 for part in bins],
             means,
-            yerr=[_error(part.loss) for part in bins],
+            yerr=[_error(part) for part in bins],
             xerr=[(part.end - part.first) / 2 for part in bins],
             fmt="o",
             markersize=3,
-            color=colour,
-            label=f"step {measured.step}",
+            color=CURRENT_COLOUR if step == current else EARLIER_COLOUR,
+            label=f"step {step}",
         )
         drawn += means
     axes.set_title("validation loss over timesteps", fontsize="medium")
@@ -114,6 +116,6 @@ def _drawable(value: float) -> float:
     return value if abs(value) < MAX_DRAWN else math.nan
 
 
-def _error(found: Estimate) -> float:
+def _error(loss: Estimate) -> float:
     """The half height of a band or bar; none is drawn where the standard error is unknown."""
-    return 0.0 if found.standard_error is None else _drawable(found.standard_error)
+    return 0.0 if loss.standard_error is None else _drawable(loss.standard_error)

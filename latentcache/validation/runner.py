@@ -1,4 +1,4 @@
-"""Validation in the middle of training: the loss, sample images, results on disk; and training as it was."""
+"""Validation in the middle of training: loss, sample images and results on disk; training continues as it was."""
 
 from __future__ import annotations
 
@@ -20,30 +20,36 @@ from latentcache.models.unet import check_conditioning
 from latentcache.phases.phases import Phases
 from latentcache.phases.sharding import why_sharded
 from latentcache.utils.progress import Progress
-from latentcache.validation.cold_cache import Filling
-from latentcache.validation.loss import LossReport, LossSettings, validation_loss
-from latentcache.validation.noise_schedule import NoiseSchedule
-from latentcache.validation.prompt_set import PromptEmbeddings, prompt_embeddings
-from latentcache.validation.results import Paths, prepare_folder, publish
-from latentcache.validation.sample_images import SampleImage, SampleSettings, decode_samples, denoise, scheduler_copy
-from latentcache.validation.trackers import recognise
-from latentcache.validation.validation_report import ValidationReport, checked_step
+from latentcache.validation.cold_cache import ColdCacheFiller
+from latentcache.validation.loss import check_loss_settings, validation_loss
+from latentcache.validation.metrics import LossReport
+from latentcache.validation.results import ResultPaths, ValidationReport, checked_step, prepare_folder
+from latentcache.validation.sample_images import (
+    PromptEmbeddings,
+    SampleImage,
+    decode_samples,
+    denoise,
+    prompt_embeddings,
+    scheduler_copy,
+)
+from latentcache.validation.trackers import check_tracker, publish
 
 
 class ValidationRunner:
-    """Measures the validation loss and samples images, from what is cached, and gives training back as it was.
+    """Measures the validation loss and samples images from the cache, and restores training afterwards.
 
     `parts` are those of the training: `unet`, and `scheduler`, whose config is read; `vae` for images; `optimizer`,
-    `scaler` and `ema` where there are, so that they are looked after; `text_encoder`, `text_encoder_2`, `tokenizer`
-    and `tokenizer_2` only to encode what is not cached yet. Modules may be wrapped (DDP, torch.compile, accelerate).
-    `config` names the validation sets (`role: validation`) and has the settings under `validation`. `phases` is the
-    training's own switch; by default one is made, on the device of the UNet. A UNet whose blocks are swapped needs it,
-    with `immovable=("unet",)`. `writer` is a TensorBoard SummaryWriter or
-    a W&B run. `autocast` is the dtype that training computes in under autocast.
+    `scaler` and `ema` if the training has them, so that they are restored; `text_encoder`, `text_encoder_2`,
+    `tokenizer` and `tokenizer_2` only to encode what is not cached yet. Modules may be wrapped (DDP, torch.compile,
+    accelerate). `config` names the validation sets (`role: validation`) and has the settings under `validation`.
+    `phases` is the training's own switch; by default there is a new one, on the device of the UNet. A UNet whose blocks
+    are swapped needs it, with `immovable=("unet",)`. `writer` is a TensorBoard SummaryWriter or a W&B run. `autocast`
+    is the dtype that training computes in under autocast.
 
-    With several processes call `run` in all of them: the first one works and gives the report, the others give None at
-    once, unless the UNet is sharded (FSDP, ZeRO-3), whose forwards need every process. They wait in the next step of
-    the training: `init_process_group(timeout=)` has to be longer than a validation, which NCCL's 10 minutes may not be.
+    With several processes call `run` in all of them. The first process validates and returns the report; the others
+    return None at once, unless the UNet is sharded (FSDP, ZeRO-3): then its forwards need every process. The others
+    wait in the next step of the training: `init_process_group(timeout=)` has to be longer than a validation, and NCCL's
+    10 minutes may not be.
 
     Raises ConfigError for parts, config or a writer that it cannot use, TrainableEncoderError when a text encoder is
     trained: its cached embeddings would be those of an earlier step.
@@ -66,26 +72,25 @@ class ValidationRunner:
             raise ConfigError(
                 f"validation needs the parts unet and scheduler; {', '.join(missing)} is missing of {given}"
             )
-        if writer is not None:
-            recognise(writer)
+        check_tracker(writer)
         self.parts, self.cache, self.config = dict(parts), cache, config
         self.phases = phases or Phases({k: v for k, v in parts.items() if v is not None}, device=parts["unet"])
         for name in ("text_encoder", "text_encoder_2", "vae"):
             if self.phases.has(name):
                 check_frozen(name, self.phases.module(name))
         self._writer, self._autocast, self._progress = writer, autocast, progress
-        self._filling = Filling(self.parts, cache, config, self.phases)
+        self._filler = ColdCacheFiller(self.parts, cache, config, self.phases)
         self._check_settings()
-        self.paths: Paths | None = None
+        self.paths: ResultPaths | None = None
         """The files of the last `run`."""
 
     def run(self, step: int) -> ValidationReport | None:
         """Validate at this step of the training, write `validation.path/<step>/`, and log to the writer.
 
-        Cold validation sets and prompts are encoded first, where the encoders are among the parts. Samples that cannot
-        be read are skipped and listed. Raises ConfigError for a step that is no whole number from 0, StoreError where
-        something is not cached and cannot be encoded (it names the command) or results cannot be written, PhaseError
-        if training could not be put back; training is put back after every other error too.
+        Validation sets and prompts that are not cached are encoded first, if the encoders are among the parts. Samples
+        that cannot be read are skipped and listed. Raises ConfigError for a step that is no whole number from 0,
+        StoreError (with the command to run) for what is not cached and cannot be encoded, StoreError for results that
+        cannot be written, and PhaseError if training could not be restored. Training is restored after every error.
         """
         rank, step = _rank(), checked_step(step)
         if rank and why_sharded(self.phases.module("unet")) is None:
@@ -93,14 +98,14 @@ class ValidationRunner:
         if not rank:
             prepare_folder(self.config.validation.path)
         timer, placement = _Timer(), {}
-        self._filling.num_filled = 0
+        self._filler.num_filled = 0
         notes = [f"{name} is not moved: {why}" for name, why in self.phases.not_moved().items()]
         loss: LossReport | None = None
         images: tuple[SampleImage, ...] = ()
         with self.phases.enter("validate"):
             with timer.stage("fill"):
-                notes += self._filling.fill_datasets()
-                # Before the loss, which takes minutes: a prompt that cannot be had must not cost it.
+                notes += self._filler.fill_datasets()
+                # Before the loss, which takes minutes: a missing prompt must not cost its result.
                 embeddings = self._embeddings() if self._samples_images() else []
             self._check_conditioning()
             if self.measures_loss():
@@ -113,7 +118,7 @@ class ValidationRunner:
                 images = self._images(embeddings, timer)
         elif self.config.validation.prompts:
             notes.append("no images: the vae is not among the parts")
-        report = ValidationReport(step, loss, images, timer.seconds, placement, tuple(notes), self._filling.num_filled)
+        report = ValidationReport(step, loss, images, timer.seconds, placement, tuple(notes), self._filler.num_filled)
         if rank:
             return report
         report, self.paths = publish(report, self.config.validation.path, self._writer)
@@ -129,10 +134,10 @@ class ValidationRunner:
         return bool(self.config.validation.prompts) and self.phases.has("vae")
 
     def _check_settings(self) -> None:
-        """What can be told without any model: at the first validation it would come hours later."""
+        """Checks that need no forward: the first validation, hours later, would find the same errors."""
         validation, scheduler = self.config.validation, self.parts["scheduler"]
         if self.measures_loss():
-            LossSettings.of(validation, autocast=self._autocast).strata(NoiseSchedule.of(scheduler))
+            check_loss_settings(scheduler, validation, self._autocast)
         elif not validation.prompts:
             raise ConfigError(
                 "there is nothing to validate: give a dataset the role validation, or name validation.prompts",
@@ -148,9 +153,10 @@ class ValidationRunner:
             self.cache,
             scheduler=self.parts["scheduler"],
             datasets=names or None,
-            settings=LossSettings.of(self.config.validation, autocast=self._autocast),
-            progress=self._progress,
+            settings=self.config.validation,
+            autocast=self._autocast,
             device=self._device(),
+            progress=self._progress,
         )
 
     def _own_cache(self) -> LatentCache:
@@ -167,18 +173,18 @@ class ValidationRunner:
             validation.negative_prompt,
             device=self._device() or self.phases.module("unet"),
             dtype=dtype_of(self.phases.module("unet")),
-            encode=None if self._filling.obstacle else self._filling.fill_prompts,
+            encode=None if self._filler.obstacle else self._filler.fill_prompts,
         )
 
     def _images(self, embeddings: list[PromptEmbeddings], timer: _Timer) -> tuple[SampleImage, ...]:
-        unet, settings = self.phases.module("unet"), SampleSettings.of(self.config.validation)
+        unet, settings = self.phases.module("unet"), self.config.validation
         with timer.stage("sample"), self._autocasting():
             latents = denoise(unet, self.parts["scheduler"], embeddings, settings, device=self._device())
         with timer.stage("decode"), self.phases.lend("vae"):
             return tuple(decode_samples(self.phases.module("vae"), latents, embeddings, settings))
 
     def _device(self) -> torch.device | None:
-        """Where the UNet runs, if it lies on several devices because its blocks are swapped. None: it tells itself."""
+        """Where a UNet with swapped blocks runs, whose weights are on several devices. None: where its weights are."""
         unet = self.phases.module("unet")
         spread = len({tensor.device for tensor in chain(unet.parameters(), unet.buffers())}) > 1
         return self.phases.device if spread and not hooks_by_path(unet) else None
@@ -189,7 +195,7 @@ class ValidationRunner:
         return torch.autocast(self.phases.device.type, dtype=self._autocast, cache_enabled=False)
 
     def _check_conditioning(self) -> None:
-        """That the UNet takes what is cached: otherwise a matrix product deep inside of it would say so."""
+        """Check that the UNet fits the cached embeddings: its own error would be a matrix product deep inside."""
         unet = self.phases.module("unet")
         widths = self._own_cache().text_widths()
         if widths is not None and hasattr(unet, "config"):

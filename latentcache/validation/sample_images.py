@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -18,40 +18,92 @@ from PIL import Image
 from latentcache.config import ValidationConfig, suggest
 from latentcache.devices.guard import check_same_device
 from latentcache.devices.offload import offload_hook_of
-from latentcache.devices.placement import device_of, placed
-from latentcache.errors import ConfigError, ModelError
+from latentcache.devices.placement import DeviceLike, device_of, placed
+from latentcache.errors import ConfigError, ModelError, SampleError
+from latentcache.loading.cache import LatentCache
 from latentcache.models.decoding import Decoded, decode_fitting, downscale_factor
-from latentcache.phases.module_state import Modes
+from latentcache.phases.module_state import TrainingModes
 from latentcache.phases.process_state import RandomStreams
-from latentcache.validation.prompt_set import PromptEmbeddings
 
 PIXELS_PER_LATENT = 8
 """Pixels per latent row or column. The pipeline reads it from the VAE's config, and has this value without a VAE."""
 NEEDED_OF_SCHEDULER = ("init_noise_sigma", "order", "scale_model_input", "set_timesteps", "step")
-"""What the denoising loop of SDXL's pipeline asks of a scheduler."""
+"""What the denoising loop of SDXL's pipeline uses of a scheduler."""
+
+PromptPair = tuple[str, bool]
+"""A text, and whether it is a negative prompt: with clip_skip the two are encoded differently."""
 
 
 @dataclass(frozen=True, slots=True)
-class SampleSettings:
-    """How images are sampled: see `validation` in the config. Image n is made from the seed `seed + n`."""
+class PromptEmbeddings:
+    """What SDXL's pipeline takes in place of a prompt: embeddings [1, T, D] and pooled embeddings [1, P].
 
-    height: int = 1024
-    width: int = 1024
-    num_inference_steps: int = 25
-    guidance_scale: float = 5.0
-    seed: int = 0
-    scheduler: str | None = None
+    With `negative_prompt` None the negative ones are zeros, as the pipeline has it with `force_zeros_for_empty_prompt`.
+    """
 
-    @classmethod
-    def of(cls, config: ValidationConfig) -> SampleSettings:
-        return cls(
-            height=config.height,
-            width=config.width,
-            num_inference_steps=config.num_inference_steps,
-            guidance_scale=config.guidance_scale,
-            seed=config.seed,
-            scheduler=config.scheduler,
-        )
+    prompt: str
+    negative_prompt: str | None
+    prompt_embeds: torch.Tensor
+    pooled_prompt_embeds: torch.Tensor
+    negative_prompt_embeds: torch.Tensor
+    negative_pooled_prompt_embeds: torch.Tensor
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The four tensors by the names of the pipeline's arguments."""
+        names = ("prompt_embeds", "pooled_prompt_embeds", "negative_prompt_embeds", "negative_pooled_prompt_embeds")
+        return {name: getattr(self, name) for name in names}
+
+
+def prompt_embeddings(
+    cache: LatentCache,
+    prompts: Sequence[str],
+    negative_prompt: str | None,
+    *,
+    device: DeviceLike,
+    dtype: torch.dtype | None = None,
+    encode: Callable[[Sequence[PromptPair]], object] | None = None,
+) -> list[PromptEmbeddings]:
+    """The embeddings of these prompts, in their order, on the requesting device; `dtype` is that of a given module.
+
+    `encode` is called once with all pairs (text, is negative) that the cache cannot return, and has to cache them
+    (`precache.prompts.cache_prompts`); then they are read again. It is not called when nothing is missing. Without it
+    SampleError names the first such prompt and the command that caches it.
+    """
+    pairs: list[PromptPair] = [(prompt, False) for prompt in prompts]
+    if prompts and negative_prompt is not None:
+        pairs.append((negative_prompt, True))
+    found, missing = _read_prompts(cache, pairs, device, dtype)
+    if missing and encode is not None:
+        encode(list(missing))
+        cache.refresh()
+        again, missing = _read_prompts(cache, missing, device, dtype)
+        found |= again
+    for error in missing.values():
+        raise error
+    embeddings = []
+    for prompt in prompts:
+        positive = found[prompt, False]
+        if negative_prompt is None:
+            negative = {name: torch.zeros_like(tensor) for name, tensor in positive.items()}
+        else:
+            negative = found[negative_prompt, True]
+        tensors = {f"negative_{name}": tensor for name, tensor in negative.items()} | positive
+        embeddings.append(PromptEmbeddings(prompt, negative_prompt, **tensors))
+    return embeddings
+
+
+def _read_prompts(
+    cache: LatentCache, pairs: Iterable[PromptPair], device: DeviceLike, dtype: torch.dtype | None
+) -> tuple[dict[PromptPair, dict[str, torch.Tensor]], dict[PromptPair, SampleError]]:
+    """The tensors of each pair, and why the others cannot be returned: not cached, lost or damaged."""
+    found: dict[PromptPair, dict[str, torch.Tensor]] = {}
+    missing: dict[PromptPair, SampleError] = {}
+    for text, negative in dict.fromkeys(pairs):
+        try:
+            found[text, negative] = cache.prompt(text, device=device, dtype=dtype, negative=negative)
+        except SampleError as error:
+            missing[text, negative] = error
+    return found, missing
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +120,11 @@ class SampleImage:
 def generate(
     unet: torch.nn.Module,
     vae: torch.nn.Module,
-    scheduler: SchedulerMixin,
+    scheduler: Any,
     embeddings: Sequence[PromptEmbeddings],
-    settings: SampleSettings,
+    settings: ValidationConfig,
 ) -> list[SampleImage]:
-    """`denoise`, then `decode_samples` with the VAE on the UNet's device; it goes back where it was.
+    """`denoise`, then `decode_samples` with the VAE on the UNet's device; the VAE is back where it was afterwards.
 
     Raises ModelError for a VAE that does not divide by PIXELS_PER_LATENT, DeviceError where the VAE does not fit.
     """
@@ -86,20 +138,20 @@ def generate(
 
 def denoise(
     unet: torch.nn.Module,
-    scheduler: SchedulerMixin,
+    scheduler: Any,
     embeddings: Sequence[PromptEmbeddings],
-    settings: SampleSettings,
+    settings: ValidationConfig,
     *,
     device: torch.device | None = None,
 ) -> list[torch.Tensor]:
     """Scaled latents [1, C, h, w] of each image, on the UNet's device: what the pipeline would decode.
 
-    They are `StableDiffusionXLPipeline`'s for the same prompt, seed and device, bit by bit. One image a call, each from
-    a CPU generator of its own: so it depends neither on the other prompts nor, but for the arithmetic, on the device.
-    The negative embeddings count only where `guidance_scale` is above 1. A surrounding autocast holds.
+    The latents are `StableDiffusionXLPipeline`'s for the same prompt, seed and device, bit by bit. Each image is one
+    call with a CPU generator of its own: it depends neither on the other prompts nor, but for the arithmetic, on the
+    device. The negative embeddings count only where `guidance_scale` is above 1. A surrounding autocast stays in force.
 
-    The UNet runs where it is, in eval mode; name the `device` where its blocks are swapped, so that it lies on several
-    (the pipeline asks its first parameter, which has to be there). Its training flags, the global random state and
+    The UNet runs where it is, in eval mode. Name the `device` where its blocks are swapped, so that it lies on several:
+    the pipeline runs on the device of the first parameter. The UNet's training flags, the global random state and
     `scheduler` are afterwards as they were, also after an error: the loop has a copy of the scheduler. Raises
     DeviceMismatchError if UNet and embeddings are on different devices, ConfigError for a scheduler that cannot be
     used, ModelError for a wrapped UNet.
@@ -115,7 +167,7 @@ def denoise(
     latents = []
     with ExitStack() as stack:
         stack.callback(RandomStreams().restore)
-        stack.callback(Modes({"unet": unet}).restore)
+        stack.callback(TrainingModes({"unet": unet}).restore)
         unet.eval()
         stack.enter_context(_no_weights_cached(device))
         for number, each in enumerate(embeddings):
@@ -144,7 +196,7 @@ def decode_samples(
     vae: torch.nn.Module,
     latents: Sequence[torch.Tensor],
     embeddings: Sequence[PromptEmbeddings],
-    settings: SampleSettings,
+    settings: ValidationConfig,
 ) -> list[SampleImage]:
     """The images of what `denoise` gave for the same embeddings and settings, with the VAE where it is."""
     samples = []
@@ -155,37 +207,38 @@ def decode_samples(
     return samples
 
 
-def scheduler_copy(scheduler: SchedulerMixin, class_name: str | None = None) -> SchedulerMixin:
+def scheduler_copy(scheduler: Any, class_name: str | None = None) -> Any:
     """A new scheduler from a copy of the config, of this class of diffusers; by default of its own class.
 
     Raises ConfigError if there is no such class, or SDXL's pipeline cannot use it, or not with this config.
     """
     if not isinstance(getattr(scheduler, "config", None), Mapping):
         raise ConfigError(f"scheduler is {type(scheduler).__name__}, but a scheduler of diffusers is needed")
-    found = type(scheduler) if class_name is None else _scheduler_class(class_name)
+    scheduler_class = type(scheduler) if class_name is None else _scheduler_class(class_name)
     try:
-        made = found.from_config(_settings_of(scheduler))
+        copied = scheduler_class.from_config(_settings_of(scheduler))
     except (ImportError, NotImplementedError, TypeError, ValueError) as error:
-        raise _refused(f"{found.__name__} cannot be made from the model's scheduler config: {error}") from error
-    lacking = [name for name in NEEDED_OF_SCHEDULER if not hasattr(made, name)]
-    if lacking:
-        raise _refused(f"{found.__name__} has no {', '.join(lacking)}, which SDXL's pipeline needs")
-    return made
+        name = scheduler_class.__name__
+        raise _refused(f"{name} cannot be made from the model's scheduler config: {error}") from error
+    missing = [name for name in NEEDED_OF_SCHEDULER if not hasattr(copied, name)]
+    if missing:
+        raise _refused(f"{scheduler_class.__name__} has no {', '.join(missing)}, which SDXL's pipeline needs")
+    return copied
 
 
-def _settings_of(scheduler: SchedulerMixin) -> dict[str, Any]:
-    """A copy of the config in which only what still is a default is called one: `from_config` leaves those out."""
+def _settings_of(scheduler: Any) -> dict[str, Any]:
+    """A copy of the config that names as defaults only those that nobody changed: `from_config` leaves defaults out."""
     settings = copy.deepcopy(dict(scheduler.config))
     parameters = inspect.signature(type(scheduler).__init__).parameters
-    called = [name for name in settings.get("_use_default_values", ()) if name in parameters]
-    unchanged = [name for name in called if repr(settings[name]) == repr(parameters[name].default)]
+    defaults = [name for name in settings.get("_use_default_values", ()) if name in parameters]
+    unchanged = [name for name in defaults if repr(settings[name]) == repr(parameters[name].default)]
     return settings | {"_use_default_values": unchanged}
 
 
 def _scheduler_class(name: str) -> Any:
     found = getattr(diffusers, name, None)
     backends = getattr(found, "_backends", None)
-    if backends:  # diffusers' stand-in for a class whose packages are not installed
+    if backends:  # diffusers' placeholder for a class whose packages are not installed
         raise _refused(f"{name} needs {' and '.join(backends)}: install what is missing")
     if isinstance(found, type) and issubclass(found, SchedulerMixin):
         return found
@@ -200,8 +253,9 @@ def _refused(detail: str) -> ConfigError:
     )
 
 
-def _pipeline(unet: torch.nn.Module, scheduler: SchedulerMixin) -> StableDiffusionXLPipeline:
-    pipeline = StableDiffusionXLPipeline(
+def _pipeline(unet: torch.nn.Module, scheduler: Any) -> Any:
+    make: Any = StableDiffusionXLPipeline  # diffusers has no types
+    pipeline = make(
         vae=None,
         text_encoder=None,
         text_encoder_2=None,
@@ -216,7 +270,7 @@ def _pipeline(unet: torch.nn.Module, scheduler: SchedulerMixin) -> StableDiffusi
 
 
 def _check_devices(unet: torch.nn.Module, embeddings: Sequence[PromptEmbeddings], device: torch.device | None) -> None:
-    """Before diffusers: there a tensor that is elsewhere ends in an error that names neither it nor the prompt."""
+    """Checked before diffusers runs: its own error would name neither the tensor nor the prompt."""
     tensors: dict[str, Any] = {f"embeddings of {each.prompt!r}": each.tensors() for each in embeddings}
     if device is not None:
         tensors["unet"] = dict(islice(unet.named_parameters(), 1))

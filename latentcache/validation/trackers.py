@@ -1,67 +1,70 @@
-"""Experiment trackers: TensorBoard's SummaryWriter, a Weights & Biases run, and accelerate's wrappers of both."""
+"""Publishing a validation: its files, and an experiment tracker.
+
+Known are TensorBoard's SummaryWriter, a Weights & Biases run, and accelerate's wrappers of both.
+"""
 
 from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from latentcache.errors import ConfigError
+from latentcache.utils.durable_files import write_sealed
+from latentcache.utils.json_document import to_bytes
 from latentcache.validation.grid import caption_of, sample_grid
-from latentcache.validation.validation_report import ValidationReport
+from latentcache.validation.results import ResultPaths, ValidationReport, write_results
 
 SCALAR, SAMPLES = "validation/loss", "validation/samples"
-
-Dialect = Literal["tensorboard", "wandb"]
 
 logger = logging.getLogger("latentcache")
 
 
-def recognise(writer: Any) -> tuple[Dialect, Any] | None:
-    """How to speak to a tracker, and the tracker itself: accelerate's wrappers are taken off.
+def publish(report: ValidationReport, folder: Path, tracker: Any = None) -> tuple[ValidationReport, ResultPaths]:
+    """Write the results, then log them to the tracker, if there is one (see `log_to`). Returns the final report too.
 
-    None: the wrapper of an accelerate process that is not the main one, which logs nothing. ConfigError for any other
-    object. Call it before a run, so that a wrong object is found before the work is done.
+    A tracker that fails loses nothing: its note is in the report and in metrics.json. ConfigError for an object that
+    is no tracker, before anything is written; StoreError as in `write_results`.
     """
-    # accelerate's trackers have `tracker`; in processes where they were not started it raises AttributeError.
-    tracker = getattr(writer, "tracker", None)
-    if tracker is None and hasattr(writer, "main_process_only"):
-        return None
-    tracker = writer if tracker is None else tracker
-    if callable(getattr(tracker, "add_scalar", None)) and callable(getattr(tracker, "add_image", None)):
-        return "tensorboard", tracker
-    if _logs_mappings(tracker):
-        return "wandb", tracker
-    raise ConfigError(
-        f"a tracker of type {type(tracker).__module__}.{type(tracker).__qualname__} is not supported: pass a "
-        "torch.utils.tensorboard.SummaryWriter (or what has its add_scalar and add_image), a Weights & Biases run (or "
-        "what has its log(mapping, step=...)), or accelerate's tracker of either; None logs nothing"
-    )
+    check_tracker(tracker)
+    paths = write_results(report, folder)
+    logged = log_to(tracker, report)
+    if logged is not report:
+        write_sealed(paths.metrics, to_bytes(logged.to_json()))
+    return logged, paths
 
 
-def log_to(writer: Any, report: ValidationReport) -> ValidationReport:
-    """Log the report at its step: `validation/loss`, `validation/loss/<dataset>`, `validation/loss_by_timestep/<first>`
-    and, with images, `validation/samples`; the grid for TensorBoard, each image with its caption for W&B.
+def check_tracker(tracker: Any) -> None:
+    """ConfigError for an object that is no tracker: before a run, so that it is found before the work is done."""
+    _logging_of(tracker)
 
-    Gives the report back. An error of the tracker must not end a training: it is logged with its traceback, and the
-    report given back has a note of it. ConfigError for an object that is no tracker. TensorBoard keeps float32; W&B
-    drops what is logged at a step below one that it has seen, so let the training loop log with `step=` too.
+
+def log_to(tracker: Any, report: ValidationReport) -> ValidationReport:
+    """Log the report at its step, and return it.
+
+    Logged are `validation/loss`, `validation/loss/<dataset>`, `validation/loss_by_timestep/<first>` and, with images,
+    `validation/samples`: the grid for TensorBoard, each image with its caption for W&B. An error of the tracker must
+    not end a training: it is logged with its traceback, and the returned report has a note of it. ConfigError for an
+    object that is no tracker; None logs nothing. TensorBoard keeps float32. W&B drops what is logged at a step below
+    one that it has seen, so let the training loop log with `step=` too.
     """
-    found = recognise(writer)
-    if found is None:
+    log = _logging_of(tracker)
+    if log is None:
         return report
-    dialect, tracker = found
     try:
-        if dialect == "tensorboard":
-            _log_to_tensorboard(tracker, report)
-        else:
-            _log_to_wandb(tracker, report)
-    except Exception as error:  # a tracker talks to disks and networks, in code that is not ours: any error is possible
-        logger.exception("step %d: %s failed to log the validation", report.step, type(tracker).__name__)
-        note = f"{type(tracker).__name__} failed to log this validation: {type(error).__name__}: {error}"
+        log(report)
+    except (
+        Exception
+    ) as error:  # a tracker writes to disks and networks, in code that is not ours: any error is possible
+        name = type(_unwrapped_tracker(tracker)).__name__
+        logger.exception("step %d: %s failed to log the validation", report.step, name)
+        note = f"{name} failed to log this validation: {type(error).__name__}: {error}"
         return replace(report, notes=(*report.notes, note))
     return report
 
@@ -71,19 +74,40 @@ def scalars(report: ValidationReport) -> dict[str, float]:
     loss = report.loss
     if loss is None:
         return {}
-    found = {SCALAR: loss.loss.mean}
-    found |= {f"{SCALAR}/{dataset}": estimate.mean for dataset, estimate in loss.by_dataset.items()}
-    return found | {f"{SCALAR}_by_timestep/{part.first}": part.loss.mean for part in loss.by_timestep}
+    values = {SCALAR: loss.loss.mean}
+    values |= {f"{SCALAR}/{dataset}": estimate.mean for dataset, estimate in loss.by_dataset.items()}
+    return values | {f"{SCALAR}_by_timestep/{part.first}": part.mean for part in loss.by_timestep}
+
+
+def _logging_of(tracker: Any) -> Callable[[ValidationReport], None] | None:
+    """What logs a report, or None for a tracker that logs nothing. ConfigError for any other object."""
+    tracker = _unwrapped_tracker(tracker)
+    if tracker is None:
+        return None
+    if callable(getattr(tracker, "add_scalar", None)) and callable(getattr(tracker, "add_image", None)):
+        return partial(_log_to_tensorboard, tracker)
+    if _logs_mappings(tracker):
+        return partial(_log_to_wandb, tracker)
+    raise ConfigError(
+        f"a tracker of type {type(tracker).__module__}.{type(tracker).__qualname__} is not supported: pass a "
+        "torch.utils.tensorboard.SummaryWriter (or what has its add_scalar and add_image), a Weights & Biases run (or "
+        "what has its log(mapping, step=...)), or accelerate's tracker of either; None logs nothing"
+    )
+
+
+def _unwrapped_tracker(tracker: Any) -> Any:
+    """The tracker inside of accelerate's wrapper. None in an accelerate process that is not the main one."""
+    # accelerate's trackers have `tracker`; in processes where they were not started it raises AttributeError.
+    inner = getattr(tracker, "tracker", None)
+    return tracker if inner is None and not hasattr(tracker, "main_process_only") else inner
 
 
 def _logs_mappings(tracker: Any) -> bool:
-    log = getattr(tracker, "log", None)
-    if not callable(log):
-        return False
+    """Whether its `log` takes a mapping and a step. A logging.Logger has a `log` of another kind."""
     try:
-        inspect.signature(log).bind({}, step=0)
-    except (TypeError, ValueError):
-        return False  # another kind of log: a logging.Logger has one too
+        inspect.signature(tracker.log).bind({}, step=0)
+    except (AttributeError, TypeError, ValueError):
+        return False
     return True
 
 

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from helpers.report_samples import report
 from helpers.runner_runs import precache_training_set, validation_config
 
 from latentcache.checkpoints.checkpoint import save_checkpoint
 from latentcache.config import Config
 from latentcache.models.tiny import tiny_unet
 from latentcache.precache.run import run_precache
+from latentcache.utils.json_document import to_bytes
 
 RunJson = Callable[..., tuple[int, Any]]
 
@@ -57,7 +59,7 @@ def test_two_checkpoints_are_compared_sample_by_sample(config_file: Path, run_js
     assert (tmp_path / "validation/000030/loss.png").is_file()
 
 
-def test_losses_on_another_footing_are_not_compared(
+def test_losses_of_other_settings_are_not_compared(
     config_file: Path, run_json: RunJson, run: Callable[..., tuple[int, str, str]], tmp_path: Path
 ) -> None:
     run_json("validate", config_file)
@@ -75,19 +77,34 @@ def test_without_a_loss_there_is_nothing_to_compare(
     config = config.model_copy(update={"datasets": config.datasets[:1]})
     run_precache(config)
     metrics = tmp_path / "metrics.json"
-    metrics.write_text(json.dumps({"footing": {"datasets": {}}, "loss_by_sample": {}}))
+    metrics.write_bytes(to_bytes(report().to_json()))
     code, _, error = run("validate", written(config, tmp_path), "--against", metrics)
     assert code == 2 and "no loss to compare" in error and not config.validation.path.exists()
 
 
-@pytest.mark.parametrize("footing", [{"datasets": []}, {"datasets": {"held-out": 3}}, {}, [], None])
+DIGESTS = {"measurement_settings": {"datasets": {"held-out": 3}}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (DIGESTS, "measurement_settings.prediction_type: Field required"),
+        ({"measurement_settings": []}, "measurement_settings: Input should be"),
+        ({"measurement_settings": None}, "of a validation that measured no loss; name one that did"),
+        ({"loss_by_sample": {"held-out": 3}}, "loss_by_sample.held-out: Input should be a valid dictionary (met: 3)"),
+    ],
+)
 def test_a_foreign_file_is_not_compared(
-    footing: Any, config_file: Path, run: Callable[..., tuple[int, str, str]], tmp_path: Path
+    changes: dict[str, Any],
+    message: str,
+    config_file: Path,
+    run: Callable[..., tuple[int, str, str]],
+    tmp_path: Path,
 ) -> None:
     metrics = tmp_path / "metrics.json"
-    metrics.write_text(json.dumps({"footing": footing, "loss_by_sample": {}}))
+    metrics.write_bytes(to_bytes(report().to_json() | changes))
     code, _, error = run("validate", config_file, "--against", metrics)
-    assert code == 2 and "no metrics.json of a validation with a loss" in error
+    assert code == 2 and str(metrics) in error and message in error and "validation.path/<step>/" in error
 
 
 def test_the_text_names_the_results(config_file: Path, run: Callable[..., tuple[int, str, str]]) -> None:

@@ -226,7 +226,7 @@ def test_training_on_an_import_is_training_on_what_was_exported(
     assert Path(here["lora"]).exists()
 
 
-def test_validation_prompts_are_encoded_beside_an_import(
+def test_validation_prompts_are_encoded_next_to_an_import(
     script: Any,
     exported: Config,
     photos: Path,

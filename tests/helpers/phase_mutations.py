@@ -15,27 +15,26 @@ from helpers.phase_runs import leave_no_trace
 from helpers.phase_training import VARIANTS
 
 from latentcache.errors import PhaseError
-from latentcache.phases import averaged_weights as standins
-from latentcache.phases import module_state, process_state, weights
+from latentcache.phases import averaged_weights, module_state, process_state, weights
 
 
 def restores() -> list[tuple[Any, str, int]]:
     """Every statement of every function that puts something back: its owner, its name, its number in it."""
     owners: list[tuple[Any, str]] = [
-        (module_state.Modes, "restore"),
+        (module_state.TrainingModes, "restore"),
         (module_state.RequiresGrad, "restore"),
         (module_state._Contents, "restore"),
-        (module_state.Hooks, "restore"),
-        (module_state.Settings, "restore"),
+        (module_state.ModuleHooks, "restore"),
+        (module_state.ModuleSettings, "restore"),
         (module_state, "_put_back"),
         (module_state, "_refill"),
         (process_state.RandomStreams, "restore"),
-        (process_state.Flags, "restore"),
-        (standins.EmaWeights, "restore"),
-        (standins.ScheduleFreeMode, "restore"),
+        (process_state.GlobalFlags, "restore"),
+        (averaged_weights.EmaWeights, "restore"),
+        (averaged_weights.ScheduleFreeMode, "restore"),
         (weights.Weights, "restore"),
-        (weights.Weights, "cast_again"),
-        (weights.Values, "put"),
+        (weights.Weights, "restore_dtypes"),
+        (weights.KeptMemory, "put"),
         (weights.Gradients, "restore"),
         (process_state, "set_rng_state"),
     ]

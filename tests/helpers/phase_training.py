@@ -1,4 +1,4 @@
-"""A small SDXL training run to put phases into: with dropout, every generator, and what trainers use besides."""
+"""A small SDXL training run to put phases into: with dropout, every generator, an EMA, LoRA, a GradScaler."""
 
 from __future__ import annotations
 

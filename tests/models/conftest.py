@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import huggingface_hub.constants
@@ -9,6 +11,8 @@ import pytest
 from single_file import save_checkpoint
 
 from latentcache.models.tiny import save_diffusers_folder, tiny_sdxl
+
+COMMIT = ("c0ffee" * 7)[:40]
 
 
 @pytest.fixture(autouse=True)
@@ -32,3 +36,18 @@ def folder(parts: dict, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def checkpoint(parts: dict, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The parts as one file in the original SDXL layout."""
     return save_checkpoint(parts, tmp_path_factory.mktemp("checkpoints") / "tiny.safetensors")
+
+
+@pytest.fixture
+def add_to_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Path], None]:
+    """Puts a folder into an empty hub cache as the repository someone/`name`, at COMMIT."""
+    cache = tmp_path / "hub"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+
+    def add(name: str, content: Path) -> None:
+        repository = cache / f"models--someone--{name}"
+        shutil.copytree(content, repository / "snapshots" / COMMIT)
+        (repository / "refs").mkdir()
+        (repository / "refs" / "main").write_text(COMMIT)
+
+    return add

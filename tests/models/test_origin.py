@@ -104,18 +104,13 @@ def test_a_hub_id_that_is_not_in_the_cache_is_refused_offline(tmp_path, monkeypa
 
 
 @pytest.fixture
-def hub_cache(folder, tmp_path, monkeypatch) -> Path:
+def hub(folder, add_to_hub) -> None:
     """A hub cache that holds the tiny model as someone/sdxl, and its VAE alone as someone/vae."""
-    for name, content in (("sdxl", folder), ("vae", folder / "vae")):
-        repository = tmp_path / f"models--someone--{name}"
-        shutil.copytree(content, repository / "snapshots" / ("c0ffee" * 7)[:40])
-        (repository / "refs").mkdir()
-        (repository / "refs" / "main").write_text(("c0ffee" * 7)[:40])
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    return tmp_path
+    add_to_hub("sdxl", folder)
+    add_to_hub("vae", folder / "vae")
 
 
-def test_a_hub_id_in_the_cache_is_the_same_model_and_its_commit_is_its_origin(hub_cache, folder, checkpoint):
+def test_a_hub_id_in_the_cache_is_the_same_model_and_its_commit_is_its_origin(hub, folder, checkpoint):
     expected = identities(ModelLoader(str(folder)))
     loader = ModelLoader("someone/sdxl", vae="someone/vae")
     assert identities(loader) == expected

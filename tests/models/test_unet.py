@@ -54,14 +54,14 @@ def test_tiny_is_built_in_code():
     check_same(load_unet(dtype=F16, model=TINY), frozen_unet(0, F16))
 
 
-def test_without_a_path_it_is_the_models_own(folder, hub_cache):
+def test_without_a_path_it_is_the_models_own(folder, hub):
     for path in (str(folder), "someone/sdxl"):
         check_same(load_unet(dtype=F32, model=ModelConfig(path=path)), frozen_unet(0))
 
 
 @pytest.mark.parametrize("form", ["diffusers folder", "own folder", "sharded", "hub folder", "hub unet"])
 @pytest.mark.parametrize("dtype", [F32, F16])
-def test_folders(form, dtype, unet, own_folder, hub_cache, tmp_path):
+def test_folders(form, dtype, unet, own_folder, hub, tmp_path):
     path = own_folder
     if form == "diffusers folder":
         unet.save_pretrained(tmp_path / "model" / "unet")
@@ -77,19 +77,13 @@ def test_folders(form, dtype, unet, own_folder, hub_cache, tmp_path):
 
 
 @pytest.fixture
-def hub_cache(folder, own_folder, tmp_path, monkeypatch) -> Path:
+def hub(folder, own_folder, tmp_path, add_to_hub) -> None:
     """A hub cache with someone/sdxl (tiny), someone/other (another UNet in it) and someone/unet (that UNet alone)."""
     other = Path(shutil.copytree(folder, tmp_path / "other"))
     shutil.rmtree(other / "unet")
     shutil.copytree(own_folder, other / "unet")
-    cache = tmp_path / "hub"
     for name, content in (("sdxl", folder), ("other", other), ("unet", own_folder)):
-        repository = cache / f"models--someone--{name}"
-        shutil.copytree(content, repository / "snapshots" / ("c0ffee" * 7)[:40])
-        (repository / "refs").mkdir()
-        (repository / "refs" / "main").write_text(("c0ffee" * 7)[:40])
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
-    return cache
+        add_to_hub(name, content)
 
 
 def test_a_variant_is_read_where_it_is(unet, own_folder, folder, tmp_path):
@@ -108,7 +102,7 @@ def test_a_variant_is_read_where_it_is(unet, own_folder, folder, tmp_path):
 
 
 @pytest.mark.parametrize("model", ["tiny", "folder", "config", "hub", "the file itself"])
-def test_one_file_in_the_original_layout(model, unet, parts, folder, hub_cache, tmp_path):
+def test_one_file_in_the_original_layout(model, unet, parts, folder, hub, tmp_path):
     file = save_parts(parts, tmp_path / "model.safetensors")
     save_file({**load_file(file), **unet_tensors(unet), "denoiser.sigmas": torch.ones(1000)}, file)
     path = {"tiny": "tiny", "folder": str(folder), "hub": "someone/sdxl"}.get(model, str(file))
@@ -221,7 +215,7 @@ def test_a_path_that_is_nothing_is_refused(path):
         load_unet(path, dtype=F32, model=TINY)
 
 
-def test_a_hub_id_that_cannot_be_had_is_refused(hub_cache):
+def test_a_hub_id_that_cannot_be_had_is_refused(hub):
     with pytest.raises(ModelError, match=r"unet: no/where is no local path.*Download it once"):
         load_unet("no/where", dtype=F32, model=TINY)
 
@@ -372,7 +366,7 @@ def test_a_unet_and_a_cache_of_other_widths(unet):
 # Schedulers.
 
 
-def test_the_scheduler_is_the_models(folder, own_folder, checkpoint, hub_cache, tmp_path):
+def test_the_scheduler_is_the_models(folder, own_folder, checkpoint, hub, tmp_path):
     expected = dict(tiny_pipeline().scheduler.config)
     save_checkpoint(tmp_path / "step", model=torch.nn.Linear(1, 1))
     models = [TINY, ModelConfig(path=str(folder)), ModelConfig(path="someone/sdxl")]

@@ -65,7 +65,7 @@ class Ema:
 
 
 class Run:
-    """A training whose part `unet` is `wrap(net)`. Losses and a digest of its weights and state tell what it did."""
+    """A training whose part `unet` is `wrap(net)`. Its outcome: losses, and a digest of weights and state."""
 
     def __init__(self, wrap: Callable[[Net], torch.nn.Module], *, unused: bool = False, averaged: bool = False):
         torch.manual_seed(dist.get_rank())

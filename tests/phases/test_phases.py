@@ -50,7 +50,7 @@ def test_each_disturbance_shows_without_the_switch(disturb: Callable[[Training],
 NOT_HERE = (
     "module.set_rng_state(stream)",
     "module.set_rng_state(stream, index)",
-    "self._held[id(tensor)] = (tensor, values)",
+    "self._kept[id(tensor)] = (tensor, values)",
 )
 """Statements that act where there is an accelerator: tests/sim takes these out."""
 

@@ -23,11 +23,12 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from latentcache.errors import LatentCacheError, PhaseError
-from latentcache.phases import interrupts, phases, process_state
+from latentcache.phases import model_parts, phases, process_state
 from latentcache.phases.averaged_weights import EmaWeights
-from latentcache.phases.module_state import Modes, RequiresGrad, Settings
+from latentcache.phases.module_state import ModuleSettings, RequiresGrad, TrainingModes
 from latentcache.phases.phases import Phase, Phases
 from latentcache.phases.weights import Weights
+from latentcache.utils import signals
 
 CPU = torch.device("cpu")
 
@@ -200,35 +201,35 @@ def test_averages_that_someone_left_in_are_swapped_out_of_any_phase() -> None:
 # Failures
 
 
-@pytest.mark.parametrize("keeper", [Modes, RequiresGrad, Settings, Weights, process_state.Flags])
+@pytest.mark.parametrize("snapshot", [TrainingModes, RequiresGrad, ModuleSettings, Weights, process_state.GlobalFlags])
 def test_a_restore_that_fails_keeps_none_of_the_others_from_it(
-    keeper: Any, small: Phases, monkeypatch: pytest.MonkeyPatch
+    snapshot: Any, small: Phases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    restore = keeper.restore
+    restore = snapshot.restore
 
     def fail(self: Any) -> None:
         restore(self)
         raise ZeroDivisionError("on purpose")
 
-    monkeypatch.setattr(keeper, "restore", fail)
+    monkeypatch.setattr(snapshot, "restore", fail)
     before = state(small)
     with pytest.raises(PhaseError, match="not everything could be put back") as caught, small.enter("validate"):
         small.module("unet").train().requires_grad_(False)
         torch.set_grad_enabled(True)
         torch.rand(3)
-    assert caught.value.offenders == (f"{keeper.__name__}: ZeroDivisionError: on purpose",)
+    assert caught.value.offenders == (f"{snapshot.__name__}: ZeroDivisionError: on purpose",)
     assert caught.value.phase == "validate" and caught.value.__context__ is None
     assert state(small) == before
 
 
 @pytest.mark.parametrize("raised", [ZeroDivisionError("in the body"), KeyboardInterrupt(), SystemExit(3)])
-def test_what_the_body_raised_is_not_lost_behind_a_failing_restore(
+def test_what_the_body_raised_is_not_lost_by_a_failing_restore(
     raised: BaseException, small: Phases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(self: Any) -> None:
         raise RuntimeError("no")
 
-    monkeypatch.setattr(Settings, "restore", fail)
+    monkeypatch.setattr(ModuleSettings, "restore", fail)
     with pytest.raises(PhaseError) as caught, small.enter("validate"):
         raise raised
     assert caught.value.__context__ is raised
@@ -288,7 +289,7 @@ def press_ctrl_c() -> None:
 @pytest.mark.parametrize(
     "moment",
     [
-        (Modes, "restore"),
+        (TrainingModes, "restore"),
         (Weights, "restore"),
         (process_state.RandomStreams, "restore"),
         (Weights, "place"),
@@ -339,8 +340,8 @@ def test_ctrl_c_in_the_body_comes_at_once(small: Phases) -> None:
 
 
 def test_ctrl_c_at_any_line_of_the_switch_leaves_no_trace(small: Phases) -> None:
-    """At each line of phases.py and interrupts.py in turn, from the way in until all is put back."""
-    files = {phases.__file__, interrupts.__file__}
+    """At each line of phases.py, model_parts.py and signals.py in turn, from the way in until all is put back."""
+    files = {phases.__file__, model_parts.__file__, signals.__file__}
     before = state(small)
     num_interrupted = num_lines = 0
     while True:
@@ -397,13 +398,13 @@ def test_a_handler_of_the_trainer_is_called_once_after_all_is_put_back(
 ) -> None:
     """Such as one that saves a checkpoint."""
     before, called = state(small), []
-    restore = Modes.restore
+    restore = TrainingModes.restore
 
-    def press_and_restore(self: Modes) -> None:
+    def press_and_restore(self: TrainingModes) -> None:
         press_ctrl_c()
         restore(self)
 
-    monkeypatch.setattr(Modes, "restore", press_and_restore)
+    monkeypatch.setattr(TrainingModes, "restore", press_and_restore)
     kept = signal.signal(signal.SIGINT, lambda number, frame: called.append((number, state(small))))
     try:
         with small.enter("validate"):
@@ -445,7 +446,7 @@ ENTRIES: dict[str, Callable[[Phases], Any]] = {
 }
 BY_NAME = {disturb.__name__: disturb for disturb in DISTURBANCES}
 STEPS = st.lists(st.sampled_from(sorted({*BY_NAME, "place"} - {"averages"})), max_size=3)
-"""Averages that the body swaps into weights that it has cast before are told in a PhaseError: tested below."""
+"""Averages that the body swaps into weights that it has cast before are reported in a PhaseError: tested below."""
 
 
 def body(inner: Any) -> Any:
@@ -523,8 +524,8 @@ def test_nested_phases_with_errors_leave_no_trace(nesting: Any, variant: str) ->
             put(defaults[name])
 
 
-def test_averages_in_weights_that_were_cast_before_are_told() -> None:
-    """Their EMA kept the rounded weights. Nothing says any more which values those had."""
+def test_averages_in_weights_that_were_cast_before_are_reported() -> None:
+    """The EMA stored the rounded weights: the values before the cast are lost."""
     training = prepare(Training(CPU, "ema"))
     for _ in range(3):
         training.step()

@@ -1,4 +1,4 @@
-"""The phase switch over what trainers hold: prepared, compiled, adapted and quantised modules, on the CPU."""
+"""The phase switch with the modules of trainers: prepared, compiled, adapted and quantised, on the CPU."""
 
 from __future__ import annotations
 
@@ -258,7 +258,7 @@ def test_a_lora_that_is_fused_in_place_is_reported() -> None:
     assert "unet.down_blocks.1" in str(caught.value)
 
 
-# What others manage
+# What other software manages
 
 
 def named_like(package: str) -> type[torch.nn.Parameter]:
@@ -308,7 +308,7 @@ def test_a_partitioned_part_keeps_what_its_software_changes() -> None:
     assert run.unet.training and all(p.requires_grad for p in run.unet.parameters() if p is not run.unet.conv_in.weight)
 
 
-# What training keeps besides
+# What else training keeps
 
 
 def test_scaler_and_schedulers_are_not_touched() -> None:

@@ -29,7 +29,7 @@ NUM_STEPS = 3
 
 
 class Training:
-    """A tiny SDXL whose UNet and, unless told otherwise, first text encoder are trained; the rest is parked."""
+    """A tiny SDXL whose UNet and, by default, first text encoder are trained; the rest is parked."""
 
     def __init__(self, device: torch.device, *, text_encoder_trained: bool = True):
         torch.manual_seed(0)
@@ -106,7 +106,7 @@ def evict_all_and_fill(training: Training) -> torch.Tensor:
 
 
 def place_and_fill(training: Training) -> torch.Tensor:
-    """What this project's fills do: only the encoder moves, and it goes home whatever happens."""
+    """What this project's fills do: only the encoder moves, and it is put back also after an error."""
     with placed(training.vae, training.device) as vae:
         return latents_from_moments(encode_images(vae, photos()))
 

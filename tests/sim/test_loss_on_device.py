@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,12 @@ from helpers.loss_cases import SCHEDULER, make_cache
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from latentcache import LatentCache
+from latentcache.config import ValidationConfig
 from latentcache.models.tiny import tiny_unet
-from latentcache.validation.loss import LossReport, LossSettings, validation_loss
+from latentcache.validation.loss import validation_loss
+from latentcache.validation.metrics import LossReport
 
-SETTINGS = LossSettings(num_timesteps=2, batch_size=4)
+SETTINGS = ValidationConfig(num_timesteps=2, batch_size=4)
 # Other kernels, other rounding: simulated, the device's are the CPU's; a GPU may use TF32 in convolutions.
 TOLERANCE = {"sim": 1e-5, "cuda": 3e-3}
 
@@ -46,7 +47,7 @@ def test_the_device_gives_the_cpus_losses(cache: LatentCache, device: torch.devi
         validation_loss(tiny_unet(1).eval().to(where), cache, scheduler=scheduler, settings=SETTINGS)
         for where in ("cpu", device)
     )
-    assert other.footing == cpu.footing
+    assert other.measurement_settings == cpu.measurement_settings
     assert losses(other) == pytest.approx(losses(cpu), rel=TOLERANCE[device.type])
 
 
@@ -66,10 +67,10 @@ def test_nothing_is_moved_and_the_device_is_bit_equal_to_itself(cache: LatentCac
 def test_autocast_of_the_device(cache: LatentCache, device: torch.device) -> None:
     unet = tiny_unet(1).eval().to(device)
     plain = validation_loss(unet, cache, scheduler=SCHEDULER, settings=SETTINGS)
-    given = validation_loss(unet, cache, scheduler=SCHEDULER, settings=replace(SETTINGS, autocast=torch.bfloat16))
+    given = validation_loss(unet, cache, scheduler=SCHEDULER, settings=SETTINGS, autocast=torch.bfloat16)
     with torch.autocast(device.type, dtype=torch.bfloat16):
         around = validation_loss(unet, cache, scheduler=SCHEDULER, settings=SETTINGS)
-    assert given == around and given.footing["autocast"] == "bfloat16"
+    assert given == around and given.measurement_settings.autocast == "bfloat16"
     assert losses(given) != losses(plain)
     assert losses(given) == pytest.approx(losses(plain), rel=2e-2)
 

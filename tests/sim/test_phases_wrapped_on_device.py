@@ -1,4 +1,4 @@
-"""The phase switch on a second device, over parts that others place, and over weights that others put in."""
+"""The phase switch on a second device, with parts that other software places, and weights that other code swaps in."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def as_it_is(module: Any) -> None:
     """For a part that is declared immovable."""
 
 
-@pytest.mark.parametrize("at_home", [True, False])
+@pytest.mark.parametrize("is_parked", [True, False])
 @pytest.mark.parametrize("manage", [quantised, partitioned, sharded, as_it_is])
-def test_what_others_place_is_left_where_it_is(
-    manage: Callable[[Any], None], at_home: bool, device: torch.device
+def test_what_other_software_places_is_left_where_it_is(
+    manage: Callable[[Any], None], is_parked: bool, device: torch.device
 ) -> None:
     training = Training(device)
     encoder = training.parts["text_encoder_2"]
-    place = CPU if at_home else device
+    place = CPU if is_parked else device
     torch.nn.Module.to(encoder, place)
     manage(encoder)
     phases = Phases(training.parts, device=device, immovable=("text_encoder_2",) if manage is as_it_is else ())
@@ -62,7 +62,7 @@ def test_what_others_place_is_left_where_it_is(
     assert places() == {place}
     with phases.enter(Phase(on_device=("vae",))):
         assert places() == {place}
-        assert phases.on_device() == ({"vae"} if at_home else {"vae", "text_encoder_2"})
+        assert phases.on_device() == ({"vae"} if is_parked else {"vae", "text_encoder_2"})
         with phases.lend("text_encoder_2"):
             assert places() == {place}
     assert places() == {place}
@@ -110,8 +110,8 @@ def test_averages_that_are_parked_come_back(device: torch.device) -> None:
 
 
 def test_taking_out_what_a_move_remembers_is_noticed(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert text_of(weights.Values, "put", 0) == "self._held[id(tensor)] = (tensor, values)"
-    monkeypatch.setattr(weights.Values, "put", without(weights.Values, "put", 0))
+    assert text_of(weights.KeptMemory, "put", 0) == "self._kept[id(tensor)] = (tensor, values)"
+    monkeypatch.setattr(weights.KeptMemory, "put", without(weights.KeptMemory, "put", 0))
     with pytest.raises((AssertionError, PhaseError)):
         averages_that_are_parked_for_a_while(device)
 
@@ -134,7 +134,7 @@ def test_parts_that_share_a_tensor_cannot_be_apart(device: torch.device) -> None
 
 
 def test_a_refused_phase_leaves_no_old_values_to_a_later_one(device: torch.device) -> None:
-    """What it held is put back nowhere: the weights have been moved and trained since."""
+    """Memory that it kept is not put back: the weights have been moved and trained since."""
     training = Training(device)
     phases = Phases(training.parts | {"ema": Ema()}, device=device)
     with pytest.raises(PhaseError, match="averages 1 parameters"), phases.enter("validate"):

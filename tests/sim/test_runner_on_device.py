@@ -58,12 +58,12 @@ def test_a_unet_whose_blocks_are_swapped_is_validated_as_it_is(
     training.unet.requires_grad_(False)
     parts = {name: training.parts[name] for name in ("unet", "vae")} | {"scheduler": training.scheduler}
     with LatentCache(config.cache.path) as cache:
-        wanted = ValidationRunner(parts, cache, config).run(1)
+        expected = ValidationRunner(parts, cache, config).run(1)
         swap_blocks(training.unet, device)
         before = [parameter.device for parameter in training.unet.parameters()]
         phases = Phases({name: parts[name] for name in ("unet", "vae")}, device=device, immovable=("unet",))
         found = ValidationRunner(parts, cache, config, phases=phases).run(1)
-    assert found.loss.loss.mean == pytest.approx(wanted.loss.loss.mean, rel=1e-3)
+    assert found.loss.loss.mean == pytest.approx(expected.loss.loss.mean, rel=1e-3)
     assert len(found.images) == 1 and found.notes == ("unet is not moved: declared immovable",)
     assert [parameter.device for parameter in training.unet.parameters()] == before
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from latentcache import LatentCache
-from latentcache.config import Config
+from latentcache.config import Config, ValidationConfig
 from latentcache.devices.audit import audit
 from latentcache.errors import DeviceMismatchError
 from latentcache.models import decoding
@@ -20,15 +20,12 @@ from latentcache.models.model_loader import LoadedModels
 from latentcache.models.tiny import tiny_pipeline, tiny_sdxl, tiny_unet
 from latentcache.precache.prompts import cache_prompts
 from latentcache.precache.workspace import open_workspace
-from latentcache.validation.prompt_set import PromptEmbeddings, prompt_embeddings
-from latentcache.validation.sample_images import SampleSettings, denoise, generate
-
-# diffusers 0.42's Euler scheduler asks numpy 2 for a tensor's array without a copy.
+from latentcache.validation.sample_images import PromptEmbeddings, denoise, generate, prompt_embeddings
 
 CPU = torch.device("cpu")
 PROMPTS = ["a validation prompt", "a late idea"]
 """The first is cached, the second is not."""
-SETTINGS = SampleSettings(height=64, width=96, num_inference_steps=2, seed=5)
+SETTINGS = ValidationConfig(height=64, width=96, num_inference_steps=2, seed=5)
 TEXT_PARTS = ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
 
 
@@ -121,7 +118,7 @@ def test_all_embeddings_elsewhere_are_named_not_the_unet(device: torch.device) -
 
 
 @pytest.mark.parametrize("is_short", [False, True])
-def test_tiles_where_the_device_tells_that_memory_is_short(
+def test_tiles_where_the_device_reports_that_memory_is_short(
     device: torch.device, parts: dict[str, Any], monkeypatch: pytest.MonkeyPatch, is_short: bool
 ) -> None:
     vae = parts["vae"].to(device)
@@ -142,21 +139,21 @@ def test_memory_that_only_the_allocator_holds_is_free(
     """After training the allocator keeps nearly all of the device: that is no reason for tiles."""
     vae = parts["vae"].to(device)
     latents = torch.zeros(1, 4, 8, 12, device=device)
-    free_bytes, given_back = [0], []
+    free_bytes, freed = [0], []
     monkeypatch.setattr(decoding, "free_memory", lambda _: free_bytes[0])
 
     def free_cached_memory(where: torch.device) -> None:
-        given_back.append(where)
+        freed.append(where)
         free_bytes[0] = 2**40
 
     monkeypatch.setattr(decoding, "free_cached_memory", free_cached_memory)
     assert not decode_fitting(vae, latents).tiled
     assert not decode_fitting(vae, latents).tiled
-    assert given_back == [device]
+    assert freed == [device]
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_half_precision_vae_is_upcast_and_comes_home(
+def test_a_half_precision_vae_is_upcast_and_put_back(
     device: torch.device, parts: dict[str, Any], monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
     vae = parts["vae"].half()
@@ -181,6 +178,6 @@ def test_a_half_precision_vae_is_upcast_and_comes_home(
     else:
         assert generate(unet, vae, tiny_pipeline().scheduler, embeddings, SETTINGS)[0].image.size == (96, 64)
     assert seen == [(torch.float32, device, torch.float32, device)]
-    for (number, dtype, home, values), parameter in zip(before, vae.parameters(), strict=True):
-        assert (number, dtype, home) == (id(parameter), parameter.dtype, parameter.device)
+    for (number, dtype, device_before, values), parameter in zip(before, vae.parameters(), strict=True):
+        assert (number, dtype, device_before) == (id(parameter), parameter.dtype, parameter.device)
         assert torch.equal(values, parameter)

@@ -1,7 +1,7 @@
 """Four device mismatches that people reported: plain PyTorch fails first, then this project's answer.
 
-Each answer is held to assertions that a wrong answer fails: moving every tensor, looking at the first parameter only,
-evicting every part for a cache fill. The cold cache has a file of its own, test_cold_cache.py.
+Each answer is checked by assertions that a wrong answer fails: moving every tensor, looking at the first parameter
+only, evicting every part for a cache fill. The cold cache has a file of its own, test_cold_cache.py.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def built(device: torch.device, *, model_on: torch.device | None = None, **flags
 
 
 def saved_run(device: torch.device, path: Path, **flags: object) -> tuple[Path, torch.Tensor, list[float]]:
-    """Three steps, a checkpoint, three more. Gives the plain checkpoint, and the whole run's weights and losses."""
+    """Three steps, a checkpoint, three more. Returns the plain checkpoint, and the whole run's weights and losses."""
     run = built(device, **flags)
     losses = [run.step() for _ in range(3)]
     save_checkpoint(path / "ours", model=run.model, optimizer=run.optimizer, scaler=run.scaler, step=3)
@@ -97,7 +97,7 @@ def move_moments_only(optimizer: torch.optim.Optimizer) -> None:
 def assert_continues(
     run: Run, weights: torch.Tensor, losses: list[float], host_syncs: Callable, num_steps: int = 3
 ) -> None:
-    """The optimizer steps without asking the device for numbers, the audit is clean, and every bit is the same."""
+    """The optimizer steps without reading numbers from the device, the audit is clean, and every bit is the same."""
     parts = {"model": run.model, "optimizer": run.optimizer, "scaler": run.scaler}
     assert audit(parts, device=run.device).findings == ()
     assert [run.step() for _ in range(num_steps)] == losses[-num_steps:]

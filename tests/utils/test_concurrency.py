@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
@@ -17,7 +17,7 @@ from latentcache.precache import image_stage as images
 from latentcache.precache.run import run_precache
 from latentcache.store.writer import PackWriter
 from latentcache.types import Entry
-from latentcache.utils.concurrency import NICENESS, BackgroundWorker, bounded_map, lower_priority
+from latentcache.utils.concurrency import NICENESS, BackgroundWorker, Prefetcher, bounded_map, lower_priority
 
 
 def test_results_are_in_order_and_errors_are_the_consumers() -> None:
@@ -222,3 +222,44 @@ def test_a_thread_that_steps_back_lowers_its_own_priority_alone(monkeypatch: pyt
     thread.start()
     thread.join()
     assert found == [min(own + NICENESS, 19)] and niceness() == own
+
+
+def test_prefetched_items_come_in_order_and_the_error_after_them_again_and_again() -> None:
+    threads: set[int] = set()
+
+    def source() -> Generator[int, None, None]:
+        try:
+            yield from range(5)
+            raise StoreError("lost")
+        finally:
+            threads.add(threading.get_ident())
+
+    items = Prefetcher(source(), 2)
+    assert [next(items) for _ in range(5)] == list(range(5))
+    for _ in range(2):
+        with pytest.raises(StoreError, match="lost"):
+            next(items)
+    items.close()
+    assert threads and threading.get_ident() not in threads
+
+
+@pytest.mark.parametrize("ending", ["close", "drop"])
+def test_the_prefetching_thread_ends_with_its_consumer_and_closes_the_source(ending: str) -> None:
+    closed = threading.Event()
+
+    def source() -> Generator[int, None, None]:
+        try:
+            while True:
+                yield 0
+        finally:
+            closed.set()
+
+    items = Prefetcher(source(), 3)
+    assert next(items) == 0
+    if ending == "close":
+        items.close()
+        with pytest.raises(StopIteration):
+            next(items)
+    else:
+        del items
+    assert closed.wait(10)

@@ -1,15 +1,14 @@
-"""The grid: the images themselves, pixel for pixel, and their prompts, whatever they say."""
+"""The grid: the images pixel for pixel, and any prompts."""
 
 from __future__ import annotations
 
-import io
 import json
 
 import pytest
+from helpers.report_samples import image, opened
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageFont
-from report_samples import image
 
 from latentcache.validation import grid as grid_module
 from latentcache.validation.grid import caption_of, grid_png, image_png, sample_grid, wrap
@@ -29,12 +28,6 @@ PROMPTS = [
     "\u202eright to left",
     "lone \udcff surrogate",
 ]
-
-
-def opened(data: bytes) -> Image.Image:
-    found = Image.open(io.BytesIO(data))
-    found.load()
-    return found
 
 
 def cut_out(grid: Image.Image, sample: SampleImage, left: int, top: int) -> Image.Image:

@@ -1,4 +1,4 @@
-"""The schedule of the training: what diffusers' own schedulers give, whatever sampler stands for it."""
+"""The schedule of the training: that of diffusers' own schedulers, for any sampler with the same betas."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LATENTS, NOISE = randn(0), randn(1)
 @pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction", "sample"])
 @pytest.mark.parametrize("zero_snr", [False, True], ids=["plain", "zero-terminal-snr"])
 @pytest.mark.parametrize("sampler", [EulerDiscreteScheduler, DDIMScheduler, DDPMScheduler])
-def test_betas_are_those_of_ddpm_whatever_the_sampler(sampler: Any, zero_snr: bool, prediction_type: str) -> None:
+def test_betas_are_those_of_ddpm_for_any_sampler(sampler: Any, zero_snr: bool, prediction_type: str) -> None:
     settings = {**SDXL, "prediction_type": prediction_type, "rescale_betas_zero_snr": zero_snr}
     schedule, ddpm = NoiseSchedule.of(sampler(**settings)), DDPMScheduler(**settings)
     assert schedule.num_train_timesteps == 1000 and schedule.prediction_type == prediction_type
@@ -125,7 +125,7 @@ def test_flow_has_no_min_snr() -> None:
 
 @pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction", "sample", "flow_prediction"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
-def test_noising_is_float32_whatever_comes_in(prediction_type: str, dtype: torch.dtype) -> None:
+def test_noising_is_float32_for_any_input(prediction_type: str, dtype: torch.dtype) -> None:
     schedule = NoiseSchedule.of({**SDXL, "prediction_type": prediction_type})
     latents, noise = randn(0, dtype), randn(1, dtype)
     for method in (schedule.noised, schedule.target):

@@ -8,14 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from helpers.report_samples import losses, report
 from PIL import Image
-from report_samples import measured, report
 
 from latentcache.errors import ReadOnlyError, StorageFullError, StoreError, UnsafeStoreError
 from latentcache.utils import durable_files as files
 from latentcache.validation.plots import loss_plot
-from latentcache.validation.results import write_results
-from latentcache.validation.validation_report import ValidationReport
+from latentcache.validation.results import ValidationReport, write_results
 
 ALL = ["loss.png", "metrics.json", "sample-00.png", "sample-01.png", "samples.png"]
 
@@ -145,5 +144,5 @@ def test_the_plot_holds_the_steps_before(tmp_path: Path) -> None:
     write_results(report(1, num_images=0), tmp_path)
     second = write_results(report(2, num_images=0), tmp_path)
     assert second.plot is not None
-    assert second.plot.read_bytes() == loss_plot(measured(2), [measured(1)])
-    assert second.plot.read_bytes() != loss_plot(measured(2))
+    assert second.plot.read_bytes() == loss_plot(2, losses(2), {1: losses(1)})
+    assert second.plot.read_bytes() != loss_plot(2, losses(2))

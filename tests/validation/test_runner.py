@@ -48,7 +48,7 @@ def warm(config: Config) -> Iterator[LatentCache]:
 
 
 def without_encoders(training: Training) -> dict[str, Any]:
-    """What a run on a warm cache holds."""
+    """The parts of a run on a warm cache."""
     kept = ("unet", "vae", "optimizer", "ema", "scaler")
     return {name: training.parts.get(name) for name in kept} | {"scheduler": training.scheduler}
 
@@ -119,9 +119,8 @@ def test_the_averaged_weights_are_validated(warm: LatentCache, config: Config) -
     training.unet.eval()
     own = validation_loss(training.unet, warm, scheduler=training.scheduler, datasets=["held-out"])
     training.ema.copy_to(training.unet.parameters())
-    settings = runner_module.LossSettings.of(config.validation)
     averaged = validation_loss(
-        training.unet, warm, scheduler=training.scheduler, datasets=["held-out"], settings=settings
+        training.unet, warm, scheduler=training.scheduler, datasets=["held-out"], settings=config.validation
     )
     assert report is not None and report.loss is not None
     assert report.loss.by_sample == averaged.by_sample != own.by_sample
@@ -222,11 +221,11 @@ def test_a_cache_that_is_open_for_reading_only_is_never_filled(cold: LatentCache
 
 def test_wrapped_modules_are_validated_as_the_eager_ones(warm: LatentCache, config: Config) -> None:
     training = Training(CPU)
-    wanted = runner_for(training, warm, config).run(1)
+    expected = runner_for(training, warm, config).run(1)
     compiled = torch.compile(training.unet, backend="eager")
     parts = without_encoders(training) | {"unet": compiled}
     found = ValidationRunner(parts, warm, config, phases=Phases(parts, device=CPU)).run(1)
-    assert found is not None and wanted is not None and found.loss == wanted.loss
+    assert found is not None and expected is not None and found.loss == expected.loss
 
 
 def test_without_a_vae_there_are_no_images_and_a_note_says_so(warm: LatentCache, config: Config) -> None:
@@ -285,12 +284,12 @@ def test_the_loss_of_a_unet_that_is_stored_in_8_bits(warm: LatentCache, config: 
     parts = without_encoders(training) | {"optimizer": None}
     training.unet.requires_grad_(False).to(torch.bfloat16)
     phases = Phases({"unet": training.unet, "vae": parts["vae"]}, device=CPU)
-    wanted = ValidationRunner(parts, warm, config, phases=phases).run(1)
+    expected = ValidationRunner(parts, warm, config, phases=phases).run(1)
     training.unet.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.bfloat16)
     found = ValidationRunner(parts, warm, config, phases=phases).run(1)
-    assert found is not None and found.loss is not None and wanted is not None and wanted.loss is not None
-    assert found.loss.footing == wanted.loss.footing and len(found.images) == 1
-    assert found.loss.loss.mean == pytest.approx(wanted.loss.loss.mean, rel=0.05)
+    assert found is not None and found.loss is not None and expected is not None and expected.loss is not None
+    assert found.loss.measurement_settings == expected.loss.measurement_settings and len(found.images) == 1
+    assert found.loss.loss.mean == pytest.approx(expected.loss.loss.mean, rel=0.05)
 
 
 def test_torch_may_lack_what_distributes(warm: LatentCache, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:

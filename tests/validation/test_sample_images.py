@@ -13,17 +13,28 @@ import torch
 from diffusers import DDPMScheduler, DPMSolverMultistepScheduler, EulerDiscreteScheduler, StableDiffusionXLPipeline
 
 from latentcache import LatentCache
-from latentcache.config import Config, parse_config
+from latentcache.config import ValidationConfig, parse_config
 from latentcache.devices.offload import offload_hook_of
 from latentcache.errors import ConfigError, DeviceMismatchError, ModelError
 from latentcache.models.decoding import decode_latents
 from latentcache.models.tiny import tiny_pipeline, tiny_sdxl
 from latentcache.precache.run import run_precache
-from latentcache.validation.prompt_set import PromptEmbeddings, prompt_embeddings
-from latentcache.validation.sample_images import SampleSettings, denoise, generate, scheduler_copy
+from latentcache.validation.sample_images import (
+    PromptEmbeddings,
+    denoise,
+    generate,
+    prompt_embeddings,
+    scheduler_copy,
+)
 
 PROMPTS = ["a red house", "a blue car in the rain"]
-SETTINGS = SampleSettings(height=64, width=96, num_inference_steps=3, seed=7)
+
+
+def small(**changes: Any) -> ValidationConfig:
+    return ValidationConfig(height=64, width=96, num_inference_steps=3, **changes)
+
+
+SETTINGS = small(seed=7)
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +71,9 @@ def cached(path: Path, negative: str | None, unet: torch.nn.Module) -> list[Prom
         return prompt_embeddings(cache, PROMPTS, negative, device=unet)
 
 
-def reference(pipeline: StableDiffusionXLPipeline, negative: str | None, settings: SampleSettings) -> list[np.ndarray]:
+def reference(
+    pipeline: StableDiffusionXLPipeline, negative: str | None, settings: ValidationConfig
+) -> list[np.ndarray]:
     """The images of diffusers itself, from the prompts, with the encoders in memory."""
     images = []
     for number, prompt in enumerate(PROMPTS):
@@ -84,7 +97,7 @@ def test_images_are_those_of_the_whole_pipeline(
     caches: Callable[[torch.dtype], Path], negative: str | None, guidance_scale: float, scheduler: str | None
 ) -> None:
     pipeline = pipeline_in(torch.float32)
-    settings = SampleSettings(64, 96, 3, guidance_scale, 7, scheduler)
+    settings = small(seed=7, guidance_scale=guidance_scale, scheduler=scheduler)
     embeddings = cached(caches(torch.float32), negative, pipeline.unet)
     samples = generate(pipeline.unet, pipeline.vae, pipeline.scheduler, embeddings, settings)
     pipeline.scheduler = scheduler_copy(pipeline.scheduler, scheduler)
@@ -129,14 +142,14 @@ def embeddings() -> list[PromptEmbeddings]:
 def test_an_image_does_not_depend_on_the_other_prompts(embeddings: list[PromptEmbeddings]) -> None:
     pipeline = tiny_pipeline()
     both = denoise(pipeline.unet, pipeline.scheduler, embeddings, SETTINGS)
-    second = SampleSettings(64, 96, 3, seed=8)
+    second = small(seed=8)
     assert torch.equal(both[1], denoise(pipeline.unet, pipeline.scheduler, embeddings[1:], second)[0])
     assert both[0].shape == (1, 4, 8, 12)
     assert denoise(pipeline.unet, pipeline.scheduler, [], SETTINGS) == []
 
 
 class _Drawing(torch.nn.Module):
-    """Stands in for layers that draw from the global generators."""
+    """Draws from the global generators, as some layers do."""
 
     def __init__(self, fail_at: int | None = None):
         super().__init__()
@@ -202,16 +215,7 @@ def test_weights_cast_for_sampling_do_not_reach_training(embeddings: list[Prompt
     predicted.float().sum().backward()
     assert all(parameter.grad is not None for parameter in unet.parameters())
     plain = denoise(unet, pipeline.scheduler, embeddings, SETTINGS)[0]
-    assert not torch.equal(sampled, plain), "the surrounding autocast holds"
-
-
-def test_settings_come_from_the_config(make_config: Callable[..., Config]) -> None:
-    config = make_config(
-        **{"validation.height": 512, "validation.width": 640, "validation.scheduler": "DDIMScheduler"},
-        **{"validation.seed": 3, "validation.guidance_scale": 2.5, "validation.num_inference_steps": 9},
-    )
-    assert SampleSettings.of(config.validation) == SampleSettings(512, 640, 9, 2.5, 3, "DDIMScheduler")
-    assert SampleSettings.of(make_config().validation) == SampleSettings()
+    assert not torch.equal(sampled, plain), "the surrounding autocast stays in force"
 
 
 def test_the_scheduler_is_a_copy_with_the_same_settings() -> None:
@@ -245,7 +249,7 @@ def test_what_was_set_after_the_scheduler_was_made_counts_too() -> None:
 def test_schedulers_that_cannot_be_used(name: str, said: str, embeddings: list[PromptEmbeddings]) -> None:
     pipeline = tiny_pipeline()
     with pytest.raises(ConfigError, match=said) as caught:
-        denoise(pipeline.unet, pipeline.scheduler, embeddings, SampleSettings(64, 96, 3, scheduler=name))
+        denoise(pipeline.unet, pipeline.scheduler, embeddings, small(scheduler=name))
     assert caught.value.key == "validation.scheduler"
 
 
@@ -320,7 +324,7 @@ def test_tiles_are_reported(embeddings: list[PromptEmbeddings], monkeypatch: pyt
     assert not vae.use_tiling
 
 
-def test_the_vae_is_home_after_a_decode_that_raises(
+def test_the_vae_is_put_back_after_a_decode_that_raises(
     embeddings: list[PromptEmbeddings], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pipeline = tiny_pipeline(tiny_sdxl())

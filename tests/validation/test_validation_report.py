@@ -1,4 +1,4 @@
-"""The document of a validation: every number that was measured, valid JSON whatever they are."""
+"""The document of a validation: every number that was measured, as valid JSON."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.report_samples import image, losses, report
 from hypothesis import given
 from hypothesis import strategies as st
-from report_samples import image, losses, report
 
 from latentcache.errors import ConfigError
 from latentcache.utils.json_document import plain, to_bytes
-from latentcache.validation.validation_report import ValidationReport
+from latentcache.validation.results import ValidationReport
 
 
 def read(value: object) -> object:
@@ -45,7 +45,7 @@ def test_the_document_holds_what_was_measured() -> None:
     assert document["loss_by_dataset"]["faces"]["num"] == 2
     assert document["loss_by_sample"] == found.loss.by_sample
     assert document["skipped"] == [{"dataset": "photos", "sample_id": "broken.png", "reason": "damaged"}]
-    assert document["footing"] == found.loss.footing
+    assert document["measurement_settings"] == found.loss.measurement_settings.model_dump()
     assert document["images"][1] == {
         "prompt": "prompt 1",
         "negative_prompt": "ugly",
@@ -66,17 +66,17 @@ def test_image_paths_are_joined_to_a_folder_that_is_named() -> None:
     ]
 
 
-def test_a_loss_that_is_not_finite_is_null_and_still_has_a_footing() -> None:
+def test_a_loss_that_is_not_finite_is_null_and_still_has_its_settings() -> None:
     document = read(report(nan=True).to_json())
     assert document["loss"] is None and document["loss_by_dataset"]["photos"]["loss"] is None
     assert document["loss_by_sample"]["photos"]["0.png"] is None
     assert document["loss_by_dataset"]["faces"]["loss"] > 0
-    assert document["footing"] is not None
+    assert document["measurement_settings"] is not None
 
 
 def test_nothing_measured_and_nothing_sampled() -> None:
     document = read(ValidationReport(step=0).to_json())
-    assert document["loss"] is None and document["footing"] is None and document["loss_by_timestep"] == []
+    assert document["loss"] is None and document["measurement_settings"] is None and document["loss_by_timestep"] == []
     assert document["images"] == [] and document["num_samples"] == 0
     assert "not measured" in ValidationReport(step=0).to_text()
 
@@ -99,7 +99,7 @@ def test_the_text_names_loss_datasets_bins_images_and_notes() -> None:
 
 def test_the_text_of_one_sample_has_no_standard_error() -> None:
     one = losses()
-    alone = replace(one, loss=replace(one.loss, standard_error=None, num=1))
+    alone = one.model_copy(update={"loss": one.loss.model_copy(update={"standard_error": None, "num": 1})})
     line = ValidationReport(step=1, loss=alone).to_text().splitlines()[1]
     assert "±" not in line and line.endswith("(1 sample)")
 

@@ -15,10 +15,10 @@ from tqdm import tqdm
 from latentcache.errors import ItemsError, PipelineStopped
 from latentcache.identity import canonical_json, digest
 from latentcache.integrations.onetrainer.item_identity import Item
-from latentcache.phases.interrupts import uninterrupted
 from latentcache.phases.process_state import RandomStreams
 from latentcache.store.base import Store, Writer
 from latentcache.types import Entry
+from latentcache.utils.signals import uninterrupted
 
 WINDOW = 32
 """Items that the threads have at once. Finished ones wait in memory until it is their turn to be stored."""

@@ -36,7 +36,7 @@ def module_class(pipeline_module: type, single_variation: type) -> type[CacheMod
 
 def mgds_module_class() -> type[CacheModule]:
     """LatentCacheModule over the base classes of the mgds that is installed. PipelineError if there is none."""
-    return module_class(*(_found(_imported(name, "mgds"), attribute) for name, attribute in _BASES))
+    return module_class(*(_attribute(_import(name, "mgds"), attribute) for name, attribute in _BASES))
 
 
 def install(
@@ -55,17 +55,17 @@ def install(
     share it. `provenance` and `should_stop` are those of `LatentCacheModule`. A second call replaces the first. Raises
     PipelineError if a loader cannot be imported or has no DiskCache; then nothing was replaced.
     """
-    made = _configured(mgds_module_class(), model, cache_dir, provenance, should_stop)
-    found = [_imported(name, "OneTrainer") for name in loaders]
-    present = {loader: _found(loader, NAME) for loader in found}
+    installed = _configured(mgds_module_class(), model, cache_dir, provenance, should_stop)
+    modules = [_import(name, "OneTrainer") for name in loaders]
+    present = {loader: _attribute(loader, NAME) for loader in modules}
     originals = {loader: getattr(cache, _REPLACED, {}).get(loader, cache) for loader, cache in present.items()}
-    setattr(made, _REPLACED, originals)
-    for loader in found:
-        setattr(loader, NAME, made)
+    setattr(installed, _REPLACED, originals)
+    for loader in modules:
+        setattr(loader, NAME, installed)
 
     def undo() -> None:
         for loader, original in originals.items():
-            if getattr(loader, NAME) is made:  # else another call, or another program, has replaced it since
+            if getattr(loader, NAME) is installed:  # else another call, or another program, has replaced it since
                 setattr(loader, NAME, original)
 
     return undo
@@ -89,7 +89,7 @@ def _configured(
     return type(base.__name__, (base,), {"__init__": __init__, "__module__": base.__module__, "__doc__": base.__doc__})
 
 
-def _imported(name: str, owner: str) -> ModuleType:
+def _import(name: str, owner: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -99,7 +99,7 @@ def _imported(name: str, owner: str) -> ModuleType:
         ) from error
 
 
-def _found(module: ModuleType, name: str) -> Any:
+def _attribute(module: ModuleType, name: str) -> Any:
     if not hasattr(module, name):
         raise PipelineError(
             f"it has no {name!r}: this adapter was written for another release of it. Make the "

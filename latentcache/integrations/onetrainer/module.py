@@ -24,11 +24,11 @@ from latentcache.integrations.onetrainer.source_files import FileDigests, signat
 from latentcache.integrations.onetrainer.upstream import walk
 from latentcache.integrations.onetrainer.values import PLAIN_FIELD, PlainValues, fields_of, values_of
 from latentcache.integrations.onetrainer.variations import GroupNames, Groups, make_groups, once_per_item
-from latentcache.phases.interrupts import uninterrupted
 from latentcache.precache.scratch import Memo
 from latentcache.store.disk import DiskStore
 from latentcache.store.stacking import read_batch
 from latentcache.types import Entry, Record
+from latentcache.utils.signals import uninterrupted
 
 logger = logging.getLogger("latentcache")
 

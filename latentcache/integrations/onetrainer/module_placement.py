@@ -85,7 +85,7 @@ class PlacementGuard:
 
     def before(self) -> None:
         """Record the placement. PipelineError if there is no model yet."""
-        model = self._found()
+        model = self._current_model()
         self._parts = tuple(_PartRecord.of(name, part) for name, part in vars(model).items() if _is_part(part))
         if not self._parts:
             raise PipelineError(
@@ -101,7 +101,7 @@ class PlacementGuard:
         parts, self._parts = self._parts, ()
         if not parts:
             return
-        model = self._found()
+        model = self._current_model()
         away = _away(model)
         with (
             ExitStack() as steps
@@ -125,7 +125,7 @@ class PlacementGuard:
 
         module.before_cache_fun, module.after_cache_fun = record_and_prepare, finish_and_restore
 
-    def _found(self) -> Any:
+    def _current_model(self) -> Any:
         model = self._model() if _gives_model(self._model) else self._model
         if model is None:
             raise PipelineError("the function that gives the model gives None: it is not loaded yet")

@@ -1,4 +1,4 @@
-"""Validation of a checkpoint on its own, without a trainer: what `latentcache validate` does."""
+"""Validation of a checkpoint without a trainer: what `latentcache validate` does."""
 
 from __future__ import annotations
 
@@ -19,11 +19,9 @@ from latentcache.models.unet import load_unet
 from latentcache.models.vae import DTYPES, vae_dtype
 from latentcache.phases.phases import Phases
 from latentcache.utils.progress import Progress
-from latentcache.validation.history import read_losses
-from latentcache.validation.loss_report import Estimate, paired_difference
-from latentcache.validation.results import Paths
+from latentcache.validation.metrics import Estimate, LossReport, Metrics, paired_difference
+from latentcache.validation.results import ResultPaths, ValidationReport
 from latentcache.validation.runner import ValidationRunner
-from latentcache.validation.validation_report import ValidationReport, format_estimate
 
 
 def validate(
@@ -37,18 +35,18 @@ def validate(
     against: Path | None = None,
     progress: Progress | None = None,
 ) -> CheckpointValidation:
-    """Validate a UNet on what the config's cache holds, and write the results.
+    """Validate a UNet on the cached validation sets of a config, and write the results.
 
-    `unet` is anything that `encoders.unet.load_unet` reads, by default the model's own; `lora` a LoRA on top of it. The
+    `unet` is anything that `models.unet.load_unet` reads, by default the model's own; `lora` a LoRA on top of it. The
     device is `encode.device`, `dtype` that of the UNet: `auto` is float16 on an accelerator, float32 on the CPU. No
-    text encoder is loaded. `against` is the metrics.json of another checkpoint, to tell the difference of the losses.
-    Raises ConfigError, ModelError, DeviceError, and StoreError for what is not cached.
+    text encoder is loaded. `against` is the metrics.json of another checkpoint: the result has the difference of the
+    losses. Raises ConfigError, MetricsError, ModelError, DeviceError, and StoreError for what is not cached.
     """
-    other = None if against is None else read_losses(against)
+    other = None if against is None else _losses_in(against)
     if config.cache.store == "cpu":
         raise ConfigError("cache.store is cpu: such a cache ends with its process; set it to disk", key="cache.store")
     device = device_named(config.encode.device)
-    # Opened first: where nothing is cached, no model has to be loaded to say so.
+    # Opened first: an empty cache is reported before any model is loaded.
     with LatentCache(config.cache.path, unverified=config.cache.unverified) as cache:
         model = config.model
         parts: dict[str, Any] = {
@@ -80,13 +78,13 @@ class CheckpointValidation:
     """A report and its files; with the mean difference of the losses to those in `against`, sample by sample."""
 
     report: ValidationReport
-    paths: Paths
+    paths: ResultPaths
     against: str | None = None
     difference: Estimate | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The report's document, its images with paths that open."""
-        compared = None if self.difference is None else {"against": self.against, **self.difference.to_json()}
+        compared = None if self.difference is None else {"against": self.against, **self.difference.model_dump()}
         return self.report.to_json(self.paths.folder) | {"difference": compared}
 
     def to_text(self) -> str:
@@ -94,8 +92,19 @@ class CheckpointValidation:
         lines = [self.report.to_text()]
         if self.difference is not None:
             sign = "+" if self.difference.mean > 0 else ""
-            lines.append(f"against   {self.against}: {sign}{format_estimate(self.difference)}")
+            lines.append(f"against   {self.against}: {sign}{self.difference.to_text()}")
         return "\n".join((*lines, f"results   {self.paths.folder}"))
+
+
+def _losses_in(path: Path) -> LossReport:
+    """The losses in a metrics.json, or a link to one. MetricsError, or ConfigError if it has none."""
+    loss = Metrics.read(path.resolve()).loss_report
+    if loss is None:
+        raise ConfigError(
+            "is the metrics.json of a validation that measured no loss; name one that did, in validation.path/<step>/",
+            source=str(path),
+        )
+    return loss
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:

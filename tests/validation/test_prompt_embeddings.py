@@ -1,4 +1,4 @@
-"""Validation prompts out of the cache; and single ones brought into it, with the encoders back where they were."""
+"""Validation prompts from the cache; single ones are added to it, with the encoders back where they were."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from latentcache.precache.prompts import cache_prompts
 from latentcache.precache.run import run_precache
 from latentcache.precache.workspace import Workspace, open_workspace
 from latentcache.types import prompt_id
-from latentcache.validation.prompt_set import Pair, prompt_embeddings
+from latentcache.validation.sample_images import PromptPair, prompt_embeddings
 
 TEXT_PARTS = ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
 NEW = [("a late idea", False), ("blurry", True)]
@@ -113,17 +113,17 @@ def test_an_encoder_that_does_not_cache_is_found_out(cache: LatentCache) -> None
 def test_with_encoders_what_is_missing_is_cached_once(
     config: Config, workspace: Workspace, cache: LatentCache, models: LoadedModels, parts: dict[str, Any]
 ) -> None:
-    before, asked = encoders(parts), []
+    before, encoded = encoders(parts), []
 
-    def encode(pairs: list[Pair]) -> int:
-        asked.append((pairs, cache_prompts(config, workspace, models, pairs, device="cpu")))
-        return asked[-1][1]
+    def encode(pairs: list[PromptPair]) -> int:
+        encoded.append((pairs, cache_prompts(config, workspace, models, pairs, device="cpu")))
+        return encoded[-1][1]
 
     for _ in range(2):
         embeddings = prompt_embeddings(
             cache, ["a validation prompt", "a late idea"], "blurry", device="cpu", encode=encode
         )
-    assert asked == [(NEW, 2)], "asked once, for what was missing"
+    assert encoded == [(NEW, 2)], "called once, for what was missing"
     assert encoders(parts) == before
     text = LoadedModels(**parts).text(torch.float32)
     late, negative = (encode_captions(text, [caption]) for caption in ("a late idea", "blurry"))
@@ -137,12 +137,12 @@ def test_with_encoders_what_is_missing_is_cached_once(
 def test_the_next_precache_has_them_as_hits_with_the_same_bytes(
     make_config: Callable[..., Config], models: LoadedModels, tmp_path: Any, clip_skip: int
 ) -> None:
-    wanted = {"encode.clip_skip": clip_skip, "validation.prompts": ["a late idea"]}
-    wanted["validation.negative_prompt"] = "a late idea"
+    settings = {"encode.clip_skip": clip_skip, "validation.prompts": ["a late idea"]}
+    settings["validation.negative_prompt"] = "a late idea"
     configs = [
         make_config(**{"encode.clip_skip": clip_skip}),
-        make_config(**wanted),
-        make_config(**wanted, **{"cache.path": tmp_path / "other"}),
+        make_config(**settings),
+        make_config(**settings, **{"cache.path": tmp_path / "other"}),
     ]
     run_precache(configs[0])
     with open_workspace(configs[0].cache) as workspace:
@@ -206,7 +206,7 @@ def test_lost_and_damaged_entries_are_encoded_again(
     before = cache.prompt("a validation prompt", device="cpu")
     cache.store.remove([row.captions[0].key])
 
-    def encode(pairs: list[Pair]) -> int:
+    def encode(pairs: list[PromptPair]) -> int:
         return cache_prompts(config, workspace, models, pairs, device="cpu")
 
     (embeddings,) = prompt_embeddings(cache, ["a validation prompt"], "", device="cpu", encode=encode)
@@ -257,7 +257,7 @@ def test_an_encoder_that_is_trained_is_refused(
 
 
 @pytest.mark.parametrize("failing", ["text_encoder", "text_encoder_2"])
-def test_an_encoder_that_fails_goes_home_and_can_be_tried_again(
+def test_an_encoder_that_fails_is_put_back_and_can_be_tried_again(
     config: Config, workspace: Workspace, models: LoadedModels, parts: dict[str, Any], failing: str
 ) -> None:
     def fail(*_: Any) -> None:
@@ -283,7 +283,7 @@ def test_an_output_that_cannot_be_stored_is_named(
     assert prompt_id("a late idea") not in prompts_of(workspace).rows
 
 
-def test_a_prompt_that_is_cut_is_told(
+def test_a_prompt_that_is_cut_is_reported(
     config: Config, workspace: Workspace, models: LoadedModels, caplog: pytest.LogCaptureFixture
 ) -> None:
     cache_prompts(config, workspace, models, [("x" * 100, False)], device="cpu")
@@ -296,7 +296,7 @@ def test_the_cpu_tier(make_config: Callable[..., Config], models: LoadedModels) 
         run_precache(config, workspace=workspace)
         cache = LatentCache(store=workspace.store, manifests=workspace.manifests)
 
-        def encode(pairs: list[Pair]) -> int:
+        def encode(pairs: list[PromptPair]) -> int:
             return cache_prompts(config, workspace, models, pairs, device="cpu")
 
         assert prompt_embeddings(cache, ["a late idea"], "blurry", device="cpu", encode=encode)

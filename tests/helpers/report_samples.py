@@ -2,40 +2,46 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 
 import numpy as np
 from PIL import Image
 
-from latentcache.validation.history import MeasuredStep
-from latentcache.validation.loss import Estimate, LossReport, SkippedSample, TimestepBin
+from latentcache.validation.metrics import Estimate, LossReport, MeasurementSettings, SkippedSample, TimestepBin
+from latentcache.validation.results import ValidationReport
 from latentcache.validation.sample_images import SampleImage
-from latentcache.validation.validation_report import ValidationReport
 
-FOOTING = {"prediction_type": "epsilon", "num_timesteps": 2, "seed": 0, "snr_gamma": None, "schedule": "ab12"}
+SETTINGS = MeasurementSettings(
+    prediction_type="epsilon",
+    schedule="ab12",
+    num_train_timesteps=1000,
+    num_timesteps=2,
+    seed=0,
+    snr_gamma=None,
+    dtype="float32",
+    autocast=None,
+    datasets={"photos": "cd34", "faces": "ef56"},
+)
 
 
-def losses(step: int = 100, *, footing: dict[str, object] = FOOTING, nan: bool = False) -> LossReport:
+def losses(step: int = 100, *, settings: MeasurementSettings = SETTINGS, nan: bool = False) -> LossReport:
     """Five samples of two datasets at two timesteps; one was skipped."""
     values = np.random.default_rng(step).random(5)
     values[0] = np.nan if nan else values[0]
     by_sample = {"photos": {f"{n}.png": float(v) for n, v in enumerate(values[:3])}}
     by_sample["faces"] = {f"{n}.png": float(v) for n, v in enumerate(values[3:])}
     return LossReport(
-        footing=footing,
+        measurement_settings=settings,
         loss=Estimate.of(values.tolist()),
         by_timestep=(
-            TimestepBin(0, 500, Estimate.of((values * 2).tolist())),
-            TimestepBin(500, 1000, Estimate.of((values / 3).tolist())),
+            TimestepBin.of((values * 2).tolist(), first=0, end=500),
+            TimestepBin.of((values / 3).tolist(), first=500, end=1000),
         ),
         by_dataset={name: Estimate.of(list(found.values())) for name, found in by_sample.items()},
         by_sample=by_sample,
-        skipped=(SkippedSample("photos", "broken.png", "damaged"),),
+        skipped=(SkippedSample(dataset="photos", sample_id="broken.png", reason="damaged"),),
     )
-
-
-def measured(step: int, *, footing: dict[str, object] = FOOTING, nan: bool = False) -> MeasuredStep:
-    return MeasuredStep.of(step, losses(step, footing=footing, nan=nan))
 
 
 def image(
@@ -56,3 +62,10 @@ def report(step: int = 100, *, num_images: int = 2, nan: bool = False, notes: Se
         notes=tuple(notes),
         num_filled=3,
     )
+
+
+def opened(data: bytes) -> Image.Image:
+    """The picture of an image file."""
+    picture = Image.open(io.BytesIO(data))
+    picture.load()
+    return picture

@@ -1,0 +1,292 @@
+"""The numbers of a validation: estimates, the report of a loss, and the one schema of metrics.json. They need no torch.
+
+`Metrics` writes metrics.json and reads it back: for the curve of the earlier steps, and to compare two checkpoints.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import reprlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Self, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, ValidationError, model_validator
+
+from latentcache.errors import ConfigError, MetricsError, StoreError, UnsafeStoreError
+from latentcache.utils.durable_files import open_regular
+from latentcache.utils.json_document import plain
+
+METRICS_NAME = "metrics.json"
+MAX_BYTES = 1 << 30
+"""A larger metrics.json is refused before it is read: that of a million samples has about 60 MB."""
+
+logger = logging.getLogger("latentcache")
+
+T = TypeVar("T")
+Count = Annotated[int, Field(ge=0, le=2**53)]
+"""Larger numbers have no place on a plot's axis."""
+Loss = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
+"""JSON has no NaN: a loss that is NaN is null there."""
+Rows = Annotated[tuple[T, ...], Strict(False)]
+"""A tuple that is a list in JSON."""
+
+
+class _Schema(BaseModel):
+    """Frozen; a value of another type is refused, not converted; fields of later versions are ignored."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="ignore", populate_by_name=True)
+
+
+class Estimate(_Schema):
+    """A mean loss with its standard error, std(ddof=1) / sqrt(num).
+
+    `standard_error` is None where it is not defined: of fewer than two values, or if one is not finite. Then, and of
+    no values, the mean is NaN.
+    """
+
+    mean: Loss = Field(alias="loss")
+    standard_error: Annotated[float, Field(ge=0)] | None
+    num: Count
+
+    @classmethod
+    def of(cls, values: Sequence[float], **fields: int) -> Self:
+        """The estimate from these values; `fields` are those that a subclass adds."""
+        num, mean = len(values), mean_of(values)
+        if num < 2 or math.isnan(mean):
+            return cls(mean=mean, standard_error=None, num=num, **fields)
+        variance = math.fsum((value - mean) ** 2 for value in values) / (num - 1)
+        return cls(mean=mean, standard_error=math.sqrt(variance / num), num=num, **fields)
+
+    def to_text(self) -> str:
+        """The mean with its standard error, for people."""
+        error = "" if self.standard_error is None else f" ± {self.standard_error:.2g}"
+        return f"{self.mean:.6g}{error} ({self.num} sample{'' if self.num == 1 else 's'})"
+
+
+class TimestepBin(Estimate):
+    """The loss at timesteps `first` <= t < `end`, in steps of the training schedule: over all samples."""
+
+    first: Count
+    end: Count
+
+    @model_validator(mode="after")
+    def _is_in_order(self) -> Self:
+        if self.first >= self.end:
+            raise ValueError(f"first is {self.first}, which is not below end, {self.end}")
+        return self
+
+
+class SkippedSample(_Schema):
+    """A sample that could not be read, and why."""
+
+    dataset: str
+    sample_id: str
+    reason: str
+
+
+class MeasurementSettings(_Schema):
+    """What determines the losses, except the UNet's weights. Only losses with equal settings may be compared.
+
+    `schedule` is the digest of the noise schedule. `datasets` maps each name to the digest of its samples. Settings of
+    later versions are kept, and compared too.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    prediction_type: str
+    schedule: str
+    num_train_timesteps: int
+    num_timesteps: int
+    seed: int
+    snr_gamma: float | None
+    dtype: str
+    autocast: str | None
+    datasets: dict[str, str]
+
+    def differences(self, other: MeasurementSettings) -> Iterator[str]:
+        """What differs, in words. Of the datasets those count that are in both."""
+        mine, others = self.model_dump(), other.model_dump()
+        for name in sorted((mine.keys() | others.keys()) - {"datasets"}):
+            if mine.get(name) != others.get(name):
+                yield f"{name} is {mine.get(name)!r} in one and {others.get(name)!r} in the other"
+        for name in sorted(self.datasets.keys() & other.datasets.keys()):
+            if self.datasets[name] != other.datasets[name]:
+                yield f"dataset {name} has other samples, captions or encoders in one than in the other"
+
+
+class LossReport(_Schema):
+    """What `validation_loss` found.
+
+    A sample's loss is the mean over its timesteps, `loss` the mean over samples: a sample of two datasets counts in
+    each. `by_sample` goes by dataset, then sample_id. `skipped` lists the samples that are in no mean.
+    """
+
+    measurement_settings: MeasurementSettings
+    loss: Estimate
+    by_timestep: Rows[TimestepBin]
+    by_dataset: dict[str, Estimate]
+    by_sample: dict[str, dict[str, Loss]]
+    skipped: Rows[SkippedSample]
+
+
+class ImageMetrics(_Schema):
+    """A sample image: what it was made from, and its file."""
+
+    prompt: str
+    negative_prompt: str | None
+    seed: int
+    path: str
+    tiled: bool
+
+
+class Metrics(_Schema):
+    """metrics.json, and the `--json` document of `latentcache validate`.
+
+    A loss that is NaN or infinite is null, and so is one that was not measured: then `measurement_settings` is null
+    too. `images[].path` are file names in the step's folder, which may be moved; with `folder` they are joined to it.
+    """
+
+    step: Count
+    folder: str | None
+    loss: Loss
+    loss_standard_error: Annotated[float, Field(ge=0)] | None
+    loss_by_timestep: Rows[TimestepBin]
+    loss_by_dataset: dict[str, Estimate]
+    num_samples: Count
+    images: Rows[ImageMetrics]
+    skipped: Rows[SkippedSample]
+    measurement_settings: MeasurementSettings | None
+    loss_by_sample: dict[str, dict[str, Loss]]
+    num_filled: Count
+    placement: dict[str, Rows[str]]
+    seconds: dict[str, float]
+    notes: Rows[str]
+
+    @classmethod
+    def read(cls, path: Path) -> Metrics:
+        """The metrics.json at `path`.
+
+        MetricsError for a file that cannot be read, that is damaged, or that another program wrote.
+        """
+        try:
+            with open(open_regular(path), "rb") as file:
+                data = file.read(MAX_BYTES + 1)
+            if len(data) > MAX_BYTES:
+                raise MetricsError(path, f"it is larger than {MAX_BYTES} bytes")
+            return cls.model_validate(json.loads(data))
+        except UnsafeStoreError as error:
+            raise MetricsError(path, "it, or its folder, is a link or no regular file") from error
+        except ValidationError as error:
+            first, *others = error.errors(include_url=False)
+            field = ".".join(map(str, first["loc"]))
+            more = f"; {len(others)} more fields do not fit" if others else ""
+            detail = f"{field or 'the document'}: {first['msg']} (met: {reprlib.repr(first['input'])}){more}"
+            raise MetricsError(path, detail, field=field, value=first["input"]) from error
+        except (OSError, StoreError, ValueError, RecursionError) as error:
+            raise MetricsError(path, str(error) or type(error).__name__) from error
+
+    @property
+    def loss_report(self) -> LossReport | None:
+        """The report of the loss, or None if none was measured."""
+        if self.measurement_settings is None:
+            return None
+        return LossReport(
+            measurement_settings=self.measurement_settings,
+            loss=Estimate(mean=self.loss, standard_error=self.loss_standard_error, num=self.num_samples),
+            by_timestep=self.loss_by_timestep,
+            by_dataset=self.loss_by_dataset,
+            by_sample=self.loss_by_sample,
+            skipped=self.skipped,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The document: valid JSON, without NaN and infinity."""
+        document: dict[str, Any] = plain(self.model_dump(by_alias=True))
+        return document
+
+
+def loss_fields(report: LossReport | None) -> dict[str, Any]:
+    """The fields of `Metrics` about the loss: the inverse of `Metrics.loss_report`."""
+    loss = Estimate.of([]) if report is None else report.loss
+    return {
+        "loss": loss.mean,
+        "loss_standard_error": loss.standard_error,
+        "loss_by_timestep": () if report is None else report.by_timestep,
+        "loss_by_dataset": {} if report is None else report.by_dataset,
+        "num_samples": loss.num,
+        "skipped": () if report is None else report.skipped,
+        "measurement_settings": report and report.measurement_settings,
+        "loss_by_sample": {} if report is None else report.by_sample,
+    }
+
+
+def mean_of(values: Sequence[float]) -> float:
+    """The mean in float64, independent of the order: NaN of no values, and if one is not finite."""
+    if not values or not all(map(math.isfinite, values)):
+        return math.nan
+    return math.fsum(values) / len(values)
+
+
+def paired_difference(report: LossReport, other: LossReport) -> Estimate:
+    """The mean of `report` minus `other`, sample by sample, over the samples that both have.
+
+    Its standard error is that of the differences: far smaller than that of either mean, because what makes a sample
+    hard is in both. ConfigError names what differs when the two were not measured with the same settings.
+    """
+    differences = list(report.measurement_settings.differences(other.measurement_settings))
+    if differences:
+        raise ConfigError(
+            f"these losses cannot be compared: {'; '.join(differences)}. Measure both models with one config and cache"
+        )
+    pairs = [
+        losses[sample_id] - other.by_sample[dataset][sample_id]
+        for dataset, losses in report.by_sample.items()
+        for sample_id in losses
+        if sample_id in other.by_sample.get(dataset, {})
+    ]
+    if not pairs:
+        raise ConfigError(
+            "these losses cannot be compared: no sample was measured in both. Give both the same datasets"
+        )
+    return Estimate.of(pairs)
+
+
+def step_folder(step: int) -> str:
+    """The name of a step's folder: six digits, so that a file browser lists steps in order; longer from a million."""
+    return f"{step:06d}"
+
+
+def read_history(folder: Path) -> dict[int, LossReport]:
+    """The losses of the steps in a folder of results, by step, in order. Steps without a loss are left out.
+
+    A metrics.json that is damaged, that another program wrote, that is a link, or that lies in the folder of another
+    step is logged and left out. A folder without one is no result: its writer was stopped, or it is another program's.
+    """
+    try:
+        names = sorted(os.listdir(folder))
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        logger.warning("%s: earlier validations cannot be listed, and are left out: %s", folder, error)
+        return {}
+    history = {}
+    for name in names:
+        path = folder / name / METRICS_NAME
+        if not os.path.lexists(path):
+            continue
+        try:
+            metrics = Metrics.read(path)
+            if name != step_folder(metrics.step):
+                detail = f"it is of step {metrics.step}, whose folder is {step_folder(metrics.step)}"
+                raise MetricsError(path, detail, field="step", value=metrics.step)
+        except MetricsError as error:
+            logger.warning("an earlier validation is left out: %s", error)
+            continue
+        loss = metrics.loss_report
+        if loss is not None:
+            history[metrics.step] = loss
+    return dict(sorted(history.items()))
