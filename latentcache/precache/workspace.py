@@ -37,7 +37,7 @@ class Workspace:
     def in_use(self) -> AbstractContextManager[Any]:
         """A lock for the time of a run: no process prunes or compacts the cache meanwhile."""
         if isinstance(self.store, DiskStore) and not self.store.read_only:
-            return self.store.lock_shared()
+            return self.store.lock("precache", shared=True)
         return nullcontext()
 
     def close(self) -> None:

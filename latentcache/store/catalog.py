@@ -13,7 +13,7 @@ from latentcache.errors import IndexDamagedError, ReadOnlyError, StoreBusyError
 from latentcache.store.base import is_pack_id, new_generation
 from latentcache.store.directory import CacheDirectory
 from latentcache.store.index import Index, Position, Transaction
-from latentcache.store.layout import Location, Pack, PackHead
+from latentcache.store.layout import Location, PackHead
 from latentcache.store.location_table import LocationTable, PackRow
 from latentcache.store.recovery import scan_packs, scan_unknown
 from latentcache.utils.locks import locked
@@ -36,7 +36,9 @@ class Catalog:
         self.read_only = read_only
         self.generation = new_generation()
         """Another number after an entry has gone, or lies elsewhere. Entries that are new leave it as it is."""
-        self._forget()
+        self.table = LocationTable()
+        """Where entries are, and why others are damaged, as far as memory knows."""
+        self._position: Position | None = None
         # What this reader found damaged and cannot write: key -> (place, reason).
         self._unwritten: dict[str, tuple[tuple[str, int], str]] = {}
         # Packs that a writer sealed that died before the index knew of them: a reader has them in memory.
@@ -44,17 +46,6 @@ class Catalog:
         self.index: Index | None = self._open_for_reading() if read_only else self._open_for_writing()
         # Memory and the index change together, and a fork waits for it. Without an index nothing is read again.
         self._lock: AbstractContextManager[Any] = nullcontext() if self.index is None else self.index.lock
-
-    def _forget(self) -> None:
-        self._table = LocationTable()
-        # Why entries are damaged, by pack and key. An entry that is live elsewhere is none of them.
-        self._reasons: dict[str, dict[str, str]] = {}
-        self._position: Position | None = None
-
-    @property
-    def packs(self) -> dict[str, Pack]:
-        """The packs that are known, by id."""
-        return self._table.packs
 
     # Opening
 
@@ -67,9 +58,9 @@ class Catalog:
         except (IndexDamagedError, ReadOnlyError) as error:
             # ReadOnlyError: a dead writer's change waits to be rolled back, which would be a write.
             logger.warning("%s The packs' headers are read instead; nothing is written.", error)
-            self._forget()
+            self.table = LocationTable()
             scan = scan_packs(self.directory, self.directory.pack_sizes())
-            self._take(scan.rows.values())
+            self.table.add(scan.rows.values())
             for reason in scan.unreadable.values():
                 logger.warning("%s Its entries are missing.", reason)
             return None
@@ -89,7 +80,7 @@ class Catalog:
         return index
 
     def _replace(self, error: IndexDamagedError) -> Index:
-        self._forget()
+        self.table, self._position = LocationTable(), None
         with locked(self.directory.path / "index.lock", "replacing a damaged index", shared=False, wait=True):
             try:
                 # Another process may have replaced it while this one waited.
@@ -101,7 +92,7 @@ class Catalog:
                 self.directory.index.rename(aside)
             index = Index(self.directory.index)
             logger.warning("%s It was moved to %s (delete it when you like) and is rebuilt now.", error, aside.name)
-            self._forget()
+            self.table, self._position = LocationTable(), None
             self._catch_up(index)
             return index
 
@@ -109,7 +100,7 @@ class Catalog:
         """Bring index and packs together: take in sealed packs that have no row, mark what lies in lost ones."""
         # Rows first, then files: a pack that another writer seals from here on is in neither.
         self._catch_up(index)
-        known = dict(self.packs)
+        known = dict(self.table.packs)
         sizes = self.directory.pack_sizes()
         scan = scan_unknown(self.directory, sizes.keys() - known.keys())
         lost = self.directory.lost_packs({pack: known[pack].file_bytes for pack in known}, sizes)
@@ -142,29 +133,16 @@ class Catalog:
         """Bring memory to where the index is now."""
         with index.lock, index.reading(self._position) as reading:
             if reading.is_whole and self._position is not None:
-                self._forget()
+                self.table = LocationTable()
                 self.generation = new_generation()
-            self._take(parsed_row(name, value, self.directory) for page in reading.pages for name, value in page)
+            self.table.add(parsed_row(name, value, self.directory) for page in reading.pages for name, value in page)
             self._position = reading.position
         if reading.is_whole:
-            self._take([row for pack, row in self._sealed.items() if pack not in self.packs])
-            for key, (place, _) in self._unwritten.items():
-                location = self._table.look_up([key])[0]
-                if location is not None and location.place == place:
-                    self._table.drop([key])
-
-    def _take(self, rows: Iterable[PackRow]) -> None:
-        """Add the rows of packs to memory."""
-
-        def noted() -> Iterator[PackRow]:
-            for row in rows:
-                if row.pack.id in self.packs:  # this reader took it in before the index had it
-                    self._table.drop_packs([row.pack.id])
-                if row.reasons:
-                    self._reasons[row.pack.id] = row.damaged()
-                yield row
-
-        self._table.add(noted())
+            self.table.add([row for pack, row in self._sealed.items() if pack not in self.table.packs])
+            for key, (place, reason) in self._unwritten.items():
+                location = self.table.look_up([key])[0]
+                if location is None or location.place == place:
+                    self.table.mark(key, reason)
 
     def _take_sealed(self) -> None:
         """Take in what a writer sealed that died before the index knew of it: a reader does so in memory.
@@ -172,12 +150,12 @@ class Catalog:
         Opening for writing tells the index. Without this an entry that one reader saw could be gone for the next: the
         packs are read where a dead writer left a journal, and the process that rolls it back may die before it goes on.
         """
-        unknown = self.directory.pack_sizes().keys() - self.packs.keys()
+        unknown = self.directory.pack_sizes().keys() - self.table.packs.keys()
         for row in scan_unknown(self.directory, unknown).rows.values():
-            known = self._table.find(row.names())
+            known = self.table.find(row.names())
             row.live &= [key not in known for key in row.names()]
             self._sealed[row.pack.id] = row
-            self._take([row])
+            self.table.add([row])
 
     def reload(self) -> None:
         """Bring memory to where the index and the packs are now."""
@@ -196,23 +174,23 @@ class Catalog:
         `again`: look at the index in any case, because another process may have removed or marked an entry.
         """
         keys = list(keys)
-        found = set() if again else self._table.find(keys)
+        found = set() if again else self.table.find(keys)
         if len(found) < len(set(keys)):
             with self._lock:
                 if self.index is not None:
                     self._catch_up(self.index)
                 # Nothing is on its way in memory now, and another thread may have brought them.
-                found = self._table.find(keys)
+                found = self.table.find(keys)
         return found
 
     def look_up(self, keys: Sequence[str]) -> list[Location | None]:
         """Where the entries lie, None for those that are not there. StoreError for what is no key."""
-        found = self._table.look_up(keys)
+        found = self.table.look_up(keys)
         if None in found:
             with self._lock:
                 if self.index is not None:
                     self._catch_up(self.index)
-                found = self._table.look_up(keys)
+                found = self.table.look_up(keys)
         return found
 
     def relocate(self, key: str) -> Location | None:
@@ -220,38 +198,19 @@ class Catalog:
         with self._lock:
             if self.index is not None:
                 self._catch_up(self.index)
-            return self._table.look_up([key])[0]
-
-    def reason(self, key: str) -> str | None:
-        """Why an entry that is not there is damaged, or None."""
-        found = [reasons[key] for reasons in self._reasons.values() if key in reasons]
-        if key in self._unwritten:
-            found.append(self._unwritten[key][1])
-        return found[-1] if found else None
-
-    def damaged(self) -> dict[str, str]:
-        """Why each damaged entry is one, by key."""
-        known = {key: reason for reasons in self._reasons.values() for key, reason in reasons.items()}
-        known |= {key: reason for key, (_, reason) in self._unwritten.items()}
-        live = self._table.find(list(known))
-        return {key: reason for key, reason in known.items() if key not in live}
+            return self.table.look_up([key])[0]
 
     def keys(self) -> list[str]:
         """The keys of all entries that the index has now."""
         with self._lock:
             self.reload()
-            return self._table.keys()
-
-    def by_pack(self) -> dict[str, dict[str, Location]]:
-        """The entries of each pack that has some."""
-        with self._lock:
-            return self._table.by_pack()
+            return self.table.keys()
 
     def counts(self) -> Mapping[str, tuple[int, int]]:
         """By kind: how many entries the index has now, and the bytes of their values."""
         with self._lock:
             self.reload()
-            return self._table.counts()
+            return self.table.counts()
 
     # Changing
 
@@ -266,18 +225,11 @@ class Catalog:
             if rows.generation is not None and self._position is not None:
                 # What this process replaced is not read again with all that is there.
                 self._position = replace(self._position, generation=rows.generation)
-                self._replace_rows(rows.replaced)
+                self.table.drop_packs([name.removeprefix(PACK_PREFIX) for name in rows.replaced])
+                left = [(name, value) for name, value in rows.replaced.items() if value is not None]
+                self.table.add(parsed_row(name, value, self.directory) for name, value in left)
                 self.generation = new_generation()
             self._catch_up(index)
-
-    def _replace_rows(self, replaced: Mapping[str, bytes | None]) -> None:
-        """Put the new rows of packs in the place of old ones, in memory. None: the pack is gone."""
-        packs = [name.removeprefix(PACK_PREFIX) for name in replaced]
-        self._table.drop_packs(packs)
-        for pack in packs:
-            self._reasons.pop(pack, None)
-        left = [(name, value) for name, value in replaced.items() if value is not None]
-        self._take(parsed_row(name, value, self.directory) for name, value in left)
 
     def seal(self, head: PackHead) -> int:
         """Record a new pack, and those of its entries that are not there yet. Returns how many were not."""
@@ -290,7 +242,7 @@ class Catalog:
         if before is not None and not before.is_gone:
             return 0  # another process took it in
         keys = row.names()
-        known = self._table.find(keys)
+        known = self.table.find(keys)
         if known:
             row.live &= [key not in known for key in keys]
         rows.put(PACK_PREFIX + row.pack.id, row.to_bytes())
@@ -300,7 +252,7 @@ class Catalog:
         """Point entries to their copies in a new pack, in one transaction, but for those that changed meanwhile."""
         with self._changing() as rows:
             row, left = PackRow.of(head), dict[str, list[int]]()
-            for number, (key, now) in enumerate(zip(row.names(), self._table.look_up(row.names()), strict=True)):
+            for number, (key, now) in enumerate(zip(row.names(), self.table.look_up(row.names()), strict=True)):
                 row.live[number] = now is not None and now.place == old[key].place
                 if row.live[number]:
                     left.setdefault(old[key].pack.id, []).append(old[key].row)
@@ -322,7 +274,7 @@ class Catalog:
             with self._lock:
                 for key, (location, reason) in short.items():
                     self._unwritten[key] = location.place, reason
-                self._table.drop(list(short))
+                    self.table.mark(key, reason)
                 self.generation = new_generation()
             return
 
@@ -340,7 +292,7 @@ class Catalog:
         """Remove entries, and the reasons of damaged ones. Returns how many entries there were."""
         with self._changing() as rows:
             own: dict[str, list[int]] = {}
-            for location in filter(None, self._table.look_up(list(keys))):
+            for location in filter(None, self.table.look_up(list(keys))):
                 own.setdefault(location.pack.id, []).append(location.row)
             gone = set(keys)
 
@@ -348,8 +300,7 @@ class Catalog:
                 row.live[own.get(row.pack.id, [])] = False
                 row.reasons = {at: reason for at, reason in row.reasons.items() if row.key(at) not in gone}
 
-            with_reasons = {pack for pack, reasons in self._reasons.items() if not gone.isdisjoint(reasons)}
-            self._rewrite(rows, own.keys() | with_reasons, change)
+            self._rewrite(rows, own.keys() | self.table.packs_with_reasons(gone), change)
             return sum(map(len, own.values()))
 
     def _rewrite(self, rows: Transaction, packs: Collection[str], change: Callable[[PackRow], None]) -> None:
@@ -378,7 +329,7 @@ class Catalog:
         """Replace the row of a pack whose file is gone by one of its damaged entries, or by nothing."""
         row.live[:] = False
         row.is_gone = True
-        places = zip(row.reasons, self._table.look_up(list(row.damaged())), strict=True)
+        places = zip(row.reasons, self.table.look_up(list(row.damaged())), strict=True)
         elsewhere = {at for at, place in places if place is not None and place.pack.id != row.pack.id}
         row.reasons = {at: reason for at, reason in row.reasons.items() if at not in elsewhere}
         if row.reasons:

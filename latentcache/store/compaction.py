@@ -49,9 +49,9 @@ def compact(store: DiskStore | str | os.PathLike[str], *, dry_run: bool = False)
     Each entry is verified as it is copied; damaged ones are marked instead. With `dry_run` the figures after are
     estimates, and nothing is read. Readers may go on: a pack that they have mapped stays readable.
     """
-    with DiskStore.opened(store) as disk, nullcontext() if dry_run else disk.lock_exclusive("compact"):
-        live = disk.catalog.by_pack()
-        empty = disk.catalog.packs.keys() - live.keys()
+    with DiskStore.opened(store) as disk, nullcontext() if dry_run else disk.lock("compact", shared=False):
+        live = disk.catalog.table.by_pack()
+        empty = disk.catalog.table.packs.keys() - live.keys()
         chosen = _choose(disk, live)
         before = disk.directory.pack_sizes()
         if dry_run:
@@ -74,7 +74,7 @@ def compact(store: DiskStore | str | os.PathLike[str], *, dry_run: bool = False)
 def _choose(disk: DiskStore, live: Mapping[str, Mapping[str, Location]]) -> dict[str, dict[str, Location]]:
     wasteful, small = {}, {}
     for pack, entries in live.items():
-        layout = disk.catalog.packs[pack]
+        layout = disk.catalog.table.packs[pack]
         live_bytes = sum(location.num_bytes for location in entries.values())
         if live_bytes < (1 - MAX_DEAD_FRACTION) * layout.payload_bytes:
             wasteful[pack] = dict(entries)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -26,7 +26,7 @@ from latentcache.store.direct import IO, Io, choose_reader
 from latentcache.store.directory import CacheDirectory
 from latentcache.store.layout import Location
 from latentcache.store.mapped import MappedReader, ReadAheadMode, Reader
-from latentcache.store.pack import PackRecords, new_pack_id, read_records, write_pack
+from latentcache.store.pack import new_pack_id, read_records, write_pack
 from latentcache.store.stacking import read_batch
 from latentcache.store.writer import PackWriter, Sealed
 from latentcache.types import Entry, Record
@@ -85,33 +85,16 @@ class DiskStore(Store):
         with cls(path, create=False, read_only=path.exists() and not os.access(path, os.W_OK)) as disk:
             yield disk
 
-    def __enter__(self) -> DiskStore:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
     @property
     def catalog(self) -> Catalog:
-        """The index's rows, for `upkeep`. StoreError when the store is closed."""
-        self._check_open()
-        assert self._catalog is not None
-        return self._catalog
-
-    def _check_open(self) -> None:
+        """Which entries there are. StoreError when the store is closed."""
         if self._catalog is None:
             raise StoreError(f"{self.path}: the store is closed; open it again")
-
-    def lock_shared(self, operation: str = "precache") -> AbstractContextManager[None]:
-        """Keep rebuild, prune and compact away while the block runs. StoreBusyError if one of them is running."""
-        return self._lock(operation, shared=True)
-
-    def lock_exclusive(self, operation: str) -> AbstractContextManager[None]:
-        """Keep all writers away while the block runs. StoreBusyError if there is one."""
-        return self._lock(operation, shared=False)
+        return self._catalog
 
     @contextmanager
-    def _lock(self, operation: str, *, shared: bool) -> Iterator[None]:
+    def lock(self, operation: str, *, shared: bool) -> Iterator[None]:
+        """Keep upkeep away while the block runs, or (not `shared`) all writers. StoreBusyError if there is one."""
         if self.read_only:
             raise ReadOnlyError(self.path)
         with locked(self.directory.lock, operation, shared=shared):
@@ -131,23 +114,19 @@ class DiskStore(Store):
         iterator = iter(entries)
         with self.writer() as writer:
             while chunk := list(islice(iterator, _ADD_CHUNK)):
-                present = self._present(entry.record.key for entry in chunk)
+                present = self.catalog.find([entry.record.key for entry in chunk], again=True)
                 for entry in chunk:
                     if entry.record.key not in present:
                         writer.add(entry)
         return writer.num_added
 
     def _seal(self, entries: Sequence[OwnedEntry]) -> Sealed:
-        present = self._present(entry.key for entry in entries)
+        present = self.catalog.find([entry.key for entry in entries], again=True)
         new = [entry for entry in entries if entry.key not in present]
         if not new:
             return Sealed(0, 0)
         head = write_pack(self.directory.new_pack_path(new_pack_id()), new)
         return Sealed(self.catalog.seal(head), head.pack.file_bytes)
-
-    def _present(self, keys: Iterable[str]) -> set[str]:
-        """Those that the index has now. Memory is not enough: another process may have removed or marked an entry."""
-        return self.catalog.find(keys, again=True)
 
     @override
     def find(self, keys: Iterable[str]) -> set[str]:
@@ -174,32 +153,25 @@ class DiskStore(Store):
     def record(self, key: str) -> Record:
         location = self._locate(key)
         while True:
-            records, problem = self._records(location.pack.id)
-            if records is not None and records.is_at(key, location):
-                try:
+            path, problem = self._path_of(location.pack.id), DISAGREE
+            try:
+                records = self._read_records(path)
+                if records.is_at(key, location):
                     return records.record(location.row)
-                except ValueError as error:
-                    problem = str(error)
-            location = self._relocate(key, location, problem or DISAGREE)
-
-    def _records(self, pack: str) -> tuple[PackRecords | None, str]:
-        """A pack's records, or why there are none: the file is gone or is not what was written."""
-        path = self._path_of(pack)
-        try:
-            return self._read_records(path), ""
-        except FileNotFoundError:
-            return None, f"its pack is gone: {path}"
-        except (PackError, UnsafeStoreError) as error:
-            return None, f"its pack's records cannot be read: {error}"
+            except FileNotFoundError:
+                problem = f"its pack is gone: {path}"
+            except (PackError, UnsafeStoreError) as error:
+                problem = f"its pack's records cannot be read: {error}"
+            except ValueError as error:
+                problem = str(error)
+            location = self._relocate(key, location, problem)
 
     @property
     @override
     def generation(self) -> int | None:
-        if self._catalog is None:  # not by the property `catalog`: a small batch is copied in the time of some calls
-            self._check_open()
-        assert self._catalog is not None
-        reader = self._reader or self._choose_reader()
-        return self._catalog.generation if reader.keeps_rows else None
+        # Not by the property `catalog` alone: a small batch is copied in the time of some calls.
+        catalog, reader = self._catalog or self.catalog, self._reader or self._choose_reader()
+        return catalog.generation if reader.keeps_rows else None
 
     @override
     def rows(self, keys: Sequence[str]) -> list[EntryArrays]:
@@ -212,19 +184,17 @@ class DiskStore(Store):
 
     def _choose_reader(self) -> Reader:
         """The reader for the packs that there are. It is chosen once, at the first read: before, there may be none."""
-        chosen = choose_reader(self.io, self.catalog.packs.values(), self._path_of, self._mapped)
+        chosen = choose_reader(self.io, self.catalog.table.packs.values(), self._path_of, self._mapped)
         if chosen is not None and self._reader is None:  # no thread replaces what another chose
             self._reader = chosen
         return self._reader or self._mapped
 
     @override
     def prefetch(self, keys: Iterable[str]) -> None:
-        if self._catalog is None:
-            self._check_open()
-        reader = self._reader or self._choose_reader()
+        catalog, reader = self._catalog or self.catalog, self._reader or self._choose_reader()
         if reader.should_prefetch():
             keys = list(keys)
-            found = [(key, place) for key, place in zip(keys, self.catalog.look_up(keys), strict=True) if place]
+            found = [(key, place) for key, place in zip(keys, catalog.look_up(keys), strict=True) if place]
             reader.prefetch([key for key, _ in found], [place for _, place in found])
 
     def _locate(self, key: str) -> Location:
@@ -234,7 +204,7 @@ class DiskStore(Store):
         return location
 
     def _absent(self, key: str) -> StoreError:
-        reason = self.catalog.reason(key)
+        reason = self.catalog.table.reason(key)
         return EntryMissingError(key) if reason is None else EntryDamagedError(key, reason)
 
     def _relocate(self, key: str, location: Location, problem: str) -> Location:
@@ -269,7 +239,7 @@ class DiskStore(Store):
     @override
     def damaged(self) -> dict[str, str]:
         self.catalog.reload()
-        return self.catalog.damaged()
+        return self.catalog.table.damaged()
 
     @override
     def stats(self) -> StoreStats:
@@ -277,7 +247,7 @@ class DiskStore(Store):
         sizes = self.directory.pack_sizes()
         return StoreStats(
             num_entries={kind: num for kind, (num, _) in counts.items()},
-            num_damaged=len(self.catalog.damaged()),
+            num_damaged=len(self.catalog.table.damaged()),
             num_packs=len(sizes),
             payload_bytes=sum(num_bytes for _, num_bytes in counts.values()),
             file_bytes=sum(sizes.values()),

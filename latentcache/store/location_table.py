@@ -197,19 +197,23 @@ class LocationTable:
     """A map of keys to locations. One thread at a time may change it; others may read at the same time.
 
     It is a tuple of sorted parts: a large one, and smaller ones of the packs that came later. A key is live in one
-    part at most.
+    part at most. It also knows why entries are damaged, by pack.
     """
 
     def __init__(self, rows: Iterable[PackRow] = ()):
         self.packs: dict[str, Pack] = {}
         self._pack_list: list[Pack] = []
         self._parts: tuple[_Part, ...] = ()
+        self._reasons: dict[str, dict[str, str]] = {}
         self.add(rows)
 
     def add(self, rows: Iterable[PackRow]) -> None:
-        """Add packs, with the entries that are live in them."""
+        """Add packs, or put new rows in the place of old ones, with the entries that are live in them."""
         columns, end = _columns(0), 0
         for row in rows:
+            self.drop_packs([row.pack.id])
+            if row.reasons:
+                self._reasons[row.pack.id] = row.damaged()
             if row.is_gone:
                 continue
             self.packs[row.pack.id] = row.pack
@@ -267,13 +271,34 @@ class LocationTable:
 
     def drop_packs(self, packs: Collection[str]) -> None:
         """Forget packs, and what lies in them."""
-        numbers = [number for number, pack in enumerate(self._pack_list) if pack.id in packs]
-        if not numbers:
-            return
-        for part in self._parts:
-            part.live[np.isin(part.packs, numbers)] = False
+        known = self.packs.keys() & packs
+        if known:
+            numbers = [number for number, pack in enumerate(self._pack_list) if pack.id in known]
+            for part in self._parts:
+                part.live[np.isin(part.packs, numbers)] = False
         for pack in packs:
             self.packs.pop(pack, None)
+            self._reasons.pop(pack, None)
+
+    def reason(self, key: str) -> str | None:
+        """Why an entry that is not here is damaged, or None."""
+        found = [reasons[key] for reasons in self._reasons.values() if key in reasons]
+        return found[-1] if found else None
+
+    def damaged(self) -> dict[str, str]:
+        """Why each entry that is not here is damaged, by key."""
+        known = {key: reason for reasons in self._reasons.values() for key, reason in reasons.items()}
+        live = self.find(list(known))
+        return {key: reason for key, reason in known.items() if key not in live}
+
+    def packs_with_reasons(self, keys: Collection[str]) -> set[str]:
+        """The packs that say why one of these entries is damaged."""
+        return {pack for pack, reasons in self._reasons.items() if not reasons.keys().isdisjoint(keys)}
+
+    def mark(self, key: str, reason: str) -> None:
+        """Make an entry a damaged one, here alone."""
+        self.drop([key])
+        self._reasons.setdefault("", {})[key] = reason
 
     def _ordered(self) -> Iterator[tuple[_Part, np.ndarray]]:
         """Each part, and the positions that are live in it, in the order of packs and their rows."""

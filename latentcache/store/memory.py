@@ -50,12 +50,6 @@ class MemoryStore(Store):
         self._entries: dict[str, _StoredEntry] | None = {}
         self._generation = new_generation()
 
-    def __enter__(self) -> MemoryStore:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
     @property
     def _open(self) -> dict[str, _StoredEntry]:
         if self._entries is None:

@@ -111,11 +111,11 @@ def verify(
     """
     if subset is not None and not 1 <= subset[0] <= subset[1]:
         raise StoreError(f"subset {subset[0]}/{subset[1]}: give n/t with 1 <= n <= t")
-    with DiskStore.opened(store) as disk, nullcontext() if disk.read_only else disk.lock_shared("verify"):
+    with DiskStore.opened(store) as disk, nullcontext() if disk.read_only else disk.lock("verify", shared=True):
         if disk.read_only:
             disk.catalog.reload()
-        known = disk.catalog.damaged()
-        sizes, live = disk.directory.pack_sizes(), disk.catalog.by_pack()
+        known = disk.catalog.table.damaged()
+        sizes, live = disk.directory.pack_sizes(), disk.catalog.table.by_pack()
         packs = sorted(pack for pack in sizes.keys() | live.keys() if _in_subset(pack, subset))
         found: dict[str, tuple[Location, str]] = {}
         unreadable: dict[str, str] = {}
@@ -139,7 +139,7 @@ def verify(
             damaged={key: problem for key, (_, problem) in found.items()},
             known_damaged=known,
             unreadable=unreadable,
-            orphans=tuple(pack for pack in packs if pack in sizes and pack not in disk.catalog.packs),
+            orphans=tuple(pack for pack in packs if pack in sizes and pack not in disk.catalog.table.packs),
         )
 
 
@@ -256,16 +256,16 @@ def prune(
 
     If `keep` is a function, it is asked when no writer can add to the cache any more.
     """
-    with DiskStore.opened(store) as disk, nullcontext() if dry_run else disk.lock_exclusive("prune"):
+    with DiskStore.opened(store) as disk, nullcontext() if dry_run else disk.lock("prune", shared=False):
         kept = {check_key(key) for key in (keep() if callable(keep) else keep)}
         catalog = disk.catalog
-        entries = catalog.by_pack()
+        entries = catalog.table.by_pack()
         gone = {key: place for own in entries.values() for key, place in own.items() if key not in kept}
         live = {pack for pack, own in entries.items() if own.keys() - gone.keys()}
-        empty = catalog.packs.keys() - live
+        empty = catalog.table.packs.keys() - live
         sizes = disk.directory.pack_sizes()
         if not dry_run:
-            catalog.remove([*gone, *(key for key in catalog.damaged() if key not in kept)])
+            catalog.remove([*gone, *(key for key in catalog.table.damaged() if key not in kept)])
             catalog.drop_packs(empty)
             disk.release(empty)
         return PruneReport(

@@ -352,7 +352,12 @@ def test_read_only_without_another_user(root):
     with DiskStore(root) as store:
         store.add(samples(0))
     with DiskStore(root, read_only=True) as store:
-        for call in (lambda: store.add(samples(2)), store.writer, lambda: store.remove([key(0)]), store.lock_shared):
+        for call in (
+            lambda: store.add(samples(2)),
+            store.writer,
+            lambda: store.remove([key(0)]),
+            lambda: store.lock("x", shared=True),
+        ):
             with pytest.raises(ReadOnlyError), call() or pytest.fail("no error"):
                 pass
         assert_holds(store, 0)
@@ -511,12 +516,12 @@ def test_flips_anywhere_in_the_index_are_never_a_wrong_tensor(root):
 
 def test_locks(root):
     with DiskStore(root) as one, DiskStore(root) as two:
-        with one.lock_shared("precache"), two.lock_shared():
+        with one.lock("precache", shared=True), two.lock("precache", shared=True):
             busy = pytest.raises(StoreBusyError, match=rf"prune cannot start: precache \(process {os.getpid()}")
-            with busy, two.lock_exclusive("prune"):
+            with busy, two.lock("prune", shared=False):
                 pass
             assert one.add(samples(0)) == 1
-        with one.lock_exclusive("compact"):
+        with one.lock("compact", shared=False):
             with pytest.raises(StoreBusyError, match="compact"), two.writer():
                 pass
             assert_holds(two, 0)

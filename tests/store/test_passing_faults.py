@@ -76,7 +76,7 @@ def test_a_lock_shows_what_is_there_once_it_is_held(root):
     with DiskStore(root) as store, DiskStore(root) as other:
         store.add(samples(0, 1))
         other.remove([key(0)])
-        with store.lock_shared():
+        with store.lock("precache", shared=True):
             assert store.find([key(0), key(1)]) == {key(1)}
 
 
