@@ -13,8 +13,8 @@ from latentcache.errors import StoreError
 from latentcache.store.stacking import check_output
 from latentcache.types import Batch
 
-IMAGE_FIELDS: Final = ("moments", "latents")
-TEXT_FIELDS: Final = ("prompt_embeds", "pooled_prompt_embeds")
+IMAGE_FIELDS: Final[tuple[str, ...]] = ("moments", "latents")
+TEXT_FIELDS: Final[tuple[str, ...]] = ("prompt_embeds", "pooled_prompt_embeds")
 OUTPUTS: Final = ("latents", "moments")
 
 

@@ -408,5 +408,5 @@ def test_the_loop_does_not_wait_while_a_batch_is_faster_than_a_step(
     while len(made) < 3 and time.monotonic() < end:
         time.sleep(0.01)
     time.sleep(0.1)
-    assert len(made) == 3, "one handed out, two ahead"
+    assert len(made) == 3, "one was returned, two are ahead"
     batches.close()

@@ -393,8 +393,8 @@ def bad_tensors() -> dict[str, tuple[str, Callable[[torch.Tensor], torch.Tensor]
 @pytest.mark.parametrize("case", list(bad_tensors()))
 def test_a_tensor_that_does_not_fit_is_refused(cache: LatentCache, case: str) -> None:
     out = tensors(cache.batch(WIDE, device="cpu", output="moments"))
-    name, spoil = bad_tensors()[case]
-    out[name] = spoil(out.get(name, torch.zeros(1)))
+    name, make_bad = bad_tensors()[case]
+    out[name] = make_bad(out.get(name, torch.zeros(1)))
     with pytest.raises(StoreError, match=rf"out\['{name}'\]") as caught:
         cache.batch(WIDE, device="cpu", output="moments", out=out)
     assert ("it has moments, pooled_prompt_embeds, prompt_embeds" in str(caught.value)) == (case == "name")
