@@ -151,8 +151,7 @@ def stack_columns(
 ) -> dict[str, torch.Tensor]:
     """The same of rows that are grouped by field: for each of `fields` the arrays [1, *shape] of all entries.
 
-    `empty` gives the memory of new tensors.
-    StoreError if a tensor of `out` does not fit; then nothing is written.
+    `empty` gives the memory of new tensors. StoreError if a tensor of `out` does not fit; then nothing is written.
     """
     tensors: dict[str, torch.Tensor] = {}
     arrays = []
