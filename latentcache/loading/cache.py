@@ -14,9 +14,9 @@ from latentcache.dataset.manifest import Manifest, ManifestFolder, Manifests, Ro
 from latentcache.devices.placement import DeviceLike, device_of, dtype_of
 from latentcache.errors import EntryDamagedError, EntryMissingError, StoreError
 from latentcache.loading.batch import IMAGE_FIELDS, TEXT_FIELDS, Scaling, copy_into, is_cpu, to_device
-from latentcache.loading.gather import SampleReader
 from latentcache.loading.sample import SampleMemory, SampleRef
 from latentcache.loading.sample_index import SampleIndex, unverified_error
+from latentcache.loading.sample_reader import SampleReader
 from latentcache.store.base import DTYPES, Store
 from latentcache.store.direct import Io
 from latentcache.store.disk import DiskStore

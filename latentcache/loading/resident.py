@@ -10,9 +10,9 @@ import torch
 
 from latentcache.devices.placement import free_memory
 from latentcache.errors import EntryDamagedError, EntryMissingError, SampleError, StoreError
-from latentcache.loading.gather import SampleReader
 from latentcache.loading.pinned_pool import BufferPool
 from latentcache.loading.sample import SampleRef, metadata_of
+from latentcache.loading.sample_reader import SampleReader
 from latentcache.store.base import DTYPES, dtype_name
 from latentcache.store.stacking import new_tensor, read_batch
 from latentcache.types import Batch

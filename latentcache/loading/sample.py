@@ -56,7 +56,7 @@ def layout_of(geometry: Geometry) -> Layout:
 class SampleRef:
     """One sample with one of its captions and one of its images: the keys of both entries, and what a batch says of it.
 
-    `scaling` is that of its manifest, where a batch may mix manifests. `rows` belongs to `gather.SampleReader`: the
+    `scaling` is that of its manifest, where a batch may mix manifests. `rows` belongs to `SampleReader`: the
     generation of the store in which the entries were read, `sample_id`, `caption`, `layout`, the description of all
     fields, and an array [1, *shape] of each. They are one tuple because the time of a batch that is not copying is
     cache misses, one for each object that is met.

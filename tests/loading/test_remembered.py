@@ -20,10 +20,10 @@ from latentcache.config import Config
 from latentcache.dataset.manifest import CaptionRef
 from latentcache.errors import SampleError, StoreError
 from latentcache.identity import key_of
-from latentcache.loading import gather, loader, sample
-from latentcache.loading.gather import SampleReader
+from latentcache.loading import loader, sample, sample_reader
 from latentcache.loading.loader import LatentLoader
 from latentcache.loading.sample import SampleMemory, SampleRef, layout_of
+from latentcache.loading.sample_reader import SampleReader
 from latentcache.loading.sampler import BucketBatchSampler
 from latentcache.precache.run import run_precache
 from latentcache.precache.workspace import Workspace
@@ -366,13 +366,13 @@ def test_stored_bytes_are_copied_to_them_directly(cache: LatentCache, monkeypatc
         tensor.zero_()
     cache.refresh()  # as if it was asked for the first time
     given: list[Any] = []
-    stack_columns = gather.stack_columns
+    stack_columns = sample_reader.stack_columns
 
     def stacking(fields: Any, columns: Any, num_rows: int, out: Any, empty: Any) -> Any:
         given.append(out)
         return stack_columns(fields, columns, num_rows, out, empty)
 
-    monkeypatch.setattr(gather, "stack_columns", stacking)
+    monkeypatch.setattr(sample_reader, "stack_columns", stacking)
     for dtype in (None, torch.float32):
         assert plain(tensors(cache.batch(WIDE, device="cpu", output="moments", dtype=dtype, out=out))) == expected
     assert all(set(each) >= {"moments", "prompt_embeds", "pooled_prompt_embeds"} for each in given)
