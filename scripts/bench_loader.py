@@ -35,8 +35,7 @@ from latentcache.devices.transfer import transfer_to
 from latentcache.identity import key_of
 from latentcache.loading.loader import LatentLoader
 from latentcache.loading.pinned_pool import BufferPool
-from latentcache.loading.randomness import noise_generator
-from latentcache.loading.sampler import BucketBatchSampler
+from latentcache.loading.sampler import BucketBatchSampler, noise_generator
 from latentcache.store.disk import DiskStore
 from latentcache.types import Crop, Entry, Geometry, Record, Size
 
@@ -191,9 +190,9 @@ def host_to_device(bench: Bench, repetitions: int) -> dict[str, Any] | None:
         return None
     module = torch.get_device_module(bench.device)
     sampler = bench.sampler()
-    wanted = [sampler.dataset.wanted(item) for item in next(iter(sampler))]
+    refs = sampler.dataset.refs(next(iter(sampler)))
     pool = BufferPool(pin=True)
-    host = sampler.dataset.cache.gather(wanted, allocate=pool.allocate)
+    host = sampler.dataset.cache.reader.gather(refs, pool=pool)
     num_bytes = sum(value.nbytes for value in host.values() if isinstance(value, torch.Tensor))
     flat = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     target = torch.empty(num_bytes, dtype=torch.uint8, device=bench.device)

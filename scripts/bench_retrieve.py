@@ -54,6 +54,9 @@ from latentcache.loading.sampler import BucketBatchSampler
 
 WANTED = {"torch_load": 15, "npz": 18, "safetensors_file": 6, "diskcache_pickle": 10}
 WANTED_RATIO = {4: 1.25, 16: 1.15, 64: 1.15}
+WANTED_RATIO_LOADER = {4: 1.3, 16: 1.2, 64: 1.15}
+"""`LatentLoader` without prefetch, and the items of `LatentDataset`."""
+WAYS = {"out": "given tensors", "fresh": "new tensors", "loader": "LatentLoader", "dataset": "LatentDataset"}
 PEER_BATCH = 16
 
 
@@ -78,9 +81,9 @@ def first_epoch(path: Path, samples: Samples) -> tuple[LatentCache, dict[str, An
     return cache, figures
 
 
-def loader(path: Path, batch_size: int, prefetch: int) -> tuple[LatentLoader, Method]:
-    """For information: batches in the sampler's own order."""
-    made = LatentLoader(BucketBatchSampler(LatentDataset(path), batch_size, seed=0), device="cpu", prefetch=prefetch)
+def loader(dataset: LatentDataset, batch_size: int, prefetch: int) -> tuple[LatentLoader, Method]:
+    """Batches in the sampler's own order."""
+    made = LatentLoader(BucketBatchSampler(dataset, batch_size, seed=0), device="cpu", prefetch=prefetch)
     batches = made.forever()
     for _ in range(2 * len(made)):
         next(batches)
@@ -96,9 +99,10 @@ def warm(folder: Path, samples: Samples, options: argparse.Namespace) -> dict[st
     make_cache(folder / "cache", samples)
     loads = make_peers(folder, samples, list(PEERS), one_file=options.one_file)
     cache, first = first_epoch(folder / "cache", samples)
-    at_pace = {size: at_memory_pace(cache, samples, options, size) for size in options.batch_sizes}
+    dataset = LatentDataset(folder / "cache")
+    at_pace = {size: at_memory_pace(cache, dataset, samples, options, size) for size in options.batch_sizes}
     rounds = Rounds(samples.num_samples, options.num_read, options.repetitions)
-    loaders = {f"loader_{prefetch}": loader(folder / "cache", PEER_BATCH, prefetch) for prefetch in (0, 2)}
+    loaders = {f"loader_{prefetch}": loader(dataset, PEER_BATCH, prefetch) for prefetch in (0, 2)}
     ways = ways_of(cache, samples, PEER_BATCH)
     ways |= {name: stacked(load) for name, load in loads.items()} | {name: read for name, (_, read) in loaders.items()}
     methods = {name: rounds.method(read, PEER_BATCH, calls=2) for name, read in ways.items()}
@@ -115,16 +119,29 @@ def ways_of(cache: LatentCache, samples: Samples, size: int) -> dict[str, Method
     return {"limit": limit(samples, size), "ours_out": ours(cache, samples, out), "ours_fresh": ours(cache, samples)}
 
 
+def items_of(dataset: LatentDataset) -> Method:
+    """What a DataLoader calls, without its collate."""
+
+    def read(batches: Batches) -> None:
+        for numbers in batches:
+            dataset.__getitems__(numbers)
+
+    return read
+
+
 def at_memory_pace(
-    cache: LatentCache, samples: Samples, options: argparse.Namespace, size: int
+    cache: LatentCache, dataset: LatentDataset, samples: Samples, options: argparse.Namespace, size: int
 ) -> dict[str, list[float]]:
-    """Seconds of each of `ways_of` in each of many rounds."""
+    """Seconds of each of `ways_of`, of the loader and of the dataset in each of many rounds."""
     rounds = Rounds(samples.num_samples, options.num_read, options.repetitions_warm)
     out, numbers = samples.out(size), rounds.orders[0][:size]
     check(samples, cache.batch([str(number) for number in numbers], device="cpu", out=out), numbers)
-    ways = ways_of(cache, samples, size)
+    made, read_loader = loader(dataset, size, 0)
+    ways = ways_of(cache, samples, size) | {"ours_loader": read_loader, "ours_dataset": items_of(dataset)}
     methods = {name: rounds.method(read, size, calls=2) for name, read in ways.items()}
-    return in_turns(methods, options.repetitions_warm, warm=True)
+    seconds = in_turns(methods, options.repetitions_warm, warm=True)
+    made.close()
+    return seconds
 
 
 def warm_result(
@@ -135,7 +152,7 @@ def warm_result(
 ) -> dict[str, Any]:
     ratio = {
         way: {size: ratios(seconds[f"ours_{way}"], seconds["limit"]) for size, seconds in at_pace.items()}
-        for way in ("out", "fresh")
+        for way in WAYS
     }
     faster, faster_fresh, limit_faster = (
         {name: ratios(beside_peers[name], beside_peers[way]) for name in PEERS}
@@ -150,6 +167,8 @@ def warm_result(
     return {
         "ratio_to_limit": medians(ratio["out"]),
         "ratio_to_limit_fresh": medians(ratio["fresh"]),
+        "ratio_to_limit_loader": medians(ratio["loader"]),
+        "ratio_to_limit_dataset": medians(ratio["dataset"]),
         "times_faster": medians(faster),
         "times_faster_fresh": medians(faster_fresh),
         "times_faster_limit": medians(limit_faster),
@@ -158,6 +177,8 @@ def warm_result(
         "spread": {
             "ratio_to_limit": {str(size): value for size, value in ratio["out"].items()},
             "ratio_to_limit_fresh": {str(size): value for size, value in ratio["fresh"].items()},
+            "ratio_to_limit_loader": {str(size): value for size, value in ratio["loader"].items()},
+            "ratio_to_limit_dataset": {str(size): value for size, value in ratio["dataset"].items()},
             "times_faster": faster,
         },
         "wanted": {"ratio_to_limit": {str(size): WANTED_RATIO[size] for size in at_pace}, "times_faster": WANTED},
@@ -180,13 +201,11 @@ def warm_lines(result: Mapping[str, Any]) -> list[str]:
     lines = [f"{'warm':32}{'us/sample':>10}{'x limit':>9}{'wanted':>8}"]
     for size, wanted_ratio in wanted["ratio_to_limit"].items():
         lines.append(f"{'limit, B=' + size:32}{times['limit_' + size]:10.1f}{1:9.2f}")
-        for way, key, label in (
-            ("out", "ratio_to_limit", "given tensors"),
-            ("fresh", "ratio_to_limit_fresh", "new tensors"),
-        ):
-            most = f"{wanted_ratio:8.2f}" if wanted_ratio else ""
+        for way, label in WAYS.items():
+            key = "ratio_to_limit" if way == "out" else f"ratio_to_limit_{way}"
+            goal = wanted_ratio if way in ("out", "fresh") else WANTED_RATIO_LOADER[int(size)]
             lines.append(
-                f"{f'batch, B={size}, {label}':32}{times[f'ours_{way}_{size}']:10.1f}{result[key][size]:9.2f}{most}"
+                f"{f'B={size}, {label}':32}{times[f'ours_{way}_{size}']:10.1f}{result[key][size]:9.2f}{goal:8.2f}"
             )
     lines.append(f"{'LatentLoader, prefetch=0':32}{times['loader_0']:10.1f}")
     lines.append(f"{'LatentLoader, prefetch=2':32}{times['loader_2']:10.1f}")

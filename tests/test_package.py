@@ -8,7 +8,7 @@ import re
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -51,19 +51,6 @@ OWNERS = {
     "matplotlib": ("validation/",),
     "cyclopts": ("cli/",),
 }
-STORE_FLOORS: list[set[str]] = [
-    {"aio", "base", "connection"},
-    {"directory", "index", "layout", "stacking", "writer"},
-    {"location_table", "memory", "pack"},
-    {"mapped", "recovery"},
-    {"catalog", "direct"},
-    {"disk"},
-    {"compaction"},
-    {"upkeep"},
-]
-"""The modules of `store/` from the lowest floor up: each imports only modules of floors below its own."""
-TWICE: set[str] = set()
-"""Names that still occur twice."""
 TOO_LARGE = {"LatentCache"}
 """Classes that still have more than 25 methods."""
 FORBIDDEN = {"pickle", "dill", "joblib", "cloudpickle", "torchvision", "datasets"}
@@ -145,7 +132,7 @@ def test_class_names_and_module_names_occur_once() -> None:
         for node in ast.walk(ast.parse((PACKAGE / module).read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef):
                 homes.setdefault(node.name, []).append(str(module))
-    assert {name: places for name, places in homes.items() if len(places) > 1 and name not in TWICE} == {}
+    assert {name: places for name, places in homes.items() if len(places) > 1} == {}
 
 
 def test_no_class_has_more_than_25_methods() -> None:
@@ -160,23 +147,6 @@ def test_a_store_promises_little() -> None:
     tree = ast.parse((PACKAGE / "store" / "base.py").read_text(encoding="utf-8"))
     store = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Store")
     assert len([each for each in store.body if isinstance(each, ast.FunctionDef)]) <= 13
-
-
-def check_floors(folder: Path, floors: Sequence[Set[str]]) -> None:
-    """The modules of `folder` import only modules on the floors below their own. The first floor is the lowest."""
-    number_of = {module: number for number, floor in enumerate(floors) for module in floor}
-    there = {path.stem for path in folder.glob("*.py")} - {"__init__"}
-    assert set(number_of) == there, f"the floors name {set(number_of) ^ there}, the folder does not, or the reverse"
-    for name in there:
-        for line, imported in imports_of((folder / f"{name}.py").relative_to(PACKAGE)):
-            parts = imported.split(".")
-            if parts[:2] == ["latentcache", folder.name] and len(parts) > 2:
-                assert number_of[parts[2]] < number_of[name], f"{folder.name}/{name}.py:{line} imports {imported}"
-
-
-def test_the_store_has_few_floors() -> None:
-    assert len(STORE_FLOORS) <= 8 and sum(map(len, STORE_FLOORS)) <= 18
-    check_floors(PACKAGE / "store", STORE_FLOORS)
 
 
 def test_public_names_are_alphabetical_and_resolve() -> None:

@@ -22,11 +22,10 @@ from latentcache.config import Config
 from latentcache.devices.placement import DeviceLike, device_named, device_of
 from latentcache.errors import ModelError, StoreError
 from latentcache.families import sdxl
-from latentcache.loading.batch import IMAGE_FIELDS, place
-from latentcache.loading.cache import TEXT_FIELDS, LatentCache
+from latentcache.loading.batch import IMAGE_FIELDS, TEXT_FIELDS, to_device
+from latentcache.loading.cache import LatentCache
 from latentcache.loading.dataset import LatentDataset, LatentDatasets
-from latentcache.loading.randomness import Visit, seed_of
-from latentcache.loading.sampler import BucketBatchSampler
+from latentcache.loading.sampler import BucketBatchSampler, Visit, seed_of
 from latentcache.models.lora import load_lora, lora_settings, save_lora
 from latentcache.models.scheduler import load_scheduler
 from latentcache.models.unet import check_conditioning, load_unet
@@ -109,7 +108,7 @@ class PrecomputedDataset(Dataset[Batch]):
             generator = torch.Generator().manual_seed(seed_of("diffusers", index.draw))
         fields = {name: item[name][None] for name in IMAGE_FIELDS if name in item}
         scaling, draw = self.dataset.scaling, generator if "moments" in fields else None
-        placed = place(fields, "cpu", dtype=self.dtype, scaling=scaling, generator=draw)
+        placed = to_device(fields, "cpu", dtype=self.dtype, scaling=scaling, generator=draw)
         made: Batch = {"model_input": placed["latents"][0]}
         texts: Mapping[str, torch.Tensor] = item
         if self._empty and torch.rand((), generator=generator) < self.proportion_empty_prompts:

@@ -57,10 +57,10 @@ def export_samples(
     `unverified`; and StoreError if there is no such manifest, or it holds prompts.
     """
     manifest = cache.manifest(name)
-    cache.scaling(manifest)
+    cache.samples.scaling(manifest)
     rows = [row for row in manifest.rows.values() if row.refusal is None]
     for row in rows:
-        cache.check_trust(manifest, row)
+        cache.samples.check_trust(manifest, row)
     report.skipped += [row.refusal for row in manifest.rows.values() if row.refusal is not None]
     for row in rows:
         stem = _stem(row.sample_id)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import torch
 
@@ -13,8 +13,9 @@ from latentcache.errors import StoreError
 from latentcache.store.stacking import check_output
 from latentcache.types import Batch
 
-IMAGE_FIELDS = ("moments", "latents")
-OUTPUTS = ("latents", "moments")
+IMAGE_FIELDS: Final[tuple[str, ...]] = ("moments", "latents")
+TEXT_FIELDS: Final[tuple[str, ...]] = ("prompt_embeds", "pooled_prompt_embeds")
+OUTPUTS: Final = ("latents", "moments")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +26,12 @@ class Scaling:
     shift_factor: float | None
 
     def apply(self, latents: torch.Tensor) -> torch.Tensor:
+        """Scaled latents of the same shape."""
         shifted = latents if self.shift_factor is None else latents - self.shift_factor
         return shifted * self.scaling_factor
 
 
-def place(
+def to_device(
     batch: Batch,
     device: DeviceLike,
     *,
@@ -38,9 +40,9 @@ def place(
     scaling: Scaling | None = None,
     generator: torch.Generator | None = None,
 ) -> Batch:
-    """A gathered batch moved to the requesting device: see `LatentCache.batch`. `scaling` None leaves latents unscaled.
+    """A gathered batch on the requesting device: see `LatentCache.batch`. `scaling` None leaves latents unscaled.
 
-    It is the same dictionary where there is nothing to do.
+    The result is the same dictionary where there is nothing to do.
     """
     if output not in OUTPUTS:
         raise StoreError(f"output is {output!r}; it must be one of {', '.join(OUTPUTS)}")
@@ -56,33 +58,38 @@ def place(
         if isinstance(value, torch.Tensor):
             value = value.to(target, torch.float32 if name == "add_time_ids" else dtype)
         placed[name] = value
-    moments, latents = batch.get("moments"), batch.get("latents")
     if output == "moments":
-        if moments is None:
-            raise StoreError("this cache holds latents, not moments: set encode.image_output to moments and precache")
-        if scaling is not None:
-            raise StoreError("moments are stored unscaled: ask for latents, or leave out scaled=True")
-        return {"moments": moments.to(target, dtype), **placed}
-    if moments is not None:
-        latents = _draw(moments.to(target), generator)
-    elif latents is None:
-        raise StoreError("the batch holds neither moments nor latents")
-    elif generator is not None:
-        raise StoreError("this cache holds latents, which are drawn already: a generator has no effect on them")
-    latents = latents.to(target)
+        return {"moments": _moments(batch, scaling).to(target, dtype), **placed}
+    latents = _latents(batch, target, generator)
     if scaling is not None:
         latents = scaling.apply(latents.float())
-    return {"latents": latents.to(dtype or batch_dtype(batch)), **placed}
+    return {"latents": latents.to(dtype or _image_dtype(batch)), **placed}
 
 
-def _draw(moments: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
-    # It imports diffusers, which a reader of latents never needs.
-    from latentcache.models.vae import latents_from_moments
+def _moments(batch: Batch, scaling: Scaling | None) -> torch.Tensor:
+    moments: torch.Tensor | None = batch.get("moments")
+    if moments is None:
+        raise StoreError("this cache holds latents, not moments: set encode.image_output to moments and precache")
+    if scaling is not None:
+        raise StoreError("moments are stored unscaled: request latents, or leave out scaled=True")
+    return moments
 
-    return latents_from_moments(moments.float(), generator)
+
+def _latents(batch: Batch, target: torch.device, generator: torch.Generator | None) -> torch.Tensor:
+    if "moments" in batch:
+        # This imports diffusers, which a reader of latents never needs.
+        from latentcache.models.vae import latents_from_moments
+
+        return latents_from_moments(batch["moments"].to(target).float(), generator)
+    if "latents" not in batch:
+        raise StoreError("the batch holds neither moments nor latents")
+    if generator is not None:
+        raise StoreError("this cache holds latents, which are drawn already: a generator has no effect on them")
+    latents: torch.Tensor = batch["latents"]
+    return latents.to(target)
 
 
-def fill(out: Mapping[str, torch.Tensor], batch: Batch) -> Batch:
+def copy_into(out: Mapping[str, torch.Tensor], batch: Batch) -> Batch:
     """The batch with the tensors of `out` in place of those of the same names, and their values copied to them.
 
     StoreError for one that does not fit, or that the batch does not have.
@@ -101,10 +108,9 @@ def fill(out: Mapping[str, torch.Tensor], batch: Batch) -> Batch:
 
 
 def is_cpu(device: DeviceLike) -> bool:
-    """Whether it is the CPU by name, which asks for no dtype."""
+    """Whether it is the CPU by name, which requests no dtype."""
     return device == "cpu" if isinstance(device, str) else isinstance(device, torch.device) and device.type == "cpu"
 
 
-def batch_dtype(batch: Mapping[str, Any]) -> torch.dtype:
-    """The dtype that the image field of a batch is stored in."""
+def _image_dtype(batch: Mapping[str, Any]) -> torch.dtype:
     return next(batch[name].dtype for name in IMAGE_FIELDS if name in batch)

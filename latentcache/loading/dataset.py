@@ -1,14 +1,15 @@
-"""A torch Dataset over a manifest: CPU tensors, ready for a DataLoader in this process or in workers."""
+"""torch Datasets over manifests: CPU tensors, ready for a DataLoader in this process or in workers."""
 
 from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from blake3 import blake3
 from torch.utils.data import ConcatDataset, Dataset
@@ -16,12 +17,30 @@ from torch.utils.data import ConcatDataset, Dataset
 from latentcache.dataset.manifest import Row
 from latentcache.devices.placement import DeviceLike
 from latentcache.errors import StoreError
-from latentcache.loading.batch import place
+from latentcache.loading.batch import to_device
 from latentcache.loading.cache import LatentCache
-from latentcache.loading.randomness import Visit
-from latentcache.loading.sample import SIZES, Wanted
+from latentcache.loading.sample import SIZES, SampleRef
+from latentcache.loading.sampler import Visit
 from latentcache.store.direct import Io
 from latentcache.types import Batch, Bucket
+
+
+class _OwnCache:
+    """Opens a cache once in each process, so that fork and spawn both work."""
+
+    def __init__(self, path: Path, *, unverified: bool, io: Io):
+        self._path, self._unverified = path, unverified
+        self._io: Io = io
+        self._opened: tuple[int, LatentCache] | None = None
+
+    def __call__(self) -> LatentCache:
+        """This process's own cache."""
+        if self._opened is None or self._opened[0] != os.getpid():
+            self._opened = os.getpid(), LatentCache(self._path, unverified=self._unverified, io=self._io)
+        return self._opened[1]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_opened": None}
 
 
 class LatentDataset(Dataset[Batch]):
@@ -33,10 +52,10 @@ class LatentDataset(Dataset[Batch]):
     latents from moments. Batches must not mix buckets: use `BucketBatchSampler`.
 
     `flips` adds the mirrored entries as items of their own. `caption` is the number of the caption, or "random": one
-    drawn anew at each visit. With `BucketBatchSampler` the draw follows from its seed, the epoch and the position;
-    a plain item number draws with torch's global generator, which a DataLoader seeds for each worker. Samples that
-    were imported and not verified are a SampleError at once, unless `unverified` takes them as they are.
-    Each process opens the cache for itself, so fork and spawn both work. `io` is that of `LatentCache`.
+    drawn at each visit. With `BucketBatchSampler` the draw follows from its seed, the epoch and the position; a plain
+    item number draws with torch's global generator, which a DataLoader seeds for each worker. Samples that were
+    imported and not verified are a SampleError at once, unless `unverified` takes them as they are. Each process opens
+    the cache for itself, so fork and spawn both work. `io` is that of `LatentCache`.
     """
 
     def __init__(
@@ -50,84 +69,99 @@ class LatentDataset(Dataset[Batch]):
         io: Io = "auto",
     ):
         self.path = Path(path)
-        self._io: Io = io
         self.caption = caption
-        self._unverified = unverified
-        self._cache: LatentCache | None = None
-        self._pid = -1
-        names = self.cache.dataset_names()
+        self.own_cache = _OwnCache(self.path, unverified=unverified, io=io)
+        samples = self.cache.samples
+        names = samples.dataset_names()
         if manifest is None and len(names) != 1:
             raise StoreError(f"{path}: name the manifest; there are: {', '.join(names) or 'none'}")
         self.manifest_name = manifest or names[0]
-        manifest_ = self.cache.manifest(self.manifest_name)
-        self.scaling = self.cache.scaling(manifest_)
+        manifest_ = samples.manifest(self.manifest_name)
+        self.scaling = samples.scaling(manifest_)
         rows = [row for row in manifest_.rows.values() if row.refusal is None]
         for row in rows:
-            self.cache.check_trust(manifest_, row)
-        once: list[tuple[Row, bool]] = [(row, False) for row in rows]
+            samples.check_trust(manifest_, row)
+        self._once: list[tuple[Row, bool]] = [(row, False) for row in rows]
         if flips:
-            once += [(row, True) for row in rows]
-        self._items = once * manifest_.repeats
+            self._once += [(row, True) for row in rows]
+        self._num_items = len(self._once) * manifest_.repeats
 
     @property
     def cache(self) -> LatentCache:
         """This process's own cache."""
-        if self._cache is None or self._pid != os.getpid():
-            self._cache, self._pid = LatentCache(self.path, unverified=self._unverified, io=self._io), os.getpid()
-        return self._cache
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_cache": None, "_pid": -1}
+        return self.own_cache()
 
     def __len__(self) -> int:
-        return len(self._items)
+        return self._num_items
+
+    def _item(self, index: int) -> tuple[Row, bool]:
+        if not -self._num_items <= index < self._num_items:
+            raise IndexError(f"item {index} of {self._num_items}")
+        return self._once[index % len(self._once)]
 
     def bucket(self, index: int) -> Bucket:
         """The bucket of an item, without reading it."""
-        row, _ = self._items[index]
-        return row.images[0].geometry.target_size
+        return self._item(index)[0].images[0].geometry.target_size
 
     def identity(self) -> str:
         """A digest of the items in their order: sample_id, bucket and flip of each. 64 hexadecimal digits."""
         hasher = blake3()
-        for row, flip in self._items:
+        for row, flip in map(self._item, range(len(self))):
             bucket = row.images[0].geometry.target_size
             hasher.update(f"{len(row.sample_id)} {row.sample_id} {bucket} {flip}\n".encode("utf-8", "surrogatepass"))
         return hasher.hexdigest()
 
-    def wanted(self, index: int) -> Wanted:
-        """The entries of an item, without reading them."""
-        row, flip = self._items[index]
+    @property
+    def draws(self) -> bool:
+        """Whether the sample of an item is drawn at each visit."""
+        return self.caption == "random"
+
+    def refs(self, indices: Sequence[int]) -> list[SampleRef]:
+        """The samples of these items, not read yet. SampleError for one without the caption or image."""
+        if not self.draws:
+            table = self.cache.memory.table("items", self.manifest_name, self.caption)
+            try:
+                return [table[index] for index in indices]
+            except KeyError:
+                pass
+        return [self._ref(index) for index in indices]
+
+    def _ref(self, index: int) -> SampleRef:
+        row, flip = self._item(index)
         number = self.caption
         if number == "random":
-            drawn = isinstance(index, Visit)
             num = len(row.captions)
-            number = index.draw % num if drawn else int(torch.randint(num, (), device="cpu"))
-        return Wanted.of(row, caption=number, flip=flip)
+            number = index.draw % num if isinstance(index, Visit) else int(torch.randint(num, (), device="cpu"))
+        memory, name, first = self.cache.memory, ("items", self.manifest_name, number), int(index) % len(self._once)
+        ref = memory.table(*name).get(first)
+        if ref is None:
+            ref = SampleRef.of(row, caption=number, flip=flip)
+            memory.table(*name, room_for=1)[first] = ref
+        if index != first:
+            memory.table(*name, room_for=1)[int(index)] = ref
+        return ref
 
-    def all_wanted(self) -> Iterator[Wanted]:
-        """The entries of all items, with each caption that may be drawn. They may repeat."""
-        for row, flip in dict.fromkeys(self._items):
+    def all_refs(self) -> Iterator[SampleRef]:
+        """The samples of all items, with each caption that may be drawn. No item repeats."""
+        for row, flip in self._once:
             numbers = range(len(row.captions)) if self.caption == "random" else [self.caption]
             for number in numbers:
-                yield Wanted.of(row, caption=number, flip=flip)
+                yield SampleRef.of(row, caption=number, flip=flip)
 
     def __getitem__(self, index: int) -> Batch:
         return self.__getitems__([index])[0]
 
-    def __getitems__(self, indices: list[int]) -> list[Batch]:
+    def __getitems__(self, indices: Sequence[int]) -> list[Batch]:
         """Several items in one read; a DataLoader calls this. They may lie in different buckets."""
-        wanted = [self.wanted(index) for index in indices]
-        groups: dict[Bucket, list[int]] = {}
-        for position, index in enumerate(indices):
-            groups.setdefault(self.bucket(index), []).append(position)
-        items: list[Batch] = [{} for _ in indices]
+        refs = self.refs(indices)
+        groups: dict[tuple[int, int], list[int]] = {}
+        for position, ref in enumerate(refs):
+            groups.setdefault(ref.layout.target_size, []).append(position)
+        items: list[Batch] = [{} for _ in refs]
         for positions in groups.values():
-            batch = self.cache.gather([wanted[position] for position in positions])
-            for name in SIZES:
-                batch[name] = torch.tensor(batch[name], dtype=torch.int64, device="cpu")
-            for number, position in enumerate(positions):
-                items[position] = {name: values[number] for name, values in batch.items()}
+            found = [refs[position] for position in positions]
+            for position, item in zip(positions, _items(self.cache.reader.gather(found), found), strict=True):
+                items[position] = item
         return items
 
     def place(
@@ -144,16 +178,25 @@ class LatentDataset(Dataset[Batch]):
         sizes = {name: batch[name] for name in SIZES}
         rest = {name: value for name, value in batch.items() if name not in SIZES}
         scaling = self.scaling if scaled else None
-        return place(rest, device, dtype=dtype, output=output, scaling=scaling, generator=generator) | sizes
+        return to_device(rest, device, dtype=dtype, output=output, scaling=scaling, generator=generator) | sizes
+
+
+def _items(batch: Batch, refs: Sequence[SampleRef]) -> list[Batch]:
+    """The rows of a batch, each a view of its tensors; sizes as int64 [2]."""
+    joined = bytearray().join([ref.layout.sizes for ref in refs])
+    sizes = torch.from_numpy(np.ndarray((len(refs), len(SIZES), 2), np.int64, joined))
+    batch |= dict(zip(SIZES, sizes.unbind(1), strict=True))
+    columns = [value.unbind() if isinstance(value, torch.Tensor) else value for value in batch.values()]
+    return [dict(zip(batch, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
 class LatentDatasets(ConcatDataset[Batch]):
-    """Several manifests of one cache as one dataset. Their latents must be scaled alike.
+    """Several manifests of one cache as one dataset. Their latents must be scaled alike. They share one opened cache.
 
     Raises StoreError if there is none, if they lie in several caches, or if their VAEs scale differently.
     """
 
-    datasets: list[LatentDataset]
+    datasets: list[LatentDataset]  # type: ignore[assignment]  # ConcatDataset says list[Dataset]
 
     def __init__(self, datasets: Iterable[LatentDataset]):
         parts = list(datasets)
@@ -168,6 +211,8 @@ class LatentDatasets(ConcatDataset[Batch]):
             names = ", ".join(part.manifest_name for part in parts)
             raise StoreError(f"the VAEs of {names} scale differently ({sorted(map(str, scalings))}): train them apart")
         self.scaling = parts[0].scaling
+        for part in parts:
+            part.own_cache = parts[0].own_cache
 
     @property
     def cache(self) -> LatentCache:
@@ -175,6 +220,7 @@ class LatentDatasets(ConcatDataset[Batch]):
         return self.datasets[0].cache
 
     def bucket(self, index: int) -> Bucket:
+        """The bucket of an item, without reading it."""
         part, inner = self._part(index)
         return part.bucket(inner)
 
@@ -182,28 +228,33 @@ class LatentDatasets(ConcatDataset[Batch]):
         """A digest of the items in their order."""
         return blake3(" ".join(part.identity() for part in self.datasets).encode()).hexdigest()
 
-    def wanted(self, index: int) -> Wanted:
-        part, inner = self._part(index)
-        return part.wanted(inner)
+    @property
+    def draws(self) -> bool:
+        """Whether the sample of an item is drawn at each visit."""
+        return any(part.draws for part in self.datasets)
 
-    def all_wanted(self) -> Iterator[Wanted]:
-        """The entries of all items, with each caption that may be drawn. They may repeat."""
-        return chain.from_iterable(part.all_wanted() for part in self.datasets)
+    def refs(self, indices: Sequence[int]) -> list[SampleRef]:
+        """As `LatentDataset.refs`."""
+        return [part.refs([inner])[0] for part, inner in map(self._part, indices)]
+
+    def all_refs(self) -> Iterator[SampleRef]:
+        """As `LatentDataset.all_refs`."""
+        return chain.from_iterable(part.all_refs() for part in self.datasets)
 
     def __getitem__(self, index: int) -> Batch:
         part, inner = self._part(index)
         return part[inner]
 
-    def __getitems__(self, indices: list[int]) -> list[Batch]:
+    def __getitems__(self, indices: Sequence[int]) -> list[Batch]:
         """Several items, with one read for each manifest and bucket among them."""
         parts: dict[LatentDataset, list[tuple[int, int]]] = {}
         for position, index in enumerate(indices):
             part, inner = self._part(index)
             parts.setdefault(part, []).append((position, inner))
         items: list[Batch] = [{} for _ in indices]
-        for part, wanted in parts.items():
-            read = part.__getitems__([inner for _, inner in wanted])
-            for (position, _), item in zip(wanted, read, strict=True):
+        for part, places in parts.items():
+            read = part.__getitems__([inner for _, inner in places])
+            for (position, _), item in zip(places, read, strict=True):
                 items[position] = item
         return items
 

@@ -1,4 +1,4 @@
-"""Batches for a training loop, read ahead in a thread, so that the loop does not wait for them."""
+"""Batches for a training loop, prefetched by a thread, so that the loop does not wait for them."""
 
 from __future__ import annotations
 
@@ -8,20 +8,18 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
 from latentcache.devices.placement import DeviceLike, device_named, device_of, dtype_of
 from latentcache.devices.transfer import MAX_IN_FLIGHT, Sent, Transfer, transfer_to
 from latentcache.errors import SampleError, StoreError
-from latentcache.loading.batch import Scaling, place
-from latentcache.loading.cache import Allocate, LatentCache
+from latentcache.loading.batch import Scaling, to_device
 from latentcache.loading.pinned_pool import BufferPool
-from latentcache.loading.randomness import noise_generator
 from latentcache.loading.resident import ResidentEntries
-from latentcache.loading.sample import Wanted
-from latentcache.loading.sampler import BucketBatchSampler, Cursor, PlannedBatch
+from latentcache.loading.sample import PRECACHE, SampleRef
+from latentcache.loading.sampler import BucketBatchSampler, Cursor, PlannedBatch, noise_generator
 from latentcache.types import Batch
 from latentcache.utils.concurrency import Prefetcher
 
@@ -29,18 +27,20 @@ logger = logging.getLogger("latentcache")
 
 Output = Literal["latents", "mean", "moments"]
 LOOK_AHEAD = 4
-"""Batches that are asked for before they are read, while what is read comes from the disk."""
+"""Batches that are prefetched from the store before they are read."""
 
 
 class Gatherer(Protocol):
-    """Where batches are gathered: the cache, or the entries that are held in memory."""
+    """Where batches are gathered: the cache's reader, or the entries that are resident in memory."""
 
-    def gather(self, wanted: Sequence[Wanted], *, allocate: Allocate | None = None) -> Batch: ...
-    def prefetch(self, wanted: Iterable[Wanted]) -> None: ...
+    def gather(self, refs: Sequence[SampleRef], *, pool: BufferPool | None = None) -> Batch:
+        """As `SampleReader.gather`."""
+
+    def prefetch(self, refs: Iterable[SampleRef]) -> None:
+        """As `SampleReader.prefetch`."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Made:
+class _Made(NamedTuple):
     """A batch that was read, or None where all its samples were skipped; and what was skipped, with the reason."""
 
     planned: PlannedBatch
@@ -50,8 +50,8 @@ class _Made:
 
 
 @dataclass(frozen=True, slots=True)
-class _Maker:
-    """Makes the batches of one iteration. It runs in the thread that reads ahead."""
+class _BatchMaker:
+    """Makes the batches of one iteration. It runs in the thread that prefetches."""
 
     dataset: Any
     source: Gatherer
@@ -67,54 +67,59 @@ class _Maker:
 
     def make_all(self, plan: Iterable[PlannedBatch]) -> Generator[_Made, None, None]:
         try:
-            for planned in self._asked_for(plan):
-                yield self._make(planned)  # kept in no variable: what is read next may take its buffer
+            for planned, refs in self._looked_ahead(plan):
+                yield self._make(planned, refs)  # kept in no variable: the next batch may take its buffer
         finally:
             self.transfer.finish()
 
-    def _asked_for(self, plan: Iterable[PlannedBatch]) -> Iterator[PlannedBatch]:
-        """The plan, of which the store has been asked for LOOK_AHEAD batches more than were given."""
-        window: deque[PlannedBatch] = deque()
+    def _looked_ahead(self, plan: Iterable[PlannedBatch]) -> Iterator[tuple[PlannedBatch, list[SampleRef] | None]]:
+        """The planned batches with their samples, of which LOOK_AHEAD more than were yielded are prefetched."""
+        window: deque[tuple[PlannedBatch, list[SampleRef] | None]] = deque()
         for planned in plan:
-            with suppress(StoreError):  # it comes up again with the batch that it belongs to
-                self.source.prefetch(map(self.dataset.wanted, planned.items))
-            window.append(planned)
+            refs = None
+            with suppress(StoreError):  # the error is raised again with the batch that it belongs to
+                refs = self._refs(planned)
+                self.source.prefetch(refs)
+            window.append((planned, refs))
             if len(window) > LOOK_AHEAD:
                 yield window.popleft()
         yield from window
 
-    def _make(self, planned: PlannedBatch) -> _Made:
+    def _refs(self, planned: PlannedBatch) -> list[SampleRef]:
+        refs: list[SampleRef] = self.dataset.refs(planned.items if self.dataset.draws else planned.numbers)
+        return refs
+
+    def _make(self, planned: PlannedBatch, refs: list[SampleRef] | None) -> _Made:
         try:
-            return self._read(planned)
+            return self._read(planned, self._refs(planned) if refs is None else refs)
         except Exception as error:
-            items = ", ".join(map(str, planned.items[:16]))
+            items = ", ".join(map(str, planned.numbers[:16]))
             error.add_note(f"while reading batch {planned.position} of epoch {planned.epoch}, items {items}")
             raise
 
-    def _read(self, planned: PlannedBatch) -> _Made:
-        wanted = [self.dataset.wanted(item) for item in planned.items]
+    def _read(self, planned: PlannedBatch, refs: list[SampleRef]) -> _Made:
         skipped: dict[str, str] = {}
-        while wanted:
+        while refs:
             try:
-                sent = self.transfer.send(self._reader(wanted), lambda batch: self._place(batch, planned))
-                return _Made(planned, sent, skipped, len(planned.items) - len(wanted))
+                sent = self.transfer.send(self._reader(refs), lambda batch: self._place(batch, planned))
+                return _Made(planned, sent, skipped, len(planned.numbers) - len(refs))
             except SampleError as error:
                 if not self.skip:
                     raise
-                wanted = self._without(wanted, error)
+                refs = self._without(refs, error)
                 skipped[error.sample_id] = error.reason
         if self.must_fill:
             sample_id, reason = next(iter(skipped.items()))
-            remedy = "run `latentcache precache CONFIG` again: with several ranks no batch can be left out"
+            remedy = f"{PRECACHE}: with several ranks no batch can be left out"
             raise SampleError(sample_id, f"{reason}, and no other sample is left in its batch", remedy)
-        return _Made(planned, None, skipped, len(planned.items))
+        return _Made(planned, None, skipped, len(planned.numbers))
 
-    def _reader(self, wanted: list[Wanted]) -> Callable[[], Batch]:
-        return lambda: self.source.gather(wanted, allocate=self.pool.allocate)
+    def _reader(self, refs: list[SampleRef]) -> Callable[[], Batch]:
+        return lambda: self.source.gather(refs, pool=self.pool)
 
-    def _without(self, wanted: list[Wanted], error: SampleError) -> list[Wanted]:
-        left = [item for item in wanted if item.sample_id != error.sample_id]
-        if len(left) == len(wanted):
+    def _without(self, refs: list[SampleRef], error: SampleError) -> list[SampleRef]:
+        left = [ref for ref in refs if ref.sample_id != error.sample_id]
+        if len(left) == len(refs):
             raise error
         if error.sample_id not in self.known:
             self.known.add(error.sample_id)
@@ -123,7 +128,7 @@ class _Maker:
 
     def _place(self, batch: Batch, planned: PlannedBatch) -> Batch:
         draws = self.output == "latents" and "moments" in batch
-        return place(
+        return to_device(
             batch,
             self.transfer.device,
             dtype=self.dtype,
@@ -137,18 +142,18 @@ class LatentLoader:
     """Iterates over the batches of a `BucketBatchSampler` on the requesting device, `prefetch` batches ahead.
 
     A batch is what `LatentCache.batch` gives: tensors on the device, in its dtype, and lists. `output`: `latents` are
-    drawn from moments anew at each visit (stored latents are as they are), `mean` is the moments' mean, `moments` are
+    drawn from moments at each visit (stored latents are as they are), `mean` is the moments' mean, `moments` are
     as stored. `scaled` applies the VAE's shift and scaling factor. All that is drawn follows from the sampler's seed,
-    the epoch and the batch's position (`draws.noise_generator`), not from threads, ranks, `prefetch` or a resume.
+    the epoch and the batch's position (`sampler.noise_generator`), not from threads, ranks, `prefetch` or a resume.
 
     One thread reads whole batches into buffers that are used again (pinned, with copies on a stream of their own, where
-    the device has streams; `BufferPool` and `devices/transfer.py` have the rules). Who holds a batch keeps it valid.
-    Without `prefetch` the same is done in the calling thread. Device and dtype are those of the requester when an
-    iteration begins. `resident` ("cpu" or a device) holds the whole dataset there once and gathers batches from it.
+    the device has streams; `BufferPool` and `devices.transfer` have the rules). A batch stays valid while it is
+    referenced. Without `prefetch` the calling thread does the same. Device and dtype are those of the requesting module
+    when an iteration begins. `resident` ("cpu" or a device) keeps the whole dataset there once and gathers from it.
 
-    An error comes up at the batch that it belongs to: SampleError for a sample that is missing or damaged. With
+    An error is raised at the batch that it belongs to: SampleError for a sample that is missing or damaged. With
     `damaged="skip"` such samples are left out of their batches, which are then smaller; each is logged once and is in
-    `skipped`. A batch of which nothing is left is left out, but an error with several ranks: all need as many.
+    `skipped`. An empty batch is left out too, but is an error with several ranks: all need the same number of batches.
 
     Iterations may be several at once. Each ends its thread when it is exhausted, closed or dropped, as does `close`.
     """
@@ -174,7 +179,7 @@ class LatentLoader:
             if value not in allowed:
                 raise StoreError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
         if scaled and output == "moments":
-            raise StoreError("moments are stored unscaled: ask for latents, or leave out scaled=True")
+            raise StoreError("moments are stored unscaled: request latents, or leave out scaled=True")
         self.sampler, self.dataset = sampler, sampler.dataset
         self.requester, self.dtype, self.output, self.scaled = device, dtype, output, scaled
         self.prefetch, self.damaged = prefetch, damaged
@@ -187,8 +192,7 @@ class LatentLoader:
         self.resident: ResidentEntries | None = None
         if resident is not None:
             where = device_named(str(resident))
-            cache: LatentCache = self.dataset.cache
-            self.resident = ResidentEntries(cache, self.dataset.all_wanted(), where, damaged=damaged)
+            self.resident = ResidentEntries(self.dataset.cache.reader, self.dataset.all_refs(), where, damaged=damaged)
 
     @property
     def device(self) -> torch.device:
@@ -210,7 +214,7 @@ class LatentLoader:
         return self._begin(endless=False)
 
     def forever(self) -> BatchIterator:
-        """Epoch after epoch without end, from where the sampler is. The next one is read ahead too."""
+        """Epoch after epoch without end, from where the sampler is. The next epoch is prefetched too."""
         return self._begin(endless=True)
 
     def set_epoch(self, epoch: int) -> None:
@@ -218,7 +222,7 @@ class LatentLoader:
         self.sampler.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """The sampler's state after the last batch that was handed out, whatever was read ahead."""
+        """The sampler's state after the last batch that was returned. Prefetched batches do not count."""
         return self.sampler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], *, reshard: bool = False) -> None:
@@ -226,7 +230,7 @@ class LatentLoader:
         self.sampler.load_state_dict(state, reshard=reshard)
 
     def close(self) -> None:
-        """End all iterations and let go of buffers and resident entries. Batches that were handed out stay valid."""
+        """End all iterations and release buffers and resident entries. Batches that were returned stay valid."""
         self._closed = True
         for iterator in list(self._iterators):
             iterator.close()
@@ -239,11 +243,11 @@ class LatentLoader:
             raise StoreError("an epoch has no batch: use a smaller batch_size, fewer ranks or drop_last=False")
         target = device_of(self.requester)
         transfer = transfer_to(target)
-        if self._pool is None or self._pool.wanted_pin != transfer.overlaps:
+        if self._pool is None or self._pool.requested_pin != transfer.overlaps:
             self._pool = BufferPool(pin=transfer.overlaps, num_idle=self.prefetch + MAX_IN_FLIGHT + 2)
-        maker = _Maker(
+        maker = _BatchMaker(
             dataset=self.dataset,
-            source=self.resident or self.dataset.cache,
+            source=self.resident or self.dataset.cache.reader,
             pool=self._pool,
             transfer=transfer,
             dtype=self.dtype or dtype_of(self.requester),

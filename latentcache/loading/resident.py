@@ -1,19 +1,20 @@
-"""A whole dataset held in memory, on the CPU or on a device, from which batches are gathered by `index_select`."""
+"""A whole dataset in memory, on the CPU or on a device, from which batches are gathered by `index_select`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
 
 from latentcache.devices.placement import free_memory
 from latentcache.errors import EntryDamagedError, EntryMissingError, SampleError, StoreError
-from latentcache.loading.cache import Allocate, LatentCache
-from latentcache.loading.sample import Wanted, facts
-from latentcache.store.base import DTYPES
-from latentcache.store.stacking import read_batch
+from latentcache.loading.pinned_pool import BufferPool
+from latentcache.loading.sample import SampleRef, metadata_of
+from latentcache.loading.sample_reader import SampleReader
+from latentcache.store.base import DTYPES, dtype_name
+from latentcache.store.stacking import new_tensor, read_batch
 from latentcache.types import Batch
 from latentcache.utils.host_memory import free_host_memory
 
@@ -26,63 +27,59 @@ Shape = tuple[tuple[str, str, tuple[int, ...]], ...]
 """Name, dtype name and shape of each field of an entry."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Table:
-    """Entries of one shape: fields [n, *shape]."""
-
-    fields: dict[str, torch.Tensor]
+Table = dict[str, torch.Tensor]
+"""Entries of one shape: fields [n, *shape]."""
 
 
 class ResidentEntries:
-    """The entries of these samples, each once, in the memory of `device`. `gather` is that of `LatentCache`.
+    """The entries of these samples, each once, in the memory of `device`. `gather` is as that of `SampleReader`.
 
     Raises StoreError with the figures when they do not fit into the free memory. A sample whose entry is missing or
-    damaged is a SampleError here, or with `damaged="skip"` when it is asked for.
+    damaged is a SampleError here, or with `damaged="skip"` when it is requested.
     """
 
     def __init__(
         self,
-        cache: LatentCache,
-        wanted: Iterable[Wanted],
+        reader: SampleReader,
+        refs: Iterable[SampleRef],
         device: torch.device,
         *,
         damaged: Literal["raise", "skip"] = "raise",
     ):
         self.device = device
-        self._places: dict[str, tuple[_Table, int]] = {}
+        self._reader, self._damaged = reader, damaged
+        self._places: dict[str, tuple[Table, int]] = {}
         self._lost: dict[str, SampleError] = {}
-        samples = self._by_key(wanted)
-        shapes = self._shapes(cache, samples, damaged)
+        samples: dict[str, SampleRef] = {}
+        for ref in refs:
+            samples.setdefault(ref.image_key, ref)
+            samples.setdefault(ref.text_key, ref)
+        shapes = self._shapes(samples)
         self.num_bytes = sum(len(keys) * _entry_bytes(shape) for shape, keys in shapes.items())
         self._check_fit()
         for shape, keys in shapes.items():
-            self._load(cache, shape, keys, samples, damaged)
+            self._load(shape, keys, samples)
 
-    @staticmethod
-    def _by_key(wanted: Iterable[Wanted]) -> dict[str, Wanted]:
-        samples: dict[str, Wanted] = {}
-        for item in wanted:
-            for key in (item.image_key, item.caption_key):
-                samples.setdefault(key, item)
-        return samples
-
-    def _shapes(self, cache: LatentCache, samples: Mapping[str, Wanted], damaged: str) -> dict[Shape, list[str]]:
+    def _shapes(self, samples: Mapping[str, SampleRef]) -> dict[Shape, list[str]]:
+        """The keys of the entries of each shape."""
         shapes: dict[Shape, list[str]] = {}
-        cache.store.find(samples)  # one look-up for all that are not in memory
-        for key, item in samples.items():
-            try:
-                with cache.naming([item]):
-                    described = cache.store.describe(key)
-            except SampleError as error:
-                self._lose(key, error, damaged)
-                continue
-            shapes.setdefault(tuple((name, *spec) for name, spec in described.items()), []).append(key)
+        self._reader.store.find(samples)  # one look-up for all that are not in memory
+        for key, ref in samples.items():
+            with self._losing(ref):
+                described = self._reader.store.describe(key)
+                shapes.setdefault(tuple((name, *spec) for name, spec in described.items()), []).append(key)
         return shapes
 
-    def _lose(self, key: str, error: SampleError, damaged: str) -> None:
-        if damaged == "raise":
-            raise error
-        self._lost[key] = error
+    @contextmanager
+    def _losing(self, ref: SampleRef) -> Iterator[None]:
+        """An error about an entry becomes one about the sample, and with `damaged="skip"` is kept for `gather`."""
+        try:
+            yield
+        except (EntryMissingError, EntryDamagedError) as error:
+            named = self._reader.sample_error(error, ref.sample_id)
+            if self._damaged == "raise":
+                raise named from error
+            self._lost[error.key] = named
 
     def _check_fit(self) -> None:
         free = free_host_memory() if self.device.type == "cpu" else free_memory(self.device)
@@ -93,16 +90,12 @@ class ResidentEntries:
                 "or train on fewer samples"
             )
 
-    def _load(
-        self, cache: LatentCache, shape: Shape, keys: list[str], samples: Mapping[str, Wanted], damaged: str
-    ) -> None:
+    def _load(self, shape: Shape, keys: list[str], samples: Mapping[str, SampleRef]) -> None:
         try:
-            table = _Table(
-                {
-                    name: torch.empty((len(keys), *size), dtype=DTYPES[dtype], device=self.device)
-                    for name, dtype, size in shape
-                }
-            )
+            table = {
+                name: torch.empty((len(keys), *size), dtype=DTYPES[dtype], device=self.device)
+                for name, dtype, size in shape
+            }
         except torch.OutOfMemoryError as error:
             raise StoreError(
                 f"resident={str(self.device)!r}: the dataset has {self.num_bytes / 1e9:.3f} GB, which do not fit "
@@ -110,29 +103,17 @@ class ResidentEntries:
             ) from error
         step = max(1, CHUNK_BYTES // _entry_bytes(shape))
         for start in range(0, len(keys), step):
-            self._load_chunk(cache, table, start, keys[start : start + step], samples, damaged)
+            self._load_chunk(table, start, keys[start : start + step], samples)
 
-    def _load_chunk(
-        self,
-        cache: LatentCache,
-        table: _Table,
-        start: int,
-        keys: list[str],
-        samples: Mapping[str, Wanted],
-        damaged: str,
-    ) -> None:
+    def _load_chunk(self, table: Table, start: int, keys: list[str], samples: Mapping[str, SampleRef]) -> None:
         while keys:
-            rows = {name: tensor[start : start + len(keys)] for name, tensor in table.fields.items()}
+            rows = {name: tensor[start : start + len(keys)] for name, tensor in table.items()}
             try:
-                read = read_batch(cache.store, keys, out=rows if self.device.type == "cpu" else None)
+                read = read_batch(self._reader.store, keys, out=rows if self.device.type == "cpu" else None)
             except (EntryMissingError, EntryDamagedError) as error:
-                bad = error.key
-                try:
-                    with cache.naming([samples[bad]]):
-                        raise
-                except SampleError as named:
-                    self._lose(bad, named, damaged)
-                keys = [key for key in keys if key != bad]
+                with self._losing(samples[error.key]):
+                    raise
+                keys = [key for key in keys if key not in self._lost]
                 continue
             if self.device.type != "cpu":
                 for name, tensor in read.items():
@@ -140,44 +121,42 @@ class ResidentEntries:
             self._places |= {key: (table, start + number) for number, key in enumerate(keys)}
             return
 
-    def gather(self, wanted: Sequence[Wanted], *, allocate: Allocate | None = None) -> Batch:
-        """The tensors of these samples on `device`, stacked, with their sizes. Their shapes must be equal.
+    def gather(self, refs: Sequence[SampleRef], *, pool: BufferPool | None = None) -> Batch:
+        """The tensors of these samples on `device`, stacked, with their metadata. Their shapes must be equal.
 
-        `allocate` gives the tensors that they are written to, if `device` is the CPU.
+        They are written to a buffer of `pool` if `device` is the CPU.
         """
-        parts = [self._rows([item.image_key for item in wanted], wanted)]
-        parts.append(self._rows([item.caption_key for item in wanted], wanted))
-        out: Mapping[str, torch.Tensor] = {}
-        if allocate is not None and self.device.type == "cpu":
-            named = [(name, tensor) for table, _ in parts for name, tensor in table.fields.items()]
-            out = allocate({name: (tensor.dtype, (len(wanted), *tensor.shape[1:])) for name, tensor in named})
+        parts = [self._rows([ref.image_key for ref in refs], refs), self._rows([ref.text_key for ref in refs], refs)]
+        empty = None
+        if pool is not None and self.device.type == "cpu":
+            tensors = [tensor for table, _ in parts for tensor in table.values()]
+            empty = pool.borrow([tensor[:1].nbytes * len(refs) for tensor in tensors])
         batch: Batch = {}
         for table, rows in parts:
             index = torch.tensor(rows, dtype=torch.int64, device="cpu").to(self.device)
-            for name, tensor in table.fields.items():
-                if name in out:
-                    torch.index_select(tensor, 0, index, out=out[name])
-                    batch[name] = out[name]
-                else:
+            for name, tensor in table.items():
+                if empty is None:
                     batch[name] = tensor.index_select(0, index)
-        return batch | facts(wanted)
+                else:
+                    batch[name], _ = new_tensor(dtype_name(tensor), (len(refs), *tensor.shape[1:]), empty)
+                    torch.index_select(tensor, 0, index, out=batch[name])
+        return batch | metadata_of(refs)
 
-    def prefetch(self, wanted: Iterable[Wanted]) -> None:
+    def prefetch(self, refs: Iterable[SampleRef]) -> None:
         """All is in memory."""
 
-    def _rows(self, keys: Sequence[str], wanted: Sequence[Wanted]) -> tuple[_Table, list[int]]:
-        for key in keys:
+    def _rows(self, keys: Sequence[str], refs: Sequence[SampleRef]) -> tuple[Table, list[int]]:
+        for key, ref in zip(keys, refs, strict=True):
             if key in self._lost:
-                first = next(item for item in wanted if key in (item.image_key, item.caption_key))
                 lost = self._lost[key]
-                raise SampleError(first.sample_id, lost.reason, lost.remedy)
+                raise SampleError(ref.sample_id, lost.reason, lost.remedy)
         places = [self._places[key] for key in keys]
         table = places[0][0]
-        for item, (other, _) in zip(wanted, places, strict=True):
+        for ref, (other, _) in zip(refs, places, strict=True):
             if other is not table:
                 raise StoreError(
-                    f"samples {wanted[0].sample_id!r} and {item.sample_id!r} have tensors of different shapes: "
-                    "batch them with latentcache.loading.sampler.BucketBatchSampler"
+                    f"samples {refs[0].sample_id!r} and {ref.sample_id!r} have tensors of different shapes: "
+                    "batch them with latentcache.BucketBatchSampler"
                 )
         return table, [row for _, row in places]
 

@@ -1,19 +1,67 @@
-"""Batches of one bucket each: their order in an epoch, each rank's share of them, and the place where a run stopped."""
+"""Batches of one bucket each: their order in an epoch, each rank's share, and the place where a run stopped.
+
+Every random choice of the training data follows from what it is for, the seed, the epoch and the position alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
+import torch
 from torch.utils.data import Sampler
 
 from latentcache.errors import StoreError
-from latentcache.loading.randomness import Visit, order_generator, visits
+from latentcache.identity import canonical_json, digest
 from latentcache.types import Bucket
 
 STATE_VERSION = 1
+
+
+class Visit(int):
+    """The number of an item, and `draw` (63 random bits) for the choices that are made at each visit.
+
+    It is the plain number to everything else, also on its way to a DataLoader's workers.
+    """
+
+    draw: int = 0
+
+    @classmethod
+    def of(cls, index: int, draw: int) -> Visit:
+        """The visit of an item with this draw."""
+        visit = cls(index)
+        visit.draw = draw
+        return visit
+
+
+def seed_of(purpose: str, *parts: int) -> int:
+    """The first 64 bits of the BLAKE3 digest of purpose and parts as canonical JSON. Any integers will do.
+
+    Sums and products of seed and epoch, as are usual, give one seed to several pairs of them.
+    """
+    return int(digest(canonical_json([purpose, *parts]))[:16], 16)
+
+
+def noise_generator(seed: int, epoch: int, position: int) -> torch.Generator:
+    """The CPU generator that the latents of the batch at `position` of the epoch are drawn with.
+
+    On the CPU, because its numbers are the same for every device. torch keeps 32 bits of a CPU generator's seed, so
+    that two batches that lie far apart may, rarely, share their noise.
+    """
+    return torch.Generator("cpu").manual_seed(seed_of("latents", seed, epoch, position))
+
+
+def order_generator(seed: int, epoch: int) -> np.random.Generator:
+    """The generator that shuffles an epoch. numpy's, because it keeps all 64 bits of its seed."""
+    return np.random.default_rng(seed_of("order", seed, epoch))
+
+
+def visits(items: Sequence[int], seed: int, epoch: int, position: int) -> list[Visit]:
+    """The items of the batch at `position` of the epoch, each with a draw of its own."""
+    draws = np.random.default_rng(seed_of("visits", seed, epoch, position)).integers(1 << 63, size=len(items))
+    return [Visit.of(item, draw) for item, draw in zip(items, draws.tolist(), strict=True)]
 
 
 class Bucketed(Protocol):
@@ -28,19 +76,24 @@ class Bucketed(Protocol):
         """A digest of what the order depends on: which items there are, in which buckets."""
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedBatch:
+class PlannedBatch(NamedTuple):
     """One batch of a rank: its place in the epoch, its items, and the position at which all ranks have had theirs."""
 
     epoch: int
     position: int
-    items: list[Visit]
+    numbers: list[int]
     end: int
+    seed: int
+
+    @property
+    def items(self) -> list[Visit]:
+        """The items with their draws. Making these takes as long as copying a small sample."""
+        return visits(self.numbers, self.seed, self.epoch, self.position)
 
 
 @dataclass(slots=True)
 class Cursor:
-    """How far an epoch has come: `position` batches of it, of all ranks together, are done."""
+    """The progress of an epoch: `position` batches of it, of all ranks together, are done."""
 
     epoch: int
     position: int = 0
@@ -52,11 +105,11 @@ class BucketBatchSampler(Sampler[list[int]]):
 
     `shuffle` mixes the items of each bucket and the batches. `drop_last` leaves out batches smaller than `batch_size`.
     Call `set_epoch` before each epoch, as with torch's DistributedSampler. The numbers are `Visit`s: what a dataset
-    chooses anew at each visit (a caption) follows from seed, epoch and position too.
+    chooses at each visit (a caption) follows from seed, epoch and position too.
 
     With `world_size` ranks every rank gets the same number of batches, and the order does not depend on how many ranks
-    there are. What does not go round at the end of an epoch is left out (`uneven="drop"`; others are left out in the
-    next epoch), or filled up with the first batches of the epoch (`uneven="repeat"`).
+    there are. Batches that cannot be shared equally at the end of an epoch are left out (`uneven="drop"`; others are
+    left out in the next epoch), or the first batches of the epoch are repeated (`uneven="repeat"`).
 
     `state_dict` says where the last iteration is, `load_state_dict` lets the next one begin there. A DataLoader with
     workers takes batches ahead of the loop, so with one the state is too far on: `LatentLoader` counts right.
@@ -122,8 +175,7 @@ class BucketBatchSampler(Sampler[list[int]]):
         order = self._order(epoch)
         for first in range(position, position + self._num_left(position) * self.world_size, self.world_size):
             place = first + self.rank
-            items = visits(order[place % len(order)], self.seed, epoch, place)
-            yield PlannedBatch(epoch, place, items, first + self.world_size)
+            yield PlannedBatch(epoch, place, order[place % len(order)], first + self.world_size, self.seed)
 
     def __len__(self) -> int:
         """Batches of this rank in a whole epoch."""
@@ -150,7 +202,7 @@ class BucketBatchSampler(Sampler[list[int]]):
         Raises StoreError, naming each thing that differs, for a state of another dataset, batch size, seed, shuffle,
         drop_last, uneven or world size. With `reshard` the world size may differ: what is left of the epoch is dealt
         to the ranks that there are now, so that no batch comes twice. Captions that were edited and values that were
-        encoded anew do not matter; samples that came, went or changed their bucket do.
+        re-encoded do not matter; samples that came, went or changed their bucket do.
         """
         epoch, position = state.get("epoch"), state.get("position")
         if type(epoch) is not int or type(position) is not int or position < 0:
@@ -168,7 +220,7 @@ class BucketBatchSampler(Sampler[list[int]]):
             hint = "; load_state_dict(state, reshard=True) goes on with another world_size"
             raise StoreError(
                 f"the sampler's state is not of this run: {', '.join(differing)}. Start with what it was taken from, "
-                f"or begin the epoch anew with set_epoch({epoch})"
+                f"or start the epoch again with set_epoch({epoch})"
                 + (hint if len(differing) == 1 and "world_size" in differing[0] else "")
             )
         self._cursor = Cursor(epoch, position)

@@ -30,7 +30,7 @@ class ManifestStatus:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """A cache as a whole. `num_lost` counts samples whose entries are gone or damaged: precache mends them."""
+    """A cache as a whole. `num_lost` counts samples whose entries are gone or damaged; precache re-encodes them."""
 
     path: str
     store: dict[str, Any]

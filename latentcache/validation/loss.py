@@ -16,8 +16,7 @@ from latentcache.devices.placement import device_of, dtype_of
 from latentcache.errors import ConfigError, ModelError, SampleError, StoreError
 from latentcache.identity import canonical_json, digest
 from latentcache.loading.cache import LatentCache
-from latentcache.loading.sample import Wanted
-from latentcache.types import Bucket
+from latentcache.loading.sample import SampleRef
 from latentcache.utils.progress import NoProgress, Progress
 from latentcache.validation.metrics import (
     Estimate,
@@ -129,7 +128,7 @@ def _dataset_names(cache: LatentCache, datasets: Sequence[str] | None) -> list[s
 def _view(cache: LatentCache, name: str) -> LatentCache:
     """The cache restricted to one manifest: a sample_id may be in several. StoreError for one without images."""
     view = cache.restricted(name)
-    view.scaling(view.manifest(name))
+    view.samples.scaling(view.manifest(name))
     return view
 
 
@@ -223,14 +222,14 @@ class _Measurement:
 
     def _batches(self, name: str, view: LatentCache) -> Iterator[list[_TimestepSample]]:
         """Pairs of a sample and a timestep, all of one bucket. Their order does not depend on the manifest's."""
-        buckets: dict[Bucket, list[str]] = {}
+        buckets: dict[tuple[int, int], list[str]] = {}
         for sample_id in sorted(view.sample_ids()):
             try:
-                geometry = Wanted.of(view.row(sample_id)[1]).geometry
+                layout = SampleRef.of(view.row(sample_id)[1]).layout
             except SampleError as error:
                 self._skip(name, error)
             else:
-                buckets.setdefault(geometry.target_size, []).append(sample_id)
+                buckets.setdefault(layout.target_size, []).append(sample_id)
         for bucket in sorted(buckets):
             pairs = (pair for sample_id in buckets[bucket] for pair in self._pairs(name, view, sample_id))
             while batch := list(islice(pairs, self.settings.batch_size)):

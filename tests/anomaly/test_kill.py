@@ -27,7 +27,7 @@ NUM_PHOTOS = 250
 
 
 class Slowly(NoProgress):
-    """Makes a run long enough for twenty kills, and tells when it has begun to seal."""
+    """Makes a run long enough for twenty kills, and says when it has begun to seal."""
 
     def __init__(self, encoding: Event):
         self.encoding = encoding

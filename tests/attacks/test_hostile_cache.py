@@ -91,7 +91,7 @@ ROWS = {
     "a file as a value": lambda pack, bomb, victim: (pack, 1, 2, str(victim), None),
     "a file as a text": lambda pack, bomb, victim: (pack, 1, 3, "../../victim.val", None),
     "a file with pickle": lambda pack, bomb, victim: (OTHER, 1, 4, str(victim), None),
-    "a file beside a value": lambda pack, bomb, victim: (pack, 1, 1, str(victim), b"bytes"),
+    "a file next to a value": lambda pack, bomb, victim: (pack, 1, 1, str(victim), b"bytes"),
     "text as a value": lambda pack, bomb, victim: (pack, 1, 1, None, "text"),
     "a number as a key": lambda pack, bomb, victim: (7, 1, 1, None, b"bytes"),
     "an unknown mode": lambda pack, bomb, victim: (pack, 1, 99, None, b"bytes"),

@@ -14,8 +14,7 @@ from torch.utils.data import default_collate
 
 from latentcache import LatentDataset
 from latentcache.config import parse_config
-from latentcache.loading.randomness import noise_generator
-from latentcache.loading.sampler import BucketBatchSampler
+from latentcache.loading.sampler import BucketBatchSampler, noise_generator
 from latentcache.precache.run import run_precache
 
 TENSORS = ("latents", "prompt_embeds", "pooled_prompt_embeds", "add_time_ids")

@@ -1,4 +1,4 @@
-"""Entries handed back: on the requesting device, in its dtype, and never anything in place of what was asked for."""
+"""Cached values are returned on the requesting device, in its dtype, and nothing is returned in place of another."""
 
 from __future__ import annotations
 

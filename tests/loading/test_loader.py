@@ -229,7 +229,7 @@ def test_any_error_of_the_thread_comes_up_in_the_loop(dataset: LatentDataset, mo
     def broken(*args: object, **options: object) -> None:
         raise MemoryError("no page left")
 
-    monkeypatch.setattr("latentcache.loading.loader.place", broken)
+    monkeypatch.setattr("latentcache.loading.loader.to_device", broken)
     with pytest.raises(MemoryError, match="no page left") as raised:
         list(loader_of(dataset))
     assert "while reading batch 0 of epoch 0" in raised.value.__notes__[0]
@@ -400,13 +400,13 @@ def test_the_loop_does_not_wait_while_a_batch_is_faster_than_a_step(
     made: list[int] = []
     from latentcache.loading import loader as module
 
-    real = module.place
-    monkeypatch.setattr(module, "place", lambda *args, **options: made.append(1) or real(*args, **options))
+    real = module.to_device
+    monkeypatch.setattr(module, "to_device", lambda *args, **options: made.append(1) or real(*args, **options))
     batches = iter(loader_of(dataset, prefetch=2))
     next(batches)
     end = time.monotonic() + 20
     while len(made) < 3 and time.monotonic() < end:
         time.sleep(0.01)
     time.sleep(0.1)
-    assert len(made) == 3, "one handed out, two ahead"
+    assert len(made) == 3, "one was returned, two are ahead"
     batches.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 from typing import Any
 
 import pytest
@@ -12,12 +13,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from latentcache.loading.pinned_pool import ALIGNMENT, BufferPool
+from latentcache.store.stacking import new_tensor
 
 SHAPES = {"moments": (torch.bfloat16, (2, 3, 5)), "pooled": (torch.float32, (2, 7)), "flag": (torch.bool, (2,))}
 
 
+def tensors_of(pool: BufferPool, shapes: dict[str, Any] = SHAPES) -> dict[str, torch.Tensor]:
+    """A tensor for each, all in one buffer."""
+    empty = pool.borrow([math.prod(shape) * dtype.itemsize for dtype, shape in shapes.values()])
+    names = {name: str(dtype).removeprefix("torch.") for name, (dtype, _) in shapes.items()}
+    return {name: new_tensor(names[name], shape, empty)[0] for name, (_, shape) in shapes.items()}
+
+
 def test_tensors_have_their_shapes_and_start_aligned() -> None:
-    tensors = BufferPool().allocate(SHAPES)
+    tensors = tensors_of(BufferPool())
     for name, (dtype, shape) in SHAPES.items():
         tensor = tensors[name]
         assert (tensor.dtype, tuple(tensor.shape)) == (dtype, shape) and tensor.is_contiguous()
@@ -29,7 +38,7 @@ def test_tensors_have_their_shapes_and_start_aligned() -> None:
 @pytest.mark.parametrize("keep", ["tensor", "view", "autograd", "other"])
 def test_a_buffer_comes_back_when_nothing_shares_its_memory(keep: str) -> None:
     pool = BufferPool()
-    tensors = pool.allocate(SHAPES)
+    tensors = tensors_of(pool)
     address = tensors["moments"].data_ptr()
     if keep == "tensor":
         held: Any = tensors["moments"]
@@ -41,11 +50,11 @@ def test_a_buffer_comes_back_when_nothing_shares_its_memory(keep: str) -> None:
         held = tensors["flag"]  # of another field of the same batch
     del tensors
     gc.collect()
-    second = pool.allocate(SHAPES)
+    second = tensors_of(pool)
     assert second["moments"].data_ptr() != address and pool.num_allocated == 2
     del held
     gc.collect()
-    assert pool.allocate(SHAPES)["moments"].data_ptr() == address and pool.num_allocated == 2
+    assert tensors_of(pool)["moments"].data_ptr() == address and pool.num_allocated == 2
 
 
 @settings(max_examples=50, deadline=None)
@@ -54,7 +63,7 @@ def test_what_is_held_keeps_its_values(steps: list[tuple[int, int]]) -> None:
     pool = BufferPool(num_idle=2)
     held: list[tuple[int, torch.Tensor]] = []
     for number, (size, drop) in enumerate(steps):
-        tensor = pool.allocate({"a": (torch.int64, (size,))})["a"].fill_(number)
+        tensor = tensors_of(pool, {"a": (torch.int64, (size,))})["a"].fill_(number)
         held.append((number, tensor))
         del tensor
         if drop < len(held):
@@ -67,6 +76,6 @@ def test_memory_that_cannot_be_pinned_is_used_unpinned_and_said(caplog: pytest.L
         pytest.skip("this machine can pin")
     pool = BufferPool(pin=True)
     with caplog.at_level(logging.WARNING, logger="latentcache"):
-        pool.allocate(SHAPES)
-        pool.allocate(SHAPES)
+        tensors_of(pool)
+        tensors_of(pool)
     assert ["cannot be pinned" in record.getMessage() for record in caplog.records] == [True]

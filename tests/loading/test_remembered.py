@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
@@ -18,10 +20,10 @@ from latentcache.config import Config
 from latentcache.dataset.manifest import CaptionRef
 from latentcache.errors import SampleError, StoreError
 from latentcache.identity import key_of
-from latentcache.loading import cache as batches
-from latentcache.loading import held, loader
+from latentcache.loading import loader, sample, sample_reader
 from latentcache.loading.loader import LatentLoader
-from latentcache.loading.sample import Wanted, layout_of
+from latentcache.loading.sample import SampleMemory, SampleRef, layout_of
+from latentcache.loading.sample_reader import SampleReader
 from latentcache.loading.sampler import BucketBatchSampler
 from latentcache.precache.run import run_precache
 from latentcache.precache.workspace import Workspace
@@ -59,7 +61,7 @@ def test_samples_are_found_without_a_manifest_the_second_time(
     asks = [{}, {"caption": 0, "flip": True}, {"output": "moments"}]
     first = [plain(cache.batch(WIDE, device="cpu", **options)) for options in asks]
     assert first[0]["latents"] != first[1]["latents"]
-    monkeypatch.setattr(cache, "dataset_names", lambda: pytest.fail("it looked"))
+    monkeypatch.setattr(cache.samples, "dataset_names", lambda: pytest.fail("it looked"))
     assert [plain(cache.batch(WIDE, device="cpu", **options)) for options in asks] == first
     order = [2, 0, 1, 0]
     mixed = plain(cache.batch([WIDE[number] for number in order], device="cpu"))
@@ -193,36 +195,90 @@ def test_what_another_thread_removes_meanwhile_is_not_held(cache: LatentCache, m
         cache.batch(["b.png", "a.png"], device="cpu")
 
 
-def test_what_is_forgotten_while_a_batch_is_read_is_not_held(
+def test_a_refresh_while_a_batch_is_read_counts_for_the_next(
     cache: LatentCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    until_quiet(cache)
-    gather = cache.gather
+    manifest = cache.manifests.read("photos")
+    assert manifest is not None
+    row = manifest.rows["a.png"]
+    edited = replace(row, captions=(CaptionRef("edited", row.captions[1].key),))
+    rows = cache.store.rows
 
-    def refresh_then(wanted: Any, **options: Any) -> Any:
-        batch = gather(wanted, **options)
+    def refresh_then(keys: Any) -> Any:
+        cache.manifests.write(replace(manifest, rows=dict(manifest.rows) | {"a.png": edited}))
         cache.refresh()  # as another thread may
-        return batch
+        return rows(keys)
 
-    monkeypatch.setattr(cache, "gather", refresh_then)
-    cache.batch(WIDE, device="cpu")
-    assert cache._held.num() == 0
+    monkeypatch.setattr(cache.store, "rows", refresh_then)
+    assert cache.batch(["a.png"], device="cpu")["caption"] == ["a red house"]
     monkeypatch.undo()
-    cache.batch(WIDE, device="cpu")
-    assert cache._held.num() == len(WIDE)
+    assert cache.batch(["a.png"], device="cpu")["caption"] == ["edited"]
 
 
-def test_a_closed_cache_lets_go_of_what_it_held(cache: LatentCache) -> None:
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc/self/maps")
+def test_a_closed_cache_releases_what_it_remembered(cache: LatentCache) -> None:
     cache.batch(WIDE, device="cpu")
-    assert cache._held.num() == len(WIDE)
+    assert str(cache.path) in Path("/proc/self/maps").read_text()
     cache.close()
-    assert cache._held.num() == 0
+    assert str(cache.path) not in Path("/proc/self/maps").read_text()
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc/self/maps")
+@pytest.mark.parametrize("reader", ["cache", "loader"])
+def test_packs_that_were_compacted_away_are_released_with_the_next_batch(path: Path, reader: str) -> None:
+    dataset = LatentDataset(path)
+    loader = LatentLoader(BucketBatchSampler(dataset, 2, seed=5), device="cpu", prefetch=0)
+    store = dataset.cache.store
+    assert isinstance(store, DiskStore)
+    extra = Record(key_of({"extra": 1}), "text", {"extra": 1}, {})
+    store.add([Entry(extra, {"prompt_embeds": torch.ones(1)})])
+
+    def batches() -> list[Any]:
+        if reader == "loader":
+            return [plain(batch) for batch in loader]
+        return [plain(dataset.cache.batch([name], device="cpu")) for name in dataset.cache.sample_ids()]
+
+    expected = batches()
+    compact(store)
+    loader.set_epoch(0)
+    assert batches() == expected
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    assert not [line for line in lines if str(path) in line and line.endswith("(deleted)")]
+
+
+def test_a_compaction_in_another_process_never_makes_a_batch_wrong(path: Path) -> None:
+    script = (
+        "import sys, torch\n"
+        "from latentcache.identity import key_of\n"
+        "from latentcache.store import DiskStore\n"
+        "from latentcache.store.upkeep import compact\n"
+        "from latentcache.types import Entry, Record\n"
+        "with DiskStore(sys.argv[1]) as store:\n"
+        "    store.add([Entry(Record(key_of({'x': 1}), 'text', {'x': 1}, {}), {'prompt_embeds': torch.ones(1)})])\n"
+        "    assert compact(store).num_packs_after == 1\n"
+    )
+    dataset, unread = LatentDataset(path), LatentDataset(path, flips=True)
+    with LatentCache(path) as cache:
+        expected = [plain(cache.batch([name], device="cpu")) for name in cache.sample_ids()]
+        items = [plain(item) for item in dataset.__getitems__(range(len(dataset)))]
+        run_python(script, path)
+        assert [plain(cache.batch([name], device="cpu")) for name in cache.sample_ids()] == expected
+        assert [plain(item) for item in dataset.__getitems__(range(len(dataset)))] == items
+        assert [plain(item) for item in unread.__getitems__(range(len(items) // 2))] == items[: len(items) // 2]
+        # What is looked up again is found where it is now.
+        list(cache.store.keys())
+        assert [plain(cache.batch([name], device="cpu")) for name in cache.sample_ids()] == expected
+
+
+def run_python(script: str, *arguments: object) -> None:
+    """In another process."""
+    subprocess.run([sys.executable, "-c", script, *map(str, arguments)], check=True, timeout=120)
 
 
 def test_fields_in_another_order_and_under_one_name_are_told_apart() -> None:
     size = Size(8, 8)
     geometry = Geometry(size, size, Crop(0, 0), size)
-    store, wanted = MemoryStore(), []
+    store, refs = MemoryStore(), []
     for number in range(2):
         names = ("a", "b", "both") if number else ("both", "b", "a")
         for kind, fields in (("image", names), ("text", ("both",))):
@@ -231,24 +287,42 @@ def test_fields_in_another_order_and_under_one_name_are_told_apart() -> None:
             tensors |= {"b": torch.full((2,), 7.0 + number)} if kind == "image" else {}
             store.add([Entry(Record(key_of(identity), kind, identity, {}), tensors)])  # type: ignore[arg-type]
         keys = [key_of({"number": number, "kind": kind}) for kind in ("image", "text")]
-        wanted.append(Wanted(str(number), keys[0], geometry, keys[1], "caption", layout_of(geometry)))
-    samples = held.HeldSamples(store)
-    samples.keep(samples.now(), wanted, 0, False)
-    batch = samples.read(["0", "1"], 0, False, None)
-    assert batch is not None
-    found = {name: batch[name][:, 0].tolist() for name in ("a", "b", "both")}
-    assert found == {"a": [1.0, 11.0], "b": [7.0, 8.0], "both": [5.0, 15.0]}
+        refs.append(SampleRef(str(number), keys[0], keys[1], "caption", layout_of(geometry)))
+    reader = SampleReader(store, SampleMemory())
+    for _ in range(2):
+        batch = reader.gather(refs)
+        found = {name: batch[name][:, 0].tolist() for name in ("a", "b", "both")}
+        assert found == {"a": [1.0, 11.0], "b": [7.0, 8.0], "both": [5.0, 15.0]}
 
 
-def test_what_is_remembered_is_bounded(cache: LatentCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batches, "MAX_REMEMBERED", 4)
-    monkeypatch.setattr(held, "MAX_HELD", 4)
+def test_samples_of_unequal_fields_are_refused_and_named(cache: LatentCache) -> None:
+    key = cache.row("b.png")[1].captions[0].key
+    identity = {"another": "width"}
+    fields = {"prompt_embeds": torch.ones(77, 3), "pooled_prompt_embeds": torch.ones(40)}
+    cache.store.add([Entry(Record(key_of(identity), "text", identity, {}), fields)])
+    refs = [SampleRef.of(cache.row(name)[1]) for name in ("a.png", "b.png")]
+    refs[1].text_key = key_of(identity)
+    for _ in range(2):
+        with pytest.raises(
+            StoreError, match=f"equal shapes and dtypes: field 'prompt_embeds' .* in {key_of(identity)}"
+        ):
+            cache.reader.gather(refs)
+    refs[1].text_key, refs[1].rows = key, SampleRef.of(cache.row("b.png")[1]).rows
+    assert cache.reader.gather(refs)["sample_id"] == ["a.png", "b.png"]
+
+
+def test_what_is_remembered_is_bounded(path: Path, cache: LatentCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sample, "MAX_REFS", 4)
     for flip, output in product((False, True), ("latents", "moments")):
         expected = plain(LatentCache(cache.path).batch(WIDE, device="cpu", flip=flip, output=output))  # type: ignore[arg-type]
         assert plain(cache.batch(WIDE, device="cpu", flip=flip, output=output)) == expected  # type: ignore[arg-type]
         for sample_id in WIDE:
             cache.batch([sample_id], device="cpu", flip=flip)
-        assert sum(map(len, cache._asked.values())) <= 4 and cache._held.num() <= 4
+        assert 0 < len(cache.memory) <= 4
+    dataset = LatentDataset(path, flips=True, caption="random")
+    for number in range(len(dataset)):
+        assert dataset[number]["sample_id"] == dataset.refs([number])[0].sample_id
+        assert 0 < len(dataset.cache.memory) <= 4
 
 
 def test_a_cache_in_memory_remembers_too(make_config: Callable[..., Config]) -> None:
@@ -292,13 +366,13 @@ def test_stored_bytes_are_copied_to_them_directly(cache: LatentCache, monkeypatc
         tensor.zero_()
     cache.refresh()  # as if it was asked for the first time
     given: list[Any] = []
-    read = batches.read_batch
+    stack_columns = sample_reader.stack_columns
 
-    def reading(store: Any, keys: Any, out: Any) -> Any:
+    def stacking(fields: Any, columns: Any, num_rows: int, out: Any, empty: Any) -> Any:
         given.append(out)
-        return read(store, keys, out=out)
+        return stack_columns(fields, columns, num_rows, out, empty)
 
-    monkeypatch.setattr(batches, "read_batch", reading)
+    monkeypatch.setattr(sample_reader, "stack_columns", stacking)
     for dtype in (None, torch.float32):
         assert plain(tensors(cache.batch(WIDE, device="cpu", output="moments", dtype=dtype, out=out))) == expected
     assert all(set(each) >= {"moments", "prompt_embeds", "pooled_prompt_embeds"} for each in given)
@@ -319,8 +393,8 @@ def bad_tensors() -> dict[str, tuple[str, Callable[[torch.Tensor], torch.Tensor]
 @pytest.mark.parametrize("case", list(bad_tensors()))
 def test_a_tensor_that_does_not_fit_is_refused(cache: LatentCache, case: str) -> None:
     out = tensors(cache.batch(WIDE, device="cpu", output="moments"))
-    name, spoil = bad_tensors()[case]
-    out[name] = spoil(out.get(name, torch.zeros(1)))
+    name, make_bad = bad_tensors()[case]
+    out[name] = make_bad(out.get(name, torch.zeros(1)))
     with pytest.raises(StoreError, match=rf"out\['{name}'\]") as caught:
         cache.batch(WIDE, device="cpu", output="moments", out=out)
     assert ("it has moments, pooled_prompt_embeds, prompt_embeds" in str(caught.value)) == (case == "name")
@@ -332,26 +406,25 @@ def test_computed_latents_are_checked_too(cache: LatentCache) -> None:
         cache.batch(WIDE, device="cpu", out={"latents": latents.half()})
 
 
-# The loader asks ahead ------------------------------------------------------------------------------------------------
+# The loader prefetches ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]]]:
-    """What the loader does: asks ahead for samples, and gathers them."""
+    """What the loader does: prefetches samples, and gathers them."""
     done: list[tuple[str, list[str]]] = []
-    prefetch, gather = LatentCache.prefetch, LatentCache.gather
+    prefetch, gather = SampleReader.prefetch, SampleReader.gather
 
-    def asked(self: LatentCache, wanted: Any) -> None:
-        wanted = list(wanted)
-        done.append(("ask", [item.sample_id for item in wanted]))
-        prefetch(self, wanted)
+    def prefetched(self: SampleReader, refs: Any) -> None:
+        done.append(("prefetch", [ref.sample_id for ref in refs]))
+        prefetch(self, refs)
 
-    def gathered(self: LatentCache, wanted: Any, **options: Any) -> Any:
-        done.append(("gather", [item.sample_id for item in wanted]))
-        return gather(self, wanted, **options)
+    def gathered(self: SampleReader, refs: Any, **options: Any) -> Any:
+        done.append(("gather", [ref.sample_id for ref in refs]))
+        return gather(self, refs, **options)
 
-    monkeypatch.setattr(LatentCache, "prefetch", asked)
-    monkeypatch.setattr(LatentCache, "gather", gathered)
+    monkeypatch.setattr(SampleReader, "prefetch", prefetched)
+    monkeypatch.setattr(SampleReader, "gather", gathered)
     return done
 
 
@@ -360,19 +433,21 @@ def loader_of(path: Path, **options: Any) -> LatentLoader:
     return LatentLoader(BucketBatchSampler(dataset, 2, seed=5), device="cpu", **options)
 
 
-def test_planned_batches_are_asked_for_in_time(path: Path, steps: list[tuple[str, list[str]]]) -> None:
+def test_planned_batches_are_prefetched_in_time(path: Path, steps: list[tuple[str, list[str]]]) -> None:
     with loader_of(path, prefetch=0) as made:
         given = [batch["sample_id"] for batch in made]
-    assert [ids for what, ids in steps if what == "gather"] == given == [ids for what, ids in steps if what == "ask"]
+    assert (
+        [ids for what, ids in steps if what == "gather"] == given == [ids for what, ids in steps if what == "prefetch"]
+    )
     kinds = [what for what, _ in steps]
     ahead = loader.LOOK_AHEAD
-    middle = ["ask", "gather"] * (len(given) - ahead)
-    assert kinds == ["ask"] * ahead + middle + ["gather"] * ahead
+    middle = ["prefetch", "gather"] * (len(given) - ahead)
+    assert kinds == ["prefetch"] * ahead + middle + ["gather"] * ahead
 
 
 def test_an_error_comes_up_with_its_own_batch(path: Path) -> None:
     with loader_of(path, prefetch=2) as made:
-        plan = [list(map(made.dataset.wanted, planned.items)) for planned in made.sampler.plan(0)]
+        plan = [made.dataset.refs(planned.items) for planned in made.sampler.plan(0)]
         lost = next(item for item in plan[-1] if item.image_key is not None)
         first = next(n for n, batch in enumerate(plan) if any(item.image_key == lost.image_key for item in batch))
         assert made.dataset.cache.store.remove([lost.image_key]) == 1
@@ -383,19 +458,17 @@ def test_an_error_comes_up_with_its_own_batch(path: Path) -> None:
         assert num_given == first and caught.value.sample_id == lost.sample_id
 
 
-def test_a_sample_that_cannot_be_asked_for_is_an_error_in_its_place(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sample_that_cannot_be_found_is_an_error_in_its_place(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with loader_of(path) as made:
         plan = list(made.sampler.plan(0))
-        bad, wanted = plan[3].items[0], LatentDataset.wanted
+        bad, refs = plan[3].numbers[0], LatentDataset.refs
 
-        def refusing(self: LatentDataset, index: int) -> Any:
-            if index == bad:
+        def refusing(self: LatentDataset, indices: Any) -> Any:
+            if bad in indices:
                 raise SampleError("it", "is no more", "nothing helps")
-            return wanted(self, index)
+            return refs(self, indices)
 
-        monkeypatch.setattr(LatentDataset, "wanted", refusing)
+        monkeypatch.setattr(LatentDataset, "refs", refusing)
         num_given = 0
         with pytest.raises(SampleError, match="is no more"):
             for _ in made:

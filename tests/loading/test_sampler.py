@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from latentcache.errors import StoreError
-from latentcache.loading.randomness import Visit, noise_generator, order_generator, seed_of
-from latentcache.loading.sampler import BucketBatchSampler
+from latentcache.loading.sampler import BucketBatchSampler, Visit, noise_generator, order_generator, seed_of
 from latentcache.types import Bucket
 
 

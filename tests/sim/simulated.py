@@ -169,13 +169,13 @@ def _labelled(op: torch._ops.OpOverload, args: Any, kwargs: dict[str, Any], devi
     outputs = {name: value for name, value in kwargs.items() if name in results and isinstance(value, torch.Tensor)}
     memory: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def lent(tensor: torch.Tensor) -> torch.Tensor:
+    def borrowed(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in memory:
             memory[id(tensor)] = (tensor, on_cpu(tensor))
         return memory[id(tensor)][1]
 
-    cpu_args = tree_map_only(torch.Tensor, lent, args)
-    cpu_kwargs = tree_map_only(torch.Tensor, lent, {k: v for k, v in kwargs.items() if k not in outputs})
+    cpu_args = tree_map_only(torch.Tensor, borrowed, args)
+    cpu_kwargs = tree_map_only(torch.Tensor, borrowed, {k: v for k, v in kwargs.items() if k not in outputs})
     # An `out=` tensor may be resized, which labelled memory cannot be: the kernel writes to one of its own.
     fresh = {name: torch.empty(0, dtype=tensor.dtype) for name, tensor in outputs.items()}
     given = _callable_with_numbers(op, args)(*cpu_args, **cpu_kwargs, **fresh)

@@ -12,8 +12,7 @@ from latentcache import LatentCache, LatentDataset
 from latentcache.errors import StoreError
 from latentcache.loading import resident as resident_module
 from latentcache.loading.loader import LatentLoader
-from latentcache.loading.randomness import noise_generator
-from latentcache.loading.sampler import BucketBatchSampler
+from latentcache.loading.sampler import BucketBatchSampler, noise_generator
 
 TENSORS = ("latents", "prompt_embeds", "pooled_prompt_embeds", "add_time_ids")
 TOLERANCE = {"sim": 0.0, "cuda": 1e-6}

@@ -270,7 +270,7 @@ def test_each_entry_is_read_once(cache: LatentCache, unet: torch.nn.Module, monk
     monkeypatch.setattr(cache.store, "rows", counted)
     settings = ValidationConfig(num_timesteps=5, batch_size=3)
     validation_loss(unet, cache, scheduler=SCHEDULER, datasets=["photos"], settings=settings)
-    assert len(set(read)) == 2 * len(PHOTOS)
+    assert len(read) == len(set(read)) == 2 * len(PHOTOS)
 
 
 def test_the_order_of_the_manifest_does_not_matter(own_cache: Path, unet: torch.nn.Module) -> None:

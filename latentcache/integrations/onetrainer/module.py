@@ -25,8 +25,9 @@ from latentcache.integrations.onetrainer.upstream import walk
 from latentcache.integrations.onetrainer.values import PLAIN_FIELD, PlainValues, fields_of, values_of
 from latentcache.integrations.onetrainer.variations import GroupNames, Groups, make_groups, once_per_item
 from latentcache.precache.scratch import Memo
+from latentcache.store.base import EntryArrays
 from latentcache.store.disk import DiskStore
-from latentcache.store.stacking import read_batch
+from latentcache.store.stacking import stack
 from latentcache.types import Entry, Record
 from latentcache.utils.signals import uninterrupted
 
@@ -105,6 +106,8 @@ class CacheModule:
         self._opened: _Opened | None = None
         self._outputs: list[tuple[int, int]] = []
         self._items: dict[tuple[int, int], tuple[str, Mapping[str, Any]]] = {}
+        self._generation: int | None = None
+        self._rows: dict[str, EntryArrays] = {}
 
     def _check(self) -> None:
         if not self.split_names + self.aggregate_names:
@@ -164,6 +167,8 @@ class CacheModule:
         self._outputs = outputs
         # Of an item only its key and what is passed through are kept: there may be a million items.
         self._items = {place: (item.key, item.passed) for place, item in items.items()}
+        keys = {key for key, _ in self._items.values()}
+        self._rows = {key: row for key, row in self._rows.items() if key in keys}
 
     def get_item(self, index: int, requested_name: str | None = None) -> dict[str, Any]:
         """The values of an output of this epoch, tensors on the pipeline's device; never None.
@@ -268,9 +273,23 @@ class CacheModule:
         record = Record(item.key, reader.kind, item.identity, reader.provenance(item))
         return Entry(record, fields_of(values))
 
+    def _row(self, store: DiskStore, key: str) -> EntryArrays:
+        """The entry's arrays, remembered as long as they count."""
+        store.prefetch([key])
+        generation = store.generation
+        if generation != self._generation:
+            self._generation, self._rows = generation, {}
+        row = self._rows.get(key)
+        if row is None:
+            (row,) = store.rows([key])
+            if generation is not None:
+                self._rows[key] = row
+        return row
+
     def _read(self, store: DiskStore, key: str, *, tensors_only: bool) -> dict[str, Any]:
-        names = [name for name in store.describe(key) if name != PLAIN_FIELD or not tensors_only]
-        batch = read_batch(store, [key], names)
+        row = self._row(store, key)
+        names = [name for name in row.description if name != PLAIN_FIELD or not tensors_only]
+        batch = stack([key], [row], names)
         tensors = {name: rows[0] for name, rows in batch.items()}
         device = torch.device(self.pipeline.device)
         if device.type != "cpu":
