@@ -125,7 +125,7 @@ def _check_bucket(buckets: Sequence[tuple[int, int]]) -> None:
     if len(names) > 1:
         raise StoreError(
             f"a batch has one bucket, but these samples lie in {', '.join(names)}: "
-            "batch them with latentcache.BucketBatchSampler"
+            "batch them with latentcache.loading.sampler.BucketBatchSampler"
         )
 
 

@@ -18,7 +18,7 @@ class GlobalFlag:
     """One global setting of torch: how it is read and how it is set."""
 
     get: Callable[[], Any]
-    set: Callable[[Any], None]
+    set: Callable[[Any], object]
 
 
 class RandomStreams:

@@ -192,5 +192,6 @@ def _sampled(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         groups.setdefault(piece.device, []).append(number)
     for numbers in groups.values():
         joined = torch.cat([pieces[number] for number in numbers]).cpu()
-        found.update(zip(numbers, joined.split([pieces[number].numel() for number in numbers]), strict=True))
+        parts = torch.split_with_sizes(joined, [pieces[number].numel() for number in numbers])
+        found.update(zip(numbers, parts, strict=True))
     return [found[number] for number in range(len(pieces))]

@@ -48,7 +48,7 @@ def loss_plot(step: int, loss: LossReport, history: Mapping[int, LossReport] | N
         _draw_steps(over_steps, curve, step, len(earlier) - len(comparable))
         _draw_timesteps(over_timesteps, {first: curve[first], step: loss})
         _without_latex(figure)
-        canvas.print_png(buffer)
+        canvas.print_png(buffer)  # type: ignore[no-untyped-call]  # matplotlib's backends are not annotated
     return buffer.getvalue()
 
 

@@ -116,7 +116,7 @@ def test_a_missing_caption_is_the_empty_prompt(cache: LatentCache) -> None:
 def test_buckets_do_not_mix(cache: LatentCache) -> None:
     with pytest.raises(StoreError, match=r"lie in 128x64, 64x128: batch them with .*BucketBatchSampler"):
         cache.batch(["a.png", "c.png"], device="cpu")
-    with pytest.raises(StoreError, match="no samples were asked for"):
+    with pytest.raises(StoreError, match="no samples were requested"):
         cache.batch([], device="cpu")
 
 
