@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
@@ -69,8 +70,8 @@ class Row:
     @property
     def is_verified(self) -> bool:
         """Whether none of its entries was imported and left unverified."""
-        refs: tuple[ImageRef | CaptionRef, ...] = (*self.images, *self.captions)
-        return all(ref.trust == "verified" for ref in refs)
+        # No Python function runs for a reference: each sample of a batch is asked.
+        return "unverified" not in map(attrgetter("trust"), (*self.images, *self.captions))
 
     def to_json(self) -> dict[str, Any]:
         """The row as a line of the manifest."""

@@ -156,7 +156,7 @@ class ResidentEntries:
             if other is not table:
                 raise StoreError(
                     f"samples {refs[0].sample_id!r} and {ref.sample_id!r} have tensors of different shapes: "
-                    "batch them with latentcache.loading.sampler.BucketBatchSampler"
+                    "batch them with latentcache.BucketBatchSampler"
                 )
         return table, [row for _, row in places]
 

@@ -63,14 +63,20 @@ class SampleIndex:
     def find(self, sample_ids: Iterable[str], *, caption: int, flip: bool) -> dict[str, SampleRef]:
         """The samples with this caption and flip, by sample_id. SampleError as for `row` and `SampleRef.of`."""
         datasets, found = self.datasets(), {}
+        scalings: dict[str, Scaling] = {}
         for sample_id in sample_ids:
             manifest, row = self._row(sample_id, datasets)
             found[sample_id] = ref = SampleRef.of(row, caption=caption, flip=flip)
-            ref.scaling = self.scaling(manifest)
+            if manifest.name not in scalings:
+                scalings[manifest.name] = self.scaling(manifest)
+            ref.scaling = scalings[manifest.name]
         return found
 
     def _row(self, sample_id: str, datasets: Sequence[Manifest]) -> tuple[Manifest, Row]:
-        found = [manifest for manifest in datasets if sample_id in manifest.rows]
+        found = []
+        for manifest in datasets:
+            if sample_id in manifest.rows:
+                found.append(manifest)
         if not found:
             raise SampleError(sample_id, f"is in no manifest ({', '.join(m.name for m in datasets)})", PRECACHE)
         if len(found) > 1:
@@ -80,7 +86,8 @@ class SampleIndex:
         if row.refusal is not None:
             reason = f"was refused ({row.refusal.reason}): {row.refusal.detail}"
             raise SampleError(sample_id, reason, f"replace {row.refusal.path}, then {PRECACHE}")
-        self.check_trust(found[0], row)
+        if not self.unverified and not row.is_verified:
+            raise unverified_error(row.sample_id, found[0].imported_from)
         return found[0], row
 
     def check_trust(self, manifest: Manifest, row: Row) -> None:

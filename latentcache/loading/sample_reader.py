@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from latentcache.types import Batch, Size
 _MAX_DESCRIPTIONS = 1024
 # No Python function runs for a sample: a small batch is copied in the time of some calls.
 _ROWS, _BOTH_KEYS, _keys = attrgetter("rows"), attrgetter("image_key", "text_key"), chain.from_iterable
+_FIELD_NAME = itemgetter(0)
 
 
 class SampleReader:
@@ -51,14 +52,15 @@ class SampleReader:
         """
         if not refs:
             raise StoreError("no samples were requested: a batch has at least one")
-        # The texts are prefetched with the images, so that they come while the images are copied.
-        self.store.prefetch(_keys(map(_BOTH_KEYS, refs)))
         generation, num_rows = self.store.generation, len(refs)
         # Rows that were not read are shorter: then there are no columns.
         generations, *found = zip(*map(_ROWS, refs), strict=False)
         if generation is None or generations.count(generation) != num_rows:
             _check_bucket([ref.layout.target_size for ref in refs])
             _, *found = zip(*self._read(refs, generation), strict=False)
+        else:
+            # The texts are prefetched with the images, so that they come while the images are copied.
+            self.store.prefetch(_keys(map(_BOTH_KEYS, refs)))
         sample_ids, captions, layouts, descriptions, *columns = found
         metadata = joined_metadata(sample_ids, captions, layouts)
         buckets, description = metadata["target_size"], descriptions[0]
@@ -121,26 +123,25 @@ class SampleReader:
 
 
 def _check_bucket(buckets: Sequence[tuple[int, int]]) -> None:
-    names = sorted({str(Size(*bucket)) for bucket in buckets})
-    if len(names) > 1:
+    if len(set(buckets)) > 1:
+        names = sorted({str(Size(*bucket)) for bucket in buckets})
         raise StoreError(
             f"a batch has one bucket, but these samples lie in {', '.join(names)}: "
-            "batch them with latentcache.loading.sampler.BucketBatchSampler"
+            "batch them with latentcache.BucketBatchSampler"
         )
 
 
 def _joined(image: EntryArrays, text: EntryArrays) -> tuple[Any, ...]:
     """The description of both entries' fields, in the order of their names, and the array of each."""
-    fields = {
-        name: (spec, array)
-        for entry in (image, text)
-        for (name, spec), array in zip(entry.description.items(), entry.arrays, strict=True)
-    }
-    names = sorted(fields)
-    return _description(*[(name, fields[name][0]) for name in names]), *[fields[name][1] for name in names]
+    fields = []
+    for entry in (image, text):
+        fields += zip(entry.description, entry.description.values(), entry.arrays, strict=True)
+    fields.sort(key=_FIELD_NAME)
+    names, specs, arrays = zip(*fields, strict=True)
+    return _description(names, specs), *arrays
 
 
 @lru_cache(_MAX_DESCRIPTIONS)
-def _description(*fields: tuple[str, tuple[str, tuple[int, ...]]]) -> Description:
+def _description(names: tuple[str, ...], specs: tuple[tuple[str, tuple[int, ...]], ...]) -> Description:
     """Equal ones are the same object."""
-    return dict(fields)
+    return dict(zip(names, specs, strict=True))

@@ -358,13 +358,12 @@ class DirectReader(Reader):
 
     def _finished(self, key: str, read: Read, reads: DirectReads) -> EntryArrays:
         if reads.wait(read):
-            arrays = read.arrays()
-            digest = (
-                None if self._verified.has(read.location) else payload_digest(key, arrays.description, arrays.arrays)
-            )
-            if digest in (None, read.location.digest):
-                self._verified.add(read.location)
-                return arrays
+            found, place = read.arrays(), read.location
+            if self._verified.has(place):
+                return found
+            if payload_digest(key, found.description, found.arrays) == place.digest:
+                self._verified.of(place.pack)[place.row] = True
+                return found
         # This finds out what is wrong with the entry, or where it is now.
         return self._mapped.verify(key, read.location)
 

@@ -173,7 +173,7 @@ class CacheDirectory:
     def sweep(self) -> int:
         """Remove what dead writers left half written, and count it."""
         folders = [folder for folder in (self.manifests, self.index) if folder.is_dir() and not folder.is_symlink()]
-        return sum(sweep_temporaries(folder) for folder in [self.path, *folders, *self._pack_folders()])
+        return sum(map(sweep_temporaries, [self.path, *folders, *self._pack_folders()]))
 
     def _pack_folders(self) -> list[Path]:
         try:

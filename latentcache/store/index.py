@@ -174,6 +174,7 @@ class Index:
 
     def __init__(self, path: str | os.PathLike[str], *, read_only: bool = False):
         self.path = Path(path).absolute()
+        self._database = self.path / DBNAME
         self.read_only = read_only
         self.lock = threading.RLock()
         """Held during each call. Hold it to make one step of several calls, and of what memory keeps of them."""
@@ -192,10 +193,6 @@ class Index:
                 if fresh or self._inspect() != _SCHEMA:
                     with self.transaction():
                         pass  # it makes the tables, and the first generation
-
-    @property
-    def _database(self) -> Path:
-        return self.path / DBNAME
 
     def get_many(self, names: Iterable[str]) -> dict[str, bytes]:
         """The rows of those names that have one."""

@@ -25,7 +25,7 @@ _MAX_BYTES = 1 << 60  # far beyond any file
 _MAX_DESCRIPTIONS = 4096  # a real cache has some dozens: fields, buckets and dtypes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Column:
     """One field of a group: `num_rows` rows of `shape`, from byte `start` of the file.
 
@@ -39,11 +39,11 @@ class Column:
     start: int
     num_rows: int
     offsets_start: int | None = None
-    row_bytes: int = field(init=False)
-    """Bytes of one row."""
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "row_bytes", DTYPES[self.dtype].itemsize * math.prod(self.shape))
+    @cached_property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return DTYPES[self.dtype].itemsize * math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Pack:
     @cached_property
     def num_entries(self) -> int:
         """How many rows there are, live or not."""
-        return sum(group.num for group in self.groups)
+        return self.ends[-1]
 
     @cached_property
     def payload_bytes(self) -> int:
@@ -97,12 +97,13 @@ class Pack:
         return sum(group.payload_bytes for group in self.groups)
 
     @cached_property
-    def _ends(self) -> list[int]:
+    def ends(self) -> list[int]:
+        """The row after each group's last one: row r lies in the group of number `bisect_right(ends, r)`."""
         return [group.first + group.num for group in self.groups]
 
     def group_of(self, row: int) -> RowGroup:
         """The group in which a row lies."""
-        return self.groups[bisect_right(self._ends, row)]
+        return self.groups[bisect_right(self.ends, row)]
 
     def to_json(self) -> list[Any]:
         """The groups as JSON. `pack_from_json` is its inverse."""
@@ -114,20 +115,24 @@ class Pack:
 
 def pack_from_json(pack: str, file_bytes: int, groups: Any) -> Pack:
     """The pack that `Pack.to_json` described. ValueError for anything that cannot lie in a file of so many bytes."""
-    if not _is_count(file_bytes) or not isinstance(groups, list):
+    if type(file_bytes) is not int or not 0 <= file_bytes < _MAX_BYTES or not isinstance(groups, list):
         raise ValueError(f"not a pack: {pack!r:.80} of {file_bytes!r:.40} bytes")
     parsed, first = [], 0
     for group in groups:
         if not isinstance(group, list) or len(group) != 3 or not isinstance(group[2], list):
             raise ValueError(f"not a group: {group!r:.100}")
         kind, num, columns = group
-        if not is_kind(kind) or not _is_count(num) or num == 0 or not columns:
+        if not is_kind(kind) or type(num) is not int or not 0 < num <= MAX_PACK_ENTRIES or not columns:
             raise ValueError(f"not a group: kind {kind!r:.80}, {num!r:.40} entries")
-        parsed.append(RowGroup(kind, first, num, tuple(_column(column, num, file_bytes) for column in columns)))
-        if len(columns) > 1 and len({column.field for column in parsed[-1].columns}) != len(columns):
+        by_field: dict[str, Column] = {}
+        for value in columns:
+            column = _column(value, num, file_bytes)
+            by_field[column.field] = column
+        if len(by_field) != len(columns):
             raise ValueError(f"a group lists a field twice: {group!r:.100}")
+        parsed.append(RowGroup(kind, first, num, tuple(by_field.values())))
         first += num
-    if first > MAX_PACK_ENTRIES:
+    if not 0 < first <= MAX_PACK_ENTRIES:
         raise ValueError(f"{first:,} entries in one pack; at most {MAX_PACK_ENTRIES:,} are allowed")
     return Pack(pack, file_bytes, tuple(parsed))
 
@@ -136,30 +141,18 @@ def _column(value: Any, num: int, file_bytes: int) -> Column:
     if not isinstance(value, list) or len(value) != 6:
         raise ValueError(f"not a column: {value!r:.100}")
     name, dtype, shape, start, num_rows, offsets_start = value
-    if (
-        not is_field(name)
-        or not isinstance(dtype, str)
-        or dtype not in DTYPES
-        or not _is_count(start)
-        or not _is_count(num_rows)
-    ):
+    is_ragged = offsets_start is not None
+    if not is_field(name) or not isinstance(dtype, str) or dtype not in DTYPES or not isinstance(shape, list | tuple):
         raise ValueError(f"not a column: {value!r:.100}")
-    if not isinstance(shape, list | tuple) or not all(_is_count(size) and size > 0 for size in shape):
-        raise ValueError(f"column {name}: not a shape: {shape!r:.100}")
-    column = Column(name, dtype, tuple(shape), start, num_rows, offsets_start)
-    ends = [start + num_rows * column.row_bytes]
-    if offsets_start is None:
-        fits = num_rows == num
-    else:
-        fits = _is_count(offsets_start) and num_rows >= num
-        ends.append(offsets_start + (num + 1) * OFFSET_BYTES if fits else 0)
-    if not fits or max(ends) > file_bytes:
+    counts = [start, num_rows, offsets_start if is_ragged else 0, *shape]
+    if set(map(type, counts)) != {int} or min(counts) < 0 or max(counts) >= _MAX_BYTES or 0 in shape:
+        raise ValueError(f"not a column: {value!r:.100}")
+    end = start + num_rows * DTYPES[dtype].itemsize * math.prod(shape)
+    if is_ragged:
+        end = max(end, offsets_start + (num + 1) * OFFSET_BYTES)
+    if (num_rows < num if is_ragged else num_rows != num) or end > file_bytes:
         raise ValueError(f"column {name}: {num_rows:,} rows of {num:,} entries do not fit into the pack's file")
-    return column
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value < _MAX_BYTES
+    return Column(name, dtype, tuple(shape), start, num_rows, offsets_start)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -6,6 +6,7 @@ The index has one row a pack, a `PackRow`. A `LocationTable` is made of those ro
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -209,7 +210,8 @@ class LocationTable:
 
     def add(self, rows: Iterable[PackRow]) -> None:
         """Add packs, or put new rows in the place of old ones, with the entries that are live in them."""
-        columns, end = _columns(0), 0
+        columns: list[np.ndarray] = []
+        end = 0
         for row in rows:
             self.drop_packs([row.pack.id])
             if row.reasons:
@@ -220,7 +222,7 @@ class LocationTable:
             self._pack_list.append(row.pack)
             live = np.flatnonzero(row.live)
             start, end = end, end + len(live)
-            if end > len(columns[0]):
+            if not columns or end > len(columns[0]):
                 # Large arrays that double: small ones for each pack would leave holes all over the heap.
                 columns = _columns(max(1024, 2 * end), columns)
             values = (row.keys.view(">u8")[live], row.digests[live], len(self._pack_list) - 1, live)
@@ -241,7 +243,7 @@ class LocationTable:
             for number, at in enumerate(positions.tolist()):
                 if at >= 0:
                     pack, row = self._pack_list[part.packs[at]], int(part.rows[at])
-                    group = pack.groups[0] if len(pack.groups) == 1 else pack.group_of(row)
+                    group = pack.groups[bisect_right(pack.ends, row)]
                     found[number] = Location(pack, row, part.digests[at].tobytes(), group)
         return found
 

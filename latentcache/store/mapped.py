@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from latentcache.errors import PackError, StoreError, UnsafeStoreError
 from latentcache.store.base import EntryArrays
-from latentcache.store.layout import Location
+from latentcache.store.layout import Location, Pack
 from latentcache.store.pack import arrays_in, map_pack, verified_arrays
 from latentcache.utils.durable_files import open_regular, unreadable
 
@@ -61,12 +61,10 @@ class Verified:
         flags = self.flags.get(location.pack.id)
         return flags is not None and bool(flags[location.row])
 
-    def add(self, location: Location) -> None:
-        """The entry was found good."""
-        flags = self.flags.get(location.pack.id)
-        if flags is None:
-            flags = self.flags.setdefault(location.pack.id, np.zeros(location.pack.num_entries, bool))
-        flags[location.row] = True
+    def of(self, pack: Pack) -> np.ndarray:
+        """The flags of a pack: bool [n]. Set one for an entry that was found good."""
+        flags = self.flags.get(pack.id)
+        return self.flags.setdefault(pack.id, np.zeros(pack.num_entries, bool)) if flags is None else flags
 
     def drop(self, locations: Iterable[Location]) -> None:
         """These entries must be verified again."""
@@ -96,12 +94,32 @@ class MappedReader(Reader):
     def rows(self, keys: Sequence[str], locations: Sequence[Location]) -> list[EntryArrays]:
         if self.should_prefetch():
             self.prefetch(keys, locations)
-        rows = []
+        rows, whole = [], dict[str, np.ndarray]()
         for key, location in zip(keys, locations, strict=True):
-            flags, data = self._verified.flags.get(location.pack.id), self._maps.get(location.pack.id)
-            is_good = flags is not None and data is not None and flags[location.row]
-            rows.append(arrays_in(data, location) if data is not None and is_good else self.verify(key, location))
+            pack, row = location.pack, location.row
+            flags, data = self._verified.flags.get(pack.id), self._maps.get(pack.id)
+            if data is not None and flags is not None and flags[row]:
+                rows.append(arrays_in(data, location))
+                continue
+            if pack.id not in whole and self._is_whole(pack):
+                whole[pack.id] = self._verified.of(pack)
+            found = verified_arrays(self._maps[pack.id], key, location) if pack.id in whole else ""
+            if isinstance(found, str):
+                found = self.verify(key, location)  # this finds out what is wrong with the entry, or where it is now
+            else:
+                whole[pack.id][row] = True
+            rows.append(found)
         return rows
+
+    def _is_whole(self, pack: Pack) -> bool:
+        """Whether the pack is mapped, and its file has all of its bytes now. If not, `verify` says what is wrong."""
+        try:
+            data = self._maps.get(pack.id)
+            if data is None:
+                data = self._maps.setdefault(pack.id, map_pack(self._path_of(pack.id), pack.file_bytes))
+            return min(data.size, self._path_of(pack.id).stat().st_size) >= pack.file_bytes
+        except (OSError, StoreError):
+            return False
 
     def verify(self, key: str, location: Location) -> EntryArrays:
         """The entry's arrays, mapped and compared with its digest, where they lie now."""
@@ -110,7 +128,7 @@ class MappedReader(Reader):
             if data is not None:
                 found = verified_arrays(data, key, location)
                 if not isinstance(found, str):
-                    self._verified.add(location)
+                    self._verified.of(location.pack)[location.row] = True
                     return found
                 problem = found
             location = self._relocate(key, location, problem)

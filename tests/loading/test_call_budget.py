@@ -86,7 +86,6 @@ def cache(path: Path) -> Iterator[LatentCache]:
         yield cache
 
 
-@pytest.mark.xfail(strict=False, reason="236 calls: each pack is checked as it is loaded")
 def test_opening_a_cache(path: Path) -> None:
     LatentCache(path).close()
     with counted() as calls:
@@ -95,7 +94,6 @@ def test_opening_a_cache(path: Path) -> None:
     check(calls, OPEN_CALLS)
 
 
-@pytest.mark.xfail(strict=False, reason="some 700 calls: 12 for each of 32 entries that are verified")
 def test_the_first_batch(cache: LatentCache) -> None:
     with counted() as calls:
         cache.batch([str(number) for number in range(BATCH)], device="cpu")
