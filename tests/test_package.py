@@ -51,8 +51,6 @@ OWNERS = {
     "matplotlib": ("validation/",),
     "cyclopts": ("cli/",),
 }
-TOO_LARGE = {"LatentCache"}
-"""Classes that still have more than 25 methods."""
 FORBIDDEN = {"pickle", "dill", "joblib", "cloudpickle", "torchvision", "datasets"}
 
 
@@ -138,7 +136,7 @@ def test_class_names_and_module_names_occur_once() -> None:
 def test_no_class_has_more_than_25_methods() -> None:
     for module in MODULES:
         for node in ast.walk(ast.parse((PACKAGE / module).read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ClassDef) and node.name not in TOO_LARGE:
+            if isinstance(node, ast.ClassDef):
                 methods = [each.name for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)]
                 assert len(methods) <= 25, f"{module}: {node.name} has {len(methods)} methods: {', '.join(methods)}"
 

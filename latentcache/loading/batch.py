@@ -113,4 +113,5 @@ def is_cpu(device: DeviceLike) -> bool:
 
 
 def _image_dtype(batch: Mapping[str, Any]) -> torch.dtype:
-    return next(batch[name].dtype for name in IMAGE_FIELDS if name in batch)
+    dtype: torch.dtype = next(batch[name].dtype for name in IMAGE_FIELDS if name in batch)
+    return dtype

@@ -146,7 +146,7 @@ class LatentCache:
         target, dtype = device_of(device), dtype or dtype_of(device)
         return {name: tensor.to(target, dtype) for name, tensor in found.items()}
 
-    def batch(
+    def batch(  # noqa: PLR0913 - one call is the whole request, by keyword
         self,
         sample_ids: Sequence[str],
         *,

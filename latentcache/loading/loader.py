@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast
 
 import torch
 
@@ -22,6 +22,9 @@ from latentcache.loading.sample import PRECACHE, SampleRef
 from latentcache.loading.sampler import BucketBatchSampler, Cursor, PlannedBatch, noise_generator
 from latentcache.types import Batch
 from latentcache.utils.concurrency import Prefetcher
+
+if TYPE_CHECKING:
+    from latentcache.loading.dataset import LatentDataset, LatentDatasets
 
 logger = logging.getLogger("latentcache")
 
@@ -180,7 +183,8 @@ class LatentLoader:
                 raise StoreError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
         if scaled and output == "moments":
             raise StoreError("moments are stored unscaled: request latents, or leave out scaled=True")
-        self.sampler, self.dataset = sampler, sampler.dataset
+        self.sampler = sampler
+        self.dataset = cast("LatentDataset | LatentDatasets", sampler.dataset)
         self.requester, self.dtype, self.output, self.scaled = device, dtype, output, scaled
         self.prefetch, self.damaged = prefetch, damaged
         self.skipped: dict[str, str] = {}

@@ -49,7 +49,15 @@ def layout_of(geometry: Geometry) -> Layout:
     """The layout of a geometry. Time ids are float32: bfloat16 cannot hold every integer above 256."""
     ids = sdxl.time_ids(geometry.original_size, geometry.crop_top_left, geometry.target_size)
     pairs = [tuple(getattr(geometry, name)) for name in SIZES]
-    return Layout(*pairs, np.array(pairs, dtype=np.int64).tobytes(), np.array(ids, dtype=np.float32).tobytes())
+    original, resized, crop, target = pairs
+    return Layout(
+        original,
+        resized,
+        crop,
+        target,
+        np.array(pairs, dtype=np.int64).tobytes(),
+        np.array(ids, dtype=np.float32).tobytes(),
+    )
 
 
 @dataclass(slots=True, eq=False)

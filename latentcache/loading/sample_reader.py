@@ -101,7 +101,7 @@ class SampleReader:
         self.store.prefetch(_keys(map(_BOTH_KEYS, refs)))
 
     def describe(self, ref: SampleRef) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """dtype name and shape of each field of a sample. SampleError as for `gather`."""
+        """The dtype name and shape of each field of a sample. SampleError as for `gather`."""
         with self.naming([ref]):
             return {**self.store.describe(ref.image_key), **self.store.describe(ref.text_key)}
 

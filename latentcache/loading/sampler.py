@@ -187,7 +187,7 @@ class BucketBatchSampler(Sampler[list[int]]):
     def _drawn(self, cursor: Cursor) -> Iterator[list[int]]:
         for batch in self.plan(cursor.epoch, cursor.position):
             cursor.position = batch.end
-            yield batch.items
+            yield [*batch.items]
 
     def state_dict(self) -> dict[str, Any]:
         """The epoch, how many of its batches are done, and what the order depends on: integers and strings.

@@ -40,17 +40,21 @@ class Status:
 
     @property
     def num_damaged(self) -> int:
-        return self.store["num_damaged"]
+        """Entries whose bytes are not those that were stored."""
+        return int(self.store["num_damaged"])
 
     @property
     def num_lost(self) -> int:
+        """Samples that lack an entry."""
         return sum(manifest.num_lost for manifest in self.manifests)
 
     @property
     def num_refused(self) -> int:
+        """Samples that cannot be used."""
         return sum(manifest.num_refused for manifest in self.manifests)
 
     def to_json(self) -> dict[str, Any]:
+        """The status as one JSON document."""
         return asdict(self) | {
             "num_damaged": self.num_damaged,
             "num_lost": self.num_lost,
@@ -58,6 +62,7 @@ class Status:
         }
 
     def to_text(self) -> str:
+        """The status for people."""
         entries = ", ".join(f"{count} {kind}" for kind, count in self.store["num_entries"].items())
         lines = [
             f"cache     {self.path}",

@@ -147,7 +147,7 @@ class Catalog:
     def _take_sealed(self) -> None:
         """Take in what a writer sealed that died before the index knew of it: a reader does so in memory.
 
-        Opening for writing tells the index. Without this an entry that one reader saw could be gone for the next: the
+        Opening for writing adds them to it. Without this an entry that one reader saw could be gone for the next: the
         packs are read where a dead writer left a journal, and the process that rolls it back may die before it goes on.
         """
         unknown = self.directory.pack_sizes().keys() - self.table.packs.keys()

@@ -31,7 +31,7 @@ _NEEDS_WRITING = {
 def connect(database: Path, *, read_only: bool) -> sqlite3.Connection:
     """A connection to the database in a transaction that reads: nothing changes under it any more.
 
-    sqlite3.Error, OSError: `typed_error` tells what they mean.
+    sqlite3.Error, OSError: `typed_error` says what they mean.
     """
     if not read_only:
         # mode=rw: only so can what a dead writer left half done be rolled back.
@@ -44,7 +44,7 @@ def connect(database: Path, *, read_only: bool) -> sqlite3.Connection:
             if error.sqlite_errorcode not in _NEEDS_WRITING or os.access(database.parent, os.W_OK):
                 raise
             if _is_wal(database):
-                # SQLite wants to make files beside it. immutable=1 does without, but sees no journal.
+                # SQLite wants to make files next to it. immutable=1 does without, but sees no journal.
                 _wait_for_journals(database)
                 return _connect_as(database, "ro&immutable=1")
             # A live writer's journal can look like a dead one's for a moment.

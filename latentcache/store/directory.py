@@ -97,7 +97,7 @@ class CacheDirectory:
         path = self.pack_path(pack)
         with typed_errors(path, 0):
             path.parent.mkdir(exist_ok=True)
-            # Each time: whoever made the folder may not have come to this.
+            # Each time: the process that made the folder may have ended before this.
             sync_folder(self.packs)
         return path
 

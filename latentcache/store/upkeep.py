@@ -178,7 +178,7 @@ def _record_problem(records: PackRecords, location: Location) -> str | None:
 
 
 def rebuild(store: StoreOrPath) -> RebuildReport:
-    """Make the index anew from the packs' headers. Entries that were removed but not compacted away come back.
+    """Rebuild the index from the packs' headers. Entries that were removed but not compacted away come back.
 
     Of two packs with one key the one whose payload verifies is taken. Entries marked as damaged are read again.
     """

@@ -192,7 +192,7 @@ def test_a_death_at_each_step(root, name, call, survives):
     with DiskStore(root) as store:
         store.add(samples(0))
     assert run(die_at, root, name, call) == -signal.SIGKILL
-    with DiskStore(root, read_only=True) as reader:  # before anyone has told the index
+    with DiskStore(root, read_only=True) as reader:  # before the index knows
         assert_holds(reader, 0, *[1] * survives)
         assert set(reader.keys()) == {key(0), *[key(1)] * survives}
     with DiskStore(root) as store:
