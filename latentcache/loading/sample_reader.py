@@ -133,7 +133,7 @@ def _check_bucket(buckets: Sequence[tuple[int, int]]) -> None:
 
 def _joined(image: EntryArrays, text: EntryArrays) -> tuple[Any, ...]:
     """The description of both entries' fields, in the order of their names, and the array of each."""
-    fields = []
+    fields: list[tuple[str, Any, Any]] = []
     for entry in (image, text):
         fields += zip(entry.description, entry.description.values(), entry.arrays, strict=True)
     fields.sort(key=_FIELD_NAME)

@@ -106,7 +106,7 @@ def payload_digest(key: str, description: Description, arrays: Iterable[np.ndarr
         fields.append([name, dtype, list(shape)])
     hasher = xxhash.xxh3_128(canonical_json([key, fields]))
     for array in arrays:
-        hasher.update(array)
+        hasher.update(array.data)
     return hasher.digest()
 
 

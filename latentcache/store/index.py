@@ -70,7 +70,7 @@ MAX_VALUE_BYTES = 1 << 23
 _BEFORE_ALL = -(1 << 63)
 
 
-class _BytesDisk(diskcache.Disk):
+class _BytesDisk(diskcache.Disk):  # type: ignore[misc]  # diskcache has no types
     """Bytes in rows, and nothing else: no pickle, no file."""
 
     def put(self, key: str) -> tuple[str, bool]:
@@ -98,7 +98,7 @@ class _BytesDisk(diskcache.Disk):
         raise IndexDamagedError(self._directory, "a row names a file")
 
 
-class _Cache(diskcache.Cache):
+class _Cache(diskcache.Cache):  # type: ignore[misc]  # diskcache has no types
     """A cache that waits for others in all that it does while it is opened."""
 
     def drop_tag_index(self) -> None:
@@ -139,11 +139,12 @@ class Transaction:
 
     def get(self, name: str) -> bytes | None:
         """The row's value, or None."""
-        return self._cache.get(name)
+        value: bytes | None = self._cache.get(name)
+        return value
 
     def add(self, name: str, value: bytes) -> bool:
         """Add a row unless there is one of this name. True if it was added."""
-        return self._cache.add(name, value)
+        return bool(self._cache.add(name, value))
 
     def put(self, name: str, value: bytes) -> None:
         """Add or replace a row."""
@@ -153,7 +154,7 @@ class Transaction:
 
     def remove(self, name: str) -> bool:
         """Remove a row. True if there was one."""
-        removed = self._cache.delete(name)
+        removed = bool(self._cache.delete(name))
         if removed:
             self._note(name, None)
         return removed
@@ -239,7 +240,7 @@ class Index:
         if position.last_row == _BEFORE_ALL:
             return True  # it was empty
         query = "SELECT key FROM Cache WHERE rowid = ?"
-        return connection.execute(query, [position.last_row]).fetchone() == (position.last_name,)
+        return bool(connection.execute(query, [position.last_row]).fetchone() == (position.last_name,))
 
     def replace_many(self, rows: Mapping[str, bytes]) -> None:
         """Add or replace rows in one transaction."""

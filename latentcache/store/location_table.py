@@ -94,7 +94,7 @@ class PackRow:
 
     def key(self, row: int) -> str:
         """The key of a row."""
-        return self.keys[row].tobytes().hex()
+        return str(self.keys[row].tobytes().hex())
 
     def names(self) -> list[str]:
         """The keys as text, in the order of the rows."""
@@ -183,7 +183,7 @@ class _Part:
 
 def _columns(num: int, before: Sequence[np.ndarray] = ()) -> list[np.ndarray]:
     """Columns for so many entries: keys as words, digests, numbers of packs, rows. They begin with those of before."""
-    columns = [
+    columns: list[np.ndarray] = [
         np.empty((num, _KEY_WORDS), np.uint64),
         np.empty((num, DIGEST_BYTES), np.uint8),
         np.empty(num, np.uint32),

@@ -78,17 +78,80 @@ class Verified:
             self.flags.pop(pack, None)
 
 
-class MappedReader(Reader):
+ReadAheadMode = Literal["missing", "always", "never"]
+"""`missing`: while this thread's reads come from the disk."""
+
+MAX_IDLE_READS = 12
+"""After so many checks in which nothing came from the disk, nothing is advised. A batch takes one to three."""
+SKIPPED_READS = 7
+"""After a check that found nothing, so many reads are not checked: in a small batch a check takes a hundredth."""
+
+_MAX_FILES = 64  # open at once
+
+CAN_ADVISE = hasattr(os, "posix_fadvise")
+"""Python offers no such call on macOS: there nothing is advised."""
+
+
+class _ThreadCounters(threading.local):
+    """What a thread's reads have caused.
+
+    `skip` reads need no check. `idle_reads` checks in turn found nothing from the disk. `blocks_read` is the system's
+    counter at the last check.
+    """
+
+    skip = 0
+    idle_reads = 0
+    blocks_read: int | None = None
+
+
+class ReadAhead:
+    """Whether the calling thread should advise the system. Each thread decides for itself.
+
+    Advice about bytes that are in memory already takes more than half of a copy. So by default it is given while pages
+    are missing: at a thread's first read, and until MAX_IDLE_READS checks in turn have found nothing from the disk.
+    Bytes that the thread's own advice brought count too, so it goes on as long as it helps. Then every eighth read is
+    checked. Where the system does not count per thread (only Linux does), nothing is advised: the warm case matters
+    more.
+    """
+
+    def __init__(self, mode: ReadAheadMode = "missing"):
+        self.mode: ReadAheadMode = mode if CAN_ADVISE else "never"
+        self._who = getattr(resource, "RUSAGE_THREAD", None)
+        if self._who is None and mode == "missing":
+            self.mode = "never"
+        self._thread = _ThreadCounters()
+
+    def should_prefetch(self) -> bool:
+        """Whether to advise now. It checks what the thread's reads before this one have caused."""
+        thread = self._thread
+        if thread.skip:
+            thread.skip -= 1
+            return False
+        if self.mode != "missing":
+            return self.mode == "always"
+        assert self._who is not None
+        usage = resource.getrusage(self._who)
+        # Faults in mapped pages, and blocks that were read because of advice.
+        blocks_read = usage.ru_majflt + usage.ru_inblock
+        thread.idle_reads = thread.idle_reads + 1 if blocks_read == thread.blocks_read else 0
+        thread.blocks_read = blocks_read
+        if thread.idle_reads < MAX_IDLE_READS:
+            return True
+        thread.skip = SKIPPED_READS
+        return False
+
+
+class MappedReader(ReadAhead, Reader):
     """A `Reader` of mapped packs, whose entries are verified when they are first read."""
 
     keeps_rows = True
 
     def __init__(self, path_of: PathOf, relocate: Relocate, mode: ReadAheadMode = "missing"):
+        super().__init__(mode)
         self._path_of = path_of
         self._relocate = relocate
         self._maps: dict[str, np.ndarray] = {}
         self._verified = Verified()
-        self.should_prefetch = ReadAhead(mode).should_prefetch
 
     @override
     def rows(self, keys: Sequence[str], locations: Sequence[Location]) -> list[EntryArrays]:
@@ -180,69 +243,6 @@ class MappedReader(Reader):
     def close(self) -> None:
         self._verified = Verified()
         self._maps.clear()
-
-
-ReadAheadMode = Literal["missing", "always", "never"]
-"""`missing`: while this thread's reads come from the disk."""
-
-MAX_IDLE_READS = 12
-"""After so many checks in which nothing came from the disk, nothing is advised. A batch takes one to three."""
-SKIPPED_READS = 7
-"""After a check that found nothing, so many reads are not checked: in a small batch a check takes a hundredth."""
-
-_MAX_FILES = 64  # open at once
-
-CAN_ADVISE = hasattr(os, "posix_fadvise")
-"""Python offers no such call on macOS: there nothing is advised."""
-
-
-class _ThreadCounters(threading.local):
-    """What a thread's reads have caused.
-
-    `skip` reads need no check. `idle_reads` checks in turn found nothing from the disk. `blocks_read` is the system's
-    counter at the last check.
-    """
-
-    skip = 0
-    idle_reads = 0
-    blocks_read: int | None = None
-
-
-class ReadAhead:
-    """Whether the calling thread should advise the system. Each thread decides for itself.
-
-    Advice about bytes that are in memory already takes more than half of a copy. So by default it is given while pages
-    are missing: at a thread's first read, and until MAX_IDLE_READS checks in turn have found nothing from the disk.
-    Bytes that the thread's own advice brought count too, so it goes on as long as it helps. Then every eighth read is
-    checked. Where the system does not count per thread (only Linux does), nothing is advised: the warm case matters
-    more.
-    """
-
-    def __init__(self, mode: ReadAheadMode = "missing"):
-        self.mode: ReadAheadMode = mode if CAN_ADVISE else "never"
-        self._who = getattr(resource, "RUSAGE_THREAD", None)
-        if self._who is None and mode == "missing":
-            self.mode = "never"
-        self._thread = _ThreadCounters()
-
-    def should_prefetch(self) -> bool:
-        """Whether to advise now. It checks what the thread's reads before this one have caused."""
-        thread = self._thread
-        if thread.skip:
-            thread.skip -= 1
-            return False
-        if self.mode != "missing":
-            return self.mode == "always"
-        assert self._who is not None
-        usage = resource.getrusage(self._who)
-        # Faults in mapped pages, and blocks that were read because of advice.
-        blocks_read = usage.ru_majflt + usage.ru_inblock
-        thread.idle_reads = thread.idle_reads + 1 if blocks_read == thread.blocks_read else 0
-        thread.blocks_read = blocks_read
-        if thread.idle_reads < MAX_IDLE_READS:
-            return True
-        thread.skip = SKIPPED_READS
-        return False
 
 
 def advise(ranges: Iterable[tuple[Path, int, int]]) -> None:

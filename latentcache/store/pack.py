@@ -130,7 +130,9 @@ def write_pack(path: Path, entries: Sequence[OwnedEntry]) -> PackHead:
     records = [entry.record for entry in ordered]
     offsets = np.fromiter(accumulate(map(len, records), initial=0), _INT64, len(records) + 1)
 
-    listed, columns, first = [], [], 0
+    listed: list[Any] = []
+    columns: list[_Tensor] = []
+    first = 0
     for number, ((kind, fields), numbers) in enumerate(groups.items()):
         members = ordered[first : first + len(numbers)]
         names = [_columns_of(columns, number, field, members) for field in fields]
