@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from itertools import chain
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from latentcache.types import Batch, Size
 _MAX_DESCRIPTIONS = 1024
 # No Python function runs for a sample: a small batch is copied in the time of some calls.
 _ROWS, _BOTH_KEYS, _keys = attrgetter("rows"), attrgetter("image_key", "text_key"), chain.from_iterable
-_FIELD_NAME = itemgetter(0)
 
 
 class SampleReader:
@@ -133,11 +132,11 @@ def _check_bucket(buckets: Sequence[tuple[int, int]]) -> None:
 
 def _joined(image: EntryArrays, text: EntryArrays) -> tuple[Any, ...]:
     """The description of both entries' fields, in the order of their names, and the array of each."""
-    fields: list[tuple[str, Any, Any]] = []
+    fields: dict[str, tuple[Any, Any]] = {}
     for entry in (image, text):
-        fields += zip(entry.description, entry.description.values(), entry.arrays, strict=True)
-    fields.sort(key=_FIELD_NAME)
-    names, specs, arrays = zip(*fields, strict=True)
+        fields.update(zip(entry.description, zip(entry.description.values(), entry.arrays, strict=True), strict=True))
+    names = tuple(sorted(fields))
+    specs, arrays = zip(*map(fields.__getitem__, names), strict=True)
     return _description(names, specs), *arrays
 
 

@@ -11,6 +11,7 @@ from helpers.fake_streams import Streams
 
 from latentcache.devices.transfer import MAX_IN_FLIGHT, StreamTransfer, Transfer, transfer_to
 from latentcache.loading.pinned_pool import BufferPool
+from latentcache.store.stacking import new_tensor
 
 
 @pytest.fixture
@@ -72,11 +73,15 @@ def test_memory_that_cannot_be_pinned_is_used_unpinned_and_said_once(
 def test_a_buffer_stays_borrowed_until_the_copy_from_it_has_ended(streams: Streams) -> None:
     transfer = StreamTransfer(torch.device("cpu"), streams)
     pool = BufferPool()
-    shapes = {"moments": (torch.bfloat16, (2, 3, 5)), "pooled": (torch.float32, (2, 7))}
+    shapes = {"moments": ("bfloat16", (2, 3, 5)), "pooled": ("float32", (2, 7))}
+
+    def borrowed() -> dict[str, torch.Tensor]:
+        empty = pool.borrow([2 * 3 * 5 * 2, 2 * 7 * 4])
+        return {name: new_tensor(dtype, shape, empty)[0] for name, (dtype, shape) in shapes.items()}
 
     def read() -> dict[str, Any]:
         assert streams.log[-1] == "on side", "what is gathered on the device runs on the side stream too"
-        return pool.allocate(shapes)
+        return borrowed()
 
     def place(batch: dict[str, Any]) -> dict[str, Any]:
         assert streams.log[-1].startswith("side records"), "it runs after the copies, on the side stream"
@@ -98,7 +103,7 @@ def test_a_buffer_stays_borrowed_until_the_copy_from_it_has_ended(streams: Strea
     assert streams.log == ["current waits for 2", "current uses it"] and batch["sample_id"] == ["a"]
     transfer.finish()
     assert streams.log[-1] == "host waits for side"
-    again = [pool.allocate(shapes) for _ in range(MAX_IN_FLIGHT)]
+    again = [borrowed() for _ in range(MAX_IN_FLIGHT)]
     assert len(again) == pool.num_allocated == MAX_IN_FLIGHT, "all buffers are back"
 
 
