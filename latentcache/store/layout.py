@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -174,14 +174,13 @@ def key_names(keys: np.ndarray) -> list[str]:
     return [text[at : at + 2 * KEY_BYTES] for at in range(0, len(text), 2 * KEY_BYTES)]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Location:
+class Location(NamedTuple):
     """Where one entry lies: a row of a pack. `digest` is that of its payload (`base.payload_digest`), 16 bytes."""
 
     pack: Pack
     row: int
     digest: bytes
-    group: RowGroup = field(repr=False)
+    group: RowGroup
 
     @property
     def place(self) -> tuple[str, int]:

@@ -72,7 +72,7 @@ class PackRow:
             raise ValueError("its bytes do not have the checksum that was stored with them")
         at = 4 + int.from_bytes(body[:4], "little")
         try:
-            value = json.loads(body[4:at])
+            value = json.loads(str(body[4:at], "ascii"))
             layout = pack_from_json(pack, value["file_bytes"], value["groups"])
             num, is_gone = layout.num_entries, bool(value["is_gone"])
             reasons = {row: reason for reason, rows in value["reasons"].items() for row in rows}
@@ -145,14 +145,15 @@ class _Part:
         """Sort entries. Of two with one key the later counts."""
         first = np.ascontiguousarray(keys[:, 0])
         order = first.argsort()
-        first = first[order]
+        first = first.take(order)
         if (first[:-1] == first[1:]).any():
             order = np.lexsort([keys[:, word] for word in reversed(range(_KEY_WORDS))])
             last = np.ones(len(order), bool)
             last[:-1] = (keys[order[:-1]] != keys[order[1:]]).any(axis=1)
             order = order[last]
             first = keys[order, 0]
-        return cls(keys[order], first, digests[order], packs[order], rows[order], np.ones(len(order), bool))
+        keys, digests = keys.take(order, axis=0), digests.take(order, axis=0)
+        return cls(keys, first, digests, packs.take(order), rows.take(order), np.ones(len(order), bool))
 
     def __len__(self) -> int:
         return len(self.first_words)
@@ -240,11 +241,14 @@ class LocationTable:
         found: list[Location | None] = [None] * len(keys)
         for part in self._parts:
             positions = part.positions(words)
-            for number, at in enumerate(positions.tolist()):
-                if at >= 0:
-                    pack, row = self._pack_list[part.packs[at]], int(part.rows[at])
-                    group = pack.groups[bisect_right(pack.ends, row)]
-                    found[number] = Location(pack, row, part.digests[at].tobytes(), group)
+            here = np.flatnonzero(positions >= 0)
+            at = positions[here]
+            packs, rows = part.packs[at].tolist(), part.rows[at].tolist()
+            digests = part.digests[at].tobytes()
+            for order, number in enumerate(here.tolist()):
+                pack, row = self._pack_list[packs[order]], rows[order]
+                digest = digests[order * DIGEST_BYTES : (order + 1) * DIGEST_BYTES]
+                found[number] = Location(pack, row, digest, pack.groups[bisect_right(pack.ends, row)])
         return found
 
     def find(self, keys: Sequence[str]) -> set[str]:
