@@ -157,32 +157,34 @@ class MappedReader(ReadAhead, Reader):
     def rows(self, keys: Sequence[str], locations: Sequence[Location]) -> list[EntryArrays]:
         if self.should_prefetch():
             self.prefetch(keys, locations)
-        rows, whole = [], dict[str, np.ndarray]()
+        rows, whole = [], dict[str, tuple[np.ndarray | None, np.ndarray]]()
         for key, location in zip(keys, locations, strict=True):
             pack, row = location.pack, location.row
             flags, data = self._verified.flags.get(pack.id), self._maps.get(pack.id)
             if data is not None and flags is not None and flags[row]:
                 rows.append(arrays_in(data, location))
                 continue
-            if pack.id not in whole and self._is_whole(pack):
-                whole[pack.id] = self._verified.of(pack)
-            found = verified_arrays(self._maps[pack.id], key, location) if pack.id in whole else ""
+            if pack.id not in whole:
+                whole[pack.id] = self._map_whole(pack), self._verified.of(pack)
+            data, good = whole[pack.id]  # not from the maps again: another thread may have released the pack
+            found = "" if data is None else verified_arrays(data, key, location)
             if isinstance(found, str):
                 found = self.verify(key, location)  # this finds out what is wrong with the entry, or where it is now
             else:
-                whole[pack.id][row] = True
+                good[row] = True
             rows.append(found)
         return rows
 
-    def _is_whole(self, pack: Pack) -> bool:
-        """Whether the pack is mapped, and its file has all of its bytes now. If not, `verify` says what is wrong."""
+    def _map_whole(self, pack: Pack) -> np.ndarray | None:
+        """The mapped pack, if its file has all of its bytes now. If not, `verify` says what is wrong."""
         try:
             data = self._maps.get(pack.id)
             if data is None:
                 data = self._maps.setdefault(pack.id, map_pack(self._path_of(pack.id), pack.file_bytes))
-            return min(data.size, self._path_of(pack.id).stat().st_size) >= pack.file_bytes
+            is_whole = min(data.size, self._path_of(pack.id).stat().st_size) >= pack.file_bytes
         except (OSError, StoreError):
-            return False
+            return None
+        return data if is_whole else None
 
     def verify(self, key: str, location: Location) -> EntryArrays:
         """The entry's arrays, mapped and compared with its digest, where they lie now."""
