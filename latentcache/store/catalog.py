@@ -256,11 +256,11 @@ class Catalog:
                 row.live[number] = now is not None and now.place == old[key].place
                 if row.live[number]:
                     left.setdefault(old[key].pack.id, []).append(old[key].row)
-            for pack, numbers in left.items():
-                changed = _row_of(rows, pack, self.directory)
-                assert changed is not None
-                changed.live[numbers] = False
-                rows.put(PACK_PREFIX + pack, changed.to_bytes())
+
+            def change(changed: PackRow) -> None:
+                changed.live[left[changed.pack.id]] = False
+
+            self._rewrite(rows, left, change)
             rows.add(PACK_PREFIX + head.pack.id, row.to_bytes())
             return int(row.live.sum())
 
@@ -308,10 +308,7 @@ class Catalog:
             row = _row_of(rows, pack, self.directory)
             if row is not None:
                 change(row)
-                if row.is_gone and not row.reasons:
-                    rows.remove(PACK_PREFIX + pack)
-                else:
-                    rows.put(PACK_PREFIX + pack, row.to_bytes())
+                _put_row(rows, row)
 
     def drop_packs(self, packs: Collection[str]) -> None:
         """Delete packs that no entry lies in: the file first, so that a crash leaves a row that the next call sees."""
@@ -332,10 +329,7 @@ class Catalog:
         places = zip(row.reasons, self.table.look_up(list(row.damaged())), strict=True)
         elsewhere = {at for at, place in places if place is not None and place.pack.id != row.pack.id}
         row.reasons = {at: reason for at, reason in row.reasons.items() if at not in elsewhere}
-        if row.reasons:
-            rows.put(PACK_PREFIX + row.pack.id, row.to_bytes())
-        else:
-            rows.remove(PACK_PREFIX + row.pack.id)
+        _put_row(rows, row)
 
     def _writable(self) -> Index:
         if self.index is None or self.read_only:
@@ -363,3 +357,11 @@ def _row_of(rows: Transaction, pack: str, directory: CacheDirectory) -> PackRow 
     """A pack's row, as the index has it now. Its arrays may be changed."""
     value = rows.get(PACK_PREFIX + pack)
     return None if value is None else parsed_row(PACK_PREFIX + pack, value, directory)
+
+
+def _put_row(rows: Transaction, row: PackRow) -> None:
+    """Replace a pack's row. One without a file is there for its reasons alone."""
+    if row.is_gone and not row.reasons:
+        rows.remove(PACK_PREFIX + row.pack.id)
+    else:
+        rows.put(PACK_PREFIX + row.pack.id, row.to_bytes())

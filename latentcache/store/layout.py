@@ -221,8 +221,7 @@ class Location(NamedTuple):
 
 def locate(pack: Pack, row: int, digest: bytes) -> Location:
     """The location of a row."""
-    groups = pack.groups
-    return Location(pack, row, digest, groups[0] if len(groups) == 1 else pack.group_of(row))
+    return Location(pack, row, digest, pack.group_of(row))
 
 
 def groups_of(specs: Sequence[tuple[Any, ...]]) -> dict[tuple[Any, ...], list[int]]:
