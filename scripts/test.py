@@ -1,8 +1,9 @@
 """Check and test the project: makes .venv if needed, runs ruff and mypy, then each lane of tests in its own process.
 
 Lanes: `default`; `sim`, the tests that need a second device, on a simulated one; `bench`, the benchmarks at a tiny
-size; `cuda`, the tests of `sim` on a CUDA device where there is one; with `--deepspeed` the opt-in lane `deepspeed`,
-which installs DeepSpeed into .venv and needs a C++ compiler. Extra arguments go to pytest in the default lane.
+size; `soak`, the soak programs at a short size; `cuda`, the tests of `sim` on a CUDA device where there is one; with
+`--deepspeed` the opt-in lane `deepspeed`, which installs DeepSpeed into .venv and needs a C++ compiler. Extra arguments
+go to pytest in the default lane.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "default": lane("default", *shared, *for_pytest),
         "sim": lane("sim", *shared, "-m", "sim and not cuda", "tests/sim"),
         "bench": lane("bench", *shared, "-m", "bench", *map(str, bootstrap.ROOT.glob("tests/*/test_bench_*.py"))),
+        "soak": lane("soak", "-n", "2", "--dist", "worksteal", "-m", "soak", "tests/soak"),
     }
     if run(sys.executable, "-c", CUDA_IS_HERE) == 0:
         passed["cuda"] = lane("cuda", "-m", "sim and cuda", "tests/sim")
