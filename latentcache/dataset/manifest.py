@@ -21,7 +21,7 @@ from latentcache.errors import DatasetError
 from latentcache.identity import canonical_json, digest
 from latentcache.provenance import now
 from latentcache.types import Geometry, Refusal
-from latentcache.utils.durable_files import sealed_file, typed_errors, write_all
+from latentcache.utils.durable_files import typed_errors, write_sealed
 from latentcache.utils.host_memory import collector_paused
 
 FORMAT = 2
@@ -256,11 +256,9 @@ class ManifestFolder(Manifests):
         return {file.stem: file.read_text() for file in sorted(self.path.glob(f"*{UNFINISHED}"))}
 
     def _write(self, name: str, parts: list[bytes]) -> None:
-        num_bytes = sum(map(len, parts))
-        with typed_errors(self.path, num_bytes):
+        with typed_errors(self.path, 0):
             self.path.mkdir(parents=True, exist_ok=True)
-        with sealed_file(self.path / name, num_bytes) as file:
-            write_all(file, parts)
+        write_sealed(self.path / name, b"".join(parts))
 
 
 def _digest(header: Mapping[str, Any], lines: Iterable[bytes]) -> str:

@@ -8,6 +8,7 @@ idle one.
 
 from __future__ import annotations
 
+import functools
 import os
 import sqlite3
 import stat
@@ -24,7 +25,7 @@ from diskcache.core import DBNAME, DEFAULT_SETTINGS, METADATA, MODE_RAW
 
 from latentcache.errors import IndexDamagedError, ReadOnlyError, StoreError
 from latentcache.store.connection import JOURNALS, TIMEOUT_S, connect, typed_error
-from latentcache.utils.locks import hold_in_forks, locked
+from latentcache.utils.locks import locked
 
 _CHUNK = 500  # keys in one SELECT; SQLite allows 999 in old builds
 
@@ -68,6 +69,17 @@ GENERATION = "generation"
 MAX_VALUE_BYTES = 1 << 23
 """Of a row. That of a pack of 8,192 entries has some 400 KB, and more where all of them are damaged."""
 _BEFORE_ALL = -(1 << 63)
+
+
+@functools.cache
+def _process_lock() -> threading.RLock:
+    """One lock for all indexes. A fork of this process waits for it, and both sides find it free.
+
+    A new lock in the child would not do: SQLite would roll back there what the parent is writing.
+    """
+    lock = threading.RLock()
+    os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
+    return lock
 
 
 class _BytesDisk(diskcache.Disk):  # type: ignore[misc]  # diskcache has no types
@@ -177,11 +189,10 @@ class Index:
         self.path = Path(path).absolute()
         self._database = self.path / DBNAME
         self.read_only = read_only
-        self.lock = threading.RLock()
+        self.lock = _process_lock()
         """Held during each call. Hold it to make one step of several calls, and of what memory keeps of them."""
         self._closed = False
         self._cache: diskcache.Cache | None = None
-        hold_in_forks(self)
         if read_only:
             with self._typed_errors():
                 self._inspect()

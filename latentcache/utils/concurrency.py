@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import functools
 import logging
 import os
 import sys
@@ -22,8 +20,6 @@ Result = TypeVar("Result")
 
 NICENESS = 10
 """By how many steps of `nice` `lower_priority` lowers a thread's priority."""
-EXIT_TIMEOUT_S = 10.0
-"""How long the end of the process waits for a prefetching thread that is in the middle of a read."""
 
 logger = logging.getLogger("latentcache")
 
@@ -162,112 +158,48 @@ class Prefetcher(Generic[Item]):
     """The items of `source`, made by a thread up to `size` items ahead of the consumer.
 
     An error of the source is raised after the items that were made before it, and again at each further call. The
-    thread ends with the source, with `close`, when this object is dropped, and with the process. The source runs in
-    that thread alone and is closed there. After a fork the child gets StoreError: it does not have the thread.
+    thread ends with `close`, when this object is dropped, and with the process. The source runs in that thread alone.
+    After a fork the child gets StoreError: it does not have the thread.
     """
 
     def __init__(self, source: Generator[Item, None, None], size: int):
-        self._thread = _PrefetchThread(source, size)
-        # At the end of the process `_stop_all` stops the thread and also waits for it.
-        weakref.finalize(self, self._thread.stop).atexit = False
-        _stop_all_at_exit()
-        _prefetching.add(self._thread)
-        self._thread.start()
+        self._source = source
+        self._pid = os.getpid()
+        self._executor = ThreadPoolExecutor(1, "latentcache-prefetch")
+        self._items = deque([self._executor.submit(next, source) for _ in range(size)])
+        self._ending: BaseException | None = None
+        # The thread does not know the consumer, so that the consumer can be dropped while the thread works.
+        self._stop = weakref.finalize(self, _stop_prefetching, self._executor, self._pid)
+        self._stop.atexit = False  # the executor ends with the process
 
     def __iter__(self) -> Prefetcher[Item]:
         return self
 
     def __next__(self) -> Item:
-        if os.getpid() != self._thread.pid:
+        if os.getpid() != self._pid:
             raise StoreError(
-                f"this iterator belongs to process {self._thread.pid}, and its thread is not in the fork "
+                f"this iterator belongs to process {self._pid}, and its thread is not in the fork "
                 f"{os.getpid()}: make a new one there with iter(loader)"
             )
-        return self._thread.take()
+        if self._ending is None:
+            self._ending = self._items[0].exception()  # waits; an interrupt leaves the item in the queue
+        if self._ending is not None:
+            raise self._ending
+        item = self._items.popleft().result()
+        self._items.append(self._executor.submit(next, self._source))
+        return item
 
     def close(self) -> None:
-        """End the thread and wait for it. It finishes the item that it is making."""
-        self._thread.stop()
-        if os.getpid() == self._thread.pid and threading.current_thread() is not self._thread:
-            self._thread.join()
+        """End the thread, and wait until it has finished the item that it is making. Then close the source."""
+        self._stop()
+        self._ending = StopIteration()
+        if os.getpid() == self._pid:
+            self._executor.shutdown()
+            self._items.clear()
+            self._source.close()
 
 
-class _PrefetchThread(threading.Thread, Generic[Item]):
-    """Makes the items. It does not know the consumer, so that the consumer can be dropped while the thread waits."""
-
-    def __init__(self, source: Generator[Item, None, None], size: int):
-        super().__init__(name="latentcache-prefetch", daemon=True)
-        self.pid = os.getpid()
-        self._source, self._size = source, size
-        self._changed = threading.Condition()  # over an RLock: a finalizer may call `stop` in the middle of `take`
-        self._ready: deque[Item] = deque()
-        self._stopping = self._finished = False
-        self._error: BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            try:
-                while self._has_room():
-                    try:
-                        item = next(self._source)
-                    except StopIteration:
-                        break
-                    self._put(item)
-                    del item  # the thread keeps no item alive while it waits
-            finally:
-                self._source.close()
-        except BaseException as error:  # `take` raises it in the consumer
-            self._error = error
-        finally:
-            with self._changed:
-                self._finished = True
-                self._changed.notify_all()
-
-    def _has_room(self) -> bool:
-        """Wait until an item may be made; False when the thread is to end."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._stopping or len(self._ready) < self._size)
-            return not self._stopping
-
-    def _put(self, item: Item) -> None:
-        with self._changed:
-            if not self._stopping:
-                self._ready.append(item)
-                self._changed.notify_all()
-
-    def take(self) -> Item:
-        """The next item. StopIteration after the last one; an error of the source is raised after the last item."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._ready or self._finished)
-            if self._ready:
-                self._changed.notify_all()
-                return self._ready.popleft()
-            if self._error is not None and not self._stopping:
-                raise self._error
-            raise StopIteration
-
-    def stop(self) -> None:
-        """Tell the thread to end, and drop what it made. Does not wait: a finalizer may run in any thread."""
-        if os.getpid() != self.pid:
-            return  # a fork does not have the thread, and the lock may be locked there for ever
-        with self._changed:
-            self._stopping = True
-            self._ready.clear()
-            self._changed.notify_all()
-
-
-_prefetching: weakref.WeakSet[_PrefetchThread[Any]] = weakref.WeakSet()
-
-
-@functools.cache
-def _stop_all_at_exit() -> None:
-    atexit.register(_stop_all)
-
-
-def _stop_all() -> None:
-    """A thread that still ran in torch at the end of the process would crash the interpreter."""
-    threads = [thread for thread in _prefetching if thread.pid == os.getpid()]
-    for thread in threads:
-        thread.stop()
-    for thread in threads:
-        thread.join(EXIT_TIMEOUT_S)
+def _stop_prefetching(executor: ThreadPoolExecutor, pid: int) -> None:
+    """Waits for nothing: a finalizer may run in any thread. A fork does not have the thread."""
+    if os.getpid() == pid:
+        executor.shutdown(wait=False, cancel_futures=True)

@@ -18,7 +18,6 @@ from latentcache.utils.host_memory import disk_memory
 TEMPORARY_SUFFIX = ".tmp"
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
-_MAX_BUFFERS = 512  # below IOV_MAX (1024 on Linux and macOS)
 _STAGING_BYTES = 4 << 20
 _DIRECT = getattr(os, "O_DIRECT", 0)  # macOS has none
 BLOCK_BYTES = 4096
@@ -56,38 +55,13 @@ def sync_folder(path: Path) -> None:
         os.close(fd)
 
 
-def write_all(fd: int, buffers: Iterable[bytes | memoryview]) -> None:
-    """Write every buffer (bytes, or a flat view of bytes), in order, without joining them."""
-    pending: list[memoryview] = []
-    for buffer in buffers:
-        pending.append(memoryview(buffer))
-        if len(pending) == _MAX_BUFFERS:
-            _write_some(fd, pending)
-            pending = []
-    if pending:
-        _write_some(fd, pending)
-
-
-def _write_some(fd: int, views: list[memoryview]) -> None:
-    start = 0
-    while start < len(views):
-        written = os.writev(fd, views[start:])
-        while start < len(views) and written >= views[start].nbytes:
-            written -= views[start].nbytes
-            start += 1
-        if written:
-            views[start] = views[start][written:]
-
-
 def write_past_cache(fd: int, buffers: Iterable[bytes | memoryview]) -> None:
-    """As `write_all` on an empty file, but past the page cache where the file system can do that.
+    """Write every buffer (bytes, or a flat view of bytes) to an empty file, past the page cache where that can be done.
 
     For large files that are synced at once and read later: filling the page cache only to wait until it is written out
     costs more than the writing. Afterwards the descriptor is as it was; an error may leave O_DIRECT set.
     """
-    if not set_past_cache(fd, True):
-        write_all(fd, buffers)
-        return
+    set_past_cache(fd, True)
     staging = disk_memory(_STAGING_BYTES)
     used = 0
     for buffer in buffers:
@@ -97,25 +71,32 @@ def write_past_cache(fd: int, buffers: Iterable[bytes | memoryview]) -> None:
             staging[used : used + count] = rest[:count]
             rest, used = rest[count:], used + count
             if used == len(staging):
-                _write_direct(fd, staging)
+                _write_blocks(fd, staging)
                 used = 0
     num_whole = used - used % BLOCK_BYTES
-    _write_direct(fd, staging[:num_whole])
+    _write_blocks(fd, staging[:num_whole])
     set_past_cache(fd, False)
-    _write_some(fd, [staging[num_whole:used]])
+    write_all(fd, staging[num_whole:used])
 
 
-def _write_direct(fd: int, view: memoryview) -> None:
+def _write_blocks(fd: int, view: memoryview) -> None:
     start = os.lseek(fd, 0, os.SEEK_CUR)
     try:
-        _write_some(fd, [view])
+        write_all(fd, view)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
         # A file system that accepts the flag but needs larger blocks, or supports no such writes.
         set_past_cache(fd, False)
         os.lseek(fd, start, os.SEEK_SET)
-        _write_some(fd, [view])
+        write_all(fd, view)
+
+
+def write_all(fd: int, data: bytes | memoryview) -> None:
+    """Write all bytes of `data`: `os.write` may write a part."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
 
 
 def set_past_cache(fd: int, on: bool) -> bool:
@@ -156,7 +137,7 @@ def write_sealed(path: Path, data: bytes) -> None:
     Raises StorageFullError, ReadOnlyError or another StoreError, and the file is as it was.
     """
     with sealed_file(path, len(data)) as fd:
-        write_all(fd, [data])
+        write_all(fd, data)
 
 
 def _locked_sibling(path: Path) -> tuple[int, Path]:

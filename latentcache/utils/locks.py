@@ -1,7 +1,4 @@
-"""Locks between processes, on a file: shared by many, or exclusive. A dead process has no lock.
-
-A fork of this process must not meet a locked lock, or a database in a half-done change: `hold_in_forks`.
-"""
+"""Locks between processes, on a file: shared by many, or exclusive. A dead process has no lock."""
 
 from __future__ import annotations
 
@@ -9,12 +6,9 @@ import fcntl
 import json
 import os
 import stat
-import threading
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
 
 from latentcache.errors import StoreBusyError, UnsafeStoreError
 from latentcache.utils.durable_files import typed_errors, unlock_and_close
@@ -72,42 +66,3 @@ def _holder(fd: int) -> str:
         return f"{note['operation']} (process {int(note['pid'])} on {note['host']})"
     except (ValueError, KeyError, TypeError):
         return "another process"
-
-
-class Lockable(Protocol):
-    """An object that locks `lock` during its calls. The thread that forks may have locked it already."""
-
-    lock: threading.RLock
-
-
-_alive: weakref.WeakSet[Lockable] = weakref.WeakSet()
-_guard = threading.Lock()
-_registered = False
-_held: list[Lockable] = []
-
-
-def hold_in_forks(owner: Lockable) -> None:
-    """From now on a fork of this process waits for `owner.lock`, and both sides find it free.
-
-    A new lock in the child would not do: SQLite would roll back there what the parent is writing.
-    """
-    global _registered
-    with _guard:
-        if not _registered:
-            os.register_at_fork(before=_hold_all, after_in_parent=_release_all, after_in_child=_release_all)
-            _registered = True
-        _alive.add(owner)
-
-
-def _hold_all() -> None:
-    _guard.acquire()
-    _held.extend(sorted(_alive, key=id))
-    for owner in _held:
-        owner.lock.acquire()
-
-
-def _release_all() -> None:
-    for owner in _held:
-        owner.lock.release()
-    _held.clear()
-    _guard.release()

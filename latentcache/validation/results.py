@@ -177,7 +177,7 @@ def write_results(report: ValidationReport, folder: Path) -> ResultPaths:
         # Renamed in reverse order: metrics.json is entered first and renamed last.
         for path, data in contents:
             fd = files.enter_context(sealed_file(path, len(data)))
-            write_all(fd, [data])
+            write_all(fd, data)
             os.fsync(fd)  # a full disk raises here, while the earlier results are still in place
         _remove_earlier(paths)
     return paths

@@ -44,7 +44,7 @@ def ids(batches: Iterable[dict[str, Any]]) -> list[list[str]]:
 
 
 def num_threads() -> int:
-    return sum(thread.name == "latentcache-prefetch" for thread in threading.enumerate())
+    return sum(thread.name.startswith("latentcache-prefetch") for thread in threading.enumerate())
 
 
 def wait_for_no_thread(timeout_s: float = 20.0) -> None:

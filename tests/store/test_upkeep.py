@@ -294,7 +294,7 @@ def die_in_compaction(root, name, call):
 
 @pytest.mark.parametrize(
     ("name", "call"),
-    [("writev", 1), ("rename", 1), ("fsync", 3), ("rename", 2), ("unlink", 1), ("unlink", 2), ("unlink", 5)],
+    [("write", 1), ("rename", 1), ("fsync", 3), ("rename", 2), ("unlink", 1), ("unlink", 2), ("unlink", 5)],
 )
 def test_a_death_in_compaction_loses_nothing(root, name, call):
     with DiskStore(root) as store:

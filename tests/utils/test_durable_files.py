@@ -73,18 +73,18 @@ def test_a_file_system_that_refuses_direct_writes_gets_plain_ones(
 ) -> None:
     """The write that is refused has written a part already: nothing may be there twice, and nothing be left out."""
     monkeypatch.setattr(files, "_STAGING_BYTES", 8192)
-    real, num_calls = os.writev, 0
+    real, num_calls = os.write, 0
 
-    def refuse(fd: int, views: list[memoryview]) -> int:
+    def refuse(fd: int, view: memoryview) -> int:
         nonlocal num_calls
         num_calls += 1
         if num_calls == refused_call:
-            return real(fd, [views[0][:4096]])
+            return real(fd, view[:4096])
         if num_calls == refused_call + 1:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        return real(fd, views)
+        return real(fd, view)
 
-    monkeypatch.setattr(os, "writev", refuse)
+    monkeypatch.setattr(os, "write", refuse)
     data = random.Random(0).randbytes(40_000)
     with sealed_file(tmp_path / "file", len(data)) as fd:
         write_past_cache(fd, parts_of(data, 3000))
@@ -110,16 +110,16 @@ def test_a_disk_that_fills_up_while_a_file_is_written_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(files, "_STAGING_BYTES", 8192)
-    real, num_calls = os.writev, 0
+    real, num_calls = os.write, 0
 
-    def fill_up(fd: int, views: list[memoryview]) -> int:
+    def fill_up(fd: int, view: memoryview) -> int:
         nonlocal num_calls
         num_calls += 1
         if num_calls == 3:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return real(fd, views)
+        return real(fd, view)
 
-    monkeypatch.setattr(os, "writev", fill_up)
+    monkeypatch.setattr(os, "write", fill_up)
     with pytest.raises(StorageFullError), sealed_file(tmp_path / "file", 40_000) as fd:
         write_past_cache(fd, [bytes(40_000)])
     assert num_calls == 3 and os.listdir(tmp_path) == []

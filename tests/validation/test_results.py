@@ -90,9 +90,9 @@ def test_metrics_is_the_first_to_go_and_the_last_to_come(tmp_path: Path, monkeyp
 @pytest.mark.parametrize(
     ("call", "number", "expected"),
     [
-        ("writev", 28, StorageFullError),
+        ("write", 28, StorageFullError),
         ("fsync", 28, StorageFullError),
-        ("writev", 30, ReadOnlyError),
+        ("write", 30, ReadOnlyError),
         ("fsync", 5, StoreError),
     ],
 )
