@@ -47,73 +47,79 @@ class ExportSample:
     captions: tuple[ExportCaption, ...]
 
 
-def export_samples(
-    cache: LatentCache, name: str, report: ExportReport, *, seed: int | None = None
-) -> Iterator[ExportSample]:
-    """The samples of the manifest `name`, one in memory at a time; what cannot be exported is listed in the report.
+class Export:
+    """One export of the manifest `name` to the files of a format: gives the samples, writes files, and reports.
 
-    Moments give their mean, or with `seed` one draw for each entry, which the seed and the entry determine. Raises
-    SampleError, before the first sample, if one was imported and is unverified, unless `cache` was opened with
-    `unverified`; and StoreError if there is no such manifest, or it holds prompts.
+    Moments give their mean, or with `seed` one draw for each entry, which the seed and the entry determine. Files that
+    exist are left alone, and listed, unless `overwrite`.
     """
-    manifest = cache.manifest(name)
-    cache.samples.scaling(manifest)
-    rows = [row for row in manifest.rows.values() if row.refusal is None]
-    for row in rows:
-        cache.samples.check_trust(manifest, row)
-    report.skipped += [row.refusal for row in manifest.rows.values() if row.refusal is not None]
-    for row in rows:
-        stem = _stem(row.sample_id)
-        if stem is None:
-            detail = "its sample_id leads out of the folder"
-            report.skipped.append(Refusal(row.sample_id, row.path, "unreadable", detail))
-            continue
-        try:
-            images = {ref.geometry.flip: (ref, _latents(cache, ref, seed, report)) for ref in row.images}
-            captions = []
-            for caption in row.captions:
-                tensors = cache.get(caption.key).tensors
-                captions.append(ExportCaption(caption.text, tensors["prompt_embeds"], tensors["pooled_prompt_embeds"]))
-        except EntryMissingError as error:
-            report.skipped.append(Refusal(row.sample_id, row.path, "missing", str(error)))
-            continue
-        except EntryDamagedError as error:
-            report.skipped.append(Refusal(row.sample_id, row.path, "corrupt", str(error)))
-            continue
-        ref, latents = images[False]
-        flipped = images[True][1] if True in images else None
-        yield ExportSample(row.sample_id, stem, row.path, ref.geometry, latents, flipped, tuple(captions))
 
-
-def _stem(sample_id: str) -> PurePosixPath | None:
-    """The `ExportSample.stem`; None if it leads out of the folder."""
-    pure = PurePosixPath(sample_id)
-    if pure.is_absolute() or ".." in pure.parts or "\0" in sample_id or not pure.name:
-        return None
-    return pure.with_suffix("") if pure.suffix.lower() in IMAGE_SUFFIXES else pure
-
-
-def _latents(cache: LatentCache, ref: ImageRef, seed: int | None, report: ExportReport) -> torch.Tensor:
-    tensors = cache.get(ref.key).tensors
-    if "latents" in tensors:
-        if seed is not None:
-            report.note("latents are stored, not moments: they are exported as they are, without a draw")
-        return tensors["latents"].float()
-    generator = None
-    if seed is not None:
-        generator = torch.Generator().manual_seed(int(digest(f"{seed} {ref.key}".encode())[:15], 16))
-    return latents_from_moments(tensors["moments"][None].float(), generator)[0]
-
-
-class ExportFiles:
-    """Writes the files of one export and counts them in its report."""
-
-    def __init__(self, report: ExportReport, *, overwrite: bool):
-        self._report, self._overwrite = report, overwrite
+    def __init__(
+        self,
+        format_name: str,
+        cache: LatentCache,
+        name: str,
+        folder: str | Path,
+        *,
+        seed: int | None = None,
+        overwrite: bool = False,
+    ):
+        self.report = ExportReport(format_name, name, path=str(folder))
+        self._cache, self._seed, self._overwrite = cache, seed, overwrite
         self._written: set[Path] = set()
 
     def __contains__(self, path: Path) -> bool:
+        """Whether this file was written."""
         return path in self._written
+
+    def skip(self, sample_id: str, path: str | Path, reason: str, detail: str) -> None:
+        """Report what is not exported."""
+        self.report.skipped.append(Refusal(sample_id, str(path), reason, detail))
+
+    def samples(self) -> Iterator[ExportSample]:
+        """The samples, one in memory at a time; what cannot be exported is listed in the report.
+
+        Raises SampleError, before the first sample, if one was imported and is unverified, unless the cache was opened
+        with `unverified`; and StoreError if there is no such manifest, or it holds prompts.
+        """
+        cache, manifest = self._cache, self._cache.manifest(self.report.name)
+        cache.samples.scaling(manifest)
+        rows = [row for row in manifest.rows.values() if row.refusal is None]
+        for row in rows:
+            cache.samples.check_trust(manifest, row)
+        self.report.skipped += [row.refusal for row in manifest.rows.values() if row.refusal is not None]
+        for row in rows:
+            stem = PurePosixPath(row.sample_id)
+            if stem.is_absolute() or ".." in stem.parts or "\0" in row.sample_id or not stem.name:
+                self.skip(row.sample_id, row.path, "unreadable", "its sample_id leads out of the folder")
+                continue
+            if stem.suffix.lower() in IMAGE_SUFFIXES:
+                stem = stem.with_suffix("")
+            try:
+                images = {ref.geometry.flip: (ref.geometry, self._latents(ref)) for ref in row.images}
+                captions = []
+                for caption in row.captions:
+                    tensors = cache.get(caption.key).tensors
+                    embeds = tensors["prompt_embeds"], tensors["pooled_prompt_embeds"]
+                    captions.append(ExportCaption(caption.text, *embeds))
+            except (EntryMissingError, EntryDamagedError) as error:
+                reason = "missing" if isinstance(error, EntryMissingError) else "corrupt"
+                self.skip(row.sample_id, row.path, reason, str(error))
+                continue
+            geometry, latents = images[False]
+            flipped = images[True][1] if True in images else None
+            yield ExportSample(row.sample_id, stem, row.path, geometry, latents, flipped, tuple(captions))
+
+    def _latents(self, ref: ImageRef) -> torch.Tensor:
+        tensors = self._cache.get(ref.key).tensors
+        if "latents" in tensors:
+            if self._seed is not None:
+                self.report.note("latents are stored, not moments: they are exported as they are, without a draw")
+            return tensors["latents"].float()
+        generator = None
+        if self._seed is not None:
+            generator = torch.Generator().manual_seed(int(digest(f"{self._seed} {ref.key}".encode())[:15], 16))
+        return latents_from_moments(tensors["moments"][None].float(), generator)[0]
 
     def write(self, path: Path, data: bytes, sample: ExportSample) -> bool:
         """Write one file of `sample`, whole or not at all.
@@ -122,8 +128,8 @@ class ExportFiles:
         StorageFullError or StoreError.
         """
         if path in self._written or (os.path.exists(path) and not self._overwrite):
-            reason = "another sample has this file" if path in self._written else "it exists already: give --overwrite"
-            self._report.skipped.append(Refusal(sample.sample_id, str(path), "duplicate", reason))
+            detail = "another sample has this file" if path in self._written else "it exists already: give --overwrite"
+            self.skip(sample.sample_id, path, "duplicate", detail)
             return False
         try:
             with typed_errors(path, len(data)):
@@ -133,9 +139,9 @@ class ExportFiles:
             if getattr(error.__cause__, "errno", None) != errno.ENAMETOOLONG:
                 raise
             detail = f"its name is too long for a file here: {len(path.name)} characters"
-            self._report.skipped.append(Refusal(sample.sample_id, str(path), "unreadable", detail))
+            self.skip(sample.sample_id, path, "unreadable", detail)
             return False
         self._written.add(path)
-        self._report.num_files += 1
-        self._report.bytes_written += len(data)
+        self.report.num_files += 1
+        self.report.bytes_written += len(data)
         return True

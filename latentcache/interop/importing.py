@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,23 +14,30 @@ from pydantic import TypeAdapter, ValidationError
 
 from latentcache.config import PROMPTS_PREFIX, Name
 from latentcache.dataset.manifest import CaptionRef, ImageRef, Manifest, Row
-from latentcache.errors import ConfigError, StoreError
-from latentcache.identity import caption_digest, digest
-from latentcache.interop.imported_identity import imported_common, unverified_entry
-from latentcache.interop.items import ForeignCache, ForeignImage, ForeignText, bucket_of
-from latentcache.interop.latent_scale_check import LatentScale
+from latentcache.errors import ConfigError, DatasetError, ForeignFileRefused, StoreError
+from latentcache.families.sdxl import SCALING_FACTOR
+from latentcache.identity import SCHEMA, canonical_json, caption_digest, digest, key_of
+from latentcache.interop.foreign_files import corrupt
+from latentcache.interop.readers import ForeignCache, ForeignImage, ForeignText, bucket_of, refusal_of
 from latentcache.interop.reports import ImportReport
 from latentcache.interop.verification import Verification, Verifier
 from latentcache.models.vae import problems
 from latentcache.precache.workspace import Workspace
-from latentcache.provenance import provenance_json
-from latentcache.store.base import Writer, dtype_name
-from latentcache.types import Entry, Kind, Refusal
+from latentcache.provenance import now, provenance_json
+from latentcache.store.base import Writer, dtype_name, flat_bytes
+from latentcache.types import Entry, Kind, Record, Refusal
 from latentcache.utils.progress import NoProgress, Progress
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-StoreDtypes = Mapping[Kind, torch.dtype | None]
+StoreDtypes = Mapping[str, torch.dtype | None]
 """In which dtype each kind is stored; None: in the dtype of the file."""
+
+UNSCALED_STD = 7.7
+"""Median standard deviation of unscaled SDXL latents: the scaling factor was chosen to bring it near 1."""
+BORDER = UNSCALED_STD**0.5
+"""Separates scaled (near 1) from unscaled (near 7.7) latents: their geometric mean, 2.77."""
+FIRST_LOOK = 64
+"""A wrong claim is found after so many latents, before the rest is read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,30 +85,29 @@ def import_cache(
         raise StoreError(
             f"manifest {name} was made by precache: an import needs a name of its own; give another --name"
         )
+    report = ImportReport(foreign.format, name)
     # What a verification lacks is found now, not when all has been read.
-    verifier = None if verification is None else Verifier(verification, name, workspace)
-    dtypes: StoreDtypes = {"image": store_dtype, "text": store_dtype} if verifier is None else verifier.store_dtypes()
-    run = _Import(foreign, workspace, dtypes, LatentScale(scale_check), ImportReport(foreign.format, name))
+    verifier = None if verification is None else Verifier(verification, name, workspace, report)
+    dtypes: StoreDtypes = {"image": store_dtype, "text": store_dtype} if verifier is None else verifier.store_dtypes
+    run = _Import(foreign, workspace, dtypes, LatentScale(scale_check), report)
     progress = progress or NoProgress()
     with workspace.in_use():
         try:
             rows = run.read(progress)
             if verifier is not None:
-                rows = verifier.verify(rows, run.report, progress)
+                rows = verifier.verify(rows, progress)
         finally:
             progress.finish()
         if rows:
-            workspace.manifests.write(Manifest(name, use.role, use.repeats, imported_common(foreign.format), rows))
-        elif not run.report.refused:
+            workspace.manifests.write(Manifest(name, use.role, use.repeats, _common(foreign.format), rows))
+        elif not report.refused:
             raise StoreError(
                 f"nothing was imported: there are no files of {foreign.format}'s cache. Name its folder, or another "
                 "format"
             )
-    report = run.report
     trusts = [ref.trust for row in rows.values() for ref in row.images]
     trusts += [ref.trust for row in rows.values() for ref in row.captions]
-    report.num_verified = trusts.count("verified")
-    report.num_unverified = trusts.count("unverified")
+    report.num_verified, report.num_unverified = trusts.count("verified"), trusts.count("unverified")
     report.cache = None if workspace.path is None else str(workspace.path)
     report.seconds = time.monotonic() - started
     return report
@@ -117,14 +124,60 @@ def _check_name(name: str) -> None:
         raise ConfigError(f"the name {name!r} may not begin with {PROMPTS_PREFIX!r}: so do the prompts' manifests")
 
 
-@dataclass(slots=True)
-class _Sample:
-    """A sample while its parts are read."""
+def _common(format_name: str) -> dict[str, Any]:
+    """The `common` of an imported manifest. Of the encoding, only the scale of the latents is known."""
+    return {
+        "schema": SCHEMA,
+        "salt": "",
+        "imported": {"format": format_name, "time": now()},
+        "policy": {},
+        "image_encoding": {"scaling_factor": SCALING_FACTOR, "shift_factor": None},
+        "text_encoding": {},
+    }
 
-    path: str
-    source: str | None = None
-    images: list[ImageRef] = field(default_factory=list)
-    captions: list[CaptionRef] = field(default_factory=list)
+
+@dataclass(slots=True)
+class LatentScale:
+    """The standard deviations of latents as if they were scaled: they show whether the format's claim is right.
+
+    `check` is for SDXL's VAE only.
+    """
+
+    check: bool = True
+    stds: list[float] = field(default_factory=list)
+    claims: set[float | None] = field(default_factory=set)
+
+    def add(self, latents: torch.Tensor, scaling_factor: float | None, path: str) -> None:
+        """Note one latent. Raises DatasetError at the 64th if the median contradicts the claim."""
+        # The value of a scaled latent, so that claims may differ between files.
+        factor = SCALING_FACTOR if scaling_factor is None else 1.0
+        self.stds.append(latents.float().std().item() * factor)
+        self.claims.add(scaling_factor)
+        if len(self.stds) == FIRST_LOOK:
+            self.verify(path)
+
+    def verify(self, path: str) -> None:
+        """Raises DatasetError, with both numbers, if the median standard deviation contradicts what is claimed."""
+        if not self.check or not self.stds:
+            return
+        median = statistics.median(self.stds)
+        # A claim that is wrong shifts the value by 7.7: to 7.7 (scaled is claimed) or to 0.13 (unscaled is).
+        if 1 / BORDER <= median <= BORDER:
+            return
+        scaled = None not in self.claims
+        met, expected = (median, 1.0) if scaled else (median * UNSCALED_STD, UNSCALED_STD)
+        raise DatasetError(
+            path,
+            f"the latents' median standard deviation is {met:.3g} (of {len(self.stds)} latents), but this format holds "
+            f"{'scaled' if scaled else 'unscaled'} SDXL latents, which have about {expected:.3g}. Nothing was "
+            "imported: the cache was made for another model, or is of another format. For another VAE than SDXL's give "
+            "--no-scale-check",
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The median, as if the latents were scaled: near 1 for SDXL."""
+        median = round(statistics.median(self.stds), 4) if self.stds else None
+        return {"median_std_scaled": median, "checked": self.check}
 
 
 class _Import:
@@ -139,8 +192,8 @@ class _Import:
         report: ImportReport,
     ):
         self._foreign, self._workspace, self._dtypes = foreign, workspace, dtypes
-        self._scale, self.report = scale, report
-        self._samples: dict[str, _Sample] = {}
+        self._scale, self._report = scale, report
+        self._rows: dict[str, Row] = {}
         self._forms: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         self._before = set(workspace.store.keys())
         self._new: set[str] = set()
@@ -148,82 +201,128 @@ class _Import:
 
     def read(self, progress: Progress) -> dict[str, Row]:
         """Store every item; the rows of the manifest. If the scale is wrong, what was stored is removed again."""
-        progress.start(f"import {self.report.format}", None)
-        writer = self._workspace.store.writer()
+        progress.start(f"import {self._report.format}", None)
+        store = self._workspace.store
         path = ""
         try:
-            with writer:
+            with store.writer() as writer:
                 for item in self._foreign.items():
                     path = item.path
                     refusal = item if isinstance(item, Refusal) else self._keep(item, writer)
                     if refusal is not None:
-                        self.report.refused.append(refusal)
+                        self._report.refused.append(refusal)
                     progress.advance()
                 writer.seal()
             self._scale.verify(path)
         except BaseException:
             # No manifest refers to these entries, and a second attempt stores them again.
-            self._workspace.store.remove(self._workspace.store.find(self._new))
+            store.remove(store.find(self._new))
             raise
-        self.report.bytes_written = writer.bytes_written
-        self.report.scale = self._scale.to_json()
-        return {sample_id: self._row(sample_id, sample) for sample_id, sample in self._samples.items()}
+        self._report.bytes_written = writer.bytes_written
+        self._report.scale = self._scale.to_json()
+        return {sample_id: self._finished(row) for sample_id, row in self._rows.items()}
 
     def _keep(self, item: ForeignImage | ForeignText, writer: Writer) -> Refusal | None:
-        """Store one item; why it cannot be stored, if so."""
-        if isinstance(item, ForeignImage):
-            return self._keep_image(item, writer)
-        return self._keep_text(item, writer)
-
-    def _add(self, entry: Entry, writer: Writer) -> None:
+        """Store one item, and note it in the rows of its samples; why it cannot be stored, if so."""
+        sample_ids = (item.sample_id,) if isinstance(item, ForeignImage) else item.sample_ids
+        try:
+            entry = self._image_entry(item) if isinstance(item, ForeignImage) else self._text_entry(item)
+        except ForeignFileRefused as error:
+            return refusal_of(sample_ids[0] if sample_ids else "", error)
         key = entry.record.key
         if key not in self._before and key not in self._new:
             self._new.add(key)
             writer.add(entry)
-
-    # Images
-
-    def _keep_image(self, item: ForeignImage, writer: Writer) -> Refusal | None:
-        if (fault := self._image_fault(item)) is not None:
-            return Refusal(item.sample_id, item.path, *fault)
-        entry = self._image_entry(item)
-        self._add(entry, writer)
-        sample = self._samples.setdefault(item.sample_id, _Sample(item.path))
-        sample.path = str(item.image_path or item.path)
-        sample.source = entry.record.identity["source"]
-        sample.images.append(ImageRef(entry.record.key, item.geometry, "unverified"))
-        self.report.note(item.note)
-        self.report.num_images += 1
-        self.report.num_flipped += item.geometry.flip
+        self._report.note(item.note)
+        for sample_id in sample_ids:
+            row = self._rows.get(sample_id, Row(sample_id, item.path, None, (), ()))
+            if isinstance(item, ForeignImage):
+                images = (*row.images, ImageRef(key, item.geometry, "unverified"))
+                path, source = str(item.image_path or item.path), entry.record.identity["source"]
+                row = replace(row, path=path, source=source, images=images)
+            elif all(ref.key != key for ref in row.captions):
+                row = replace(row, captions=(*row.captions, CaptionRef(item.caption or "", key, "unverified")))
+            self._rows[sample_id] = row
         return None
 
-    def _image_fault(self, item: ForeignImage) -> tuple[str, str] | None:
-        """(reason, detail) if the latents cannot be imported."""
-        shape, target = tuple(item.latents.shape), item.geometry.target_size
-        if len(shape) != 3 or bucket_of(item.latents) != target:
-            return "corrupt", f"its latents have the shape {list(shape)}, which does not fit a bucket of {target}"
-        sample = self._samples.get(item.sample_id)
-        if sample is not None and any(ref.geometry.flip == item.geometry.flip for ref in sample.images):
-            twin = "flipped " if item.geometry.flip else ""
-            return "duplicate", f"sample {item.sample_id!r} has a {twin}latent already; only the first is imported"
-        fault = self._values_fault({"latents": item.latents}, (shape[0],), "image")
-        if fault is None:
-            self._scale.add(item.latents, item.scaling_factor, item.path)
-        return fault
-
     def _image_entry(self, item: ForeignImage) -> Entry:
-        latents = item.latents
+        """The entry of a latent. Raises ForeignFileRefused."""
+        latents, shape, target = item.latents, tuple(item.latents.shape), item.geometry.target_size
+        if len(shape) != 3 or bucket_of(latents) != target:
+            raise corrupt(
+                item.path, f"its latents have the shape {list(shape)}, which does not fit a bucket of {target}"
+            )
+        row = self._rows.get(item.sample_id)
+        if row is not None and any(ref.geometry.flip == item.geometry.flip for ref in row.images):
+            twin = "flipped " if item.geometry.flip else ""
+            detail = f"sample {item.sample_id!r} has a {twin}latent already; only the first is imported"
+            raise ForeignFileRefused(item.path, "duplicate", detail)
+        self._check("image", {"latents": latents}, shape[:1], item.path)
+        self._scale.add(latents, item.scaling_factor, item.path)
+        self._report.num_images += 1
+        self._report.num_flipped += item.geometry.flip
         if item.scaling_factor is not None:
             latents = latents.float() / item.scaling_factor
-        return unverified_entry(
-            "image",
-            {"latents": latents.to(self._dtypes["image"] or latents.dtype)},
-            format_name=self._foreign.format,
-            output=item.output,
-            source=self._digest_of(item.image_path),
-            geometry=item.geometry,
-            provenance=self._provenance(item, item.sample_id, item.latents),
+        latents = latents.to(self._dtypes["image"] or latents.dtype)
+        return self._entry(item, {"latents": latents}, self._digest_of(item.image_path))
+
+    def _text_entry(self, item: ForeignText) -> Entry:
+        """The entry of a caption. Raises ForeignFileRefused."""
+        embeds, pooled = item.prompt_embeds, item.pooled_prompt_embeds
+        if not item.sample_ids:
+            detail = "it is the caption of no sample here: no manifest would refer to it"
+            raise ForeignFileRefused(item.path, "missing", detail)
+        if embeds.ndim != 2 or pooled.ndim != 1:
+            raise corrupt(item.path, f"its embeddings have the shapes {list(embeds.shape)} and {list(pooled.shape)}")
+        tensors = {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}
+        self._check("text", tensors, (*embeds.shape, *pooled.shape), item.path)
+        self._report.num_texts += 1
+        self._report.num_unknown_captions += item.caption is None
+        dtype = self._dtypes["text"] or embeds.dtype
+        tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+        source = None if item.caption is None else caption_digest(item.caption)
+        return self._entry(item, tensors, source)
+
+    def _entry(
+        self,
+        item: ForeignImage | ForeignText,
+        tensors: Mapping[str, torch.Tensor],
+        source: str | None,
+    ) -> Entry:
+        """An entry whose identity says that it was imported: an encoded entry never has its key.
+
+        `source` is the digest of the image's bytes or of the caption, if they are known.
+        """
+        tensors = {name: tensor.contiguous() for name, tensor in sorted(tensors.items())}
+        described = [[name, dtype_name(tensor), list(tensor.shape)] for name, tensor in tensors.items()]
+        parts = [canonical_json(described), *(flat_bytes(tensor).tobytes() for tensor in tensors.values())]
+        if isinstance(item, ForeignImage):
+            kind: Kind = "image"
+            sample_id, values, output, geometry = item.sample_id, item.latents, item.output, item.geometry.to_json()
+        else:
+            kind, sample_id, values, output, geometry = "text", item.sample_ids[0], item.prompt_embeds, None, None
+        identity = {
+            "kind": kind,
+            "schema": SCHEMA,
+            "imported": {
+                "format": self._foreign.format,
+                "digest": digest(b"".join(parts)),
+                "output": output,
+                "dtype": described[0][1],
+            },
+            "source": source,
+            "geometry": geometry,
+            "trust": "unverified",
+        }
+        provenance = provenance_json(
+            sample_id=sample_id,
+            source_path=item.path,
+            imported_from=self._foreign.format,
+            # The values are rounded to it, also if another dtype is stored.
+            file_dtype=dtype_name(values),
+            note=item.note,
         )
+        return Entry(Record(key_of(identity), kind, identity, provenance), tensors)
 
     def _digest_of(self, path: Path | None) -> str | None:
         if path is None:
@@ -232,94 +331,41 @@ class _Import:
             try:
                 self._last_digest = path, digest(path.read_bytes())
             except OSError as error:
-                self.report.note(f"image could not be read: {error.strerror}")
+                self._report.note(f"image could not be read: {error.strerror}")
                 return None
         return self._last_digest[1]
 
-    # Texts
-
-    def _keep_text(self, item: ForeignText, writer: Writer) -> Refusal | None:
-        if (fault := self._text_fault(item)) is not None:
-            return Refusal(item.sample_ids[0] if item.sample_ids else "", item.path, *fault)
-        entry = self._text_entry(item)
-        self._add(entry, writer)
-        for sample_id in item.sample_ids:
-            captions = self._samples.setdefault(sample_id, _Sample(item.path)).captions
-            if all(ref.key != entry.record.key for ref in captions):
-                captions.append(CaptionRef(item.caption or "", entry.record.key, "unverified"))
-        self.report.note(item.note)
-        self.report.num_texts += 1
-        self.report.num_unknown_captions += item.caption is None
-        return None
-
-    def _text_fault(self, item: ForeignText) -> tuple[str, str] | None:
-        """(reason, detail) if the embeddings cannot be imported."""
-        embeds, pooled = item.prompt_embeds, item.pooled_prompt_embeds
-        if not item.sample_ids:
-            return "missing", "it is the caption of no sample here: no manifest would refer to it"
-        if embeds.ndim != 2 or pooled.ndim != 1:
-            return "corrupt", f"its embeddings have the shapes {list(embeds.shape)} and {list(pooled.shape)}"
-        tensors = {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}
-        return self._values_fault(tensors, (*embeds.shape, *pooled.shape), "text")
-
-    def _text_entry(self, item: ForeignText) -> Entry:
-        tensors = {"prompt_embeds": item.prompt_embeds, "pooled_prompt_embeds": item.pooled_prompt_embeds}
-        dtype = self._dtypes["text"] or item.prompt_embeds.dtype
-        return unverified_entry(
-            "text",
-            {name: tensor.to(dtype) for name, tensor in tensors.items()},
-            format_name=self._foreign.format,
-            output=None,
-            source=None if item.caption is None else caption_digest(item.caption),
-            geometry=None,
-            provenance=self._provenance(item, item.sample_ids[0], item.prompt_embeds),
-        )
-
-    # All
-
-    def _provenance(self, item: ForeignImage | ForeignText, sample_id: str, tensor: torch.Tensor) -> dict[str, Any]:
-        """Which file the entry was imported from; its values are rounded to `file_dtype`, also if another is stored."""
-        return provenance_json(
-            sample_id=sample_id,
-            source_path=item.path,
-            imported_from=self._foreign.format,
-            file_dtype=dtype_name(tensor),
-            note=item.note,
-        )
-
-    def _values_fault(
-        self, tensors: Mapping[str, torch.Tensor], form: tuple[int, ...], kind: Kind
-    ) -> tuple[str, str] | None:
-        """(reason, detail) if values are bad, or shape and dtype are not those of the first item: a batch has one."""
+    def _check(self, kind: Kind, tensors: Mapping[str, torch.Tensor], form: tuple[int, ...], path: str) -> None:
+        """Refuse bad values, and another form or dtype than the first item of this kind has: a batch has one."""
         store_dtype = self._dtypes[kind]
         for name, tensor in tensors.items():
             if tensor.dtype not in DTYPES or tensor.numel() == 0:
-                detail = f"{name} is {tensor.dtype} {list(tensor.shape)}; use float32, float16 or bfloat16"
-                return "corrupt", detail
-            problem = problems(tensor[None])[0]
-            if problem is not None:
-                return "bad-output", f"{name} holds {problem}"
-            problem = None if store_dtype is None else problems(tensor.to(store_dtype)[None])[0]
-            if problem is not None:
-                return "bad-output", f"{name} holds {problem} in {store_dtype}, which is to be stored"
+                raise corrupt(path, f"{name} is {tensor.dtype} {list(tensor.shape)}; use float32, float16 or bfloat16")
+            if problem := problems(tensor[None])[0]:
+                raise ForeignFileRefused(path, "bad-output", f"{name} holds {problem}")
+            if store_dtype is not None and (problem := problems(tensor.to(store_dtype)[None])[0]):
+                detail = f"{name} holds {problem} in {store_dtype}, which is to be stored"
+                raise ForeignFileRefused(path, "bad-output", detail)
         dtype = store_dtype or next(iter(tensors.values())).dtype
         first = self._forms.setdefault(kind, (form, dtype))
         if first != (form, dtype):
             what = "latents" if kind == "image" else "embeddings"
-            return "corrupt", (
+            raise corrupt(
+                path,
                 f"its {what} are {dtype} of form {list(form)}, but the first are {first[1]} of form {list(first[0])}, "
-                "and a batch holds one form; for dtypes alone give --dtype"
+                "and a batch holds one form; for dtypes alone give --dtype",
             )
-        return None
 
-    def _row(self, sample_id: str, sample: _Sample) -> Row:
-        images = tuple(sorted(sample.images, key=lambda ref: ref.geometry.flip))
-        lacking = "image" if not any(not ref.geometry.flip for ref in images) else "text"
+    def _finished(self, row: Row) -> Row:
+        """The row for the manifest: the flipped latent last, and refused if the image or all texts are lacking."""
+        images = tuple(sorted(row.images, key=lambda ref: ref.geometry.flip))
+        has_image = any(not ref.geometry.flip for ref in images)
         refusal = None
-        if lacking == "image" or not sample.captions:
-            detail = f"no {lacking} entry was imported for {sample_id!r}: precache makes what is missing"
-            refusal = Refusal(sample_id, sample.path, "missing", detail)
-            self.report.incomplete.append(refusal)
+        if has_image and row.captions:
+            self._report.num_samples += 1
         else:
-            self.report.num_samples += 1
-        return Row(sample_id, sample.path, sample.source, images, tuple(sample.captions), refusal)
+            lacking = "text" if has_image else "image"
+            detail = f"no {lacking} entry was imported for {row.sample_id!r}: precache makes what is missing"
+            refusal = Refusal(row.sample_id, row.path, "missing", detail)
+            self._report.incomplete.append(refusal)
+        return replace(row, images=images, refusal=refusal)

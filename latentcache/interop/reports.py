@@ -23,19 +23,48 @@ class Difference:
     """Draws only: the difference from the mean in standard deviations of the posterior (root mean squares). A true
     draw has about 1."""
 
+    def to_text(self, kind: str) -> str:
+        """One line for people."""
+        draws = "" if self.largest_deviations is None else f", draws {self.largest_deviations:.2f} deviations off"
+        return (
+            f"compared  {self.num_compared} {kind} entries, {self.num_equal} equal; largest difference "
+            f"{self.largest:.3g} ({self.largest_share:.2f} of what is allowed{draws})"
+        )
+
 
 @dataclass(slots=True)
-class ImportReport:
-    """The figures of one import. Entries count as they are referred to by samples."""
+class InteropReport:
+    """What both reports have."""
 
     format: str
     name: str
+    num_images: int = 0
+    num_texts: int = 0
+    bytes_written: int = 0
+    notes: dict[str, int] = field(default_factory=dict)
+    """What formats do not say and was derived, or cannot express and was left out; with how often."""
+
+    def note(self, text: str | None) -> None:
+        """Count a note; None is none."""
+        if text is not None:
+            self.notes[text] = self.notes.get(text, 0) + 1
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields, with refusals as {sample_id, path, reason, detail}."""
+        return asdict(self)
+
+    def _note_lines(self) -> list[str]:
+        return [f"note      {count} {note}" for note, count in self.notes.items()]
+
+
+@dataclass(slots=True)
+class ImportReport(InteropReport):
+    """The figures of one import. Entries count as they are referred to by samples."""
+
     num_samples: int = 0
     """Complete samples: an image and at least one caption."""
-    num_images: int = 0
     num_flipped: int = 0
     """Of the images."""
-    num_texts: int = 0
     num_unknown_captions: int = 0
     """Texts whose caption is neither in the format nor in a caption file."""
     num_verified: int = 0
@@ -46,12 +75,9 @@ class ImportReport:
     """Files that were not imported."""
     unequal: list[Refusal] = field(default_factory=list)
     """Entries that are not equal to encoded ones, or could not be encoded: they stay unverified."""
-    notes: dict[str, int] = field(default_factory=dict)
-    """What formats do not say and was derived, with how often."""
     differences: dict[str, Difference] = field(default_factory=dict)
     """Kind -> differences from encoded entries; empty without verification."""
     scale: dict[str, Any] = field(default_factory=dict)
-    bytes_written: int = 0
     seconds: float = 0.0
     cache: str | None = None
 
@@ -60,13 +86,8 @@ class ImportReport:
         """Whether anything was refused, is incomplete, or did not pass the verification."""
         return bool(self.refused or self.incomplete or self.unequal)
 
-    def note(self, text: str | None) -> None:
-        """Count a note; None is none."""
-        if text is not None:
-            self.notes[text] = self.notes.get(text, 0) + 1
-
     def to_json(self) -> dict[str, Any]:
-        """All fields, with refusals as {sample_id, path, reason, detail}, and seconds to the millisecond."""
+        """All fields and the numbers of refusals, with seconds to the millisecond."""
         counts = {"num_refused": len(self.refused), "num_incomplete": len(self.incomplete)}
         return asdict(self) | counts | {"seconds": round(self.seconds, 3)}
 
@@ -77,14 +98,14 @@ class ImportReport:
             f"images    {self.num_images}, of which {self.num_flipped} flipped",
             f"texts     {self.num_texts}, of which {self.num_unknown_captions} with an unknown caption",
             f"trust     {self.num_verified} verified, {self.num_unverified} unverified",
+            *(found.to_text(kind) for kind, found in self.differences.items()),
+            *self._note_lines(),
+            *_refusal_lines("unequal", self.unequal),
+            *_refusal_lines("lacking", self.incomplete),
+            *_refusal_lines("refused", self.refused),
+            f"written   {self.bytes_written:,} bytes in {self.seconds:.1f} s",
+            f"cache     {self.cache or 'in memory'}",
         ]
-        lines += [_difference_text(kind, found) for kind, found in self.differences.items()]
-        lines += [f"note      {count} {note}" for note, count in self.notes.items()]
-        lines += _refusal_lines("unequal", self.unequal)
-        lines += _refusal_lines("lacking", self.incomplete)
-        lines += _refusal_lines("refused", self.refused)
-        lines.append(f"written   {self.bytes_written:,} bytes in {self.seconds:.1f} s")
-        lines.append(f"cache     {self.cache or 'in memory'}")
         if not self.num_images + self.num_texts:
             lines.append(f"manifest  none written: nothing was imported; {self.name} is as it was")
         if self.num_unverified:
@@ -93,32 +114,18 @@ class ImportReport:
 
 
 @dataclass(slots=True)
-class ExportReport:
+class ExportReport(InteropReport):
     """The figures of one export."""
 
-    format: str
-    name: str
-    path: str
-    num_images: int = 0
-    num_texts: int = 0
+    path: str = ""
     num_files: int = 0
-    bytes_written: int = 0
     skipped: list[Refusal] = field(default_factory=list)
     """Samples that were not exported: they are refused in the manifest, or the format cannot express them."""
-    notes: dict[str, int] = field(default_factory=dict)
 
     @property
     def has_faults(self) -> bool:
         """Whether any sample was skipped."""
         return bool(self.skipped)
-
-    def note(self, text: str) -> None:
-        """Count a note."""
-        self.notes[text] = self.notes.get(text, 0) + 1
-
-    def to_json(self) -> dict[str, Any]:
-        """All fields, with skipped samples as {sample_id, path, reason, detail}."""
-        return asdict(self)
 
     def to_text(self) -> str:
         """The report for people."""
@@ -127,10 +134,10 @@ class ExportReport:
             f"images    {self.num_images}",
             f"texts     {self.num_texts}",
             f"written   {self.num_files} files, {self.bytes_written:,} bytes",
+            *_refusal_lines("skipped", self.skipped),
+            *self._note_lines(),
+            f"folder    {self.path}",
         ]
-        lines += _refusal_lines("skipped", self.skipped)
-        lines += [f"note      {count} {note}" for note, count in self.notes.items()]
-        lines.append(f"folder    {self.path}")
         return "\n".join(lines)
 
 
@@ -139,11 +146,3 @@ def _refusal_lines(title: str, refusals: Sequence[Refusal]) -> list[str]:
         f"{title:<9} {len(refusals)}",
         *(f"          {refusal.path}: {refusal.reason}: {refusal.detail}" for refusal in refusals),
     ]
-
-
-def _difference_text(kind: str, found: Difference) -> str:
-    draws = "" if found.largest_deviations is None else f", draws {found.largest_deviations:.2f} deviations off"
-    return (
-        f"compared  {found.num_compared} {kind} entries, {found.num_equal} equal; largest difference "
-        f"{found.largest:.3g} ({found.largest_share:.2f} of what is allowed{draws})"
-    )

@@ -7,6 +7,7 @@ import random
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal, NamedTuple, TypeVar
 
 import torch
@@ -17,12 +18,20 @@ from latentcache.dataset.images import preparation_policy, probe
 from latentcache.dataset.manifest import CaptionRef, ImageRef, Row
 from latentcache.dataset.samples import Sample
 from latentcache.errors import ConfigError, ImageRefused
-from latentcache.identity import ImageIdentity, Preparation, TextIdentity, caption_digest, key_of
+from latentcache.identity import (
+    ImageEncoding,
+    ImageIdentity,
+    Preparation,
+    TextEncoding,
+    TextIdentity,
+    caption_digest,
+    key_of,
+)
 from latentcache.interop.reports import Difference, ImportReport
 from latentcache.models.model_loader import Models
 from latentcache.models.vae import DTYPES, latents_from_moments, posterior_std
 from latentcache.precache.context import RunContext
-from latentcache.precache.encodings import TEXT_BATCH_SIZE, Encodings, choose_encodings, load_models
+from latentcache.precache.encodings import TEXT_BATCH_SIZE, choose_encodings, load_models
 from latentcache.precache.failures import Failure
 from latentcache.precache.image_stage import ImageStage
 from latentcache.precache.plan import ImageTask, TextTask
@@ -31,7 +40,7 @@ from latentcache.precache.shard import Batches, Shard
 from latentcache.precache.text_stage import TextStage
 from latentcache.precache.workspace import Workspace
 from latentcache.store.base import Writer
-from latentcache.types import Entry, Kind, Record, Refusal
+from latentcache.types import Entry, Refusal
 from latentcache.utils.progress import Progress
 
 Ref = TypeVar("Ref", ImageRef, CaptionRef)
@@ -109,29 +118,33 @@ class Verifier:
     Raises ConfigError if an import of this name cannot be verified, ModelError or DeviceError.
     """
 
-    def __init__(self, verification: Verification, name: str, workspace: Workspace):
-        self._verification, self._workspace = verification, workspace
+    def __init__(self, verification: Verification, name: str, workspace: Workspace, report: ImportReport):
+        self._verification, self._store, self._report = verification, workspace.store, report
         self._images = verification.dataset(name).images
         self._models = verification.models or load_models(verification.config.model, workspace.memo)
         self._encodings = choose_encodings(verification.config, self._models, workspace.memo)
-        self._random = random.Random(verification.seed)
-
-    def store_dtypes(self) -> dict[Kind, torch.dtype]:
+        encodings: dict[str, ImageEncoding | TextEncoding]
+        encodings = {"image": self._encodings.image, "text": self._encodings.text}
+        self.store_dtypes = {kind: DTYPES[encoding.store_dtype] for kind, encoding in encodings.items()}
         """In which dtypes precache stores what the models give."""
-        encodings = self._encodings
-        return {"image": DTYPES[encodings.image.store_dtype], "text": DTYPES[encodings.text.store_dtype]}
+        self._compute_dtypes = {kind: DTYPES[encoding.compute_dtype] for kind, encoding in encodings.items()}
+        self._salt = verification.config.cache.salt
+        self._random = random.Random(verification.seed)
+        self._expected: dict[str, list[tuple[Row, ImageRef | CaptionRef]]] = {}
+        """Key of an encoded entry -> the imported ones that should equal it."""
+        self._verified: dict[str, str] = {}
+        """Key of an imported entry -> the key under which it is verified."""
 
-    def verify(self, rows: Mapping[str, Row], report: ImportReport, progress: Progress) -> dict[str, Row]:
+    def verify(self, rows: Mapping[str, Row], progress: Progress) -> dict[str, Row]:
         """Encode some entries of these rows again, and return the rows with the keys of those that are verified.
 
         What was found goes into the report. The unverified entries stay in the store, as other imports may share
         them: `prune` removes those that nothing refers to. Raises ModelError, DeviceError or StoreError.
         """
-        with self._workspace.store.writer() as writer:
-            run = _Comparisons(self._verification, self._encodings, self._workspace, writer, report)
-            images = self._image_batches([(row, ref) for row in rows.values() for ref in row.images], run)
-            texts = self._text_batches([(row, ref) for row in rows.values() for ref in row.captions], run)
-            context = self._context(run, progress)
+        images = self._image_batches([(row, ref) for row in rows.values() for ref in row.images])
+        texts = self._text_batches([(row, ref) for row in rows.values() for ref in row.captions])
+        with self._store.writer() as writer:
+            context = self._context(writer, progress)
             if images:
                 ImageStage(context).run(images)
                 self._models.release("vae")
@@ -139,10 +152,17 @@ class Verifier:
                 TextStage(context).run(texts)
                 self._models.release("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
             writer.seal()
-        report.bytes_written += writer.bytes_written
-        return {sample_id: _with_verified(row, run.verified) for sample_id, row in rows.items()}
+        self._report.bytes_written += writer.bytes_written
+        return {
+            sample_id: replace(row, images=self._updated(row.images), captions=self._updated(row.captions))
+            for sample_id, row in rows.items()
+        }
 
-    def _context(self, run: _Comparisons, progress: Progress) -> RunContext:
+    def _updated(self, refs: Sequence[Ref]) -> tuple[Ref, ...]:
+        found = self._verified
+        return tuple(replace(ref, key=found[ref.key], trust="verified") if ref.key in found else ref for ref in refs)
+
+    def _context(self, writer: Writer, progress: Progress) -> RunContext:
         """Precache's stages, which give what is compared: moments and embeddings in float32."""
         encodings = replace(
             self._encodings,
@@ -153,48 +173,46 @@ class Verifier:
             encode=self._verification.config.encode,
             encodings=encodings,
             models=self._models,
-            store=run.compare,
-            fail=run.note_failure,
+            store=partial(self._compare, writer),
+            fail=self._note_failure,
             report=Report(),
             progress=progress,
             stop=threading.Event(),
         )
 
-    def _image_batches(self, refs: Sequence[tuple[Row, ImageRef]], run: _Comparisons) -> list[list[ImageTask]]:
+    def _image_batches(self, refs: Sequence[tuple[Row, ImageRef]]) -> list[list[ImageTask]]:
         batches: Batches[ImageTask] = Batches(Shard())
-        salt = self._verification.config.cache.salt
         for row, ref in self._drawn(refs):
             if row.source is None:
-                run.note(row, "missing", "the image is not there, so it cannot be encoded again: give --images")
+                self._note(row, "missing", "the image is not there, so it cannot be encoded again: give --images")
                 continue
             sample = Sample.of(row.sample_id, row.path, (), None, row.path)
             try:
                 size = probe(_FILES.read(sample), row.path, self._images).size
             except ImageRefused as refused:
-                run.note(row, refused.reason, refused.detail)
+                self._note(row, refused.reason, refused.detail)
                 continue
             if size != ref.geometry.original_size:
                 detail = f"the image is {size} now (upright), but one of {ref.geometry.original_size} was cached"
-                run.note(row, "unequal", detail)
+                self._note(row, "unequal", detail)
                 continue
             preparation = Preparation.of(preparation_policy(self._images), ref.geometry)
-            identity = ImageIdentity(row.source, preparation, self._encodings.image, salt)
+            identity = ImageIdentity(row.source, preparation, self._encodings.image, self._salt)
             key = key_of(identity.to_json())
-            if run.expect(key, row, ref):
+            if self._expect(key, row, ref):
                 task = ImageTask(key, identity, sample, _FILES, self._images)
                 batches.add(ref.geometry.target_size, self._encodings.image_group_size, task)
         return batches.finish()
 
-    def _text_batches(self, refs: Sequence[tuple[Row, CaptionRef]], run: _Comparisons) -> list[list[TextTask]]:
+    def _text_batches(self, refs: Sequence[tuple[Row, CaptionRef]]) -> list[list[TextTask]]:
         batches: Batches[TextTask] = Batches(Shard())
-        salt = self._verification.config.cache.salt
         for row, ref in self._drawn(refs):
-            if self._workspace.store.record(ref.key).identity["source"] is None:
-                run.note(row, "missing", "its caption is not known, so it cannot be encoded again")
+            if self._store.record(ref.key).identity["source"] is None:
+                self._note(row, "missing", "its caption is not known, so it cannot be encoded again")
                 continue
-            identity = TextIdentity(caption_digest(ref.text), self._encodings.text, salt)
+            identity = TextIdentity(caption_digest(ref.text), self._encodings.text, self._salt)
             key = key_of(identity.to_json())
-            if run.expect(key, row, ref):
+            if self._expect(key, row, ref):
                 batches.add("text", TEXT_BATCH_SIZE, TextTask(key, identity, ref.text, row.sample_id, row.path))
         return batches.finish()
 
@@ -205,35 +223,17 @@ class Verifier:
         num_entries = self._verification.num_entries
         return pool if num_entries == "all" or num_entries >= len(pool) else self._random.sample(pool, num_entries)
 
-
-class _Comparisons:
-    """Compares what the stages encode with the imported entries, one at a time, and stores those that are equal."""
-
-    def __init__(
-        self,
-        verification: Verification,
-        encodings: Encodings,
-        workspace: Workspace,
-        writer: Writer,
-        report: ImportReport,
-    ):
-        self._tolerance, self._encodings = verification.tolerance, encodings
-        self._store, self._writer, self._report = workspace.store, writer, report
-        self._expected: dict[str, list[tuple[Row, ImageRef | CaptionRef]]] = {}
-        self.verified: dict[str, str] = {}
-        """Key of an imported entry -> the key under which it is verified."""
-
-    def expect(self, key: str, row: Row, ref: ImageRef | CaptionRef) -> bool:
-        """Compare the entry of `ref` with what is encoded under `key`. False if that is encoded already."""
+    def _expect(self, key: str, row: Row, ref: ImageRef | CaptionRef) -> bool:
+        """Compare the entry of `ref` with what is encoded under `key`. False if that is to be encoded already."""
         expected = self._expected.setdefault(key, [])
         expected.append((row, ref))
         return len(expected) == 1
 
-    def note(self, row: Row, reason: str, detail: str) -> None:
+    def _note(self, row: Row, reason: str, detail: str) -> None:
         """Report an entry that stays unverified."""
         self._report.unequal.append(Refusal(row.sample_id, row.path, reason, detail))
 
-    def note_failure(self, key: str, failure: Failure) -> None:
+    def _note_failure(self, key: str, failure: Failure) -> None:
         """Report the entries that could not be encoded."""
         for row, ref in self._expected[key]:
             detail = failure.detail
@@ -241,62 +241,63 @@ class _Comparisons:
                 detail = f"there is nothing to compare with: {detail}"
                 if isinstance(ref, CaptionRef) and self._encodings.text.compute_dtype != "float32":
                     detail += "; use `encode.text_dtype: float32`"
-            self.note(row, failure.reason, detail)
+            self._note(row, failure.reason, detail)
 
-    def compare(self, encoded: Entry) -> None:
-        """Compare one encoded entry with the imported ones that are expected to equal it."""
-        record = encoded.record
-        for row, ref in self._expected[record.key]:
+    def _compare(self, writer: Writer, encoded: Entry) -> None:
+        """Compare one encoded entry with the imported ones that should equal it, and store those that do."""
+        kind = encoded.record.kind
+        for row, ref in self._expected[encoded.record.key]:
             entry = self._store.get(ref.key)
-            found = self._report.differences.setdefault(record.kind, Difference())
-            tensors = self._comparable(encoded, entry, found)
+            found = self._report.differences.setdefault(kind, Difference())
+            is_draw = entry.record.identity["imported"]["output"] == "sample"
+            tensors = self._comparable(encoded, entry.tensors, found if is_draw else None)
             found.num_compared += 1
             if other := _other_shape(entry, tensors):
-                self.note(row, "unequal", f"{other}: it comes from another model")
+                self._note(row, "unequal", f"{other}: it comes from another model")
                 continue
             result = self._compared(entry, tensors)
             found.largest = max(found.largest, result.largest)
             found.largest_share = max(found.largest_share, result.share)
             if result.share > 1:
-                self.note(row, "unequal", _difference(entry, result))
+                values = "latents" if kind == "image" else "embeddings"
+                detail = f"encoding gives other {values}: largest difference {result.largest:.3g}, "
+                detail += f"{result.share:.3g} times what is allowed"
+                detail += "; it is one draw of the posterior, which seldom equals the mean" if is_draw else ""
+                self._note(row, "unequal", detail)
                 continue
             found.num_equal += 1
-            self._keep(entry, record, result)
-            self.verified[ref.key] = record.key
+            self._verified[ref.key] = encoded.record.key
+            # Under the identity of the encoded entry. If precache made that, it stays.
+            shown = {"trust": "verified", "largest_difference": result.largest, "share_of_allowed": result.share}
+            record = replace(encoded.record, provenance={**entry.record.provenance, "verification": shown})
+            stored = {name: tensor.to(self.store_dtypes[kind]) for name, tensor in entry.tensors.items()}
+            writer.add(Entry(record, stored))
 
-    def _comparable(self, encoded: Entry, entry: Entry, found: Difference) -> Mapping[str, torch.Tensor]:
-        """The encoded tensors under the names of the imported ones. How far a draw is from the mean is noted."""
+    def _comparable(
+        self, encoded: Entry, imported: Mapping[str, torch.Tensor], draws: Difference | None
+    ) -> Mapping[str, torch.Tensor]:
+        """The encoded tensors under the names of the imported ones. How far a draw is from the mean goes to `draws`."""
         if encoded.record.kind == "text":
             return encoded.tensors
         moments = encoded.tensors["moments"][None]
-        mean = latents_from_moments(moments)[0]
-        latents = entry.tensors["latents"]
-        if entry.record.identity["imported"]["output"] == "sample" and latents.shape == mean.shape:
+        mean, latents = latents_from_moments(moments)[0], imported["latents"]
+        if draws is not None and latents.shape == mean.shape:
             distance = (latents.float() - mean).square().mean().sqrt()
             deviations = (distance / posterior_std(moments).square().mean().sqrt()).item()
-            found.largest_deviations = max(found.largest_deviations or 0.0, deviations)
+            draws.largest_deviations = max(draws.largest_deviations or 0.0, deviations)
         return {"latents": mean}
 
     def _compared(self, entry: Entry, encoded: Mapping[str, torch.Tensor]) -> Comparison:
         """The worst field's comparison."""
-        is_image = entry.record.kind == "image"
-        encoding = self._encodings.image if is_image else self._encodings.text
-        names = (encoding.compute_dtype, encoding.store_dtype, entry.record.provenance["file_dtype"])
-        dtypes = (*(DTYPES[name] for name in names), *(tensor.dtype for tensor in entry.tensors.values()))
-        relative = max(RELATIVE[dtype] for dtype in dtypes)
+        kind = entry.record.kind
+        file_dtype = DTYPES[entry.record.provenance["file_dtype"]]
+        dtypes = {file_dtype, self._compute_dtypes[kind], self.store_dtypes[kind]}
+        relative = max(RELATIVE[dtype] for dtype in dtypes | {tensor.dtype for tensor in entry.tensors.values()})
         fields = [
-            compare(tensor, encoded[name], relative=relative, tolerance=self._tolerance)
+            compare(tensor, encoded[name], relative=relative, tolerance=self._verification.tolerance)
             for name, tensor in entry.tensors.items()
         ]
         return Comparison(max(field.largest for field in fields), max(field.share for field in fields))
-
-    def _keep(self, entry: Entry, encoded: Record, found: Comparison) -> None:
-        """Store the imported tensors under the identity of the encoded entry. If precache made that, it stays."""
-        stored = self._encodings.image if encoded.kind == "image" else self._encodings.text
-        shown = {"trust": "verified", "largest_difference": found.largest, "share_of_allowed": found.share}
-        provenance = {**entry.record.provenance, "verification": shown}
-        tensors = {name: tensor.to(DTYPES[stored.store_dtype]) for name, tensor in entry.tensors.items()}
-        self._writer.add(Entry(Record(encoded.key, encoded.kind, encoded.identity, provenance), tensors))
 
 
 def _other_shape(entry: Entry, encoded: Mapping[str, torch.Tensor]) -> str | None:
@@ -305,21 +306,3 @@ def _other_shape(entry: Entry, encoded: Mapping[str, torch.Tensor]) -> str | Non
         if tensor.shape != encoded[name].shape:
             return f"{name} has the shape {list(tensor.shape)}, encoding gives {list(encoded[name].shape)}"
     return None
-
-
-def _difference(entry: Entry, found: Comparison) -> str:
-    values = "latents" if entry.record.kind == "image" else "embeddings"
-    detail = f"encoding gives other {values}: largest difference {found.largest:.3g}, {found.share:.3g} times what is "
-    detail += "allowed"
-    if entry.record.identity["imported"]["output"] == "sample":
-        detail += "; it is one draw of the posterior, which seldom equals the mean"
-    return detail
-
-
-def _with_verified(row: Row, verified: Mapping[str, str]) -> Row:
-    def update(refs: Sequence[Ref]) -> tuple[Ref, ...]:
-        return tuple(
-            replace(ref, key=verified[ref.key], trust="verified") if ref.key in verified else ref for ref in refs
-        )
-
-    return replace(row, images=update(row.images), captions=update(row.captions))

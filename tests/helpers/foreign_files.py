@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from latentcache.interop.items import ForeignCache, ForeignImage, ForeignItem, ForeignText
+from latentcache.interop.readers import ForeignCache, ForeignImage, ForeignItem, ForeignText
 from latentcache.types import Refusal
 
 

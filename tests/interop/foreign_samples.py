@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from latentcache.dataset.buckets import fit
-from latentcache.interop.items import ForeignImage, ForeignItem, ForeignText
+from latentcache.interop.readers import ForeignImage, ForeignItem, ForeignText
 from latentcache.types import Size
 
 BUCKET = Size(64, 128)

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 
 from latentcache.config import Config
 from latentcache.errors import ConfigError
-from latentcache.interop.exporting import ExportSample, export_samples
+from latentcache.interop.exporting import Export, ExportSample
 from latentcache.interop.importing import import_cache
-from latentcache.interop.items import ForeignImage, ForeignItem, ForeignText
-from latentcache.interop.reports import ExportReport, ImportReport
+from latentcache.interop.readers import ForeignImage, ForeignItem, ForeignText
+from latentcache.interop.reports import ImportReport
 from latentcache.interop.verification import RELATIVE, Verification, compare
 from latentcache.loading.cache import LatentCache
 from latentcache.models.model_loader import LoadedModels
@@ -68,7 +68,7 @@ class Copy:
 
 def samples_of(config: Config, seed: int | None = None) -> list[ExportSample]:
     with LatentCache(config.cache.path) as cache:
-        return list(export_samples(cache, "photos", ExportReport("", "", ""), seed=seed))
+        return list(Export("", cache, "photos", "", seed=seed).samples())
 
 
 @pytest.fixture

@@ -25,24 +25,24 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from latentcache.dataset.samples import MAX_CAPTION_BYTES, walk
+from latentcache.dataset.samples import MAX_CAPTION_BYTES
 from latentcache.errors import ForeignFileRefused
 from latentcache.families.sdxl import SCALING_FACTOR
-from latentcache.interop.exporting import ExportFiles, ExportSample, export_samples
-from latentcache.interop.items import (
+from latentcache.interop.exporting import Export, ExportSample
+from latentcache.interop.foreign_files import corrupt, read_file, tensor_in
+from latentcache.interop.readers import (
     ForeignImage,
     ForeignItem,
     ForeignText,
+    SourceImages,
     crop_fits,
     is_pixels,
-    item_or_refusal,
-    refusal_of,
+    refusing,
+    walked,
 )
 from latentcache.interop.reports import ExportReport
-from latentcache.interop.source_images import SourceImages
-from latentcache.interop.torch_files import read_file, tensor_in
 from latentcache.loading.cache import LatentCache
-from latentcache.types import Crop, Geometry, Refusal, Size
+from latentcache.types import Crop, Geometry, Size
 
 LATENT_FOLDER, TEXT_FOLDER = "_latent_cache", "_t_e_cache"
 NOTE_NO_IMAGE = "the image is not there: the size that it was scaled to stands for its own"
@@ -63,15 +63,6 @@ _SLACK = 2
 """Pixels by which the scaled size may miss the computed one: ai-toolkit rounds up, after an optional factor."""
 
 
-def read(root: str | Path, *, caption_extension: str = ".txt", trigger: str | None = None) -> AiToolkitCache:
-    """The caches in and below the images' folder `root`. `trigger` is the trigger word of the run that made them.
-
-    Raises DatasetError if the folder cannot be read.
-    """
-    images = SourceImages(root, caption_extension=caption_extension)
-    return AiToolkitCache(os.path.abspath(root), images, caption_extension, trigger)
-
-
 def export(
     cache: LatentCache,
     name: str,
@@ -88,56 +79,52 @@ def export(
     in `dtype`; embeddings keep theirs. ai-toolkit encodes a whole caption file as one text, and the text's name follows
     from that file, line ends included: a text is exported only for samples with one caption. ai-toolkit uses a latent
     only if its own buckets, which round sizes up, give the image the same size and crop; the report counts the others.
-    Files that exist are listed and not replaced, unless `overwrite`. Raises what `export_samples` does, and
-    ReadOnlyError, StorageFullError or StoreError.
+    Files that exist are listed and not replaced, unless `overwrite`. Raises what `Export` does.
     """
-    report = ExportReport("ai-toolkit", name, str(folder))
-    files = ExportFiles(report, overwrite=overwrite)
-    for sample in export_samples(cache, name, report, seed=seed):
+    run = Export("ai-toolkit", cache, name, folder, seed=seed, overwrite=overwrite)
+    for sample in run.samples():
         base = Path(folder, sample.stem)
         try:
             sample.sample_id.encode()
         except UnicodeEncodeError:
             detail = "its name is not UTF-8, as the metadata of a safetensors file must be"
-            report.skipped.append(Refusal(sample.sample_id, sample.path, "unreadable", detail))
+            run.skip(sample.sample_id, sample.path, "unreadable", detail)
             continue
         if not _is_usual(sample.geometry):
-            report.note(NOTE_UNUSUAL)
+            run.report.note(NOTE_UNUSUAL)
         for flip, latents in ((False, sample.latents), (True, sample.flipped)):
             if latents is None:
                 continue
             facts = _facts_of(PurePosixPath(sample.sample_id).name, replace(sample.geometry, flip=flip))
             scaled = (latents * SCALING_FACTOR).to(dtype).contiguous()
             data = save({"latent": scaled}, _metadata(facts))
-            report.num_images += files.write(base.parent / LATENT_FOLDER / latent_name(facts), data, sample)
-        _export_text(sample, base, files, report, caption_extension)
-    return report
+            run.report.num_images += run.write(base.parent / LATENT_FOLDER / latent_name(facts), data, sample)
+        _export_text(sample, base, run, caption_extension)
+    return run.report
 
 
-def _export_text(
-    sample: ExportSample, base: Path, files: ExportFiles, report: ExportReport, caption_extension: str
-) -> None:
+def _export_text(sample: ExportSample, base: Path, run: Export, caption_extension: str) -> None:
     if len(sample.captions) != 1:
-        report.note("several captions: ai-toolkit encodes them as one text, which is not in the cache")
+        run.report.note("several captions: ai-toolkit encodes them as one text, which is not in the cache")
         return
     (caption,) = sample.captions
     caption_file = os.path.splitext(sample.path)[0] + caption_extension
     try:
         text = _caption_text(caption_file) if os.path.lexists(caption_file) else caption.text
     except ForeignFileRefused as error:
-        report.skipped.append(refusal_of(sample.sample_id, error))
+        run.skip(sample.sample_id, error.path, error.reason, error.detail)
         return
     if text.split() != caption.text.split():
-        report.note("the caption file was edited since: its text is not in the cache")
+        run.report.note("the caption file was edited since: its text is not in the cache")
         return
     path = base.parent / TEXT_FOLDER / text_name(base.name, _encoded(text, None))
-    if path in files:
+    if path in run:
         return  # an image with the same stem has it
     tensors = {
         "text_embed": caption.prompt_embeds[None].contiguous(),
         "pooled_embed": caption.pooled_prompt_embeds[None].contiguous(),
     }
-    report.num_texts += files.write(path, save(tensors), sample)
+    run.report.num_texts += run.write(path, save(tensors), sample)
 
 
 def _facts_of(filename: str, geometry: Geometry) -> dict[str, Any]:
@@ -209,7 +196,7 @@ def _tensors(data: bytes, path: str) -> dict[str, torch.Tensor]:
     try:
         return load(data)
     except (SafetensorError, ValueError, KeyError, RuntimeError, TypeError, OverflowError) as error:
-        raise ForeignFileRefused(path, "corrupt", f"safetensors: {error}") from error
+        raise corrupt(path, f"safetensors: {error}") from error
 
 
 def _facts(data: bytes, path: str) -> dict[str, Any]:
@@ -220,38 +207,33 @@ def _facts(data: bytes, path: str) -> dict[str, Any]:
     try:
         metadata = json.loads(data[8 : 8 + length]).get("__metadata__")
         if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-            raise ForeignFileRefused(path, "corrupt", "it has no metadata, from which sizes and crop would follow")
+            raise corrupt(path, "it has no metadata, from which sizes and crop would follow")
         return {
             name: value if name in _STRINGS else json.loads(value)
             for name, value in metadata.items()
             if name not in _NOT_HASHED
         }
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise ForeignFileRefused(path, "corrupt", f"its metadata cannot be read: {error}") from error
+        raise corrupt(path, f"its metadata cannot be read: {error}") from error
 
 
 def _check_facts(facts: Mapping[str, Any], path: str) -> None:
     """Raises ForeignFileRefused unless they describe one SDXL image, and the file's name follows from them."""
     if unknown := sorted(facts.keys() - _KNOWN):
-        raise ForeignFileRefused(path, "corrupt", f"its metadata has {', '.join(unknown)}: no plain image's latent")
-    if facts.get("latent_space_version") != _SPACE or facts.get("latent_version") != _VERSION:
-        space, version = facts.get("latent_space_version"), facts.get("latent_version")
-        raise ForeignFileRefused(
-            path, "corrupt", f"its latent is of {space!r}, version {version!r}; not of {_SPACE!r}, 1"
-        )
-    for names, least in ((_SIDES, 1), (_STARTS, 0)):
-        for name in names:
-            value = facts.get(name)
-            if not is_pixels(value, least):
-                raise ForeignFileRefused(path, "corrupt", f"its {name} is {value!r}, which is no number of pixels")
+        raise corrupt(path, f"its metadata has {', '.join(unknown)}: no plain image's latent")
+    space, version = facts.get("latent_space_version"), facts.get("latent_version")
+    if (space, version) != (_SPACE, _VERSION):
+        raise corrupt(path, f"its latent is of {space!r}, version {version!r}; not of {_SPACE!r}, {_VERSION}")
+    for name in (*_SIDES, *_STARTS):
+        if not is_pixels(facts.get(name), 1 if name in _SIDES else 0):
+            raise corrupt(path, f"its {name} is {facts.get(name)!r}, which is no number of pixels")
     if facts.get("filename") in (None, "", ".", "..") or "/" in facts["filename"]:
-        raise ForeignFileRefused(path, "corrupt", f"its filename is {facts.get('filename')!r}, which names no file")
+        raise corrupt(path, f"its filename is {facts.get('filename')!r}, which names no file")
     if latent_name(facts) != os.path.basename(path):
-        raise ForeignFileRefused(
-            path, "changed", "its name does not follow from its metadata: it was renamed, or is of another version"
-        )
+        detail = "its name does not follow from its metadata: it was renamed, or is of another version"
+        raise ForeignFileRefused(path, "changed", detail)
     if facts.get("flip_y", False):
-        raise ForeignFileRefused(path, "corrupt", "it is upside down (flip_y), which no geometry here says")
+        raise corrupt(path, "it is upside down (flip_y), which no geometry here says")
 
 
 def _geometry(facts: Mapping[str, Any], size: Size | None, path: str) -> Geometry:
@@ -260,64 +242,57 @@ def _geometry(facts: Mapping[str, Any], size: Size | None, path: str) -> Geometr
     target = Size(facts["crop_height"], facts["crop_width"])
     top, left = facts["crop_y"], facts["crop_x"]
     if not crop_fits(Geometry(resized, resized, Crop(top, left), target)):
-        raise ForeignFileRefused(
-            path, "corrupt", f"its crop of {target} at {(top, left)} leaves the image of {resized}"
-        )
+        raise corrupt(path, f"its crop of {target} at {(top, left)} leaves the image of {resized}")
     if size is not None:
         # By the side that must be enlarged most, as in ai-toolkit.
         scale = max(target.height / size.height, target.width / size.width)
         if any(abs(side * scale - there) > _SLACK for side, there in zip(size, resized, strict=True)):
-            raise ForeignFileRefused(
-                path,
-                "changed",
-                f"the image is {size} now, which is not scaled to {resized} for {target}: it was replaced",
-            )
+            detail = f"the image is {size} now, which is not scaled to {resized} for {target}: it was replaced"
+            raise ForeignFileRefused(path, "changed", detail)
     flip = facts.get("flip_x", False) is True
-    if flip:
-        left = resized.width - target.width - left
+    left = resized.width - target.width - left if flip else left
     return Geometry(size or resized, resized, Crop(top, left), target, flip)
 
 
 class AiToolkitCache:
-    """See `read`."""
+    """The caches in and below the images' folder `root`. `trigger` is the trigger word of the run that made them.
+
+    Raises DatasetError if the folder cannot be read.
+    """
 
     format = "ai-toolkit"
 
-    def __init__(self, root: str, images: SourceImages, caption_extension: str, trigger: str | None):
-        self._root, self._images = root, images
+    def __init__(self, root: str | Path, *, caption_extension: str = ".txt", trigger: str | None = None):
+        self._root, self._images = os.path.abspath(root), SourceImages(root, caption_extension=caption_extension)
         self._caption_extension, self._trigger = caption_extension, trigger
 
     def items(self) -> Iterator[ForeignItem]:
         """Folder by folder, in the order of names."""
         yield from self._images.refusals
-        for found in walk(self._root):
-            if isinstance(found, Refusal):
-                yield found
-                continue
-            folder, names = found
-            parent, _, last = folder.rpartition("/")
-            for name in names:
-                path = os.path.join(self._root, folder, name)
-                if not name.endswith(_SUFFIX) or last not in (LATENT_FOLDER, TEXT_FOLDER):
-                    continue
-                stem = f"{parent}/{name[:-_TAIL]}".lstrip("/")
-                if last == LATENT_FOLDER:
-                    yield item_or_refusal(stem, self._image, parent, path)
-                else:
-                    yield item_or_refusal(stem, self._text, stem, path)
+        yield from walked(self._root, self._folder)
 
-    def _image(self, folder: str, path: str) -> ForeignImage:
+    def _folder(self, folder: str, names: list[str]) -> Iterator[ForeignItem]:
+        parent, _, last = folder.rpartition("/")
+        for name in names:
+            path = os.path.join(self._root, folder, name)
+            stem = f"{parent}/{name[:-_TAIL]}".lstrip("/")
+            if name.endswith(_SUFFIX) and last == LATENT_FOLDER:
+                yield from refusing(stem, self._image(parent, path))
+            elif name.endswith(_SUFFIX) and last == TEXT_FOLDER:
+                yield from refusing(stem, self._text(stem, path))
+
+    def _image(self, folder: str, path: str) -> Iterator[ForeignImage]:
         data = read_file(path)
         facts = _facts(data, path)
         _check_facts(facts, path)
         sample_id = f"{folder}/{facts['filename']}".lstrip("/")
-        is_there = sample_id in self._images
-        geometry = _geometry(facts, self._images.size(sample_id) if is_there else None, path)
+        image, size = self._images.image(sample_id)
+        geometry = _geometry(facts, size, path)
         latents = tensor_in(_tensors(data, path).get("latent"), "latent", path, ndim=3)
-        image, note = (self._images.path(sample_id), None) if is_there else (None, NOTE_NO_IMAGE)
-        return ForeignImage(sample_id, path, image, latents, SCALING_FACTOR, "sample", geometry, note)
+        note = NOTE_NO_IMAGE if image is None else None
+        yield ForeignImage(sample_id, path, image, latents, SCALING_FACTOR, "sample", geometry, note)
 
-    def _text(self, stem: str, path: str) -> ForeignText:
+    def _text(self, stem: str, path: str) -> Iterator[ForeignText]:
         """The text of the images with this stem, the sample_id without suffix: they share their caption."""
         sample_ids = self._images.with_stem(stem)
         if not sample_ids:
@@ -326,19 +301,18 @@ class AiToolkitCache:
         encoded = self._encoded_captions(stem)
         match = next(((caption, drop) for caption, drop in encoded if text_name(image_stem, caption) == name), None)
         if match is None:
-            raise ForeignFileRefused(
-                path, "missing", "its name does not follow from the caption: edited since, or made with a trigger word"
-            )
+            detail = "its name does not follow from the caption: edited since, or made with a trigger word"
+            raise ForeignFileRefused(path, "missing", detail)
         tensors = _tensors(read_file(path), path)
         embeds = tensor_in(tensors.get("text_embed"), "text_embed", path, ndim=3)
         pooled = tensor_in(tensors.get("pooled_embed"), "pooled_embed", path, ndim=2)
         if embeds.shape[0] != 1 or pooled.shape[0] != 1:
-            raise ForeignFileRefused(path, "corrupt", f"it holds {embeds.shape[0]} captions; one is expected")
+            raise corrupt(path, f"it holds {embeds.shape[0]} captions; one is expected")
         caption, is_dropped = " ".join(match[0].split()), match[1]
         own = next((own for own in self._images.captions_of(sample_ids[0]) if " ".join(own.split()) == caption), None)
         # The embedding that stands for a dropped caption is not one of the sample's captions.
         captioned = () if is_dropped and own is None else sample_ids
-        return ForeignText(captioned, path, caption if own is None else own, embeds[0], pooled[0])
+        yield ForeignText(captioned, path, caption if own is None else own, embeds[0], pooled[0])
 
     def _encoded_captions(self, stem: str) -> Iterator[tuple[str, bool]]:
         """What ai-toolkit may have encoded for a sample, and whether that stands for its dropped caption.
@@ -353,3 +327,6 @@ class AiToolkitCache:
                 if trigger and trigger not in caption:
                     yield f"{trigger} {caption}", is_dropped
                 yield caption, is_dropped
+
+
+read = AiToolkitCache

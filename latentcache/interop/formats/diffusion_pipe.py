@@ -19,12 +19,18 @@ from typing import Any
 from urllib.parse import quote
 
 from latentcache.dataset.buckets import fit
-from latentcache.dataset.samples import walk
 from latentcache.errors import DatasetError, ForeignFileRefused
 from latentcache.families.sdxl import SCALING_FACTOR
-from latentcache.interop.items import ForeignImage, ForeignItem, bucket_of, item_or_refusal, refusal_of
-from latentcache.interop.source_images import SourceImages, sample_id_of
-from latentcache.interop.torch_files import MAX_FILE_BYTES, load_torch, opened, read_at, tensor_in
+from latentcache.interop.foreign_files import MAX_FILE_BYTES, corrupt, load_torch, opened, read_at, tensor_in
+from latentcache.interop.readers import (
+    ForeignImage,
+    ForeignItem,
+    SourceImages,
+    bucket_of,
+    refusing,
+    sample_id_of,
+    walked,
+)
 from latentcache.types import Refusal
 
 DATABASE = "metadata.db"
@@ -36,17 +42,6 @@ _SHARD = re.compile(r"shard_(\d{1,6})")
 _MAX_QUERY_S = 60.0
 _MAX_ITEMS = 1 << 22
 _MAX_TEXT_BYTES = 1 << 20
-
-
-def read(root: str | Path, *, images: str | Path | None = None, recorded_root: str | None = None) -> DiffusionPipeCache:
-    """All latent caches in and below `root`: the dataset's folder, its `cache`, or one `latents` folder.
-
-    `images` is the images' folder. `recorded_root` is where it was when the cache was made, if it was moved since.
-    Raises DatasetError if a folder cannot be read.
-    """
-    if not os.path.isdir(root):
-        raise DatasetError(root, "is not a folder")
-    return DiffusionPipeCache(os.path.abspath(root), SourceImages(images, recorded_root=recorded_root))
 
 
 def _rows(path: str) -> list[tuple[int, int, int]]:
@@ -74,73 +69,72 @@ def _rows(path: str) -> list[tuple[int, int, int]]:
             )
             shards = sorted(int(found[1]) for (name,) in tables if (found := _SHARD.fullmatch(str(name))))
             if not shards:
-                raise ForeignFileRefused(path, "corrupt", "it has no table shard_<n>")
+                raise corrupt(path, "it has no table shard_<n>")
             for shard in shards:
                 for offset, size in connection.execute(f"SELECT offset, size FROM shard_{shard} ORDER BY rowid"):
                     if type(offset) is not int or type(size) is not int or offset < 0 or size < 1:
-                        raise ForeignFileRefused(path, "corrupt", f"shard {shard} has a blob at {offset!r} of {size!r}")
+                        raise corrupt(path, f"shard {shard} has a blob at {offset!r} of {size!r}")
                     if len(rows) == _MAX_ITEMS:
-                        raise ForeignFileRefused(path, "corrupt", f"it lists more than {_MAX_ITEMS:,} items")
+                        raise corrupt(path, f"it lists more than {_MAX_ITEMS:,} items")
                     rows.append((shard, offset, size))
     except sqlite3.Error as error:
-        raise ForeignFileRefused(path, "corrupt", f"SQLite: {error}") from error
+        raise corrupt(path, f"SQLite: {error}") from error
     return rows
 
 
 class DiffusionPipeCache:
-    """See `read`."""
+    """All latent caches in and below `root`: the dataset's folder, its `cache`, or one `latents` folder.
+
+    `images` is the images' folder. `recorded_root` is where it was when the cache was made, if it was moved since.
+    Raises DatasetError if a folder cannot be read.
+    """
 
     format = "diffusion-pipe"
 
-    def __init__(self, root: str, images: SourceImages):
-        self._root, self._images = root, images
+    def __init__(self, root: str | Path, *, images: str | Path | None = None, recorded_root: str | None = None):
+        if not os.path.isdir(root):
+            raise DatasetError(root, "is not a folder")
+        self._root, self._images = os.path.abspath(root), SourceImages(images, recorded_root=recorded_root)
 
     def items(self) -> Iterator[ForeignItem]:
         """Folder by folder, in the order of names; in each, shard by shard."""
         yield from self._images.refusals
-        num_databases = 0
-        for found in walk(self._root):
-            if isinstance(found, Refusal):
-                yield found
-            elif DATABASE in found[1]:
-                num_databases += 1
-                yield from self._folder(os.path.join(self._root, found[0]))
-        if not num_databases:
-            yield Refusal("", self._root, "missing", f"there is no {DATABASE} in or below it")
+        is_empty = True
+        for item in walked(self._root, self._folder):
+            is_empty = False
+            yield item
+        if is_empty:
+            yield Refusal("", self._root, "missing", f"there is no {DATABASE} with items in or below it")
 
-    def _folder(self, folder: str) -> Iterator[ForeignItem]:
-        path = os.path.join(folder, DATABASE)
-        try:
-            rows = _rows(path)
-        except ForeignFileRefused as error:
-            yield refusal_of("", error)
+    def _folder(self, folder: str, names: list[str]) -> Iterator[ForeignItem]:
+        if DATABASE not in names:
             return
-        for number, (shard, offset, size) in enumerate(rows):
-            shard_path = os.path.join(folder, f"shard_{shard}.bin")
-            yield item_or_refusal(f"item {number}", self._item, shard_path, offset, size)
+        path = os.path.join(self._root, folder)
+        for number, (shard, offset, size) in enumerate(_rows(os.path.join(path, DATABASE))):
+            yield from refusing(f"item {number}", self._item(os.path.join(path, f"shard_{shard}.bin"), offset, size))
 
-    def _item(self, shard_path: str, offset: int, size: int) -> ForeignImage:
+    def _item(self, shard_path: str, offset: int, size: int) -> Iterator[ForeignImage]:
         path = f"{shard_path}#{offset}"
         content = _blob(shard_path, path, offset, size)
         if not isinstance(content, dict):
-            raise ForeignFileRefused(path, "corrupt", f"the blob holds a {type(content).__name__}; it must be a dict")
+            raise corrupt(path, f"the blob holds a {type(content).__name__}; it must be a dict")
         latents = tensor_in(content.get("latents"), "latents", path, ndim=3)
         spec = content.get("image_spec")
         if not isinstance(spec, (list, tuple)) or len(spec) != 2 or not isinstance(spec[1], str):
-            raise ForeignFileRefused(path, "corrupt", "its image_spec is not [tar or None, path]")
+            raise corrupt(path, "its image_spec is not [tar or None, path]")
         archive, recorded = spec
         if archive is not None:
             raise ForeignFileRefused(path, "unsupported-format", f"its image is in the tar {archive!r:.200}")
-        sample_id, bucket = self._images.find(recorded), bucket_of(latents)
-        if sample_id is None:
-            geometry, note, image = fit(bucket, bucket), NOTE_NO_IMAGE, None
-            sample_id = sample_id_of(recorded, path)
-        else:
-            geometry, note = fit(self._images.size(sample_id), bucket), NOTE_DERIVED
-            image = self._images.path(sample_id)
+        found, bucket = self._images.find(recorded), bucket_of(latents)
+        image, image_size = self._images.image(found)
+        note = NOTE_NO_IMAGE if image is None else NOTE_DERIVED
         if content.get("mask") is not None:
             note = f"{note}; {NOTE_MASK}"
-        return ForeignImage(sample_id, path, image, latents, SCALING_FACTOR, "sample", geometry, note)
+        sample_id, geometry = found or sample_id_of(recorded, path), fit(image_size or bucket, bucket)
+        yield ForeignImage(sample_id, path, image, latents, SCALING_FACTOR, "sample", geometry, note)
+
+
+read = DiffusionPipeCache
 
 
 def _blob(path: str, name: str, offset: int, size: int) -> Any:

@@ -17,23 +17,30 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from latentcache.dataset.buckets import fit
-from latentcache.dataset.samples import walk
 from latentcache.errors import DatasetError, ForeignFileRefused
 from latentcache.families.sdxl import DOWNSCALE_FACTOR, NUM_TOKENS
-from latentcache.interop.exporting import ExportCaption, ExportFiles, ExportSample, export_samples
-from latentcache.interop.items import ForeignImage, ForeignItem, ForeignText, is_pixels, refusal_of
-from latentcache.interop.npz_files import NpzFile, npz_bytes, open_npz
+from latentcache.interop.exporting import Export, ExportSample
+from latentcache.interop.foreign_files import NpzFile, corrupt, npz_bytes, open_npz
+from latentcache.interop.readers import (
+    ForeignImage,
+    ForeignItem,
+    ForeignText,
+    SourceImages,
+    pixel_pair,
+    refusing,
+    walked,
+)
 from latentcache.interop.reports import ExportReport
-from latentcache.interop.source_images import SourceImages
 from latentcache.loading.cache import LatentCache
-from latentcache.types import Bucket, Geometry, Refusal, Size
+from latentcache.types import Bucket, Geometry, Size
 
 SUFFIX, TEXT_SUFFIX = "_sdxl.npz", "_te_outputs.npz"
 NOTE_MASK = "alpha_mask not imported: entries have no mask"
@@ -63,47 +70,42 @@ def contain_rule(original_size: Size, bucket: Bucket) -> tuple[float, float, flo
     return left, top, left + width, top + height
 
 
-def read(
-    root: str | Path, *, images: str | Path | None = None, caption_extension: str = ".txt", area: int | None = None
-) -> KohyaCache:
+class KohyaCache:
     """The `.npz` files below `root`. `images` is the images' folder if they are elsewhere, laid out in the same way.
 
     Of a file with several resolutions the one nearest to `area` (pixels) is read; by default the largest. Raises
     DatasetError for folders that cannot be read.
     """
-    if not os.path.isdir(root):
-        raise DatasetError(root, "is not a folder")
-    try:
-        source_images = SourceImages(root if images is None else images, caption_extension=caption_extension)
-    except DatasetError:
-        if images is not None:
-            raise
-        source_images = SourceImages(None)  # `root` has no images: the samples of its files have none
-    return KohyaCache(Path(root), source_images, area)
-
-
-class KohyaCache:
-    """See `read`."""
 
     format = "kohya"
 
-    def __init__(self, root: Path, images: SourceImages, area: int | None):
-        self._root, self._images, self._area = root, images, area
+    def __init__(
+        self,
+        root: str | Path,
+        *,
+        images: str | Path | None = None,
+        caption_extension: str = ".txt",
+        area: int | None = None,
+    ):
+        if not os.path.isdir(root):
+            raise DatasetError(root, "is not a folder")
+        self._root, self._area = Path(root), area
+        try:
+            self._images = SourceImages(root if images is None else images, caption_extension=caption_extension)
+        except DatasetError:
+            if images is not None:
+                raise
+            self._images = SourceImages(None)  # `root` has no images: the samples of its files have none
 
     def items(self) -> Iterator[ForeignItem]:
         """Every `.npz` file, in the order of the folders and names."""
-        for found in walk(str(self._root)):
-            if isinstance(found, Refusal):
-                yield found
-                continue
-            folder, names = found
-            present = {name for name in names if name.endswith(".npz")}
-            for name in sorted(present):
-                base, path = f"{folder}/{name}" if folder else name, self._root / folder / name
-                try:
-                    yield from self._file(base, path, present)
-                except DatasetError as error:
-                    yield refusal_of(base, error)
+        yield from walked(str(self._root), self._folder)
+
+    def _folder(self, folder: str, names: list[str]) -> Iterator[ForeignItem]:
+        present = {name for name in names if name.endswith(".npz")}
+        for name in sorted(present):
+            base = f"{folder}/{name}".lstrip("/")
+            yield from refusing(base, self._file(base, self._root / base, present))
 
     def _file(self, name: str, path: Path, present: set[str]) -> Iterator[ForeignItem]:
         """What one file holds. `name` is its path below the root; `present` are the npz files of its folder."""
@@ -118,9 +120,8 @@ class KohyaCache:
             raise ForeignFileRefused(path, "unsupported-format", f"it is of the architecture {match['arch']}, not sdxl")
         legacy = f"{PurePosixPath(match['base']).name}.npz"
         if legacy in present:
-            raise ForeignFileRefused(
-                path, "duplicate", f"kohya uses {legacy} in the same folder in its place; so does the import"
-            )
+            detail = f"kohya uses {legacy} in the same folder in its place; so does the import"
+            raise ForeignFileRefused(path, "duplicate", detail)
         yield from self._latents(match["base"], path, Size(int(match["height"]), int(match["width"])))
 
     # Latents
@@ -129,28 +130,19 @@ class KohyaCache:
         """The latent of a file and its flipped twin. `named` is the original size in the file's name."""
         with open_npz(path) as file:
             stored = _stored(file, path, self._area)
-            bucket = Bucket(stored.height * DOWNSCALE_FACTOR, stored.width * DOWNSCALE_FACTOR)
             notes = [NOTE_OTHERS] if stored.has_others else []
             notes += [] if named else [NOTE_LEGACY]
             size = _original_size(file, path, stored, named)
             sample_id, image = self._image(base, path, size, notes)
-            geometry = _geometry(file, size, bucket, stored, notes)
+            geometry = _geometry(file, size, stored, notes)
             if f"alpha_mask{stored.suffix}" in file.names:
                 notes.append(NOTE_MASK)
             for flip in (False, True):
                 name = f"latents{'_flipped' if flip else ''}{stored.suffix}"
                 if name in file.names:
-                    latents = _tensor(file, name, path, ndim=3)
-                    yield ForeignImage(
-                        sample_id=sample_id,
-                        path=str(path),
-                        image_path=image,
-                        latents=latents,
-                        scaling_factor=None,
-                        output="sample",
-                        geometry=replace(geometry, flip=flip),
-                        note="; ".join(notes) or None,
-                    )
+                    latents, flipped = _tensor(file, name, path, ndim=3), replace(geometry, flip=flip)
+                    note = "; ".join(notes) or None
+                    yield ForeignImage(sample_id, str(path), image, latents, None, "sample", flipped, note)
 
     def _image(self, base: str, path: Path, size: Size, notes: list[str]) -> tuple[str, Path | None]:
         """The sample that a latent is of, and its image; its sizes must agree."""
@@ -178,26 +170,19 @@ class KohyaCache:
             first, second = (_tensor(file, f"hidden_state{number}", path, ndim=2) for number in (1, 2))
             pooled = _tensor(file, "pool2", path, ndim=1)
         if first.shape[0] != NUM_TOKENS or second.shape[0] != NUM_TOKENS:
-            met = f"hidden_state1 is {list(first.shape)}, hidden_state2 {list(second.shape)}"
-            raise ForeignFileRefused(
-                path, "unsupported-format", f"{met}: {NUM_TOKENS} tokens are needed (max_token_length 75)"
-            )
+            detail = f"hidden_state1 is {list(first.shape)}, hidden_state2 {list(second.shape)}: "
+            detail += f"{NUM_TOKENS} tokens are needed (max_token_length 75)"
+            raise ForeignFileRefused(path, "unsupported-format", detail)
         if not first.dtype == second.dtype == pooled.dtype:
-            raise ForeignFileRefused(path, "corrupt", f"its dtypes are {first.dtype}, {second.dtype}, {pooled.dtype}")
+            raise corrupt(path, f"its dtypes are {first.dtype}, {second.dtype}, {pooled.dtype}")
         sample_ids = self._images.with_stem(base)
         captions = next(filter(None, map(self._images.captions_of, sample_ids)), ())
-        return ForeignText(
-            sample_ids=sample_ids or (base,),
-            path=str(path),
-            caption=captions[0] if captions else None,
-            prompt_embeds=torch.cat([first, second], dim=-1),
-            pooled_prompt_embeds=pooled,
-            note=NOTE_FIRST_LINE if len(captions) > 1 else None,
-        )
+        caption, note = captions[0] if captions else None, NOTE_FIRST_LINE if len(captions) > 1 else None
+        embeds = torch.cat([first, second], dim=-1)
+        return ForeignText(sample_ids or (base,), str(path), caption, embeds, pooled, note)
 
 
-@dataclass(frozen=True, slots=True)
-class _Stored:
+class _Stored(NamedTuple):
     """One resolution of a file: the suffix of its names, and its latent's height and width."""
 
     suffix: str
@@ -215,38 +200,35 @@ def _stored(file: NpzFile, path: Path, area: int | None) -> _Stored:
             continue
         shape = file.shape(name)
         if len(shape) != 3 or min(shape) < 1:
-            raise ForeignFileRefused(path, "corrupt", f"{name} has the shape {list(shape)}; it must be [4, h, w]")
+            raise corrupt(path, f"{name} has the shape {list(shape)}; it must be [4, h, w]")
         if match is not None and (int(match["h"]), int(match["w"])) != shape[1:]:
-            raise ForeignFileRefused(path, "corrupt", f"{name} has the shape {list(shape)}, which its name denies")
+            raise corrupt(path, f"{name} has the shape {list(shape)}, which its name denies")
         # kohya looks for the name with a suffix first.
         if match is not None or shape[1:] not in found:
             found[shape[1:]] = _Stored(name.removeprefix("latents"), shape[1], shape[2])
     if not found:
-        raise ForeignFileRefused(
-            path, "unsupported-format", "it holds no latents: it is no file of kohya's latent cache"
-        )
+        detail = "it holds no latents: it is no file of kohya's latent cache"
+        raise ForeignFileRefused(path, "unsupported-format", detail)
     sizes = sorted(found, key=lambda size: -size[0] * size[1])
     if area is not None:
         sizes.sort(key=lambda size: abs(size[0] * size[1] * DOWNSCALE_FACTOR**2 - area))
-    chosen = found[sizes[0]]
-    return _Stored(chosen.suffix, chosen.height, chosen.width, len(found) > 1)
+    return found[sizes[0]]._replace(has_others=len(found) > 1)
 
 
 def _original_size(file: NpzFile, path: Path, stored: _Stored, named: Size | None) -> Size:
-    values = file.read(f"original_size{stored.suffix}")
-    if values.shape != (2,) or not all(is_pixels(value, 1) for value in values.tolist()):
-        raise ForeignFileRefused(
-            path, "corrupt", f"original_size is {values.tolist()!s:.100}; it must be (width, height)"
-        )
-    width, height = values.tolist()
-    size = Size(height, width)
+    values = file.read(f"original_size{stored.suffix}").tolist()
+    pair = pixel_pair(values, 1)
+    if pair is None:
+        raise corrupt(path, f"original_size is {values!s:.100}; it must be (width, height)")
+    size = Size(pair[1], pair[0])
     if named is not None and named != size:
-        raise ForeignFileRefused(path, "corrupt", f"its name says an image of {named}, its content one of {size}")
+        raise corrupt(path, f"its name says an image of {named}, its content one of {size}")
     return size
 
 
-def _geometry(file: NpzFile, size: Size, bucket: Bucket, stored: _Stored, notes: list[str]) -> Geometry:
+def _geometry(file: NpzFile, size: Size, stored: _Stored, notes: list[str]) -> Geometry:
     """What kohya did to the image. A note says where `crop_ltrb` does not follow its rule."""
+    bucket = Bucket(stored.height * DOWNSCALE_FACTOR, stored.width * DOWNSCALE_FACTOR)
     geometry = fit(size, bucket)
     crop = file.read(f"crop_ltrb{stored.suffix}")
     # Within a pixel: releases may round otherwise.
@@ -261,13 +243,11 @@ def _geometry(file: NpzFile, size: Size, bucket: Bucket, stored: _Stored, notes:
 def _tensor(file: NpzFile, name: str, path: Path, *, ndim: int) -> torch.Tensor:
     array = file.read(name)
     if array.dtype not in (np.float32, np.float16) or array.ndim != ndim or array.size == 0:
-        raise ForeignFileRefused(
-            path, "corrupt", f"{name} is {array.dtype} {list(array.shape)}; it must be float with {ndim} dimensions"
-        )
+        raise corrupt(path, f"{name} is {array.dtype} {list(array.shape)}; it must be float with {ndim} dimensions")
     return torch.from_numpy(array)
 
 
-# Export
+read = KohyaCache
 
 
 def export(
@@ -284,24 +264,21 @@ def export(
     Dialect B, and with `unsuffixed` A too, for releases before March 2026. Latents are the mean of the moments, or with
     `seed` a draw, as kohya has it. A sample has one caption in kohya: its first. Files that exist are listed and not
     replaced, unless `overwrite`. kohya uses a latent only if its own buckets give the image the same size; images that
-    EXIF turns have another name in kohya, which does not turn them. Raises what `export_samples` does, and
-    ReadOnlyError, StorageFullError or StoreError.
+    EXIF turns have another name in kohya, which does not turn them. Raises what `Export` does.
     """
-    report = ExportReport("kohya", name, str(folder))
-    files = ExportFiles(report, overwrite=overwrite)
-    for sample in export_samples(cache, name, report, seed=seed):
+    run = Export("kohya", cache, name, folder, seed=seed, overwrite=overwrite)
+    for sample in run.samples():
         base = Path(folder, sample.stem)
         height, width = sample.geometry.original_size
         latents = base.with_name(f"{base.name}_{width:04d}x{height:04d}{SUFFIX}")
-        if files.write(latents, npz_bytes(_latent_arrays(sample, unsuffixed, report)), sample):
-            report.num_images += 1 if sample.flipped is None else 2
-        arrays = _text_arrays(sample.captions[0], sample, report) if sample.captions else None
-        text = base.with_name(f"{base.name}{TEXT_SUFFIX}")
-        if arrays is not None and files.write(text, npz_bytes(arrays), sample):
-            report.num_texts += 1
+        if run.write(latents, npz_bytes(_latent_arrays(sample, unsuffixed, run.report)), sample):
+            run.report.num_images += 1 if sample.flipped is None else 2
+        arrays = _text_arrays(sample, run) if sample.captions else None
+        if arrays is not None:
+            run.report.num_texts += run.write(base.with_name(base.name + TEXT_SUFFIX), npz_bytes(arrays), sample)
         if len(sample.captions) > 1:
-            report.note("several captions: only the first was exported")
-    return report
+            run.report.note("several captions: only the first was exported")
+    return run.report
 
 
 def _latent_arrays(sample: ExportSample, unsuffixed: bool, report: ExportReport) -> dict[str, np.ndarray]:
@@ -320,13 +297,14 @@ def _latent_arrays(sample: ExportSample, unsuffixed: bool, report: ExportReport)
     return suffixed | arrays if unsuffixed else suffixed
 
 
-def _text_arrays(caption: ExportCaption, sample: ExportSample, report: ExportReport) -> dict[str, np.ndarray] | None:
-    embeds, pooled = caption.prompt_embeds, caption.pooled_prompt_embeds
+def _text_arrays(sample: ExportSample, run: Export) -> dict[str, np.ndarray] | None:
+    """The first caption's arrays; None, and reported, if they are not SDXL's."""
+    embeds, pooled = sample.captions[0].prompt_embeds, sample.captions[0].pooled_prompt_embeds
     # The second encoder's hidden states are as wide as its pooled output.
     width = embeds.shape[1] - pooled.shape[0]
     if embeds.shape[0] != NUM_TOKENS or width < 1:
         detail = f"embeddings of the shapes {list(embeds.shape)} and {list(pooled.shape)} are not SDXL's"
-        report.skipped.append(Refusal(sample.sample_id, sample.path, "unsupported-format", detail))
+        run.skip(sample.sample_id, sample.path, "unsupported-format", detail)
         return None
     if embeds.dtype is not torch.float16:
         embeds, pooled = embeds.float(), pooled.float()  # npz has no bfloat16

@@ -15,25 +15,26 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from latentcache.dataset.samples import walk
 from latentcache.errors import DatasetError, ForeignFileRefused
 from latentcache.families.sdxl import NUM_TOKENS
-from latentcache.interop.items import (
+from latentcache.interop.foreign_files import corrupt, load_torch, read_file, tensor_in
+from latentcache.interop.readers import (
     ForeignImage,
     ForeignItem,
     ForeignText,
+    SourceImages,
     crop_fits,
-    is_pixels,
-    item_or_refusal,
-    refusal_of,
+    pixel_pair,
+    refusing,
+    sample_id_of,
+    walked,
 )
-from latentcache.interop.source_images import SourceImages, sample_id_of
-from latentcache.interop.torch_files import load_torch, read_file, tensor_in
 from latentcache.types import Crop, Geometry, Refusal, Size
 
 AGGREGATE = "aggregate.pt"
@@ -47,28 +48,8 @@ _OUTPUTS = ("text_encoder_1_hidden_state", "text_encoder_2_hidden_state", "text_
 
 Tokenize = Callable[[str], Sequence[int]]
 """Caption -> its tokens by SDXL's first tokenizer, cut and padded to 77."""
-
-
-def read(
-    root: str | Path,
-    *,
-    images: str | Path | None = None,
-    caption_extension: str = ".txt",
-    recorded_root: str | None = None,
-    variation: int = 0,
-    tokenize: Tokenize | None = None,
-) -> OneTrainerCache:
-    """The cache in OneTrainer's `cache_dir`, with the folders `image` and `text`.
-
-    `images` is the images' folder, with the caption files; `recorded_root` is where it was when the cache was made, if
-    it was moved since. Of an image's variations the one with the number `variation` is read. Texts need `tokenize` and
-    the caption files; all their variations are read. Raises DatasetError if a folder cannot be read or is no cache.
-    """
-    folder = os.path.abspath(root)
-    if not any(os.path.isdir(os.path.join(folder, kind)) for kind in ("image", "text")):
-        raise DatasetError(folder, "holds neither a folder `image` nor `text`: name OneTrainer's cache_dir")
-    source_images = SourceImages(images, caption_extension=caption_extension, recorded_root=recorded_root)
-    return OneTrainerCache(folder, source_images, variation, tokenize)
+SamplesOf = dict[tuple[int, ...], list[tuple[str, tuple[str, ...]]]]
+"""Tokens -> the captions that have them, with their samples."""
 
 
 def tokenize_with(tokenizer: Any) -> Tokenize:
@@ -80,11 +61,12 @@ def tokenize_with(tokenizer: Any) -> Tokenize:
     return tokenize
 
 
-def _pair(value: object, name: str, path: str, *, least: int) -> tuple[int, int]:
+def _pair(values: dict[str, Any], name: str, path: str, least: int = 1) -> tuple[int, int]:
     """Two numbers of pixels. Raises ForeignFileRefused."""
-    if not isinstance(value, (tuple, list)) or len(value) != 2 or not all(is_pixels(side, least) for side in value):
-        raise ForeignFileRefused(path, "corrupt", f"its {name} is {value!r:.100}; it must be two numbers of pixels")
-    return value[0], value[1]
+    pair = pixel_pair(values.get(name), least)
+    if pair is None:
+        raise corrupt(path, f"its {name} is {values.get(name)!r:.100}; it must be two numbers of pixels")
+    return pair
 
 
 def _geometry(original: Size, crop: Crop, target: Size, path: str) -> Geometry:
@@ -95,9 +77,7 @@ def _geometry(original: Size, crop: Crop, target: Size, path: str) -> Geometry:
         resized = Size(target.height, round(original.width * (target.height / original.height)))
     geometry = Geometry(original, resized, crop, target)
     if not crop_fits(geometry):
-        raise ForeignFileRefused(
-            path, "corrupt", f"its crop of {target} at {tuple(crop)} leaves the image of {original} scaled to {resized}"
-        )
+        raise corrupt(path, f"its crop of {target} at {tuple(crop)} leaves the image of {original} scaled to {resized}")
     return geometry
 
 
@@ -110,145 +90,139 @@ def _trimmed(tokens: Sequence[int]) -> tuple[int, ...]:
 
 
 class OneTrainerCache:
-    """See `read`."""
+    """The cache in OneTrainer's `cache_dir`, with the folders `image` and `text`.
+
+    `images` is the images' folder, with the caption files; `recorded_root` is where it was when the cache was made, if
+    it was moved since. Of an image's variations the one with the number `variation` is read. Texts need `tokenize` and
+    the caption files; all their variations are read. Raises DatasetError if a folder cannot be read or is no cache.
+    """
 
     format = "onetrainer"
 
-    def __init__(self, root: str, images: SourceImages, variation: int, tokenize: Tokenize | None):
-        self._root, self._images = root, images
-        self._variation, self._tokenize = variation, tokenize
+    def __init__(
+        self,
+        root: str | Path,
+        *,
+        images: str | Path | None = None,
+        caption_extension: str = ".txt",
+        recorded_root: str | None = None,
+        variation: int = 0,
+        tokenize: Tokenize | None = None,
+    ):
+        self._root, self._variation, self._tokenize = os.path.abspath(root), variation, tokenize
+        self._kinds = [kind for kind in ("image", "text") if os.path.isdir(os.path.join(self._root, kind))]
+        if not self._kinds:
+            raise DatasetError(self._root, "holds neither a folder `image` nor `text`: name OneTrainer's cache_dir")
+        self._images = SourceImages(images, caption_extension=caption_extension, recorded_root=recorded_root)
 
     def items(self) -> Iterator[ForeignItem]:
         """Images, then texts; group by group in the order of names."""
         yield from self._images.refusals
-        for found in self._folders("image"):
-            if isinstance(found, Refusal):
-                yield found
-            elif found[1] == self._variation:
-                yield from self._variation_images(found[0])
-            else:
-                detail = f"a manifest holds one variation of an image, here {self._variation}; choose with --variation"
-                yield Refusal("", found[0], "duplicate", detail)
-        samples_of = self._samples_of()
-        seen: set[tuple[int, ...]] = set()
-        for found in self._folders("text"):
-            if isinstance(found, Refusal):
-                yield found
-            elif samples_of is None:
-                detail = "no text names its caption, but its tokens identify it: give --config, for its tokenizer"
-                yield Refusal("", found[0], "missing", detail)
-            else:
-                yield from self._texts(found[0], samples_of, seen)
+        if "image" in self._kinds:
+            yield from walked(os.path.join(self._root, "image"), self._image_folder)
+        if "text" in self._kinds:
+            yield from walked(os.path.join(self._root, "text"), partial(self._text_folder, self._samples_of(), set()))
 
-    def _folders(self, kind: str) -> Iterator[tuple[str, int] | Refusal]:
-        """(path, number) of every variation of every group."""
-        root = os.path.join(self._root, kind)
-        if not os.path.isdir(root):
-            return
-        for found in walk(root):
-            if isinstance(found, Refusal):
-                yield found
-            elif (match := _VARIATION.fullmatch(os.path.basename(found[0]))) is not None:
-                yield os.path.join(root, found[0]), int(match[1])
-
-    def _samples_of(self) -> dict[tuple[int, ...], list[tuple[str, tuple[str, ...]]]] | None:
+    def _samples_of(self) -> SamplesOf | None:
         """Tokens -> the captions that have them, with their samples."""
         if self._tokenize is None:
             return None
-        samples_of: dict[tuple[int, ...], list[tuple[str, tuple[str, ...]]]] = {}
+        samples_of: SamplesOf = {}
         for caption, sample_ids in self._images.captions():
             samples_of.setdefault(_trimmed(self._tokenize(caption)), []).append((caption, sample_ids))
         return samples_of
 
-    def _aggregate(self, folder: str) -> list[Any]:
-        path = os.path.join(folder, AGGREGATE)
-        content = load_torch(read_file(path, 2 * _MAX_AGGREGATE_BYTES), path, _MAX_AGGREGATE_BYTES)
-        if not isinstance(content, list):
-            raise ForeignFileRefused(path, "corrupt", f"it holds a {type(content).__name__}; it must be a list")
-        return content
-
-    def _variation_images(self, folder: str) -> Iterator[ForeignItem]:
-        try:
-            aggregate = self._aggregate(folder)
-        except ForeignFileRefused as error:
-            yield refusal_of("", error)
+    def _image_folder(self, folder: str, names: list[str]) -> Iterator[ForeignItem]:
+        """The images of a variation of a group; of another folder nothing."""
+        match, path = _VARIATION.fullmatch(os.path.basename(folder)), os.path.join(self._root, "image", folder)
+        if match is None:
             return
-        for number, shared in enumerate(aggregate):
+        if int(match[1]) != self._variation:
+            detail = f"a manifest holds one variation of an image, here {self._variation}; choose with --variation"
+            yield Refusal("", path, "duplicate", detail)
+            return
+        for number, shared in enumerate(_aggregate(path)):
             recorded = shared.get("image_path") if isinstance(shared, dict) else None
             name = recorded if isinstance(recorded, str) else f"item {number}"
-            yield item_or_refusal(name, self._image, shared, os.path.join(folder, f"{number}.pt"))
+            yield from refusing(name, self._image(shared, os.path.join(path, f"{number}.pt")))
 
-    def _image(self, shared: Any, path: str) -> ForeignImage:
+    def _image(self, shared: Any, path: str) -> Iterator[ForeignImage]:
         content = load_torch(read_file(path), path)
         if not isinstance(content, dict) or not isinstance(shared, dict):
-            raise ForeignFileRefused(path, "corrupt", "it, or its line in aggregate.pt, holds no dict")
+            raise corrupt(path, "it, or its line in aggregate.pt, holds no dict")
         recorded = shared.get("image_path")
         if not isinstance(recorded, str):
-            raise ForeignFileRefused(
-                path, "corrupt", f"its image_path is a {type(recorded).__name__}; it must be a string"
-            )
+            raise corrupt(path, f"its image_path is a {type(recorded).__name__}; it must be a string")
         latents = tensor_in(content.get("latent_image"), "latent_image", path, ndim=3)
-        original = Size(*_pair(content.get("original_resolution"), "original_resolution", path, least=1))
-        crop = Crop(*_pair(content.get("crop_offset"), "crop_offset", path, least=0))
-        target = Size(*_pair(shared.get("crop_resolution"), "crop_resolution", path, least=1))
-        geometry = _geometry(original, crop, target, path)
-        sample_id, image = self._images.find(recorded), None
-        if sample_id is None:
-            sample_id = sample_id_of(recorded, path)
-        else:
-            image = self._images.path(sample_id)
-            if (size := self._images.size(sample_id)) != original:
-                raise ForeignFileRefused(
-                    path, "changed", f"the image is {size} now, but was {original}: it was replaced"
-                )
+        original = Size(*_pair(content, "original_resolution", path))
+        crop = Crop(*_pair(content, "crop_offset", path, 0))
+        geometry = _geometry(original, crop, Size(*_pair(shared, "crop_resolution", path)), path)
+        found = self._images.find(recorded)
+        image, size = self._images.image(found)
+        if size not in (None, original):
+            detail = f"the image is {size} now, but was {original}: it was replaced"
+            raise ForeignFileRefused(path, "changed", detail)
         note = NOTE_AUGMENTED
         if any(content.get(name) is not None for name in ("latent_mask", "latent_conditioning_image")):
             note = f"{note}; {NOTE_MASK}"
-        return ForeignImage(sample_id, path, image, latents, None, "mean", geometry, note)
+        sample_id = found or sample_id_of(recorded, path)
+        yield ForeignImage(sample_id, path, image, latents, None, "mean", geometry, note)
 
-    def _texts(
-        self,
-        folder: str,
-        samples_of: dict[tuple[int, ...], list[tuple[str, tuple[str, ...]]]],
-        seen: set[tuple[int, ...]],
+    def _text_folder(
+        self, samples_of: SamplesOf | None, seen: set[tuple[int, ...]], folder: str, names: list[str]
     ) -> Iterator[ForeignItem]:
-        try:
-            num_items = len(self._aggregate(folder))
-        except ForeignFileRefused as error:
-            yield refusal_of("", error)
+        """The texts of a variation of a group; of another folder nothing. `seen` are the tokens of those before."""
+        path = os.path.join(self._root, "text", folder)
+        if _VARIATION.fullmatch(os.path.basename(folder)) is None:
             return
-        for number in range(num_items):
-            path = os.path.join(folder, f"{number}.pt")
-            try:
-                tokens, embeds, pooled = _text(load_torch(read_file(path), path), path)
-                if tokens in seen:
-                    continue  # another image has the same caption: OneTrainer keeps a copy for each image
-                if tokens not in samples_of:
-                    raise ForeignFileRefused(path, "missing", "no caption has its tokens: edited since, or augmented")
-            except ForeignFileRefused as error:
-                yield refusal_of(f"item {number}", error)
-                continue
-            seen.add(tokens)
-            for caption, sample_ids in samples_of[tokens]:
-                yield ForeignText(sample_ids, path, caption, embeds, pooled, NOTE_LAYER)
+        if samples_of is None:
+            detail = "no text names its caption, but its tokens identify it: give --config, for its tokenizer"
+            yield Refusal("", path, "missing", detail)
+            return
+        for number in range(len(_aggregate(path))):
+            yield from refusing(f"item {number}", _texts(samples_of, seen, os.path.join(path, f"{number}.pt")))
+
+
+read = OneTrainerCache
+
+
+def _aggregate(folder: str) -> list[Any]:
+    """What aggregate.pt says of each item. Raises ForeignFileRefused."""
+    path = os.path.join(folder, AGGREGATE)
+    content = load_torch(read_file(path, 2 * _MAX_AGGREGATE_BYTES), path, _MAX_AGGREGATE_BYTES)
+    if not isinstance(content, list):
+        raise corrupt(path, f"it holds a {type(content).__name__}; it must be a list")
+    return content
+
+
+def _texts(samples_of: SamplesOf, seen: set[tuple[int, ...]], path: str) -> Iterator[ForeignText]:
+    """A file's text, once for each caption that has its tokens."""
+    tokens, embeds, pooled = _text(load_torch(read_file(path), path), path)
+    if tokens in seen:
+        return  # another image has the same caption: OneTrainer keeps a copy for each image
+    if tokens not in samples_of:
+        raise ForeignFileRefused(path, "missing", "no caption has its tokens: edited since, or augmented")
+    seen.add(tokens)
+    for caption, sample_ids in samples_of[tokens]:
+        yield ForeignText(sample_ids, path, caption, embeds, pooled, NOTE_LAYER)
 
 
 def _text(content: Any, path: str) -> tuple[tuple[int, ...], torch.Tensor, torch.Tensor]:
     """Trimmed tokens, prompt_embeds [77, D], pooled embeds [P]. Raises ForeignFileRefused."""
     if not isinstance(content, dict):
-        raise ForeignFileRefused(path, "corrupt", f"it holds a {type(content).__name__}; it must be a dict")
+        raise corrupt(path, f"it holds a {type(content).__name__}; it must be a dict")
     if lacking := [name for name in ("tokens_1", *_OUTPUTS) if content.get(name) is None]:
         raise ForeignFileRefused(
             path, "missing", f"it has no {', '.join(lacking)}: the outputs of an encoder that is trained are not cached"
         )
     tokens = content["tokens_1"]
     if type(tokens) is not torch.Tensor or tokens.dtype != torch.int64 or tokens.ndim != 1 or not len(tokens):
-        raise ForeignFileRefused(path, "corrupt", "its tokens_1 is no list of tokens")
+        raise corrupt(path, "its tokens_1 is no list of tokens")
     if len(tokens) * tokens.element_size() > tokens.untyped_storage().nbytes():
-        raise ForeignFileRefused(path, "corrupt", "its tokens_1 has more values than the file")
+        raise corrupt(path, "its tokens_1 has more values than the file")
     first, second, pooled = (
         tensor_in(content[name], name, path, ndim=ndim) for name, ndim in zip(_OUTPUTS, (2, 2, 1), strict=True)
     )
     if len(first) != len(second):
-        raise ForeignFileRefused(path, "corrupt", f"its hidden states are of {len(first)} and {len(second)} tokens")
+        raise corrupt(path, f"its hidden states are of {len(first)} and {len(second)} tokens")
     return _trimmed(tokens.tolist()), torch.cat([first, second], dim=-1), pooled

@@ -17,28 +17,37 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from latentcache.dataset.buckets import fit
-from latentcache.dataset.samples import walk
 from latentcache.errors import ConfigError, DatasetError, ForeignFileRefused
 from latentcache.families.sdxl import SCALING_FACTOR
-from latentcache.interop.exporting import ExportFiles, export_samples
-from latentcache.interop.items import (
+from latentcache.interop.exporting import Export
+from latentcache.interop.foreign_files import (
+    corrupt,
+    gunzip,
+    is_gzip,
+    load_torch,
+    read_file,
+    tensor_in,
+    torch_bytes,
+)
+from latentcache.interop.readers import (
     ForeignImage,
     ForeignItem,
     ForeignText,
+    SourceImages,
     bucket_of,
     crop_fits,
-    is_pixels,
-    item_or_refusal,
+    pixel_pair,
+    refusing,
+    walked,
 )
 from latentcache.interop.reports import ExportReport
-from latentcache.interop.source_images import SourceImages
-from latentcache.interop.torch_files import gunzip, is_gzip, load_torch, read_file, tensor_in, torch_bytes
 from latentcache.loading.cache import LatentCache
 from latentcache.types import Crop, Geometry, Refusal, Size
 
@@ -52,33 +61,6 @@ _LATENT_NAME = re.compile(r"[0-9a-f]{64}\.pt")
 _TEXT_NAME = re.compile(r"[0-9a-f]{32}-sdxl\.pt")
 _METADATA_NAME = "aspect_ratio_bucket_metadata_*.json"
 _MAX_METADATA_BYTES = 1 << 30
-
-
-def read(
-    root: str | Path,
-    *,
-    images: str | Path,
-    text_cache: str | Path | None = None,
-    metadata: str | Path | None = None,
-    caption_extension: str = ".txt",
-    captions: Iterable[str] = (),
-    recorded_root: str | None = None,
-) -> SimpleTunerCache:
-    """The cache of the folder `images`, of which `root` is `cache_dir_vae`; `root` may hold the text cache too.
-
-    `text_cache` is the text cache's folder if it is elsewhere. `metadata` is `aspect_ratio_bucket_metadata_<id>.json`;
-    by default the only one in the images' folder or in `root`. Without one the sizes are derived from the images.
-    `captions` are prompts beyond those of the caption files. `recorded_root` is where the images were when the cache
-    was made, if they were moved since. Raises DatasetError for folders that cannot be read, and ConfigError if there
-    are several metadata files.
-    """
-    source_images = SourceImages(
-        images, caption_extension=caption_extension, captions=captions, recorded_root=recorded_root
-    )
-    found = Path(metadata) if metadata is not None else _find_metadata(Path(images), Path(root))
-    sizes = RecordedSizes({}) if found is None else RecordedSizes.read(found, source_images)
-    folders = [os.path.abspath(folder) for folder in (root, text_cache) if folder is not None]
-    return SimpleTunerCache(folders, source_images, sizes)
 
 
 def latent_name(sample_id: str) -> str:
@@ -107,31 +89,28 @@ def export(
     Latents are the mean of the moments, or with `seed` a draw, as SimpleTuner has it, and multiplied by the scaling
     factor; `dtype` is bfloat16 or float32, since SimpleTuner refuses float16. Embeddings keep theirs. Flipped latents,
     sizes and crops are left out. Files that are there are left alone, and listed, unless `overwrite`. Raises
-    ConfigError for another dtype, what `export_samples` does, and ReadOnlyError, StorageFullError or StoreError.
+    ConfigError for another dtype, and what `Export` does.
     """
     if dtype not in (torch.bfloat16, torch.float32):
         raise ConfigError(f"dtype is {dtype}; SimpleTuner reads latents of bfloat16 and float32", key="dtype")
-    report = ExportReport("simpletuner", name, str(folder))
-    report.note(NOTE_LISTS)
-    report.note(NOTE_BUCKETS)
-    files = ExportFiles(report, overwrite=overwrite)
-    for sample in export_samples(cache, name, report, seed=seed):
+    run = Export("simpletuner", cache, name, folder, seed=seed, overwrite=overwrite)
+    run.report.note(NOTE_LISTS)
+    run.report.note(NOTE_BUCKETS)
+    for sample in run.samples():
         if sample.flipped is not None:
-            report.note("SimpleTuner has no flipped latents: they were not exported")
-        latents = (sample.latents * SCALING_FACTOR).to(dtype)
-        if files.write(Path(folder, "vae", latent_name(sample.sample_id)), torch_bytes(latents), sample):
-            report.num_images += 1
+            run.report.note("SimpleTuner has no flipped latents: they were not exported")
+        latents = torch_bytes((sample.latents * SCALING_FACTOR).to(dtype))
+        run.report.num_images += run.write(Path(folder, "vae", latent_name(sample.sample_id)), latents, sample)
         for caption in sample.captions:
             path = Path(folder, "text", text_name(caption.text))
-            if path in files:
+            if path in run:
                 continue  # a caption of several samples
             embeds = {
                 "prompt_embeds": caption.prompt_embeds[None].contiguous(),
                 "pooled_prompt_embeds": caption.pooled_prompt_embeds.contiguous(),
             }
-            if files.write(path, torch_bytes(embeds), sample):
-                report.num_texts += 1
-    return report
+            run.report.num_texts += run.write(path, torch_bytes(embeds), sample)
+    return run.report
 
 
 def _find_metadata(images: Path, root: Path) -> Path | None:
@@ -150,7 +129,7 @@ def _payload(path: str) -> Any:
     content = load_torch(data, path)
     if isinstance(content, bytes):
         if not is_gzip(content):
-            raise ForeignFileRefused(path, "corrupt", "it holds bytes that are no gzip")
+            raise corrupt(path, "it holds bytes that are no gzip")
         return load_torch(gunzip(content, path), path)
     return content
 
@@ -162,27 +141,44 @@ def _embeds(content: Any, path: str) -> tuple[torch.Tensor, torch.Tensor]:
     elif isinstance(content, tuple) and len(content) == 2:
         embeds, pooled = content
     else:
-        raise ForeignFileRefused(path, "corrupt", f"it holds a {type(content).__name__} that is no prompt's embeddings")
+        raise corrupt(path, f"it holds a {type(content).__name__} that is no prompt's embeddings")
     embeds = tensor_in(embeds, "prompt_embeds", path, ndim=3)
     pooled = tensor_in(pooled, "pooled_prompt_embeds", path, ndim=getattr(pooled, "ndim", 1))
     if embeds.shape[0] != 1 or pooled.ndim not in (1, 2) or (pooled.ndim == 2 and pooled.shape[0] != 1):
-        raise ForeignFileRefused(
-            path, "corrupt", f"it holds {list(embeds.shape)} and {list(pooled.shape)}; one prompt has [1, T, D] and [P]"
-        )
+        shapes = f"{list(embeds.shape)} and {list(pooled.shape)}"
+        raise corrupt(path, f"it holds {shapes}; one prompt has [1, T, D] and [P]")
     return embeds[0], pooled.flatten()
 
 
-def _text(sample_ids: tuple[str, ...], path: str, caption: str) -> ForeignText:
-    return ForeignText(sample_ids, path, caption, *_embeds(_payload(path), path))
-
-
 class SimpleTunerCache:
-    """See `read`."""
+    """The cache of the folder `images`, of which `root` is `cache_dir_vae`; `root` may hold the text cache too.
+
+    `text_cache` is the text cache's folder if it is elsewhere. `metadata` is `aspect_ratio_bucket_metadata_<id>.json`;
+    by default the only one in the images' folder or in `root`. Without one the sizes are derived from the images.
+    `captions` are prompts beyond those of the caption files. `recorded_root` is where the images were when the cache
+    was made, if they were moved since. Raises DatasetError for folders that cannot be read, and ConfigError if there
+    are several metadata files.
+    """
 
     format = "simpletuner"
 
-    def __init__(self, folders: list[str], images: SourceImages, sizes: RecordedSizes):
-        self._folders, self._images, self._sizes = folders, images, sizes
+    def __init__(
+        self,
+        root: str | Path,
+        *,
+        images: str | Path,
+        text_cache: str | Path | None = None,
+        metadata: str | Path | None = None,
+        caption_extension: str = ".txt",
+        captions: Iterable[str] = (),
+        recorded_root: str | None = None,
+    ):
+        self._images = SourceImages(
+            images, caption_extension=caption_extension, captions=captions, recorded_root=recorded_root
+        )
+        found = Path(metadata) if metadata is not None else _find_metadata(Path(images), Path(root))
+        self._sizes = RecordedSizes({}) if found is None else RecordedSizes.read(found, self._images)
+        self._folders = [os.path.abspath(folder) for folder in (root, text_cache) if folder is not None]
 
     def items(self) -> Iterator[ForeignItem]:
         """Images in the order of their samples, then texts, then files that belong to no sample, as refusals."""
@@ -191,7 +187,7 @@ class SimpleTunerCache:
         yield from self._latents(used)
         yield from self._texts(used)
         for folder in self._folders:
-            yield from self._unknown(folder, used)
+            yield from walked(folder, partial(_unknown, used, folder))
 
     def _latents(self, used: set[str]) -> Iterator[ForeignItem]:
         samples_of: dict[str, list[str]] = {}
@@ -201,44 +197,46 @@ class SimpleTunerCache:
             if not os.path.lexists(path):
                 continue
             used.add(path)
-            if len(sample_ids) > 1:
-                names = ", ".join(sample_ids)
-                yield Refusal(sample_ids[0], path, "duplicate", f"it may be of any of {names}: they have the same stem")
-                continue
-            yield item_or_refusal(sample_ids[0], self._latent, sample_ids[0], path)
+            if len(sample_ids) == 1:
+                yield from refusing(sample_ids[0], self._latent(sample_ids[0], path))
+            else:
+                detail = f"it may be of any of {', '.join(sample_ids)}: they have the same stem"
+                yield Refusal(sample_ids[0], path, "duplicate", detail)
 
-    def _latent(self, sample_id: str, path: str) -> ForeignImage:
+    def _latent(self, sample_id: str, path: str) -> Iterator[ForeignImage]:
         latents = tensor_in(_payload(path), "the latent", path, ndim=3)
         geometry, note = self._sizes.geometry(sample_id, self._images.size(sample_id), bucket_of(latents), path)
         image = self._images.path(sample_id)
-        return ForeignImage(sample_id, path, image, latents, SCALING_FACTOR, "sample", geometry, note)
+        yield ForeignImage(sample_id, path, image, latents, SCALING_FACTOR, "sample", geometry, note)
 
     def _texts(self, used: set[str]) -> Iterator[ForeignItem]:
         for caption, sample_ids in self._images.captions():
-            for folder in self._folders:
-                path = os.path.join(folder, text_name(caption))
-                if path in used or not os.path.lexists(path):
-                    continue
+            paths = [os.path.join(folder, text_name(caption)) for folder in self._folders]
+            path = next((path for path in paths if path not in used and os.path.lexists(path)), None)
+            if path is not None:
                 used.add(path)
-                yield item_or_refusal(sample_ids[0] if sample_ids else "", _text, sample_ids, path, caption)
-                break
+                yield from refusing(sample_ids[0] if sample_ids else "", _text(sample_ids, path, caption))
 
-    def _unknown(self, root: str, used: set[str]) -> Iterator[Refusal]:
-        for found in walk(root):
-            if isinstance(found, Refusal):
-                yield found
-                continue
-            folder, names = found
-            for name in names:
-                path = os.path.join(root, folder, name)
-                if path in used:
-                    continue
-                if _LATENT_NAME.fullmatch(name):
-                    used.add(path)
-                    yield Refusal("", path, "missing", "no image's name has this hash: renamed, removed, or elsewhere")
-                elif _TEXT_NAME.fullmatch(name):
-                    used.add(path)
-                    yield Refusal("", path, "missing", "no caption has this hash: edited since, or a validation prompt")
+
+read = SimpleTunerCache
+
+
+def _text(sample_ids: tuple[str, ...], path: str, caption: str) -> Iterator[ForeignText]:
+    yield ForeignText(sample_ids, path, caption, *_embeds(_payload(path), path))
+
+
+def _unknown(used: set[str], root: str, folder: str, names: list[str]) -> Iterator[Refusal]:
+    """The files of a folder that belong to no sample."""
+    for name in names:
+        path = os.path.join(root, folder, name)
+        if path in used:
+            continue
+        if _LATENT_NAME.fullmatch(name):
+            used.add(path)
+            yield Refusal("", path, "missing", "no image's name has this hash: renamed, removed, or elsewhere")
+        elif _TEXT_NAME.fullmatch(name):
+            used.add(path)
+            yield Refusal("", path, "missing", "no caption has this hash: edited since, or a validation prompt")
 
 
 class RecordedSizes:
@@ -259,9 +257,8 @@ class RecordedSizes:
         try:
             content = json.loads(read_file(path, _MAX_METADATA_BYTES))
         except (ValueError, RecursionError) as error:
-            raise DatasetError(
-                path, f"is no JSON document: {error}; leave it out to derive sizes from images"
-            ) from error
+            detail = f"is no JSON document: {error}; leave it out to derive sizes from images"
+            raise DatasetError(path, detail) from error
         if not isinstance(content, dict):
             raise DatasetError(path, f"holds a {type(content).__name__}; it must map image paths to their sizes")
         found = ((images.find(recorded), record) for recorded, record in content.items())
@@ -277,12 +274,11 @@ class RecordedSizes:
             return fit(size, target), NOTE_DERIVED
         pairs = _pairs(record)
         if pairs is None:
-            raise ForeignFileRefused(path, "corrupt", f"the metadata of {sample_id} has no sizes and crop in integers")
+            raise corrupt(path, f"the metadata of {sample_id} has no sizes and crop in integers")
         original, resized, recorded_target, crop = pairs
         if tuple(size) not in (original, original[::-1]):
-            raise ForeignFileRefused(
-                path, "changed", f"the image is {size} now, but was {original[0]}x{original[1]} (in either order)"
-            )
+            detail = f"the image is {size} now, but was {original[0]}x{original[1]} (in either order)"
+            raise ForeignFileRefused(path, "changed", detail)
         found: dict[Geometry, bool] = {}
         for turn in (1, -1):
             if original[::turn] != tuple(size) or recorded_target[::turn] != tuple(target):
@@ -293,9 +289,7 @@ class RecordedSizes:
                 if crop_fits(geometry):
                     found.setdefault(geometry, crossed)
         if not found:
-            raise ForeignFileRefused(
-                path, "corrupt", f"the metadata of {sample_id} does not fit a latent for {target} of an image of {size}"
-            )
+            raise corrupt(path, f"the metadata of {sample_id} does not fit a latent for {target} of an image of {size}")
         likely = [geometry for geometry, crossed in found.items() if crossed == self._crossed] or list(found)
         return likely[0], NOTE_ORDER if len(likely) > 1 else None
 
@@ -317,14 +311,8 @@ class RecordedSizes:
 
 def _pairs(record: Any) -> list[tuple[int, int]] | None:
     """original_size, intermediary_size, target_size and crop_coordinates in the record's own order."""
-    names = ("original_size", "intermediary_size", "target_size", "crop_coordinates")
-    pairs = []
-    for name in names:
-        value = record.get(name) if isinstance(record, dict) else None
-        least = 0 if name == "crop_coordinates" else 1
-        if not isinstance(value, list) or len(value) != 2:
-            return None
-        if not all(is_pixels(number, least) for number in value):
-            return None
-        pairs.append((value[0], value[1]))
-    return pairs
+    names = {"original_size": 1, "intermediary_size": 1, "target_size": 1, "crop_coordinates": 0}
+    values = record if isinstance(record, dict) else {}
+    pairs = [pixel_pair(values.get(name), least) for name, least in names.items()]
+    found = [pair for pair in pairs if pair is not None]
+    return found if len(found) == len(names) else None

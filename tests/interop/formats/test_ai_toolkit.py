@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from latentcache.interop.formats import ai_toolkit
 from latentcache.interop.formats.ai_toolkit import NOTE_NO_IMAGE, NOTE_UNUSUAL
 from latentcache.interop.importing import import_cache
-from latentcache.interop.items import ForeignImage, ForeignText
+from latentcache.interop.readers import ForeignImage, ForeignText
 from latentcache.loading.cache import LatentCache
 from latentcache.precache.run import run_precache
 from latentcache.precache.workspace import Workspace

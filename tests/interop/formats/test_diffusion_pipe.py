@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from latentcache.errors import DatasetError
 from latentcache.interop.formats import diffusion_pipe
 from latentcache.interop.formats.diffusion_pipe import NOTE_DERIVED, NOTE_MASK, NOTE_NO_IMAGE
-from latentcache.interop.items import ForeignImage
+from latentcache.interop.readers import ForeignImage
 from latentcache.types import Crop, Geometry, Refusal, Size
 
 LATENTS = [latents_of(1, 96, 64), latents_of(2, 96, 64), latents_of(3, 96, 64)]

@@ -23,7 +23,7 @@ from latentcache.config import Config
 from latentcache.errors import DatasetError, SampleError, StoreError
 from latentcache.interop.formats import kohya
 from latentcache.interop.importing import import_cache
-from latentcache.interop.items import ForeignImage, ForeignItem, ForeignText
+from latentcache.interop.readers import ForeignImage, ForeignItem, ForeignText
 from latentcache.loading.cache import LatentCache
 from latentcache.models.vae import latents_from_moments
 from latentcache.precache.run import run_precache

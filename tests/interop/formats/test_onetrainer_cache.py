@@ -20,7 +20,7 @@ from latentcache.errors import DatasetError
 from latentcache.interop.formats import onetrainer as onetrainer_cache
 from latentcache.interop.formats.onetrainer import NOTE_AUGMENTED, NOTE_LAYER, NOTE_MASK
 from latentcache.interop.importing import import_cache
-from latentcache.interop.items import ForeignImage, ForeignText
+from latentcache.interop.readers import ForeignImage, ForeignText
 from latentcache.loading.cache import LatentCache
 from latentcache.models.clip import encode_captions
 from latentcache.models.vae import encode_images

@@ -17,7 +17,7 @@ from latentcache.errors import ConfigError, DatasetError
 from latentcache.interop.formats import simpletuner
 from latentcache.interop.formats.simpletuner import NOTE_DERIVED, NOTE_ORDER
 from latentcache.interop.importing import import_cache
-from latentcache.interop.items import ForeignImage
+from latentcache.interop.readers import ForeignImage
 from latentcache.loading.cache import LatentCache
 from latentcache.precache.run import run_precache
 from latentcache.precache.workspace import Workspace

@@ -8,7 +8,7 @@ import pytest
 from helpers.photo_files import write_photo
 
 from latentcache.errors import DatasetError, ForeignFileRefused, ImageRefused
-from latentcache.interop.source_images import SourceImages, path_parts, sample_id_of
+from latentcache.interop.readers import SourceImages, path_parts, sample_id_of
 
 
 def test_captions_lead_to_their_samples(photos):

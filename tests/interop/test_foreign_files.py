@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from latentcache.errors import ForeignFileRefused
-from latentcache.interop.torch_files import gunzip, load_torch, opened, read_file, tensor_in
+from latentcache.interop.foreign_files import gunzip, load_torch, opened, read_file, tensor_in
 
 LATENTS = latents_of(0, 96, 64)
 SAVED = saved(LATENTS)
