@@ -29,8 +29,8 @@ from latentcache.checkpoints.parts import (
 )
 from latentcache.checkpoints.state_codec import TreeWriter, devices_of, differences, move_items, to_devices, unpack
 from latentcache.devices.optimizer import inner_optimizer
-from latentcache.devices.part_tensors import is_swapped_in
 from latentcache.devices.rng import rng_state, set_rng_state
+from latentcache.devices.tensor_location import is_swapped_in
 from latentcache.errors import CheckpointError
 from latentcache.provenance import now, software_versions
 

@@ -4,18 +4,115 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from dataclasses import asdict, dataclass
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 
-from latentcache.devices.audit_report import AuditFinding, AuditReport
-from latentcache.devices.offload import hooks_by_path, numbered
 from latentcache.devices.optimizer import StateTensor, named_params, state_rule, state_tensors
-from latentcache.devices.part_tensors import PartTensor, PrefixMap, is_optimizer, is_scaler, part_tensors
 from latentcache.devices.placement import DeviceLike, device_of
-from latentcache.devices.tensor_location import AuditKind, device_of_values, is_partitioned, why_left_alone
+from latentcache.devices.tensor_location import (
+    CPU,
+    META,
+    AuditKind,
+    PartTensor,
+    device_of_most,
+    device_of_values,
+    hooks_by_path,
+    is_optimizer,
+    is_partitioned,
+    is_scaler,
+    numbered,
+    part_tensors,
+    why_left_alone,
+)
+from latentcache.errors import DeviceError, DeviceMismatchError, listed
 
-CPU, META = torch.device("cpu"), torch.device("meta")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class AuditFinding:
+    """One offender. `name` is dotted and starts below `part`; `found` and `expected` are devices, dtypes or modes."""
+
+    part: str
+    name: str
+    kind: AuditKind
+    shape: tuple[int, ...] | None
+    found: str
+    expected: str
+    level: Literal["error", "warning"]
+    reason: str = ""
+
+    @property
+    def path(self) -> str:
+        """Part and name, dotted."""
+        return f"{self.part}.{self.name}" if self.name else self.part
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields, the shape as a list."""
+        return asdict(self) | {"shape": None if self.shape is None else list(self.shape)}
+
+    def to_text(self) -> str:
+        """One line: the path, the shape, the kind, what it is, what it should be, and why."""
+        shape = "" if self.shape is None else f" {list(self.shape)}"
+        reason = f": {self.reason}" if self.reason else ""
+        return f"{self.path}{shape} ({self.kind}) is {self.found}, expected {self.expected}{reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class AuditReport:
+    """All findings of one audit, the number of tensors that it looked at, and notes on what it left alone and why.
+
+    `devices` holds the device that each part is meant to be on, as given or inferred.
+    """
+
+    findings: tuple[AuditFinding, ...]
+    notes: tuple[str, ...] = ()
+    devices: tuple[tuple[str, str], ...] = ()
+    num_tensors: int = 0
+
+    @property
+    def errors(self) -> tuple[AuditFinding, ...]:
+        """The findings that fail a step, or train the wrong thing."""
+        return tuple(finding for finding in self.findings if finding.level == "error")
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is no error; there may be warnings."""
+        return not self.errors
+
+    def to_json(self) -> dict[str, Any]:
+        """`{"ok", "num_tensors", "devices", "findings": [...], "notes": [...]}` of plain JSON values."""
+        return {
+            "ok": self.ok,
+            "num_tensors": self.num_tensors,
+            "devices": dict(self.devices),
+            "findings": [finding.to_json() for finding in self.findings],
+            "notes": list(self.notes),
+        }
+
+    def to_text(self) -> str:
+        """A line per finding and note, errors first, and a last line with the counts."""
+        lines = [f"error    {finding.to_text()}" for finding in self.errors]
+        lines += [f"warning  {finding.to_text()}" for finding in self.findings if finding.level == "warning"]
+        lines += [f"note     {note}" for note in self.notes]
+        num_warnings = len(self.findings) - len(self.errors)
+        lines.append(f"{self.num_tensors} tensors: {len(self.errors)} errors, {num_warnings} warnings")
+        return "\n".join(lines)
+
+    def raise_for_errors(self) -> None:
+        """DeviceMismatchError that lists the errors, if there are any; its fields are those of the first."""
+        if self.ok:
+            return
+        first = self.errors[0]
+        raise DeviceMismatchError(
+            f"{len(self.errors)} tensors or flags are not as declared:{listed(e.to_text() for e in self.errors)}",
+            module=first.part,
+            argument=first.name,
+            found=first.found,
+            expected=first.expected,
+        )
 
 
 def audit(
@@ -37,8 +134,8 @@ def audit(
     tensors = _tensors(parts)
     states = [(part, state) for part, value in parts.items() if is_optimizer(value) for state in state_tensors(value)]
     given = device if isinstance(device, Mapping) else dict.fromkeys(parts, device) if device is not None else {}
-    devices = PrefixMap("device", {key: numbered(device_of(like)) for key, like in given.items()}, parts)
-    flags, kinds = PrefixMap("training", training, parts), PrefixMap("dtypes", dtypes, parts)
+    devices = _PrefixMap("device", {key: numbered(device_of(like)) for key, like in given.items()}, parts)
+    flags, kinds = _PrefixMap("training", training, parts), _PrefixMap("dtypes", dtypes, parts)
     inferred = _inferred([tensor for tensor in tensors if devices.get(tensor.path) is None])
 
     findings: list[AuditFinding] = []
@@ -83,7 +180,7 @@ def _tensors(parts: Mapping[str, object]) -> list[PartTensor]:
 
 
 def _inferred(tensors: Iterable[PartTensor]) -> torch.device | None:
-    """The device that undeclared parts are meant to be on. In a tie it is the accelerator."""
+    """The device that undeclared parts are meant to be on."""
     votes: dict[bool, Counter[torch.device]] = {True: Counter(), False: Counter()}
     for item in tensors:
         if item.hook is not None:
@@ -91,8 +188,7 @@ def _inferred(tensors: Iterable[PartTensor]) -> torch.device | None:
         found = device_of_values(item.tensor)
         if item.tensor.ndim and found.type != "meta" and not why_left_alone(item.tensor):
             votes[item.kind in ("parameter", "buffer")][found] += 1
-    counts = votes[True] or votes[False]
-    return max(counts, key=lambda device: (counts[device], device != CPU), default=None)
+    return device_of_most(votes[True] or votes[False])
 
 
 def _misplaced(
@@ -141,7 +237,7 @@ def _wrong_hook(part: str, module: torch.nn.Module, declared: torch.device | Non
         )
 
 
-def _wrong_modes(part: str, module: torch.nn.Module, flags: PrefixMap[bool]) -> Iterator[AuditFinding]:
+def _wrong_modes(part: str, module: torch.nn.Module, flags: _PrefixMap[bool]) -> Iterator[AuditFinding]:
     modes = {True: "train", False: "eval"}
     for path, submodule in module.named_modules():
         expected = flags.get(f"{part}.{path}" if path else part)
@@ -165,7 +261,7 @@ def _wrong_scale(part: str, scaler: torch.amp.GradScaler, expected: torch.device
 
 
 def _misplaced_states(
-    states: Iterable[tuple[str, StateTensor]], tensors: Iterable[PartTensor], declared: PrefixMap[torch.device] | None
+    states: Iterable[tuple[str, StateTensor]], tensors: Iterable[PartTensor], declared: _PrefixMap[torch.device] | None
 ) -> Iterator[AuditFinding]:
     """State that breaks the rules of `optimizer.py`. An optimizer with a declared device is parked there."""
     parameters = _parameters(tensors)
@@ -216,3 +312,28 @@ def _keeps_copies(optimizer: Any, tensors: Iterable[PartTensor]) -> bool:
 
 def _parameters(tensors: Iterable[PartTensor]) -> dict[int, PartTensor]:
     return {id(item.tensor): item for item in tensors if item.kind == "parameter"}
+
+
+class _PrefixMap(Generic[T]):
+    """Values by dotted prefix, the longest wins: `unet` is for all of the part, `unet.mid_block` for that block.
+
+    `name` is the caller's argument, for messages. Raises DeviceError for a key that is below none of `parts`.
+    """
+
+    def __init__(self, name: str, values: Mapping[str, T] | None, parts: Iterable[str]):
+        self._name, self._values = name, dict(values or {})
+        self._unmet = {key for key in self._values if key not in parts}
+        for key in self._unmet:
+            if not any(key.startswith(f"{part}.") for part in parts):
+                raise DeviceError(f"{name}[{key!r}]: there is no such part; the parts are {', '.join(parts)}")
+
+    def get(self, path: str) -> T | None:
+        """The value of the longest key that is `path` or lies above it, or None."""
+        keys = [key for key in self._values if path == key or path.startswith(f"{key}.")]
+        self._unmet.difference_update(keys)
+        return self._values[max(keys, key=len)] if keys else None
+
+    def check_met(self) -> None:
+        """DeviceError for keys that no looked-up path was below: a misspelt name declares nothing."""
+        if self._unmet:
+            raise DeviceError(f"{self._name}: nothing in the parts is called {', '.join(sorted(self._unmet))}")

@@ -6,16 +6,14 @@ import inspect
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
-from latentcache.devices.offload import offload_hook_of
-from latentcache.devices.tensor_location import device_of_values, why_left_alone
+from latentcache.devices.tensor_location import CPU, device_of_most, device_of_values, offload_hook_of, why_left_alone
 from latentcache.errors import DeviceMismatchError, listed
 from latentcache.utils.nested import named_tensors
-
-CPU = torch.device("cpu")
 
 
 def check_same_device(**tensors: Any) -> torch.device | None:
@@ -29,8 +27,7 @@ def check_same_device(**tensors: Any) -> torch.device | None:
         return None
     counts = Counter(device_of_values(tensor) for _, tensor in named if not _fits_any_device(tensor))
     counts.pop(torch.device("meta"), None)
-    # In a tie it is the accelerator: a batch is moved to the model, not the model to the batch.
-    expected = max(counts, key=lambda device: (counts[device], device != CPU), default=CPU)
+    expected = device_of_most(counts) or CPU
     offenders = [
         (name, tensor)
         for name, tensor in named
@@ -41,7 +38,7 @@ def check_same_device(**tensors: Any) -> torch.device | None:
     headline = f"{len(offenders)} of {len(named)} tensors are not on {expected}, where the others are; move them there"
     name, first = offenders[0]
     raise DeviceMismatchError(
-        f"{headline}:{listed(_described(name, tensor) for name, tensor in offenders)}",
+        f"{headline}:{listed(_described(*offender) for offender in offenders)}",
         module="",
         argument=name,
         found=str(device_of_values(first)),
@@ -63,54 +60,45 @@ def guard(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """
     with ExitStack() as hooks:
         for path, part in module.named_modules():
-            check = _InputCheck(path)
+            check = partial(_check_inputs, path)
             hooks.callback(part.register_forward_pre_hook(check, prepend=True, with_kwargs=True).remove)
         yield module
 
 
-class _InputCheck:
-    """The forward pre-hook of one submodule."""
-
-    def __init__(self, path: str):
-        self.path = path
-
-    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        placed = _placed(module)
-        devices = set(placed.values())
-        hook = offload_hook_of(module)
-        if hook is not None:
-            # CpuOffload moves the inputs only together with the weights: once these are there, nothing moves inputs.
-            if hook.moves_inputs or devices != {hook.execution_device}:
-                return
-        elif not devices or (len(devices) > 1 and any(module.children())):
+def _check_inputs(path: str, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """The forward pre-hook of the submodule at `path`."""
+    placed = _placed(module)
+    devices = set(placed.values())
+    hook = offload_hook_of(module)
+    if hook is not None:
+        # CpuOffload moves the inputs only together with the weights: once these are there, nothing moves inputs.
+        if hook.moves_inputs or devices != {hook.execution_device}:
             return
-        offenders = [
-            (name, tensor)
-            for name, tensor in _named_arguments(module, args, kwargs)
-            if not _fits_any_device(tensor) and devices != {device_of_values(tensor)}
-        ]
-        if offenders:
-            self._refuse(module, placed, offenders)
-
-    def _refuse(
-        self, module: torch.nn.Module, placed: dict[str, torch.device], offenders: list[tuple[str, torch.Tensor]]
-    ) -> None:
-        by_device: dict[torch.device, str] = {}
-        for name, device in placed.items():
-            by_device.setdefault(device, name)
-        where = ", ".join(f"{name} is on {device}" for device, name in by_device.items())
-        name, first = offenders[0]
-        found = device_of_values(first)
-        expected = next((device for device in by_device if device != found), found)
-        who = f"{self.path} ({type(module).__name__})" if self.path else type(module).__name__
-        raise DeviceMismatchError(
-            f"{who}: its {where}; move these inputs there, or the module to them:"
-            + listed(_described(*offender) for offender in offenders),
-            module=self.path,
-            argument=name,
-            found=str(found),
-            expected=str(expected),
-        )
+    elif not devices or (len(devices) > 1 and any(module.children())):
+        return
+    offenders = [
+        (name, tensor)
+        for name, tensor in _named_arguments(module, args, kwargs)
+        if not _fits_any_device(tensor) and devices != {device_of_values(tensor)}
+    ]
+    if not offenders:
+        return
+    by_device: dict[torch.device, str] = {}
+    for name, device in placed.items():
+        by_device.setdefault(device, name)
+    where = ", ".join(f"{name} is on {device}" for device, name in by_device.items())
+    name, first = offenders[0]
+    found = device_of_values(first)
+    expected = next((device for device in by_device if device != found), found)
+    who = f"{path} ({type(module).__name__})" if path else type(module).__name__
+    raise DeviceMismatchError(
+        f"{who}: its {where}; move these inputs there, or the module to them:"
+        + listed(_described(*offender) for offender in offenders),
+        module=path,
+        argument=name,
+        found=str(found),
+        expected=str(expected),
+    )
 
 
 def _placed(module: torch.nn.Module) -> dict[str, torch.device]:

@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 import torch
 
-from latentcache.devices.offload import casting_dtype_of, offload_hook_of
+from latentcache.devices.tensor_location import casting_dtype_of, offload_hook_of
 from latentcache.errors import DeviceError
 
 DeviceLike: TypeAlias = "torch.device | str | torch.Tensor | torch.nn.Module"

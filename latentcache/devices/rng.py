@@ -43,23 +43,19 @@ def set_rng_state(state: dict[str, Any]) -> None:
             "no accelerator" if here is None else here.type,
         )
         return
-    module = torch.get_device_module(here)
-    num_here = _num_streams(here)
-    if num_here != len(saved["states"]):
-        logger.warning("random state: saved with %d %s, here are %d", len(saved["states"]), here.type, num_here)
-    for index, stream in enumerate(saved["states"][:num_here]):
-        if here.type == "mps":
-            module.set_rng_state(stream)
-        else:
-            module.set_rng_state(stream, index)
+    positions = _positions(here)
+    if len(positions) != len(saved["states"]):
+        logger.warning("random state: saved with %d %s, here are %d", len(saved["states"]), here.type, len(positions))
+    for stream, position in zip(saved["states"], positions, strict=False):
+        torch.get_device_module(here).set_rng_state(stream, *position)
 
 
-def _num_streams(accelerator: torch.device) -> int:
-    return int(torch.get_device_module(accelerator).device_count())
+def _positions(accelerator: torch.device) -> list[tuple[int, ...]]:
+    """What names each device's generator. That of mps is the one whose functions take no device."""
+    if accelerator.type == "mps":
+        return [()]
+    return [(index,) for index in range(torch.get_device_module(accelerator).device_count())]
 
 
 def _states(accelerator: torch.device) -> list[torch.Tensor]:
-    module = torch.get_device_module(accelerator)
-    if accelerator.type == "mps":
-        return [module.get_rng_state()]  # the one backend whose function takes no device
-    return [module.get_rng_state(index) for index in range(_num_streams(accelerator))]
+    return [torch.get_device_module(accelerator).get_rng_state(*position) for position in _positions(accelerator)]

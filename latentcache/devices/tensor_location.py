@@ -1,10 +1,20 @@
-"""Where one tensor's values lie, and whether it may be moved: shards, partitions, quantised weights."""
+"""The tensors of a training run's parts: their names, where their values lie, and which software moves them.
+
+Offload hooks, quantised weights and shards are recognised by their attributes: no package of theirs is imported.
+"""
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeGuard
 
+import numpy as np
 import torch
+
+from latentcache.errors import DeviceError
+from latentcache.utils.nested import named_leaves, named_tensors
 
 AuditKind: TypeAlias = Literal[
     "parameter", "buffer", "attribute", "gradient", "optimizer state", "orphan",
@@ -14,8 +24,14 @@ AuditKind: TypeAlias = Literal[
 `orphan` is a parameter of an optimizer that no model has any more, or one of a model that its optimizer lacks.
 `mode` is a train/eval flag."""
 
+CPU, META = torch.device("cpu"), torch.device("meta")
 IMMOVABLE_PACKAGES = ("bitsandbytes", "torchao", "optimum.quanto", "quanto", "hqq")
 """Packages whose tensor classes keep quantised values and place them themselves."""
+PLAIN = (str, bytes, int, float, complex, Path, np.ndarray, np.generic, torch.dtype, torch.device, type(None))
+"""What a batch may contain next to tensors: none of it is ever on a device."""
+
+
+# One tensor
 
 
 def device_of_values(tensor: torch.Tensor) -> torch.device:
@@ -25,6 +41,11 @@ def device_of_values(tensor: torch.Tensor) -> torch.device:
         return partition.device
     local = getattr(tensor, "_local_tensor", None)
     return local.device if isinstance(local, torch.Tensor) else tensor.device
+
+
+def device_of_most(devices: Counter[torch.device]) -> torch.device | None:
+    """The device that occurs most. In a tie it is the accelerator: a batch is moved to the model, not back."""
+    return max(devices, key=lambda device: (devices[device], device != CPU), default=None)
 
 
 def is_partitioned(tensor: torch.Tensor) -> bool:
@@ -52,3 +73,155 @@ def why_left_alone(tensor: torch.Tensor) -> str | None:
     if mesh is not None and device_of_values(tensor).type == "cpu" != mesh.device_type:
         return f"shards that FSDP offloads to the CPU and gathers on {mesh.device_type}"
     return why_immovable(tensor)
+
+
+# Offload hooks of accelerate and diffusers
+
+
+class OffloadHook(NamedTuple):
+    """A hook's execution device; whether it moves the weights there and back, and whether it moves the inputs too."""
+
+    execution_device: torch.device
+    moves_weights: bool
+    moves_inputs: bool
+
+
+def offload_hook_of(module: torch.nn.Module) -> OffloadHook | None:
+    """The offload hook on this module itself, or None."""
+    for hook in _accelerate_hooks(module):
+        device = getattr(hook, "execution_device", None)
+        if device is not None:
+            # AlignDevicesHook has `offload`, whether it moves weights, and always moves inputs. CpuOffload has no such
+            # field: it moves the weights, and the inputs only when the weights are not there already.
+            moves_weights = bool(getattr(hook, "offload", True))
+            return OffloadHook(numbered(torch.device(device)), moves_weights, hasattr(hook, "offload"))
+    for hook in _diffusers_hooks(module):
+        device = getattr(getattr(hook, "group", None), "onload_device", None)
+        if device is not None:
+            return OffloadHook(numbered(torch.device(device)), True, True)
+    return None
+
+
+def hooks_by_path(module: torch.nn.Module) -> dict[str, OffloadHook]:
+    """The hook that governs each submodule, by dotted path: its own, else that of the nearest parent with one."""
+    governing: dict[str, OffloadHook] = {}
+    for path, part in module.named_modules():
+        hook = offload_hook_of(part) or (governing.get(path.rpartition(".")[0]) if path else None)
+        if hook is not None:
+            governing[path] = hook
+    return governing
+
+
+def replaces_parameters(module: torch.nn.Module) -> bool:
+    """Whether an offload hook on this module itself puts other Parameter objects in the place of its own.
+
+    accelerate's AlignDevicesHook with `offload` does: `enable_sequential_cpu_offload` and `cpu_offload` install it. An
+    optimizer that was built before continues to train the old objects, which nothing uses any more.
+    """
+    return any(getattr(hook, "offload", False) is True for hook in _accelerate_hooks(module))
+
+
+def casting_dtype_of(module: torch.nn.Module) -> torch.dtype | None:
+    """The dtype that this module itself computes in under diffusers' layerwise casting, or None without it."""
+    found = (getattr(hook, "compute_dtype", None) for hook in _diffusers_hooks(module))
+    return next((dtype for dtype in found if isinstance(dtype, torch.dtype)), None)
+
+
+def numbered(device: torch.device) -> torch.device:
+    """The device with its number, as tensors have it: `cuda` is the current cuda device."""
+    if device.type in ("cpu", "meta"):
+        return torch.device(device.type)
+    if device.index is not None:
+        return device
+    current_device = getattr(torch.get_device_module(device), "current_device", None)
+    return torch.device(device.type, 0 if current_device is None else current_device())
+
+
+def _accelerate_hooks(module: torch.nn.Module) -> Iterable[Any]:
+    """What accelerate keeps in `_hf_hook`: one hook, or several in a SequentialHook."""
+    hook = getattr(module, "_hf_hook", None)
+    hooks: Iterable[Any] = getattr(hook, "hooks", (hook,))
+    return hooks
+
+
+def _diffusers_hooks(module: torch.nn.Module) -> Iterable[Any]:
+    """What diffusers keeps in the registry `_diffusers_hook`: group offloading, layerwise casting."""
+    hooks: dict[str, Any] = getattr(getattr(module, "_diffusers_hook", None), "hooks", {})
+    return hooks.values()
+
+
+# The tensors of a part
+
+
+class PartTensor(NamedTuple):
+    """One tensor of a part, its dotted name in the part, and the offload hook that governs it."""
+
+    part: str
+    name: str
+    kind: AuditKind
+    tensor: torch.Tensor
+    hook: OffloadHook | None = None
+
+    @property
+    def path(self) -> str:
+        """Part and name, dotted."""
+        return f"{self.part}.{self.name}" if self.name else self.part
+
+
+def is_optimizer(value: object) -> bool:
+    """Whether it has an optimizer's groups and state. DeepSpeed's and accelerate's wrappers have both."""
+    return not isinstance(value, torch.nn.Module) and hasattr(value, "param_groups") and hasattr(value, "state")
+
+
+def is_scaler(value: object) -> TypeGuard[torch.amp.GradScaler]:
+    """Whether it is a GradScaler."""
+    return isinstance(value, torch.amp.GradScaler)
+
+
+def is_swapped_in(ema: object) -> bool:
+    """Whether an EMA's weights are in the model now: diffusers' EMAModel and torch_ema keep the trained ones then."""
+    return any(getattr(ema, name, None) is not None for name in ("temp_stored_params", "collected_params"))
+
+
+def part_tensors(part: str, value: Any) -> Iterator[PartTensor]:
+    """Every tensor of a module, an EMA or a nested batch. Optimizers and GradScalers have rules of their own.
+
+    Raises DeviceError for a part of another kind, which might have tensors that no check would see.
+    """
+    if isinstance(value, torch.nn.Module):
+        yield from _module_tensors(part, value)
+    elif hasattr(value, "shadow_params"):
+        # `temp_stored_params` are on the CPU on purpose: restore() copies them back from there.
+        for name, tensor in named_tensors(list(value.shadow_params), "shadow_params"):
+            yield PartTensor(part, name, "ema", tensor)
+    elif not (is_optimizer(value) or is_scaler(value)):
+        for name, leaf in named_leaves(value, ""):
+            if isinstance(leaf, torch.Tensor):
+                yield PartTensor(part, name, "batch", leaf)
+            elif not (name and isinstance(leaf, PLAIN)):
+                raise DeviceError(
+                    f"part {f'{part}.{name}' if name else part} is a {type(leaf).__name__}: a part is a module, an "
+                    "optimizer, a GradScaler, an EMA, a tensor, or a mapping, list, tuple or dataclass of tensors"
+                )
+
+
+def _module_tensors(part: str, module: torch.nn.Module) -> Iterator[PartTensor]:
+    """Tied tensors come once, under their first name."""
+    hooks = hooks_by_path(module)
+    seen: set[int] = set()
+    for path, owner in module.named_modules():
+        prefix, hook = (f"{path}." if path else ""), hooks.get(path)
+        found: list[tuple[str, AuditKind, torch.Tensor]] = [
+            *((name, "parameter", parameter) for name, parameter in owner.named_parameters(recurse=False)),
+            *((name, "buffer", buffer) for name, buffer in owner.named_buffers(recurse=False)),
+        ]
+        if hook is None:
+            values = vars(owner).items()
+            found += [(name, "attribute", value) for name, value in values if isinstance(value, torch.Tensor)]
+        for name, kind, tensor in found:
+            if id(tensor) in seen or (kind == "attribute" and not tensor.ndim):
+                continue
+            seen.add(id(tensor))
+            yield PartTensor(part, prefix + name, kind, tensor, hook)
+            if kind == "parameter" and tensor.grad is not None:
+                yield PartTensor(part, prefix + name, "gradient", tensor.grad, hook)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from copy import copy
+from typing import Any, ClassVar
 
 import torch
+from typing_extensions import override
 
 Modules = Mapping[str, torch.nn.Module]
 """Modules by the name of the part."""
@@ -22,7 +24,6 @@ OFFLOAD_ATTRIBUTES = ("_hf_hook", "_old_forward", "forward", "_diffusers_hook", 
 _ABSENT = object()
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _CONTAINERS = (list, tuple, dict, set, OrderedDict)
-_COMPARED = (*_PLAIN, set)
 _SAVED_ELSEWHERE = frozenset(("training", *STRUCTURE, *OFFLOAD_ATTRIBUTES))
 
 
@@ -33,80 +34,123 @@ def submodules(modules: Modules) -> Iterator[tuple[str, torch.nn.Module]]:
             yield f"{part}.{path}" if path else part, submodule
 
 
-class TrainingModes:
+def parameters(modules: Modules) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Every parameter with its dotted name, the part first."""
+    for part, module in modules.items():
+        for name, parameter in module.named_parameters():
+            yield f"{part}.{name}", parameter
+
+
+class Snapshot:
+    """Something as it is now, which can be restored."""
+
+    def restore(self) -> None:
+        """Put it back as it was."""
+        raise NotImplementedError
+
+    def changes(self) -> Iterator[str]:
+        """What differs, in words: nothing, where another snapshot reports it."""
+        yield from ()
+
+
+class _Flags(Snapshot):
+    """A flag of each of some objects."""
+
+    def __init__(self, flag: str, owners: Iterable[tuple[str, Any]]):
+        self._flag = flag
+        self._kept = [(name, owner, getattr(owner, flag)) for name, owner in owners]
+
+    @override
+    def restore(self) -> None:
+        for _, owner, value in self._kept:
+            if getattr(owner, self._flag) != value:
+                setattr(owner, self._flag, value)
+
+    @override
+    def changes(self) -> Iterator[str]:
+        for name, owner, value in self._kept:
+            if getattr(owner, self._flag) != value:
+                yield f"{name}: {self._flag} is {not value}"
+
+
+class TrainingModes(_Flags):
     """The training flag of every submodule."""
 
     def __init__(self, modules: Modules):
-        self._flags = [(name, module, module.training) for name, module in submodules(modules)]
-
-    def restore(self) -> None:
-        """Set the flags that differ."""
-        for _, module, training in self._flags:
-            if module.training != training:
-                module.training = training
-
-    def changes(self) -> Iterator[str]:
-        """The submodules in another mode."""
-        for name, module, training in self._flags:
-            if module.training != training:
-                yield f"{name}: is in {'train' if module.training else 'eval'} mode"
+        super().__init__("training", submodules(modules))
 
 
-class RequiresGrad:
+class RequiresGrad(_Flags):
     """Which parameters are trained."""
 
     def __init__(self, modules: Modules):
-        self._flags = [
-            (f"{part}.{name}", parameter, parameter.requires_grad)
-            for part, module in modules.items()
-            for name, parameter in module.named_parameters()
-        ]
+        super().__init__("requires_grad", parameters(modules))
 
+
+class _Contents(Snapshot):
+    """What some dicts, lists and sets hold, by reference."""
+
+    def __init__(self, containers: Iterable[tuple[str, Any]]):
+        self._kept = [(name, contents, copy(contents)) for name, contents in containers]
+
+    @override
     def restore(self) -> None:
-        """Set the flags that differ."""
-        for _, parameter, requires_grad in self._flags:
-            if parameter.requires_grad != requires_grad:
-                parameter.requires_grad_(requires_grad)
-
-    def changes(self) -> Iterator[str]:
-        """The parameters whose flag differs."""
-        for name, parameter, requires_grad in self._flags:
-            if parameter.requires_grad != requires_grad:
-                yield f"{name}: requires_grad is {parameter.requires_grad}"
-
-
-class _Contents:
-    """The contents of some dicts of every submodule, by reference."""
-
-    def __init__(self, dicts: Iterable[tuple[str, dict[Any, Any]]]):
-        self._kept = [(name, contents, dict(contents)) for name, contents in dicts]
-
-    def restore(self) -> None:
-        """Put back what the dicts held."""
         for _, contents, kept in self._kept:
-            if _differs(contents, kept):
+            if _same_items(contents, kept):
+                continue
+            if isinstance(contents, list):
+                contents[:] = kept
+            else:
                 contents.clear()
                 contents.update(kept)
 
+    @override
     def changes(self) -> Iterator[str]:
-        """The keys that were added, removed or replaced."""
         for name, contents, kept in self._kept:
-            for key in (*kept, *(key for key in contents if key not in kept)):
-                if contents.get(key, _ABSENT) is not kept.get(key, _ABSENT):
-                    yield f"{name}.{key}: was {_verb(key, contents, kept)}"
+            if isinstance(contents, dict):
+                for key in (*kept, *(key for key in contents if key not in kept)):
+                    if not _same(contents.get(key, _ABSENT), kept.get(key, _ABSENT)):
+                        verb = "removed" if key not in contents else "added" if key not in kept else "replaced"
+                        yield f"{name}.{key}: was {verb}"
+            elif not _same_items(contents, kept):
+                yield f"{name}: is {contents!r}, was {kept!r}"
+
+
+class _Attributes(Snapshot):
+    """Attributes in the `__dict__` of modules, by reference: past what the classes make of setting them."""
+
+    differs: ClassVar = "was changed"
+
+    def __init__(self, attributes: Iterable[tuple[str, torch.nn.Module, str]]):
+        self._kept = [
+            (name, module, attribute, vars(module).get(attribute, _ABSENT)) for name, module, attribute in attributes
+        ]
+
+    @override
+    def restore(self) -> None:
+        for _, module, attribute, value in self._kept:
+            if value is _ABSENT:
+                vars(module).pop(attribute, None)
+            else:
+                vars(module)[attribute] = value
+
+    @override
+    def changes(self) -> Iterator[str]:
+        for name, module, attribute, value in self._kept:
+            found = vars(module).get(attribute, _ABSENT)
+            if not _same(found, value):
+                yield f"{name}.{attribute}: {'was added' if value is _ABSENT else self.differs}"
 
 
 class ModuleStructure(_Contents):
     """The identity of every Parameter, buffer and submodule: an optimizer refers to the objects themselves."""
 
     def __init__(self, modules: Modules):
-        modules_by_name = list(submodules(modules))
-        super().__init__(
-            (f"{name}.{kind}", vars(module)[kind]) for name, module in modules_by_name for kind in STRUCTURE
-        )
+        by_name = list(submodules(modules))
+        super().__init__((f"{name}.{kind}", vars(module)[kind]) for name, module in by_name for kind in STRUCTURE)
         self._parameters = [
             (f"{name}.{key}", module, key, parameter)
-            for name, module in modules_by_name
+            for name, module in by_name
             for key, parameter in module._parameters.items()
         ]
 
@@ -117,88 +161,73 @@ class ModuleStructure(_Contents):
                 yield name
 
 
-class ModuleHooks:
+class ModuleHooks(_Attributes):
     """The hooks of every submodule: torch's own, and the offload hooks of accelerate and diffusers."""
 
     def __init__(self, modules: Modules):
-        modules_by_name = list(submodules(modules))
+        by_name = list(submodules(modules))
+        super().__init__((name, module, attribute) for name, module in by_name for attribute in OFFLOAD_ATTRIBUTES)
         self._torch = _Contents(
             (f"{name}.{attribute}", value)
-            for name, module in modules_by_name
+            for name, module in by_name
             for attribute, value in vars(module).items()
             if is_hook_dict(attribute, value)
         )
-        self._attributes = [
-            (f"{name}.{attribute}", module, attribute, vars(module).get(attribute, _ABSENT))
-            for name, module in modules_by_name
-            for attribute in OFFLOAD_ATTRIBUTES
-        ]
 
+    @override
     def restore(self) -> None:
-        """Put back the hooks, and remove those that were added."""
+        _Attributes.restore(self)
         self._torch.restore()
-        for _, module, attribute, value in self._attributes:
-            _put_back(module, attribute, value)
 
+    @override
     def changes(self) -> Iterator[str]:
-        """The hooks that were added, removed or replaced."""
         yield from self._torch.changes()
-        for name, module, attribute, value in self._attributes:
-            if vars(module).get(attribute, _ABSENT) is not value:
-                yield f"{name}: was {'added' if value is _ABSENT else 'changed'}"
+        yield from super().changes()
 
 
-class CompiledCalls:
+class CompiledCalls(_Attributes):
     """How compiled submodules are called: by `module.compile()`, or by `torch.compile` of a submodule."""
 
+    differs = "is no longer called as it was compiled"
+
     def __init__(self, modules: Modules):
-        self._kept = [
-            (name, module, attribute, vars(module)[attribute])
+        super().__init__(
+            (name, module, attribute)
             for name, module in submodules(modules)
             for attribute in _compiled_attributes(module)
-        ]
-
-    def restore(self) -> None:
-        """Call compiled what was compiled."""
-        for _, module, attribute, value in self._kept:
-            _put_back(module, attribute, value)
-
-    def changes(self) -> Iterator[str]:
-        """The submodules that are called otherwise."""
-        for name, module, attribute, value in self._kept:
-            if vars(module).get(attribute) is not value:
-                yield f"{name}: is no longer called as it was compiled"
+        )
 
 
-class ModuleSettings:
+class ModuleSettings(_Attributes):
     """Plain data, functions and containers on every submodule.
 
     Among them are LoRA adapters and their scale, gradient checkpointing, tiling and slicing, attention processors.
     """
 
     def __init__(self, modules: Modules):
-        self._kept = [
-            (name, module, {key: (value, _copied(value)) for key, value in _plain_attributes(module)})
-            for name, module in submodules(modules)
-        ]
+        self._settings = [(name, module, dict(_plain_attributes(module))) for name, module in submodules(modules)]
+        super().__init__((name, module, key) for name, module, settings in self._settings for key in settings)
+        self._contents = _Contents(
+            found
+            for name, _, settings in self._settings
+            for key, value in settings.items()
+            for found in _containers(f"{name}.{key}", value)
+        )
 
+    @override
     def restore(self) -> None:
-        """Put back the attributes and what containers hold, and remove attributes that were added."""
-        for _, module, kept in self._kept:
-            for key in [key for key, _ in _plain_attributes(module) if key not in kept]:
+        for _, module, settings in self._settings:
+            for key in [key for key, _ in _plain_attributes(module) if key not in settings]:
                 del vars(module)[key]
-            for key, (value, contents) in kept.items():
-                _refill(value, contents)
-                _put_back(module, key, value)
+        _Attributes.restore(self)
+        self._contents.restore()
 
+    @override
     def changes(self) -> Iterator[str]:
-        """The attributes that differ, were added or removed."""
-        for name, module, kept in self._kept:
-            for key, (_, contents) in kept.items():
-                found = vars(module).get(key, _ABSENT)
-                if found is _ABSENT or not _same(found, contents):
-                    yield f"{name}.{key}: is {'gone' if found is _ABSENT else repr(found)}, was {contents!r}"
-            yield from (f"{name}.{key}: was added" for key, _ in _plain_attributes(module) if key not in kept)
+        yield from super().changes()
+        yield from self._contents.changes()
+        for name, module, settings in self._settings:
+            yield from (f"{name}.{key}: was added" for key, _ in _plain_attributes(module) if key not in settings)
 
 
 def call_eagerly(modules: Modules) -> None:
@@ -232,51 +261,25 @@ def _plain_attributes(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
             yield key, value
 
 
-def _copied(value: Any) -> Any:
-    if isinstance(value, dict):
-        return type(value)((key, _copied(child)) for key, child in value.items())
-    return type(value)(map(_copied, value)) if type(value) in _CONTAINERS else value
-
-
-def _refill(value: Any, contents: Any) -> None:
-    """Give a list, dict or set of the module its contents again. A tuple cannot change, but the items in it can."""
-    if _same(value, contents):
+def _containers(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Every container in a setting. A tuple cannot change, but what is in it can."""
+    if type(value) not in _CONTAINERS:
         return
-    if isinstance(value, tuple):
-        for child, child_contents in zip(value, contents, strict=True):
-            _refill(child, child_contents)
-    elif isinstance(value, list):
-        value[:] = _copied(contents)
-    elif isinstance(value, dict | set):
-        value.clear()
-        value.update(_copied(contents))
+    if type(value) is not tuple:
+        yield name, value
+    children = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, child in children:
+        yield from _containers(f"{name}.{key}", child)
+
+
+def _same_items(one: Any, other: Any) -> bool:
+    if isinstance(one, set):
+        return bool(one == other)
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(_same(one[key], other[key]) for key in one)
+    return len(one) == len(other) and all(map(_same, one, other))
 
 
 def _same(one: Any, other: Any) -> bool:
-    if one is other:
-        return True
-    # True == 1, and a setting that became another type has changed.
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, dict):
-        return list(one) == list(other) and all(_same(one[key], other[key]) for key in one)
-    if type(one) in (list, tuple):
-        return len(one) == len(other) and all(map(_same, one, other))
-    # Other objects in a container, such as peft's LoraConfig, are compared by identity alone.
-    return isinstance(one, _COMPARED) and bool(one == other or one != one)
-
-
-def _put_back(module: torch.nn.Module, attribute: str, value: Any) -> None:
-    # Past Module.__setattr__, which would look into parameters and submodules.
-    if value is _ABSENT:
-        vars(module).pop(attribute, None)
-    elif vars(module).get(attribute, _ABSENT) is not value:
-        vars(module)[attribute] = value
-
-
-def _differs(contents: Mapping[Any, Any], kept: Mapping[Any, Any]) -> bool:
-    return list(contents) != list(kept) or any(contents[key] is not kept[key] for key in kept)
-
-
-def _verb(key: Any, contents: Mapping[Any, Any], kept: Mapping[Any, Any]) -> str:
-    return "removed" if key not in contents else "added" if key not in kept else "replaced"
+    """Whether they are one object, or equal plain values of one type: True == 1, but a setting has changed."""
+    return one is other or (type(one) is type(other) and isinstance(one, _PLAIN) and bool(one == other or one != one))

@@ -5,29 +5,36 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from latentcache.devices.audit import audit
-from latentcache.devices.offload import numbered
-from latentcache.devices.part_tensors import is_optimizer, is_scaler
 from latentcache.devices.placement import DeviceLike, device_of
+from latentcache.devices.tensor_location import is_optimizer, is_scaler, numbered
 from latentcache.errors import PhaseError
-from latentcache.phases.averaged_weights import EmaWeights, ScheduleFreeMode
-from latentcache.phases.model_parts import ModelParts
+from latentcache.phases.model_parts import GatheredShards, ModelParts, why_rearranged
 from latentcache.phases.module_state import (
     CompiledCalls,
     ModuleHooks,
     ModuleSettings,
     ModuleStructure,
     RequiresGrad,
+    Snapshot,
     TrainingModes,
     call_eagerly,
+    parameters,
 )
 from latentcache.phases.process_state import GlobalFlags, RandomStreams
-from latentcache.phases.sharding import GatheredShards, why_rearranged
-from latentcache.phases.weights import Gradients, KeptMemory, WeightDtypes, Weights, named_weights
+from latentcache.phases.weights import (
+    EmaWeights,
+    Gradients,
+    KeptMemory,
+    ScheduleFreeMode,
+    WeightDtypes,
+    Weights,
+    named_weights,
+)
 from latentcache.utils.signals import uninterrupted
 
 
@@ -284,12 +291,6 @@ class Phases:
         return self._base[1] if self._base else self._phases["train"]
 
 
-class _Snapshot(Protocol):
-    def restore(self) -> None: ...
-
-    def changes(self) -> Iterator[str]: ...
-
-
 class _OpenPhase:
     """A phase from its beginning to its end: what it declares, and snapshots of everything that it must restore."""
 
@@ -302,22 +303,17 @@ class _OpenPhase:
             if part in weights.parts or why_rearranged(module) is None
         }
         fixed = {part: module for part, module in settled.items() if part not in model.immovable}
-        self.trained = {
-            f"{part}.{path}"
-            for part, module in fixed.items()
-            for path, parameter in module.named_parameters()
-            if parameter.requires_grad
-        }
+        self.trained = {name for name, parameter in parameters(fixed) if parameter.requires_grad}
         self.structure = ModuleStructure(fixed)
         gathered = GatheredShards(model.modules)  # before any use of the parameters: gathered ones are others
         self.averages: list[EmaWeights | ScheduleFreeMode] = [
             ScheduleFreeMode(part) for part in model.parts.values() if is_optimizer(part)
         ]
         if model.parts.get("ema") is not None and "unet" in model.modules:
-            parameters = list(model.modules["unet"].parameters())
-            self.averages.append(EmaWeights(model.parts["ema"], parameters, needed=phase.averaged))
+            averaged = list(model.modules["unet"].parameters())
+            self.averages.append(EmaWeights(model.parts["ema"], averaged, needed=phase.averaged))
         # In the order in which they are restored. Random streams are last: nothing after them may draw.
-        self._snapshots: tuple[_Snapshot, ...] = (
+        self._snapshots: tuple[Snapshot, ...] = (
             ModuleHooks(fixed),
             CompiledCalls(model.modules),
             self.structure,

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.utils._pytree import tree_flatten
 
 from latentcache.devices.rng import rng_state, set_rng_state
+from latentcache.phases.module_state import Snapshot
+
+GlobalFlag: TypeAlias = "tuple[Callable[[], Any], Callable[[Any], object]]"
+"""One global setting of torch: how it is read, and how it is set."""
 
 
-@dataclass(frozen=True, slots=True)
-class GlobalFlag:
-    """One global setting of torch: how it is read and how it is set."""
-
-    get: Callable[[], Any]
-    set: Callable[[Any], object]
-
-
-class RandomStreams:
+class RandomStreams(Snapshot):
     """The states of Python's, NumPy's and torch's generators, on the CPU and on every accelerator."""
 
     def __init__(self) -> None:
@@ -39,27 +34,27 @@ class RandomStreams:
                 yield f"random state of {name}: it is another than at the beginning of the phase"
 
 
-class GlobalFlags:
+class GlobalFlags(Snapshot):
     """torch's global flags: gradients, autocast, default dtype, determinism, cuDNN, matmul and attention kernels."""
 
     def __init__(self, device: torch.device):
         self._flags = dict(_flags(device))
-        self._values = {name: flag.get() for name, flag in self._flags.items()}
+        self._values = {name: get() for name, (get, _) in self._flags.items()}
 
     def restore(self) -> None:
         """Set the flags that differ."""
         # A cast of EMA weights that autocast keeps would be trained with; without gradients it would cut the graph.
         torch.clear_autocast_cache()
-        for name, flag in self._flags.items():
+        for name, (get, put) in self._flags.items():
             value = self._values[name]
             # A read that fails is of a legacy flag, while torch's newer name for it is set: that one comes later.
-            if value is not _MIXED and flag.get() not in (value, _MIXED):
-                flag.set(value)
+            if value is not _MIXED and get() not in (value, _MIXED):
+                put(value)
 
     def changes(self) -> Iterator[str]:
         """The flags that differ."""
-        for name, flag in self._flags.items():
-            found, value = flag.get(), self._values[name]
+        for name, (get, _) in self._flags.items():
+            found, value = get(), self._values[name]
             if found != value:
                 yield f"{name}: is {found}, was {value}"
 
@@ -69,26 +64,16 @@ _MIXED = "set by its newer name"
 
 def _flags(device: torch.device) -> Iterator[tuple[str, GlobalFlag]]:
     """Legacy names before newer ones (torch 2.9): setting a legacy one sets newer ones, which are put back after."""
-    yield "grad mode", GlobalFlag(torch.is_grad_enabled, torch.set_grad_enabled)
-    yield "default dtype", GlobalFlag(torch.get_default_dtype, torch.set_default_dtype)
-    yield "autocast cache", GlobalFlag(torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled)
+    yield "grad mode", (torch.is_grad_enabled, torch.set_grad_enabled)
+    yield "default dtype", (torch.get_default_dtype, torch.set_default_dtype)
+    yield "autocast cache", (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled)
     for kind in dict.fromkeys(("cpu", device.type)):
-        yield (
-            f"autocast on {kind}",
-            GlobalFlag(partial(torch.is_autocast_enabled, kind), partial(torch.set_autocast_enabled, kind)),
-        )
-        yield (
-            f"autocast dtype on {kind}",
-            GlobalFlag(partial(torch.get_autocast_dtype, kind), partial(torch.set_autocast_dtype, kind)),
-        )
-    yield (
-        "deterministic algorithms",
-        GlobalFlag(_determinism, lambda value: torch.use_deterministic_algorithms(**value)),
-    )
-    yield (
-        "float32 matmul precision",
-        GlobalFlag(_legacy(torch.get_float32_matmul_precision), torch.set_float32_matmul_precision),
-    )
+        is_enabled, enable = partial(torch.is_autocast_enabled, kind), partial(torch.set_autocast_enabled, kind)
+        yield f"autocast on {kind}", (is_enabled, enable)
+        get_dtype, set_dtype = partial(torch.get_autocast_dtype, kind), partial(torch.set_autocast_dtype, kind)
+        yield f"autocast dtype on {kind}", (get_dtype, set_dtype)
+    yield "deterministic algorithms", (_determinism, lambda value: torch.use_deterministic_algorithms(**value))
+    yield "float32 matmul precision", (_legacy(torch.get_float32_matmul_precision), torch.set_float32_matmul_precision)
     backends = torch.backends
     for owner, name, settings in (
         (backends.cudnn, "cudnn", ("enabled", "benchmark", "deterministic", "allow_tf32")),
@@ -111,14 +96,11 @@ def _flags(device: torch.device) -> Iterator[tuple[str, GlobalFlag]]:
     ):
         for setting in settings:
             if owner is not None and hasattr_quietly(owner, setting):
-                yield (
-                    f"{name}.{setting}",
-                    GlobalFlag(_legacy(partial(getattr, owner, setting)), partial(setattr, owner, setting)),
-                )
+                yield f"{name}.{setting}", (_legacy(partial(getattr, owner, setting)), partial(setattr, owner, setting))
     for kernel in ("flash", "mem_efficient", "math", "cudnn"):
         get = getattr(backends.cuda, f"{kernel}_sdp_enabled", None)
         if get is not None:
-            yield f"{kernel} attention", GlobalFlag(get, getattr(backends.cuda, f"enable_{kernel}_sdp"))
+            yield f"{kernel} attention", (get, getattr(backends.cuda, f"enable_{kernel}_sdp"))
 
 
 def hasattr_quietly(owner: Any, name: str) -> bool:

@@ -1,17 +1,23 @@
-"""The tensors of a model's parts: where each is, and the memory that it gets back.
+"""The tensors of a model's parts: where each is, the memory that it gets back, and averages in the place of weights.
 
 Tensors are moved by giving the same Parameter or buffer object other data. So an optimizer keeps its parameters, and
 gradients are not touched. While a phase is open the memory of each tensor is kept: a tensor that is moved, or cast
-there and back, gets its own memory again.
+there and back, gets its own memory again. Averages are an EMA's, or those of a schedule-free optimizer: they are
+swapped in and out by their own methods, and the trained weights are copied back bit by bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
+
+from latentcache.devices.optimizer import unwrapped
+from latentcache.devices.tensor_location import is_swapped_in
+from latentcache.errors import PhaseError
+from latentcache.phases.module_state import Modules, Snapshot, parameters
 
 NUM_SAMPLED = 4
 """Numbers of each tensor that are compared at the end of a phase. Mistakes that change weights in place, such as
@@ -51,7 +57,7 @@ class KeptMemory:
                 tensor.data = values
 
 
-class Weights:
+class Weights(Snapshot):
     """All parameters and buffers of some modules, and averages of an EMA: where they were when a phase began."""
 
     def __init__(self, parts: Mapping[str, Any], memory: KeptMemory, park: torch.device, *, outermost: bool = False):
@@ -112,7 +118,7 @@ class Weights:
         return chain.from_iterable(self._tensors.values())
 
 
-class WeightDtypes:
+class WeightDtypes(Snapshot):
     """The dtypes of weights. They are restored after averages were swapped out, because the swap needs kept memory."""
 
     def __init__(self, weights: Weights):
@@ -122,19 +128,14 @@ class WeightDtypes:
         """Cast the weights whose dtype is another."""
         self._weights.restore_dtypes()
 
-    def changes(self) -> Iterator[str]:
-        """None: `Weights` reports them."""
-        yield from ()
 
-
-class Gradients:
+class Gradients(Snapshot):
     """The gradients that wait for the optimizer. Phases do not touch them; `Module.to` inside a phase would."""
 
-    def __init__(self, modules: Mapping[str, torch.nn.Module]):
+    def __init__(self, modules: Modules):
         self._kept = [
-            (f"{part}.{name}", parameter, parameter.grad, None if parameter.grad is None else parameter.grad.detach())
-            for part, module in modules.items()
-            for name, parameter in module.named_parameters()
+            (name, parameter, parameter.grad, None if parameter.grad is None else parameter.grad.detach())
+            for name, parameter in parameters(modules)
         ]
 
     def restore(self) -> None:
@@ -151,6 +152,106 @@ class Gradients:
             moved = gradient is not None and values is not None and not _is_same_memory(gradient, values)
             if parameter.grad is not gradient or moved:
                 yield f"{name}: has another gradient"
+
+
+class EmaWeights(Snapshot):
+    """The weights of an EMA with `store`, `copy_to` and `restore`, as diffusers' EMAModel has them.
+
+    A phase that does not swap them in swaps them out at its end if other code left them in. An EMA that does not fit
+    is a PhaseError where it is `needed`; elsewhere it is left alone.
+    """
+
+    def __init__(self, ema: Any, parameters: Sequence[torch.nn.Parameter], *, needed: bool):
+        self._ema = ema
+        self._was_in = is_swapped_in(ema)
+        self._parameters: list[torch.nn.Parameter] = []
+        if not self._was_in and (needed or why_unfit(ema, parameters) is None):
+            self._parameters = ema_parameters(ema, parameters)
+
+    def swap_in(self) -> None:
+        """Swap the averages in, unless the phase around this one did."""
+        if not self._was_in:
+            self._ema.store(self._parameters)
+            self._ema.copy_to(self._parameters)
+
+    def restore(self) -> None:
+        """Swap the averages out, also where other code swapped them in."""
+        if self._parameters and is_swapped_in(self._ema):
+            self._ema.restore(self._parameters)
+
+    def changes(self) -> Iterator[str]:
+        """Whether the averages are in or out, if that differs."""
+        if is_swapped_in(self._ema) != self._was_in:
+            yield f"ema: its weights are {'in' if is_swapped_in(self._ema) else 'no longer in'} the model"
+
+
+class ScheduleFreeMode(Snapshot):
+    """The mode of a schedule-free optimizer: in `eval` the parameters hold the averaged weights.
+
+    Its own `train()` after `eval()` interpolates back, which rounds. So the parameters are copied back too.
+    """
+
+    def __init__(self, optimizer: Any):
+        # Of any class: schedulefree's wrapper around other optimizers is no torch.optim.Optimizer.
+        self._optimizer = unwrapped(optimizer)
+        self._was_training = is_training(self._optimizer)
+        self._stored: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def swap_in(self) -> None:
+        """Put the optimizer into eval mode, unless it is in it already or has no such modes."""
+        if self._was_training:
+            parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+            self._stored = [(parameter, parameter.detach().to("cpu", copy=True)) for parameter in parameters]
+            self._optimizer.eval()
+
+    def restore(self) -> None:
+        """Put the optimizer back into its mode, and the parameters to their trained values."""
+        if self._was_training and not is_training(self._optimizer):
+            self._optimizer.train()
+        with torch.no_grad():
+            for parameter, values in self._stored:
+                parameter.data.copy_(values)
+
+    def changes(self) -> Iterator[str]:
+        """The mode, if it differs."""
+        if is_training(self._optimizer) != self._was_training:
+            yield f"optimizer: is in {'train' if not self._was_training else 'eval'} mode"
+
+
+def ema_parameters(ema: Any, parameters: Sequence[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+    """The parameters that the EMA averages: all of those given, or those that are trained. Raises PhaseError."""
+    reason = why_unfit(ema, parameters)
+    if reason is not None:
+        raise PhaseError(reason, phase="validate")
+    if len(ema.shadow_params) == len(parameters):
+        return list(parameters)
+    return [parameter for parameter in parameters if parameter.requires_grad]
+
+
+def why_unfit(ema: Any, parameters: Sequence[torch.nn.Parameter]) -> str | None:
+    """Why the EMA's weights cannot be put into these parameters, or None."""
+    missing = [name for name in ("store", "copy_to", "restore") if not callable(getattr(ema, name, None))]
+    missing += [] if hasattr(ema, "shadow_params") else ["shadow_params"]
+    if missing:
+        return (
+            f"the ema is a {type(ema).__name__} without {', '.join(missing)}; use one such as diffusers' EMAModel, or "
+            "swap its weights in yourself and leave out ema"
+        )
+    num_trained = sum(parameter.requires_grad for parameter in parameters)
+    num_averaged = len(ema.shadow_params)
+    if num_averaged in (len(parameters), num_trained):
+        return None
+    return (
+        f"the ema averages {num_averaged} parameters, but the unet has {len(parameters)}, {num_trained} of them "
+        "trained; build it over one of these"
+    )
+
+
+def is_training(optimizer: Any) -> bool:
+    """Whether a schedule-free optimizer is in train mode; False for optimizers that have no such mode."""
+    # schedulefree's optimizers keep the mode in each group, its wrapper around other optimizers in itself.
+    modes = (getattr(optimizer, "train_mode", False), *(group.get("train_mode") for group in optimizer.param_groups))
+    return any(modes) and callable(getattr(optimizer, "train", None))
 
 
 def named_weights(part: Any) -> Iterator[tuple[str, torch.Tensor]]:

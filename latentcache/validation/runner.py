@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from latentcache.config import Config
-from latentcache.devices.offload import hooks_by_path
 from latentcache.devices.placement import dtype_of
+from latentcache.devices.tensor_location import hooks_by_path
 from latentcache.errors import ConfigError
 from latentcache.loading.cache import LatentCache
 from latentcache.models.part_identity import check_frozen
 from latentcache.models.unet import check_conditioning
+from latentcache.phases.model_parts import why_sharded
 from latentcache.phases.phases import Phases
-from latentcache.phases.sharding import why_sharded
 from latentcache.utils.progress import Progress
 from latentcache.validation.cold_cache import ColdCacheFiller
 from latentcache.validation.loss import check_loss_settings, validation_loss

@@ -17,8 +17,8 @@ from PIL import Image
 
 from latentcache.config import ValidationConfig, suggest
 from latentcache.devices.guard import check_same_device
-from latentcache.devices.offload import offload_hook_of
 from latentcache.devices.placement import DeviceLike, device_of, placed
+from latentcache.devices.tensor_location import offload_hook_of
 from latentcache.errors import ConfigError, ModelError, SampleError
 from latentcache.loading.cache import LatentCache
 from latentcache.models.decoding import Decoded, decode_fitting, downscale_factor

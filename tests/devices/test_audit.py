@@ -15,8 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from latentcache.devices.audit import audit
-from latentcache.devices.audit_report import AuditFinding, AuditReport
+from latentcache.devices.audit import AuditFinding, AuditReport, audit
 from latentcache.errors import DeviceError, DeviceMismatchError
 
 

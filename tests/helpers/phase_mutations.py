@@ -15,7 +15,7 @@ from helpers.phase_runs import leave_no_trace
 from helpers.phase_training import VARIANTS
 
 from latentcache.errors import PhaseError
-from latentcache.phases import averaged_weights, module_state, process_state, weights
+from latentcache.phases import module_state, process_state, weights
 
 
 def restores() -> list[tuple[Any, str, int]]:
@@ -26,12 +26,11 @@ def restores() -> list[tuple[Any, str, int]]:
         (module_state._Contents, "restore"),
         (module_state.ModuleHooks, "restore"),
         (module_state.ModuleSettings, "restore"),
-        (module_state, "_put_back"),
-        (module_state, "_refill"),
+        (module_state._Attributes, "restore"),
         (process_state.RandomStreams, "restore"),
         (process_state.GlobalFlags, "restore"),
-        (averaged_weights.EmaWeights, "restore"),
-        (averaged_weights.ScheduleFreeMode, "restore"),
+        (weights.EmaWeights, "restore"),
+        (weights.ScheduleFreeMode, "restore"),
         (weights.Weights, "restore"),
         (weights.Weights, "restore_dtypes"),
         (weights.KeptMemory, "put"),

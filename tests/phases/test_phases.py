@@ -48,8 +48,7 @@ def test_each_disturbance_shows_without_the_switch(disturb: Callable[[Training],
 
 
 NOT_HERE = (
-    "module.set_rng_state(stream)",
-    "module.set_rng_state(stream, index)",
+    "torch.get_device_module(here).set_rng_state(stream, *position)",
     "self._kept[id(tensor)] = (tensor, values)",
 )
 """Statements that act where there is an accelerator: tests/sim takes these out."""

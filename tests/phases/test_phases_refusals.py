@@ -24,10 +24,9 @@ from hypothesis import strategies as st
 
 from latentcache.errors import LatentCacheError, PhaseError
 from latentcache.phases import model_parts, phases, process_state
-from latentcache.phases.averaged_weights import EmaWeights
 from latentcache.phases.module_state import ModuleSettings, RequiresGrad, TrainingModes
 from latentcache.phases.phases import Phase, Phases
-from latentcache.phases.weights import Weights
+from latentcache.phases.weights import EmaWeights, Weights
 from latentcache.utils import signals
 
 CPU = torch.device("cpu")

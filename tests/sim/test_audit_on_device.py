@@ -10,8 +10,7 @@ from accelerate import cpu_offload, cpu_offload_with_hook, dispatch_model
 from diffusers.hooks import apply_group_offloading
 from diffusers.training_utils import EMAModel
 
-from latentcache.devices.audit import audit
-from latentcache.devices.audit_report import AuditReport
+from latentcache.devices.audit import AuditReport, audit
 from latentcache.models.tiny import tiny_sdxl, tiny_unet
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {

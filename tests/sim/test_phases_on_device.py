@@ -30,7 +30,11 @@ def test_all_disturbances_at_once_are_put_back(variant: str, device: torch.devic
     leave_no_trace(device, variant, DISTURBANCES)
 
 
-ON_DEVICE = ("module.set_rng_state(stream, index)", "tensor.data = values", "gradient.data = values")
+ON_DEVICE = (
+    "torch.get_device_module(here).set_rng_state(stream, *position)",
+    "tensor.data = values",
+    "gradient.data = values",
+)
 
 
 @pytest.mark.parametrize(("owner", "name", "number"), cases(lambda text: text in ON_DEVICE))

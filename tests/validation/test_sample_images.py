@@ -14,7 +14,7 @@ from diffusers import DDPMScheduler, DPMSolverMultistepScheduler, EulerDiscreteS
 
 from latentcache import LatentCache
 from latentcache.config import ValidationConfig, parse_config
-from latentcache.devices.offload import offload_hook_of
+from latentcache.devices.tensor_location import offload_hook_of
 from latentcache.errors import ConfigError, DeviceMismatchError, ModelError
 from latentcache.models.decoding import decode_latents
 from latentcache.models.tiny import tiny_pipeline, tiny_sdxl
