@@ -30,13 +30,10 @@ from latentcache.identity import (
 from latentcache.interop.reports import Difference, ImportReport
 from latentcache.models.model_loader import Models
 from latentcache.models.vae import DTYPES, latents_from_moments, posterior_std
-from latentcache.precache.context import RunContext
 from latentcache.precache.encodings import TEXT_BATCH_SIZE, choose_encodings, load_models
-from latentcache.precache.failures import Failure
 from latentcache.precache.image_stage import ImageStage
-from latentcache.precache.plan import ImageTask, TextTask
-from latentcache.precache.report import Report
-from latentcache.precache.shard import Batches, Shard
+from latentcache.precache.plan import Batches, ImageTask, Shard, TextTask
+from latentcache.precache.report import Failure, Report, RunContext
 from latentcache.precache.text_stage import TextStage
 from latentcache.precache.workspace import Workspace
 from latentcache.store.base import Writer

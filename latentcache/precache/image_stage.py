@@ -15,8 +15,8 @@ writer two packs.
 from __future__ import annotations
 
 import logging
+import math
 import os
-import time
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -31,14 +31,14 @@ import torch
 from latentcache.dataset.images import decode, prepare
 from latentcache.devices.placement import placed
 from latentcache.devices.transfer import Download, transfer_to
-from latentcache.errors import EncodeError, ImageRefused
+from latentcache.errors import ImageRefused
 from latentcache.identity import digest
 from latentcache.models.batching import BatchRunner
 from latentcache.models.settings import vae_settings
 from latentcache.models.vae import DTYPES, encode_images, keep_output, problems
-from latentcache.precache.context import RunContext, storing_worker, timed
-from latentcache.precache.failures import Failure
+from latentcache.precache.encodings import Encodings
 from latentcache.precache.plan import ImageTask
+from latentcache.precache.report import Failure, RunContext, storing_worker, timed
 from latentcache.provenance import Provenance
 from latentcache.types import Entry, Record
 from latentcache.utils.concurrency import BackgroundWorker, bounded_map, lower_priority
@@ -58,59 +58,40 @@ class ImageStage:
     """Encodes images in batches of one bucket."""
 
     def __init__(self, context: RunContext):
-        self._context = context
+        assert isinstance(context.encodings, Encodings)
+        self._context, self._encodings = context, context.encodings
         self._placement = context.encodings.vae
         self._transfer = transfer_to(self._placement.device)
         self._retries: deque[tuple[ImageItem, str]] = deque()
         """Images with bad outputs, and their problem, from the background thread to the main one."""
 
-    def run(self, batches: Sequence[Sequence[ImageTask]]) -> tuple[float, int]:
-        """Encode the batches, and return how long that took, without loading, and how many pixels were done."""
-        context, placement = self._context, self._placement
-        with ExitStack() as stack:
-            with timed(context.report, "load"):
-                vae: Any = stack.enter_context(placed(context.models.vae(placement.dtype), placement.device))
-            context.progress.start("encode images", sum(map(len, batches)))
-            started = time.monotonic()
-            stack.enter_context(vae_settings(vae, compile=context.encode.compile))
-            num_pixels = self._encode(vae, batches)
-        seconds = time.monotonic() - started
-        context.progress.finish()
-        return seconds, num_pixels
-
-    def _encode(self, vae: Any, batches: Sequence[Sequence[ImageTask]]) -> int:
-        context, num_pixels = self._context, 0
+    def run(self, batches: Sequence[Sequence[ImageTask]]) -> int:
+        """Encode the batches, and return how many pixels were done."""
+        context, placement, num_pixels = self._context, self._placement, 0
         num_workers = context.encode.num_workers
         num_threads = (os.cpu_count() or 1) if num_workers == "auto" else num_workers
-        runner: BatchRunner[ImageItem, torch.Tensor] = BatchRunner(
-            "vae", self._placement.batch_size, self._placement.device
-        )
-        with (
-            ThreadPoolExecutor(num_threads, "latentcache-decode", initializer=lower_priority) as executor,
-            storing_worker(self._placement.device) as worker,
-        ):
-            groups = self._groups(batches, executor, num_threads + context.encodings.image_group_size)
-            results = runner.run_ahead(
-                groups,
-                partial(self._launch, vae),
-                self._fetch,
-                self._out_of_memory,
-                num_ahead=int(self._transfer.overlaps),
-            )
-            try:
-                for items, moments in results:
-                    with timed(context.report, "write"):
-                        worker.call(self._store, items, moments)
-                    num_pixels += sum(item.pixels.shape[0] * item.pixels.shape[1] for item in items)
-                    context.progress.advance(len(items))
-                    self._retry(worker)
-                    if context.is_stopped():
-                        break
-            finally:
-                groups.close()  # cancels the decoding of what still waits
+        with ExitStack() as stack:
+            with timed(context.report, "load"):
+                vae = stack.enter_context(placed(context.models.vae(placement.dtype), placement.device))
+            context.progress.start("encode images", sum(map(len, batches)))
+            stack.enter_context(vae_settings(vae, compile=context.encode.compile))
+            decoders = ThreadPoolExecutor(num_threads, "latentcache-decode", initializer=lower_priority)
+            stack.enter_context(decoders)
+            worker = stack.enter_context(storing_worker(placement.device))
+            groups = self._groups(batches, decoders, num_threads + self._encodings.image_group_size)
+            stack.callback(groups.close)  # cancels the decoding of what still waits
+            for items, moments in self._encoded(vae, groups, placement.batch_size, int(self._transfer.overlaps)):
+                with timed(context.report, "write"):
+                    worker.call(self._store, items, moments)
+                num_pixels += sum(math.prod(item.pixels.shape[:2]) for item in items)
+                context.progress.advance(len(items))
+                self._retry(worker)
+                if context.is_stopped():
+                    break
             with timed(context.report, "write"):
                 worker.finish()
             self._retry(worker)
+        context.progress.finish()
         return num_pixels
 
     # Decoding threads
@@ -144,6 +125,14 @@ class ImageStage:
 
     # Main thread
 
+    def _encoded(
+        self, vae: Any, groups: Iterable[Iterable[ImageItem]], batch_size: int, num_ahead: int
+    ) -> Iterator[tuple[Sequence[ImageItem], torch.Tensor]]:
+        """Batches of images with their moments; images that do not fit into memory are refused."""
+        runner: BatchRunner[ImageItem, torch.Tensor] = BatchRunner("vae", batch_size, self._placement.device)
+        launch = partial(self._launch, vae)
+        return runner.run_ahead(groups, launch, self._fetch, self._context.refuse, num_ahead=num_ahead)
+
     def _launch(self, vae: Any, items: Sequence[ImageItem]) -> Download:
         with timed(self._context.report, "encode"):
             pixels = self._transfer.host_memory((len(items), *items[0].pixels.shape), torch.uint8)
@@ -155,78 +144,48 @@ class ImageStage:
         with timed(self._context.report, "encode"):
             return download.wait()["moments"]
 
-    def _out_of_memory(self, item: ImageItem, error: EncodeError) -> None:
-        self._context.refuse(item.task.key, error)
-
     def _retry(self, worker: BackgroundWorker) -> None:
         """Encode images with bad outputs again, in float32, one at a time."""
         while self._retries:
             item, note = self._retries.popleft()
             # Loaded again, or a copy: a cast does not restore weights that were rounded to half precision.
             with placed(self._context.models.vae(torch.float32), self._placement.device) as vae:
-                runner: BatchRunner[ImageItem, torch.Tensor] = BatchRunner("vae", 1, self._placement.device)
-
-                def encode(items: Sequence[ImageItem], vae: torch.nn.Module = vae) -> torch.Tensor:
-                    return self._fetch(self._launch(vae, items))
-
-                for items, moments in runner.run([item], encode, self._out_of_memory):
-                    worker.call(self._store_retried, items, moments, note)
+                for items, moments in self._encoded(vae, [[item]], batch_size=1, num_ahead=0):
+                    worker.call(self._store, items, moments, note)
 
     # Background thread
 
-    def _store(self, items: Sequence[ImageItem], moments: torch.Tensor) -> None:
-        """Store a batch; images with bad outputs wait for a retry in float32, or are failures."""
-        computed = self._context.encodings.image.compute_dtype
-        for item, outputs, problem in self._finished(items, moments):
-            if problem is None:
-                self._add(item.task, outputs, computed)
-            elif self._placement.dtype == torch.float32:
-                self._fail(item.task, problem, computed)
-            else:
-                note = f"the VAE gave {problem} in {computed}: encoded again in float32"
-                logger.warning("%s: %s", item.task.sample.path, note)
-                self._retries.append((item, note))
-
-    def _store_retried(self, items: Sequence[ImageItem], moments: torch.Tensor, note: str) -> None:
-        for item, outputs, problem in self._finished(items, moments):
-            if problem is None:
-                self._add(item.task, outputs, "float32", note)
-                self._context.report.num_retried_in_float32 += 1
-            else:
-                self._fail(item.task, problem, "float32")
-
-    def _finished(
-        self, items: Sequence[ImageItem], moments: torch.Tensor
-    ) -> Iterator[tuple[ImageItem, dict[str, torch.Tensor], str | None]]:
-        """Each image with what is stored of its moments, and the problem of these values, if any."""
-        encoding = self._context.encodings.image
+    def _store(self, items: Sequence[ImageItem], moments: torch.Tensor, note: str | None = None) -> None:
+        """Store a batch. Images with bad outputs wait for a retry in float32, or are failures; `note` is a retry's."""
+        context, encoding = self._context, self._encodings.image
+        computed_dtype = encoding.compute_dtype if note is None else "float32"
         seeds = [int(item.task.key[:15], 16) for item in items]  # the key depends on the config's seed and the image
         outputs = keep_output(moments, encoding.output, seeds)
         tensors = {name: tensor.to(DTYPES[encoding.store_dtype]) for name, tensor in outputs.items()}
         found = [problems(tensor) for tensor in (moments, *tensors.values())]
         for number, item in enumerate(items):
+            task = item.task
             problem = next((names[number] for names in found if names[number]), None)
-            yield item, {name: tensor[number] for name, tensor in tensors.items()}, problem
-
-    def _add(
-        self, task: ImageTask, outputs: dict[str, torch.Tensor], computed_dtype: str, note: str | None = None
-    ) -> None:
-        context = self._context
-        provenance = Provenance(
-            sample_id=task.sample.sample_id,
-            source_path=task.sample.path,
-            models={"vae": context.models.origin("vae")},
-            device=str(self._placement.device),
-            computed_dtype=computed_dtype,
-            compiled=context.encode.compile and note is None,
-            note=note,
-        )
-        context.store(Entry(Record(task.key, "image", task.identity.to_json(), provenance.to_json()), outputs))
-
-    def _fail(self, task: ImageTask, problem: str, computed_dtype: str) -> None:
-        stored = self._context.encodings.image.store_dtype
-        detail = f"the VAE gave {problem}, computed in {computed_dtype} and stored as {stored}"
-        self._context.fail(task.key, Failure("bad-output", detail, task.sample.path))
+            if problem is None:
+                provenance = Provenance(
+                    sample_id=task.sample.sample_id,
+                    source_path=task.sample.path,
+                    models={"vae": context.models.origin("vae")},
+                    device=str(self._placement.device),
+                    computed_dtype=computed_dtype,
+                    compiled=context.encode.compile and note is None,
+                    note=note,
+                )
+                record = Record(task.key, "image", task.identity.to_json(), provenance.to_json())
+                context.store(Entry(record, {name: tensor[number] for name, tensor in tensors.items()}))
+                context.report.num_retried_in_float32 += note is not None
+            elif computed_dtype == "float32":
+                detail = f"the VAE gave {problem}, computed in float32 and stored as {encoding.store_dtype}"
+                context.fail(task.key, Failure("bad-output", detail, task.sample.path))
+            else:
+                reason = f"the VAE gave {problem} in {computed_dtype}: encoded again in float32"
+                logger.warning("%s: %s", task.sample.path, reason)
+                self._retries.append((item, reason))
 
 
 def _decode(task: ImageTask) -> np.ndarray:

@@ -1,20 +1,28 @@
-"""The work of a run: all samples as manifests, and this process's misses in batches."""
+"""The work of a run: all samples as manifests, and this process's misses in batches.
+
+A batch is formed over hits and misses alike, in the order of the dataset. So all ranks agree on the batches at any
+time, every miss has exactly one owner, and a run of several ranks encodes the same batches as a single process, which
+gives the same bytes.
+"""
 
 from __future__ import annotations
 
-import math
+import os
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from latentcache.config import ImagesConfig
 from latentcache.dataset.manifest import CaptionRef, ImageRef, Manifest, Row
 from latentcache.dataset.samples import Sample, SampleSource
+from latentcache.errors import ConfigError
 from latentcache.identity import ImageIdentity, TextEncoding, TextIdentity, caption_digest
 from latentcache.precache.encodings import TEXT_BATCH_SIZE, Encodings
-from latentcache.precache.shard import Batches, Shard
 from latentcache.store.base import Store
 from latentcache.types import Refusal
+
+Task = TypeVar("Task")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,30 +63,87 @@ class Plan:
     reasons: dict[str, str] = field(default_factory=dict)
     """Key of each miss -> why it is one."""
 
-    @property
-    def num_misses(self) -> int:
-        """Misses of the whole dataset, in entries."""
-        return self.misses_by_reason.total()
 
-    @property
-    def num_captions_to_encode(self) -> int:
-        """Captions of this shard."""
-        return sum(map(len, self.text_batches))
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Rank `rank` of `world_size` processes that share one cache.
 
-    @property
-    def num_pixels_to_encode(self) -> int:
-        """Pixels of this shard's images, after the crop."""
-        tasks = (task for batch in self.image_batches for task in batch)
-        return sum(math.prod(task.identity.preparation.target_size) for task in tasks)
+    `local_rank` chooses the device among those of a machine; None leaves it to torch. `launch` distinguishes
+    one launch of the ranks from another, if the launcher names it.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int | None = None
+    launch: str = ""
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> Shard:
+        """RANK, WORLD_SIZE and LOCAL_RANK, as torchrun sets them; one process without them. Raises ConfigError."""
+        environ = os.environ if environ is None else environ
+        numbers = {"RANK": 0, "WORLD_SIZE": 1}
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+            text = environ.get(name)
+            if text is not None and not text.isdecimal():
+                raise ConfigError(f"{text!r} is not a number; torchrun sets it, or unset it", source=name)
+            if text is not None:
+                numbers[name] = int(text)
+        rank, world_size = numbers["RANK"], numbers["WORLD_SIZE"]
+        if rank >= world_size:
+            raise ConfigError(f"RANK {rank} must be at least 0 and less than WORLD_SIZE {world_size}", source="RANK")
+        launch = environ.get("TORCHELASTIC_RUN_ID") or environ.get("SLURM_JOB_ID") or ""
+        return cls(rank, world_size, numbers.get("LOCAL_RANK"), launch)
+
+
+class Batches(Generic[Task]):
+    """Collects this shard's tasks into batches. Members of a batch share their group, such as a bucket."""
+
+    def __init__(self, shard: Shard):
+        self._shard = shard
+        self._open: dict[Hashable, list[Task | None]] = {}
+        self._whole: list[list[Task]] = []
+        self._partial: dict[Hashable, list[Task]] = {}
+        self._sizes: dict[Hashable, int] = {}
+        self._num_closed = 0
+
+    def add(self, group: Hashable, size: int, task: Task | None) -> None:
+        """Add the next member of `group`, whose batches have `size` members. None is a hit: it takes a place."""
+        self._sizes[group] = size
+        members = self._open.setdefault(group, [])
+        members.append(task)
+        if len(members) == size:
+            self._close(group)
+
+    def finish(self) -> list[list[Task]]:
+        """All batches of this shard, in order."""
+        for group in list(self._open):
+            self._close(group)
+        for group, tasks in self._partial.items():
+            size = self._sizes[group]
+            self._whole += [tasks[start : start + size] for start in range(0, len(tasks), size)]
+        self._partial.clear()
+        return self._whole
+
+    def _close(self, group: Hashable) -> None:
+        members = self._open.pop(group)
+        owner = self._num_closed % self._shard.world_size
+        self._num_closed += 1
+        tasks = [task for task in members if task is not None]
+        if owner != self._shard.rank or not tasks:
+            return
+        if len(tasks) == len(members):
+            self._whole.append(tasks)
+        else:
+            # Batches with hits are joined, or a small addition to a large dataset would be encoded one image at a time.
+            self._partial.setdefault(group, []).extend(tasks)
 
 
 class PlanBuilder:
     """Sorts entries into hits and misses. Each key counts once: equal images and equal captions are one entry."""
 
-    def __init__(self, store: Store, encodings: Encodings, salt: str, shard: Shard):
+    def __init__(self, store: Store, salt: str, shard: Shard):
         self.plan = Plan()
         self.damaged = store.damaged()
-        self.encodings = encodings
         self.salt = salt
         self._store = store
         self._seen: set[str] = set()
@@ -92,33 +157,33 @@ class PlanBuilder:
     def add_image(
         self,
         ref: ImageRef,
+        encodings: Encodings,
         present: set[str],
         why: Callable[[], str],
         task: Callable[[], ImageTask],
     ) -> None:
         """Count an image entry. `why` and `task` are called for misses only: a plan may have millions of hits."""
-        if ref.key in self._seen:
-            return
-        self._seen.add(ref.key)
-        bucket = ref.geometry.target_size
-        is_hit = ref.key in present
-        self._count(ref.key, is_hit, why, self.encodings.image_bytes(bucket))
-        self._images.add(bucket, self.encodings.image_group_size, None if is_hit else task())
+        if ref.key not in self._seen:
+            bucket = ref.geometry.target_size
+            is_miss = self._is_miss(ref.key, present, why, encodings.image_bytes(bucket))
+            self._images.add(bucket, encodings.image_group_size, task() if is_miss else None)
 
     def add_text(
-        self, row: Row, ref: CaptionRef, encoding: TextEncoding, present: set[str], why: Callable[[], str]
+        self,
+        row: Row,
+        ref: CaptionRef,
+        encoding: TextEncoding,
+        num_bytes: int,
+        present: set[str],
+        why: Callable[[], str],
     ) -> None:
-        """Count a text entry."""
-        if ref.key in self._seen:
-            return
-        self._seen.add(ref.key)
-        is_hit = ref.key in present
-        self._count(ref.key, is_hit, why, self.encodings.text_bytes)
-        task = None
-        if not is_hit:
-            identity = TextIdentity(caption_digest(ref.text), encoding, self.salt)
-            task = TextTask(ref.key, identity, ref.text, row.sample_id, row.path)
-        self._texts.add(encoding.clip_skip, TEXT_BATCH_SIZE, task)
+        """Count a text entry of `num_bytes`."""
+        if ref.key not in self._seen:
+            task = None
+            if self._is_miss(ref.key, present, why, num_bytes):
+                identity = TextIdentity(caption_digest(ref.text), encoding, self.salt)
+                task = TextTask(ref.key, identity, ref.text, row.sample_id, row.path)
+            self._texts.add(encoding.clip_skip, TEXT_BATCH_SIZE, task)
 
     def finish(self) -> Plan:
         """The plan with this shard's batches."""
@@ -126,11 +191,12 @@ class PlanBuilder:
         self.plan.text_batches = self._texts.finish()
         return self.plan
 
-    def _count(self, key: str, is_hit: bool, why: Callable[[], str], num_bytes: int) -> None:
-        if is_hit:
+    def _is_miss(self, key: str, present: set[str], why: Callable[[], str], num_bytes: int) -> bool:
+        self._seen.add(key)
+        if key in present:
             self.plan.num_hits += 1
-            return
-        reason = why()
-        self.plan.reasons[key] = reason
+            return False
+        reason = self.plan.reasons[key] = why()
         self.plan.misses_by_reason[reason] += 1
         self.plan.miss_bytes += num_bytes
+        return True

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import islice
 from typing import Any
@@ -17,25 +18,18 @@ from typing import Any
 from latentcache.config import Config, DatasetConfig
 from latentcache.dataset.buckets import assign, bucket_table, fit
 from latentcache.dataset.images import preparation_policy, probe
-from latentcache.dataset.manifest import CaptionRef, ImageRef, Manifest, Manifests, Row, prompts_name
+from latentcache.dataset.manifest import CaptionRef, ImageRef, Manifest, Row, prompts_name
 from latentcache.dataset.samples import Sample
 from latentcache.dataset.sources import open_source
-from latentcache.errors import ImageRefused
-from latentcache.identity import (
-    SCHEMA,
-    ImageIdentity,
-    Preparation,
-    digest,
-    encoding_json,
-    key_of,
-)
-from latentcache.precache.encodings import Encodings
-from latentcache.precache.miss_reasons import History
-from latentcache.precache.plan import ImageTask, Plan, PlanBuilder
-from latentcache.precache.prompts import last_manifest, prompts_manifest, prompts_of_others, text_key
-from latentcache.precache.shard import Shard
-from latentcache.precache.workspace import Workspace
-from latentcache.types import Bucket, Geometry, Refusal, Size, prompt_id
+from latentcache.errors import ImageRefused, SampleError
+from latentcache.identity import SCHEMA, ImageIdentity, Preparation, digest, encoding_json, key_of
+from latentcache.models.model_loader import Models
+from latentcache.precache.encodings import Encodings, choose_encodings, load_models
+from latentcache.precache.miss_reasons import REFUSED, History
+from latentcache.precache.plan import ImageTask, Plan, PlanBuilder, Shard
+from latentcache.precache.prompts import last_manifest, plan_prompts, prompts_of_others, text_key
+from latentcache.precache.workspace import Workspace, open_workspace
+from latentcache.types import Geometry, Json, Refusal, Size
 from latentcache.utils.concurrency import bounded_map
 from latentcache.utils.host_memory import collector_paused
 from latentcache.utils.progress import NoProgress, Progress
@@ -45,8 +39,6 @@ CHUNK = 1024
 SETTLED_NS = 2_000_000_000
 """A file that changed less than this long ago may change again without a new time stamp ("racy git"): its digest is
 not stored."""
-
-_MAX_GEOMETRIES = 1 << 16
 
 logger = logging.getLogger("latentcache")
 
@@ -72,43 +64,31 @@ def make_plan(
     image, also those whose files look unchanged. Raises DatasetError for a dataset that cannot be read at all, and
     Stopped when `stop` is set.
     """
-    builder = PlanBuilder(workspace.store, encodings, config.cache.salt, shard or Shard())
+    builder = PlanBuilder(workspace.store, config.cache.salt, shard or Shard())
     progress = progress or NoProgress()
-    _plan_prompts(builder, config, workspace)
+    _plan_prompts(builder, config, workspace, encodings)
     num_workers = config.encode.num_workers
     num_threads = os.cpu_count() if num_workers == "auto" else num_workers
     with collector_paused(), ThreadPoolExecutor(num_threads) as executor:
         for dataset in config.datasets:
             progress.start(f"plan {dataset.name}", None)
-            planner = _DatasetPlanner(builder, dataset, workspace, verify_sources, only)
+            planner = _DatasetPlanner(builder, dataset, workspace, encodings, verify_sources, only)
             planner.run(executor, progress, stop or threading.Event())
             progress.finish()
     return builder.finish()
 
 
-def _plan_prompts(builder: PlanBuilder, config: Config, workspace: Workspace) -> None:
+def _plan_prompts(builder: PlanBuilder, config: Config, workspace: Workspace, encodings: Encodings) -> None:
     """The validation prompts. diffusers applies clip_skip to positive prompts only, so the empty prompt is two."""
-    encodings, validation = builder.encodings, config.validation
-    positive = [(text, False) for text in ("", *validation.prompts)]
-    negative = [(text, True) for text in ("", validation.negative_prompt or "")]
-    manifest = prompts_manifest([*positive, *negative], encodings, _shared(builder))
-    last = _last_prompts(workspace.manifests, config) or last_manifest(workspace.manifests, manifest.name)
-    history = History(last, builder.damaged)
-    for text, is_negative in dict.fromkeys([*positive, *negative]):
-        row = manifest.rows[prompt_id(text, negative=is_negative)]
-        ref = row.captions[0]
-        part = "negative_encoding" if is_negative else "text_encoding"
-        why = partial(history.why_text, history.row(row.sample_id, None), ref, manifest.common, part)
-        encoding = encodings.negative if is_negative else encodings.text
-        builder.add_text(row, ref, encoding, builder.find([ref.key]), why)
+    positive = [(text, False) for text in ("", *config.validation.prompts)]
+    negative = [(text, True) for text in ("", config.validation.negative_prompt or "")]
+    # The prompts of this config's last run, which may have had other encoders.
+    last = last_manifest(workspace.manifests, config.datasets[0].name)
+    if last is not None:
+        last = last_manifest(workspace.manifests, prompts_name(last.common))
+    manifest = plan_prompts(builder, workspace.manifests, encodings, [*positive, *negative], last)
     others = prompts_of_others(workspace.store, workspace.manifests, manifest.name)
     builder.plan.manifests.append(replace(manifest, rows={**others, **manifest.rows}))
-
-
-def _last_prompts(manifests: Manifests, config: Config) -> Manifest | None:
-    """The prompts of this config's last run, which may have had other encoders."""
-    last = last_manifest(manifests, config.datasets[0].name)
-    return None if last is None else last_manifest(manifests, prompts_name(last.common))
 
 
 class _DatasetPlanner:
@@ -119,22 +99,30 @@ class _DatasetPlanner:
         builder: PlanBuilder,
         dataset: DatasetConfig,
         workspace: Workspace,
+        encodings: Encodings,
         verify_sources: bool,
         only: frozenset[str] | None,
     ):
-        self._builder, self._dataset, self._workspace = builder, dataset, workspace
+        self._builder, self._dataset, self._workspace, self._encodings = builder, dataset, workspace, encodings
         self._verify_sources, self._only = verify_sources, only
         self._policy = preparation_policy(dataset.images)
         # What was probed under some settings says nothing about others, which may refuse the image.
         self._images_digest = digest(dataset.images.model_dump_json().encode())
         table = bucket_table(dataset.buckets)
-        # Most images of a dataset share their size with others: one value in memory for all of them.
-        self._geometries = lru_cache(_MAX_GEOMETRIES)(partial(_geometries, table, dataset.flip))
+
+        @lru_cache(1 << 16)  # most images share their size with others: one value in memory for all of them
+        def geometries(size: Size) -> tuple[Geometry, ...]:
+            geometry = fit(size, assign(size, table))
+            return (geometry, replace(geometry, flip=True)) if dataset.flip else (geometry,)
+
+        self._geometries = geometries
         self._source = open_source(dataset.source)
-        self._common = _shared(builder) | {
+        self._common = {
+            "schema": SCHEMA,
+            "salt": builder.salt,
             "policy": self._policy,
-            "image_encoding": encoding_json(builder.encodings.image),
-            "text_encoding": encoding_json(builder.encodings.text),
+            "image_encoding": encoding_json(encodings.image),
+            "text_encoding": encoding_json(encodings.text),
         }
 
     def run(self, executor: ThreadPoolExecutor, progress: Progress, stop: threading.Event) -> None:
@@ -197,8 +185,7 @@ class _DatasetPlanner:
 
     def _facts(self, item: Sample | Refusal) -> tuple[str, Size] | Refusal:
         """Digest of the image's bytes and its upright size. The memo stores them until the file changes."""
-        if isinstance(item, Refusal):
-            return item
+        assert isinstance(item, Sample)  # else the facts are known
         try:
             data = self._source.read(item)
             size = probe(data, item.path, self._dataset.images).size
@@ -216,7 +203,7 @@ class _DatasetPlanner:
     def _row(self, sample: Sample, source: str, size: Size) -> Row:
         geometries = self._geometries(size)
         images = tuple(ImageRef(key_of(self._identity(source, g).to_json()), g) for g in geometries)
-        encoding = self._builder.encodings.text
+        encoding = self._encodings.text
         captions = tuple(
             CaptionRef(text, text_key(text, encoding, self._builder.salt)) for text in dict.fromkeys(sample.captions)
         )
@@ -224,31 +211,96 @@ class _DatasetPlanner:
 
     def _identity(self, source: str, geometry: Geometry) -> ImageIdentity:
         preparation = Preparation.of(self._policy, geometry)
-        return ImageIdentity(source, preparation, self._builder.encodings.image, self._builder.salt)
+        return ImageIdentity(source, preparation, self._encodings.image, self._builder.salt)
 
     def _add(self, sample: Sample, row: Row, history: History, present: set[str]) -> None:
         before = history.row(row.sample_id, row.source)
-        source = str(row.source)
+        source, encodings = str(row.source), self._encodings
         for image in row.images:
-            self._builder.add_image(
-                image,
-                present,
-                why=partial(history.why_image, before, source, image, self._common),
-                task=partial(self._task, sample, source, image),
-            )
+            why = partial(history.why_image, before, source, image, self._common)
+            self._builder.add_image(image, encodings, present, why, partial(self._task, sample, source, image))
         for caption in row.captions:
             why = partial(history.why_text, before, caption, self._common, "text_encoding")
-            self._builder.add_text(row, caption, self._builder.encodings.text, present, why)
+            self._builder.add_text(row, caption, encodings.text, encodings.text_bytes, present, why)
 
     def _task(self, sample: Sample, source: str, ref: ImageRef) -> ImageTask:
         return ImageTask(ref.key, self._identity(source, ref.geometry), sample, self._source, self._dataset.images)
 
 
-def _shared(builder: PlanBuilder) -> dict[str, Any]:
-    return {"schema": SCHEMA, "salt": builder.salt}
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """A sample as the next precache run would see it, once per dataset that it is in.
+
+    Each of `datasets` has `dataset`, `path`, `source` (the digest of its image), `refusal` and `entries`: `kind`,
+    `key`, `what`, `status` (hit or miss) and, of a miss, the `reason`.
+    """
+
+    sample_id: str
+    datasets: tuple[Json, ...]
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the plan refuses the sample, or the last run did, which decodes more than a header."""
+        return any(
+            dataset["refusal"] or any((entry["reason"] or "").startswith(REFUSED) for entry in dataset["entries"])
+            for dataset in self.datasets
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The explanation as a JSON object."""
+        return {"sample_id": self.sample_id, "datasets": list(self.datasets)}
+
+    def to_text(self) -> str:
+        """The explanation for people, a line for each entry."""
+        lines = []
+        for dataset in self.datasets:
+            lines.append(f"{self.sample_id} in {dataset['dataset']}: {dataset['path']}")
+            if refusal := dataset["refusal"]:
+                lines.append(f"  refused ({refusal['reason']}): {refusal['detail']}")
+            for entry in dataset["entries"]:
+                verdict = "hit" if entry["reason"] is None else f"miss: {entry['reason']}"
+                lines.append(f"  {entry['kind']:<5} {entry['key'][:12]}  {verdict}  ({entry['what']})")
+        return "\n".join(lines)
 
 
-def _geometries(table: Sequence[Bucket], flip: bool, size: Size) -> tuple[Geometry, ...]:
-    """The geometry of an image of this size, and its mirrored twin where the dataset flips."""
-    geometry = fit(size, assign(size, table))
-    return (geometry, replace(geometry, flip=True)) if flip else (geometry,)
+def explain(config: Config, sample_id: str, *, models: Models | None = None) -> Explanation:
+    """What the next run would do with this sample, and why. Writes nothing.
+
+    Raises SampleError, naming the nearest sample_id, when no dataset of the config has it.
+    """
+    with open_workspace(config.cache, read_only=True) as workspace:
+        models = models or load_models(config.model, workspace.memo)
+        encodings = choose_encodings(config, models, workspace.memo)
+        plan = make_plan(config, workspace, encodings, only=frozenset([sample_id]))
+        found = {each.name: each.rows[sample_id] for each in plan.manifests if sample_id in each.rows}
+        if not found:
+            known = (manifest for name in workspace.manifests.names() if (manifest := workspace.manifests.read(name)))
+            ids = [row_id for manifest in known if manifest.role != "prompts" for row_id in manifest.rows]
+            near = difflib.get_close_matches(sample_id, ids, n=1)
+            names = ", ".join(dataset.name for dataset in config.datasets)
+            remedy = f"did you mean {near[0]!r}?" if near else "a sample_id is a path relative to the dataset's folder"
+            raise SampleError(sample_id, f"is in none of the datasets {names}", remedy)
+        return Explanation(sample_id, tuple(_explained(name, row, plan.reasons) for name, row in found.items()))
+
+
+def _explained(name: str, row: Row, reasons: Mapping[str, str]) -> Json:
+    entries = [
+        ("image", ref.key, f"{ref.geometry.target_size}{' flipped' if ref.geometry.flip else ''}") for ref in row.images
+    ]
+    entries += [("text", ref.key, repr(ref.text)) for ref in row.captions]
+    return {
+        "dataset": name,
+        "path": row.path,
+        "source": row.source,
+        "refusal": None if row.refusal is None else row.refusal.to_json(),
+        "entries": [
+            {
+                "kind": kind,
+                "key": key,
+                "what": what,
+                "status": "miss" if key in reasons else "hit",
+                "reason": reasons.get(key),
+            }
+            for kind, key, what in entries
+        ],
+    }

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby
+from functools import partial
 from typing import Any
 
-import torch
-
-from latentcache.config import Config
+from latentcache.config import Config, EncodeConfig
 from latentcache.dataset.manifest import CaptionRef, Manifest, Manifests, Row, prompts_name
 from latentcache.devices.placement import DeviceLike, device_of
 from latentcache.errors import DatasetError, EncodeError, ModelError
@@ -23,16 +22,17 @@ from latentcache.identity import (
     encoding_json,
     key_of,
 )
-from latentcache.models.batching import BatchRunner
-from latentcache.models.clip import encode_tokens, token_limit, tokenize
+from latentcache.models.clip import token_limit
 from latentcache.models.model_loader import PARTS, Models
 from latentcache.precache.encodings import TextEncodings, choose_text_encodings, text_batch_size
-from latentcache.precache.failures import Failure
-from latentcache.precache.plan import TextTask
-from latentcache.precache.text_stage import finished_texts, placed_texts, text_entries
+from latentcache.precache.miss_reasons import History
+from latentcache.precache.plan import PlanBuilder, Shard, TextTask
+from latentcache.precache.report import Failure, Report, RunContext
+from latentcache.precache.text_stage import TextStage
 from latentcache.precache.workspace import Workspace
 from latentcache.store.base import Store
-from latentcache.types import prompt_id
+from latentcache.types import Entry, prompt_id
+from latentcache.utils.progress import NoProgress
 
 logger = logging.getLogger("latentcache")
 
@@ -58,42 +58,53 @@ def cache_prompts(
     where = device_of(device)
     placement = replace(encodings.text_encoders, device=where, batch_size=text_batch_size(where))
     encodings = replace(encodings, text_encoders=placement)
-    manifest = prompts_manifest(texts, encodings, {"schema": SCHEMA, "salt": config.cache.salt})
-    for dataset in config.datasets:
-        _check_same_encoders(last_manifest(workspace.manifests, dataset.name), manifest.common)
     with workspace.in_use():
-        tasks = _missing(manifest, encodings, workspace.store)
-        if tasks:
+        builder = PlanBuilder(workspace.store, config.cache.salt, Shard())
+        manifest = plan_prompts(builder, workspace.manifests, encodings, texts)
+        for dataset in config.datasets:
+            _check_same_encoders(last_manifest(workspace.manifests, dataset.name), manifest.common)
+        batches = builder.finish().text_batches
+        if batches:
             workspace.manifests.begin(manifest.name)
             try:
-                _encode(tasks, encodings, models, workspace.store)
+                _encode(batches, encodings, models, workspace.store)
             finally:
                 models.release()
         # Read only now: another process may have cached other prompts meanwhile.
         others = prompts_of_others(workspace.store, workspace.manifests, manifest.name)
-        if tasks or any(others.get(name) != row for name, row in manifest.rows.items()):
+        if batches or any(others.get(name) != row for name, row in manifest.rows.items()):
             workspace.manifests.write(replace(manifest, rows={**others, **manifest.rows}))
-    return len(tasks)
+    return sum(map(len, batches))
 
 
-def prompts_manifest(
-    texts: Iterable[tuple[str, bool]], encodings: TextEncodings, shared: Mapping[str, Any]
+def plan_prompts(
+    builder: PlanBuilder,
+    manifests: Manifests,
+    encodings: TextEncodings,
+    texts: Iterable[tuple[str, bool]],
+    last: Manifest | None = None,
 ) -> Manifest:
-    """The manifest of exactly these prompts: pairs of a text and whether it is a negative prompt.
+    """Plan exactly these prompts, pairs of a text and whether it is a negative prompt, and return their manifest.
 
-    `shared` has the cache's `schema` and `salt`.
+    Misses are compared with `last`, by default the manifest that this one replaces.
     """
     common = {
-        **shared,
+        "schema": SCHEMA,
+        "salt": builder.salt,
         "text_encoding": encoding_json(encodings.text),
         "negative_encoding": encoding_json(encodings.negative),
     }
-    rows = {}
+    name, rows = prompts_name(common), {}
+    history = History(last or last_manifest(manifests, name), builder.damaged)
     for text, negative in dict.fromkeys(texts):
+        encoding = encodings.negative if negative else encodings.text
         sample_id = prompt_id(text, negative=negative)
-        ref = CaptionRef(text, text_key(text, encodings.negative if negative else encodings.text, shared["salt"]))
-        rows[sample_id] = Row(sample_id, sample_id, None, (), (ref,))
-    return Manifest(prompts_name(common), "prompts", 1, common, rows)
+        ref = CaptionRef(text, text_key(text, encoding, builder.salt))
+        row = rows[sample_id] = Row(sample_id, sample_id, None, (), (ref,))
+        part = "negative_encoding" if negative else "text_encoding"
+        why = partial(history.why_text, history.row(sample_id, None), ref, common, part)
+        builder.add_text(row, ref, encoding, encodings.text_bytes, builder.find([ref.key]), why)
+    return Manifest(name, "prompts", 1, common, rows)
 
 
 def prompts_of_others(store: Store, manifests: Manifests, name: str) -> dict[str, Row]:
@@ -147,46 +158,24 @@ def _differences(cached: Mapping[str, Any], given: Mapping[str, Any]) -> Iterato
             yield name, *(PartIdentity(**v).name if isinstance(v, Mapping) else repr(v) for v in values)
 
 
-def _missing(manifest: Manifest, encodings: TextEncodings, store: Store) -> list[TextTask]:
-    """What is not cached yet, one task a key, those with equal clip_skip together."""
-    present = store.find(manifest.keys())
-    tasks: dict[str, TextTask] = {}
-    for row in manifest.rows.values():
-        ref = row.captions[0]
-        if ref.key in present:
-            continue
-        negative = row.sample_id == prompt_id(ref.text, negative=True)
-        encoding = encodings.negative if negative else encodings.text
-        identity = TextIdentity(caption_digest(ref.text), encoding, manifest.common["salt"])
-        tasks.setdefault(ref.key, TextTask(ref.key, identity, ref.text, row.sample_id, row.path))
-    return sorted(tasks.values(), key=_clip_skip)
+def _encode(batches: Sequence[Sequence[TextTask]], encodings: TextEncodings, models: Models, store: Store) -> None:
+    limit = token_limit(models.text(encodings.text_encoders.dtype))
+    sample_ids = {task.key: task.sample_id for batch in batches for task in batch}
 
+    def fail(key: str, failure: Failure) -> None:
+        raise EncodeError(f"{sample_ids[key]}: {failure.detail}", part="text_encoder", problem=failure.reason)
 
-def _encode(tasks: Sequence[TextTask], encodings: TextEncodings, models: Models, store: Store) -> None:
-    placement = encodings.text_encoders
-    runner: BatchRunner[TextTask, tuple[tuple[int, ...], dict[str, torch.Tensor]]] = BatchRunner(
-        "text_encoder", placement.batch_size, placement.device
-    )
-    with placed_texts(models, placement) as parts, store.writer() as writer:
+    with store.writer() as writer:
 
-        def encode(batch: Sequence[TextTask]) -> tuple[tuple[int, ...], dict[str, torch.Tensor]]:
-            tokens = tokenize(parts, [task.caption for task in batch])
-            outputs = encode_tokens(parts, tokens, clip_skip=_clip_skip(batch[0]), device=placement.device)
-            return tokens.num_tokens, outputs
+        def add(entry: Entry) -> None:
+            num_tokens = entry.record.provenance["num_tokens"]
+            if num_tokens > limit:
+                logger.warning("%s has %d tokens, %d are used", sample_ids[entry.record.key], num_tokens, limit)
+            writer.add(entry)
 
-        for _, group in groupby(tasks, key=_clip_skip):
-            for batch, (lengths, outputs) in runner.run(list(group), encode):
-                made_of_batch = text_entries(batch, finished_texts(outputs, encodings), lengths, encodings, models)
-                for number, (task, made) in enumerate(made_of_batch):
-                    if isinstance(made, Failure):
-                        raise EncodeError(f"{task.sample_id}: {made.detail}", part="text_encoder", problem=made.reason)
-                    if lengths[number] > token_limit(parts):
-                        logger.warning(
-                            "%s has %d tokens, %d are used", task.sample_id, lengths[number], token_limit(parts)
-                        )
-                    writer.add(made)
+        # Not compiled: that takes longer than a few prompts.
+        context = RunContext(
+            EncodeConfig(), encodings, models, add, fail, Report(), NoProgress(), stop=threading.Event()
+        )
+        TextStage(context).run(batches)
         writer.seal()
-
-
-def _clip_skip(task: TextTask) -> int:
-    return task.identity.encoding.clip_skip

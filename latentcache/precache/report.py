@@ -1,12 +1,26 @@
-"""What a precache run did, as one document."""
+"""What a precache run did, as one document; and the context in which its stages work and add to it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from latentcache.types import Refusal
+import torch
+
+from latentcache.config import EncodeConfig
+from latentcache.errors import EncodeError
+from latentcache.models.model_loader import Models
+from latentcache.precache.encodings import TextEncodings
+from latentcache.types import Entry, Refusal
+from latentcache.utils.concurrency import BackgroundWorker
+from latentcache.utils.progress import Progress
+
+BATCHES_TO_STORE = 2
+"""Batches that wait to be stored, or are being stored."""
 
 
 @dataclass(slots=True)
@@ -21,7 +35,6 @@ class Report:
     num_hits: int = 0
     num_misses: int = 0
     num_encoded: int = 0
-    num_refused: int = 0
     num_missing_captions: int = 0
     """Samples without a caption: they get the empty one."""
     num_truncated_captions: int = 0
@@ -45,24 +58,25 @@ class Report:
     dry_run: bool = False
     interrupted: bool = False
 
-    def refuse(self, refusal: Refusal) -> None:
-        """Add a refused sample."""
-        self.refused.append(refusal)
-        self.num_refused += 1
+    @property
+    def num_refused(self) -> int:
+        """How many samples were refused."""
+        return len(self.refused)
 
     def to_json(self) -> dict[str, Any]:
-        """All fields, with refusals as {sample_id, path, reason, detail} and seconds to the millisecond."""
-        value = {name: getattr(self, name) for name in self.__slots__}
-        value["refused"] = [refusal.to_json() for refusal in self.refused]
-        value["seconds"] = {stage: round(seconds, 3) for stage, seconds in self.seconds.items()}
-        return value
+        """All fields and `num_refused`; seconds to the millisecond."""
+        seconds = {stage: round(seconds, 3) for stage, seconds in self.seconds.items()}
+        return asdict(self) | {"num_refused": self.num_refused, "seconds": seconds}
 
     def to_text(self) -> str:
         """The report for people."""
         lines = [f"samples   {self.num_samples}", f"hits      {self.num_hits}", f"misses    {self.num_misses}"]
         lines += [f"          {count:>6} {reason}" for reason, count in sorted(self.misses_by_reason.items())]
         if self.dry_run:
-            lines.append(f"estimate  {format_estimate(self.estimate)}")
+            size, seconds = self.estimate.get("bytes"), self.estimate.get("seconds")
+            size_text = "size unknown" if size is None else f"{size:,} bytes"
+            unknown = "time unknown before a first run with these models"
+            lines.append(f"estimate  {size_text}, {unknown if seconds is None else f'about {seconds:.0f} s'}")
         else:
             lines.append(f"encoded   {self.num_encoded} ({self.bytes_written:,} bytes)")
         notes = {
@@ -83,9 +97,52 @@ class Report:
         return "\n".join(lines)
 
 
-def format_estimate(estimate: Mapping[str, float | int | None]) -> str:
-    """Bytes and seconds of an estimate for people; what is unknown says so."""
-    size, seconds = estimate.get("bytes"), estimate.get("seconds")
-    size_text = "size unknown" if size is None else f"{size:,} bytes"
-    time_text = "time unknown before a first run with these models" if seconds is None else f"about {seconds:.0f} s"
-    return f"{size_text}, {time_text}"
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why an entry could not be made. `reason` is a `types.RefusalReason`; `path` is the image that was tried."""
+
+    reason: str
+    detail: str
+    path: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RunContext:
+    """One run while it encodes.
+
+    The background thread calls `store` with each finished entry; it and the main thread call `fail` with the key of an
+    entry that could not be made. Images need `Encodings`.
+    """
+
+    encode: EncodeConfig
+    encodings: TextEncodings
+    models: Models
+    store: Callable[[Entry], None]
+    fail: Callable[[str, Failure], None]
+    report: Report
+    progress: Progress
+    stop: threading.Event
+
+    def is_stopped(self) -> bool:
+        """Whether the rest is left to the next run."""
+        self.report.interrupted |= self.stop.is_set()
+        return self.report.interrupted
+
+    def refuse(self, item: Any, error: EncodeError) -> None:
+        """Note that the entry of `item.task` does not fit into memory, not even alone."""
+        self.fail(item.task.key, Failure("out-of-memory", str(error)))
+
+
+def storing_worker(device: torch.device) -> BackgroundWorker:
+    """Stores results in the background while `device` encodes; at once, without a thread, where that is the CPU."""
+    return BackgroundWorker(BATCHES_TO_STORE, "storing", in_thread=device.type != "cpu")
+
+
+@contextmanager
+def timed(report: Report, stage: str) -> Iterator[None]:
+    """Add the time spent inside to the report's stage."""
+    started = time.monotonic()
+    try:
+        yield
+    finally:
+        report.seconds[stage] = report.seconds.get(stage, 0.0) + time.monotonic() - started

@@ -6,26 +6,29 @@ is, are replaced only after every entry of theirs was stored or refused. A run t
 
 from __future__ import annotations
 
+import json
+import logging
+import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 from latentcache.config import Config
-from latentcache.devices.placement import Placement
+from latentcache.dataset.manifest import Manifest, Row
 from latentcache.models.model_loader import Models
-from latentcache.precache.context import RunContext, estimate_seconds, remember_rate, timed
 from latentcache.precache.encodings import Encodings, choose_encodings, dtype_name, load_models
-from latentcache.precache.failures import Failures, write_manifests
 from latentcache.precache.image_stage import ImageStage
-from latentcache.precache.plan import ImageTask, Plan, TextTask
+from latentcache.precache.plan import Plan, Shard
 from latentcache.precache.planner import Stopped, make_plan
-from latentcache.precache.report import Report
-from latentcache.precache.scratch import Memo
-from latentcache.precache.shard import Shard
+from latentcache.precache.report import Failure, Report, RunContext, timed
 from latentcache.precache.text_stage import TextStage
-from latentcache.precache.workspace import Workspace, open_workspace
+from latentcache.precache.workspace import Memo, Workspace, open_workspace
 from latentcache.store.base import Writer
+from latentcache.types import Refusal
 from latentcache.utils.progress import NoProgress, Progress
+
+logger = logging.getLogger("latentcache")
 
 
 def run_precache(
@@ -52,51 +55,46 @@ def run_precache(
     try:
         models = models or load_models(config.model, workspace.memo)
         shard = shard or Shard.from_environment()
-        run = _Run(config, workspace, models, shard, progress or NoProgress(), stop or threading.Event())
-        run.report.dry_run = dry_run
+        report = Report(rank=shard.rank, world_size=shard.world_size, dry_run=dry_run)
+        run = _Run(config, workspace, models, shard, progress or NoProgress(), stop or threading.Event(), report)
         with workspace.in_use():
             try:
                 run.plan(verify_sources)
                 if not dry_run:
                     run.encode()
             except Stopped:
-                run.report.interrupted = True
+                report.interrupted = True
             finally:
                 run.progress.finish()
-            run.describe_cache()
-        run.report.seconds["total"] = time.monotonic() - started
-        return run.report
+            path = None if workspace.path is None else str(workspace.path)
+            report.cache = {"path": path, **workspace.store.stats().to_json()}
+        report.seconds["total"] = time.monotonic() - started
+        return report
     finally:
         if opened:
             workspace.close()
 
 
+@dataclass(slots=True)
 class _Run:
     """The state of one run."""
 
-    def __init__(
-        self,
-        config: Config,
-        workspace: Workspace,
-        models: Models,
-        shard: Shard,
-        progress: Progress,
-        stop: threading.Event,
-    ):
-        self.config, self.workspace, self.models = config, workspace, models
-        self.shard, self.progress, self.stop = shard, progress, stop
-        self.report = Report(rank=shard.rank, world_size=shard.world_size)
-        self._failures = Failures(shard)
-        self._plan = Plan()
-        self._encodings: Encodings
+    config: Config
+    workspace: Workspace
+    models: Models
+    shard: Shard
+    progress: Progress
+    stop: threading.Event
+    report: Report
+    _plan: Plan = field(default_factory=Plan)
+    _encodings: Encodings = field(init=False)
 
     def plan(self, verify_sources: bool) -> None:
         """Plan, and report the plan's figures."""
-        with timed(self.report, "load"):
-            self._encodings = encodings = choose_encodings(
-                self.config, self.models, self.workspace.memo, self.shard.local_rank
-            )
-        with timed(self.report, "plan"):
+        report, memo = self.report, self.workspace.memo
+        with timed(report, "load"):
+            self._encodings = encodings = choose_encodings(self.config, self.models, memo, self.shard.local_rank)
+        with timed(report, "plan"):
             self._plan = plan = make_plan(
                 self.config,
                 self.workspace,
@@ -106,70 +104,165 @@ class _Run:
                 progress=self.progress,
                 stop=self.stop,
             )
-        report = self.report
-        report.num_samples, report.num_hits, report.num_misses = plan.num_samples, plan.num_hits, plan.num_misses
+        report.num_samples, report.num_hits, report.num_misses = plan.num_samples, plan.num_hits, len(plan.reasons)
         report.num_missing_captions = plan.num_missing_captions
         report.misses_by_reason = dict(plan.misses_by_reason)
-        report.estimate = {"bytes": plan.miss_bytes, "seconds": estimate_seconds(self.workspace.memo, encodings, plan)}
-        report.placement = {"vae": _describe(encodings.vae), "text": _describe(encodings.text_encoders)}
-        for refusal in plan.refused:
-            report.refuse(refusal)
+        report.refused = list(plan.refused)
+        report.estimate = {"bytes": plan.miss_bytes, "seconds": self._estimate_seconds()}
+        report.placement = {
+            name: f"{placement.device} {dtype_name(placement.dtype)}: {placement.reason}"
+            for name, placement in (("vae", encodings.vae), ("text", encodings.text_encoders))
+        }
 
     def encode(self) -> None:
         """Encode this shard's misses, store them, and replace the manifests."""
-        plan = self._plan
+        plan, report, failures = self._plan, self.report, Failures(self.shard, self.workspace)
         if plan.text_batches or plan.image_batches:
-            self._begin()
+            for manifest in plan.manifests:
+                self.workspace.manifests.begin(manifest.name)
+            for batches in (plan.text_batches, plan.image_batches):
+                failures.forget(task.key for batch in batches for task in batch)
             writer = self.workspace.store.writer()
             try:
                 with writer:
-                    self._run_stages(writer)
-                    with timed(self.report, "write"):
+                    self._run_stages(writer, failures)
+                    with timed(report, "write"):
                         writer.seal()
             finally:
                 # Also after an error: what was sealed is there, and the report says so.
-                self.report.bytes_written = writer.bytes_written
-                self.report.num_encoded = writer.num_added
+                report.bytes_written, report.num_encoded = writer.bytes_written, writer.num_added
                 self.models.release()
-        for refusal in self._failures.refusals(plan.manifests):
-            self.report.refuse(refusal)
-        if not self.report.interrupted:
-            with timed(self.report, "write"):
-                self.report.manifests_waiting = write_manifests(
-                    self.workspace, plan.manifests, self._failures, self.shard
-                )
+        rows = (row for manifest in plan.manifests for row in manifest.rows.values())
+        report.refused += [refusal for row in rows if (refusal := failures.refusal(row)) is not None]
+        if not report.interrupted:
+            with timed(report, "write"):
+                report.manifests_waiting = write_manifests(self.workspace, plan.manifests, failures)
 
-    def _begin(self) -> None:
-        for manifest in self._plan.manifests:
-            self.workspace.manifests.begin(manifest.name)
-        if self.shard.world_size > 1 and isinstance(self.workspace.memo, Memo):
-            batches: list[Sequence[ImageTask | TextTask]] = [*self._plan.text_batches, *self._plan.image_batches]
-            self._failures.forget(self.workspace.memo, (task.key for batch in batches for task in batch))
-
-    def _run_stages(self, writer: Writer) -> None:
+    def _run_stages(self, writer: Writer, failures: Failures) -> None:
         """Encode captions, then images: the text encoders are released before the VAE needs the memory."""
-        plan, memo, encodings = self._plan, self.workspace.memo, self._encodings
+        plan = self._plan
         context = RunContext(
             encode=self.config.encode,
-            encodings=encodings,
+            encodings=self._encodings,
             models=self.models,
             store=writer.add,
-            fail=self._failures.add,
+            fail=failures.add,
             report=self.report,
             progress=self.progress,
             stop=self.stop,
         )
         if plan.text_batches and not context.is_stopped():
-            remember_rate(memo, encodings, "text", *TextStage(context).run(plan.text_batches))
+            self._run_stage("text", lambda: TextStage(context).run(plan.text_batches))
             self.models.release("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
         if plan.image_batches and not context.is_stopped():
-            remember_rate(memo, encodings, "image", *ImageStage(context).run(plan.image_batches))
+            self._run_stage("image", lambda: ImageStage(context).run(plan.image_batches))
 
-    def describe_cache(self) -> None:
-        """Report what is in the cache now."""
-        path = self.workspace.path
-        self.report.cache = {"path": None if path is None else str(path), **self.workspace.store.stats().to_json()}
+    def _run_stage(self, kind: str, stage: Callable[[], int]) -> None:
+        """Run a stage, and note for the next estimate how long each of what it returns took, without loading."""
+        started = time.monotonic() - self.report.seconds["load"]
+        amount = stage()
+        seconds = time.monotonic() - self.report.seconds["load"] - started
+        if amount:
+            self.workspace.memo[self._rate_name(kind)] = repr(seconds / amount)
+
+    def _estimate_seconds(self) -> float | None:
+        """Seconds for this shard's misses at the rate of the last run with these models on this device, if any."""
+        tasks = (task for batch in self._plan.image_batches for task in batch)
+        num_pixels = sum(math.prod(task.identity.preparation.target_size) for task in tasks)
+        total = 0.0
+        for kind, amount in (("text", sum(map(len, self._plan.text_batches))), ("image", num_pixels)):
+            rate = self.workspace.memo.get(self._rate_name(kind))
+            if amount and rate is None:
+                return None
+            total += amount * float(rate or 0.0)
+        return round(total, 1)
+
+    def _rate_name(self, kind: str) -> str:
+        is_image = kind == "image"
+        placement = self._encodings.vae if is_image else self._encodings.text_encoders
+        part = self._encodings.image.vae if is_image else self._encodings.text.text_encoder_2
+        return f"rate {kind} {placement.device} {dtype_name(placement.dtype)} {part.name}"
 
 
-def _describe(placement: Placement) -> str:
-    return f"{placement.device} {dtype_name(placement.dtype)}: {placement.reason}"
+class Failures:
+    """Entries that could not be made, by key. With several ranks each shares its own with the others by the memo."""
+
+    def __init__(self, shard: Shard, workspace: Workspace):
+        memo = workspace.memo
+        self.shared = memo if shard.world_size > 1 and isinstance(memo, Memo) else None
+        """Where other ranks' failures are; None for a single process."""
+        self._launch = shard.launch
+        self._by_key: dict[str, Failure] = {}
+
+    def add(self, key: str, failure: Failure) -> None:
+        """Note that the entry `key` could not be made."""
+        self._by_key[key] = failure
+
+    def refusal(self, row: Row) -> Refusal | None:
+        """The refusal of a sample that needs one of the entries. Samples with equal images share one."""
+        failure = next((self._by_key[key] for key in row.keys() if key in self._by_key), None)
+        if failure is None:
+            return None
+        detail = failure.detail
+        if failure.path not in (None, row.path):
+            detail = f"the same image at {failure.path}: {detail}"
+        return Refusal(row.sample_id, row.path, failure.reason, detail)
+
+    def forget(self, keys: Iterable[str]) -> None:
+        """Remove what earlier runs noted of these keys: this rank is about to try them again."""
+        if self.shared is not None:
+            for key in keys:
+                self.shared.pop(self._name(key), None)
+
+    def share(self) -> None:
+        """Write this rank's failures where the other ranks read them."""
+        if self.shared is not None:
+            for key, failure in self._by_key.items():
+                self.shared[self._name(key)] = json.dumps([failure.reason, failure.detail, failure.path])
+            self.shared.flush()
+
+    def read_others(self, keys: Iterable[str]) -> None:
+        """Add what other ranks wrote of these keys."""
+        names = {self._name(key): key for key in keys}
+        written = {} if self.shared is None else self.shared.reread(names)
+        for name, text in written.items():
+            self.add(names[name], Failure(*json.loads(text)))
+
+    def _name(self, key: str) -> str:
+        # The name holds the launch, if the launcher names it: failures of an older launch do not count.
+        return f"refused/1 {self._launch} {key}"
+
+
+def write_manifests(workspace: Workspace, manifests: Sequence[Manifest], failures: Failures) -> list[str]:
+    """Replace the manifests, and return the names of those that had to wait.
+
+    With several ranks a manifest waits until each of its entries was stored or refused: the rank that finishes last
+    finds them all there. A single process has tried all of them.
+    """
+    waiting = []
+    failures.share()
+    for manifest in manifests:
+        absent: set[str] = set()
+        if failures.shared is not None:
+            needed = _needed(manifest.rows.values())
+            absent = needed - workspace.store.find(needed)
+            failures.read_others(absent)
+        rows = {
+            name: row if (refusal := failures.refusal(row)) is None else replace(row, refusal=refusal)
+            for name, row in manifest.rows.items()
+        }
+        if absent and (absent := absent & _needed(rows.values())):
+            waiting.append(manifest.name)
+            logger.info(
+                "manifest %s waits for %d entries of other ranks; if no rank is running, run precache again",
+                manifest.name,
+                len(absent),
+            )
+            continue
+        workspace.manifests.write(replace(manifest, rows=rows))
+    return waiting
+
+
+def _needed(rows: Iterable[Row]) -> set[str]:
+    """The keys of the samples that are not refused."""
+    return {key for row in rows if row.refusal is None for key in row.keys()}

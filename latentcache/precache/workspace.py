@@ -1,8 +1,12 @@
-"""The places that a run reads and writes: the store, the manifests, and the memo of digests."""
+"""The places that a run reads and writes: the store, the manifests, and the memo of what it may forget."""
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+import logging
+import shutil
+import threading
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,10 +14,18 @@ from typing import Any
 
 from latentcache.config import CacheConfig
 from latentcache.dataset.manifest import ManifestFolder, ManifestMemory, Manifests
-from latentcache.precache.scratch import Memo
+from latentcache.errors import IndexDamagedError
+from latentcache.identity import digest
 from latentcache.store.base import Store
 from latentcache.store.disk import DiskStore
+from latentcache.store.index import GENERATION, Index
 from latentcache.store.memory import MemoryStore
+from latentcache.utils.durable_files import typed_errors
+from latentcache.utils.locks import locked
+
+FLUSH_ROWS = 1000
+
+logger = logging.getLogger("latentcache")
 
 
 @dataclass(slots=True)
@@ -49,12 +61,110 @@ class Workspace:
 
 def open_workspace(config: CacheConfig, *, read_only: bool = False) -> Workspace:
     """The workspace of this config. `read_only` writes nothing: a cache that does not exist yet is an empty one."""
-    if config.store == "cpu" or (read_only and _is_empty(config.path)):
+    path = config.path
+    is_empty = not path.exists() or (path.is_dir() and not any(path.iterdir()))
+    if config.store == "cpu" or (read_only and is_empty):
         return Workspace()
-    store = DiskStore(config.path, read_only=read_only)
-    manifests = ManifestFolder(config.path / "manifests")
-    return Workspace(store, manifests, Memo(config.path / "memo", read_only=read_only), config.path)
+    store = DiskStore(path, read_only=read_only)
+    return Workspace(store, ManifestFolder(path / "manifests"), Memo(path / "memo", read_only=read_only), path)
 
 
-def _is_empty(path: Path) -> bool:
-    return not path.exists() or (path.is_dir() and not any(path.iterdir()))
+class Memo(MutableMapping[str, str]):
+    """Text by name, in memory and in an index on disk: digests of files, sizes of entries, rates, ranks' failures.
+
+    Rows are written in groups, and by `flush` and `close`. Names may be any text, also paths with broken encodings: the
+    index stores their digests. A damaged memo is removed; then files are read again. Threads may share one.
+    """
+
+    def __init__(self, path: str | Path, *, read_only: bool = False):
+        self._lock = threading.Lock()
+        self._new: dict[str, str] = {}
+        self._index: Index | None = None
+        self._rows: dict[str, str] = {}
+        if read_only and not Path(path).exists():
+            return
+        try:
+            self._index = Index(path, read_only=read_only)
+            self._rows = _texts(self._index.items())
+        except IndexDamagedError as error:
+            if read_only:
+                logger.warning("memo of digests not used: %s", error)
+                return
+            self._index = _replaced(Path(path), error)
+            self._rows = _texts(self._index.items())
+
+    def __getitem__(self, name: str) -> str:
+        return self._rows[_row_of(name)]
+
+    def __setitem__(self, name: str, value: str) -> None:
+        row = _row_of(name)
+        with self._lock:
+            if self._rows.get(row) == value:
+                return
+            self._rows[row] = self._new[row] = value
+            if len(self._new) >= FLUSH_ROWS:
+                self._flush()
+
+    def __delitem__(self, name: str) -> None:
+        row = _row_of(name)
+        with self._lock:
+            del self._rows[row]
+            self._new.pop(row, None)
+            if self._index is not None and not self._index.read_only:
+                self._index.remove_many([row])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def reread(self, names: Iterable[str]) -> dict[str, str]:
+        """The texts of those names that any process has written by now."""
+        rows = {_row_of(name): name for name in names}
+        found = self._rows if self._index is None else _texts(self._index.get_many(rows))
+        return {name: found[row] for row, name in rows.items() if row in found}
+
+    def flush(self) -> None:
+        """Write the new rows. A memo that was opened for reading has them in memory only."""
+        with self._lock:
+            self._flush()
+
+    def close(self) -> None:
+        """Write the new rows and close the index."""
+        self.flush()
+        if self._index is not None:
+            self._index.close()
+
+    def _flush(self) -> None:
+        if self._new and self._index is not None and not self._index.read_only:
+            self._index.replace_many({row: value.encode() for row, value in self._new.items()})
+        self._new = {}
+
+
+def _replaced(path: Path, error: IndexDamagedError) -> Index:
+    """A new memo in place of a damaged one, or the one that another process put there meanwhile."""
+    with locked(path.with_name(f"{path.name}.lock"), "replacing a damaged memo", shared=False, wait=True):
+        try:
+            index = Index(path)
+            index.items()
+            return index
+        except IndexDamagedError:
+            logger.warning("memo of digests removed, files will be read again: %s", error)
+        with typed_errors(path, 0):
+            if path.is_symlink():
+                path.unlink()
+            else:
+                # Renamed first: another process must never see half of it.
+                aside = path.with_name(f"{path.name}.damaged-{uuid.uuid4().hex[:8]}")
+                path.rename(aside)
+                shutil.rmtree(aside)
+        return Index(path)
+
+
+def _row_of(name: str) -> str:
+    return digest(name.encode("utf-8", "surrogatepass"))
+
+
+def _texts(rows: Mapping[str, bytes]) -> dict[str, str]:
+    return {row: value.decode() for row, value in rows.items() if row != GENERATION}

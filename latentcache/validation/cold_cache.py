@@ -13,10 +13,10 @@ from latentcache.errors import StoreError
 from latentcache.loading.cache import LatentCache
 from latentcache.models.model_loader import PARTS, LoadedModels
 from latentcache.phases.phases import Phase, Phases
+from latentcache.precache.plan import Shard
 from latentcache.precache.prompts import cache_prompts
 from latentcache.precache.report import Report
 from latentcache.precache.run import run_precache
-from latentcache.precache.shard import Shard
 from latentcache.precache.workspace import Workspace, open_workspace
 from latentcache.validation.sample_images import PromptPair
 

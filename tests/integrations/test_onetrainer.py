@@ -29,7 +29,7 @@ from helpers.pipeline_sdxl import Setup, concept, write_photos
 from latentcache.errors import EntryDamagedError
 from latentcache.integrations.onetrainer.values import PLAIN_FIELD
 from latentcache.models.tiny import tiny_sdxl
-from latentcache.precache.scratch import Memo
+from latentcache.precache.workspace import Memo
 from latentcache.store.disk import DiskStore
 
 NUM = 6

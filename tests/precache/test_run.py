@@ -35,8 +35,8 @@ from latentcache.models.model_loader import LoadedModels
 from latentcache.models.tiny import tiny_pipeline, tiny_sdxl
 from latentcache.models.vae import encode_images
 from latentcache.precache import encodings
+from latentcache.precache.plan import Shard
 from latentcache.precache.run import run_precache
-from latentcache.precache.shard import Shard
 from latentcache.precache.workspace import Workspace, open_workspace
 from latentcache.utils.progress import NoProgress
 

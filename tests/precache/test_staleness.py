@@ -19,7 +19,7 @@ import latentcache.identity as fingerprint
 from latentcache.config import Config
 from latentcache.models.model_loader import LoadedModels
 from latentcache.models.tiny import tiny_sdxl
-from latentcache.precache import planner
+from latentcache.precache import planner, prompts
 from latentcache.precache.report import Report
 from latentcache.precache.run import run_precache
 
@@ -128,7 +128,8 @@ def schema(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(
             identity, "__init__", lambda self, *a, _init=init, **k: _init(self, *a, **{"schema": 2, **k})
         )
-    monkeypatch.setattr(planner, "SCHEMA", 2)
+    for module in (planner, prompts):
+        monkeypatch.setattr(module, "SCHEMA", 2)
 
 
 def kind(monkeypatch: pytest.MonkeyPatch) -> None:

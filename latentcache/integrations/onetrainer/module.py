@@ -24,7 +24,7 @@ from latentcache.integrations.onetrainer.source_files import FileDigests, signat
 from latentcache.integrations.onetrainer.upstream import walk
 from latentcache.integrations.onetrainer.values import PLAIN_FIELD, PlainValues, fields_of, values_of
 from latentcache.integrations.onetrainer.variations import GroupNames, Groups, make_groups, once_per_item
-from latentcache.precache.scratch import Memo
+from latentcache.precache.workspace import Memo
 from latentcache.store.base import EntryArrays
 from latentcache.store.disk import DiskStore
 from latentcache.store.stacking import stack

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from latentcache.precache import scratch as memo_module
-from latentcache.precache.scratch import FLUSH_ROWS, Memo
+from latentcache.precache import workspace as memo_module
+from latentcache.precache.workspace import FLUSH_ROWS, Memo
 
 
 def test_what_was_remembered_is_there_next_time(tmp_path: Path) -> None:
