@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import platform
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -16,16 +17,20 @@ import latentcache
 PACKAGES = ("torch", "diffusers", "transformers", "safetensors", "Pillow", "numpy")
 
 
+def installed_versions(packages: Iterable[str]) -> dict[str, str]:
+    """The version of each of these packages that is installed. Nothing is imported."""
+    found = {}
+    for name in packages:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
 @functools.cache
 def software_versions() -> Mapping[str, str]:
     """Versions of Python, latentcache and the packages that touch an entry's value. Missing packages are left out."""
-    versions = {"python": platform.python_version(), "latentcache": latentcache.__version__}
-    for name in PACKAGES:
-        try:
-            versions[name.lower()] = version(name)
-        except PackageNotFoundError:
-            continue
-    return versions
+    packages = {name.lower(): text for name, text in installed_versions(PACKAGES).items()}
+    return {"python": platform.python_version(), "latentcache": latentcache.__version__, **packages}
 
 
 def now() -> str:

@@ -20,7 +20,7 @@ import numpy as np
 import safetensors.torch
 import torch
 
-from latentcache.doctor.filesystem import filesystem_of
+from latentcache.doctor.environment import filesystem_of
 
 MIN_REPETITIONS = 7
 
@@ -38,7 +38,7 @@ def environment(
         "num_cores": os.cpu_count(),
         "memory_bytes": pages * os.sysconf("SC_PAGE_SIZE"),
         "kernel": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "filesystem": filesystem_of(Path(folder or ".")).type,
+        "filesystem": filesystem_of(Path(folder or ".")).filesystem,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "numpy": np.__version__,

@@ -44,7 +44,7 @@ OWNERS = {
     "sqlite3": ("store/index.py", "store/connection.py", "interop/formats/diffusion_pipe.py"),
     "safetensors": ("store/pack.py", "checkpoints/folder.py", "interop/formats/ai_toolkit.py"),
     "PIL": ("dataset/images.py", "validation/"),
-    "psutil": ("utils/host_memory.py", "doctor/filesystem.py"),
+    "psutil": ("utils/host_memory.py", "doctor/environment.py"),
     "pyarrow": ("dataset/tables.py",),
     "diffusers": ("models/", "validation/", "integrations/diffusers.py"),
     "transformers": ("models/",),

@@ -7,19 +7,18 @@ itself is not needed here.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from latentcache.doctor.diagnosis import Diagnosis, Finding, Level, shown
+from latentcache.doctor.diagnosis import Diagnosis, Finding, Level
 from latentcache.errors import ConfigError
 from latentcache.utils.nested import named_leaves
 
 STAGES = (0, 1, 2, 3)
 ZERO = "zero_optimization"
-OFFLOADS = ("offload_param", "offload_optimizer")
 OFFLOAD_DEVICES = ("none", "cpu", "nvme")
-
 
 _Rule: TypeAlias = "tuple[Level, str, Callable[[Mapping[str, Any]], bool], str, str]"
 """Level, setting, when the finding is made of the facts, and formats of the finding and its remedy."""
@@ -74,9 +73,8 @@ _ZERO_RULES: tuple[_Rule, ...] = (
 def examine_deepspeed_config(path: Path) -> Diagnosis:
     """Check the config in this file. Raises ConfigError if it cannot be read or is not a JSON object."""
     config, repeated = _read(path)
-    findings = [
-        Finding("error", key, "is given twice: DeepSpeed refuses the config", "keep one of the two") for key in repeated
-    ]
+    twice = "is given twice: DeepSpeed refuses the config"
+    findings = [Finding("error", key, twice, "keep one of the two") for key in repeated]
     findings += check_deepspeed_config(config)
     if not findings:
         findings.append(Finding("ok", "DeepSpeed config", f"{path}: nothing ignored, nothing left to fill in"))
@@ -89,30 +87,29 @@ def check_deepspeed_config(config: Mapping[str, Any]) -> list[Finding]:
     zero = config.get(ZERO, {})
     if isinstance(zero, bool):
         remedy = f'write {{"{ZERO}": {{"stage": {int(zero)}}}}}'
-        findings.append(Finding("warning", ZERO, f"is {shown(zero)}: an outdated form", remedy))
+        findings.append(Finding("warning", ZERO, f"is {_shown(zero)}: an outdated form", remedy))
     elif isinstance(zero, Mapping):
         findings += _check_zero(config, zero)
     elif zero != "auto":  # which has a finding already
-        findings.append(Finding("error", ZERO, f"is {shown(zero)}, not settings by name", 'write {"stage": 2}'))
+        findings.append(_no_section(ZERO, zero, '{"stage": 2}'))
     return findings
 
 
 def _check_zero(config: Mapping[str, Any], settings: Mapping[str, Any]) -> Iterator[Finding]:
     stage = settings.get("stage", 0)
     if stage != "auto" and (isinstance(stage, bool) or stage not in STAGES):
-        found = f"is {shown(stage)}; DeepSpeed knows 0, 1, 2 and 3"
+        found = f"is {_shown(stage)}; DeepSpeed knows 0, 1, 2 and 3"
         yield Finding("error", f"{ZERO}.stage", found, "name one of them")
         return
-    sections: dict[str, Mapping[str, Any]] = {}
-    for name in OFFLOADS:
+    sections: list[Mapping[str, Any]] = []
+    for name in ("offload_param", "offload_optimizer"):
         section = settings.get(name)
-        sections[name] = section if isinstance(section, Mapping) else {}
-        if section is not None and section != "auto" and not isinstance(section, Mapping):
-            found = f"is {shown(section)}, not settings by name"
-            yield Finding("error", f"{ZERO}.{name}", found, 'write {"device": "cpu"}')
-        facts = {key: sections[name].get(key) for key in ("nvme_path", "pin_memory")}
-        yield from _findings(_OFFLOAD_RULES, {**facts, "device": _device(sections[name])}, name)
-    param, optimizer = (sections[name] for name in OFFLOADS)
+        if section not in (None, "auto") and not isinstance(section, Mapping):
+            yield _no_section(f"{ZERO}.{name}", section, '{"device": "cpu"}')
+        sections.append(section if isinstance(section, Mapping) else {})
+        facts = {key: sections[-1].get(key) for key in ("nvme_path", "pin_memory")}
+        yield from _findings(_OFFLOAD_RULES, {**facts, "device": _device(sections[-1])}, name)
+    param, optimizer = sections
     facts = {
         **{name: name in settings for name in ("cpu_offload", "cpu_offload_param")},
         "stage": stage,
@@ -128,7 +125,7 @@ def _check_zero(config: Mapping[str, Any], settings: Mapping[str, Any]) -> Itera
 
 
 def _findings(rules: Iterable[_Rule], facts: Mapping[str, Any], name: str = "") -> Iterator[Finding]:
-    texts = {key: value[:60] if isinstance(value, str) else shown(value) for key, value in facts.items()}
+    texts = {key: value[:60] if isinstance(value, str) else _shown(value) for key, value in facts.items()}
     for level, setting, applies, *formats in rules:
         if applies(facts):
             subject, found, remedy = (text.format(ZERO=ZERO, name=name, **texts) for text in (setting, *formats))
@@ -153,6 +150,16 @@ def _precision(config: Mapping[str, Any]) -> Iterator[Finding]:
         yield Finding("error", "fp16.enabled", found, "keep bf16 if the GPU computes in it, else fp16")
 
 
+def _no_section(setting: str, value: Any, example: str) -> Finding:
+    return Finding("error", setting, f"is {_shown(value)}, not settings by name", f"write {example}")
+
+
+def _shown(value: Any) -> str:
+    """A JSON value as the file has it, cut to one line."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
 def _device(section: Mapping[str, Any]) -> Any:
     """The device of an offload section. DeepSpeed drops "auto", which leaves the default."""
     device = section.get("device", "none")
@@ -164,16 +171,18 @@ def _read(path: Path) -> tuple[dict[str, Any], list[str]]:
     repeated: list[str] = []
 
     def section(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        names = [name for name, _ in pairs]
-        repeated.extend(sorted({name for name in names if names.count(name) > 1}))
+        counts = Counter(name for name, _ in pairs)
+        repeated.extend(sorted(name for name, count in counts.items() if count > 1))
         return dict(pairs)
 
     try:
         value = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=section)
     except OSError as error:
-        raise ConfigError(f"the DeepSpeed config cannot be read: {error.strerror}", source=str(path)) from error
+        problem = f"cannot be read: {error.strerror}"
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"the DeepSpeed config is not valid JSON: {error}", source=str(path)) from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"the DeepSpeed config holds {type(value).__name__}, not settings by name", source=str(path))
-    return value, repeated
+        problem = f"is not valid JSON: {error}"
+    else:
+        if isinstance(value, dict):
+            return value, repeated
+        problem = f"holds {type(value).__name__}, not settings by name"
+    raise ConfigError(f"the DeepSpeed config {problem}", source=str(path))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeAlias
 
 Level: TypeAlias = Literal["ok", "note", "warning", "error"]
@@ -20,10 +19,6 @@ class Finding:
     found: str
     remedy: str = ""
 
-    def to_json(self) -> dict[str, str]:
-        """The four fields."""
-        return {"level": self.level, "subject": self.subject, "found": self.found, "remedy": self.remedy}
-
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
@@ -36,18 +31,13 @@ class Diagnosis:
         return Diagnosis(self.findings + other.findings, {**self.facts, **other.facts})
 
     @property
-    def num_errors(self) -> int:
-        """How many findings are errors."""
-        return sum(finding.level == "error" for finding in self.findings)
-
-    @property
     def ok(self) -> bool:
         """Whether no finding is an error."""
-        return self.num_errors == 0
+        return all(finding.level != "error" for finding in self.findings)
 
     def to_json(self) -> dict[str, Any]:
         """`{"ok", "findings": [{"level", "subject", "found", "remedy"}, ...]}` and the facts."""
-        return {"ok": self.ok, "findings": [finding.to_json() for finding in self.findings], **self.facts}
+        return {"ok": self.ok, "findings": [asdict(finding) for finding in self.findings], **self.facts}
 
     def to_text(self) -> str:
         """A table: a line per finding, its remedy below it."""
@@ -65,9 +55,3 @@ class Diagnosis:
             if (number := sum(finding.level == level for finding in self.findings))
         )
         return "\n".join([*lines, counts or "nothing to do"])
-
-
-def shown(value: Any) -> str:
-    """A JSON value as the file has it, cut to one line."""
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 60 else text[:57] + "..."

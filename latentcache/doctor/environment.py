@@ -1,52 +1,76 @@
-"""The environment of a run: Python, torch, the driver, each visible device, the cache's disk; and all checks in one."""
+"""The environment of a run: versions, driver, each visible device, the cache's disk; and all checks in one."""
 
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
 import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import psutil
 import torch
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
 
 from latentcache.devices.placement import device_named, free_memory
 from latentcache.doctor.deepspeed import examine_deepspeed_config
 from latentcache.doctor.diagnosis import Diagnosis, Finding
-from latentcache.doctor.filesystem import check_filesystem, filesystem_of
-from latentcache.doctor.versions import check_versions, installed_versions
 from latentcache.errors import DeviceError
+from latentcache.provenance import installed_versions
 from latentcache.store.index import JOURNAL_MODE, SQLITE_VERSION
 
-HALF_DTYPES = (torch.bfloat16, torch.float16)
+PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "safetensors", "peft", "deepspeed", "bitsandbytes")
 WAL_SAFE_SQLITE = (3, 51, 3)
 """From here on two connections may write and checkpoint at once in WAL mode: https://www.sqlite.org/wal.html."""
+NETWORK_TYPES = frozenset(
+    {"9p", "afs", "beegfs", "ceph", "cifs", "davfs", "fhgfs", "glusterfs", "gpfs", "lustre", "ncpfs", "nfs", "nfs4"}
+    | {"ocfs2", "orangefs", "panfs", "pvfs2", "smb3", "smbfs", "wekafs"}
+)
+PASSING_TYPES = {
+    "tmpfs": "is memory: the cache is gone after a restart",
+    "ramfs": "is memory: the cache is gone after a restart",
+    "overlay": "is a container's own layer: the cache is gone with the container",
+}
+LITTLE_BYTES = 1_000_000_000
+"""An SDXL image of 1024x1024 with its caption takes about 1 MB in the cache, so this is a thousand samples."""
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceState:
-    """One visible device. Bytes are None where the device does not report them; `dtypes` are those that work."""
+class BadRange(NamedTuple):
+    """Versions of a package that fail, the version to install, why they fail, and the source of that."""
 
-    device: torch.device
-    name: str
-    free_bytes: int | None
-    total_bytes: int | None
-    dtypes: tuple[torch.dtype, ...]
-    emulated: tuple[torch.dtype, ...]
+    package: str
+    specifier: str
+    fixed: str
+    reason: str
+    source: str
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON values: `bf16` and `fp16` say whether the device computes in them."""
-        return {
-            "device": str(self.device),
-            "name": self.name,
-            "free_bytes": self.free_bytes,
-            "total_bytes": self.total_bytes,
-            "bf16": torch.bfloat16 in self.dtypes,
-            "fp16": torch.float16 in self.dtypes,
-            "emulated": [str(dtype).removeprefix("torch.") for dtype in self.emulated],
-        }
+
+BAD_RANGES = (
+    BadRange("torch", "<2.1", "2.6",
+        "loading an optimizer's state leaves `step` on the CPU, and a fused optimizer then fails on `state_steps`",
+        "https://github.com/pytorch/pytorch/pull/102619",
+    ),
+    BadRange("torch", "<2.6", "2.6", "latentcache is written for torch>=2.6", "pyproject.toml"),
+    BadRange("diffusers", "<0.42", "0.42",
+        "a pipeline whose parts lie on several devices fails, e.g. a UNet on the GPU with its text encoders on the CPU",
+        "https://github.com/huggingface/diffusers/pull/14383",
+    ),
+    BadRange("transformers", "<5.0", "5.0",
+        "latentcache reads CLIP text encoders as transformers 5 builds them (without `text_model`)",
+        "pyproject.toml",
+    ),
+    BadRange("accelerate", "<1.0", "1.0", "latentcache is written for accelerate>=1.0", "pyproject.toml"),
+    BadRange("deepspeed", ">=0.14.1,<0.14.3", "0.14.3",
+        "clipping multiplies gradients by a 0-dim tensor on the accelerator: with an offloaded optimizer the gradients "
+        "are on the CPU, and the step fails with `Expected all tensors to be on the same device`",
+        "https://github.com/deepspeedai/DeepSpeed/issues/5422",
+    ),
+)  # fmt: skip
+"""A version is compared without its local part (`2.13.0+cpu`); `0.42.0.dev0` counts as 0.42."""
 
 
 def diagnose(
@@ -58,21 +82,49 @@ def diagnose(
     unknown or not here, that is an error finding, and nothing is trained.
     """
     config = Diagnosis() if deepspeed is None else examine_deepspeed_config(deepspeed)
-    diagnosis = _software() + _accelerators() + _requested(device)
+    python, system, packages = platform.python_version(), platform.platform(), installed_versions(PACKAGES)
+    software = (Finding("ok", "Python", f"{python} on {system}"), *check_versions(packages))
+    diagnosis = Diagnosis(software, {"python": python, "platform": system, "packages": packages}) + _accelerators()
+    try:
+        named = device_named(device)
+        diagnosis += Diagnosis((Finding("ok", "device", f"{device} is {named}"),), {"device": str(named)})
+    except DeviceError as error:
+        named = None
+        diagnosis += Diagnosis((Finding("error", "device", str(error), "name one that is listed here, or cpu"),))
     sqlite = {"version": SQLITE_VERSION, "journal_mode": JOURNAL_MODE}
     diagnosis += Diagnosis((check_sqlite(SQLITE_VERSION, JOURNAL_MODE),), {"sqlite": sqlite})
     if cache_path is None:
         diagnosis += Diagnosis((Finding("note", "cache", "no path given", "--cache.path DIR looks at its disk"),))
     else:
-        system = filesystem_of(cache_path)
-        diagnosis += Diagnosis(tuple(check_filesystem(system, JOURNAL_MODE)), {"cache": system.to_json()})
+        disk = filesystem_of(cache_path)
+        diagnosis += Diagnosis(tuple(check_filesystem(disk, JOURNAL_MODE)), {"cache": disk.to_json()})
     diagnosis += config
-    if training and "device" in diagnosis.facts:
+    if training and named is not None:
         # The models take seconds to import, and the other checks do not need them.
         from latentcache.doctor.training_check import try_training
 
-        diagnosis += try_training(torch.device(diagnosis.facts["device"]))
+        diagnosis += try_training(named)
     return diagnosis
+
+
+# Software
+
+
+def check_versions(installed: Mapping[str, str]) -> Iterator[Finding]:
+    """One finding per package: its first bad range in the table, or ok."""
+    for name, text in installed.items():
+        try:
+            number = Version(text)
+        except InvalidVersion:
+            yield Finding("warning", name, f"{text}: not a version that can be compared", "compare it by hand")
+            continue
+        for bad in BAD_RANGES:
+            if bad.package == name and SpecifierSet(bad.specifier).contains(number, prereleases=True):
+                remedy = f"install {name}>={bad.fixed}"
+                yield Finding("error", name, f"{text}: {bad.reason} ({bad.source})", remedy)
+                break
+        else:
+            yield Finding("ok", name, text)
 
 
 def check_sqlite(version: str, journal_mode: str) -> Finding:
@@ -84,12 +136,24 @@ def check_sqlite(version: str, journal_mode: str) -> Finding:
     if journal_mode == "wal":
         remedy = f"use a Python that is linked to SQLite >= {fixed}"
         return Finding("error", "SQLite", f"{version}: journal mode wal, but this version {reason}", remedy)
-    return Finding(
-        "note",
-        "SQLite",
-        f"{version}: {reason}, so the index uses journal mode {journal_mode}: safe, and slower to write",
-        f"nothing to do; with SQLite >= {fixed} the index uses wal",
-    )
+    found = f"{version}: {reason}, so the index uses journal mode {journal_mode}: safe, and slower to write"
+    return Finding("note", "SQLite", found, f"nothing to do; with SQLite >= {fixed} the index uses wal")
+
+
+# Driver and devices
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceState:
+    """One visible device. Bytes are None where it does not report them; `emulated` names dtypes that work slowly."""
+
+    device: str
+    name: str
+    free_bytes: int | None
+    total_bytes: int | None
+    bf16: bool
+    fp16: bool
+    emulated: list[str]
 
 
 def check_driver(build: str | None, driver: tuple[int, int] | None) -> Finding | None:
@@ -137,14 +201,18 @@ def device_state(device: torch.device) -> DeviceState:
     get_name = getattr(module, "get_device_name", None)
     get_memory = getattr(module, "mem_get_info", None)
     torch.ones(1, device=device).add_(1).item()  # a device that is lost or full raises here
-    dtypes = tuple(dtype for dtype in HALF_DTYPES if multiplies(device, dtype))
+    bf16, is_emulated = multiplies(device, torch.bfloat16), False
+    if bf16 and device.type == "cuda":  # NVIDIA GPUs before Ampere compute bfloat16 in float32; only CUDA reports it
+        with module.device(device):
+            is_emulated = not module.is_bf16_supported(including_emulation=False)
     return DeviceState(
-        device=device,
+        device=str(device),
         name=str(device) if get_name is None else get_name(device),
         free_bytes=free_memory(device),
         total_bytes=None if get_memory is None else get_memory(device)[1],
-        dtypes=dtypes,
-        emulated=(torch.bfloat16,) if torch.bfloat16 in dtypes and _emulates_bf16(device) else (),
+        bf16=bf16,
+        fp16=multiplies(device, torch.float16),
+        emulated=["bfloat16"] if is_emulated else [],
     )
 
 
@@ -159,20 +227,19 @@ def multiplies(device: torch.device, dtype: torch.dtype) -> bool:
         return False
 
 
-def _emulates_bf16(device: torch.device) -> bool:
-    """NVIDIA GPUs before Ampere compute bfloat16 in float32. Only CUDA reports it."""
-    if device.type != "cuda":
-        return False
-    module = torch.get_device_module(device)
-    with module.device(device):
-        return not module.is_bf16_supported(including_emulation=False)
-
-
-def _software() -> Diagnosis:
-    python, system = platform.python_version(), platform.platform()
-    installed = installed_versions()
-    findings = [Finding("ok", "Python", f"{python} on {system}"), *check_versions(installed)]
-    return Diagnosis(tuple(findings), {"python": python, "platform": system, "packages": installed})
+def check_device(state: DeviceState) -> Iterator[Finding]:
+    """Findings about one visible device: its memory, and the dtypes that it computes in."""
+    memory = "free memory is not reported"
+    if state.free_bytes is not None and state.total_bytes is not None:
+        memory = f"{state.free_bytes / 1e9:.1f} GB free of {state.total_bytes / 1e9:.1f} GB"
+    works = [name for name, there in (("bfloat16", state.bf16), ("float16", state.fp16)) if there]
+    yield Finding("ok", state.device, f"{state.name}: {memory}; {', '.join(works) or 'no half precision'}")
+    if state.emulated:
+        remedy = "train in float16 with a GradScaler, or in float32"
+        yield Finding("note", state.device, "bfloat16 is emulated: it works, slowly", remedy)
+    elif not state.bf16:
+        remedy = "use float16 with a GradScaler, or float32 (encode.vae_dtype, encode.text_dtype)"
+        yield Finding("warning", state.device, "does not compute in bfloat16", remedy)
 
 
 def _accelerators() -> Diagnosis:
@@ -183,48 +250,107 @@ def _accelerators() -> Diagnosis:
         # torch warns here why an accelerator cannot be used, e.g. that a driver is too old.
         warnings.simplefilter("always")
         accelerator = torch.accelerator.current_accelerator(check_available=True)
-        devices = []
-        if accelerator is not None:
-            devices = [torch.device(accelerator.type, index) for index in range(torch.accelerator.device_count())]
+        num_devices = 0 if accelerator is None else torch.accelerator.device_count()
     findings += [Finding("warning", "accelerator", str(w.message), "do what the message says") for w in caught]
     states = []
-    for device in devices:
+    for index in range(num_devices):
+        device = torch.device(str(accelerator), index)
         try:
-            state = device_state(device)
+            states.append(device_state(device))
         except RuntimeError as error:
             remedy = "see whether another process uses it, and whether its own tools (nvidia-smi, rocm-smi) list it"
             findings.append(Finding("error", str(device), f"does not answer: {error}", remedy))
-            continue
-        states.append(state)
-        findings += check_device(state)
-    if not devices:
+        else:
+            findings += check_device(states[-1])
+    if not num_devices:
         findings.append(Finding("note", "devices", "no accelerator is visible: everything runs on the CPU"))
     versions = {"cuda_build": torch.version.cuda, "driver_cuda": _dotted(driver), "hip_build": torch.version.hip}
-    return Diagnosis(tuple(findings), {**versions, "devices": [state.to_json() for state in states]})
-
-
-def check_device(state: DeviceState) -> Iterator[Finding]:
-    """Findings about one visible device: its memory, and the dtypes that it computes in."""
-    memory = "free memory is not reported"
-    if state.free_bytes is not None and state.total_bytes is not None:
-        memory = f"{state.free_bytes / 1e9:.1f} GB free of {state.total_bytes / 1e9:.1f} GB"
-    works = ", ".join(str(dtype).removeprefix("torch.") for dtype in state.dtypes) or "no half precision"
-    yield Finding("ok", str(state.device), f"{state.name}: {memory}; {works}")
-    if torch.bfloat16 in state.emulated:
-        remedy = "train in float16 with a GradScaler, or in float32"
-        yield Finding("note", str(state.device), "bfloat16 is emulated: it works, slowly", remedy)
-    elif torch.bfloat16 not in state.dtypes:
-        remedy = "use float16 with a GradScaler, or float32 (encode.vae_dtype, encode.text_dtype)"
-        yield Finding("warning", str(state.device), "does not compute in bfloat16", remedy)
-
-
-def _requested(name: str) -> Diagnosis:
-    try:
-        device = device_named(name)
-    except DeviceError as error:
-        return Diagnosis((Finding("error", "device", str(error), "name one that is listed here, or cpu"),))
-    return Diagnosis((Finding("ok", "device", f"{name} is {device}"),), {"device": str(device)})
+    return Diagnosis(tuple(findings), {**versions, "devices": [asdict(state) for state in states]})
 
 
 def _dotted(version: tuple[int, int] | None) -> str | None:
     return None if version is None else ".".join(map(str, version))
+
+
+# The cache's disk
+
+
+@dataclass(frozen=True, slots=True)
+class FileSystem:
+    """`path` is the folder, or its nearest parent that exists. The type is None where the system does not report it."""
+
+    path: str
+    filesystem: str | None
+    mounted_at: str | None
+    free_bytes: int
+    total_bytes: int
+    writable: bool
+
+    @property
+    def is_network(self) -> bool | None:
+        """Whether other hosts may write there too. FUSE counts, as it may serve anything. None: unknown."""
+        if self.filesystem is None:
+            return None
+        return self.filesystem in NETWORK_TYPES or self.filesystem.startswith("fuse.")
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values: the fields, and `network`."""
+        return asdict(self) | {"network": self.is_network}
+
+
+def filesystem_of(path: Path) -> FileSystem:
+    """The file system of `path`; of its nearest parent that exists where it does not exist yet."""
+    there = Path(os.path.realpath(path))
+    while not there.exists():
+        there = there.parent
+    kind, mounted_at = mount_of(there) or (None, None)
+    space = psutil.disk_usage(os.fspath(there))
+    return FileSystem(str(there), kind, mounted_at, space.free, space.total, writable=os.access(there, os.W_OK))
+
+
+def mount_of(path: Path) -> tuple[str, str] | None:
+    """Type and mount point that hold a resolved path; None where the system does not list its mounts.
+
+    psutil lists the mounts; it does not say which of them a path is on.
+    """
+    try:
+        mounts = psutil.disk_partitions(all=True)
+    except OSError:  # e.g. no /proc
+        return None
+    holding = [mount for mount in mounts if path.is_relative_to(mount.mountpoint)]
+    # Of two mounts at one point the later one covers the other.
+    mount = max(reversed(holding), key=lambda mount: len(mount.mountpoint), default=None)
+    return None if mount is None else (mount.fstype, mount.mountpoint)
+
+
+def check_filesystem(system: FileSystem, journal_mode: str | None = None) -> list[Finding]:
+    """Findings about the cache's file system. `journal_mode` is that of the cache's index, `wal` or `delete`."""
+    findings = [_check_type(system, journal_mode)]
+    if not system.writable:
+        found = f"{system.path} cannot be written: the cache can only be read"
+        findings.append(Finding("warning", "cache", found, "change its permissions"))
+    free = f"{system.free_bytes / 1e9:.1f} GB free of {system.total_bytes / 1e9:.1f} GB"
+    if system.free_bytes < LITTLE_BYTES:
+        found = f"{free}: room for about {system.free_bytes // 10**6} samples"
+        findings.append(Finding("warning", "cache space", found, "free some"))
+    else:
+        findings.append(Finding("ok", "cache space", free))
+    return findings
+
+
+def _check_type(system: FileSystem, journal_mode: str | None) -> Finding:
+    subject, where = "cache file system", f"{system.path} on {system.filesystem or 'an unknown type'}"
+    if system.is_network and journal_mode == "wal":
+        # https://www.sqlite.org/wal.html: "WAL does not work over a network filesystem".
+        found = f"{where}: a network file system, on which the index's journal mode wal does not work between hosts"
+        return Finding("error", subject, found, "put the cache on a local disk (cache.path)")
+    if system.is_network:
+        found = f"{where}: a network file system: two hosts that write to one cache are not tested"
+        remedy = "put the cache on a local disk, or let only one host write to it at a time"
+        return Finding("warning", subject, found, remedy)
+    if system.filesystem in PASSING_TYPES:
+        remedy = "name a folder on a disk or a volume if the cache is to stay (cache.path)"
+        return Finding("note", subject, f"{where}, which {PASSING_TYPES[system.filesystem]}", remedy)
+    if system.filesystem is None:
+        return Finding("note", subject, f"{where}: this system does not report it")
+    return Finding("ok", subject, f"{where}, local")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -22,7 +22,7 @@ def try_training(device: torch.device) -> Diagnosis:
     A step that fails is an error finding with torch's own message. Global random states do not change.
     """
     generator = torch.Generator().manual_seed(0)
-    unet = cast(torch.nn.Module, tiny_unet()).train()  # mypy does not see that diffusers' models are modules
+    unet = cast(Any, tiny_unet()).train()  # mypy does not see that diffusers' models are modules
     batch = training_batch(generator)
     target = torch.randn(batch["sample"].shape, generator=generator)
     try:
@@ -30,7 +30,9 @@ def try_training(device: torch.device) -> Diagnosis:
         batch = {name: tensor.to(device) for name, tensor in batch.items()}
         optimizer = torch.optim.AdamW(unet.parameters(), lr=1e-4)
         before = torch.nn.utils.parameters_to_vector(unet.parameters()).detach().clone()
-        loss = torch.nn.functional.mse_loss(_predict(unet, batch), target.to(device))
+        conditions = {"text_embeds": batch["pooled_prompt_embeds"], "time_ids": batch["add_time_ids"]}
+        inputs = batch["sample"], batch["timestep"], batch["prompt_embeds"]
+        loss = torch.nn.functional.mse_loss(unet(*inputs, added_cond_kwargs=conditions).sample, target.to(device))
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it without types
         optimizer.step()
         moved = torch.nn.utils.parameters_to_vector(unet.parameters()).detach().sub(before).abs().max().item()
@@ -38,12 +40,8 @@ def try_training(device: torch.device) -> Diagnosis:
         # Out of memory, a kernel that is missing, tensors on two devices: the check exists to find these.
         finding = Finding("error", SUBJECT, f"the step failed on {device}: {error}", "fix what the message names")
         return Diagnosis((finding,), {"training": {"device": str(device), "error": str(error)}})
-    report = audit(
-        {"unet": unet, "optimizer": optimizer, "batch": batch},
-        device=device,
-        training={"unet": True},
-        dtypes={"unet": torch.float32},
-    )
+    parts = {"unet": unet, "optimizer": optimizer, "batch": batch}
+    report = audit(parts, device=device, training={"unet": True}, dtypes={"unet": torch.float32})
     findings = [
         Finding(found.level, f"{SUBJECT}: {found.part}", found.to_text(), "see docs/howto/devices-disagree.md")
         for found in report.findings
@@ -70,13 +68,3 @@ def training_batch(generator: torch.Generator) -> dict[str, torch.Tensor]:
         "pooled_prompt_embeds": torch.randn(BATCH_SIZE, HIDDEN_SIZE_2, generator=generator),
         "add_time_ids": torch.tensor([time_ids(size, (0, 0), size)] * BATCH_SIZE, dtype=torch.float32),
     }
-
-
-def _predict(unet: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    prediction: torch.Tensor = unet(
-        batch["sample"],
-        batch["timestep"],
-        encoder_hidden_states=batch["prompt_embeds"],
-        added_cond_kwargs={"text_embeds": batch["pooled_prompt_embeds"], "time_ids": batch["add_time_ids"]},
-    ).sample
-    return prediction

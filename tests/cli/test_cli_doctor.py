@@ -81,7 +81,7 @@ def test_the_cache_can_come_from_the_environment(
 
 
 def test_a_bad_deepspeed_is_an_error(run_json: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(latentcache.doctor.environment, "installed_versions", lambda: {"deepspeed": "0.14.2"})
+    monkeypatch.setattr(latentcache.doctor.environment, "installed_versions", lambda packages: {"deepspeed": "0.14.2"})
     code, report = run_json("--device", "cpu")
     assert code == 1 and not report["ok"] and subjects(report, "error") == ["deepspeed"]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from latentcache.doctor.filesystem import FileSystem, check_filesystem, filesystem_of, mount_of
+from latentcache.doctor.environment import FileSystem, check_filesystem, filesystem_of, mount_of
 
 MOUNTS = """\
 proc /proc proc rw,relatime 0 0
@@ -59,14 +59,14 @@ def test_no_mounts_no_answer(mounts: Path) -> None:
 @pytest.mark.skipif(shutil.which("stat") is None or not psutil.LINUX, reason="needs stat of GNU coreutils")
 def test_a_real_path_agrees_with_the_operating_system(tmp_path: Path) -> None:
     system = filesystem_of(tmp_path / "not" / "there" / "yet")
-    assert system.path == tmp_path.resolve() and system.writable
+    assert system.path == str(tmp_path.resolve()) and system.writable
     # stat(1) asks statfs(2), a different source; its name for the ext family is one for all of them.
     reported = subprocess.run(["stat", "-f", "-c", "%T", tmp_path], check=True, capture_output=True, text=True).stdout
-    assert system.type is not None
+    assert system.filesystem is not None
     if reported.strip() == "ext2/ext3":
-        assert system.type in {"ext2", "ext3", "ext4"}
+        assert system.filesystem in {"ext2", "ext3", "ext4"}
     else:
-        assert system.type in {reported.strip(), f"{reported.strip()}fs", reported.strip().removesuffix("fs")}
+        assert system.filesystem in {reported.strip(), f"{reported.strip()}fs", reported.strip().removesuffix("fs")}
     space = os.statvfs(tmp_path)
     assert system.total_bytes == space.f_blocks * space.f_frsize
     assert 0 < system.free_bytes <= system.total_bytes
@@ -74,7 +74,7 @@ def test_a_real_path_agrees_with_the_operating_system(tmp_path: Path) -> None:
 
 
 def system_of(kind: str | None, *, free_bytes: int = 10**12, writable: bool = True) -> FileSystem:
-    return FileSystem(Path("/c"), kind, "/", free_bytes=free_bytes, total_bytes=2 * 10**12, writable=writable)
+    return FileSystem("/c", kind, "/", free_bytes=free_bytes, total_bytes=2 * 10**12, writable=writable)
 
 
 @pytest.mark.parametrize("kind", ["nfs", "nfs4", "cifs", "smb3", "lustre", "ceph", "9p", "fuse.sshfs", "fuse.juicefs"])

@@ -12,13 +12,13 @@ from latentcache.doctor.training_check import try_training
 
 def test_the_device_is_listed_and_named(device: torch.device) -> None:
     state = device_state(device)
-    assert state.device == device and state.name
-    assert {torch.bfloat16, torch.float16} <= set(state.dtypes)
+    assert state.device == str(device) and state.name
+    assert state.bf16 and state.fp16
     if state.free_bytes is not None and state.total_bytes is not None:
         assert 0 < state.free_bytes <= state.total_bytes
     found = diagnose(device=str(device))
     assert found.facts["device"] == str(device)
-    assert state.to_json()["device"] in [listed["device"] for listed in found.facts["devices"]]
+    assert state.device in [listed["device"] for listed in found.facts["devices"]]
     assert {finding.level for finding in found.findings if finding.subject == str(device)} <= {"ok", "note"}
 
 

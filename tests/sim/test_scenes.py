@@ -17,7 +17,7 @@ from latentcache.checkpoints.checkpoint import load_checkpoint, save_checkpoint
 from latentcache.devices.audit import audit
 from latentcache.devices.guard import check_same_device, guard
 from latentcache.devices.optimizer import repair_optimizer
-from latentcache.doctor.versions import check_versions
+from latentcache.doctor.environment import check_versions
 from latentcache.errors import DeviceMismatchError
 
 CPU = torch.device("cpu")
