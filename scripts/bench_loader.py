@@ -33,8 +33,8 @@ from latentcache import LatentDataset
 from latentcache.dataset.manifest import CaptionRef, ImageRef, Manifest, ManifestFolder, Row
 from latentcache.devices.transfer import transfer_to
 from latentcache.identity import key_of
+from latentcache.loading.batch import BufferPool
 from latentcache.loading.loader import LatentLoader
-from latentcache.loading.pinned_pool import BufferPool
 from latentcache.loading.sampler import BucketBatchSampler, noise_generator
 from latentcache.store.disk import DiskStore
 from latentcache.types import Crop, Entry, Geometry, Record, Size

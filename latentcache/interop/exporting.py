@@ -83,10 +83,10 @@ class Export:
         with `unverified`; and StoreError if there is no such manifest, or it holds prompts.
         """
         cache, manifest = self._cache, self._cache.manifest(self.report.name)
-        cache.samples.scaling(manifest)
+        cache.scaling(manifest)
         rows = [row for row in manifest.rows.values() if row.refusal is None]
         for row in rows:
-            cache.samples.check_trust(manifest, row)
+            cache.check_trust(manifest, row)
         self.report.skipped += [row.refusal for row in manifest.rows.values() if row.refusal is not None]
         for row in rows:
             stem = PurePosixPath(row.sample_id)

@@ -1,21 +1,79 @@
-"""A batch that was read, brought to the requesting device: moved, converted, drawn, scaled."""
+"""Batches: the memory that they are read into, and their way to the requesting device, drawn, scaled and converted."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import weakref
+from collections import deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
+import numpy as np
 import torch
 
 from latentcache.devices.placement import DeviceLike, device_of, dtype_of
+from latentcache.devices.transfer import HostMemory
 from latentcache.errors import StoreError
-from latentcache.store.stacking import check_output
+from latentcache.store.base import ALIGNMENT
+from latentcache.store.stacking import Empty, check_output
 from latentcache.types import Batch
 
 IMAGE_FIELDS: Final[tuple[str, ...]] = ("moments", "latents")
 TEXT_FIELDS: Final[tuple[str, ...]] = ("prompt_embeds", "pooled_prompt_embeds")
-OUTPUTS: Final = ("latents", "moments")
+_OUTPUTS = ("latents", "moments")
+
+
+class BufferPool:
+    """Host memory that batches are read into again and again: fresh memory costs a page fault every 4 KiB.
+
+    A buffer is free when no array or tensor shares its memory any more: no view, and none that autograd saved. So who
+    has a tensor keeps it valid, and the next batch is written elsewhere: nobody waits for a buffer. At most `num_kept`
+    buffers are kept. `pin` requests pinned ones. Any thread may borrow.
+    """
+
+    def __init__(self, *, pin: bool = False, num_kept: int = 4):
+        self.requested_pin = pin
+        self.num_allocated = 0
+        self._host = HostMemory(pin=pin)
+        # Each with a reference to the array that was lent of it, which is dead when the buffer is free.
+        self._buffers: deque[tuple[np.ndarray, weakref.ref[np.ndarray]]] = deque(maxlen=num_kept)
+        self._num_bytes = 0
+
+    def borrow(self, sizes: Iterable[int]) -> Empty:
+        """A buffer for arrays of so many bytes each. The result makes these arrays, each on ALIGNMENT bytes."""
+        # All buffers have the size of the largest batch so far, so that any of them will do for the next one.
+        self._num_bytes = max(self._num_bytes, sum([-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]))
+        buffer = self._free_buffer(self._num_bytes)
+        # The arrays refer to this one: numpy passes over arrays whose own base is an array, and this one's is not.
+        lent = np.frombuffer(buffer.data, np.uint8)
+        self._buffers.append((buffer, weakref.ref(lent)))
+        start = 0
+
+        def empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+            nonlocal start
+            array = np.ndarray(shape, dtype, lent, start)
+            start += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
+            return array
+
+        return empty
+
+    def _free_buffer(self, size: int) -> np.ndarray:
+        for _ in range(len(self._buffers)):
+            try:
+                buffer, lent = self._buffers.pop()
+            except IndexError:  # another thread has taken it
+                break
+            if lent() is not None:
+                self._buffers.appendleft((buffer, lent))
+            elif buffer.nbytes >= size:
+                return buffer
+        self.num_allocated += 1
+        return self._host.empty((size,), torch.uint8).numpy()
+
+    @property
+    def pin(self) -> bool:
+        """Whether new buffers are pinned: as requested, unless pinning failed."""
+        return self._host.pin
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,26 +102,24 @@ def to_device(
 
     The result is the same dictionary where there is nothing to do.
     """
-    if output not in OUTPUTS:
-        raise StoreError(f"output is {output!r}; it must be one of {', '.join(OUTPUTS)}")
+    if output not in _OUTPUTS:
+        raise StoreError(f"output is {output!r}; it must be one of {', '.join(_OUTPUTS)}")
     if is_cpu(device) and dtype is None and scaling is None and generator is None:
         stored = batch.get(output)
         if stored is not None and stored.is_cpu:
             return batch  # as it is: a small batch is copied in the time that the rest would take
     target, dtype = device_of(device), dtype or dtype_of(device)
-    placed: Batch = {}
-    for name, value in batch.items():
-        if name in IMAGE_FIELDS:
-            continue
-        if isinstance(value, torch.Tensor):
-            value = value.to(target, torch.float32 if name == "add_time_ids" else dtype)
-        placed[name] = value
-    if output == "moments":
-        return {"moments": _moments(batch, scaling).to(target, dtype), **placed}
-    latents = _latents(batch, target, generator)
+    image = _moments(batch, scaling) if output == "moments" else _latents(batch, target, generator)
     if scaling is not None:
-        latents = scaling.apply(latents.float())
-    return {"latents": latents.to(dtype or _image_dtype(batch)), **placed}
+        image = scaling.apply(image.float())
+    stored_dtype = next(batch[name].dtype for name in IMAGE_FIELDS if name in batch)
+    placed: Batch = {output: image.to(target, dtype or stored_dtype)}
+    for name, value in batch.items():
+        if isinstance(value, torch.Tensor) and name not in IMAGE_FIELDS:
+            placed[name] = value.to(target, torch.float32 if name == "add_time_ids" else dtype)
+        elif name not in IMAGE_FIELDS:
+            placed[name] = value
+    return placed
 
 
 def _moments(batch: Batch, scaling: Scaling | None) -> torch.Tensor:
@@ -110,8 +166,3 @@ def copy_into(out: Mapping[str, torch.Tensor], batch: Batch) -> Batch:
 def is_cpu(device: DeviceLike) -> bool:
     """Whether it is the CPU by name, which requests no dtype."""
     return device == "cpu" if isinstance(device, str) else isinstance(device, torch.device) and device.type == "cpu"
-
-
-def _image_dtype(batch: Mapping[str, Any]) -> torch.dtype:
-    dtype: torch.dtype = next(batch[name].dtype for name in IMAGE_FIELDS if name in batch)
-    return dtype

@@ -3,28 +3,129 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from pathlib import Path
 from typing import Literal
 
 import torch
 
-from latentcache.dataset.manifest import Manifest, ManifestFolder, Manifests, Row
+from latentcache.config import PROMPTS_PREFIX
+from latentcache.dataset.manifest import Manifest, ManifestFolder, Manifests, Row, prompts_name
 from latentcache.devices.placement import DeviceLike, device_of, dtype_of
-from latentcache.errors import EntryDamagedError, EntryMissingError, StoreError
+from latentcache.errors import EntryDamagedError, EntryMissingError, SampleError, StoreError
 from latentcache.loading.batch import IMAGE_FIELDS, TEXT_FIELDS, Scaling, copy_into, is_cpu, to_device
-from latentcache.loading.sample import SampleMemory, SampleRef
-from latentcache.loading.sample_index import SampleIndex, unverified_error
-from latentcache.loading.sample_reader import SampleReader
-from latentcache.store.base import DTYPES, Store
+from latentcache.loading.sample import DESCRIPTION, PRECACHE, SampleMemory, SampleReader, SampleRef
+from latentcache.store.base import DTYPES, Closing, Store
 from latentcache.store.direct import Io
 from latentcache.store.disk import DiskStore
-from latentcache.store.stacking import read_batch
 from latentcache.types import Batch, Entry, prompt_id
 
 
-class LatentCache:
+class SampleIndex:
+    """Finds samples in manifests, which are read once. `only` names the one manifest whose samples are seen.
+
+    Imported samples that are not verified are a SampleError unless `unverified`. Errors name the `path` of the cache.
+    """
+
+    def __init__(self, manifests: Manifests, *, only: str | None, unverified: bool, path: Path | None):
+        self.manifests, self.only, self.unverified, self.path = manifests, only, unverified, path
+        self._loaded: dict[str, Manifest] = {}
+        if only is not None:
+            self.manifest(only)
+
+    def manifest(self, name: str) -> Manifest:
+        """The manifest of this name. StoreError naming those that there are."""
+        if name not in self._loaded:
+            manifest = self.manifests.read(name)
+            if manifest is None:
+                known = ", ".join(self.manifests.names()) or "none yet: run latentcache precache first"
+                raise StoreError(f"{self.path or 'cpu store'}: no manifest {name!r}; there are: {known}")
+            self._loaded[name] = manifest
+        return self._loaded[name]
+
+    def dataset_names(self) -> list[str]:
+        """Names of the manifests that hold samples, not prompts."""
+        if self.only is not None:
+            return [self.only]
+        return [name for name in self.manifests.names() if not name.startswith(PROMPTS_PREFIX)]
+
+    def datasets(self) -> list[Manifest]:
+        """The manifests that hold samples."""
+        return [self.manifest(name) for name in self.dataset_names()]
+
+    def sample_ids(self) -> list[str]:
+        """All samples that may be requested: those that were not refused, in the order of the manifests."""
+        return [row.sample_id for manifest in self.datasets() for row in manifest.rows.values() if row.refusal is None]
+
+    def row(self, sample_id: str, datasets: Sequence[Manifest] | None = None) -> tuple[Manifest, Row]:
+        """The sample's manifest, one of `datasets` (default: all), and row.
+
+        SampleError when it is unknown, ambiguous, refused, or may not be read.
+        """
+        datasets = self.datasets() if datasets is None else datasets
+        found = []
+        for manifest in datasets:
+            if sample_id in manifest.rows:
+                found.append(manifest)
+        if len(found) != 1:
+            names = ", ".join(manifest.name for manifest in found or datasets)
+            if not found:
+                raise SampleError(sample_id, f"is in no manifest ({names})", PRECACHE)
+            raise SampleError(sample_id, f"is in several manifests: {names}", "LatentCache(path, manifest=NAME)")
+        row = found[0].rows[sample_id]
+        if row.refusal is not None:
+            reason = f"was refused ({row.refusal.reason}): {row.refusal.detail}"
+            raise SampleError(sample_id, reason, f"replace {row.refusal.path}, then {PRECACHE}")
+        self.check_trust(found[0], row)
+        return found[0], row
+
+    def check_trust(self, manifest: Manifest, row: Row) -> None:
+        """SampleError if the sample was imported and is not verified, and such samples may not be read."""
+        if not self.unverified and not row.is_verified:
+            raise _unverified_error(row.sample_id, manifest.imported_from)
+
+    def scaling(self, manifest: Manifest) -> Scaling:
+        """The scaling of the VAE that encoded this manifest's latents. StoreError for a manifest of prompts."""
+        encoding = manifest.common.get("image_encoding")
+        if encoding is None:
+            raise StoreError(f"manifest {manifest.name} holds prompts, not images: use LatentCache.prompt")
+        return Scaling(encoding["scaling_factor"], encoding["shift_factor"])
+
+    def prompt_ref(self, text: str, *, negative: bool) -> SampleRef:
+        """A cached prompt of these datasets' text encoders. SampleError naming a prompt that is not cached.
+
+        StoreError if no dataset is cached, or if their text encoders differ.
+        """
+        datasets = self.datasets()
+        names = {prompts_name(manifest.common) for manifest in datasets if manifest.imported_from is None}
+        if datasets and not names:  # imported datasets name no encoders: all prompts may be theirs
+            names = {name for name in self.manifests.names() if name.startswith(PROMPTS_PREFIX)}
+        if len(names) > 1:
+            known = ", ".join(manifest.name for manifest in datasets)
+            raise StoreError(
+                f"the datasets {known} have different text encoders: say whose with LatentCache(path, manifest=NAME)"
+            )
+        if not datasets:
+            raise StoreError(f"{self.path or 'cpu store'}: no dataset is cached yet; {PRECACHE}")
+        sample_id = prompt_id(text, negative=negative)
+        row = self.manifest(names.pop()).rows.get(sample_id) if names else None
+        if row is None:
+            remedy = f"add it to validation.{'negative_prompt' if negative else 'prompts'} and {PRECACHE}"
+            raise SampleError(sample_id, "is not cached", remedy)
+        return SampleRef(sample_id, (row.captions[0].key,))
+
+
+def _unverified_error(sample_id: str, imported_from: str | None) -> SampleError:
+    reason = f"was imported from {imported_from} and is unverified: nobody knows what its entries are of"
+    remedy = (
+        f"{PRECACHE}, which encodes it; or import it with --verify, which proves it; or take it as it is, with "
+        "`cache.unverified: true` in the config (`unverified=True` here)"
+    )
+    return SampleError(sample_id, reason, remedy)
+
+
+class LatentCache(SampleIndex, Closing):
     """A cache, for reading: `LatentCache("cache/sdxl").batch(sample_ids, device=unet)`.
 
     Give a path, or a store and manifests (the CPU tier). `manifest` restricts sample ids to one dataset; without it a
@@ -34,7 +135,7 @@ class LatentCache:
     requesting device. The cache never moves the requesting model. `io` is that of `DiskStore`, for a path: "mapped"
     reads through the page cache, "direct" past it, "auto" past it where the packs take more than half of the memory.
 
-    `samples` finds samples in the manifests, and `reader` reads them from `store`.
+    `reader` reads samples from `store`, and `memory` has those that were requested.
     """
 
     def __init__(
@@ -50,25 +151,18 @@ class LatentCache:
     ):
         if (path is None) == (store is None) or (store is None) != (manifests is None):
             raise StoreError("LatentCache needs a path, or a store together with its manifests")
-        self.path = None if path is None else Path(path).expanduser()
-        if self.path is not None:
+        folder = None if path is None else Path(path).expanduser()
+        if folder is not None:
             if read_only is None:
                 # A reader that may write marks damage at once, so that the next precache fixes it.
-                read_only = not os.access(self.path, os.W_OK)
-            store = DiskStore(self.path, read_only=read_only, create=False, io=io)
-            manifests = ManifestFolder(self.path / "manifests")
+                read_only = not os.access(folder, os.W_OK)
+            store = DiskStore(folder, read_only=read_only, create=False, io=io)
+            manifests = ManifestFolder(folder / "manifests")
         assert store is not None and manifests is not None
         self.store: Store = store
-        self.manifests: Manifests = manifests
         self.memory = SampleMemory()
-        self.reader = SampleReader(store, self.memory, self.path)
-        self.samples = SampleIndex(manifests, only=manifest, unverified=unverified, path=self.path)
-
-    def __enter__(self) -> LatentCache:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        self.reader = SampleReader(store, self.memory, folder)
+        super().__init__(manifests, only=manifest, unverified=unverified, path=folder)
 
     def close(self) -> None:
         """Close the store. Batches that were returned stay valid."""
@@ -81,34 +175,19 @@ class LatentCache:
         Until then `batch` returns a sample as it first found it. Entries need no refresh: the store looks up keys that
         it does not know, and sees at once what it itself removed or found damaged.
         """
-        self.samples.refresh()
+        self._loaded.clear()
         self.memory.forget()
 
     def restricted(self, manifest: str) -> LatentCache:
         """The same cache, restricted to the samples of this manifest. It shares the store; do not close it."""
+        self.manifest(manifest)
         view = copy(self)
-        view.samples = SampleIndex(self.manifests, only=manifest, unverified=self.samples.unverified, path=self.path)
+        view.only = manifest
         return view
-
-    def manifest(self, name: str) -> Manifest:
-        """The manifest of this name. StoreError naming those that there are."""
-        return self.samples.manifest(name)
-
-    def dataset_names(self) -> list[str]:
-        """Names of the manifests that hold samples, not prompts."""
-        return self.samples.dataset_names()
-
-    def sample_ids(self) -> list[str]:
-        """All samples that may be requested: those that were not refused, in the order of the manifests."""
-        return self.samples.sample_ids()
-
-    def row(self, sample_id: str) -> tuple[Manifest, Row]:
-        """The sample's manifest and row. SampleError when it is unknown, ambiguous, refused, or may not be read."""
-        return self.samples.row(sample_id)
 
     def text_widths(self) -> tuple[int, int] | None:
         """D and P (see `batch`) of the first caption that is cached; None where there is none."""
-        rows = (row for manifest in self.samples.datasets() for row in manifest.rows.values())
+        rows = (row for manifest in self.datasets() for row in manifest.rows.values())
         key = next((caption.key for row in rows for caption in row.captions), None)
         if key is None or not self.store.find([key]):
             return None
@@ -123,11 +202,10 @@ class LatentCache:
         this cache was opened with `unverified`.
         """
         entry = self.store.get(key)
-        if not self.samples.unverified and entry.record.identity.get("trust") == "unverified":
+        if not self.unverified and entry.record.identity.get("trust") == "unverified":
             imported_from = entry.record.identity["imported"]["format"]
-            raise unverified_error(str(entry.record.provenance.get("sample_id", key)), imported_from)
-        target, dtype = device_of(device), dtype or dtype_of(device)
-        return Entry(entry.record, {name: tensor.to(target, dtype) for name, tensor in entry.tensors.items()})
+            raise _unverified_error(str(entry.record.provenance.get("sample_id", key)), imported_from)
+        return Entry(entry.record, _moved(entry.tensors, device, dtype))
 
     def prompt(
         self, text: str, *, device: DeviceLike, dtype: torch.dtype | None = None, negative: bool = False
@@ -138,13 +216,11 @@ class LatentCache:
         `LatentCache(path, manifest=NAME)`. The empty prompt is always there. SampleError names a prompt that is not
         cached.
         """
-        key = self.samples.prompt_key(text, negative=negative)
+        ref = self.prompt_ref(text, negative=negative)
         try:
-            found = read_batch(self.store, [key])
+            return _moved(self.reader.entries([ref]), device, dtype)
         except (EntryMissingError, EntryDamagedError) as error:
-            raise self.reader.sample_error(error, prompt_id(text, negative=negative)) from error
-        target, dtype = device_of(device), dtype or dtype_of(device)
-        return {name: tensor.to(target, dtype) for name, tensor in found.items()}
+            raise self.reader.sample_error(error, [ref]) from error
 
     def batch(  # noqa: PLR0913 - one call is the whole request, by keyword
         self,
@@ -178,42 +254,56 @@ class LatentCache:
         scaling = _common_scaling(refs) if scaled else None
         direct = out
         if out and refs and (scaled or dtype is not None or not is_cpu(device)):
-            direct = self._unconverted(out, refs, device_of(device), dtype or dtype_of(device), scaled=scaled)
+            direct = _unconverted(out, refs[0], device, dtype, computed=IMAGE_FIELDS if scaled else ())
         gathered = self.reader.gather(refs, out=direct)
         batch = to_device(gathered, device, dtype=dtype, output=output, scaling=scaling, generator=generator)
         return copy_into(out, batch) if out else batch
 
     def _refs(self, sample_ids: Sequence[str], caption: int, flip: bool) -> list[SampleRef]:
-        known = self.memory.table(self.samples.only, caption, flip)
+        known = self.memory.table(self.only, caption, flip)
         try:
             return [known[sample_id] for sample_id in sample_ids]
         except KeyError:
             pass
-        known = self.memory.table(self.samples.only, caption, flip, room_for=len(sample_ids))
-        missing = [sample_id for sample_id in sample_ids if sample_id not in known]
-        found = self.samples.find(missing, caption=caption, flip=flip)
-        known.update(found)
-        return [found.get(sample_id) or known[sample_id] for sample_id in sample_ids]
+        known = self.memory.table(self.only, caption, flip, room_for=len(sample_ids))
+        datasets, refs = self.datasets(), []
+        scalings: dict[str, Scaling] = {}
+        for sample_id in sample_ids:
+            ref = known.get(sample_id)
+            if ref is None:
+                manifest, row = self.row(sample_id, datasets)
+                if manifest.name not in scalings:
+                    scalings[manifest.name] = self.scaling(manifest)
+                ref = SampleRef.of(row, caption=caption, flip=flip, scaling=scalings[manifest.name])
+                known[sample_id] = ref
+            refs.append(ref)
+        return refs
 
-    def _unconverted(
-        self,
-        out: Mapping[str, torch.Tensor],
-        refs: Sequence[SampleRef],
-        target: torch.device,
-        dtype: torch.dtype | None,
-        *,
-        scaled: bool,
-    ) -> dict[str, torch.Tensor]:
-        """Those tensors of `out` that the stored bytes can be copied to, because nothing is computed from them."""
-        if target.type != "cpu":
-            return {}
-        stored = {name: DTYPES[stored_dtype] for name, (stored_dtype, _) in self.reader.describe(refs[0]).items()}
-        computed = IMAGE_FIELDS if scaled else ()
-        return {
-            name: tensor
-            for name, tensor in out.items()
-            if name not in computed and tensor.dtype is stored.get(name) and dtype in (None, tensor.dtype)
-        }
+
+def _moved(
+    tensors: Mapping[str, torch.Tensor], device: DeviceLike, dtype: torch.dtype | None
+) -> dict[str, torch.Tensor]:
+    target, dtype = device_of(device), dtype or dtype_of(device)
+    return {name: tensor.to(target, dtype) for name, tensor in tensors.items()}
+
+
+def _unconverted(
+    out: Mapping[str, torch.Tensor],
+    ref: SampleRef,
+    device: DeviceLike,
+    dtype: torch.dtype | None,
+    computed: Iterable[str],
+) -> dict[str, torch.Tensor]:
+    """Those tensors of `out` that the stored bytes can be copied to, because nothing is computed from them.
+
+    None before the sample was read: its dtypes are not known yet.
+    """
+    stored = ref.rows[DESCRIPTION]
+    if stored is None or device_of(device).type != "cpu":
+        return {}
+    dtype = dtype or dtype_of(device)
+    dtypes = {name: DTYPES[stored[name][0]] for name in stored.keys() - computed}
+    return {name: out[name] for name in out if dtypes.get(name) is out[name].dtype and dtype in (None, dtypes[name])}
 
 
 def _common_scaling(refs: Sequence[SampleRef]) -> Scaling | None:

@@ -17,7 +17,7 @@ from torch.utils.data import ConcatDataset, Dataset
 from latentcache.dataset.manifest import Row
 from latentcache.devices.placement import DeviceLike
 from latentcache.errors import StoreError
-from latentcache.loading.batch import to_device
+from latentcache.loading.batch import Scaling, to_device
 from latentcache.loading.cache import LatentCache
 from latentcache.loading.sample import SIZES, SampleRef
 from latentcache.loading.sampler import Visit
@@ -29,124 +29,33 @@ class _OwnCache:
     """Opens a cache once in each process, so that fork and spawn both work."""
 
     def __init__(self, path: Path, *, unverified: bool, io: Io):
-        self._path, self._unverified = path, unverified
-        self._io: Io = io
+        self._options: dict[str, Any] = {"path": path, "unverified": unverified, "io": io}
         self._opened: tuple[int, LatentCache] | None = None
 
     def __call__(self) -> LatentCache:
         """This process's own cache."""
         if self._opened is None or self._opened[0] != os.getpid():
-            self._opened = os.getpid(), LatentCache(self._path, unverified=self._unverified, io=self._io)
+            self._opened = os.getpid(), LatentCache(**self._options)
         return self._opened[1]
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_opened": None}
 
 
-class LatentDataset(Dataset[Batch]):
-    """The samples of one manifest, without the refused ones, each `repeats` times.
+class SampleDataset(Dataset[Batch]):
+    """What one manifest and several have in common as a dataset: samples that are read, and placed."""
 
-    An item is a dict of CPU tensors as they are stored: `moments` [2C, h, w] or `latents` [C, h, w], `prompt_embeds`
-    [T, D], `pooled_prompt_embeds` [P], `add_time_ids` [6] float32, the sizes as int64 [2], and the strings `sample_id`
-    and `caption`. torch's default collate stacks them. `place` then moves a batch to the requesting model and draws
-    latents from moments. Batches must not mix buckets: use `BucketBatchSampler`.
-
-    `flips` adds the mirrored entries as items of their own. `caption` is the number of the caption, or "random": one
-    drawn at each visit. With `BucketBatchSampler` the draw follows from its seed, the epoch and the position; a plain
-    item number draws with torch's global generator, which a DataLoader seeds for each worker. Samples that were
-    imported and not verified are a SampleError at once, unless `unverified` takes them as they are. Each process opens
-    the cache for itself, so fork and spawn both work. `io` is that of `LatentCache`.
-    """
-
-    def __init__(
-        self,
-        path: str | Path,
-        manifest: str | None = None,
-        *,
-        flips: bool = False,
-        caption: int | Literal["random"] = 0,
-        unverified: bool = False,
-        io: Io = "auto",
-    ):
-        self.path = Path(path)
-        self.caption = caption
-        self.own_cache = _OwnCache(self.path, unverified=unverified, io=io)
-        samples = self.cache.samples
-        names = samples.dataset_names()
-        if manifest is None and len(names) != 1:
-            raise StoreError(f"{path}: name the manifest; there are: {', '.join(names) or 'none'}")
-        self.manifest_name = manifest or names[0]
-        manifest_ = samples.manifest(self.manifest_name)
-        self.scaling = samples.scaling(manifest_)
-        rows = [row for row in manifest_.rows.values() if row.refusal is None]
-        for row in rows:
-            samples.check_trust(manifest_, row)
-        self._once: list[tuple[Row, bool]] = [(row, False) for row in rows]
-        if flips:
-            self._once += [(row, True) for row in rows]
-        self._num_items = len(self._once) * manifest_.repeats
+    scaling: Scaling
+    own_cache: _OwnCache
 
     @property
     def cache(self) -> LatentCache:
         """This process's own cache."""
         return self.own_cache()
 
-    def __len__(self) -> int:
-        return self._num_items
-
-    def _item(self, index: int) -> tuple[Row, bool]:
-        if not -self._num_items <= index < self._num_items:
-            raise IndexError(f"item {index} of {self._num_items}")
-        return self._once[index % len(self._once)]
-
-    def bucket(self, index: int) -> Bucket:
-        """The bucket of an item, without reading it."""
-        return self._item(index)[0].images[0].geometry.target_size
-
-    def identity(self) -> str:
-        """A digest of the items in their order: sample_id, bucket and flip of each. 64 hexadecimal digits."""
-        hasher = blake3()
-        for row, flip in map(self._item, range(len(self))):
-            bucket = row.images[0].geometry.target_size
-            hasher.update(f"{len(row.sample_id)} {row.sample_id} {bucket} {flip}\n".encode("utf-8", "surrogatepass"))
-        return hasher.hexdigest()
-
-    @property
-    def draws(self) -> bool:
-        """Whether the sample of an item is drawn at each visit."""
-        return self.caption == "random"
-
     def refs(self, indices: Sequence[int]) -> list[SampleRef]:
         """The samples of these items, not read yet. SampleError for one without the caption or image."""
-        if not self.draws:
-            table = self.cache.memory.table("items", self.manifest_name, self.caption)
-            try:
-                return [table[index] for index in indices]
-            except KeyError:
-                pass
-        return [self._ref(index) for index in indices]
-
-    def _ref(self, index: int) -> SampleRef:
-        row, flip = self._item(index)
-        number = self.caption
-        if number == "random":
-            num = len(row.captions)
-            number = index.draw % num if isinstance(index, Visit) else int(torch.randint(num, (), device="cpu"))
-        memory, name, first = self.cache.memory, ("items", self.manifest_name, number), int(index) % len(self._once)
-        ref = memory.table(*name).get(first)
-        if ref is None:
-            ref = SampleRef.of(row, caption=number, flip=flip)
-            memory.table(*name, room_for=1)[first] = ref
-        if index != first:
-            memory.table(*name, room_for=1)[int(index)] = ref
-        return ref
-
-    def all_refs(self) -> Iterator[SampleRef]:
-        """The samples of all items, with each caption that may be drawn. No item repeats."""
-        for row, flip in self._once:
-            numbers = range(len(row.captions)) if self.caption == "random" else [self.caption]
-            for number in numbers:
-                yield SampleRef.of(row, caption=number, flip=flip)
+        raise NotImplementedError
 
     def __getitem__(self, index: int) -> Batch:
         return self.__getitems__([index])[0]
@@ -190,7 +99,105 @@ def _items(batch: Batch, refs: Sequence[SampleRef]) -> list[Batch]:
     return [dict(zip(batch, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
-class LatentDatasets(ConcatDataset[Batch]):
+class LatentDataset(SampleDataset):
+    """The samples of one manifest, without the refused ones, each `repeats` times.
+
+    An item is a dict of CPU tensors as they are stored: `moments` [2C, h, w] or `latents` [C, h, w], `prompt_embeds`
+    [T, D], `pooled_prompt_embeds` [P], `add_time_ids` [6] float32, the sizes as int64 [2], and the strings `sample_id`
+    and `caption`. torch's default collate stacks them. `place` then moves a batch to the requesting model and draws
+    latents from moments. Batches must not mix buckets: use `BucketBatchSampler`.
+
+    `flips` adds the mirrored entries as items of their own. `caption` is the number of the caption, or "random": one
+    drawn at each visit. With `BucketBatchSampler` the draw follows from its seed, the epoch and the position; a plain
+    item number draws with torch's global generator, which a DataLoader seeds for each worker. Samples that were
+    imported and not verified are a SampleError at once, unless `unverified` takes them as they are. Each process opens
+    the cache for itself, so fork and spawn both work. `io` is that of `LatentCache`.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        manifest: str | None = None,
+        *,
+        flips: bool = False,
+        caption: int | Literal["random"] = 0,
+        unverified: bool = False,
+        io: Io = "auto",
+    ):
+        self.path = Path(path)
+        self.caption = caption
+        self.own_cache = _OwnCache(self.path, unverified=unverified, io=io)
+        names = self.cache.dataset_names()
+        if manifest is None and len(names) != 1:
+            raise StoreError(f"{path}: name the manifest; there are: {', '.join(names) or 'none'}")
+        self.manifest_name = manifest or names[0]
+        read = self.cache.manifest(self.manifest_name)
+        self.scaling = self.cache.scaling(read)
+        rows = [row for row in read.rows.values() if row.refusal is None]
+        for row in rows:
+            self.cache.check_trust(read, row)
+        self._once: list[tuple[Row, bool]] = [(row, flip) for flip in (False, True)[: 1 + flips] for row in rows]
+        self._num_items = len(self._once) * read.repeats
+
+    def __len__(self) -> int:
+        return self._num_items
+
+    def _item(self, index: int) -> tuple[Row, bool]:
+        if not -self._num_items <= index < self._num_items:
+            raise IndexError(f"item {index} of {self._num_items}")
+        return self._once[index % len(self._once)]
+
+    def bucket(self, index: int) -> Bucket:
+        """The bucket of an item, without reading it."""
+        return self._item(index)[0].images[0].geometry.target_size
+
+    def identity(self) -> str:
+        """A digest of the items in their order: sample_id, bucket and flip of each. 64 hexadecimal digits."""
+        hasher = blake3()
+        for row, flip in map(self._item, range(len(self))):
+            bucket = row.images[0].geometry.target_size
+            hasher.update(f"{len(row.sample_id)} {row.sample_id} {bucket} {flip}\n".encode("utf-8", "surrogatepass"))
+        return hasher.hexdigest()
+
+    @property
+    def draws(self) -> bool:
+        """Whether the sample of an item is drawn at each visit."""
+        return self.caption == "random"
+
+    def refs(self, indices: Sequence[int]) -> list[SampleRef]:
+        """As `SampleDataset.refs`."""
+        if self.caption != "random":
+            table = self.cache.memory.table("items", self.manifest_name, self.caption)
+            try:
+                return [table[index] for index in indices]
+            except KeyError:
+                pass
+        return [self._ref(index) for index in indices]
+
+    def _ref(self, index: int) -> SampleRef:
+        row, flip = self._item(index)
+        number = self.caption
+        if number == "random":
+            num = len(row.captions)
+            number = index.draw % num if isinstance(index, Visit) else int(torch.randint(num, (), device="cpu"))
+        memory, name, first = self.cache.memory, ("items", self.manifest_name, number), int(index) % len(self._once)
+        ref = memory.table(*name).get(first)
+        if ref is None:
+            ref = SampleRef.of(row, caption=number, flip=flip)
+            memory.table(*name, room_for=1)[first] = ref
+        if index != first:
+            memory.table(*name, room_for=1)[int(index)] = ref
+        return ref
+
+    def all_refs(self) -> Iterator[SampleRef]:
+        """The samples of all items, with each caption that may be drawn. No item repeats."""
+        for row, flip in self._once:
+            numbers = range(len(row.captions)) if self.caption == "random" else [self.caption]
+            for number in numbers:
+                yield SampleRef.of(row, caption=number, flip=flip)
+
+
+class LatentDatasets(SampleDataset, ConcatDataset[Batch]):
     """Several manifests of one cache as one dataset. Their latents must be scaled alike. They share one opened cache.
 
     Raises StoreError if there is none, if they lie in several caches, or if their VAEs scale differently.
@@ -210,14 +217,9 @@ class LatentDatasets(ConcatDataset[Batch]):
         if len(scalings) > 1:
             names = ", ".join(part.manifest_name for part in parts)
             raise StoreError(f"the VAEs of {names} scale differently ({sorted(map(str, scalings))}): train them apart")
-        self.scaling = parts[0].scaling
+        self.scaling, self.own_cache = parts[0].scaling, parts[0].own_cache
         for part in parts:
-            part.own_cache = parts[0].own_cache
-
-    @property
-    def cache(self) -> LatentCache:
-        """This process's own cache."""
-        return self.datasets[0].cache
+            part.own_cache = self.own_cache
 
     def bucket(self, index: int) -> Bucket:
         """The bucket of an item, without reading it."""
@@ -234,33 +236,12 @@ class LatentDatasets(ConcatDataset[Batch]):
         return any(part.draws for part in self.datasets)
 
     def refs(self, indices: Sequence[int]) -> list[SampleRef]:
-        """As `LatentDataset.refs`."""
+        """As `SampleDataset.refs`."""
         return [part.refs([inner])[0] for part, inner in map(self._part, indices)]
 
     def all_refs(self) -> Iterator[SampleRef]:
         """As `LatentDataset.all_refs`."""
         return chain.from_iterable(part.all_refs() for part in self.datasets)
-
-    def __getitem__(self, index: int) -> Batch:
-        part, inner = self._part(index)
-        return part[inner]
-
-    def __getitems__(self, indices: Sequence[int]) -> list[Batch]:
-        """Several items, with one read for each manifest and bucket among them."""
-        parts: dict[LatentDataset, list[tuple[int, int]]] = {}
-        for position, index in enumerate(indices):
-            part, inner = self._part(index)
-            parts.setdefault(part, []).append((position, inner))
-        items: list[Batch] = [{} for _ in indices]
-        for part, places in parts.items():
-            read = part.__getitems__([inner for _, inner in places])
-            for (position, _), item in zip(places, read, strict=True):
-                items[position] = item
-        return items
-
-    def place(self, batch: Batch, **options: Any) -> Batch:
-        """As `LatentDataset.place`."""
-        return self.datasets[0].place(batch, **options)
 
     def _part(self, index: int) -> tuple[LatentDataset, int]:
         number = bisect_right(self.cumulative_sizes, index)

@@ -5,42 +5,32 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast
+from functools import partial
+from itertools import chain, count
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 
 from latentcache.devices.placement import DeviceLike, device_named, device_of, dtype_of
 from latentcache.devices.transfer import MAX_IN_FLIGHT, Sent, Transfer, transfer_to
 from latentcache.errors import SampleError, StoreError
-from latentcache.loading.batch import Scaling, to_device
-from latentcache.loading.pinned_pool import BufferPool
+from latentcache.loading.batch import BufferPool, to_device
+from latentcache.loading.dataset import LatentDataset, LatentDatasets
 from latentcache.loading.resident import ResidentEntries
-from latentcache.loading.sample import PRECACHE, SampleRef
+from latentcache.loading.sample import PRECACHE, SampleReader, SampleRef
 from latentcache.loading.sampler import BucketBatchSampler, Cursor, PlannedBatch, noise_generator
+from latentcache.store.base import Closing
 from latentcache.types import Batch
 from latentcache.utils.concurrency import Prefetcher
-
-if TYPE_CHECKING:
-    from latentcache.loading.dataset import LatentDataset, LatentDatasets
 
 logger = logging.getLogger("latentcache")
 
 Output = Literal["latents", "mean", "moments"]
 LOOK_AHEAD = 4
 """Batches that are prefetched from the store before they are read."""
-
-
-class Gatherer(Protocol):
-    """Where batches are gathered: the cache's reader, or the entries that are resident in memory."""
-
-    def gather(self, refs: Sequence[SampleRef], *, pool: BufferPool | None = None) -> Batch:
-        """As `SampleReader.gather`."""
-
-    def prefetch(self, refs: Iterable[SampleRef]) -> None:
-        """As `SampleReader.prefetch`."""
 
 
 class _Made(NamedTuple):
@@ -56,41 +46,32 @@ class _Made(NamedTuple):
 class _BatchMaker:
     """Makes the batches of one iteration. It runs in the thread that prefetches."""
 
-    dataset: Any
-    source: Gatherer
+    loader: LatentLoader
+    source: SampleReader | ResidentEntries
     pool: BufferPool
     transfer: Transfer
     dtype: torch.dtype | None
-    output: Output
-    scaling: Scaling | None
-    seed: int
-    skip: bool
-    must_fill: bool
-    known: set[str]
 
-    def make_all(self, plan: Iterable[PlannedBatch]) -> Generator[_Made, None, None]:
+    def make_all(self, plan: Iterator[PlannedBatch]) -> Generator[_Made, None, None]:
+        """The planned batches. The samples of LOOK_AHEAD more than were yielded are prefetched."""
+        window: deque[tuple[PlannedBatch, list[SampleRef] | None]] = deque()
         try:
-            for planned, refs in self._looked_ahead(plan):
-                yield self._make(planned, refs)  # kept in no variable: the next batch may take its buffer
+            for planned in plan:
+                refs = None
+                with suppress(StoreError):  # the error is raised again with the batch that it belongs to
+                    refs = self._refs(planned)
+                    self.source.prefetch(refs)
+                window.append((planned, refs))
+                if len(window) > LOOK_AHEAD:
+                    yield self._make(*window.popleft())  # kept in no variable: the next batch may take its buffer
+            while window:
+                yield self._make(*window.popleft())
         finally:
             self.transfer.finish()
 
-    def _looked_ahead(self, plan: Iterable[PlannedBatch]) -> Iterator[tuple[PlannedBatch, list[SampleRef] | None]]:
-        """The planned batches with their samples, of which LOOK_AHEAD more than were yielded are prefetched."""
-        window: deque[tuple[PlannedBatch, list[SampleRef] | None]] = deque()
-        for planned in plan:
-            refs = None
-            with suppress(StoreError):  # the error is raised again with the batch that it belongs to
-                refs = self._refs(planned)
-                self.source.prefetch(refs)
-            window.append((planned, refs))
-            if len(window) > LOOK_AHEAD:
-                yield window.popleft()
-        yield from window
-
     def _refs(self, planned: PlannedBatch) -> list[SampleRef]:
-        refs: list[SampleRef] = self.dataset.refs(planned.items if self.dataset.draws else planned.numbers)
-        return refs
+        dataset = self.loader.dataset
+        return dataset.refs(planned.items if dataset.draws else planned.numbers)
 
     def _make(self, planned: PlannedBatch, refs: list[SampleRef] | None) -> _Made:
         try:
@@ -104,44 +85,37 @@ class _BatchMaker:
         skipped: dict[str, str] = {}
         while refs:
             try:
-                sent = self.transfer.send(self._reader(refs), lambda batch: self._place(batch, planned))
+                read = partial(self.source.gather, refs, pool=self.pool)
+                sent = self.transfer.send(read, partial(self._place, planned))
                 return _Made(planned, sent, skipped, len(planned.numbers) - len(refs))
             except SampleError as error:
-                if not self.skip:
+                left = [ref for ref in refs if ref.sample_id != error.sample_id]
+                if self.loader.damaged == "raise" or len(left) == len(refs):
                     raise
-                refs = self._without(refs, error)
-                skipped[error.sample_id] = error.reason
-        if self.must_fill:
+                if error.sample_id not in self.loader.known_lost:
+                    self.loader.known_lost.add(error.sample_id)
+                    logger.warning("%s It is left out of its batches.", error)
+                refs, skipped[error.sample_id] = left, error.reason
+        if self.loader.sampler.world_size > 1:
             sample_id, reason = next(iter(skipped.items()))
             remedy = f"{PRECACHE}: with several ranks no batch can be left out"
             raise SampleError(sample_id, f"{reason}, and no other sample is left in its batch", remedy)
         return _Made(planned, None, skipped, len(planned.numbers))
 
-    def _reader(self, refs: list[SampleRef]) -> Callable[[], Batch]:
-        return lambda: self.source.gather(refs, pool=self.pool)
-
-    def _without(self, refs: list[SampleRef], error: SampleError) -> list[SampleRef]:
-        left = [ref for ref in refs if ref.sample_id != error.sample_id]
-        if len(left) == len(refs):
-            raise error
-        if error.sample_id not in self.known:
-            self.known.add(error.sample_id)
-            logger.warning("%s It is left out of its batches.", error)
-        return left
-
-    def _place(self, batch: Batch, planned: PlannedBatch) -> Batch:
-        draws = self.output == "latents" and "moments" in batch
+    def _place(self, planned: PlannedBatch, batch: Batch) -> Batch:
+        loader = self.loader
+        draws = loader.output == "latents" and "moments" in batch
         return to_device(
             batch,
             self.transfer.device,
             dtype=self.dtype,
-            output="moments" if self.output == "moments" else "latents",
-            scaling=self.scaling,
-            generator=noise_generator(self.seed, planned.epoch, planned.position) if draws else None,
+            output="moments" if loader.output == "moments" else "latents",
+            scaling=loader.dataset.scaling if loader.scaled else None,
+            generator=noise_generator(planned.seed, planned.epoch, planned.position) if draws else None,
         )
 
 
-class LatentLoader:
+class LatentLoader(Closing):
     """Iterates over the batches of a `BucketBatchSampler` on the requesting device, `prefetch` batches ahead.
 
     A batch is what `LatentCache.batch` gives: tensors on the device, in its dtype, and lists. `output`: `latents` are
@@ -189,7 +163,7 @@ class LatentLoader:
         self.prefetch, self.damaged = prefetch, damaged
         self.skipped: dict[str, str] = {}
         self.num_skipped = 0
-        self._known: set[str] = set()
+        self.known_lost: set[str] = set()
         self._pool: BufferPool | None = None
         self._iterators: weakref.WeakSet[BatchIterator] = weakref.WeakSet()
         self._closed = False
@@ -202,12 +176,6 @@ class LatentLoader:
     def device(self) -> torch.device:
         """The requesting device, on which batches are returned."""
         return device_of(self.requester)
-
-    def __enter__(self) -> LatentLoader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __len__(self) -> int:
         """Batches of this rank in a whole epoch."""
@@ -248,35 +216,22 @@ class LatentLoader:
         target = device_of(self.requester)
         transfer = transfer_to(target)
         if self._pool is None or self._pool.requested_pin != transfer.overlaps:
-            self._pool = BufferPool(pin=transfer.overlaps, num_idle=self.prefetch + MAX_IN_FLIGHT + 2)
-        maker = _BatchMaker(
-            dataset=self.dataset,
-            source=self.resident or self.dataset.cache.reader,
-            pool=self._pool,
-            transfer=transfer,
-            dtype=self.dtype or dtype_of(self.requester),
-            output=self.output,
-            scaling=self.dataset.scaling if self.scaled else None,
-            seed=self.sampler.seed,
-            skip=self.damaged == "skip",
-            must_fill=self.sampler.world_size > 1,
-            known=self._known,
-        )
+            self._pool = BufferPool(pin=transfer.overlaps, num_kept=self.prefetch + MAX_IN_FLIGHT + 3)
+        source = self.resident or self.dataset.cache.reader
+        maker = _BatchMaker(self, source, self._pool, transfer, self.dtype or dtype_of(self.requester))
         cursor = self.sampler.begin()
-        source = maker.make_all(_plan(self.sampler, cursor.epoch, cursor.position, endless))
-        iterator = BatchIterator(self, Prefetcher(source, self.prefetch) if self.prefetch else source, transfer, cursor)
+        plan = self.sampler.plan(cursor.epoch, cursor.position)
+        if endless:
+            plan = chain(plan, chain.from_iterable(map(self.sampler.plan, count(cursor.epoch + 1))))
+        batches = maker.make_all(plan)
+        iterator = BatchIterator(
+            self, Prefetcher(batches, self.prefetch) if self.prefetch else batches, transfer, cursor
+        )
         self._iterators.add(iterator)
         return iterator
 
 
-def _plan(sampler: BucketBatchSampler, epoch: int, position: int, endless: bool) -> Iterator[PlannedBatch]:
-    yield from sampler.plan(epoch, position)
-    while endless:
-        epoch += 1
-        yield from sampler.plan(epoch)
-
-
-class BatchIterator(Iterator[Batch]):
+class BatchIterator(Iterator[Batch], Closing):
     """One iteration of a `LatentLoader`. `close`, or dropping it, ends its thread."""
 
     def __init__(
@@ -289,12 +244,6 @@ class BatchIterator(Iterator[Batch]):
         self._loader, self._source, self._transfer, self._cursor = loader, source, transfer, cursor
         self._error: Exception | None = None
         self._closed = False
-
-    def __enter__(self) -> BatchIterator:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     @property
     def how(self) -> str:
@@ -309,10 +258,8 @@ class BatchIterator(Iterator[Batch]):
         while True:
             try:
                 made = next(self._source)
-            except StopIteration:
-                raise
             except Exception as error:
-                self._error = error
+                self._error = None if isinstance(error, StopIteration) else error
                 raise
             batch = None if made.sent is None else self._transfer.receive(made.sent)
             self._loader.skipped.update(made.skipped)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import torch
 
 from latentcache.devices.placement import free_memory
 from latentcache.errors import EntryDamagedError, EntryMissingError, SampleError, StoreError
-from latentcache.loading.pinned_pool import BufferPool
-from latentcache.loading.sample import SampleRef, metadata_of
-from latentcache.loading.sample_reader import SampleReader
+from latentcache.loading.batch import BufferPool
+from latentcache.loading.sample import UNREAD, SampleReader, SampleRef, metadata_of
 from latentcache.store.base import DTYPES, dtype_name
-from latentcache.store.stacking import new_tensor, read_batch
+from latentcache.store.stacking import new_tensor
 from latentcache.types import Batch
 from latentcache.utils.host_memory import free_host_memory
 
@@ -23,10 +21,8 @@ CHUNK_BYTES = 32 << 20
 FREE_SHARE = 0.9
 """The part of the free memory that may be taken. The rest is for what training itself needs next."""
 
-Shape = tuple[tuple[str, str, tuple[int, ...]], ...]
+Fields = tuple[tuple[str, tuple[str, tuple[int, ...]]], ...]
 """Name, dtype name and shape of each field of an entry."""
-
-
 Table = dict[str, torch.Tensor]
 """Entries of one shape: fields [n, *shape]."""
 
@@ -50,75 +46,65 @@ class ResidentEntries:
         self._reader, self._damaged = reader, damaged
         self._places: dict[str, tuple[Table, int]] = {}
         self._lost: dict[str, SampleError] = {}
-        samples: dict[str, SampleRef] = {}
+        names: dict[str, str] = {}
         for ref in refs:
-            samples.setdefault(ref.image_key, ref)
-            samples.setdefault(ref.text_key, ref)
-        shapes = self._shapes(samples)
-        self.num_bytes = sum(len(keys) * _entry_bytes(shape) for shape, keys in shapes.items())
-        self._check_fit()
-        for shape, keys in shapes.items():
-            self._load(shape, keys, samples)
-
-    def _shapes(self, samples: Mapping[str, SampleRef]) -> dict[Shape, list[str]]:
-        """The keys of the entries of each shape."""
-        shapes: dict[Shape, list[str]] = {}
-        self._reader.store.find(samples)  # one look-up for all that are not in memory
-        for key, ref in samples.items():
-            with self._losing(ref):
-                described = self._reader.store.describe(key)
-                shapes.setdefault(tuple((name, *spec) for name, spec in described.items()), []).append(key)
-        return shapes
-
-    @contextmanager
-    def _losing(self, ref: SampleRef) -> Iterator[None]:
-        """An error about an entry becomes one about the sample, and with `damaged="skip"` is kept for `gather`."""
-        try:
-            yield
-        except (EntryMissingError, EntryDamagedError) as error:
-            named = self._reader.sample_error(error, ref.sample_id)
-            if self._damaged == "raise":
-                raise named from error
-            self._lost[error.key] = named
-
-    def _check_fit(self) -> None:
-        free = free_host_memory() if self.device.type == "cpu" else free_memory(self.device)
+            for key in ref.keys:
+                names.setdefault(key, ref.sample_id)
+        by_fields: dict[Fields, list[SampleRef]] = {}
+        reader.store.find(names)  # one look-up for all that are not in memory
+        for key, sample_id in names.items():
+            entry = SampleRef(sample_id, (key,))
+            try:
+                by_fields.setdefault(tuple(reader.store.describe(key).items()), []).append(entry)
+            except (EntryMissingError, EntryDamagedError) as error:
+                self._lose(error, [entry])
+        self.num_bytes = sum(len(entries) * _entry_bytes(fields) for fields, entries in by_fields.items())
+        free = free_host_memory() if device.type == "cpu" else free_memory(device)
         if free is not None and self.num_bytes > free * FREE_SHARE:
-            raise StoreError(
-                f"resident={str(self.device)!r}: the dataset has {self.num_bytes / 1e9:.3f} GB, but on {self.device} "
-                f"{free / 1e9:.3f} GB are free, of which {FREE_SHARE:.0%} may be taken: leave out resident, "
-                "or train on fewer samples"
-            )
+            raise self._no_room(f"but on {device} {free / 1e9:.3f} GB are free, of which {FREE_SHARE:.0%} may be taken")
+        for fields, entries in by_fields.items():
+            self._load(fields, entries)
 
-    def _load(self, shape: Shape, keys: list[str], samples: Mapping[str, SampleRef]) -> None:
+    def _no_room(self, reason: str) -> StoreError:
+        return StoreError(
+            f"resident={str(self.device)!r}: the dataset has {self.num_bytes / 1e9:.3f} GB, {reason}: "
+            "leave out resident, or train on fewer samples"
+        )
+
+    def _lose(self, error: EntryMissingError | EntryDamagedError, entries: Sequence[SampleRef]) -> None:
+        """Raise the error as one about the sample, or with `damaged="skip"` keep it for `gather`."""
+        named = self._reader.sample_error(error, entries)
+        if self._damaged == "raise":
+            raise named from error
+        self._lost[error.key] = named
+
+    def _load(self, fields: Fields, entries: list[SampleRef]) -> None:
         try:
             table = {
-                name: torch.empty((len(keys), *size), dtype=DTYPES[dtype], device=self.device)
-                for name, dtype, size in shape
+                name: torch.empty((len(entries), *shape), dtype=DTYPES[dtype], device=self.device)
+                for name, (dtype, shape) in fields
             }
         except torch.OutOfMemoryError as error:
-            raise StoreError(
-                f"resident={str(self.device)!r}: the dataset has {self.num_bytes / 1e9:.3f} GB, which do not fit "
-                f"into the memory of {self.device}: leave out resident, or train on fewer samples"
-            ) from error
-        step = max(1, CHUNK_BYTES // _entry_bytes(shape))
-        for start in range(0, len(keys), step):
-            self._load_chunk(table, start, keys[start : start + step], samples)
+            raise self._no_room(f"which do not fit into the memory of {self.device}") from error
+        step = max(1, CHUNK_BYTES // _entry_bytes(fields))
+        for start in range(0, len(entries), step):
+            self._load_chunk(table, start, entries[start : start + step])
 
-    def _load_chunk(self, table: Table, start: int, keys: list[str], samples: Mapping[str, SampleRef]) -> None:
-        while keys:
-            rows = {name: tensor[start : start + len(keys)] for name, tensor in table.items()}
+    def _load_chunk(self, table: Table, start: int, entries: list[SampleRef]) -> None:
+        while entries:
+            rows = {name: tensor[start : start + len(entries)] for name, tensor in table.items()}
             try:
-                read = read_batch(self._reader.store, keys, out=rows if self.device.type == "cpu" else None)
+                read = self._reader.entries(entries, out=rows if self.device.type == "cpu" else None)
             except (EntryMissingError, EntryDamagedError) as error:
-                with self._losing(samples[error.key]):
-                    raise
-                keys = [key for key in keys if key not in self._lost]
+                self._lose(error, entries)
+                entries = [entry for entry in entries if entry.keys[0] not in self._lost]
                 continue
-            if self.device.type != "cpu":
-                for name, tensor in read.items():
+            for name, tensor in read.items():
+                if tensor is not rows[name]:
                     rows[name].copy_(tensor)
-            self._places |= {key: (table, start + number) for number, key in enumerate(keys)}
+            for number, entry in enumerate(entries):
+                self._places[entry.keys[0]] = table, start + number
+                entry.rows = UNREAD  # its arrays would keep packs mapped
             return
 
     def gather(self, refs: Sequence[SampleRef], *, pool: BufferPool | None = None) -> Batch:
@@ -126,7 +112,7 @@ class ResidentEntries:
 
         They are written to a buffer of `pool` if `device` is the CPU.
         """
-        parts = [self._rows([ref.image_key for ref in refs], refs), self._rows([ref.text_key for ref in refs], refs)]
+        parts = [self._rows(keys, refs) for keys in zip(*[ref.keys for ref in refs], strict=True)]
         empty = None
         if pool is not None and self.device.type == "cpu":
             tensors = [tensor for table, _ in parts for tensor in table.values()]
@@ -140,7 +126,7 @@ class ResidentEntries:
                 else:
                     batch[name], _ = new_tensor(dtype_name(tensor), (len(refs), *tensor.shape[1:]), empty)
                     torch.index_select(tensor, 0, index, out=batch[name])
-        return batch | metadata_of(refs)
+        return batch | metadata_of(*zip(*[(ref.sample_id, ref.caption, ref.layout) for ref in refs], strict=True))
 
     def prefetch(self, refs: Iterable[SampleRef]) -> None:
         """All is in memory."""
@@ -150,16 +136,14 @@ class ResidentEntries:
             if key in self._lost:
                 lost = self._lost[key]
                 raise SampleError(ref.sample_id, lost.reason, lost.remedy)
-        places = [self._places[key] for key in keys]
-        table = places[0][0]
-        for ref, (other, _) in zip(refs, places, strict=True):
-            if other is not table:
+            if self._places[key][0] is not self._places[keys[0]][0]:
                 raise StoreError(
                     f"samples {refs[0].sample_id!r} and {ref.sample_id!r} have tensors of different shapes: "
                     "batch them with latentcache.BucketBatchSampler"
                 )
-        return table, [row for _, row in places]
+        places = [self._places[key] for key in keys]
+        return places[0][0], [row for _, row in places]
 
 
-def _entry_bytes(shape: Shape) -> int:
-    return sum(DTYPES[dtype].itemsize * torch.Size(size).numel() for _, dtype, size in shape)
+def _entry_bytes(fields: Fields) -> int:
+    return sum(DTYPES[dtype].itemsize * torch.Size(shape).numel() for _, (dtype, shape) in fields)

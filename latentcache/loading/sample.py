@@ -1,20 +1,25 @@
-"""One sample of a batch: its entries, what the manifest says of it, and a memory of samples that were requested."""
+"""Samples of a batch: what a manifest says of them, a memory of those that were requested, and how they are read."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain, islice
+from operator import attrgetter
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
 
 from latentcache.dataset.manifest import ImageRef, Row
-from latentcache.errors import SampleError
+from latentcache.errors import EntryDamagedError, EntryMissingError, SampleError, StoreError
 from latentcache.families import sdxl
-from latentcache.loading.batch import Scaling
-from latentcache.types import Geometry
+from latentcache.loading.batch import BufferPool, Scaling
+from latentcache.store.base import Description, EntryArrays, Store
+from latentcache.store.stacking import common_fields, stack_columns
+from latentcache.types import Batch, Geometry, Size
 
 PRECACHE: Final = "run `latentcache precache CONFIG` again"
 """The remedy of most errors about a sample."""
@@ -23,9 +28,14 @@ MAX_REFS = 1 << 17
 """Samples that a `SampleMemory` keeps, at some 1,000 bytes each. Beyond it all are forgotten, and found again."""
 UNREAD: Final = (-1, None, None, None, None)
 """`SampleRef.rows` of a sample that was not read. No store has this generation."""
+DESCRIPTION: Final = 4
+"""Where the description of the fields is in `SampleRef.rows`."""
 
 _FLOAT32 = np.dtype(np.float32)
 _MAX_LAYOUTS = 1 << 16  # photographs have few sizes; a set of crops may have many
+_MAX_DESCRIPTIONS = 1024
+# No Python function runs for a sample: a small batch is copied in the time of some calls.
+_ROWS, _KEYS, _joined = attrgetter("rows"), attrgetter("keys"), chain.from_iterable
 
 Pair = tuple[int, int]
 
@@ -44,25 +54,21 @@ class Layout(NamedTuple):
     time_ids: bytes
 
 
+_NO_LAYOUT = Layout((0, 0), (0, 0), (0, 0), (0, 0), b"", b"")  # of what is no image
+
+
 @lru_cache(_MAX_LAYOUTS)
 def layout_of(geometry: Geometry) -> Layout:
     """The layout of a geometry. Time ids are float32: bfloat16 cannot hold every integer above 256."""
     ids = sdxl.time_ids(geometry.original_size, geometry.crop_top_left, geometry.target_size)
-    pairs = [tuple(getattr(geometry, name)) for name in SIZES]
-    original, resized, crop, target = pairs
-    return Layout(
-        original,
-        resized,
-        crop,
-        target,
-        np.array(pairs, dtype=np.int64).tobytes(),
-        np.array(ids, dtype=np.float32).tobytes(),
-    )
+    original, resized, crop, target = pairs = [tuple(getattr(geometry, name)) for name in SIZES]
+    sizes = np.array(pairs, dtype=np.int64).tobytes()
+    return Layout(original, resized, crop, target, sizes, np.array(ids, dtype=np.float32).tobytes())
 
 
 @dataclass(slots=True, eq=False)
 class SampleRef:
-    """One sample with one of its captions and one of its images: the keys of both entries, and what a batch says of it.
+    """One sample with one of its images and one of its captions: the keys of both entries, and what a batch says of it.
 
     `scaling` is that of its manifest, where a batch may mix manifests. `rows` belongs to `SampleReader`: the
     generation of the store in which the entries were read, `sample_id`, `caption`, `layout`, the description of all
@@ -71,22 +77,21 @@ class SampleRef:
     """
 
     sample_id: str
-    image_key: str
-    text_key: str
-    caption: str
-    layout: Layout
+    keys: tuple[str, ...]
+    caption: str = ""
+    layout: Layout = _NO_LAYOUT
     scaling: Scaling | None = None
     rows: tuple[Any, ...] = UNREAD
 
     @classmethod
-    def of(cls, row: Row, *, caption: int = 0, flip: bool = False) -> SampleRef:
+    def of(cls, row: Row, *, caption: int = 0, flip: bool = False, scaling: Scaling | None = None) -> SampleRef:
         """The sample of a manifest's row. SampleError if it has no such caption or image."""
         image = _image_of(row, flip)
         if not 0 <= caption < len(row.captions):
             reason = f"has {len(row.captions)} captions, but number {caption} was requested"
             raise SampleError(row.sample_id, reason, "request a smaller number")
         text = row.captions[caption]
-        return cls(row.sample_id, image.key, text.key, text.text, layout_of(image.geometry))
+        return cls(row.sample_id, (image.key, text.key), text.text, layout_of(image.geometry), scaling)
 
 
 def _image_of(row: Row, flip: bool) -> ImageRef:
@@ -127,14 +132,133 @@ class SampleMemory:
                 ref.rows = UNREAD
 
 
-def metadata_of(refs: Sequence[SampleRef]) -> dict[str, Any]:
-    """What the manifest says of these samples: ids, captions, sizes, and the time ids that follow from them."""
-    return joined_metadata([ref.sample_id for ref in refs], [ref.caption for ref in refs], [ref.layout for ref in refs])
+class SampleReader:
+    """Reads samples from `store`, each from its entries when it is first requested, and then from its `SampleRef.rows`.
+
+    `memory` has the samples whose arrays are to be released when the store's generation changes, so that packs that
+    were compacted away do not stay mapped. `path` of the cache is named in errors. Any thread may use a reader.
+    """
+
+    def __init__(self, store: Store, memory: SampleMemory, path: Path | None = None):
+        self.store, self.path = store, path
+        self._memory = memory
+        self._generation: int | None = None
+
+    def gather(
+        self,
+        refs: Sequence[SampleRef],
+        *,
+        pool: BufferPool | None = None,
+        out: Mapping[str, torch.Tensor] | None = None,
+    ) -> Batch:
+        """The stored tensors of B samples of one bucket, [B, *shape] for each field, on the CPU, and their metadata.
+
+        They are written to the tensors of `out`, and others to a buffer of `pool` or to new memory. SampleError for a
+        sample whose entry is missing or damaged; StoreError for mixed buckets, unequal shapes, and a tensor in `out`
+        that does not fit.
+        """
+        if not refs:
+            raise StoreError("no samples were requested: a batch has at least one")
+        try:
+            sample_ids, captions, layouts, descriptions, *columns = self._columns(refs)
+        except (EntryMissingError, EntryDamagedError) as error:
+            raise self.sample_error(error, refs) from error
+        metadata = metadata_of(sample_ids, captions, layouts)
+        buckets = metadata["target_size"]
+        if buckets.count(buckets[0]) != len(buckets):
+            names = sorted({str(Size(*bucket)) for bucket in buckets})
+            raise StoreError(
+                f"a batch has one bucket, but these samples lie in {', '.join(names)}: "
+                "batch them with latentcache.BucketBatchSampler"
+            )
+        batch: Batch = _stacked(sample_ids, descriptions, columns, pool, out)
+        batch.update(metadata)
+        return batch
+
+    def entries(
+        self, refs: Sequence[SampleRef], *, out: Mapping[str, torch.Tensor] | None = None
+    ) -> dict[str, torch.Tensor]:
+        """The tensors of `gather` alone, of at least one sample. EntryMissingError, EntryDamagedError, StoreError."""
+        sample_ids, _, _, descriptions, *columns = self._columns(refs)
+        return _stacked(sample_ids, descriptions, columns, None, out)
+
+    def _columns(self, refs: Sequence[SampleRef]) -> list[tuple[Any, ...]]:
+        """The columns of these samples' `rows`, without the generation."""
+        generation = self.store.generation
+        # Rows that were not read are shorter: then there are no columns.
+        generations, *found = zip(*map(_ROWS, refs), strict=False)
+        if generation is None or generations.count(generation) != len(refs):
+            _, *found = zip(*self._read(refs, generation), strict=False)
+        else:
+            # The texts are prefetched with the images, so that they come while the images are copied.
+            self.store.prefetch(_joined(map(_KEYS, refs)))
+        return found
+
+    def _read(self, refs: Sequence[SampleRef], generation: int | None) -> list[tuple[Any, ...]]:
+        """The rows of these samples. They are remembered unless the store's entries are read each time."""
+        if generation != self._generation:
+            self._generation = generation
+            self._memory.release_rows()
+        rows: dict[SampleRef, tuple[Any, ...]] = {}
+        if generation is not None:
+            rows = {ref: known for ref in refs if (known := ref.rows)[0] == generation}
+        new = [ref for ref in dict.fromkeys(refs) if ref not in rows]
+        found = iter(self.store.rows(list(_joined(map(_KEYS, new)))))
+        for ref in new:
+            fields = _fields_of(islice(found, len(ref.keys)))
+            rows[ref] = (generation, ref.sample_id, ref.caption, ref.layout, *fields)
+            if generation is not None:
+                ref.rows = rows[ref]
+        return [rows[ref] for ref in refs]
+
+    def prefetch(self, refs: Iterable[SampleRef]) -> None:
+        """These samples are read soon: see `Store.prefetch`."""
+        self.store.prefetch(_joined(map(_KEYS, refs)))
+
+    def sample_error(self, error: EntryMissingError | EntryDamagedError, refs: Iterable[SampleRef]) -> SampleError:
+        """The error about the first of these samples that needs the entry, with its remedy."""
+        sample_id = next((ref.sample_id for ref in refs if error.key in ref.keys), error.key)
+        if isinstance(error, EntryMissingError):
+            return SampleError(sample_id, f"has no entry: {error.reason}", PRECACHE)
+        mark = f"run `latentcache verify {self.path}`, then " if self.store.read_only else ""
+        return SampleError(sample_id, f"is damaged: {error.reason}", mark + PRECACHE)
 
 
-def joined_metadata(sample_ids: Iterable[str], captions: Iterable[str], layouts: Iterable[Layout]) -> dict[str, Any]:
-    """The same, of at least one sample. The lists are new ones."""
+def _stacked(
+    sample_ids: Sequence[str],
+    descriptions: Sequence[Description],
+    columns: Sequence[Sequence[np.ndarray]],
+    pool: BufferPool | None,
+    out: Mapping[str, torch.Tensor] | None,
+) -> dict[str, torch.Tensor]:
+    description, num_rows = descriptions[0], len(sample_ids)
+    if descriptions.count(description) != num_rows:
+        common_fields(sample_ids, descriptions, None)  # raises the error that names them
+    empty = None if pool is None else pool.borrow([column[0].nbytes * num_rows for column in columns])
+    return stack_columns(description, columns, num_rows, out, empty)
+
+
+def _fields_of(entries: Iterable[EntryArrays]) -> tuple[Any, ...]:
+    """The description of all fields of these entries, in the order of their names, and the array of each."""
+    fields: dict[str, tuple[Any, Any]] = {}
+    for entry in entries:
+        fields.update(zip(entry.description, zip(entry.description.values(), entry.arrays, strict=True), strict=True))
+    names = tuple(sorted(fields))
+    specs, arrays = zip(*map(fields.__getitem__, names), strict=True)
+    return _description(names, specs), *arrays
+
+
+@lru_cache(_MAX_DESCRIPTIONS)
+def _description(names: tuple[str, ...], specs: tuple[tuple[str, tuple[int, ...]], ...]) -> Description:
+    """Equal ones are the same object."""
+    return dict(zip(names, specs, strict=True))
+
+
+def metadata_of(sample_ids: Iterable[str], captions: Iterable[str], layouts: Iterable[Layout]) -> dict[str, Any]:
+    """What the manifest says of at least one sample: ids, captions, sizes and time ids. The lists are new ones."""
     original_size, resized_size, crop_top_left, target_size, _, time_ids = zip(*layouts, strict=True)
+    # The bytearray is this tensor's own memory. A tensor made of lists takes five times as long.
+    ids = np.ndarray((len(time_ids), 6), _FLOAT32, bytearray().join(time_ids))
     return {
         "sample_id": list(sample_ids),
         "caption": list(captions),
@@ -142,15 +266,5 @@ def joined_metadata(sample_ids: Iterable[str], captions: Iterable[str], layouts:
         "resized_size": list(resized_size),
         "crop_top_left": list(crop_top_left),
         "target_size": list(target_size),
-        "add_time_ids": _time_ids_tensor(time_ids),
+        "add_time_ids": torch.from_numpy(ids),
     }
-
-
-def add_time_ids(geometries: Sequence[Geometry]) -> torch.Tensor:
-    """original_size + crop_top_left + target_size of each image: float32 [B, 6]. `layout_of` says why float32."""
-    return _time_ids_tensor([layout_of(geometry).time_ids for geometry in geometries])
-
-
-def _time_ids_tensor(time_ids: Sequence[bytes]) -> torch.Tensor:
-    # A fifth of the time that a tensor made of lists takes. The bytearray is this tensor's own memory.
-    return torch.from_numpy(np.ndarray((len(time_ids), 6), _FLOAT32, bytearray().join(time_ids)))

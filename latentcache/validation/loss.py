@@ -128,7 +128,7 @@ def _dataset_names(cache: LatentCache, datasets: Sequence[str] | None) -> list[s
 def _view(cache: LatentCache, name: str) -> LatentCache:
     """The cache restricted to one manifest: a sample_id may be in several. StoreError for one without images."""
     view = cache.restricted(name)
-    view.samples.scaling(view.manifest(name))
+    view.scaling(view.manifest(name))
     return view
 
 

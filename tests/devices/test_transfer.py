@@ -10,7 +10,7 @@ import torch
 from helpers.fake_streams import Streams
 
 from latentcache.devices.transfer import MAX_IN_FLIGHT, StreamTransfer, Transfer, transfer_to
-from latentcache.loading.pinned_pool import BufferPool
+from latentcache.loading.batch import BufferPool
 from latentcache.store.stacking import new_tensor
 
 

@@ -12,7 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from latentcache.loading.pinned_pool import ALIGNMENT, BufferPool
+from latentcache.loading.batch import BufferPool
+from latentcache.store.base import ALIGNMENT
 from latentcache.store.stacking import new_tensor
 
 SHAPES = {"moments": (torch.bfloat16, (2, 3, 5)), "pooled": (torch.float32, (2, 7)), "flag": (torch.bool, (2,))}
@@ -60,7 +61,7 @@ def test_a_buffer_comes_back_when_nothing_shares_its_memory(keep: str) -> None:
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 400), st.integers(0, 6)), max_size=40))
 def test_what_is_held_keeps_its_values(steps: list[tuple[int, int]]) -> None:
-    pool = BufferPool(num_idle=2)
+    pool = BufferPool(num_kept=2)
     held: list[tuple[int, torch.Tensor]] = []
     for number, (size, drop) in enumerate(steps):
         tensor = tensors_of(pool, {"a": (torch.int64, (size,))})["a"].fill_(number)

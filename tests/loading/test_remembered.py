@@ -20,10 +20,9 @@ from latentcache.config import Config
 from latentcache.dataset.manifest import CaptionRef
 from latentcache.errors import SampleError, StoreError
 from latentcache.identity import key_of
-from latentcache.loading import loader, sample, sample_reader
+from latentcache.loading import loader, sample
 from latentcache.loading.loader import LatentLoader
-from latentcache.loading.sample import SampleMemory, SampleRef, layout_of
-from latentcache.loading.sample_reader import SampleReader
+from latentcache.loading.sample import SampleMemory, SampleReader, SampleRef, layout_of
 from latentcache.loading.sampler import BucketBatchSampler
 from latentcache.precache.run import run_precache
 from latentcache.precache.workspace import Workspace
@@ -61,7 +60,7 @@ def test_samples_are_found_without_a_manifest_the_second_time(
     asks = [{}, {"caption": 0, "flip": True}, {"output": "moments"}]
     first = [plain(cache.batch(WIDE, device="cpu", **options)) for options in asks]
     assert first[0]["latents"] != first[1]["latents"]
-    monkeypatch.setattr(cache.samples, "dataset_names", lambda: pytest.fail("it looked"))
+    monkeypatch.setattr(cache, "dataset_names", lambda: pytest.fail("it looked"))
     assert [plain(cache.batch(WIDE, device="cpu", **options)) for options in asks] == first
     order = [2, 0, 1, 0]
     mixed = plain(cache.batch([WIDE[number] for number in order], device="cpu"))
@@ -287,7 +286,7 @@ def test_fields_in_another_order_and_under_one_name_are_told_apart() -> None:
             tensors |= {"b": torch.full((2,), 7.0 + number)} if kind == "image" else {}
             store.add([Entry(Record(key_of(identity), kind, identity, {}), tensors)])  # type: ignore[arg-type]
         keys = [key_of({"number": number, "kind": kind}) for kind in ("image", "text")]
-        refs.append(SampleRef(str(number), keys[0], keys[1], "caption", layout_of(geometry)))
+        refs.append(SampleRef(str(number), tuple(keys), "caption", layout_of(geometry)))
     reader = SampleReader(store, SampleMemory())
     for _ in range(2):
         batch = reader.gather(refs)
@@ -296,18 +295,18 @@ def test_fields_in_another_order_and_under_one_name_are_told_apart() -> None:
 
 
 def test_samples_of_unequal_fields_are_refused_and_named(cache: LatentCache) -> None:
-    key = cache.row("b.png")[1].captions[0].key
     identity = {"another": "width"}
     fields = {"prompt_embeds": torch.ones(77, 3), "pooled_prompt_embeds": torch.ones(40)}
     cache.store.add([Entry(Record(key_of(identity), "text", identity, {}), fields)])
     refs = [SampleRef.of(cache.row(name)[1]) for name in ("a.png", "b.png")]
-    refs[1].text_key = key_of(identity)
+    image, text = refs[1].keys
+    refs[1].keys = image, key_of(identity)
     for _ in range(2):
         with pytest.raises(
-            StoreError, match=f"equal shapes and dtypes: field 'prompt_embeds' .* in {key_of(identity)}"
+            StoreError, match=r"equal shapes and dtypes: field 'prompt_embeds' .* in a\.png and .* in b\.png"
         ):
             cache.reader.gather(refs)
-    refs[1].text_key, refs[1].rows = key, SampleRef.of(cache.row("b.png")[1]).rows
+    refs[1].keys, refs[1].rows = (image, text), SampleRef.of(cache.row("b.png")[1]).rows
     assert cache.reader.gather(refs)["sample_id"] == ["a.png", "b.png"]
 
 
@@ -366,13 +365,13 @@ def test_stored_bytes_are_copied_to_them_directly(cache: LatentCache, monkeypatc
         tensor.zero_()
     cache.refresh()  # as if it was asked for the first time
     given: list[Any] = []
-    stack_columns = sample_reader.stack_columns
+    stack_columns = sample.stack_columns
 
     def stacking(fields: Any, columns: Any, num_rows: int, out: Any, empty: Any) -> Any:
         given.append(out)
         return stack_columns(fields, columns, num_rows, out, empty)
 
-    monkeypatch.setattr(sample_reader, "stack_columns", stacking)
+    monkeypatch.setattr(sample, "stack_columns", stacking)
     for dtype in (None, torch.float32):
         assert plain(tensors(cache.batch(WIDE, device="cpu", output="moments", dtype=dtype, out=out))) == expected
     assert all(set(each) >= {"moments", "prompt_embeds", "pooled_prompt_embeds"} for each in given)
@@ -448,9 +447,9 @@ def test_planned_batches_are_prefetched_in_time(path: Path, steps: list[tuple[st
 def test_an_error_comes_up_with_its_own_batch(path: Path) -> None:
     with loader_of(path, prefetch=2) as made:
         plan = [made.dataset.refs(planned.items) for planned in made.sampler.plan(0)]
-        lost = next(item for item in plan[-1] if item.image_key is not None)
-        first = next(n for n, batch in enumerate(plan) if any(item.image_key == lost.image_key for item in batch))
-        assert made.dataset.cache.store.remove([lost.image_key]) == 1
+        lost = plan[-1][0]
+        first = next(n for n, batch in enumerate(plan) if any(item.keys[0] == lost.keys[0] for item in batch))
+        assert made.dataset.cache.store.remove([lost.keys[0]]) == 1
         num_given = 0
         with pytest.raises(SampleError, match="has no entry") as caught:
             for _ in made:
