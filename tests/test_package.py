@@ -106,7 +106,7 @@ def test_nothing_unpickles_or_evaluates_and_nothing_names_cuda(module: Path) -> 
             if called == "torch.load":
                 # Other people's checkpoints and caches are pickles: one module reads each, with torch's own limits.
                 restricted = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
-                readers = {"checkpoints/checkpoint_import.py", "interop/foreign_files.py"}
+                readers = {"checkpoints/checkpoint.py", "interop/foreign_files.py"}
                 assert str(module) in readers, f"{module}:{node.lineno}: {called}"
                 assert restricted.get("weights_only") == "True", f"{module}:{node.lineno}: {called}"
 

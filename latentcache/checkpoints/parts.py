@@ -73,15 +73,12 @@ def optimizer_state(optimizer: torch.optim.Optimizer, modules: Modules) -> tuple
     """The optimizer's state by the modules' names for its parameters, and the parameters that no module has."""
     names, orphans = _parameter_names(optimizer, modules)
     state = inner_optimizer(optimizer).state_dict()
-    name_of = {
-        number: name
-        for group, group_names in zip(state["param_groups"], names, strict=True)
-        for number, name in zip(group["params"], group_names, strict=True)
-    }
-    groups = [
-        {**{key: value for key, value in group.items() if key != "param_names"}, "params": group_names}
-        for group, group_names in zip(state["param_groups"], names, strict=True)
-    ]
+    name_of: dict[Any, str] = {}
+    groups = []
+    for group, group_names in zip(state["param_groups"], names, strict=True):
+        name_of |= dict(zip(group["params"], group_names, strict=True))
+        settings = {key: value for key, value in group.items() if key != "param_names"}
+        groups.append({**settings, "params": group_names})
     by_name = {name_of[key]: value for key, value in state["state"].items() if key in name_of}
     others = {key: value for key, value in state["state"].items() if key not in name_of}
     rest = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
@@ -94,13 +91,10 @@ def optimizer_differences(saved: Mapping[str, Any], optimizer: torch.optim.Optim
     found = [f"optimizer: {orphan} belongs to no module of `model`" for orphan in orphans]
     here = {name: number for number, group in enumerate(names) for name in group}
     there = {name: number for number, group in enumerate(saved["groups"]) for name in group["params"]}
-    for name in sorted(here.keys() | there.keys()):
-        if name not in here:
-            found.append(f"optimizer: {name}: only in the file")
-        elif name not in there:
-            found.append(f"optimizer: {name}: missing in the file")
-        elif here[name] != there[name]:
-            found.append(f"optimizer: {name}: group {there[name]} in the file, group {here[name]} here")
+    found += differences(there, here, "optimizer")
+    for name in sorted(here.keys() & there.keys()):
+        if here[name] != there[name]:
+            found.append(f"optimizer.{name}: group {there[name]} in the file, group {here[name]} here")
     return found
 
 

@@ -45,16 +45,19 @@ class TreeWriter:
             return self._tensor(value, name)
         if isinstance(value, np.generic):
             return self.pack(value.item(), name)
-        if kind not in _PACKERS or (kind is np.ndarray and value.dtype.kind not in "biuf"):
-            self._refuse(name, f"a {kind.__module__}.{kind.__qualname__}, which is neither tensor nor plain data")
-            return None
-        return _PACKERS[kind](self, value, name)
+        if kind in _PACKERS and (kind is not np.ndarray or value.dtype.kind in "biuf"):
+            return _PACKERS[kind](self, value, name)
+        self._refuse(name, f"a {kind.__module__}.{kind.__qualname__}, which is neither tensor nor plain data")
+        return None
 
     def _refuse(self, name: str, problem: str) -> None:
         self.offenders.append(f"{_joined(self.part, name) if name else self.part}: {problem}")
 
     def _items(self, values: Any, name: str) -> list[Any]:
         return [self.pack(value, _joined(name, index)) for index, value in enumerate(values)]
+
+    def _pairs(self, value: Mapping[Any, Any], name: str) -> list[list[Any]]:
+        return [[self.pack(key, f"{name} key"), self.pack(inner, _joined(name, key))] for key, inner in value.items()]
 
     def _dict(self, value: Mapping[Any, Any], name: str) -> dict[str, Any]:
         if all(type(key) is str and not key.startswith("$") for key in value):
@@ -64,11 +67,8 @@ class TreeWriter:
     def _array(self, value: np.ndarray[Any, Any], name: str) -> dict[str, str]:
         return {"$array": self._tensor(torch.from_numpy(np.ascontiguousarray(value).copy()), name)["$tensor"]}
 
-    def _pairs(self, value: Mapping[Any, Any], name: str) -> list[list[Any]]:
-        return [[self.pack(key, f"{name} key"), self.pack(inner, _joined(name, key))] for key, inner in value.items()]
-
     def _tensor(self, tensor: torch.Tensor, name: str) -> dict[str, str]:
-        problem = why_unwritable(tensor)
+        problem = _why_unwritable(tensor)
         if problem:
             self._refuse(name, problem)
             return {"$tensor": name}
@@ -110,7 +110,7 @@ def _joined(name: str, key: object) -> str:
     return f"{name}.{key}" if name else str(key)
 
 
-def why_unwritable(tensor: torch.Tensor) -> str | None:
+def _why_unwritable(tensor: torch.Tensor) -> str | None:
     """Why a tensor's values cannot be written as a plain tensor, or None if they can."""
     if hasattr(tensor, "full_tensor"):
         return "a sharded DTensor; save with torch.distributed.checkpoint"

@@ -90,11 +90,6 @@ def read_file(path: str | Path, max_bytes: int = MAX_FILE_BYTES) -> bytes:
     return data
 
 
-def is_gzip(data: bytes) -> bool:
-    """Whether these bytes begin like a gzip file."""
-    return data.startswith(b"\x1f\x8b")
-
-
 def gunzip(data: bytes, path: str | Path, max_bytes: int = MAX_FILE_BYTES) -> bytes:
     """The bytes inside. Raises ForeignFileRefused, also if they are more than `max_bytes`."""
     try:

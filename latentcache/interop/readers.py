@@ -69,10 +69,8 @@ ForeignItem = ForeignImage | ForeignText | Refusal
 class ForeignCache(Protocol):
     """A cache of another trainer, for reading."""
 
-    @property
-    def format(self) -> str:
-        """`kohya`, `simpletuner`, `ai-toolkit`, `diffusion-pipe`, `onetrainer`."""
-        ...
+    format: str
+    """`kohya`, `simpletuner`, `ai-toolkit`, `diffusion-pipe`, `onetrainer`."""
 
     def items(self) -> Iterator[ForeignItem]:
         """All items, one at a time, in the same order each time.

@@ -147,10 +147,10 @@ def test_parameters_in_other_groups_are_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         load_checkpoint(folder, model=model, optimizer=other)
     assert caught.value.offenders == (
-        "optimizer: 0.bias: only in the file",
-        "optimizer: 0.weight: group 0 in the file, group 1 here",
-        "optimizer: 1.bias: group 1 in the file, group 0 here",
-        "optimizer: 1.weight: group 1 in the file, group 0 here",
+        "optimizer.0.bias: only in the file",
+        "optimizer.0.weight: group 0 in the file, group 1 here",
+        "optimizer.1.bias: group 1 in the file, group 0 here",
+        "optimizer.1.weight: group 1 in the file, group 0 here",
     )
     with pytest.raises(CheckpointError, match=r"optimizer: saved from torch.optim.adam.Adam, here is .*SGD"):
         load_checkpoint(folder, model=model, optimizer=torch.optim.SGD(model.parameters()))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from latentcache.checkpoints.checkpoint_import import import_checkpoint
+from latentcache.checkpoints.checkpoint import import_checkpoint
 from latentcache.devices.optimizer import load_optimizer_state
 from latentcache.errors import CheckpointError
 

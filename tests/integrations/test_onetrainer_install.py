@@ -15,7 +15,7 @@ from helpers.pipeline_sdxl import Setup, concept, write_photos
 
 from latentcache.errors import PipelineError
 from latentcache.integrations import onetrainer
-from latentcache.integrations.onetrainer.installation import LOADERS
+from latentcache.integrations.onetrainer import LOADERS
 
 
 def put(monkeypatch: pytest.MonkeyPatch, name: str, **attributes: Any) -> ModuleType:

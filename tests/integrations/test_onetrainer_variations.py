@@ -10,7 +10,7 @@ from helpers.pipeline_host import host
 from hypothesis import given
 from hypothesis import strategies as st
 
-from latentcache.integrations.onetrainer.variations import GroupNames, make_groups
+from latentcache.integrations.onetrainer.items import GroupNames, make_groups
 
 
 @given(

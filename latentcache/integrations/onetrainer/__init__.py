@@ -9,17 +9,107 @@ mgds is imported when `LatentCacheModule` is first used. It is no dependency: On
 
 from __future__ import annotations
 
+import functools
+import importlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
-from latentcache.integrations.onetrainer.installation import install, mgds_module_class, module_class
+from latentcache.errors import PipelineError
+from latentcache.integrations.onetrainer.module import CacheModule
 from latentcache.integrations.onetrainer.module_placement import PlacementGuard, restoring
 
 __all__ = ["LatentCacheModule", "PlacementGuard", "install", "module_class", "restoring"]
 
+LOADERS = (
+    "modules.dataLoader.mixin.DataLoaderText2ImageMixin",
+    "modules.dataLoader.StableDiffusionFineTuneVaeDataLoader",
+)
+"""OneTrainer's modules that make a DiskCache."""
+NAME = "DiskCache"
+_REPLACED = "replaced_in"
+"""The attribute in which an installed class keeps the classes that it replaced."""
+_BASES = (
+    ("mgds.PipelineModule", "PipelineModule"),
+    ("mgds.pipelineModuleTypes.SingleVariationRandomAccessPipelineModule", "SingleVariationRandomAccessPipelineModule"),
+)
+
+
+@functools.cache
+def module_class(pipeline_module: type, single_variation: type) -> type[CacheModule]:
+    """LatentCacheModule over these base classes: mgds' own, or those of a host with the same contract."""
+    bases = (CacheModule, pipeline_module, single_variation)
+    return type("LatentCacheModule", bases, {"__module__": __name__, "__doc__": CacheModule.__doc__})
+
+
+def _mgds_module_class() -> type[CacheModule]:
+    """LatentCacheModule over the base classes of the mgds that is installed. PipelineError if there is none."""
+    return module_class(*(_attribute(_import(name, "mgds"), attribute) for name, attribute in _BASES))
+
+
+def install(
+    *,
+    model: Any = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    provenance: Mapping[str, Any] | None = None,
+    should_stop: Callable[[], bool] | None = None,
+    loaders: Sequence[str] = LOADERS,
+) -> Callable[[], None]:
+    """Make OneTrainer cache with `LatentCacheModule` from now on, and return a function that undoes it.
+
+    Call it before `trainer.start()`, in a process that can import OneTrainer's `modules`. `model` is the model or a
+    function that gives it: after each refresh its parts are moved back and get their train modes back (`restoring`).
+    `cache_dir` replaces the folders that OneTrainer names, which it empties by default before training; all entries may
+    share it. `provenance` and `should_stop` are those of `LatentCacheModule`. A second call replaces the first. Raises
+    PipelineError if a loader cannot be imported or has no DiskCache; then nothing was replaced.
+    """
+    base, shared_dir = _mgds_module_class(), cache_dir
+    settings = {"provenance": provenance, "should_stop": should_stop}
+
+    def __init__(self: CacheModule, cache_dir: str, *args: Any, **kwargs: Any) -> None:
+        base.__init__(self, cache_dir if shared_dir is None else os.fspath(shared_dir), *args, **settings | kwargs)
+        if model is not None:
+            restoring(model).around(self)
+
+    members = {"__init__": __init__, "__module__": base.__module__, "__doc__": base.__doc__}
+    installed = type(base.__name__, (base,), members)
+    modules = [_import(name, "OneTrainer") for name in loaders]
+    present = {loader: _attribute(loader, NAME) for loader in modules}
+    originals = {loader: getattr(cache, _REPLACED, {}).get(loader, cache) for loader, cache in present.items()}
+    setattr(installed, _REPLACED, originals)
+    for loader in modules:
+        setattr(loader, NAME, installed)
+
+    def undo() -> None:
+        for loader, original in originals.items():
+            if getattr(loader, NAME) is installed:  # else another call, or another program, has replaced it since
+                setattr(loader, NAME, original)
+
+    return undo
+
+
+def _import(name: str, owner: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        detail = f"{name} cannot be imported ({error}). It belongs to {owner}: run this in {owner}'s environment"
+        raise PipelineError(detail + (", from OneTrainer's folder." if owner == "OneTrainer" else ".")) from error
+
+
+def _attribute(module: ModuleType, name: str) -> Any:
+    if not hasattr(module, name):
+        raise PipelineError(
+            f"it has no {name!r}: this adapter was written for another release of it. Make the "
+            "LatentCacheModule yourself where the pipeline is put together.",
+            module=module.__name__,
+        )
+    return getattr(module, name)
+
 
 def __getattr__(name: str) -> Any:
     if name == "LatentCacheModule":
-        return mgds_module_class()
+        return _mgds_module_class()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
 
 

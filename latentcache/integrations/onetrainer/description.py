@@ -5,25 +5,20 @@ from __future__ import annotations
 import dataclasses
 import enum
 import logging
-import operator
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import PurePath
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from latentcache.devices.placement import dtype_of
 from latentcache.errors import PipelineError
 from latentcache.identity import canonical_json, digest
-from latentcache.integrations.onetrainer.recognised import (
-    RECOGNISED,
-    class_name,
-    constructor_settings,
-    unkept_settings,
-)
+from latentcache.integrations.onetrainer.upstream import MISSING, RECOGNISED, class_name, constructor_settings
 from latentcache.models.part_identity import module_identity, tokenizer_identity, weights_digest
+from latentcache.utils.nested import named_tensors
 
 logger = logging.getLogger("latentcache")
 
@@ -43,35 +38,26 @@ def describe(module: Any, provenance: Mapping[str, Any]) -> dict[str, Any]:
     for key in (name, *filter(None, module.get_outputs())):
         if key in provenance and name not in RECOGNISED:
             return {"class": name, "stated": provenance[key]}
+    # Of a recognised module only this setting has to be stated.
+    advice = "State what it is: provenance={{{!r}: 'version 1'}}, and another value whenever it gives other values."
     settings: dict[str, Any] = {}
-    values = constructor_settings(module)
-    for setting in [*values, *unkept_settings(module)]:
+    for setting, value in constructor_settings(module).items():
         if setting in provenance:
             settings[setting] = {"stated": provenance[setting]}
             continue
-        if setting not in values:
-            raise PipelineError(
-                f"its constructor takes {setting!r} and does not keep it: its value is not known. "
-                f"{_advice(name, setting)}",
-                module=name,
-            )
         try:
-            settings[setting] = _as_json(setting, values[setting])
+            if value is MISSING:
+                raise _Unreadable(f"its constructor takes {setting!r} and does not keep it: its value is not known")
+            settings[setting] = _as_json(setting, value)
         except _Unreadable as error:
-            raise PipelineError(f"its setting {setting!r} is {error}. {_advice(name, setting)}", module=name) from error
+            problem = str(error) if value is MISSING else f"its setting {setting!r} is {error}"
+            stated = advice.format(setting if name in RECOGNISED else name)
+            raise PipelineError(f"{problem}. {stated}", module=name) from error
     if name not in RECOGNISED:
         logger.info(
             "%s is not a known module: its class and settings identify it: %s", name, ", ".join(settings) or "none"
         )
     return {"class": name, "settings": settings}
-
-
-def _advice(name: str, setting: str) -> str:
-    # Of a recognised module only this setting has to be stated.
-    stated = setting if name in RECOGNISED else name
-    return (
-        f"State what it is: provenance={{{stated!r}: 'version 1'}}, and another value whenever it gives other values."
-    )
 
 
 def plain_settings(name: str, value: Any) -> Any:
@@ -93,7 +79,8 @@ def _as_json(setting: str, value: Any) -> Any:
         return {"tokenizer": dataclasses.asdict(tokenizer_identity(setting, value))}
     if isinstance(value, torch.Tensor):
         data = value.detach().cpu().contiguous()
-        return {"tensor": digest(data.reshape(-1).view(torch.uint8).numpy().data), "as": _shape(data)}
+        shape = f"{data.dtype} {list(data.shape)}"
+        return {"tensor": digest(data.reshape(-1).view(torch.uint8).numpy().data), "as": shape}
     return _container_as_json(setting, value)
 
 
@@ -117,23 +104,14 @@ def _container_as_json(setting: str, value: Any) -> Any:
     raise _Unreadable(f"a {type(value).__name__}, which cannot be written as JSON")
 
 
-def _shape(tensor: torch.Tensor) -> str:
-    return f"{tensor.dtype} {list(tensor.shape)}"
-
-
 # Weights
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Weights:
+class _Weights(NamedTuple):
     """The state of weights, which changes with them. The tensors are kept, so that no other object gets their ids."""
 
-    tensors: tuple[torch.Tensor, ...]
+    tensors: list[torch.Tensor]
     state: tuple[Any, ...]
-
-    def equals(self, other: _Weights) -> bool:
-        same_objects = len(self.tensors) == len(other.tensors) and all(map(operator.is_, self.tensors, other.tensors))
-        return same_objects and self.state == other.state
 
 
 _identities: weakref.WeakKeyDictionary[torch.nn.Module, tuple[_Weights, dict[str, Any]]] = weakref.WeakKeyDictionary()
@@ -147,7 +125,7 @@ def part_identity(part: str, module: torch.nn.Module) -> dict[str, Any]:
     """
     weights = _weights(module)
     known = _identities.get(module)
-    if known is not None and weights is not None and known[0].equals(weights):
+    if known is not None and weights is not None and known[0].state == weights.state:
         return known[1]
     dtype = dtype_of(module) or torch.float32
     # Of a VAE only the encoder counts, if it has one by that name.
@@ -176,9 +154,9 @@ def _weights(module: torch.nn.Module) -> _Weights | None:
         return None
     config = getattr(module, "config", None)
     settings = config.to_dict() if config is not None and hasattr(config, "to_dict") else config
-    versions = tuple((tensor._version, tensor.dtype) for tensor in tensors)
+    versions = [(id(tensor), tensor._version, tensor.dtype) for tensor in tensors]
     # No weak references: torch cannot swap a parameter that has one, and some moves to a device swap parameters.
-    return _Weights(tuple(tensors), (versions, repr(settings), getattr(module, "use_tiling", False)))
+    return _Weights(tensors, (versions, repr(settings), getattr(module, "use_tiling", False)))
 
 
 def _tensors(module: torch.nn.Module) -> list[torch.Tensor]:
@@ -198,7 +176,11 @@ def _hooking(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
 def _replaced_forwards(part: str, module: torch.nn.Module) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, owner in _hooking(module).items():
-        scalars = {key: value for key, value in vars(owner).items() if _is_scalar(key, value)}
+        scalars = {
+            key: value
+            for key, value in vars(owner).items()
+            if not key.startswith("_") and key != "training" and isinstance(value, bool | int | float | str)
+        }
         loose = {key: _as_json(key, tensor) for key, tensor in _loose_tensors(owner).items()}
         found[name] = [class_name(owner), weights_digest(f"{part}.{name}", owner, None), scalars, loose]
     return found
@@ -206,19 +188,5 @@ def _replaced_forwards(part: str, module: torch.nn.Module) -> dict[str, Any]:
 
 def _loose_tensors(owner: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Tensors of a module that are not registered, such as a list of extra embeddings."""
-    found: dict[str, torch.Tensor] = {}
-    for name, value in vars(owner).items():
-        if name not in ("_parameters", "_buffers"):
-            pairs: Iterable[tuple[Any, Any]] = (
-                value.items() if isinstance(value, Mapping) else enumerate(_as_list(value))
-            )
-            found |= {f"{name}.{place}": tensor for place, tensor in pairs if isinstance(tensor, torch.Tensor)}
-    return found
-
-
-def _as_list(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, list | tuple) else [value]
-
-
-def _is_scalar(name: str, value: Any) -> bool:
-    return not name.startswith("_") and name != "training" and isinstance(value, bool | int | float | str)
+    values = {name: value for name, value in vars(owner).items() if name not in ("_parameters", "_buffers")}
+    return dict(named_tensors(values, ""))

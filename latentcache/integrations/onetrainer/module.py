@@ -4,26 +4,34 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from latentcache.errors import EntryDamagedError, EntryMissingError, PipelineError, ReadOnlyError
+from latentcache.errors import EntryDamagedError, EntryMissingError, ItemsError, PipelineError, ReadOnlyError
 from latentcache.identity import canonical_json
-from latentcache.integrations.onetrainer.cache_filling import (
+from latentcache.integrations.onetrainer.items import (
+    GroupNames,
+    Groups,
+    Item,
+    ItemReader,
+    make_groups,
+    once_per_item,
+    signature_of,
+)
+from latentcache.integrations.onetrainer.upstream import Upstream
+from latentcache.integrations.onetrainer.values import (
+    PLAIN_FIELD,
     Failure,
     ItemEncoding,
-    current_device,
-    items_error,
+    PlainValues,
+    fields_of,
+    on_current_device,
     own_random_streams,
-    set_current_device,
+    values_of,
 )
-from latentcache.integrations.onetrainer.item_identity import Item, ItemReader
-from latentcache.integrations.onetrainer.source_files import FileDigests, signature_of
-from latentcache.integrations.onetrainer.upstream import walk
-from latentcache.integrations.onetrainer.values import PLAIN_FIELD, PlainValues, fields_of, values_of
-from latentcache.integrations.onetrainer.variations import GroupNames, Groups, make_groups, once_per_item
 from latentcache.precache.workspace import Memo
 from latentcache.store.base import EntryArrays
 from latentcache.store.disk import DiskStore
@@ -39,14 +47,6 @@ FOLDER = "latentcache"
 
 def _nothing() -> None:
     """Takes the place of a function that was not given."""
-
-
-class _Opened(NamedTuple):
-    """What a cache module keeps open."""
-
-    store: DiskStore
-    memo: Memo
-    plain: PlainValues
 
 
 class CacheModule:
@@ -101,21 +101,17 @@ class CacheModule:
         self.provenance = dict(provenance or {})
         self.source_path_in_name = source_path_in_name
         self.source_value_in_names = tuple(source_value_in_names)
-        self._check()
-        self._groups: Groups | None = None
-        self._opened: _Opened | None = None
-        self._outputs: list[tuple[int, int]] = []
-        self._items: dict[tuple[int, int], tuple[str, Mapping[str, Any]]] = {}
-        self._generation: int | None = None
-        self._rows: dict[str, EntryArrays] = {}
-
-    def _check(self) -> None:
         if not self.split_names + self.aggregate_names:
             raise PipelineError("split_names and aggregate_names are both empty: there is nothing to cache")
         try:
             canonical_json(self.provenance)
         except (TypeError, ValueError) as error:
             raise PipelineError(f"provenance must be JSON: {error}") from error
+        self._groups: Groups | None = None
+        self._outputs: list[tuple[int, int]] = []
+        self._items: dict[tuple[int, int], tuple[str, Mapping[str, Any]]] = {}
+        self._generation: int | None = None
+        self._rows: dict[str, EntryArrays] = {}
 
     # The interface of mgds' modules
 
@@ -141,29 +137,32 @@ class CacheModule:
         Raises ItemsError, when all other items are stored, for items that cannot be cached; PipelineStopped; and
         ReadOnlyError if an item is missing in a cache that cannot be written.
         """
-        opened = self._open()
         reader = self._item_reader()
         outputs = self._grouped().inputs(out_variation)
         items, failures = self._plan(reader, outputs)
-        opened.memo.flush()
-        missing = self._missing(opened, items.values())
-        if missing and opened.store.read_only:
+        self._memo.flush()
+        missing = self._missing(items.values())
+        if missing and self._store.read_only:
             raise ReadOnlyError(
-                opened.store.path,
+                self._store.path,
                 f"it cannot be written and lacks {len(missing)} of {len(items)} items, the first: {missing[0].name}. "
                 "Make it writable, or name another cache_dir",
             )
+        is_hopeless = False
         if missing:
-            encoding = self._encode_missing(opened.store, reader, missing)
+            encoding = self._encode_missing(reader, missing)
             failures += encoding.failures
-            left = self._missing(opened, items.values())
+            left = self._missing(items.values())
             if left and not failures:
                 raise PipelineError(f"{len(left)} items are missing after they were stored, the first: {left[0].name}")
-            if encoding.is_hopeless:
-                raise items_error(failures, len(missing), ", and the rest was not tried") from failures[0][1]
-        opened.memo.flush()
+            is_hopeless = encoding.is_hopeless
+        self._memo.flush()
         if failures:
-            raise items_error(failures, len(set(outputs))) from failures[0][1]
+            num_items, detail = (
+                (len(missing), ", and the rest was not tried") if is_hopeless else (len(set(outputs)), "")
+            )
+            lines = tuple(f"{name}: {type(error).__name__}: {error}" for name, error in failures)
+            raise ItemsError(lines, num_items, detail) from failures[0][1]
         self._outputs = outputs
         # Of an item only its key and what is passed through are kept: there may be a million items.
         self._items = {place: (item.key, item.passed) for place, item in items.items()}
@@ -177,12 +176,11 @@ class CacheModule:
         damaged since `start`.
         """
         key, passed = self._items[self._outputs[index]]
-        opened = self._open()
-        plain = opened.plain.get(key)
+        plain = self._plain.get(key)
         values = {**passed, **(plain or {})}
         if requested_name is None or requested_name not in values:
             try:
-                values |= self._read(opened.store, key, tensors_only=plain is not None)
+                values |= self._read(key, tensors_only=plain is not None)
             except (EntryDamagedError, EntryMissingError) as error:
                 path = next(iter(passed.values()), f"item {index}")
                 error.add_note(f"{path}: start the trainer again, and it is encoded again")
@@ -191,28 +189,35 @@ class CacheModule:
 
     # Inside
 
-    def _open(self) -> _Opened:
-        if self._opened is None:
-            path = Path(self.cache_dir).expanduser() / FOLDER
-            try:
-                store = DiskStore(path)
-            except ReadOnlyError:
-                store = DiskStore(path, create=False, read_only=True)  # enough if nothing is missing
-                logger.info("%s cannot be written: its entries are used, and none is added", path)
-            memo = Memo(store.path / "memo", read_only=store.read_only)
-            self._opened = _Opened(store, memo, PlainValues(store, memo))
-        return self._opened
+    @cached_property
+    def _store(self) -> DiskStore:
+        path = Path(self.cache_dir).expanduser() / FOLDER
+        try:
+            return DiskStore(path)
+        except ReadOnlyError:
+            store = DiskStore(path, create=False, read_only=True)  # enough if nothing is missing
+            logger.info("%s cannot be written: its entries are used, and none is added", path)
+            return store
+
+    @cached_property
+    def _memo(self) -> Memo:
+        return Memo(self._store.path / "memo", read_only=self._store.read_only)
+
+    @cached_property
+    def _plain(self) -> PlainValues:
+        return PlainValues(self._store, self._memo)
 
     def _item_reader(self) -> ItemReader:
         names = self.get_outputs()
-        upstream = walk(self, names, source_path=self.source_path_in_name, source_values=self.source_value_in_names)
+        source_values = self.source_value_in_names
+        upstream = Upstream(self, names, source_path=self.source_path_in_name, source_values=source_values)
         if not upstream.files and not upstream.texts:
             raise PipelineError(
                 f"what {', '.join(names)} are made from is not known: no module before the cache requests a file or "
                 "a text. Name the text in source_value_in_names, or the path in source_path_in_name "
                 f"(now {self.source_path_in_name!r})"
             )
-        return ItemReader(upstream, names, self.provenance, FileDigests(self._open().memo))
+        return ItemReader(upstream, names, self.provenance, self._memo)
 
     def _grouped(self) -> Groups:
         if self._groups is None:
@@ -235,24 +240,18 @@ class CacheModule:
                 failures.append((reader.name_of(*place), error))
         return items, failures
 
-    def _missing(self, opened: _Opened, items: Collection[Item]) -> list[Item]:
+    def _missing(self, items: Collection[Item]) -> list[Item]:
         """Items without an entry, one for each key. The plain values of the others are loaded, if they are needed."""
         by_key = {item.key: item for item in items}
-        stored = opened.store.find(by_key)
+        stored = self._store.find(by_key)
         if self.aggregate_names:
-            stored -= opened.plain.load(stored)
+            stored -= self._plain.load(stored)
         return [item for key, item in by_key.items() if key not in stored]
 
-    def _encode_missing(self, store: DiskStore, reader: ItemReader, missing: Sequence[Item]) -> ItemEncoding:
-        device = torch.device(self.pipeline.device)
-        number = current_device(device)
-
-        def encode(item: Item) -> Entry:
-            set_current_device(device, number)
-            return self._encode(reader, item)
-
+    def _encode_missing(self, reader: ItemReader, missing: Sequence[Item]) -> ItemEncoding:
+        encode = on_current_device(torch.device(self.pipeline.device), partial(self._encode, reader))
         tidy = getattr(self, "_torch_gc", _nothing)  # mgds' modules have it
-        encoding = ItemEncoding(store, self._state.executor, encode, self.should_stop, tidy)
+        encoding = ItemEncoding(self._store, self._state.executor, encode, self.should_stop, tidy)
         with own_random_streams(missing):
             try:
                 self.before_cache_fun()
@@ -273,21 +272,21 @@ class CacheModule:
         record = Record(item.key, reader.kind, item.identity, reader.provenance(item))
         return Entry(record, fields_of(values))
 
-    def _row(self, store: DiskStore, key: str) -> EntryArrays:
+    def _row(self, key: str) -> EntryArrays:
         """The entry's arrays, remembered as long as they count."""
-        store.prefetch([key])
-        generation = store.generation
+        self._store.prefetch([key])
+        generation = self._store.generation
         if generation != self._generation:
             self._generation, self._rows = generation, {}
         row = self._rows.get(key)
         if row is None:
-            (row,) = store.rows([key])
+            (row,) = self._store.rows([key])
             if generation is not None:
                 self._rows[key] = row
         return row
 
-    def _read(self, store: DiskStore, key: str, *, tensors_only: bool) -> dict[str, Any]:
-        row = self._row(store, key)
+    def _read(self, key: str, *, tensors_only: bool) -> dict[str, Any]:
+        row = self._row(key)
         names = [name for name in row.description if name != PLAIN_FIELD or not tensors_only]
         batch = stack([key], [row], names)
         tensors = {name: rows[0] for name, rows in batch.items()}

@@ -16,8 +16,6 @@ import torch
 
 from latentcache.errors import PipelineError
 
-_CPU = torch.device("cpu")
-
 
 class _Refreshing(Protocol):
     """A cache module: it calls these functions before and after encoding."""
@@ -47,27 +45,35 @@ class _PartRecord:
         """The device of the part: of several the first that is not `away`. None if it has no tensors."""
         return next((device for device in self.devices.values() if device != away), away if self.devices else None)
 
-    def moved(self) -> list[tuple[str, torch.Tensor, torch.device]]:
-        """The tensors that are on another device now, with the recorded one. Moving may have replaced a tensor."""
-        return [
-            (name, tensor, device)
-            for name, tensor in _tensors(self.module)
-            if (device := self.devices.get(name, tensor.device)) != tensor.device
-        ]
+    def restore(self, model: Any, away: torch.device) -> None:
+        """Restore the flags, and move the part by the model's functions, then what is left tensor by tensor.
 
-    def move_back(self) -> None:
-        """Move the tensors back, one by one. PipelineError, after all others, for tensors without values now."""
+        Raises PipelineError, when all others are back, for tensors without values now.
+        """
+        for module, training in self.modes:
+            module.training = training
+        device = self.device(away)
+        if device is None or not self._moved():
+            return
+        by_model = _move_by_model(model, self.name, device, away)
+        if by_model and getattr(model, f"{self.name}_offload_conductor", None) is not None:
+            return
         lost = []
-        for name, tensor, device in self.moved():
+        for name, tensor, before in self._moved():
             if tensor.device.type == "meta":
                 lost.append(name)
             else:
-                tensor.data = tensor.data.to(device)
+                tensor.data = tensor.data.to(before)
         if lost:
             raise PipelineError(
                 f"{self.name}.{lost[0]} had values before the cache was filled and has none now (it is on meta), as do "
                 f"{len(lost)} of its tensors: they cannot be moved back. Load the model again."
             )
+
+    def _moved(self) -> list[tuple[str, torch.Tensor, torch.device]]:
+        """The tensors that are on another device now, with the recorded one. Moving may have replaced a tensor."""
+        here = [(name, tensor, self.devices.get(name, tensor.device)) for name, tensor in _tensors(self.module)]
+        return [(name, tensor, before) for name, tensor, before in here if before != tensor.device]
 
 
 class PlacementGuard:
@@ -102,12 +108,11 @@ class PlacementGuard:
         if not parts:
             return
         model = self._current_model()
-        away = _away(model)
-        with (
-            ExitStack() as steps
-        ):  # in reverse: parts that leave the device first, so that there is room for the others
+        # The device of the parts that the model does not need. They leave first, so that there is room for the others.
+        away = torch.device(getattr(model, "temp_device", None) or "cpu")
+        with ExitStack() as steps:  # it calls the last first
             for part in sorted(parts, key=lambda part: (part.device(away) != away, part.name.endswith("_lora")))[::-1]:
-                steps.callback(_put_back, model, part, away)
+                steps.callback(part.restore, model, away)
 
     def around(self, module: _Refreshing) -> None:
         """Do so at each refresh of this cache module: record first, restore last."""
@@ -126,23 +131,16 @@ class PlacementGuard:
         module.before_cache_fun, module.after_cache_fun = record_and_prepare, finish_and_restore
 
     def _current_model(self) -> Any:
-        model = self._model() if _gives_model(self._model) else self._model
+        # A model is an object with parts, callable or not.
+        has_parts = any(map(_is_part, getattr(self._model, "__dict__", {}).values()))
+        model = self._model() if callable(self._model) and not has_parts else self._model
         if model is None:
             raise PipelineError("the function that gives the model gives None: it is not loaded yet")
         return model
 
 
-def restoring(model: Any) -> PlacementGuard:
-    """A `PlacementGuard` for this model, or for the model that this function gives.
-
-    Its `around` adds it to a cache module; for other code that moves parts call `before` and `after` yourself.
-    """
-    return PlacementGuard(model)
-
-
-def _gives_model(value: Any) -> bool:
-    """Whether it is a function. A model is an object with parts, callable or not."""
-    return callable(value) and not any(_is_part(part) for part in getattr(value, "__dict__", {}).values())
+restoring = PlacementGuard
+"""`restoring(model).around(cache)`; for other code that moves parts call `before` and `after` yourself."""
 
 
 def _is_part(value: Any) -> bool:
@@ -151,23 +149,6 @@ def _is_part(value: Any) -> bool:
 
 def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     return chain(module.named_parameters(), module.named_buffers())
-
-
-def _put_back(model: Any, part: _PartRecord, away: torch.device) -> None:
-    for module, training in part.modes:
-        module.training = training
-    device = part.device(away)
-    if device is None or not part.moved():
-        return
-    by_model = _move_by_model(model, part.name, device, away)
-    if by_model and getattr(model, f"{part.name}_offload_conductor", None) is not None:
-        return
-    part.move_back()
-
-
-def _away(model: Any) -> torch.device:
-    """The device of the parts that the model does not need."""
-    return torch.device(getattr(model, "temp_device", None) or _CPU)
 
 
 def _move_by_model(model: Any, name: str, device: torch.device, away: torch.device) -> bool:

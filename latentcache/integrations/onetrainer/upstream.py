@@ -3,25 +3,125 @@
 mgds finds a value by its name, from the requesting module backwards, and goes further back where it finds None. The
 names that a module requests are those in its settings `..._name`, `..._names` and `..._map`, by mgds' custom, and those
 of `get_inputs()`. The walk ends at values that stand for themselves: files, texts, and the settings of concepts.
+
+Modules of mgds are recognised by their class's name. All others are described by their class's name and the settings of
+their constructor. Their values are taken to depend on the variation, and on the position if they draw random numbers. A
+module's values must follow from these and from its inputs.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any, NamedTuple
 
-from latentcache.integrations.onetrainer.recognised import (
-    CONCEPTS,
-    PATHS,
-    RECOGNISED,
-    TEXT_VALUES,
-    TEXTS,
-    class_name,
-    constructor_settings,
+from latentcache.utils.nested import named_leaves
+
+CONCEPTS = frozenset({"ConceptPipelineModule", "SettingsPipelineModule", "CollectPaths"})
+"""They give the user's settings. Each setting that is requested counts by its value."""
+
+PATHS: Mapping[str, str] = {"CollectPaths": "path_out_name", "ModifyPath": "out_name"}
+"""They give paths of files, under the name in this setting. Files count by their bytes."""
+
+TEXTS = frozenset(
+    {
+        *("CapitalizeTags", "DropTags", "GetFilename", "LoadMultipleTexts", "LoadText", "ReplaceText"),
+        *("SelectInput", "SelectRandomText", "ShuffleTags"),
+    }
 )
+"""They give texts, which cost reading a file of text. Texts count as they are."""
+
+TEXT_VALUES = frozenset({("Tokenize", "in_name")})
+"""Settings of modules that request a text, from any module."""
+
+DRAWS: Mapping[str, str] = {
+    "AspectBucketing": "",
+    "RandomBrightness": "enabled_in_name",
+    "RandomCircularMaskShrink": "enabled_in_name",
+    "RandomContrast": "enabled_in_name",
+    "RandomFlip": "enabled_in_name",
+    "RandomHue": "enabled_in_name",
+    "RandomLatentMaskRemove": "",
+    "RandomMaskRotateCrop": "enabled_in_name",
+    "RandomRotate": "enabled_in_name",
+    "RandomSaturation": "enabled_in_name",
+    "ScaleCropImage": "enable_crop_jitter_in_name",
+    "SingleAspectCalculation": "",
+}
+"""They draw random numbers for a variation and an index: those with a setting here only if the value of that name is
+true, bucketing only among several resolutions, and RandomLatentMaskRemove always."""
+
+RECOGNISED = (
+    CONCEPTS
+    | PATHS.keys()
+    | TEXTS
+    | DRAWS.keys()
+    | {
+        *("CalcAspect", "EncodeClipText", "EncodeVAE", "GenerateImageLike", "GenerateMaskedConditioningImage"),
+        *("ImageToVideo", "LoadImage", "NormalizeImageChannels", "RescaleImageChannels", "SampleVAEDistribution"),
+        *("ScaleImage", "SelectFirstInput", "Tokenize"),
+    }
+)
+"""Their values depend on the variation only through random numbers."""
+
+KEPT_AS: Mapping[tuple[str, str], str | None] = {
+    ("EncodeVAE", "sample_mode"): None,
+    ("LoadImage", "channels"): "mode",
+    ("AspectBucketing", "target_resolution_in_name"): "target_resolutions_in_name",
+    ("SingleAspectCalculation", "target_resolution_in_name"): "target_resolutions_in_name",
+    ("RandomLatentMaskRemove", "before_cache_fun"): None,
+}
+"""The attribute in which a constructor's parameter is kept, where it has another name; None: it is not used."""
+
+CONSTANTS: Mapping[str, tuple[str, ...]] = {"AspectBucketing": ("all_possible_input_aspects",)}
+"""Attributes of classes that another release or a user may set otherwise, and that change a module's values."""
+
+MISSING = object()
+"""The value of a parameter that the module does not keep."""
 
 _NAME_SETTINGS = ("name", "names", "map")
+
+
+def class_name(module: Any) -> str:
+    """The name of the module's class."""
+    return type(module).__name__
+
+
+def constructor_settings(module: Any) -> dict[str, Any]:
+    """The values that the module's constructor took, which the module keeps as `name` or `_name`; and its CONSTANTS.
+
+    The value of a parameter that the module does not keep is MISSING.
+    """
+    kind = class_name(module)
+    found: dict[str, Any] = {}
+    for parameter in list(inspect.signature(type(module).__init__).parameters.values())[1:]:
+        is_variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        attribute = KEPT_AS.get((kind, parameter.name), parameter.name)
+        if attribute is not None and not is_variadic:
+            places = (attribute, f"_{attribute}", f"_{kind}__{attribute}")
+            found[parameter.name] = next((vars(module)[name] for name in places if name in vars(module)), MISSING)
+    constants = {name: getattr(module, name) for name in CONSTANTS.get(kind, ()) if hasattr(module, name)}
+    return found | constants
+
+
+def draws_random_numbers(module: Any) -> bool:
+    """Whether code of the module's class, or of a class it derives from, uses `_get_rand`."""
+    if class_name(module) in RECOGNISED:
+        return class_name(module) in DRAWS
+    members = [value for parent in type(module).__mro__ for value in vars(parent).values()]
+    return any(_uses_rand(_code(value)) for value in members)
+
+
+def _code(value: Any) -> Any:
+    """The code of a member of a class; something else if it has none."""
+    for _ in range(3):  # property, staticmethod and functools wrappers
+        value = getattr(value, "fget", None) or getattr(value, "__wrapped__", None) or value
+    return getattr(getattr(value, "__func__", value), "__code__", None)
+
+
+def _uses_rand(code: Any) -> bool:
+    return isinstance(code, CodeType) and ("_get_rand" in code.co_names or any(map(_uses_rand, code.co_consts)))
 
 
 class ModuleInput(NamedTuple):
@@ -40,76 +140,65 @@ class ModuleInput(NamedTuple):
         return self.module._get_previous_item(variation, self.name, index)
 
 
-@dataclass(slots=True)
 class Upstream:
-    """What a cache's values depend on. `modules` are in the pipeline's order; at the inputs the walk ended."""
+    """What the values of `names`, requested by the module `cache`, depend on.
 
-    modules: list[Any] = field(default_factory=list)
-    files: list[ModuleInput] = field(default_factory=list)
-    texts: list[ModuleInput] = field(default_factory=list)
-    settings: list[ModuleInput] = field(default_factory=list)
-    passed: list[ModuleInput] = field(default_factory=list)
-    """Values that are passed through and not stored: paths, which are not part of an item's identity."""
-
-
-def walk(
-    cache: Any, names: Sequence[str], *, source_path: str | None = None, source_values: Iterable[str] = ()
-) -> Upstream:
-    """What `names`, requested by the module `cache`, depend on.
+    `modules` are in the pipeline's order; at the inputs `files`, `texts` and `settings` the walk ended. `passed` are
+    values that are passed through and not stored: paths, which are not part of an item's identity.
 
     `source_path` is a name whose values are paths of files that count by their bytes, `source_values` are names whose
     values count as they are. Where the walk meets neither, files of `source_path` count for all items.
     """
-    return _Walk(cache, source_path, frozenset(source_values)).run(names)
 
-
-class _Walk:
-    def __init__(self, cache: Any, source_path: str | None, source_values: frozenset[str]):
-        self._cache, self._modules = cache, cache.pipeline.modules
-        self._end = next(position for position, module in enumerate(self._modules) if module is cache)
-        self._source_path, self._source_values = source_path, source_values
-        self._outputs = [frozenset(filter(None, module.get_outputs())) for module in self._modules]
+    def __init__(
+        self, cache: Any, names: Sequence[str], *, source_path: str | None = None, source_values: Iterable[str] = ()
+    ):
+        self.modules: list[Any] = []
+        self.files: list[ModuleInput] = []
+        self.texts: list[ModuleInput] = []
+        self.settings: list[ModuleInput] = []
+        self.passed: list[ModuleInput] = []
+        self._cache, self._pipeline = cache, cache.pipeline.modules
+        self._end = end = next(position for position, module in enumerate(self._pipeline) if module is cache)
+        self._source_path, self._source_values = source_path, frozenset(source_values)
+        self._outputs = [frozenset(filter(None, module.get_outputs())) for module in self._pipeline]
         self._needed: set[int] = set()
-        self._found = Upstream()
-
-    def run(self, names: Sequence[str]) -> Upstream:
-        cache, end, found = self._cache, self._end, self._found
         for name in names:
             if self._is_path(end, name):
-                found.passed.append(ModuleInput(cache, name))
+                self.passed.append(ModuleInput(cache, name))
             else:
                 self._visit(cache, end, "", name)
         for position in range(end - 1, -1, -1):
             if position in self._needed:
-                module = self._modules[position]
-                found.modules.insert(0, module)
+                module = self._pipeline[position]
+                self.modules.insert(0, module)
                 for setting, name in input_names(module):
                     self._visit(module, position, setting, name)
-        known = {text.name for text in found.texts}
-        for name in sorted(self._source_values - known):
-            _add(found.texts, ModuleInput(cache, name))
-        if not found.files and not found.texts and self._source_path and self._producers(end, self._source_path):
-            _add(found.files, ModuleInput(cache, self._source_path))
-        return found
+        known = {text.name for text in self.texts}
+        self.texts += [ModuleInput(cache, name) for name in sorted(self._source_values - known)]
+        if not self.files and not self.texts and source_path and self._producers(end, source_path):
+            self.files.append(ModuleInput(cache, source_path))
 
     def _visit(self, module: Any, position: int, setting: str, name: str) -> None:
         """Note a name that `module` requests in `setting`."""
         producers = self._producers(position, name)
         if not producers:
             return  # a string that is no name, or a name that no module gives
-        producer = class_name(self._modules[producers[-1]])
-        # Where the cache would get the same value it requests it, so that inputs of several modules are read once.
-        requester = self._cache if producers == self._producers(self._end, name) else module
-        found = ModuleInput(requester, name)
+        producer = class_name(self._pipeline[producers[-1]])
         if name in self._source_values or producer in TEXTS or (class_name(module), setting) in TEXT_VALUES:
-            _add(self._found.texts, found)
+            inputs = self.texts
         elif self._is_path(position, name) or setting == "path_in_name":
-            _add(self._found.files, found)
+            inputs = self.files
         elif producer in CONCEPTS:
-            _add(self._found.settings, found)
+            inputs = self.settings
         else:
             # All of them: where one gives None, mgds takes the value of the one before it.
             self._needed.update(producers)
+            return
+        # Where the cache would get the same value it requests it, so that inputs of several modules are read once.
+        found = ModuleInput(self._cache if producers == self._producers(self._end, name) else module, name)
+        if found not in inputs:
+            inputs.append(found)
 
     def _is_path(self, position: int, name: str) -> bool:
         if name == self._source_path:
@@ -117,7 +206,7 @@ class _Walk:
         producers = self._producers(position, name)
         if not producers:
             return False
-        module = self._modules[producers[-1]]
+        module = self._pipeline[producers[-1]]
         return name == getattr(module, PATHS.get(class_name(module), ""), None)
 
     def _producers(self, position: int, name: str) -> list[int]:
@@ -127,29 +216,13 @@ class _Walk:
 
 def input_names(module: Any) -> Iterator[tuple[str, str]]:
     """(setting, name) of each string that may be a name that the module requests; some are none."""
-    recognised = class_name(module) in RECOGNISED
     settings = {
         setting: value
         for setting, value in vars(module).items()
         if not setting.startswith("_") and setting.endswith(_NAME_SETTINGS)
     }
-    if not recognised:
+    if class_name(module) not in RECOGNISED:
         settings = constructor_settings(module) | settings | {"get_inputs()": list(module.get_inputs())}
     for setting, value in settings.items():
         if not setting.endswith("out_name"):
-            yield from ((setting, name) for name in _strings(value))
-
-
-def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _strings(list(value.values()))
-    elif isinstance(value, list | tuple | set | frozenset):
-        for item in value:
-            yield from _strings(item)
-
-
-def _add(inputs: list[ModuleInput], found: ModuleInput) -> None:
-    if found not in inputs:
-        inputs.append(found)
+            yield from ((setting, leaf) for _, leaf in named_leaves(value, "") if isinstance(leaf, str))

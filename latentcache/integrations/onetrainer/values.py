@@ -1,22 +1,167 @@
-"""The values of an item as the fields of an entry, and back: tensors as they are, other values as one field of JSON."""
+"""The values of items: encoded in the pipeline's own threads, stored as the fields of entries, and read back.
+
+Tensors are fields as they are, all other values of an item are one field of JSON.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, MutableMapping
+import random
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from concurrent.futures import Executor, Future, wait
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
+from tqdm import tqdm
 
-from latentcache.errors import EntryDamagedError, EntryMissingError, PipelineError
-from latentcache.identity import digest
-from latentcache.store.base import Store, is_field
+from latentcache.errors import EntryDamagedError, EntryMissingError, PipelineError, PipelineStopped
+from latentcache.identity import canonical_json, digest
+from latentcache.integrations.onetrainer.items import Item
+from latentcache.phases.process_state import RandomStreams
+from latentcache.store.base import Store, Writer, is_field
 from latentcache.store.stacking import read_batch
+from latentcache.types import Entry
+from latentcache.utils.signals import uninterrupted
 
 PLAIN_FIELD = "plain_values"
 """The field with the values that are no tensors: UTF-8 JSON, padded with spaces."""
+_MEMO_NAME = "onetrainer-values/1 "
 PADDING = 256
 """Bytes to which the JSON is padded: entries of few different lengths are read together."""
+WINDOW = 32
+"""Items that the threads have at once. Finished ones wait in memory until it is their turn to be stored."""
+HOPELESS = 20
+"""After so many failures and no success the rest is not tried: then the items are not the cause."""
+TIDY_ITEMS = 250
+"""After so many items memory is freed, as mgds does."""
+
+Failure = tuple[str, Exception]
+"""An item, by a name for messages, and why it cannot be cached."""
+_Waiting = deque[tuple[Item, Future[Entry]]]
+
+# Encoding
+
+
+class ItemEncoding:
+    """One refresh of a cache. Items that another process stored meanwhile are left out.
+
+    `failures` are the items that could not be encoded. `tidy` is called after every TIDY_ITEMS items, to free memory of
+    the device.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        executor: Executor,
+        encode: Callable[[Item], Entry],
+        should_stop: Callable[[], bool],
+        tidy: Callable[[], None],
+    ):
+        self._store, self._executor, self._encode = store, executor, encode
+        self._should_stop, self._tidy = should_stop, tidy
+        self.num_encoded = 0
+        self.failures: list[Failure] = []
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether so many items failed, and none was encoded, that the rest is not tried."""
+        return not self.num_encoded and len(self.failures) >= HOPELESS
+
+    def run(self, items: Sequence[Item]) -> None:
+        """Encode and store these items. Encoded ones are stored also after an error. Raises PipelineStopped."""
+        waiting: _Waiting = deque()
+        with self._store.writer() as writer:
+            try:
+                stopped = self._encode_in_order(items, waiting, writer)
+            finally:
+                self._finish(waiting, writer)
+        if stopped:
+            raise PipelineStopped(self.num_encoded, len(items))
+
+    def _encode_in_order(self, items: Sequence[Item], waiting: _Waiting, writer: Writer) -> bool:
+        """Encode the items, WINDOW at a time. Returns whether `should_stop` ended it before the last."""
+        stored: set[str] = set()
+        with tqdm(total=len(items), desc="caching", smoothing=0.1, disable=None) as bar:
+            for number, item in enumerate(items):
+                if self._should_stop():
+                    return True
+                if self.is_hopeless:
+                    break
+                if number % WINDOW == 0:  # each look-up opens the index
+                    stored = self._store.find([item.key for item in items[number : number + WINDOW]])
+                if item.key not in stored:
+                    with uninterrupted():  # an item that a thread has must be in `waiting`
+                        waiting.append((item, self._executor.submit(self._encode, item)))
+                if len(waiting) >= WINDOW:
+                    self._take_first(waiting, writer)
+                bar.update(number + 1 - len(waiting) - bar.n)
+            while waiting:
+                if self._should_stop():
+                    return True
+                self._take_first(waiting, writer)
+                bar.update()
+        return False
+
+    def _finish(self, waiting: _Waiting, writer: Writer) -> None:
+        """Wait for the threads, which must not use models that are moved, and store what they had begun."""
+        for _, future in waiting:
+            future.cancel()
+        wait([future for _, future in waiting])
+        for item, future in waiting:
+            if not future.cancelled() and isinstance(future.exception(), Exception | None):
+                self._take(item, future, writer)
+
+    def _take_first(self, waiting: _Waiting, writer: Writer) -> None:
+        self._take(*waiting[0], writer)
+        waiting.popleft()  # only now: Ctrl-C may come during the wait for the item
+
+    def _take(self, item: Item, future: Future[Entry], writer: Writer) -> None:
+        try:
+            entry = future.result()
+        except Exception as error:  # the pipeline's modules may raise anything; the caller raises it at the end
+            self.failures.append((item.name, error))
+            return
+        writer.add(entry)
+        self.num_encoded += 1
+        if self.num_encoded % TIDY_ITEMS == 0:
+            self._tidy()
+
+
+@contextmanager
+def own_random_streams(items: Iterable[Item]) -> Iterator[None]:
+    """Random streams for the encoding of these items, which their keys seed.
+
+    Afterwards the streams of the training are as before: it draws the same numbers on a cold and on a warm cache.
+    """
+    streams = RandomStreams()
+    try:
+        seed = int(digest(canonical_json([item.key for item in items]))[:8], 16)
+        torch.manual_seed(seed)
+        np.random.seed(seed)
+        random.seed(seed)
+        yield
+    finally:
+        streams.restore()
+
+
+def on_current_device(device: torch.device, encode: Callable[[Item], Entry]) -> Callable[[Item], Entry]:
+    """`encode` for other threads, on the calling thread's current device: torch keeps it for each thread."""
+    module: Any = None if device.type == "cpu" else torch.get_device_module(device)
+    if not hasattr(module, "set_device"):
+        return encode
+    number = module.current_device()
+
+    def encode_there(item: Item) -> Entry:
+        module.set_device(number)
+        return encode(item)
+
+    return encode_there
+
+
+# Fields
 
 
 def fields_of(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -81,7 +226,7 @@ class PlainValues:
 
     def _copy(self, key: str) -> dict[str, Any] | None:
         """The values from the memo; None if it has none, or a damaged copy."""
-        found, _, text = self._memo.get(_memo_name(key), "").partition(" ")
+        found, _, text = self._memo.get(_MEMO_NAME + key, "").partition(" ")
         data = text.encode()
         return _plain_values(data) if data and digest(data) == found else None
 
@@ -89,12 +234,8 @@ class PlainValues:
         if PLAIN_FIELD not in self._store.describe(key):
             return {}
         data = read_batch(self._store, [key], [PLAIN_FIELD])[PLAIN_FIELD][0].numpy().tobytes().rstrip()
-        self._memo[_memo_name(key)] = f"{digest(data)} {data.decode()}"
+        self._memo[_MEMO_NAME + key] = f"{digest(data)} {data.decode()}"
         return _plain_values(data)
-
-
-def _memo_name(key: str) -> str:
-    return f"onetrainer-values/1 {key}"
 
 
 def _plain_values(data: bytes) -> dict[str, Any]:

@@ -15,7 +15,6 @@ import hashlib
 import json
 import os
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -30,7 +29,6 @@ from latentcache.interop.exporting import Export
 from latentcache.interop.foreign_files import (
     corrupt,
     gunzip,
-    is_gzip,
     load_torch,
     read_file,
     tensor_in,
@@ -124,30 +122,8 @@ def _find_metadata(images: Path, root: Path) -> Path | None:
 def _payload(path: str) -> Any:
     """The file's content: a `torch.save` file, a gzip of one, or one that holds such a gzip. ForeignFileRefused."""
     data = read_file(path)
-    if is_gzip(data):
-        return load_torch(gunzip(data, path), path)
-    content = load_torch(data, path)
-    if isinstance(content, bytes):
-        if not is_gzip(content):
-            raise corrupt(path, "it holds bytes that are no gzip")
-        return load_torch(gunzip(content, path), path)
-    return content
-
-
-def _embeds(content: Any, path: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """prompt_embeds [77, D] and pooled [P] of either payload. Raises ForeignFileRefused."""
-    if isinstance(content, dict) and {"prompt_embeds", "pooled_prompt_embeds"} <= content.keys():
-        embeds, pooled = content["prompt_embeds"], content["pooled_prompt_embeds"]
-    elif isinstance(content, tuple) and len(content) == 2:
-        embeds, pooled = content
-    else:
-        raise corrupt(path, f"it holds a {type(content).__name__} that is no prompt's embeddings")
-    embeds = tensor_in(embeds, "prompt_embeds", path, ndim=3)
-    pooled = tensor_in(pooled, "pooled_prompt_embeds", path, ndim=getattr(pooled, "ndim", 1))
-    if embeds.shape[0] != 1 or pooled.ndim not in (1, 2) or (pooled.ndim == 2 and pooled.shape[0] != 1):
-        shapes = f"{list(embeds.shape)} and {list(pooled.shape)}"
-        raise corrupt(path, f"it holds {shapes}; one prompt has [1, T, D] and [P]")
-    return embeds[0], pooled.flatten()
+    content = data if data.startswith(b"\x1f\x8b") else load_torch(data, path)
+    return load_torch(gunzip(content, path), path) if isinstance(content, bytes) else content
 
 
 class SimpleTunerCache:
@@ -222,7 +198,20 @@ read = SimpleTunerCache
 
 
 def _text(sample_ids: tuple[str, ...], path: str, caption: str) -> Iterator[ForeignText]:
-    yield ForeignText(sample_ids, path, caption, *_embeds(_payload(path), path))
+    """The embeddings of either payload. Raises ForeignFileRefused."""
+    content = _payload(path)
+    if isinstance(content, dict) and {"prompt_embeds", "pooled_prompt_embeds"} <= content.keys():
+        embeds, pooled = content["prompt_embeds"], content["pooled_prompt_embeds"]
+    elif isinstance(content, tuple) and len(content) == 2:
+        embeds, pooled = content
+    else:
+        raise corrupt(path, f"it holds a {type(content).__name__} that is no prompt's embeddings")
+    embeds = tensor_in(embeds, "prompt_embeds", path, ndim=3)
+    pooled = tensor_in(pooled, "pooled_prompt_embeds", path, ndim=getattr(pooled, "ndim", 1))
+    if embeds.shape[0] != 1 or pooled.ndim not in (1, 2) or (pooled.ndim == 2 and pooled.shape[0] != 1):
+        shapes = f"{list(embeds.shape)} and {list(pooled.shape)}"
+        raise corrupt(path, f"it holds {shapes}; one prompt has [1, T, D] and [P]")
+    yield ForeignText(sample_ids, path, caption, embeds[0], pooled.flatten())
 
 
 def _unknown(used: set[str], root: str, folder: str, names: list[str]) -> Iterator[Refusal]:
@@ -248,8 +237,10 @@ class RecordedSizes:
 
     def __init__(self, records: Mapping[str, Any]):
         """`records`: by sample_id."""
-        self._records = records
-        self._crossed = self._is_crossed()
+        self._records = {sample_id: _pairs(record) for sample_id, record in records.items()}
+        # Whether crops and sizes have opposite orders, by the records that fit in one order only; None: unknown.
+        votes = {vote for pairs in self._records.values() if pairs and (vote := _crossed(pairs)) is not None}
+        self._crossed = votes.pop() if len(votes) == 1 else None
 
     @classmethod
     def read(cls, path: Path, images: SourceImages) -> RecordedSizes:
@@ -269,10 +260,9 @@ class RecordedSizes:
 
         Raises ForeignFileRefused if the record does not fit: the image was replaced, or the latent is an old one.
         """
-        record = self._records.get(sample_id)
-        if record is None:
+        if sample_id not in self._records:
             return fit(size, target), NOTE_DERIVED
-        pairs = _pairs(record)
+        pairs = self._records[sample_id]
         if pairs is None:
             raise corrupt(path, f"the metadata of {sample_id} has no sizes and crop in integers")
         original, resized, recorded_target, crop = pairs
@@ -293,20 +283,15 @@ class RecordedSizes:
         likely = [geometry for geometry, crossed in found.items() if crossed == self._crossed] or list(found)
         return likely[0], NOTE_ORDER if len(likely) > 1 else None
 
-    def _is_crossed(self) -> bool | None:
-        """Whether crops and sizes have opposite orders, by the records that fit in one order only; None: unknown."""
-        votes: Counter[bool] = Counter()
-        for record in self._records.values():
-            if (pairs := _pairs(record)) is None:
-                continue
-            _, resized, target, crop = pairs
-            straight, crossed = (
-                all(start + side <= whole for start, side, whole in zip(starts, target, resized, strict=True))
-                for starts in (crop, crop[::-1])
-            )
-            if straight != crossed:
-                votes[crossed] += 1
-        return None if len(votes) != 1 else next(iter(votes))
+
+def _crossed(pairs: list[tuple[int, int]]) -> bool | None:
+    """Whether the crop has the opposite order of the sizes, by its room; None if it fits in both orders, or none."""
+    _, resized, target, crop = pairs
+    straight, crossed = (
+        all(start + side <= whole for start, side, whole in zip(starts, target, resized, strict=True))
+        for starts in (crop, crop[::-1])
+    )
+    return crossed if straight != crossed else None
 
 
 def _pairs(record: Any) -> list[tuple[int, int]] | None:

@@ -1,0 +1,322 @@
+"""The items of a pipeline: how they are grouped, what identifies each, and the key under which its values are cached.
+
+Balancing, repeats, samples and variations are counted as mgds' VariationSorting does.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from latentcache.dataset.samples import Signature
+from latentcache.errors import PipelineError
+from latentcache.identity import canonical_json, caption_digest, digest, key_of
+from latentcache.integrations.onetrainer.description import describe, plain_settings
+from latentcache.integrations.onetrainer.upstream import (
+    DRAWS,
+    RECOGNISED,
+    ModuleInput,
+    Upstream,
+    class_name,
+    draws_random_numbers,
+    input_names,
+)
+from latentcache.precache.planner import SETTLED_NS
+from latentcache.provenance import provenance_json
+from latentcache.types import Kind
+
+SCHEMA = "onetrainer/1"
+REPEATS, SAMPLES = "REPEATS", "SAMPLES"
+
+GetValue = Callable[[str, int], Any]
+"""The value of a name for an input index, at variation 0."""
+
+# Groups
+
+
+def once_per_item(get_value: GetValue) -> GetValue:
+    """Values of names with dots, as mgds looks them up, but the part before the first dot is requested once an item."""
+    last: dict[str, tuple[int, Any]] = {}
+
+    def get(name: str, index: int) -> Any:
+        root = name.partition(".")[0]
+        if root not in last or last[root][0] != index:
+            last[root] = index, get_value(root, index)
+        return _descend({root: last[root][1]}, name)
+
+    return get
+
+
+def _descend(roots: Mapping[str, Any], name: str) -> Any:
+    """The value of a name with dots, as mgds looks it up: None where a part is not there."""
+    value: Any = roots
+    for part in name.split("."):
+        if part not in value:
+            return None
+        value = value[part]
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class GroupNames:
+    """The names under which a pipeline says how its items are grouped. Without `variations` all are one group."""
+
+    variations: str | None
+    balancing: str | None
+    balancing_strategy: str | None
+    group: tuple[str, ...]
+    enabled: str | None
+
+    def names(self) -> tuple[str, ...]:
+        """All of these names."""
+        names = (self.enabled, self.variations, self.balancing, self.balancing_strategy, *self.group)
+        return tuple(name for name in names if name is not None)
+
+
+class Group(NamedTuple):
+    """Input indices that are counted together. An epoch takes `num_out` of them, in turn."""
+
+    indices: Sequence[int]
+    num_out: int
+    variations: int
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """All groups in the order of their first items."""
+
+    groups: tuple[Group, ...]
+
+    def __len__(self) -> int:
+        """Outputs of one epoch."""
+        return sum(group.num_out for group in self.groups)
+
+    def inputs(self, epoch: int) -> list[tuple[int, int]]:
+        """(variation, input index) of each output of this epoch, in order."""
+        return [
+            (position // len(indices) % variations, indices[position % len(indices)])
+            for indices, num_out, variations in self.groups
+            for position in range(epoch * num_out, (epoch + 1) * num_out)
+        ]
+
+
+def make_groups(names: GroupNames, num_items: int, get_value: GetValue) -> Groups:
+    """The groups of a pipeline's items. Strategy and balancing of a group are those of its first item.
+
+    Raises PipelineError for a strategy that is neither REPEATS nor SAMPLES.
+    """
+    if names.variations is None:
+        return Groups((Group(range(num_items), num_items, 1),) if num_items else ())
+    roots = tuple(dict.fromkeys(name.partition(".")[0] for name in (*names.group, names.enabled) if name))
+    groups: dict[tuple[int, ...], tuple[list[Any], bytes | None]] = {}
+    members: dict[bytes, list[int]] = {}
+    for index in range(num_items):
+        # Items of one concept share one dict, which is read once. It is kept, so that no other object gets its id.
+        values = [get_value(root, index) for root in roots]
+        concept = tuple(map(id, values))
+        if concept not in groups:
+            enabled = not names.enabled or get_value(names.enabled, index)
+            group = canonical_json([get_value(name, index) for name in names.group]) if enabled else None
+            groups[concept] = values, group
+        group = groups[concept][1]
+        if group is not None:
+            members.setdefault(group, []).append(index)
+    return Groups(tuple(_group(names, indices, get_value) for indices in members.values()))
+
+
+def _group(names: GroupNames, indices: Sequence[int], get_value: GetValue) -> Group:
+    first = indices[0]
+    variations = get_value(str(names.variations), first)
+    balancing = get_value(str(names.balancing), first)
+    strategy = get_value(str(names.balancing_strategy), first)
+    if strategy == REPEATS:
+        num_out = math.floor(len(indices) * balancing)
+    elif strategy == SAMPLES:
+        num_out = int(balancing)
+    else:
+        raise PipelineError(f"{names.balancing_strategy} is {strategy!r}; it may be {REPEATS} or {SAMPLES}")
+    if not isinstance(variations, int) or variations < 1:
+        raise PipelineError(f"{names.variations} is {variations!r}; it is a number from 1")
+    return Group(indices, num_out, variations)
+
+
+# Identities
+
+
+def file_digest(path: str, memo: MutableMapping[str, str]) -> tuple[str | None, Signature | None]:
+    """The digest and the signature of a file; (None, None) if there is none. OSError if it cannot be read.
+
+    `memo` keeps the digest by path and signature. A file that was edited and got its old size and mtime back has
+    another ctime, which programs cannot set. Not noticed: a change on a file system without ctime, or with the clock
+    set back to the same nanosecond.
+    """
+    signature = signature_of(path)
+    if signature is None:
+        return None, None
+    name = f"onetrainer-file/1 {signature.to_text()} {os.path.abspath(path)}"
+    found = memo.get(name)
+    if found is None:
+        found = digest(Path(path).read_bytes())
+        is_settled = time.time_ns() - max(signature.mtime_ns, signature.ctime_ns) > SETTLED_NS
+        if is_settled and signature_of(path) == signature:
+            memo[name] = found
+    return found, signature
+
+
+def signature_of(path: str) -> Signature | None:
+    """It changes when the file does; None if there is no file."""
+    try:
+        return Signature.of(os.stat(path))
+    except FileNotFoundError:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One item to cache: its key, and what the key follows from. `files` are (path, signature when it was read).
+
+    `passed` are the values that are passed through and not stored.
+    """
+
+    variation: int
+    index: int
+    key: str
+    identity: Mapping[str, Any]
+    files: tuple[tuple[str, Signature | None], ...]
+    texts: tuple[str, ...]
+    passed: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """For messages: the first file, else the text."""
+        return self.files[0][0] if self.files else repr(self.texts[0]) if self.texts else f"item {self.index}"
+
+
+class _Settings(NamedTuple):
+    """The settings of one concept that upstream modules request: their values, and one digest of all."""
+
+    digest: str | None
+    values: Mapping[ModuleInput, Any]
+
+
+class ItemReader:
+    """Reads each item (variation, input index) of a pipeline: its identity, and the key of its values of `names`.
+
+    The identity is made of: the modules that make the values, the bytes of the item's files, its texts, the settings of
+    its concept that those modules request, and the random numbers that they draw. A path is not part of it. The place
+    of an item counts only where a module draws random numbers for it, or may depend on the variation.
+    """
+
+    def __init__(
+        self, upstream: Upstream, names: Sequence[str], provenance: Mapping[str, Any], memo: MutableMapping[str, str]
+    ):
+        self.upstream, self._memo = upstream, memo
+        self.kind: Kind = "text" if upstream.texts and not upstream.files else "image"
+        self.pipeline = {
+            "modules": [describe(module, provenance) for module in upstream.modules],
+            "provenance": dict(provenance),
+        }
+        self._pipeline_digest = digest(canonical_json([self.pipeline, sorted(names)]))
+        self._variation_counts = any(map(_depends_on_variation, upstream.modules))
+        drawing = [module for module in upstream.modules if draws_random_numbers(module)]
+        self._drawing = [(module, {name for _, name in input_names(module)}) for module in drawing]
+        self._settings_by_concept: dict[tuple[int, ...], tuple[list[Any], _Settings]] = {}
+
+    def read(self, variation: int, index: int) -> Item:
+        """One item. Raises what reading its files and making its texts raises."""
+        passed = {each: each.value(variation, index) for each in self.upstream.passed}
+        files: list[tuple[str, Signature | None]] = []
+        file_digests: list[str | None] = []
+        for each in self.upstream.files:
+            path = passed[each] if each in passed else each.value(variation, index)
+            found, signature = (None, None) if path is None else file_digest(path, self._memo)
+            file_digests.append(found)
+            files.append((str(path), signature))
+        texts = [each.value(variation, index) for each in self.upstream.texts]
+        settings = self._settings(variation, index)
+        identity: dict[str, Any] = {"kind": self.kind, "schema": SCHEMA, "pipeline": self._pipeline_digest}
+        if file_digests:
+            identity["files"] = file_digests
+        if texts:
+            identity["texts"] = [
+                caption_digest(text)
+                if isinstance(text, str)
+                else {"json": digest(canonical_json(plain_settings(each.name, text)))}
+                for each, text in zip(self.upstream.texts, texts, strict=True)
+            ]
+        if settings.digest:
+            identity["settings"] = settings.digest
+        if self._variation_counts:
+            identity["variation"] = variation
+        if numbers := self._random_numbers(variation, index, settings.values):
+            identity["random"] = numbers
+        return Item(
+            variation=variation,
+            index=index,
+            key=key_of(identity),
+            identity=identity,
+            files=tuple(files),
+            texts=tuple(map(str, texts)),
+            passed={each.name: path for each, path in passed.items()},
+        )
+
+    def name_of(self, variation: int, index: int) -> str:
+        """The path of an item that could not be read, for messages; else its number."""
+        paths = (*self.upstream.passed, *self.upstream.files)
+        return str(paths[0].value(variation, index)) if paths else f"item {index}"
+
+    def provenance(self, item: Item) -> dict[str, Any]:
+        """How an item's entry was made."""
+        return provenance_json(
+            made_by="onetrainer",
+            source_paths=[path for path, _ in item.files],
+            texts=[text[:1000] for text in item.texts],
+            pipeline=self.pipeline,
+        )
+
+    def _settings(self, variation: int, index: int) -> _Settings:
+        """The settings of the item's concept. Items of one concept share one dict, which is described once."""
+        inputs = self.upstream.settings
+        if not inputs:
+            return _Settings(None, {})
+        roots = {each.root: ModuleInput(each.module, each.root).value(variation, index) for each in inputs}
+        concept = tuple(map(id, roots.values()))
+        if concept not in self._settings_by_concept:
+            values = {each: plain_settings(each.name, _descend(roots, each.name)) for each in inputs}
+            pairs = sorted(([each.name, value] for each, value in values.items()), key=canonical_json)
+            settings = _Settings(digest(canonical_json(pairs)), values)
+            # The dicts are kept, so that no other object gets their ids.
+            self._settings_by_concept[concept] = list(roots.values()), settings
+        return self._settings_by_concept[concept][1]
+
+    def _random_numbers(self, variation: int, index: int, settings: Mapping[ModuleInput, Any]) -> list[str]:
+        """What stands for the random numbers of the modules that draw some for this item."""
+        numbers = []
+        for module, names in self._drawing:
+            if _draws(module, {each.name: value for each, value in settings.items() if each.name in names}):
+                numbers.append(f"{class_name(module)} {module._get_rand(variation, index).getrandbits(64):016x}")
+        return numbers
+
+
+def _depends_on_variation(module: Any) -> bool:
+    """Whether a module may give other values for another variation, apart from the random numbers of its place."""
+    if class_name(module) == "SampleVAEDistribution":
+        return bool(module.mode != "mean")  # it draws from torch's global stream
+    return class_name(module) not in RECOGNISED
+
+
+def _draws(module: Any, settings: Mapping[str, Any]) -> bool:
+    """Whether the module draws random numbers for an item with these settings. In doubt it does."""
+    name = class_name(module)
+    if name not in DRAWS:
+        return True
+    if name in ("AspectBucketing", "SingleAspectCalculation"):
+        resolutions = [value for value in settings.values() if isinstance(value, str)]
+        return any("," in value for value in resolutions) or not resolutions
+    enabled_in_name = getattr(module, DRAWS[name], None) if DRAWS[name] else None
+    return bool(settings.get(str(enabled_in_name), True))
