@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,9 +29,6 @@ from latentcache.types import Entry, Kind, Record, Refusal
 from latentcache.utils.progress import NoProgress, Progress
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-StoreDtypes = Mapping[str, torch.dtype | None]
-"""In which dtype each kind is stored; None: in the dtype of the file."""
-
 UNSCALED_STD = 7.7
 """Median standard deviation of unscaled SDXL latents: the scaling factor was chosen to bring it near 1."""
 BORDER = UNSCALED_STD**0.5
@@ -88,8 +85,9 @@ def import_cache(
     report = ImportReport(foreign.format, name)
     # What a verification lacks is found now, not when all has been read.
     verifier = None if verification is None else Verifier(verification, name, workspace, report)
-    dtypes: StoreDtypes = {"image": store_dtype, "text": store_dtype} if verifier is None else verifier.store_dtypes
-    run = _Import(foreign, workspace, dtypes, LatentScale(scale_check), report)
+    dtypes: Mapping[str, torch.dtype | None]  # None: that of the file
+    dtypes = {"image": store_dtype, "text": store_dtype} if verifier is None else verifier.store_dtypes
+    run = _Import(foreign, workspace, dtypes, scale_check, report)
     progress = progress or NoProgress()
     with workspace.in_use():
         try:
@@ -136,50 +134,6 @@ def _common(format_name: str) -> dict[str, Any]:
     }
 
 
-@dataclass(slots=True)
-class LatentScale:
-    """The standard deviations of latents as if they were scaled: they show whether the format's claim is right.
-
-    `check` is for SDXL's VAE only.
-    """
-
-    check: bool = True
-    stds: list[float] = field(default_factory=list)
-    claims: set[float | None] = field(default_factory=set)
-
-    def add(self, latents: torch.Tensor, scaling_factor: float | None, path: str) -> None:
-        """Note one latent. Raises DatasetError at the 64th if the median contradicts the claim."""
-        # The value of a scaled latent, so that claims may differ between files.
-        factor = SCALING_FACTOR if scaling_factor is None else 1.0
-        self.stds.append(latents.float().std().item() * factor)
-        self.claims.add(scaling_factor)
-        if len(self.stds) == FIRST_LOOK:
-            self.verify(path)
-
-    def verify(self, path: str) -> None:
-        """Raises DatasetError, with both numbers, if the median standard deviation contradicts what is claimed."""
-        if not self.check or not self.stds:
-            return
-        median = statistics.median(self.stds)
-        # A claim that is wrong shifts the value by 7.7: to 7.7 (scaled is claimed) or to 0.13 (unscaled is).
-        if 1 / BORDER <= median <= BORDER:
-            return
-        scaled = None not in self.claims
-        met, expected = (median, 1.0) if scaled else (median * UNSCALED_STD, UNSCALED_STD)
-        raise DatasetError(
-            path,
-            f"the latents' median standard deviation is {met:.3g} (of {len(self.stds)} latents), but this format holds "
-            f"{'scaled' if scaled else 'unscaled'} SDXL latents, which have about {expected:.3g}. Nothing was "
-            "imported: the cache was made for another model, or is of another format. For another VAE than SDXL's give "
-            "--no-scale-check",
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        """The median, as if the latents were scaled: near 1 for SDXL."""
-        median = round(statistics.median(self.stds), 4) if self.stds else None
-        return {"median_std_scaled": median, "checked": self.check}
-
-
 class _Import:
     """The state of one import."""
 
@@ -187,17 +141,20 @@ class _Import:
         self,
         foreign: ForeignCache,
         workspace: Workspace,
-        dtypes: StoreDtypes,
-        scale: LatentScale,
+        dtypes: Mapping[str, torch.dtype | None],
+        scale_check: bool,
         report: ImportReport,
     ):
         self._foreign, self._workspace, self._dtypes = foreign, workspace, dtypes
-        self._scale, self._report = scale, report
+        self._scale_check, self._report = scale_check, report
         self._rows: dict[str, Row] = {}
         self._forms: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         self._before = set(workspace.store.keys())
         self._new: set[str] = set()
         self._last_digest: tuple[Path, str] | None = None
+        self._stds: list[float] = []
+        """The standard deviations of the latents as if all were scaled: near 1 for SDXL."""
+        self._claims: set[float | None] = set()
 
     def read(self, progress: Progress) -> dict[str, Row]:
         """Store every item; the rows of the manifest. If the scale is wrong, what was stored is removed again."""
@@ -213,13 +170,14 @@ class _Import:
                         self._report.refused.append(refusal)
                     progress.advance()
                 writer.seal()
-            self._scale.verify(path)
+            self._check_scale(path)
         except BaseException:
             # No manifest refers to these entries, and a second attempt stores them again.
             store.remove(store.find(self._new))
             raise
         self._report.bytes_written = writer.bytes_written
-        self._report.scale = self._scale.to_json()
+        median = round(statistics.median(self._stds), 4) if self._stds else None
+        self._report.scale = {"median_std_scaled": median, "checked": self._scale_check}
         return {sample_id: self._finished(row) for sample_id, row in self._rows.items()}
 
     def _keep(self, item: ForeignImage | ForeignText, writer: Writer) -> Refusal | None:
@@ -258,7 +216,10 @@ class _Import:
             detail = f"sample {item.sample_id!r} has a {twin}latent already; only the first is imported"
             raise ForeignFileRefused(item.path, "duplicate", detail)
         self._check("image", {"latents": latents}, shape[:1], item.path)
-        self._scale.add(latents, item.scaling_factor, item.path)
+        self._stds.append(latents.float().std().item() * (SCALING_FACTOR if item.scaling_factor is None else 1.0))
+        self._claims.add(item.scaling_factor)
+        if len(self._stds) == FIRST_LOOK:
+            self._check_scale(item.path)
         self._report.num_images += 1
         self._report.num_flipped += item.geometry.flip
         if item.scaling_factor is not None:
@@ -355,6 +316,24 @@ class _Import:
                 f"its {what} are {dtype} of form {list(form)}, but the first are {first[1]} of form {list(first[0])}, "
                 "and a batch holds one form; for dtypes alone give --dtype",
             )
+
+    def _check_scale(self, path: str) -> None:
+        """Raises DatasetError, with both numbers, if the median standard deviation contradicts what is claimed."""
+        if not self._scale_check or not self._stds:
+            return
+        median = statistics.median(self._stds)
+        # A claim that is wrong shifts the value by 7.7: to 7.7 (scaled is claimed) or to 0.13 (unscaled is).
+        if 1 / BORDER <= median <= BORDER:
+            return
+        scaled = None not in self._claims
+        met, expected = (median, 1.0) if scaled else (median * UNSCALED_STD, UNSCALED_STD)
+        raise DatasetError(
+            path,
+            f"the latents' median standard deviation is {met:.3g} (of {len(self._stds)} latents), but this format "
+            f"holds {'scaled' if scaled else 'unscaled'} SDXL latents, which have about {expected:.3g}. Nothing was "
+            "imported: the cache was made for another model, or is of another format. For another VAE than SDXL's give "
+            "--no-scale-check",
+        )
 
     def _finished(self, row: Row) -> Row:
         """The row for the manifest: the flipped latent last, and refused if the image or all texts are lacking."""
