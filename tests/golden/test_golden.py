@@ -41,9 +41,12 @@ def test_all_that_was_stored_is_read(golden: Path) -> None:
 
 
 def test_reading_changes_nothing(golden: Path) -> None:
-    before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in golden.rglob("*") if path.is_file()}
+    def files() -> dict[Path, tuple[int, bytes]]:
+        return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in golden.rglob("*") if path.is_file()}
+
+    before = files()
     contents(golden)
-    assert {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in golden.rglob("*") if path.is_file()} == before
+    assert files() == before
 
 
 def test_the_index_is_made_from_the_packs(golden: Path) -> None:
@@ -70,7 +73,7 @@ def test_a_newer_cache_is_refused(golden: Path) -> None:
 def test_a_newer_manifest_is_refused(golden: Path) -> None:
     path = golden / "manifests" / "golden.jsonl"
     path.write_text(path.read_text().replace('{"format": 2,', '{"format": 3,', 1))
-    with LatentCache(golden) as cache, pytest.raises(DatasetError, match="format 3.*reads 2"):
+    with LatentCache(golden) as cache, pytest.raises(DatasetError, match=r"format 3.*reads 2"):
         cache.sample_ids()
 
 
@@ -79,7 +82,7 @@ def test_a_newer_pack_is_refused(golden: Path) -> None:
         data = path.read_bytes()
         assert b'"latentcache":"2"' in data
         path.write_bytes(data.replace(b'"latentcache":"2"', b'"latentcache":"3"', 1))
-        with pytest.raises(PackError, match="format '3'.*reads '2'"):
+        with pytest.raises(PackError, match=r"format '3'.*reads '2'"):
             read_head(path)
     report = rebuild(golden)
     assert report.num_entries == 0 and len(report.unreadable) == 2
