@@ -87,7 +87,10 @@ def save_checkpoint(  # noqa: PLR0913  # each is one part of a run, by keyword, 
     if optimizer is not None:
         parts["optimizer"], orphans = optimizer_state(optimizer, model)
     if ema is not None:
-        parts["ema"] = _ema_state(folder, ema)
+        if is_swapped_in(ema):
+            detail = "the EMA weights are in the model now, and would be saved as its own; call ema.restore(...) first"
+            raise CheckpointError(folder, detail)
+        parts["ema"] = module_state(ema) if isinstance(ema, torch.nn.Module) else ema.state_dict()
     if scaler is not None:
         parts["scaler"] = scaler.state_dict()
     if scheduler is not None:
@@ -193,14 +196,6 @@ def _classes(**parts: Any) -> dict[str, str]:
         parts["optimizer"] = inner_optimizer(parts["optimizer"])
     kinds = {part: type(value) for part, value in parts.items() if value is not None}
     return {part: f"{kind.__module__}.{kind.__qualname__}" for part, kind in kinds.items()}
-
-
-def _ema_state(folder: Path, ema: Any) -> dict[str, Any]:
-    if is_swapped_in(ema):
-        raise CheckpointError(
-            folder, "the EMA weights are in the model now, and would be saved as its own; call ema.restore(...) first"
-        )
-    return module_state(ema) if isinstance(ema, torch.nn.Module) else ema.state_dict()
 
 
 def _load_ema(ema: Any, saved: Mapping[str, Any]) -> None:

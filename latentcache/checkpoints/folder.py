@@ -18,7 +18,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +148,10 @@ def _replace(folder: Path, document: Mapping[str, Any], data: Mapping[str, Mappi
         finally:
             # Also after an error: the files of the document that is there then stay, and no others.
             named = json.loads((folder / DOCUMENT).read_bytes()).get("files", {})
-            _remove_data(folder, keep={entry["name"] for entry in named.values()})
+            keep = {entry["name"] for entry in named.values()}
+            for name in os.listdir(folder):
+                if _DATA_FILE.fullmatch(name) and name not in keep:
+                    (folder / name).unlink(missing_ok=True)
 
 
 def _write_data(folder: Path, data: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, dict[str, Any]]:
@@ -180,12 +183,6 @@ def _json_bytes(document: Mapping[str, Any]) -> bytes:
     return json.dumps(document, separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
-def _remove_data(folder: Path, keep: set[str]) -> None:
-    for name in os.listdir(folder):
-        if _DATA_FILE.fullmatch(name) and name not in keep:
-            (folder / name).unlink(missing_ok=True)
-
-
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Hold the folder's lock. A writer that lives holds it, so that no other writer removes its files."""
@@ -203,12 +200,7 @@ def _locked(folder: Path) -> Iterator[None]:
 def _sweep_dead_siblings(folder: Path) -> None:
     """Remove what earlier writers of this folder left when they died. A writer that lives holds its folder's lock."""
     for path in folder.parent.glob(f".{glob.escape(folder.name)}.*{TEMPORARY_SUFFIX}"):
-        if not path.is_dir() or path.is_symlink():
-            continue
-        try:
-            with _locked(path):
+        if path.is_dir() and not path.is_symlink():
+            # CheckpointError: its writer lives. FileNotFoundError: its writer has just renamed it.
+            with suppress(CheckpointError, FileNotFoundError), _locked(path):
                 shutil.rmtree(path)
-        except CheckpointError:
-            continue  # its writer lives
-        except FileNotFoundError:
-            continue  # its writer has just renamed it

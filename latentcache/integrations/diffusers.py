@@ -145,10 +145,9 @@ def data_loader(
     """The scripts' `train_dataloader`: batches of one bucket each, for `accelerator.prepare` or alone.
 
     The n-th iteration is epoch n, in an order and with draws of its own. After a resume, `set_epoch` of what
-    `accelerator.prepare` returned, or of `batch_sampler`, says with which epoch to go on. Several processes of
-    accelerate share the batches: each gets whole ones, and as many as every other; some therefore come twice at the end
-    of an epoch, or, with `drop_last`, are left out. Batches may be smaller than `batch_size` in the middle of an epoch:
-    accelerate before 1.14 refuses to distribute those, and then needs `drop_last`.
+    `accelerator.prepare` returned, or of `batch_sampler`, says with which epoch to go on. Processes of accelerate get
+    equally many whole batches: some come twice at the end of an epoch, or, with `drop_last`, are left out. Batches may
+    be smaller than `batch_size` in the middle of an epoch; accelerate before 1.14 then needs `drop_last`.
     """
     batches = BucketBatchSampler(dataset, batch_size, shuffle=shuffle, drop_last=drop_last, seed=seed)
     return DataLoader(dataset, batch_sampler=Epochs(batches), collate_fn=collate, num_workers=num_workers)
