@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import logging
 import os
 import tomllib
 import types
@@ -29,6 +30,8 @@ UserPath = Annotated[Path, AfterValidator(Path.expanduser)]
 UserText = Annotated[str, AfterValidator(os.path.expanduser)]
 """A path or a hub id; `~` is the home directory."""
 DtypeName = Literal["auto", "float32", "float16", "bfloat16"]
+
+logger = logging.getLogger("latentcache")
 
 
 def _encodable(prompt: str) -> str:
@@ -249,26 +252,21 @@ _READERS: dict[str, Callable[[str], Any]] = {
 
 def read_file(path: Path) -> dict[str, Any]:
     """The mapping in a YAML, TOML or JSON file, unchecked. Raises ConfigError."""
-    readers: dict[str, Callable[[str], Any]] = {
-        ".yaml": yaml.safe_load,
-        ".yml": yaml.safe_load,
-        ".toml": tomllib.loads,
-        ".json": json.loads,
-    }
-    reader = readers.get(path.suffix.lower())
-    if reader is None:
-        raise ConfigError(f"unknown suffix {path.suffix!r}; a config ends in {', '.join(readers)}", source=str(path))
+    reader = _READERS.get(path.suffix.lower())
     try:
-        value = reader(path.read_text(encoding="utf-8-sig"))
+        if reader is None:
+            problem = f"unknown suffix {path.suffix!r}; a config ends in {', '.join(_READERS)}"
+        elif isinstance(value := reader(path.read_text(encoding="utf-8-sig")), dict):
+            return value
+        else:
+            problem = f"holds {type(value).__name__}, not settings by name"
     except FileNotFoundError:
-        raise ConfigError("no such file; configs/ holds complete examples", source=str(path)) from None
+        problem = "no such file; configs/ holds complete examples"
     except OSError as error:
-        raise ConfigError(f"cannot be read: {error.strerror}", source=str(path)) from error
+        problem = f"cannot be read: {error.strerror}"
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # TOML, JSON and Unicode errors are ValueErrors
-        raise ConfigError(f"is not valid {path.suffix[1:].upper()}: {error}", source=str(path)) from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"holds {type(value).__name__}, not settings by name", source=str(path))
-    return value
+        problem = f"is not valid {path.suffix[1:].upper()}: {error}"
+    raise ConfigError(problem, source=str(path))
 
 
 def parse_config(settings: Mapping[str, Any], *, source: str | None = None) -> Config:
@@ -296,7 +294,7 @@ def _describe(fault: Mapping[str, Any]) -> str:
     return f"{dotted}: {fault['msg']} (met: {fault['input']!r})"
 
 
-def suggest(word: str, known: typing.Iterable[str]) -> str:
+def suggest(word: str, known: typing.Iterable[str], prefix: str = "") -> str:
     """The question whether the nearest known word was meant, or "" when none is near. Numbers in a path stay."""
     parts = word.split(".")
     numbers = [part for part in parts if part.isdigit()]
@@ -306,7 +304,7 @@ def suggest(word: str, known: typing.Iterable[str]) -> str:
         return ""
     for number in numbers:
         near[0] = near[0].replace("N", number, 1)
-    return f"; did you mean {near[0]!r}?"
+    return f"; did you mean {prefix + near[0]!r}?"
 
 
 def known_settings(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
@@ -340,20 +338,29 @@ def is_scalar(annotation: Any) -> bool:
 
 
 def settings_from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    """LATENTCACHE_CACHE_PATH=x gives {"cache": {"path": "x"}}. An unknown LATENTCACHE_ name is a ConfigError."""
+    """LATENTCACHE_CACHE_PATH=x gives {"cache": {"path": "x"}}.
+
+    A name that begins with a section's, or is near to a setting's, is a ConfigError if there is no such setting. Any
+    other LATENTCACHE_ name may belong to another program: it is ignored with a warning.
+    """
     names = {}
     for section_name, field in Config.model_fields.items():
         section = section_of(field.annotation)
         if section is not None and not is_list(field.annotation):
             for name, child in section.model_fields.items():
                 if is_scalar(child.annotation):
-                    names[f"{ENV_PREFIX}{section_name}_{name}".upper()] = (section_name, name)
+                    names[f"{section_name}_{name}".upper()] = (section_name, name)
     settings: dict[str, Any] = {}
     for variable in sorted(variable for variable in environ if variable.startswith(ENV_PREFIX)):
-        if variable not in names:
-            raise ConfigError(f"no such setting{suggest(variable, names)}", source=variable)
-        section_name, name = names[variable]
-        settings.setdefault(section_name, {})[name] = _from_text(environ[variable])
+        word = variable.removeprefix(ENV_PREFIX)
+        if word in names:
+            section_name, name = names[word]
+            settings.setdefault(section_name, {})[name] = _from_text(environ[variable])
+            continue
+        near = suggest(word, names, ENV_PREFIX)
+        if near or word.partition("_")[0].lower() in Config.model_fields:
+            raise ConfigError(f"no such setting{near}", source=variable)
+        logger.warning("%s is no setting, and is ignored", variable)
     return settings
 
 

@@ -32,6 +32,7 @@ from torch.utils.data import DataLoader
 from latentcache import LatentDataset
 from latentcache.dataset.manifest import CaptionRef, ImageRef, Manifest, ManifestFolder, Row
 from latentcache.devices.transfer import transfer_to
+from latentcache.families.sdxl import SCALING_FACTOR
 from latentcache.identity import key_of
 from latentcache.loading.batch import BufferPool
 from latentcache.loading.loader import LatentLoader
@@ -77,7 +78,7 @@ def make_cache(path: Path, num_samples: int, scale: int) -> None:
 
     with DiskStore(path) as store:
         store.add(entries())
-    common = {"image_encoding": {"scaling_factor": 0.13025, "shift_factor": None}}
+    common = {"image_encoding": {"scaling_factor": SCALING_FACTOR, "shift_factor": None}}
     ManifestFolder(path / "manifests").write(Manifest("bench", "train", 1, common, rows))
 
 

@@ -5,7 +5,7 @@
     python scripts/bench_onetrainer.py --tiny       # for correctness only
 
 Needs a clone of the project: the pipelines' host is that of the tests. Where mgds can be imported (installed, or its
-`src` named in LATENTCACHE_MGDS_SRC) both caches run in mgds' own pipeline. Elsewhere they run in the tests' host, and
+`src` named in MGDS_SRC) both caches run in mgds' own pipeline. Elsewhere they run in the tests' host, and
 DiskCache is replaced by a module that keeps two torch.save files for each sample, as it does, and reads them with
 torch.load.
 
@@ -142,7 +142,7 @@ def hosts() -> tuple[SimpleNamespace, type, str]:
     """The host of pipelines, the class to compare with, and what these are."""
     sys.path.insert(0, str(TESTS))
     pipeline_host = importlib.import_module("helpers.pipeline_host")
-    source = os.environ.get("LATENTCACHE_MGDS_SRC")
+    source = os.environ.get("MGDS_SRC")
     if source:
         sys.path.append(source)
     if importlib.util.find_spec("mgds") is None:

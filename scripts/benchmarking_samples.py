@@ -15,6 +15,7 @@ from benchmarking import FILE_FORMATS, Tensors, pickling_diskcache
 
 from latentcache import LatentCache
 from latentcache.dataset.manifest import CaptionRef, ImageRef, Manifest, ManifestFolder, Row
+from latentcache.families.sdxl import SCALING_FACTOR
 from latentcache.identity import key_of
 from latentcache.store import DiskStore
 from latentcache.types import Crop, Entry, Geometry, Record, Size
@@ -72,7 +73,7 @@ def make_cache(path: Path, samples: Samples) -> None:
 
     with DiskStore(path) as store:
         store.add(entries())
-    common = {"image_encoding": {"scaling_factor": 0.13025, "shift_factor": None}}
+    common = {"image_encoding": {"scaling_factor": SCALING_FACTOR, "shift_factor": None}}
     ManifestFolder(path / "manifests").write(Manifest("bench", "train", 1, common, rows))
 
 

@@ -62,7 +62,9 @@ def config_page() -> Iterator[str]:
         "",
         "A config is a YAML, TOML or JSON file. A flag beats a variable, a variable the file, and",
     )
-    yield from ("the file the default. Unknown settings, flags and variables are errors with a suggestion.", "")
+    yield "the file the default. Unknown settings and flags are errors with a suggestion. So are variables whose name"
+    yield f"begins with that of a section, or is near to a setting's; other {ENV_PREFIX} names are"
+    yield from ("ignored with a warning.", "")
     yield "Every scalar setting is a flag (`--encode.batch_size 2`, `--datasets.my-photos.flip true`). Outside of"
     yield f"`datasets` it is a variable too (`{ENV_PREFIX}ENCODE_BATCH_SIZE=2`). `null` stands for no value."
     yield from ("", "Relative paths are relative to the working directory.", "")

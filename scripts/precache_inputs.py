@@ -11,6 +11,7 @@ from diffusers import AutoencoderKL
 from PIL import Image
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
+from latentcache.families.sdxl import SCALING_FACTOR
 from latentcache.models.model_loader import LoadedModels, TextParts
 from latentcache.models.tiny import tiny_sdxl, tiny_tokenizers
 
@@ -52,7 +53,7 @@ def make_vae(shape: VaeShape, dtype: torch.dtype) -> AutoencoderKL:
             layers_per_block=2,
             latent_channels=4,
             norm_num_groups=shape.norm_num_groups,
-            scaling_factor=0.13025,
+            scaling_factor=SCALING_FACTOR,
             force_upcast=False,
         )
     return vae.to(dtype).eval().requires_grad_(False)

@@ -27,6 +27,7 @@ from benchmarking import environment
 
 import latentcache
 from latentcache.dataset.manifest import CaptionRef, ImageRef, Manifest, ManifestFolder, Row
+from latentcache.families.sdxl import SCALING_FACTOR
 from latentcache.identity import digest, key_of
 from latentcache.store import DiskStore, Store
 from latentcache.types import Crop, Entry, Geometry, Record, Size
@@ -146,7 +147,7 @@ COMMON = {
     "schema": 1,
     "salt": "",
     "text_encoding": {"name": "soak"},
-    "image_encoding": {"scaling_factor": 0.13025, "shift_factor": None},
+    "image_encoding": {"scaling_factor": SCALING_FACTOR, "shift_factor": None},
 }
 GEOMETRY = Geometry(Size(64, 64), Size(64, 64), Crop(0, 0), Size(64, 64))
 

@@ -119,8 +119,18 @@ def test_unknown_variable_and_unknown_dataset(config_file: Path) -> None:
         ConfigError, match="LATENTCACHE_CACHE_PATHS: no such setting; did you mean 'LATENTCACHE_CACHE_PATH'"
     ):
         load_config(config_file, environ={"LATENTCACHE_CACHE_PATHS": "x"})
+    for variable in ("LATENTCACHE_DATASETS_0_FLIP", "LATENTCACHE_CACHE_HOME", "LATENTCACHE_ENCOD_SEED"):
+        with pytest.raises(ConfigError, match=f"{variable}: no such setting"):
+            load_config(config_file, environ={variable: "x"})
     with pytest.raises(ConfigError, match=r"--datasets\.cats: no such dataset; there are photos, 0"):
         load_config(config_file, environ={}, overrides={"datasets": {"cats": {"flip": "true"}}})
+
+
+def test_a_variable_of_another_program_is_ignored_with_a_warning(
+    config_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert load_config(config_file, environ={"LATENTCACHE_MGDS_SRC": "x"}) == load_config(config_file, environ={})
+    assert "LATENTCACHE_MGDS_SRC is no setting, and is ignored" in caplog.text
 
 
 @pytest.mark.parametrize(

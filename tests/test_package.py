@@ -8,6 +8,7 @@ import re
 import statistics
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -109,6 +110,16 @@ def test_nothing_unpickles_or_evaluates_and_nothing_names_cuda(module: Path) -> 
                 readers = {"checkpoints/checkpoint.py", "interop/foreign_files.py"}
                 assert str(module) in readers, f"{module}:{node.lineno}: {called}"
                 assert restricted.get("weights_only") == "True", f"{module}:{node.lineno}: {called}"
+
+
+def test_every_package_that_is_imported_is_declared() -> None:
+    project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    lines = [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]
+    declared = {re.split(r"[^A-Za-z0-9_-]", line)[0].lower().replace("-", "_") for line in lines}
+    roots = {name.split(".")[0] for module in MODULES for _, name in imports_of(module)} - {"latentcache"}
+    names = {"PIL": "pillow", "yaml": "pyyaml"}
+    undeclared = {names.get(root, root) for root in roots - sys.stdlib_module_names} - declared
+    assert undeclared <= {"wandb"}, undeclared
 
 
 def test_every_layer_and_owner_exists() -> None:

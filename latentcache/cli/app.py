@@ -15,10 +15,9 @@ from io import TextIOWrapper
 from cyclopts import App, CycloptsError
 
 import latentcache
-from latentcache.cli.cache_commands import compact, prune, rebuild, show, status, verify
+from latentcache.cli import commands
 from latentcache.cli.interop_commands import export_foreign, import_foreign
 from latentcache.cli.output import DONE, fail
-from latentcache.cli.run_commands import doctor, explain, precache, validate
 from latentcache.errors import LatentCacheError
 
 logger = logging.getLogger("latentcache")
@@ -29,7 +28,7 @@ app = App(
     version=latentcache.__version__,
     result_action="return_value",
 )
-for command in (precache, validate, status, explain, show, verify, rebuild, prune, compact, doctor):
+for command in commands.COMMANDS:
     app.command(command)
 app.command(import_foreign, name="import")
 app.command(export_foreign, name="export")

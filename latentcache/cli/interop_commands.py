@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -13,12 +14,11 @@ from cyclopts import Parameter
 
 from latentcache.cli.options import AsJson, Switch, known_cache
 from latentcache.cli.output import finish
-from latentcache.config import CacheConfig, Config, DatasetConfig, load_config
+from latentcache.config import CacheConfig, Config, load_config
 from latentcache.dataset.samples import MAX_CAPTION_BYTES, CaptionError, captions_in_text
 from latentcache.errors import ConfigError
 
 if TYPE_CHECKING:
-    from latentcache.interop.importing import DatasetUse
     from latentcache.interop.verification import Verification
 
 FORMATS = {
@@ -116,29 +116,24 @@ def import_foreign(
         root: The folder of the foreign cache.
         source: Its format: kohya, simpletuner, ai-toolkit, diffusion-pipe or onetrainer.
     """
-    from latentcache.interop.importing import import_cache
+    from latentcache.interop.importing import DatasetUse, import_cache
     from latentcache.precache.workspace import open_workspace
     from latentcache.store.base import DTYPES
     from latentcache.utils.progress import default_progress
 
     options = options or ImportOptions()
     loaded = None if config is None else load_config(config)
-    dataset = None
-    if loaded is not None:
-        named = [each for each in loaded.datasets if options.name in (None, each.name)]
-        dataset = named[0] if len(named) == 1 else None
-    given = _given(reader or ReaderOptions())
-    if "captions" in given:
-        given["captions"] = _lines(given["captions"])
-    if loaded is not None and "tokenize" in _options_of(source, "read"):
-        given["tokenize"] = _tokenize(loaded)
-    foreign = _chosen(source, "read", given)(root)
+    datasets = [] if loaded is None else [each for each in loaded.datasets if options.name in (None, each.name)]
+    dataset = datasets[0] if len(datasets) == 1 else None
+    read = _format("--from", source, reader or ReaderOptions(), loaded)
+    foreign = read(root)
+    use = DatasetUse() if dataset is None else DatasetUse(dataset.role, dataset.repeats)
     with open_workspace(_cache_config(cache, loaded)) as workspace:
         report = import_cache(
             foreign,
             workspace,
             name=options.name or (dataset.name if dataset is not None else source),
-            use=_use(options, dataset),
+            use=DatasetUse(options.role or use.role, use.repeats if options.repeats is None else options.repeats),
             store_dtype=None if options.dtype is None else DTYPES[options.dtype],
             scale_check=not options.no_scale_check,
             verification=_verification(options, loaded),
@@ -168,13 +163,9 @@ def export_foreign(
         unverified: Also export entries that were imported and not verified.
     """
     from latentcache.loading.cache import LatentCache
-    from latentcache.store.base import DTYPES
 
     loaded = None if config is None else load_config(config)
-    given = _given(writer or WriterOptions())
-    if "dtype" in given:
-        given["dtype"] = DTYPES[given["dtype"]]
-    export = _chosen(target, "export", given)
+    export = _format("--to", target, writer or WriterOptions(), loaded)
     with LatentCache(_cache_config(cache, loaded).path, unverified=unverified) as opened:
         names = opened.dataset_names()
         if manifest is None and len(names) != 1:
@@ -183,58 +174,43 @@ def export_foreign(
     return finish(report, as_json, has_faults=report.has_faults)
 
 
-def _use(options: ImportOptions, dataset: DatasetConfig | None) -> DatasetUse:
-    """What the dataset is for: the options, else the config, else the defaults."""
-    from latentcache.interop.importing import DatasetUse
-
-    use = DatasetUse() if dataset is None else DatasetUse(dataset.role, dataset.repeats)
-    return DatasetUse(options.role or use.role, use.repeats if options.repeats is None else options.repeats)
-
-
-def _functions(action: Literal["read", "export"]) -> dict[str, Callable[..., Any]]:
-    """The formats that have such a function."""
-    modules = {name: import_module(f"latentcache.interop.formats.{module}") for name, module in FORMATS.items()}
-    return {name: getattr(module, action) for name, module in modules.items() if hasattr(module, action)}
-
-
-def _options_of(format_name: str, action: Literal["read", "export"]) -> dict[str, inspect.Parameter]:
-    function = _functions(action).get(format_name)
-    parameters = {} if function is None else inspect.signature(function).parameters
-    return {name: each for name, each in parameters.items() if each.kind is each.KEYWORD_ONLY}
-
-
-def _chosen(format_name: str, action: Literal["read", "export"], given: Mapping[str, Any]) -> Callable[..., Any]:
+def _format(
+    flag: Literal["--from", "--to"], name: str, options: ReaderOptions | WriterOptions, config: Config | None
+) -> Callable[..., Any]:
     """`read` or `export` of a format, with these options. ConfigError for options that it does not have, or needs."""
-    flag = "--from" if action == "read" else "--to"
-    functions = _functions(action)
-    if format_name not in functions:
-        raise ConfigError(f"{flag} is {format_name!r}; use one of {', '.join(functions)}")
-    known = _options_of(format_name, action)
-    for name in given:
-        if name not in known:
+    from latentcache.store.base import DTYPES
+
+    action = "read" if flag == "--from" else "export"
+    modules = {each: import_module(f"latentcache.interop.formats.{module}") for each, module in FORMATS.items()}
+    functions = {each: getattr(module, action) for each, module in modules.items() if hasattr(module, action)}
+    if name not in functions:
+        raise ConfigError(f"{flag} is {name!r}; use one of {', '.join(functions)}")
+    parameters = inspect.signature(functions[name]).parameters.values()
+    known = {each.name: each for each in parameters if each.kind is each.KEYWORD_ONLY}
+    # A switch that is off counts as not given.
+    given = {option: value for option, value in asdict(options).items() if value is not None and value is not False}
+    for option in given:
+        if option not in known:
             allowed = ", ".join(_flag(each) for each in sorted(known) if each != "tokenize") or "none"
-            raise ConfigError(f"{_flag(name)} is no option of {flag} {format_name}; its options are: {allowed}")
-    for name, each in known.items():
-        if each.default is each.empty and name not in given:
-            raise ConfigError(f"{flag} {format_name} needs {_flag(name)}")
-    return lambda *arguments: functions[format_name](*arguments, **given)
+            raise ConfigError(f"{_flag(option)} is no option of {flag} {name}; its options are: {allowed}")
+    if "captions" in given:
+        given["captions"] = _lines(given["captions"])
+    if "dtype" in given:
+        given["dtype"] = DTYPES[given["dtype"]]
+    if config is not None and "tokenize" in known:
+        # For formats without captions, whose texts are paired with captions by their tokens.
+        from latentcache.interop.formats.onetrainer import tokenize_with
+        from latentcache.precache.encodings import load_models
 
-
-def _tokenize(config: Config) -> Callable[[str], Sequence[int]]:
-    """The tokenizer for formats without captions, whose texts are paired with captions by their tokens."""
-    from latentcache.interop.formats.onetrainer import tokenize_with
-    from latentcache.precache.encodings import load_models
-
-    return tokenize_with(load_models(config.model, {}).tokenizers()[0])
+        given["tokenize"] = tokenize_with(load_models(config.model, {}).tokenizers()[0])
+    for option, parameter in known.items():
+        if parameter.default is parameter.empty and option not in given:
+            raise ConfigError(f"{flag} {name} needs {_flag(option)}")
+    return partial(functions[name], **given)
 
 
 def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
-
-
-def _given(options: Any) -> dict[str, Any]:
-    """The options that were given; a switch that is off counts as not given."""
-    return {name: value for name, value in asdict(options).items() if value is not None and value is not False}
 
 
 def _lines(path: Path) -> tuple[str, ...]:

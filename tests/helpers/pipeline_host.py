@@ -1,7 +1,7 @@
 """A small host for pipeline modules, after mgds' module contract, and a way to run the same tests in mgds itself.
 
 `host("own")` needs nothing. `host("mgds")` takes the base classes, and all modules that can be imported without
-torchvision, from an mgds that is installed, or whose `src` folder is named in LATENTCACHE_MGDS_SRC.
+torchvision, from an mgds that is installed, or whose `src` folder is named in MGDS_SRC.
 """
 
 from __future__ import annotations
@@ -203,10 +203,10 @@ def host(name: str) -> SimpleNamespace:
 
 
 def _mgds_core() -> dict[str, Any]:
-    source = os.environ.get("LATENTCACHE_MGDS_SRC")
+    source = os.environ.get("MGDS_SRC")
     if source and source not in sys.path:
         sys.path.append(source)
-    pytest.importorskip("mgds.PipelineModule", reason="mgds is not installed; name its src in LATENTCACHE_MGDS_SRC")
+    pytest.importorskip("mgds.PipelineModule", reason="mgds is not installed; name its src in MGDS_SRC")
     homes = {
         "PipelineState": "mgds.PipelineModule",
         "PipelineModule": "mgds.PipelineModule",

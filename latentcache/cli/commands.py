@@ -1,0 +1,246 @@
+"""The commands about a config's datasets and models, those about a cache, and `doctor`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+from latentcache.cli.options import (
+    CACHE_DEFAULTS,
+    CONFIG_DEFAULTS,
+    AsJson,
+    CachePath,
+    OfCache,
+    OfConfig,
+    Switch,
+    Target,
+    known_cache,
+)
+from latentcache.cli.output import DONE, finish
+from latentcache.errors import ConfigError, StoreError
+
+logger = logging.getLogger("latentcache")
+
+
+def precache(
+    config: Path,
+    /,
+    *,
+    dry_run: Switch = False,
+    verify_sources: Switch = False,
+    options: OfConfig = CONFIG_DEFAULTS,
+) -> int:
+    """Encode what is not cached yet.
+
+    Args:
+        config: The config: YAML, TOML or JSON. configs/ holds complete examples.
+        dry_run: Report hits, misses by reason, bytes and time; encode and write nothing.
+        verify_sources: Read and hash every image, also those that look unchanged.
+    """
+    from latentcache.utils.progress import default_progress
+    from latentcache.utils.signals import stop_on_signals
+
+    # Read when torch is loaded. By default its threads wait for each other actively, on a CPU at the decoders' cost.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    from latentcache.precache.run import run_precache
+
+    loaded = options.load(config)
+    if loaded.cache.store == "cpu" and not dry_run:
+        logger.warning("cache.store is cpu: entries live in this process only, and are gone when this command ends")
+    stop = threading.Event()
+    with stop_on_signals(stop) as caught:
+        report = run_precache(
+            loaded, dry_run=dry_run, verify_sources=verify_sources, progress=default_progress(), stop=stop
+        )
+    code = finish(report, options.as_json, has_faults=bool(report.num_refused))
+    return 128 + caught[0] if report.interrupted and caught else code
+
+
+def validate(
+    config: Path,
+    /,
+    *,
+    unet: str | None = None,
+    lora: str | None = None,
+    lora_scale: float = 1.0,
+    dtype: str = "auto",
+    step: int = 0,
+    against: Path | None = None,
+    options: OfConfig = CONFIG_DEFAULTS,
+) -> int:
+    """Measure the validation loss of a checkpoint and sample images, from what is cached: no text encoder is loaded.
+
+    Args:
+        config: The config that the cache was made with; its datasets with the role validation are measured.
+        unet: The UNet: a diffusers folder, a UNet's own folder, a .safetensors checkpoint, a checkpoint folder of
+            train_lora_sdxl.py, or a hub id. Default: the model's own.
+        lora: LoRA weights on top of it: the file or folder that diffusers or kohya wrote.
+        lora_scale: The strength of the LoRA.
+        dtype: Of the UNet: float32, float16, bfloat16, or auto: float16 on an accelerator, float32 on a CPU.
+        step: The number of the training's step: the results are kept under it, in a subfolder of validation.path.
+        against: The metrics.json of another checkpoint: also report the difference of the losses, sample by sample.
+    """
+    from latentcache.utils.progress import default_progress
+    from latentcache.validation.checkpoint_validation import validate as validate_checkpoint
+
+    found = validate_checkpoint(
+        options.load(config),
+        unet=unet,
+        lora=lora,
+        lora_scale=lora_scale,
+        dtype=dtype,
+        step=step,
+        against=against,
+        progress=default_progress(),
+    )
+    loss = found.report.loss
+    return finish(found, options.as_json, has_faults=loss is not None and bool(loss.skipped))
+
+
+def explain(sample: str, /, config: Path, *, options: OfConfig = CONFIG_DEFAULTS) -> int:
+    """Why a sample is a hit or a miss, and which entries it has.
+
+    Args:
+        sample: Its sample_id: the path relative to the dataset's folder, or its key in a tar or table.
+        config: The config that the sample belongs to.
+    """
+    from latentcache.precache.planner import explain as explain_sample
+
+    found = explain_sample(options.load(config), sample)
+    return finish(found, options.as_json, has_faults=found.is_refused)
+
+
+def status(target: Target = None, /, *, options: OfCache = CACHE_DEFAULTS) -> int:
+    """Entries, bytes, manifests and damage of the cache."""
+    from latentcache.loading.status import status as describe
+
+    found = describe(options.path(target))
+    has_faults = bool(found.num_damaged or found.num_lost or found.num_refused)
+    return finish(found, options.as_json, has_faults=has_faults)
+
+
+def show(key_or_sample: str, target: Target = None, /, *, options: OfCache = CACHE_DEFAULTS) -> int:
+    """The record of an entry, or those of a sample: what it was made from and by, and its fields.
+
+    Args:
+        key_or_sample: A key, its first digits (at least 6), or a sample_id.
+    """
+    from latentcache.loading.status import show as describe
+
+    found = describe(options.path(target), key_or_sample)
+    print(json.dumps(found) if options.as_json else json.dumps(found, indent=2, ensure_ascii=False))
+    return DONE
+
+
+def verify(target: Target = None, /, *, subset: str | None = None, options: OfCache = CACHE_DEFAULTS) -> int:
+    """Read every entry and compare it with its digest. Damaged entries become misses: precache encodes them again.
+
+    Args:
+        subset: n/t reads the n-th of t parts, e.g. 1/7 on Mondays.
+    """
+    from latentcache.store.disk import DiskStore
+    from latentcache.store.upkeep import verify as verify_store
+    from latentcache.utils.progress import default_progress
+
+    path, progress = options.path(target), default_progress()
+    part, _, num_parts = (subset or "").partition("/")
+    if subset is not None and not (part.isdecimal() and num_parts.isdecimal()):
+        raise ConfigError(f"--subset is {subset!r}; give n/t, e.g. 1/7")
+
+    def advance(done: int, total: int) -> None:
+        if done == 1:
+            progress.start("verify packs", total)
+        progress.advance()
+
+    # A cache that cannot be written is checked all the same; only the marks are missing then.
+    with DiskStore(path, read_only=not os.access(path, os.W_OK), create=False) as store:
+        report = verify_store(store, subset=None if subset is None else (int(part), int(num_parts)), progress=advance)
+    progress.finish()
+    return _finish_upkeep(report, options.as_json)
+
+
+def rebuild(target: Target = None, /, *, options: OfCache = CACHE_DEFAULTS) -> int:
+    """Rebuild the index from the packs."""
+    from latentcache.store.upkeep import rebuild as rebuild_store
+
+    return _finish_upkeep(rebuild_store(options.path(target)), options.as_json)
+
+
+def prune(
+    target: Target = None,
+    /,
+    *,
+    dry_run: Switch = False,
+    unfinished: Switch = False,
+    options: OfCache = CACHE_DEFAULTS,
+) -> int:
+    """Remove the entries that no manifest refers to.
+
+    Args:
+        dry_run: Report how many entries and bytes; remove nothing.
+        unfinished: Also remove what runs that did not finish have encoded. Without it, prune waits until they have.
+    """
+    from latentcache.dataset.manifest import ManifestFolder
+    from latentcache.store.upkeep import prune as prune_store
+
+    path = options.path(target)
+    manifests = ManifestFolder(path / "manifests")
+
+    def keep() -> set[str]:
+        if not manifests.names():
+            # An unfinished first run has entries but no manifest yet: everything would go.
+            raise StoreError(f"{path}: has no manifest, so prune would remove every entry; finish a precache run first")
+        if manifests.unfinished() and not unfinished:
+            runs = ", ".join(f"{name} (begun {begun})" for name, begun in manifests.unfinished().items())
+            raise StoreError(
+                f"{path}: not finished: {runs}. What was encoded for them is in no manifest yet, and would be removed: "
+                "run precache again to finish, or give --unfinished to remove it"
+            )
+        return {key for name in manifests.names() if (manifest := manifests.read(name)) for key in manifest.keys()}
+
+    return _finish_upkeep(prune_store(path, keep, dry_run=dry_run), options.as_json)
+
+
+def compact(target: Target = None, /, *, dry_run: Switch = False, options: OfCache = CACHE_DEFAULTS) -> int:
+    """Rewrite packs that are small or mostly dead, and free their space.
+
+    Args:
+        dry_run: Report what would be rewritten; write nothing.
+    """
+    from latentcache.store.upkeep import compact as compact_store
+
+    return _finish_upkeep(compact_store(options.path(target), dry_run=dry_run), options.as_json)
+
+
+def doctor(
+    *,
+    device: str = "auto",
+    cache_path: CachePath = None,
+    deepspeed: Path | None = None,
+    training: Switch = False,
+    as_json: AsJson = False,
+) -> int:
+    """Look for what makes tensors meet on different devices: versions, driver, devices, the cache's disk.
+
+    Args:
+        device: The device that is meant: auto, cpu, cuda, cuda:1, mps, xpu, ...
+        deepspeed: Check this DeepSpeed config too: settings that are ignored, refused or left to be filled in.
+        training: Also train a tiny SDXL for one step on the device, and audit where everything is.
+    """
+    from latentcache.doctor.environment import diagnose
+
+    diagnosis = diagnose(device=device, cache_path=known_cache(cache_path), deepspeed=deepspeed, training=training)
+    return finish(diagnosis, as_json, has_faults=not diagnosis.ok)
+
+
+def _finish_upkeep(report: Any, as_json: bool) -> int:
+    """Print an upkeep report; damage makes the exit code 1."""
+    has_faults = any(getattr(report, name, None) for name in ("damaged", "known_damaged", "unreadable"))
+    return finish(report, as_json, has_faults=has_faults)
+
+
+COMMANDS = (precache, validate, status, explain, show, verify, rebuild, prune, compact, doctor)
