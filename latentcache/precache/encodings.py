@@ -89,10 +89,7 @@ def choose_encodings(
         seed=encode.seed if encode.image_output == "sample" else 0,
     )
     return Encodings(
-        text=texts.text,
-        negative=texts.negative,
-        text_encoders=texts.text_encoders,
-        text_bytes=texts.text_bytes,
+        **{name: getattr(texts, name) for name in TextEncodings.__slots__},
         image=image,
         vae=Placement(device, vae_type, image_batch_size, f"{vae_reason} {batch_reason}"),
         latent_channels=vae_config["latent_channels"],

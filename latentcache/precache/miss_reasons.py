@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 from latentcache.dataset.manifest import CaptionRef, ImageRef, Manifest, Row
 from latentcache.identity import PartIdentity
-from latentcache.types import Geometry
 
 NEW = "new"
 DAMAGED = "damaged"
@@ -20,28 +20,15 @@ IMPORTED = "imported, unverified"
 IMPORTED_OTHERWISE = "imported, verified for other settings"
 """Equal to what another config encodes."""
 
-PARTS = {
-    "vae": "vae",
-    "text_encoder": "text encoder",
-    "text_encoder_2": "text encoder 2",
-    "tokenizer": "tokenizer",
-    "tokenizer_2": "tokenizer 2",
-}
-SETTINGS = {
+LABELS = {
     "compute_dtype": "encoder dtype",
-    "output": "output",
     "store_dtype": "stored dtype",
-    "scaling_factor": "scaling factor",
-    "shift_factor": "shift factor",
-    "seed": "seed",
-    "clip_skip": "clip skip",
-}
-GEOMETRY = {
     "target_size": "bucket",
-    "original_size": "original size",
-    "resized_size": "resized size",
     "crop_top_left": "crop",
 }
+"""Names of fields in reasons, where they are not the field's own."""
+GEOMETRY = ("target_size", "original_size", "resized_size", "crop_top_left")
+"""A changed bucket changes resized size and crop with it, so the first of these that differs is the cause."""
 
 
 class History:
@@ -83,14 +70,16 @@ class History:
             return NEW
         if any(ref.key == now.key for ref in row.images):
             return LOST if row.refusal is None else f"{REFUSED} ({row.refusal.reason})"
-        causes = list(_common_causes(self._manifest.common, common, "image_encoding"))
-        causes += _policy_causes(self._manifest.common, common)
+        before = self._manifest.common
+        causes = [*_encoding_changes(before, common, "image_encoding")]
+        causes += _changes(before.get("policy") or {}, common["policy"], " policy")
         if row.source != source:
             causes.insert(0, "image changed")
         elif twin is None:
             causes.append("flip added")
         else:
-            causes += _geometry_causes(twin.geometry, now.geometry)
+            old, new = ({name: getattr(ref.geometry, name) for name in GEOMETRY} for ref in (twin, now))
+            causes += islice(_changes(old, new), 1)
         return ", ".join(causes) or LOST
 
     def why_text(self, row: Row | None, now: CaptionRef, common: Mapping[str, Any], encoding: str) -> str:
@@ -104,7 +93,7 @@ class History:
             return _why_imported(next((ref for ref in row.captions if ref.text in (now.text, "")), None), now.key)
         if any(ref.key == now.key for ref in row.captions):
             return LOST if row.refusal is None else f"{REFUSED} ({row.refusal.reason})"
-        causes = list(_common_causes(self._manifest.common, common, encoding))
+        causes = [*_encoding_changes(self._manifest.common, common, encoding)]
         if all(ref.text != now.text for ref in row.captions):
             causes.insert(0, "caption changed")
         return ", ".join(causes) or LOST
@@ -119,38 +108,21 @@ def _why_imported(ref: ImageRef | CaptionRef | None, key: str) -> str:
     return IMPORTED if ref.trust == "unverified" else IMPORTED_OTHERWISE
 
 
-def _common_causes(old: Mapping[str, Any], new: Mapping[str, Any], encoding: str) -> Iterator[str]:
-    for name in ("schema", "salt"):
-        if old.get(name) != new[name]:
-            yield f"{name} changed ({old.get(name)!r} -> {new[name]!r})"
-    before, after = old.get(encoding) or {}, new[encoding]
-    for name, label in PARTS.items():
-        if name in after and name in before and before[name] != after[name]:
-            yield f"{label} changed ({_part_name(before[name])} -> {_part_name(after[name])})"
-    for name, label in SETTINGS.items():
-        if name in after and before.get(name) != after[name]:
-            yield f"{label} changed ({before.get(name)} -> {after[name]})"
+def _encoding_changes(old: Mapping[str, Any], new: Mapping[str, Any], encoding: str) -> Iterator[str]:
+    before, after = ({name: repr(common.get(name)) for name in ("schema", "salt")} for common in (old, new))
+    yield from _changes(before, after)
+    yield from _changes(old.get(encoding) or {}, new[encoding])
 
 
-def _part_name(part: Mapping[str, str]) -> str:
-    return PartIdentity(**part).name
+def _changes(old: Mapping[str, Any], new: Mapping[str, Any], what: str = "") -> Iterator[str]:
+    """A cause for each value of `new` that differs from that of `old`."""
+    for name, value in new.items():
+        if old.get(name) != value:
+            label = LABELS.get(name, name.replace("_", " "))
+            yield f"{label}{what} changed ({_shown(old.get(name))} -> {_shown(value)})"
 
 
-def _policy_causes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
-    before, after = old.get("policy") or {}, new["policy"]
-    for name in after:
-        if before.get(name) != after[name]:
-            yield f"{name} policy changed ({before.get(name)} -> {after[name]})"
-
-
-def _geometry_causes(old: Geometry, new: Geometry) -> Iterator[str]:
-    # A changed bucket changes resized size and crop with it: one cause is enough.
-    for name, label in GEOMETRY.items():
-        before, after = getattr(old, name), getattr(new, name)
-        if before != after:
-            yield f"{label} changed ({_pair(before)} -> {_pair(after)})"
-            return
-
-
-def _pair(value: tuple[int, int]) -> str:
-    return f"{value[0]}x{value[1]}"
+def _shown(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return PartIdentity(**value).name
+    return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -89,9 +89,9 @@ class Memo(MutableMapping[str, str]):
         except IndexDamagedError as error:
             if read_only:
                 logger.warning("memo of digests not used: %s", error)
-                return
-            self._index = _replaced(Path(path), error)
-            self._rows = _texts(self._index.items())
+            else:
+                self._index = _replaced(Path(path), error)
+                self._rows = _texts(self._index.items())
 
     def __getitem__(self, name: str) -> str:
         return self._rows[_row_of(name)]
