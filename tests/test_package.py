@@ -46,7 +46,7 @@ OWNERS = {
     "safetensors": ("store/pack.py", "checkpoints/folder.py", "interop/formats/ai_toolkit.py"),
     "PIL": ("dataset/images.py", "validation/"),
     "psutil": ("utils/host_memory.py", "doctor/environment.py"),
-    "pyarrow": ("dataset/tables.py",),
+    "pyarrow": ("dataset/archives.py",),
     "diffusers": ("models/", "validation/", "integrations/diffusers.py"),
     "transformers": ("models/",),
     "matplotlib": ("validation/",),

@@ -1,16 +1,18 @@
-"""WebDataset: images and captions as members of tar files, read in place."""
+"""Images inside larger files, read in place: members of tar files (WebDataset), and columns of bytes (parquet)."""
 
 from __future__ import annotations
 
 import json
 import os
 import tarfile
+import threading
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from latentcache.dataset.folders import is_image
 from latentcache.dataset.samples import (
     MAX_CAPTION_BYTES,
     CaptionError,
@@ -20,27 +22,24 @@ from latentcache.dataset.samples import (
     captions_in_columns,
     captions_in_text,
     is_hidden,
+    is_image,
     read_range,
     refuse_read,
 )
-from latentcache.errors import DatasetError, ImageRefused
+from latentcache.errors import ConfigError, DatasetError, ImageRefused
 from latentcache.types import Refusal
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+CACHE_BYTES = 512 << 20
+"""Row groups of parquet files are kept up to this size, decompressed. The latest is kept even if it alone is larger."""
 
 _COMPRESSED = ((b"\x1f\x8b", "gzip"), (b"BZh", "bzip2"), (b"\xfd7zXZ\x00", "xz"), (b"\x28\xb5\x2f\xfd", "zstd"))
 _BLOCK = tarfile.BLOCKSIZE
 # A damaged header gives a TarError; a damaged extended header also what its numbers and names give.
 _TAR_ERRORS = (tarfile.TarError, ValueError, OverflowError, EOFError)
-
-
-def check_uncompressed(path: str) -> None:
-    """Raise DatasetError for a compressed tar: its members cannot be read at random."""
-    try:
-        start = read_range(path, 0, 8)
-    except OSError as error:
-        raise DatasetError(path, f"cannot be read: {error.strerror}") from error
-    for magic, name in _COMPRESSED:
-        if start.startswith(magic):
-            raise DatasetError(path, f"is compressed with {name}; decompress it: images do not get smaller by it")
 
 
 def scan(name: str, path: str) -> _Tar:
@@ -76,11 +75,10 @@ def _damage_at_end(name: str, path: str, end: int) -> Refusal | None:
 
 @dataclass(slots=True)
 class _Group:
-    """The members that share a key: places (offset, size) in the tar."""
+    """The members that share a key: places (offset, size) in the tar, those of captions by `txt` and `json`."""
 
     images: list[tuple[str, int, int]] = field(default_factory=list)
-    text: tuple[int, int] | None = None
-    json: tuple[int, int] | None = None
+    captions: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -109,19 +107,10 @@ class _Tar:
             self.damage = Refusal(self.name, self.path, "truncated", f"the tar ends inside its member {member.name}")
         else:
             group = self.groups.setdefault(key, _Group())
-            if extension == "txt":
-                group.text = (member.offset_data, member.size)
-            elif extension == "json":
-                group.json = (member.offset_data, member.size)
+            if extension in ("txt", "json"):
+                group.captions[extension] = (member.offset_data, member.size)
             else:
                 group.images.append((member.name, member.offset_data, member.size))
-
-
-@dataclass(frozen=True, slots=True)
-class _Member:
-    tar: str
-    offset: int
-    num_bytes: int
 
 
 class WebDatasetSource(SampleSource):
@@ -134,10 +123,18 @@ class WebDatasetSource(SampleSource):
     """
 
     def __init__(self, shards: Sequence[tuple[str, str]], caption_columns: tuple[str, ...] | None):
-        """`shards`: (name, path) of each tar, sorted. Raises DatasetError if one is compressed."""
+        """`shards`: (name, path) of each tar, sorted. DatasetError for a compressed one, which has no random access."""
         self._shards, self._columns = tuple(shards), caption_columns
         for _, path in self._shards:
-            check_uncompressed(path)
+            try:
+                start = read_range(path, 0, 8)
+            except OSError as error:
+                raise DatasetError(path, f"cannot be read: {error.strerror}") from error
+            for magic, name in _COMPRESSED:
+                if start.startswith(magic):
+                    raise DatasetError(
+                        path, f"is compressed with {name}; decompress it: images do not get smaller by it"
+                    )
 
     @override
     def samples(self) -> Iterator[Sample | Refusal]:
@@ -149,10 +146,10 @@ class WebDatasetSource(SampleSource):
 
     @override
     def read(self, sample: Sample) -> bytes:
-        place: _Member = sample.locator
+        tar, offset, num_bytes = sample.locator
         try:
-            status = os.stat(place.tar)
-            data = read_range(place.tar, place.offset, place.num_bytes)
+            status = os.stat(tar)
+            data = read_range(tar, offset, num_bytes)
         except OSError as error:
             refuse_read(sample.path, error)
         now, then = Signature.of(status), sample.signature
@@ -179,22 +176,140 @@ class WebDatasetSource(SampleSource):
             except CaptionError as error:
                 yield Refusal(sample_id, place, "bad-caption", str(error))
                 continue
-            yield Sample.of(sample_id, place, captions, signature, _Member(path, offset, num_bytes))
+            yield Sample.of(sample_id, place, captions, signature, (path, offset, num_bytes))
 
     def _captions(self, path: str, group: _Group) -> tuple[str, ...]:
         """Raises CaptionError."""
-        if group.json is not None and (self._columns is not None or group.text is None):
+        if "json" in group.captions and (self._columns is not None or "txt" not in group.captions):
             try:
-                row = json.loads(self._member(path, group.json))
+                row = json.loads(_caption_member(path, *group.captions["json"]))
             except (ValueError, RecursionError) as error:
                 raise CaptionError(f"its .json cannot be read: {error}") from error
             if not isinstance(row, dict):
                 raise CaptionError(f"its .json holds a {type(row).__name__}; an object is needed")
             return captions_in_columns(row, self._columns)
-        return () if group.text is None else captions_in_text(self._member(path, group.text))
+        if "txt" not in group.captions:
+            return ()
+        return captions_in_text(_caption_member(path, *group.captions["txt"]))
 
-    def _member(self, path: str, place: tuple[int, int]) -> bytes:
-        offset, num_bytes = place
-        if num_bytes > MAX_CAPTION_BYTES:
-            raise CaptionError(f"its caption has {num_bytes:,} bytes; {MAX_CAPTION_BYTES:,} are allowed")
-        return read_range(path, offset, num_bytes)
+
+def _caption_member(path: str, offset: int, num_bytes: int) -> bytes:
+    if num_bytes > MAX_CAPTION_BYTES:
+        raise CaptionError(f"its caption has {num_bytes:,} bytes; {MAX_CAPTION_BYTES:,} are allowed")
+    return read_range(path, offset, num_bytes)
+
+
+class ParquetSource(SampleSource):
+    """Parquet files. The image column has bytes, or Hugging Face's struct with `bytes`. `sample_id` is `file#row`.
+
+    Captions are read a row group at a time, and images only by `read`, which keeps the last row groups: read
+    neighbouring rows soon after each other.
+    """
+
+    def __init__(self, files: Sequence[tuple[str, str]], image_column: str, caption_columns: tuple[str, ...] | None):
+        """`files`: (name, path) of each, sorted. Raises DatasetError if the first one lacks a column."""
+        try:
+            import pyarrow
+            import pyarrow.parquet as pq
+        except ImportError as error:
+            raise ConfigError(
+                "a parquet source needs pyarrow: pip install 'latentcache[parquet]'", key="source.kind"
+            ) from error
+        self._files, self._image_column, self._columns = tuple(files), image_column, caption_columns
+        self._pq: Any = pq
+        # ArrowInvalid is a ValueError and ArrowIOError an OSError; pyarrow raises plain ones too.
+        self._errors: tuple[type[BaseException], ...] = (pyarrow.ArrowException, OSError, ValueError)
+        self._read_errors: tuple[type[BaseException], ...] = (*self._errors, IndexError)
+        self._lock = threading.Lock()
+        self._cache: OrderedDict[tuple[str, int], pa.ChunkedArray] = OrderedDict()
+        first = self._files[0][1]
+        try:
+            schema = self._pq.read_schema(first)
+        except self._errors as error:
+            raise DatasetError(first, f"is no parquet file that can be read: {error}") from error
+        if problem := self._problem(schema):
+            raise DatasetError(first, problem)
+
+    @override
+    def samples(self) -> Iterator[Sample | Refusal]:
+        for name, path in self._files:
+            try:
+                with self._pq.ParquetFile(path) as file:
+                    if problem := self._problem(file.schema_arrow):
+                        yield Refusal(name, path, "unreadable", problem)
+                        continue
+                    yield from self._samples_of(name, path, file)
+            except self._errors as error:
+                yield Refusal(name, path, "corrupt", f"is no parquet file that can be read: {error}")
+
+    @override
+    def read(self, sample: Sample) -> bytes:
+        path, row_group, row = sample.locator
+        try:
+            value = self._images(path, row_group)[row].as_py()
+        except FileNotFoundError as error:
+            refuse_read(sample.path, error)
+        except self._read_errors as error:
+            raise ImageRefused(sample.path, "corrupt", f"the row group cannot be read: {error}") from error
+        data: bytes | None = value.get("bytes") if isinstance(value, dict) else value
+        if data is None:
+            raise ImageRefused(sample.path, "missing", f"column {self._image_column!r} has no bytes in this row")
+        return data
+
+    def _samples_of(self, name: str, path: str, file: pq.ParquetFile) -> Iterator[Sample | Refusal]:
+        signature = Signature.of(os.stat(path))
+        columns = self._caption_columns(file.schema_arrow)
+        first_row = 0
+        for group in range(file.num_row_groups):
+            num_rows = file.metadata.row_group(group).num_rows
+            try:
+                rows = file.read_row_group(group, columns=list(columns)).to_pylist() if columns else [{}] * num_rows
+            except self._errors as error:
+                last_row = first_row + num_rows - 1
+                detail = f"the captions of rows {first_row} to {last_row} cannot be read: {error}"
+                yield Refusal(f"{name}#{first_row}-{last_row}", path, "corrupt", detail)
+                rows = []
+            for row, values in enumerate(rows):
+                sample_id, place = f"{name}#{first_row + row}", f"{path}#{first_row + row}"
+                try:
+                    captions = captions_in_columns(values, columns)
+                except CaptionError as error:
+                    yield Refusal(sample_id, place, "bad-caption", str(error))
+                    continue
+                yield Sample.of(sample_id, place, captions, signature, (path, group, row))
+            first_row += num_rows
+
+    def _caption_columns(self, schema: pa.Schema) -> tuple[str, ...]:
+        if self._columns is not None:
+            return self._columns
+        return tuple(column for column in ("text", "caption") if column in schema.names)[:1]
+
+    def _problem(self, schema: pa.Schema) -> str | None:
+        """What the columns lack, if anything."""
+        import pyarrow.types as types
+
+        present = ", ".join(schema.names)
+        missing = [column for column in (self._image_column, *(self._columns or ())) if column not in schema.names]
+        if missing:
+            return f"has no column {missing[0]!r}, but: {present}"
+        kind = schema.field(self._image_column).type
+        if types.is_struct(kind):
+            if kind.get_field_index("bytes") < 0:
+                return f"column {self._image_column!r} is {kind}; a struct needs a field `bytes`"
+            kind = kind.field("bytes").type
+        if not (types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind)):
+            return f"column {self._image_column!r} is {kind}; it must hold the bytes of the encoded image"
+        return None
+
+    def _images(self, path: str, row_group: int) -> pa.ChunkedArray:
+        """The image column of a row group. One thread reads at a time: the others most likely need the same one."""
+        key = (path, row_group)
+        with self._lock:
+            if key not in self._cache:
+                with self._pq.ParquetFile(path) as file:
+                    table = file.read_row_group(row_group, columns=[self._image_column])
+                self._cache[key] = table.column(self._image_column)
+                while len(self._cache) > 1 and sum(column.nbytes for column in self._cache.values()) > CACHE_BYTES:
+                    self._cache.popitem(last=False)
+            self._cache.move_to_end(key)
+            return self._cache[key]

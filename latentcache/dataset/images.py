@@ -4,8 +4,8 @@ All limits are checked in the header, before a pixel is decoded. Nothing global 
 `Image.open` is not used: it warns about large images through `warnings`, whose filters threads share. The plugin of
 the format that the first bytes name is called instead, so no other decoder ever sees the bytes.
 
-Metadata that cannot be read does not cost the image. A broken EXIF block means "upright", and a broken ICC profile, or
-one for another kind of image, means "none", as in every browser. The latter is logged.
+Metadata that cannot be read does not cost the image: a broken EXIF block means "upright", and a broken ICC profile, or
+one for another kind of image, means "none" and is logged.
 
 What no decoder notices is not found here either: damage inside a JPEG's scan, which has no checksum, and a PNG or WebP
 that was written whole but holds fewer rows than its header says. Of a 16-bit RGB PNG Pillow gives the high bytes only,
@@ -20,7 +20,6 @@ import os
 import struct
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from io import BytesIO
 from typing import Any
 
@@ -61,23 +60,10 @@ _PLUGINS: dict[str, Callable[[BytesIO], ImageFile.ImageFile]] = {
     "AVIF": AvifImagePlugin.AvifImageFile,
 }
 
-# What Pillow's decoders raise on damaged input. UnidentifiedImageError is an OSError. UserWarning is met only where
-# the program turns warnings into errors.
+# What Pillow's decoders raise on damaged input. UserWarning is met only where the program turns warnings into errors.
 _DECODER_ERRORS = (
-    OSError,
-    SyntaxError,
-    ValueError,
-    TypeError,
-    KeyError,
-    IndexError,
-    AttributeError,
-    ArithmeticError,
-    RuntimeError,
-    EOFError,
-    struct.error,
-    zlib.error,
-    ImageCms.PyCMSError,
-    UserWarning,
+    *(OSError, SyntaxError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError),
+    *(EOFError, struct.error, zlib.error, ImageCms.PyCMSError, UserWarning),
 )
 
 _TURNS = {
@@ -105,13 +91,12 @@ def preparation_policy(config: ImagesConfig) -> dict[str, str]:
     }
 
 
-def probe(data: bytes, path: str, config: ImagesConfig) -> ImageFacts:
-    """What the header says; no pixel is decoded. `path` is for the message, and its suffix must fit the bytes.
+def probe(data: bytes, path: str, config: ImagesConfig) -> Size:
+    """The size after the EXIF turn, by the header alone. `path` is for the message; its suffix must fit the bytes.
 
     Raises ImageRefused. Bytes that pass may still be refused by `decode`.
     """
-    _, facts, _ = _open(data, path, config)
-    return facts
+    return _open(data, path, config)[2]
 
 
 def decode(data: bytes, path: str, config: ImagesConfig) -> np.ndarray:
@@ -122,9 +107,9 @@ def decode(data: bytes, path: str, config: ImagesConfig) -> np.ndarray:
     16-bit RGB, Pillow keeps the high byte, at most one step away. Transparent pixels are blended in straight alpha,
     in sRGB, with `config.alpha_colour`. Raises ImageRefused.
     """
-    image, facts, orientation = _open(data, path, config)
+    image, name, size, orientation = _open(data, path, config)
     try:
-        if facts.format == "PNG":
+        if name == "PNG":
             # Loading checks no CRC of pixel data, so that a flipped bit could give another picture.
             PngImagePlugin.PngImageFile(BytesIO(data)).verify()
         transparency = _transparency(image)
@@ -138,9 +123,9 @@ def decode(data: bytes, path: str, config: ImagesConfig) -> np.ndarray:
         if orientation in _TURNS:
             upright = upright.transpose(_TURNS[orientation])
     except _DECODER_ERRORS as error:
-        raise _refusal(path, facts.format, error) from error
+        raise _refusal(path, name, error) from error
     except MemoryError as error:
-        raise ImageRefused(path, "out-of-memory", f"{facts.size} pixels do not fit in this host's memory") from error
+        raise ImageRefused(path, "out-of-memory", f"{size} pixels do not fit in this host's memory") from error
     return np.array(upright)
 
 
@@ -169,8 +154,8 @@ def prepare(pixels: np.ndarray, geometry: Geometry) -> np.ndarray:
     return np.array(target[:, ::-1] if geometry.flip else target, order="C")
 
 
-def _open(data: bytes, path: str, config: ImagesConfig) -> tuple[ImageFile.ImageFile, ImageFacts, int]:
-    """The image before it is loaded, its facts and its EXIF orientation (1 to 8)."""
+def _open(data: bytes, path: str, config: ImagesConfig) -> tuple[ImageFile.ImageFile, str, Size, int]:
+    """The image before it is loaded, its format, its upright size and its EXIF orientation (1 to 8)."""
     name = _checked_format(data, path)
     if container.ends_early(data, name):
         raise ImageRefused(path, "truncated", f"the {name} data ends after {len(data):,} bytes, before its end mark")
@@ -194,7 +179,7 @@ def _open(data: bytes, path: str, config: ImagesConfig) -> tuple[ImageFile.Image
     num_frames = 1 if name == "JPEG" else getattr(image, "n_frames", 1)
     if num_frames > 1 and config.animated == "refuse":
         raise ImageRefused(path, "animated", f'{num_frames} frames; set animated to "first-frame" to use the first')
-    return image, ImageFacts(format=name, mode=image.mode, size=size), orientation
+    return image, name, size, orientation
 
 
 def _checked_format(data: bytes, path: str) -> str:
@@ -274,27 +259,30 @@ def _transparency(image: ImageFile.ImageFile) -> int | bytes | tuple[int, ...] |
 def _to_srgb(image: Image.Image, icc: bytes | None, path: str) -> Image.Image:
     """Mode L, RGB or CMYK -> RGB in sRGB."""
     if icc:
-        conversion = _conversion(icc)
-        mode = "RGB" if conversion.mode == "RGB" and image.mode == "L" else image.mode
-        if conversion.problem is None and conversion.mode != mode:
-            _log.warning("%s: its ICC profile is for %s images, not %s; ignored", path, conversion.mode, image.mode)
-        elif conversion.problem is not None:
-            _log.warning("%s: its ICC profile cannot be used, and is ignored: %s", path, conversion.problem)
-        elif conversion.transform is not None:
-            converted = ImageCms.applyTransform(image.convert(mode), conversion.transform)
+        found, transform = _conversion(icc)
+        mode = "RGB" if found == "RGB" and image.mode == "L" else image.mode
+        if isinstance(transform, str):
+            _log.warning("%s: its ICC profile cannot be used, and is ignored: %s", path, transform)
+        elif found != mode:
+            _log.warning("%s: its ICC profile is for %s images, not %s; ignored", path, found, image.mode)
+        elif transform is not None:
+            converted = ImageCms.applyTransform(image.convert(mode), transform)
             assert converted is not None  # only in place it returns None
             return converted
     return image.convert("RGB")
 
 
 @functools.lru_cache(maxsize=16)
-def _conversion(icc: bytes) -> _Conversion:
-    """How to get from this profile to sRGB. Most images of a dataset share a few profiles."""
+def _conversion(icc: bytes) -> tuple[str, ImageCms.ImageCmsTransform | str | None]:
+    """The mode that a profile describes, and its transform to sRGB; None if it is sRGB, a text if it is unusable.
+
+    Most images of a dataset share a few profiles.
+    """
     try:
         profile = ImageCms.ImageCmsProfile(BytesIO(icc))
         mode = _MODE_OF_COLOUR_SPACE.get(profile.profile.xcolor_space.strip())
         if mode is None:
-            return _Conversion(problem=f"unknown colour space {profile.profile.xcolor_space!r}")
+            return "", f"unknown colour space {profile.profile.xcolor_space!r}"
         transform = ImageCms.buildTransform(
             profile,
             ImageCms.createProfile("sRGB"),
@@ -305,8 +293,8 @@ def _conversion(icc: bytes) -> _Conversion:
             ImageCms.Flags.NOCACHE,
         )
     except (ImageCms.PyCMSError, OSError, ValueError, TypeError) as error:
-        return _Conversion(problem=str(error))
-    return _Conversion(mode=mode, transform=None if _is_srgb(transform, mode) else transform)
+        return "", str(error)
+    return mode, None if _is_srgb(transform, mode) else transform
 
 
 def _is_srgb(transform: ImageCms.ImageCmsTransform, mode: str) -> bool:
@@ -320,21 +308,3 @@ def _is_srgb(transform: ImageCms.ImageCmsTransform, mode: str) -> bool:
     source = Image.fromarray(grid if mode == "RGB" else np.ascontiguousarray(grid[..., 0]))
     moved = np.asarray(ImageCms.applyTransform(source, transform))
     return bool(np.abs(moved.astype(np.int16) - grid).max() <= 1)
-
-
-@dataclass(frozen=True, slots=True)
-class _Conversion:
-    """`mode` is what the profile describes. No transform means that the colours are sRGB already."""
-
-    mode: str | None = None
-    transform: ImageCms.ImageCmsTransform | None = None
-    problem: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ImageFacts:
-    """What the header says. `mode` is Pillow's, as stored; `size` is the size after the EXIF turn."""
-
-    format: str
-    mode: str
-    size: Size

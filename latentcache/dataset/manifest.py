@@ -11,10 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 from blake3 import blake3
-from typing_extensions import override
 
 from latentcache.config import PROMPTS_PREFIX
 from latentcache.errors import DatasetError
@@ -143,64 +142,40 @@ def prompts_name(common: Mapping[str, Any]) -> str:
     return f"{PROMPTS_PREFIX}-{digest(canonical_json(parts))[:12]}"
 
 
-class Manifests(Protocol):
-    """Where manifests are stored: a folder, or memory."""
-
-    def names(self) -> list[str]:
-        """The names of all manifests, sorted."""
-        ...
-
-    def read(self, name: str) -> Manifest | None:
-        """The manifest, or None if there is none. Raises DatasetError for one that cannot be read."""
-        ...
-
-    def write(self, manifest: Manifest) -> None:
-        """Replace the manifest as a whole. The run that `begin` noted is finished."""
-        ...
-
-    def begin(self, name: str) -> None:
-        """Note that a run began to work on the manifest."""
-        ...
-
-    def unfinished(self) -> dict[str, str]:
-        """The names of runs that began and did not finish, with the time of their start."""
-        ...
-
-
-class ManifestMemory(Manifests):
+class ManifestMemory:
     """Manifests of this process, for the CPU store."""
 
     def __init__(self) -> None:
         self._manifests: dict[str, Manifest] = {}
 
-    @override
     def names(self) -> list[str]:
+        """The names of all manifests, sorted."""
         return sorted(self._manifests)
 
-    @override
     def read(self, name: str) -> Manifest | None:
+        """The manifest, or None if there is none."""
         return self._manifests.get(name)
 
-    @override
     def write(self, manifest: Manifest) -> None:
+        """Replace the manifest as a whole."""
         self._manifests[manifest.name] = manifest
 
     def begin(self, name: str) -> None:
         """Note nothing: no unfinished run outlives this process."""
 
-    @override
     def unfinished(self) -> dict[str, str]:
+        """Nothing: see `begin`."""
         return {}
 
 
-class ManifestFolder(Manifests):
+class ManifestFolder:
     """Manifests as `<name>.jsonl` files in a folder."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
 
-    @override
     def names(self) -> list[str]:
+        """The names of all manifests, sorted."""
         return sorted(file.stem for file in self.path.glob("*.jsonl"))
 
     def read(self, name: str) -> Manifest | None:
@@ -247,18 +222,22 @@ class ManifestFolder(Manifests):
         with typed_errors(self.path, 0):
             (self.path / f"{manifest.name}{UNFINISHED}").unlink(missing_ok=True)
 
-    @override
     def begin(self, name: str) -> None:
+        """Note that a run began to work on the manifest. `write` ends it."""
         self._write(f"{name}{UNFINISHED}", [now().encode()])
 
-    @override
     def unfinished(self) -> dict[str, str]:
+        """The names of runs that began and did not finish, with the time of their start."""
         return {file.stem: file.read_text() for file in sorted(self.path.glob(f"*{UNFINISHED}"))}
 
     def _write(self, name: str, parts: list[bytes]) -> None:
         with typed_errors(self.path, 0):
             self.path.mkdir(parents=True, exist_ok=True)
         write_sealed(self.path / name, b"".join(parts))
+
+
+Manifests = ManifestMemory | ManifestFolder
+"""Where manifests are stored: memory, or a folder."""
 
 
 def _digest(header: Mapping[str, Any], lines: Iterable[bytes]) -> str:

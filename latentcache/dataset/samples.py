@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
+from latentcache.dataset.images import IMAGE_SUFFIXES
 from latentcache.errors import DatasetError, ImageRefused
 from latentcache.types import Refusal, RefusalReason
 
@@ -52,6 +53,11 @@ def captions_in_columns(row: Mapping[str, Any], columns: tuple[str, ...] | None)
     return _stripped(found)
 
 
+def is_image(name: str) -> bool:
+    """Whether the name has an image's suffix, of an accepted format or not."""
+    return os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES
+
+
 def is_hidden(name: str) -> bool:
     """Whether file managers hide it: `.git`, `.ipynb_checkpoints`, macOS's `._photo.jpg`."""
     return name.startswith(".")
@@ -61,8 +67,7 @@ def walk(root: str) -> Iterator[tuple[str, list[str]] | Refusal]:
     """(folder relative to `root`, its file names) for `root` and each folder below it: depth first, sorted by name.
 
     Hidden files and folders are skipped. Links to folders are followed, but a folder that is reached twice is read
-    once, so that a loop of links ends. A folder that cannot be read is a Refusal; for the
-    root DatasetError is raised.
+    once, so that a loop of links ends. A folder that cannot be read is a Refusal, but for the root DatasetError.
     """
     seen: set[tuple[int, int]] = set()
     pending = [""]

@@ -1,21 +1,43 @@
-"""Opens the user's dataset: `open_source` chooses the reader of its layout."""
+"""The user's dataset: `open_source` chooses the reader of its layout. Here are those of images that are files."""
 
 from __future__ import annotations
 
 import glob
+import json
+import logging
 import os
+import posixpath
+import stat
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from typing_extensions import override
 
 from latentcache.config import SourceConfig
-from latentcache.dataset.archives import WebDatasetSource
-from latentcache.dataset.folders import METADATA, CaptionFileSource, ImageFolderSource, is_image
-from latentcache.dataset.samples import SampleSource, walk
-from latentcache.dataset.tables import ParquetSource
-from latentcache.errors import ConfigError, DatasetError
+from latentcache.dataset.archives import ParquetSource, WebDatasetSource
+from latentcache.dataset.samples import (
+    MAX_CAPTION_BYTES,
+    CaptionError,
+    Sample,
+    SampleSource,
+    Signature,
+    captions_in_columns,
+    captions_in_text,
+    is_image,
+    read_range,
+    refuse_read,
+    walk,
+)
+from latentcache.errors import ConfigError, DatasetError, ImageRefused
 from latentcache.types import Refusal
 
+METADATA = "metadata.jsonl"
 # Compressed tars are found too, so that they are refused by name and not left out.
 _TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 _PARQUET_SUFFIXES = (".parquet",)
+
+_log = logging.getLogger(__name__)
 
 
 def open_source(config: SourceConfig) -> SampleSource:
@@ -76,3 +98,141 @@ def _files(path: str, suffixes: tuple[str, ...]) -> list[tuple[str, str]]:
     if not files:
         raise DatasetError(path, f"holds no {suffixes[0]} files")
     return files
+
+
+class _FileSource(SampleSource):
+    """Images that are files in a folder, whose captions are found in its files."""
+
+    def __init__(self, root: str):
+        self._root = root
+
+    @override
+    def samples(self) -> Iterator[Sample | Refusal]:
+        for found in walk(self._root):
+            if isinstance(found, Refusal):
+                yield found
+            else:
+                yield from self._samples_in(*found)
+
+    def _samples_in(self, folder: str, names: list[str]) -> Iterator[Sample | Refusal]:
+        """The samples of a folder (relative to the root) with these files."""
+        raise NotImplementedError
+
+    @override
+    def read(self, sample: Sample) -> bytes:
+        try:
+            with open(sample.locator, "rb") as file:
+                return file.read()
+        except OSError as error:
+            refuse_read(sample.path, error)
+
+    def _sample(
+        self, sample_id: str, caption_place: str, read_captions: Callable[[], tuple[str, ...]]
+    ) -> Sample | Refusal:
+        """The sample with these captions. `caption_place` says where they are, if they are refused."""
+        path = os.path.join(self._root, sample_id)
+        try:
+            signature = _signature(path)
+            return Sample.of(sample_id, path, read_captions(), signature, path)
+        except ImageRefused as error:
+            return Refusal(sample_id, error.path, error.reason, error.detail)
+        except CaptionError as error:
+            return Refusal(sample_id, caption_place, "bad-caption", str(error))
+
+
+def _signature(path: str) -> Signature:
+    """The file's signature. Raises ImageRefused. Only a regular file has one: reading a named pipe waits for ever."""
+    try:
+        status = os.stat(path)
+    except FileNotFoundError:
+        detail = "a link to nothing" if os.path.islink(path) else "there is no such file"
+        raise ImageRefused(path, "missing", detail) from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        raise ImageRefused(path, "unreadable", str(error)) from error
+    if not stat.S_ISREG(status.st_mode):
+        raise ImageRefused(path, "unreadable", "not a regular file")
+    return Signature.of(status)
+
+
+class CaptionFileSource(_FileSource):
+    """A folder, recursive. The captions of `a/cat.jpg` are the lines of `a/cat.txt`.
+
+    Files with an image's suffix are samples, also of formats that are refused later, so that the report names them.
+    Hidden files and folders are skipped. `cat.jpg` and `cat.png` are two samples with the same captions. A caption
+    file that cannot be read or is not UTF-8 refuses the sample.
+    """
+
+    def __init__(self, root: str, caption_extension: str):
+        super().__init__(root)
+        self._caption_extension = caption_extension
+
+    @override
+    def _samples_in(self, folder: str, names: list[str]) -> Iterator[Sample | Refusal]:
+        present = set(names)
+        for name in filter(is_image, names):
+            caption_name = os.path.splitext(name)[0] + self._caption_extension
+            caption_path = os.path.join(self._root, folder, caption_name)
+            read_captions = partial(_captions_at, caption_path) if caption_name in present else tuple
+            yield self._sample(posixpath.join(folder, name), caption_path, read_captions)
+
+
+def _captions_at(path: str) -> tuple[str, ...]:
+    _signature(path)
+    try:
+        return captions_in_text(read_range(path, 0, MAX_CAPTION_BYTES + 1))
+    except OSError as error:
+        raise ImageRefused(path, "unreadable", f"caption file: {error.strerror}") from error
+
+
+class ImageFolderSource(_FileSource):
+    """Hugging Face's imagefolder: each `metadata.jsonl` names, by `file_name`, images below its own folder.
+
+    As in `datasets`, the metadata decides what belongs to the dataset. Images that it does not name are left out, and
+    their number is logged. Samples come in the order of the lines. A name outside the dataset's folder is refused.
+    """
+
+    def __init__(self, root: str, caption_columns: tuple[str, ...] | None):
+        super().__init__(root)
+        self._columns = caption_columns
+
+    @override
+    def samples(self) -> Iterator[Sample | Refusal]:
+        num_images = num_listed = 0
+        for found in walk(self._root):
+            if isinstance(found, Refusal):
+                yield found
+                continue
+            num_images += sum(map(is_image, found[1]))
+            for item in self._samples_in(*found):
+                num_listed += isinstance(item, Sample) or item.reason == "bad-caption"
+                yield item
+        if num_images > num_listed:
+            _log.warning("%s: %d images are in no %s, and are left out", self._root, num_images - num_listed, METADATA)
+
+    @override
+    def _samples_in(self, folder: str, names: list[str]) -> Iterator[Sample | Refusal]:
+        if METADATA not in names:
+            return
+        path, name = os.path.join(self._root, folder, METADATA), posixpath.join(folder, METADATA)
+        try:
+            # Read as bytes: text mode would end at the first line that is not UTF-8.
+            with open(path, "rb") as lines:
+                for number, line in enumerate(lines, 1):
+                    if line.strip():
+                        yield self._from_line(folder, f"{name}:{number}", f"{path}:{number}", line)
+        except OSError as error:
+            yield Refusal(name, path, "unreadable", error.strerror or str(error))
+
+    def _from_line(self, folder: str, line_id: str, place: str, line: bytes) -> Sample | Refusal:
+        """`line_id` and `place` name the line, for a refusal."""
+        try:
+            row: Any = json.loads(line.decode("utf-8-sig"))
+        except (ValueError, RecursionError) as error:
+            return Refusal(line_id, place, "corrupt", f"not a JSON line: {error}")
+        file_name = row.get("file_name") if isinstance(row, dict) else None
+        if not isinstance(file_name, str) or not file_name:
+            return Refusal(line_id, place, "corrupt", "it has no file_name")
+        sample_id = posixpath.normpath(posixpath.join(folder, file_name))
+        if posixpath.isabs(sample_id) or os.path.isabs(file_name) or sample_id.split("/")[0] == "..":
+            return Refusal(line_id, place, "unreadable", f"file_name {file_name!r} leads out of the dataset's folder")
+        return self._sample(sample_id, place, partial(captions_in_columns, row, self._columns))

@@ -31,7 +31,7 @@ class ForeignImage:
     """One latent of another trainer's cache. A flipped latent is a value of its own, with `geometry.flip`."""
 
     sample_id: str
-    """The image's path relative to the images' folder, with `/`: as `dataset.folders.CaptionFileSource` names it."""
+    """The image's path relative to the images' folder, with `/`: as `dataset.sources.CaptionFileSource` names it."""
     path: str
     """The file that it was read from, for messages."""
     image_path: Path | None
@@ -189,7 +189,7 @@ class SourceImages:
     def size(self, sample_id: str) -> Size:
         """The size of a sample's image after the EXIF turn. Raises ImageRefused if it cannot be read."""
         sample = self._samples[sample_id]
-        return probe(self._source.read(sample), sample.path, _SIZE_POLICY).size
+        return probe(self._source.read(sample), sample.path, _SIZE_POLICY)
 
     def image(self, sample_id: str | None) -> tuple[Path | None, Size | None]:
         """File and size of a sample's image; None and None without a sample. Raises ImageRefused."""

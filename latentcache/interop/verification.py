@@ -13,10 +13,10 @@ from typing import Literal, NamedTuple, TypeVar
 import torch
 
 from latentcache.config import Config, DatasetConfig
-from latentcache.dataset.folders import CaptionFileSource
 from latentcache.dataset.images import preparation_policy, probe
 from latentcache.dataset.manifest import CaptionRef, ImageRef, Row
 from latentcache.dataset.samples import Sample
+from latentcache.dataset.sources import CaptionFileSource
 from latentcache.errors import ConfigError, ImageRefused
 from latentcache.identity import (
     ImageEncoding,
@@ -185,7 +185,7 @@ class Verifier:
                 continue
             sample = Sample.of(row.sample_id, row.path, (), None, row.path)
             try:
-                size = probe(_FILES.read(sample), row.path, self._images).size
+                size = probe(_FILES.read(sample), row.path, self._images)
             except ImageRefused as refused:
                 self._note(row, refused.reason, refused.detail)
                 continue

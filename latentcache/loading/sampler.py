@@ -5,7 +5,7 @@ Every random choice of the training data follows from what it is for, the seed, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -58,12 +58,6 @@ def order_generator(seed: int, epoch: int) -> np.random.Generator:
     return np.random.default_rng(seed_of("order", seed, epoch))
 
 
-def visits(items: Sequence[int], seed: int, epoch: int, position: int) -> list[Visit]:
-    """The items of the batch at `position` of the epoch, each with a draw of its own."""
-    draws = np.random.default_rng(seed_of("visits", seed, epoch, position)).integers(1 << 63, size=len(items))
-    return [Visit.of(item, draw) for item, draw in zip(items, draws.tolist(), strict=True)]
-
-
 class Bucketed(Protocol):
     """A dataset whose items lie in buckets."""
 
@@ -87,8 +81,10 @@ class PlannedBatch(NamedTuple):
 
     @property
     def items(self) -> list[Visit]:
-        """The items with their draws. Making these takes as long as copying a small sample."""
-        return visits(self.numbers, self.seed, self.epoch, self.position)
+        """The items, each with a draw of its own. Making these takes as long as copying a small sample."""
+        generator = np.random.default_rng(seed_of("visits", self.seed, self.epoch, self.position))
+        draws = generator.integers(1 << 63, size=len(self.numbers)).tolist()
+        return [Visit.of(item, draw) for item, draw in zip(self.numbers, draws, strict=True)]
 
 
 @dataclass(slots=True)

@@ -30,36 +30,23 @@ class ManifestStatus:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """A cache as a whole. `num_lost` counts samples whose entries are gone or damaged; precache re-encodes them."""
+    """A cache as a whole. Precache re-encodes what was lost and what is damaged."""
 
     path: str
     store: dict[str, Any]
     num_unused: int
     """Entries that no manifest refers to: `prune` removes them."""
+    num_damaged: int
+    """Entries whose bytes are not those that were stored."""
+    num_lost: int
+    """Samples that lack an entry."""
+    num_refused: int
+    """Samples that cannot be used."""
     manifests: tuple[ManifestStatus, ...]
-
-    @property
-    def num_damaged(self) -> int:
-        """Entries whose bytes are not those that were stored."""
-        return int(self.store["num_damaged"])
-
-    @property
-    def num_lost(self) -> int:
-        """Samples that lack an entry."""
-        return sum(manifest.num_lost for manifest in self.manifests)
-
-    @property
-    def num_refused(self) -> int:
-        """Samples that cannot be used."""
-        return sum(manifest.num_refused for manifest in self.manifests)
 
     def to_json(self) -> dict[str, Any]:
         """The status as one JSON document."""
-        return asdict(self) | {
-            "num_damaged": self.num_damaged,
-            "num_lost": self.num_lost,
-            "num_refused": self.num_refused,
-        }
+        return asdict(self)
 
     def to_text(self) -> str:
         """The status for people."""
@@ -102,7 +89,16 @@ def status(path: str | Path) -> Status:
                     imported_from=manifest.imported_from,
                 )
             )
-        return Status(str(path), cache.store.stats().to_json(), len(present - used), tuple(manifests))
+        store = cache.store.stats().to_json()
+        return Status(
+            str(path),
+            store,
+            num_unused=len(present - used),
+            num_damaged=int(store["num_damaged"]),
+            num_lost=sum(manifest.num_lost for manifest in manifests),
+            num_refused=sum(manifest.num_refused for manifest in manifests),
+            manifests=tuple(manifests),
+        )
 
 
 def show(path: str | Path, key_or_sample: str) -> dict[str, Any]:
@@ -111,16 +107,13 @@ def show(path: str | Path, key_or_sample: str) -> dict[str, Any]:
     Raises StoreError when nothing, or more than one thing, goes by that name.
     """
     with LatentCache(path, read_only=True) as cache:
-        samples = [m for m in map(cache.manifest, cache.manifests.names()) if key_or_sample in m.rows]
-        if samples:
-            rows = [(manifest.name, manifest.rows[key_or_sample]) for manifest in samples]
-            return {
-                "sample_id": key_or_sample,
-                "datasets": [
-                    {"dataset": name, **row.to_json(), "entries": [_entry(cache, key) for key in row.keys()]}
-                    for name, row in rows
-                ],
-            }
+        datasets = []
+        for manifest in map(cache.manifest, cache.manifests.names()):
+            if row := manifest.rows.get(key_or_sample):
+                entries = [_entry(cache, key) for key in row.keys()]
+                datasets.append({"dataset": manifest.name, **row.to_json(), "entries": entries})
+        if datasets:
+            return {"sample_id": key_or_sample, "datasets": datasets}
         return _entry(cache, _whole_key(cache, key_or_sample))
 
 

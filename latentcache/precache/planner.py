@@ -188,7 +188,7 @@ class _DatasetPlanner:
         assert isinstance(item, Sample)  # else the facts are known
         try:
             data = self._source.read(item)
-            size = probe(data, item.path, self._dataset.images).size
+            size = probe(data, item.path, self._dataset.images)
         except ImageRefused as refused:
             return Refusal(item.sample_id, refused.path, refused.reason, refused.detail)
         source, signature = digest(data), item.signature

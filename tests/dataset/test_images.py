@@ -55,10 +55,10 @@ def test_each_odd_image_meets_its_verdict(name: str) -> None:
         assert caught.value.reason == odd.reason
         assert odd.path in str(caught.value) and odd.reason in str(caught.value)
         return
-    facts = probe(odd.data, odd.path, POLICY)
+    size = probe(odd.data, odd.path, POLICY)
     pixels = decode(odd.data, odd.path, POLICY)
     assert pixels.dtype == np.uint8 and pixels.flags.c_contiguous and pixels.flags.writeable
-    assert facts.size == pixels.shape[:2]
+    assert size == pixels.shape[:2]
     assert difference(pixels, odd.pixels) <= odd.tolerance
 
 
@@ -117,8 +117,8 @@ def test_the_pixel_limit_needs_no_global_setting() -> None:
     bomb = odd_images.odd("bomb-12000")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        facts = probe(bomb.data, bomb.path, ImagesConfig(max_pixels=200_000_000))
-    assert facts.size == Size(12_000, 12_000)
+        size = probe(bomb.data, bomb.path, ImagesConfig(max_pixels=200_000_000))
+    assert size == Size(12_000, 12_000)
     assert before == Image.MAX_IMAGE_PIXELS
 
 

@@ -639,7 +639,7 @@ class TestParquet:
         assert caught.value.reason == "corrupt"
 
     def test_row_groups_are_kept_up_to_a_size(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("latentcache.dataset.tables.CACHE_BYTES", 2500)
+        monkeypatch.setattr("latentcache.dataset.archives.CACHE_BYTES", 2500)
         images = [bytes([i]) * 1000 for i in range(6)]
         source = open_source("parquet", write_parquet(tmp_path / "p.parquet", {"image": images}, row_group_size=1))
         found = samples(source)

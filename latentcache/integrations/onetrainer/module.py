@@ -32,10 +32,9 @@ from latentcache.integrations.onetrainer.values import (
     own_random_streams,
     values_of,
 )
+from latentcache.loading.sample import SampleMemory, SampleReader, SampleRef
 from latentcache.precache.workspace import Memo
-from latentcache.store.base import EntryArrays
 from latentcache.store.disk import DiskStore
-from latentcache.store.stacking import stack
 from latentcache.types import Entry, Record
 from latentcache.utils.signals import uninterrupted
 
@@ -110,8 +109,7 @@ class CacheModule:
         self._groups: Groups | None = None
         self._outputs: list[tuple[int, int]] = []
         self._items: dict[tuple[int, int], tuple[str, Mapping[str, Any]]] = {}
-        self._generation: int | None = None
-        self._rows: dict[str, EntryArrays] = {}
+        self._samples = SampleMemory()
 
     # The interface of mgds' modules
 
@@ -166,8 +164,6 @@ class CacheModule:
         self._outputs = outputs
         # Of an item only its key and what is passed through are kept: there may be a million items.
         self._items = {place: (item.key, item.passed) for place, item in items.items()}
-        keys = {key for key, _ in self._items.values()}
-        self._rows = {key: row for key, row in self._rows.items() if key in keys}
 
     def get_item(self, index: int, requested_name: str | None = None) -> dict[str, Any]:
         """The values of an output of this epoch, tensors on the pipeline's device; never None.
@@ -206,6 +202,10 @@ class CacheModule:
     @cached_property
     def _plain(self) -> PlainValues:
         return PlainValues(self._store, self._memo)
+
+    @cached_property
+    def _reader(self) -> SampleReader:
+        return SampleReader(self._store, self._samples)
 
     def _item_reader(self) -> ItemReader:
         names = self.get_outputs()
@@ -272,24 +272,13 @@ class CacheModule:
         record = Record(item.key, reader.kind, item.identity, reader.provenance(item))
         return Entry(record, fields_of(values))
 
-    def _row(self, key: str) -> EntryArrays:
-        """The entry's arrays, remembered as long as they count."""
-        self._store.prefetch([key])
-        generation = self._store.generation
-        if generation != self._generation:
-            self._generation, self._rows = generation, {}
-        row = self._rows.get(key)
-        if row is None:
-            (row,) = self._store.rows([key])
-            if generation is not None:
-                self._rows[key] = row
-        return row
-
     def _read(self, key: str, *, tensors_only: bool) -> dict[str, Any]:
-        row = self._row(key)
-        names = [name for name in row.description if name != PLAIN_FIELD or not tensors_only]
-        batch = stack([key], [row], names)
-        tensors = {name: rows[0] for name, rows in batch.items()}
+        ref = self._samples.table("items").get(key)
+        if ref is None:
+            ref = self._samples.table("items", room_for=1)[key] = SampleRef(key, (key,))
+        tensors = {name: rows[0] for name, rows in self._reader.entries([ref]).items()}
+        if tensors_only:
+            tensors.pop(PLAIN_FIELD, None)
         device = torch.device(self.pipeline.device)
         if device.type != "cpu":
             plain = {PLAIN_FIELD: tensors.pop(PLAIN_FIELD)} if PLAIN_FIELD in tensors else {}
