@@ -35,7 +35,7 @@ class BufferPool:
         self.requested_pin = pin
         self.num_allocated = 0
         self._host = HostMemory(pin=pin)
-        # Each with a reference to the array that was lent of it, which is dead when the buffer is free.
+        # Each with a reference to the array that was borrowed of it, which is dead when the buffer is free.
         self._buffers: deque[tuple[np.ndarray, weakref.ref[np.ndarray]]] = deque(maxlen=num_kept)
         self._num_bytes = 0
 
@@ -45,13 +45,13 @@ class BufferPool:
         self._num_bytes = max(self._num_bytes, sum([-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]))
         buffer = self._free_buffer(self._num_bytes)
         # The arrays refer to this one: numpy passes over arrays whose own base is an array, and this one's is not.
-        lent = np.frombuffer(buffer.data, np.uint8)
-        self._buffers.append((buffer, weakref.ref(lent)))
+        borrowed = np.frombuffer(buffer.data, np.uint8)
+        self._buffers.append((buffer, weakref.ref(borrowed)))
         start = 0
 
         def empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
             nonlocal start
-            array = np.ndarray(shape, dtype, lent, start)
+            array = np.ndarray(shape, dtype, borrowed, start)
             start += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
             return array
 
@@ -60,11 +60,11 @@ class BufferPool:
     def _free_buffer(self, size: int) -> np.ndarray:
         for _ in range(len(self._buffers)):
             try:
-                buffer, lent = self._buffers.pop()
+                buffer, borrowed = self._buffers.pop()
             except IndexError:  # another thread has taken it
                 break
-            if lent() is not None:
-                self._buffers.appendleft((buffer, lent))
+            if borrowed() is not None:
+                self._buffers.appendleft((buffer, borrowed))
             elif buffer.nbytes >= size:
                 return buffer
         self.num_allocated += 1

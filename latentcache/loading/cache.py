@@ -251,7 +251,10 @@ class LatentCache(SampleIndex, Closing):
         for a tensor in `out` that does not fit or that the batch does not have.
         """
         refs = self._refs(sample_ids, caption, flip)
-        scaling = _common_scaling(refs) if scaled else None
+        scalings = {ref.scaling for ref in refs} if scaled else {None}
+        if len(scalings) > 1:
+            raise StoreError(f"the batch mixes latents of VAEs that scale differently: {sorted(map(str, scalings))}")
+        scaling = next(iter(scalings), None)
         direct = out
         if out and refs and (scaled or dtype is not None or not is_cpu(device)):
             direct = _unconverted(out, refs[0], device, dtype, computed=IMAGE_FIELDS if scaled else ())
@@ -304,11 +307,3 @@ def _unconverted(
     dtype = dtype or dtype_of(device)
     dtypes = {name: DTYPES[stored[name][0]] for name in stored.keys() - computed}
     return {name: out[name] for name in out if dtypes.get(name) is out[name].dtype and dtype in (None, dtypes[name])}
-
-
-def _common_scaling(refs: Sequence[SampleRef]) -> Scaling | None:
-    scalings = {ref.scaling for ref in refs}
-    if len(scalings) > 1:
-        names = sorted(map(str, scalings))
-        raise StoreError(f"the batch mixes latents of VAEs that scale differently: {names}")
-    return next(iter(scalings), None)

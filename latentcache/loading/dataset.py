@@ -192,8 +192,7 @@ class LatentDataset(SampleDataset):
     def all_refs(self) -> Iterator[SampleRef]:
         """The samples of all items, with each caption that may be drawn. No item repeats."""
         for row, flip in self._once:
-            numbers = range(len(row.captions)) if self.caption == "random" else [self.caption]
-            for number in numbers:
+            for number in range(len(row.captions)) if self.caption == "random" else [self.caption]:
                 yield SampleRef.of(row, caption=number, flip=flip)
 
 

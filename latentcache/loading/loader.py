@@ -6,7 +6,6 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, count
@@ -58,9 +57,11 @@ class _BatchMaker:
         try:
             for planned in plan:
                 refs = None
-                with suppress(StoreError):  # the error is raised again with the batch that it belongs to
+                try:  # not `suppress`: a small batch is copied in the time of some calls
                     refs = self._refs(planned)
                     self.source.prefetch(refs)
+                except StoreError:
+                    pass  # it is raised again with the batch that it belongs to
                 window.append((planned, refs))
                 if len(window) > LOOK_AHEAD:
                     yield self._make(*window.popleft())  # kept in no variable: the next batch may take its buffer
