@@ -33,8 +33,7 @@ from benchmarking import add_arguments, emit, environment, parse, spread
 from latentcache.store import DiskStore, Index
 from latentcache.store.base import DTYPES
 from latentcache.store.catalog import PACK_PREFIX
-from latentcache.store.layout import DIGEST_BYTES, KEY_BYTES, Column, Pack, PackHead, RowGroup
-from latentcache.store.location_table import PackRow
+from latentcache.store.layout import DIGEST_BYTES, KEY_BYTES, Column, Pack, PackRow, RowGroup
 from latentcache.store.writer import PACK_BYTES
 
 SIZES, TINY_SIZES = (10_000, 100_000, 1_000_000), (9_000, 18_000)
@@ -78,7 +77,7 @@ def row_of(fields: Fields, numbers: range) -> PackRow:
     group = RowGroup("image" if fields is IMAGE else "text", 0, len(numbers), tuple(columns))
     keys = np.frombuffer(bytes.fromhex("".join(map(key_of, numbers))), np.uint8).reshape(-1, KEY_BYTES)
     digests = np.ascontiguousarray(keys[:, :DIGEST_BYTES])
-    return PackRow.of(PackHead(Pack(key_of(-1 - numbers.start)[:32], at, (group,)), keys, digests))
+    return PackRow.new(Pack(key_of(-1 - numbers.start)[:32], at, (group,)), keys, digests)
 
 
 def make_file(store: DiskStore, row: PackRow) -> None:
@@ -117,7 +116,7 @@ def add_pack(store: DiskStore, numbers: range) -> float:
     row = row_of(IMAGE, numbers)
     make_file(store, row)
     start = time.perf_counter()
-    num_added = store.catalog.seal(PackHead(row.pack, row.keys, row.digests))
+    num_added = store.catalog.seal(row)
     seconds = time.perf_counter() - start
     assert num_added == len(numbers)
     return seconds

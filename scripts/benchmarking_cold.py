@@ -7,8 +7,10 @@ import mmap
 import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from benchmarking import in_turns, ratios, seconds_of
 from benchmarking_samples import (
@@ -30,15 +32,16 @@ from latentcache import LatentCache, LatentDataset, LatentLoader
 from latentcache.dataset.manifest import ManifestFolder
 from latentcache.loading.sampler import BucketBatchSampler
 from latentcache.store import DiskStore
+from latentcache.store.mapped import ReadAhead
 
 BATCH = 16
 WAYS = {
-    "direct": ("direct", "missing"),
-    "mapped": ("mapped", "missing"),
-    "mapped_always": ("mapped", "always"),
-    "mapped_never": ("mapped", "never"),
+    "direct": ("direct", None),
+    "mapped": ("mapped", None),
+    "mapped_always": ("mapped", True),
+    "mapped_never": ("mapped", False),
 }
-"""How batches are read: `io` and `read_ahead` of the store."""
+"""How batches are read: `io` of the store, and whether the system is advised (None: as the store decides)."""
 LOADERS = ("direct", "mapped")
 LABELS = {
     "direct": "batch, past the page cache",
@@ -140,10 +143,12 @@ def cold(folder: Path, samples: Samples, options: argparse.Namespace) -> dict[st
         shares.append(cached_share(files[:64]))
         return seconds_of(lambda: read(rounds.batches(number, size)))
 
-    def opened(io: Any, read_ahead: Any) -> Callable[[int], float]:
+    def opened(io: Any, advises: bool | None) -> Callable[[int], float]:
         def run(number: int) -> float:
             drop(packs)  # before it is mapped
-            with DiskStore(path, io=io, read_ahead=read_ahead) as store:
+            with ExitStack() as patched, DiskStore(path, io=io) as store:
+                if advises is not None:
+                    patched.enter_context(patch.object(ReadAhead, "should_prefetch", lambda _: advises))
                 cache = LatentCache(store=store, manifests=ManifestFolder(path / "manifests"))
                 cache.sample_ids()
                 out = samples.out(size)

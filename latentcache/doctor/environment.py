@@ -137,7 +137,7 @@ def check_sqlite(version: str, journal_mode: str) -> Finding:
         remedy = f"use a Python that is linked to SQLite >= {fixed}"
         return Finding("error", "SQLite", f"{version}: journal mode wal, but this version {reason}", remedy)
     found = f"{version}: {reason}, so the index uses journal mode {journal_mode}: safe, and slower to write"
-    return Finding("note", "SQLite", found, f"nothing to do; with SQLite >= {fixed} the index uses wal")
+    return Finding("note", "SQLite", found, "nothing to do")
 
 
 # Driver and devices

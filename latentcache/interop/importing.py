@@ -26,7 +26,7 @@ from latentcache.precache.workspace import Workspace
 from latentcache.provenance import now, provenance_json
 from latentcache.store.base import Writer, dtype_name, flat_bytes
 from latentcache.types import Entry, Kind, Record, Refusal
-from latentcache.utils.progress import NoProgress, Progress
+from latentcache.utils.progress import Progress
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 UNSCALED_STD = 7.7
@@ -88,7 +88,7 @@ def import_cache(
     dtypes: Mapping[str, torch.dtype | None]  # None: that of the file
     dtypes = {"image": store_dtype, "text": store_dtype} if verifier is None else verifier.store_dtypes
     run = _Import(foreign, workspace, dtypes, scale_check, report)
-    progress = progress or NoProgress()
+    progress = progress or Progress()
     with workspace.in_use():
         try:
             rows = run.read(progress)

@@ -32,7 +32,7 @@ from latentcache.precache.workspace import Workspace, open_workspace
 from latentcache.types import Geometry, Json, Refusal, Size
 from latentcache.utils.concurrency import bounded_map
 from latentcache.utils.host_memory import collector_paused
-from latentcache.utils.progress import NoProgress, Progress
+from latentcache.utils.progress import Progress
 
 CHUNK = 1024
 """Samples whose keys are looked up together."""
@@ -65,7 +65,7 @@ def make_plan(
     Stopped when `stop` is set.
     """
     builder = PlanBuilder(workspace.store, config.cache.salt, shard or Shard())
-    progress = progress or NoProgress()
+    progress = progress or Progress()
     _plan_prompts(builder, config, workspace, encodings)
     num_workers = config.encode.num_workers
     num_threads = os.cpu_count() if num_workers == "auto" else num_workers

@@ -32,7 +32,7 @@ from latentcache.precache.text_stage import TextStage
 from latentcache.precache.workspace import Workspace
 from latentcache.store.base import Store
 from latentcache.types import Entry, prompt_id
-from latentcache.utils.progress import NoProgress
+from latentcache.utils.progress import Progress
 
 logger = logging.getLogger("latentcache")
 
@@ -174,8 +174,6 @@ def _encode(batches: Sequence[Sequence[TextTask]], encodings: TextEncodings, mod
             writer.add(entry)
 
         # Not compiled: that takes longer than a few prompts.
-        context = RunContext(
-            EncodeConfig(), encodings, models, add, fail, Report(), NoProgress(), stop=threading.Event()
-        )
+        context = RunContext(EncodeConfig(), encodings, models, add, fail, Report(), Progress(), stop=threading.Event())
         TextStage(context).run(batches)
         writer.seal()

@@ -26,7 +26,7 @@ from latentcache.precache.text_stage import TextStage
 from latentcache.precache.workspace import Memo, Workspace, open_workspace
 from latentcache.store.base import Writer
 from latentcache.types import Refusal
-from latentcache.utils.progress import NoProgress, Progress
+from latentcache.utils.progress import Progress
 
 logger = logging.getLogger("latentcache")
 
@@ -56,7 +56,7 @@ def run_precache(
         models = models or load_models(config.model, workspace.memo)
         shard = shard or Shard.from_environment()
         report = Report(rank=shard.rank, world_size=shard.world_size, dry_run=dry_run)
-        run = _Run(config, workspace, models, shard, progress or NoProgress(), stop or threading.Event(), report)
+        run = _Run(config, workspace, models, shard, progress or Progress(), stop or threading.Event(), report)
         with workspace.in_use():
             try:
                 run.plan(verify_sources)

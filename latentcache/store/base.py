@@ -195,7 +195,16 @@ def _own_tensor(key: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class StoreStats:
+class StoreReport:
+    """Counts, sizes and reasons."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats(StoreReport):
     """Counts and sizes of a store. `payload_bytes` are those of live entries, `file_bytes` those of the packs."""
 
     num_entries: dict[str, int]
@@ -204,10 +213,6 @@ class StoreStats:
     payload_bytes: int
     file_bytes: int
     index_bytes: int
-
-    def to_json(self) -> dict[str, Any]:
-        """The counts and sizes as JSON."""
-        return asdict(self)
 
 
 class Writer(Protocol):

@@ -5,16 +5,15 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 from latentcache.errors import IndexDamagedError, ReadOnlyError, StoreBusyError
 from latentcache.store.base import is_pack_id, new_generation
 from latentcache.store.directory import CacheDirectory
-from latentcache.store.index import Index, Position, Transaction
-from latentcache.store.layout import Location, PackHead
-from latentcache.store.location_table import LocationTable, PackRow
+from latentcache.store.index import Index, Position, Transaction, process_lock
+from latentcache.store.layout import Location, PackRow
+from latentcache.store.location_table import LocationTable
 from latentcache.store.recovery import scan_packs, scan_unknown
 from latentcache.utils.locks import locked
 
@@ -43,70 +42,72 @@ class Catalog:
         self._unwritten: dict[str, tuple[tuple[str, int], str]] = {}
         # Packs that a writer sealed that died before the index knew of them: a reader has them in memory.
         self._sealed: dict[str, PackRow] = {}
-        self.index: Index | None = self._open_for_reading() if read_only else self._open_for_writing()
-        # Memory and the index change together, and a fork waits for it. Without an index nothing is read again.
-        self._lock: AbstractContextManager[Any] = nullcontext() if self.index is None else self.index.lock
+        self.index: Index | None = None
+        """None for a reader that can use none: memory then has what the packs say, and nothing is read again."""
+        # Memory and the index change together, and a fork waits for it.
+        self._lock = process_lock()
+        if read_only:
+            self._open_for_reading()
+        else:
+            self._open_for_writing()
 
     # Opening
 
-    def _open_for_reading(self) -> Index | None:
+    def _open_for_reading(self) -> None:
         try:
-            index = Index(self.directory.index, read_only=True)
-            self._catch_up(index)
+            self.index = Index(self.directory.index, read_only=True)
+            self._catch_up()
             self._take_sealed()
-            return index
         except (IndexDamagedError, ReadOnlyError) as error:
             # ReadOnlyError: a dead writer's change waits to be rolled back, which would be a write.
             logger.warning("%s The packs' headers are read instead; nothing is written.", error)
-            self.table = LocationTable()
+            self.index = None
             scan = scan_packs(self.directory, self.directory.pack_sizes())
-            self.table.add(scan.rows.values())
+            self.table = LocationTable(scan.rows.values())
             for reason in scan.unreadable.values():
                 logger.warning("%s Its entries are missing.", reason)
-            return None
 
-    def _open_for_writing(self) -> Index:
+    def _open_for_writing(self) -> None:
         try:
-            index = Index(self.directory.index)
-            self._catch_up(index)
+            self.index = Index(self.directory.index)
+            self._catch_up()
         except IndexDamagedError as error:
-            index = self._replace(error)
+            self._replace(error)
         try:
             with locked(self.directory.lock, "opening the cache", shared=True):
                 self.directory.sweep()
-                self._reconcile(index)
+                self._reconcile()
         except StoreBusyError as error:
             logger.info("%s Packs that the index does not know yet are taken in at the next opening.", error)
-        return index
 
-    def _replace(self, error: IndexDamagedError) -> Index:
-        self.table, self._position = LocationTable(), None
+    def _replace(self, error: IndexDamagedError) -> None:
         with locked(self.directory.path / "index.lock", "replacing a damaged index", shared=False, wait=True):
             try:
                 # Another process may have replaced it while this one waited.
-                index = Index(self.directory.index)
-                self._catch_up(index)
-                return index
+                self._start_over()
+                return
             except IndexDamagedError:
                 aside = self.directory.path / f"index.damaged-{uuid.uuid4().hex[:8]}"
                 self.directory.index.rename(aside)
-            index = Index(self.directory.index)
+            self._start_over()
             logger.warning("%s It was moved to %s (delete it when you like) and is rebuilt now.", error, aside.name)
-            self.table, self._position = LocationTable(), None
-            self._catch_up(index)
-            return index
 
-    def _reconcile(self, index: Index) -> None:
+    def _start_over(self) -> None:
+        self.table, self._position = LocationTable(), None
+        self.index = Index(self.directory.index)
+        self._catch_up()
+
+    def _reconcile(self) -> None:
         """Bring index and packs together: take in sealed packs that have no row, mark what lies in lost ones."""
         # Rows first, then files: a pack that another writer seals from here on is in neither.
-        self._catch_up(index)
-        known = dict(self.table.packs)
+        self._catch_up()
+        known = {pack: layout.file_bytes for pack, layout in self.table.packs.items()}
         sizes = self.directory.pack_sizes()
         scan = scan_unknown(self.directory, sizes.keys() - known.keys())
-        lost = self.directory.lost_packs({pack: known[pack].file_bytes for pack in known}, sizes)
+        lost = self.directory.lost_packs(known, sizes)
         if not scan.rows and not lost:
             return
-        with self._changing(index) as rows:
+        with self._changing() as rows:
             for row in scan.rows.values():
                 self._add_row(rows, row)
             num_lost = sum([self._lose(rows, pack) for pack in lost])
@@ -129,13 +130,15 @@ class Catalog:
 
     # Catching up
 
-    def _catch_up(self, index: Index) -> None:
+    def _catch_up(self) -> None:
         """Bring memory to where the index is now."""
-        with index.lock, index.reading(self._position) as reading:
+        if self.index is None:
+            return
+        with self._lock, self.index.reading(self._position) as reading:
             if reading.is_whole and self._position is not None:
                 self.table = LocationTable()
                 self.generation = new_generation()
-            self.table.add(parsed_row(name, value, self.directory) for page in reading.pages for name, value in page)
+            self.table.add(parsed_row(name, value, self.directory) for name, value in reading.rows)
             self._position = reading.position
         if reading.is_whole:
             self.table.add([row for pack, row in self._sealed.items() if pack not in self.table.packs])
@@ -152,18 +155,15 @@ class Catalog:
         """
         unknown = self.directory.pack_sizes().keys() - self.table.packs.keys()
         for row in scan_unknown(self.directory, unknown).rows.values():
-            known = self.table.find(row.names())
-            row.live &= [key not in known for key in row.names()]
+            _drop_known(row, self.table)
             self._sealed[row.pack.id] = row
             self.table.add([row])
 
     def reload(self) -> None:
         """Bring memory to where the index and the packs are now."""
-        if self.index is None:
-            return
         with self._lock:
-            self._catch_up(self.index)
-            if self.read_only:
+            self._catch_up()
+            if self.read_only and self.index is not None:
                 self._take_sealed()
 
     # Looking up
@@ -177,8 +177,7 @@ class Catalog:
         found = set() if again else self.table.find(keys)
         if len(found) < len(set(keys)):
             with self._lock:
-                if self.index is not None:
-                    self._catch_up(self.index)
+                self._catch_up()
                 # Nothing is on its way in memory now, and another thread may have brought them.
                 found = self.table.find(keys)
         return found
@@ -186,19 +185,13 @@ class Catalog:
     def look_up(self, keys: Sequence[str]) -> list[Location | None]:
         """Where the entries lie, None for those that are not there. StoreError for what is no key."""
         found = self.table.look_up(keys)
-        if None in found:
-            with self._lock:
-                if self.index is not None:
-                    self._catch_up(self.index)
-                found = self.table.look_up(keys)
-        return found
+        return self.relocate(keys) if None in found else found
 
-    def relocate(self, key: str) -> Location | None:
-        """Where the entry lies, as the index says now: a compaction may have moved it."""
+    def relocate(self, keys: Sequence[str]) -> list[Location | None]:
+        """As `look_up`, as the index says now: a compaction may have moved the entries."""
         with self._lock:
-            if self.index is not None:
-                self._catch_up(self.index)
-            return self.table.look_up([key])[0]
+            self._catch_up()
+            return self.table.look_up(keys)
 
     def keys(self) -> list[str]:
         """The keys of all entries that the index has now."""
@@ -215,12 +208,13 @@ class Catalog:
     # Changing
 
     @contextmanager
-    def _changing(self, index: Index | None = None) -> Iterator[Transaction]:
+    def _changing(self) -> Iterator[Transaction]:
         """A transaction on the index. Memory is what the index has while the block runs, and after it."""
-        index = index or self._writable()
-        with index.lock:
-            with index.transaction() as rows:
-                self._catch_up(index)
+        if self.index is None or self.read_only:
+            raise ReadOnlyError(self.directory.path)
+        with self._lock:
+            with self.index.transaction() as rows:
+                self._catch_up()
                 yield rows
             if rows.generation is not None and self._position is not None:
                 # What this process replaced is not read again with all that is there.
@@ -229,29 +223,26 @@ class Catalog:
                 left = [(name, value) for name, value in rows.replaced.items() if value is not None]
                 self.table.add(parsed_row(name, value, self.directory) for name, value in left)
                 self.generation = new_generation()
-            self._catch_up(index)
+            self._catch_up()
 
-    def seal(self, head: PackHead) -> int:
+    def seal(self, row: PackRow) -> int:
         """Record a new pack, and those of its entries that are not there yet. Returns how many were not."""
         with self._changing() as rows:
-            return self._add_row(rows, PackRow.of(head))
+            return self._add_row(rows, row)
 
     def _add_row(self, rows: Transaction, row: PackRow) -> int:
-        """Add a pack's row. Entries that are live in another pack are not in this one. Returns how many are."""
+        """Add a pack's row, with the entries that are live in no other pack. Returns how many are."""
         before = _row_of(rows, row.pack.id, self.directory)
         if before is not None and not before.is_gone:
             return 0  # another process took it in
-        keys = row.names()
-        known = self.table.find(keys)
-        if known:
-            row.live &= [key not in known for key in keys]
+        _drop_known(row, self.table)
         rows.put(PACK_PREFIX + row.pack.id, row.to_bytes())
         return int(row.live.sum())
 
-    def move(self, head: PackHead, old: Mapping[str, Location]) -> int:
+    def move(self, row: PackRow, old: Mapping[str, Location]) -> int:
         """Point entries to their copies in a new pack, in one transaction, but for those that changed meanwhile."""
         with self._changing() as rows:
-            row, left = PackRow.of(head), dict[str, list[int]]()
+            left: dict[str, list[int]] = {}
             for number, (key, now) in enumerate(zip(row.names(), self.table.look_up(row.names()), strict=True)):
                 row.live[number] = now is not None and now.place == old[key].place
                 if row.live[number]:
@@ -261,7 +252,7 @@ class Catalog:
                 changed.live[left[changed.pack.id]] = False
 
             self._rewrite(rows, left, change)
-            rows.add(PACK_PREFIX + head.pack.id, row.to_bytes())
+            rows.add(PACK_PREFIX + row.pack.id, row.to_bytes())
             return int(row.live.sum())
 
     def mark(self, damaged: Mapping[str, tuple[Location, str]]) -> None:
@@ -331,11 +322,6 @@ class Catalog:
         row.reasons = {at: reason for at, reason in row.reasons.items() if at not in elsewhere}
         _put_row(rows, row)
 
-    def _writable(self) -> Index:
-        if self.index is None or self.read_only:
-            raise ReadOnlyError(self.directory.path)
-        return self.index
-
     def close(self) -> None:
         """Nothing is open between calls; afterwards changes are refused."""
         if self.index is not None:
@@ -351,6 +337,14 @@ def parsed_row(name: str, value: bytes, directory: CacheDirectory) -> PackRow:
         return PackRow.from_bytes(pack, value)
     except ValueError as error:
         raise IndexDamagedError(directory.index, f"row {name!r:.80}: {error}") from error
+
+
+def _drop_known(row: PackRow, table: LocationTable) -> None:
+    """Entries that are live in another pack are not in this one."""
+    keys = row.names()
+    known = table.find(keys)
+    if known:
+        row.live &= [key not in known for key in keys]
 
 
 def _row_of(rows: Transaction, pack: str, directory: CacheDirectory) -> PackRow | None:

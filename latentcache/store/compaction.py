@@ -9,14 +9,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from latentcache.errors import StoreError
-from latentcache.store.base import OwnedEntry
+from latentcache.store.base import OwnedEntry, StoreReport
 from latentcache.store.disk import DISAGREE, DiskStore
 from latentcache.store.layout import Location
-from latentcache.store.pack import check_payload, map_pack, new_pack_id, read_entry, read_records, write_pack
+from latentcache.store.location_table import LocationTable
+from latentcache.store.pack import map_pack, new_pack_id, read_entry, read_records, verified_arrays, write_pack
 from latentcache.store.writer import PACK_BYTES, PACK_ENTRIES, PackBuffer
 
 MAX_DEAD_FRACTION = 0.3
@@ -26,7 +26,7 @@ SMALL_ENTRIES = PACK_ENTRIES // 4
 
 
 @dataclass(frozen=True, slots=True)
-class CompactReport:
+class CompactReport(StoreReport):
     """Packs and bytes of files before and after; entries copied; entries found damaged (key -> reason), not copied."""
 
     num_packs_before: int
@@ -38,9 +38,9 @@ class CompactReport:
     unreadable: dict[str, str]
     dry_run: bool
 
-    def to_json(self) -> dict[str, Any]:
-        """The report as JSON."""
-        return asdict(self)
+
+Entries = Mapping[str, Mapping[str, Location]]
+"""Where the entries of packs lie: pack -> key -> location."""
 
 
 def compact(store: DiskStore | str | os.PathLike[str], *, dry_run: bool = False) -> CompactReport:
@@ -50,109 +50,87 @@ def compact(store: DiskStore | str | os.PathLike[str], *, dry_run: bool = False)
     estimates, and nothing is read. Readers may go on: a pack that they have mapped stays readable.
     """
     with DiskStore.opened(store) as disk, nullcontext() if dry_run else disk.lock("compact", shared=False):
-        live = disk.catalog.table.by_pack()
-        empty = disk.catalog.table.packs.keys() - live.keys()
-        chosen = _choose(disk, live)
+        chosen = _choose(disk.catalog.table)
         before = disk.directory.pack_sizes()
+        damaged: dict[str, str] = {}
+        unreadable: dict[str, str] = {}
         if dry_run:
-            return _estimate(before, empty, chosen)
-        disk.catalog.drop_packs(empty)
-        copied, damaged, unreadable = _rewrite(disk, chosen)
-        after = disk.directory.pack_sizes()
+            num_copied, payload_bytes = _size(chosen)
+            num_new = max(-(-payload_bytes // PACK_BYTES), -(-num_copied // PACK_ENTRIES))
+            gone = (disk.catalog.table.empty_packs() | chosen.keys()) & before.keys()
+            num_after = len(before) - len(gone) + num_new
+            bytes_after = sum(before.values()) - sum(before[pack] for pack in gone) + payload_bytes
+        else:
+            num_copied = _rewrite(disk, chosen, damaged, unreadable)
+            after = disk.directory.pack_sizes()
+            num_after, bytes_after = len(after), sum(after.values())
         return CompactReport(
             num_packs_before=len(before),
-            num_packs_after=len(after),
+            num_packs_after=num_after,
             file_bytes_before=sum(before.values()),
-            file_bytes_after=sum(after.values()),
-            num_entries=copied,
+            file_bytes_after=bytes_after,
+            num_entries=num_copied,
             damaged=damaged,
             unreadable=unreadable,
-            dry_run=False,
+            dry_run=dry_run,
         )
 
 
-def _choose(disk: DiskStore, live: Mapping[str, Mapping[str, Location]]) -> dict[str, dict[str, Location]]:
-    wasteful, small = {}, {}
-    for pack, entries in live.items():
-        layout = disk.catalog.table.packs[pack]
-        live_bytes = sum(location.num_bytes for location in entries.values())
+def _size(entries: Entries) -> tuple[int, int]:
+    """How many entries there are, and the bytes of their values."""
+    locations = [location for own in entries.values() for location in own.values()]
+    return len(locations), sum(location.group.mean_bytes for location in locations)
+
+
+def _choose(table: LocationTable) -> dict[str, Mapping[str, Location]]:
+    wasteful, small = dict[str, Mapping[str, Location]](), dict[str, Mapping[str, Location]]()
+    for pack, entries in table.by_pack().items():
+        layout = table.packs[pack]
+        _, live_bytes = _size({pack: entries})
         if live_bytes < (1 - MAX_DEAD_FRACTION) * layout.payload_bytes:
-            wasteful[pack] = dict(entries)
+            wasteful[pack] = entries
         elif layout.file_bytes < SMALL_FILE_BYTES and len(entries) < SMALL_ENTRIES:
-            small[pack] = dict(entries)
-    together = wasteful | small
-    return together if len(small) > 1 or (small and wasteful) else wasteful
+            small[pack] = entries
+    return wasteful | small if len(small) > 1 or wasteful else wasteful
 
 
-def _estimate(
-    before: Mapping[str, int], empty: set[str], chosen: Mapping[str, Mapping[str, Location]]
-) -> CompactReport:
-    entries = [location for pack in chosen.values() for location in pack.values()]
-    payload_bytes = sum(location.num_bytes for location in entries)
-    num_new = max(-(-payload_bytes // PACK_BYTES), -(-len(entries) // PACK_ENTRIES))
-    gone = [pack for pack in before if pack in empty or pack in chosen]
-    return CompactReport(
-        num_packs_before=len(before),
-        num_packs_after=len(before) - len(gone) + num_new,
-        file_bytes_before=sum(before.values()),
-        file_bytes_after=sum(before.values()) - sum(before[pack] for pack in gone) + payload_bytes,
-        num_entries=len(entries),
-        damaged={},
-        unreadable={},
-        dry_run=True,
-    )
-
-
-def _rewrite(
-    disk: DiskStore, chosen: Mapping[str, Mapping[str, Location]]
-) -> tuple[int, dict[str, str], dict[str, str]]:
-    waiting = {pack: set(entries) for pack, entries in chosen.items()}
+def _rewrite(disk: DiskStore, chosen: Entries, damaged: dict[str, str], unreadable: dict[str, str]) -> int:
+    """Copy these entries, and delete each pack as soon as nothing in it is live. Returns how many were copied."""
     old = {key: location for entries in chosen.values() for key, location in entries.items()}
-    damaged: dict[str, str] = {}
-    unreadable: dict[str, str] = {}
-    copied = 0
+    num_copied = 0
+    _drop_empty(disk)
     for batch in _full_packs(_copies(disk, chosen, damaged, unreadable)):
-        head = write_pack(disk.directory.new_pack_path(new_pack_id()), batch)
-        copied += disk.catalog.move(head, old)
-        for key in head.names():
-            waiting[old[key].pack.id].discard(key)
-        _drop_drained(disk, waiting, damaged, unreadable)
-    _drop_drained(disk, waiting, damaged, unreadable)
-    return copied, damaged, unreadable
+        row = write_pack(disk.directory.new_pack_path(new_pack_id()), batch)
+        num_copied += disk.catalog.move(row, old)
+        _drop_empty(disk)
+    _drop_empty(disk)
+    return num_copied
 
 
-def _drop_drained(
-    disk: DiskStore, waiting: dict[str, set[str]], damaged: Mapping[str, str], unreadable: Mapping[str, str]
-) -> None:
-    drained = [pack for pack, keys in waiting.items() if pack not in unreadable and keys <= damaged.keys()]
-    for pack in drained:
-        del waiting[pack]
-    if drained:
-        disk.catalog.drop_packs(drained)
-        disk.release(drained)
+def _drop_empty(disk: DiskStore) -> None:
+    empty = disk.catalog.table.empty_packs()
+    disk.catalog.drop_packs(empty)
+    disk.release(empty)
 
 
 def _copies(
-    disk: DiskStore,
-    chosen: Mapping[str, Mapping[str, Location]],
-    damaged: dict[str, str],
-    unreadable: dict[str, str],
+    disk: DiskStore, chosen: Entries, damaged: dict[str, str], unreadable: dict[str, str]
 ) -> Iterator[OwnedEntry]:
     for pack, entries in chosen.items():
         path = disk.directory.pack_path(pack)
         try:
             records = read_records(path)
-            data = map_pack(path, records.head.pack.file_bytes)
+            data = map_pack(path, records.row.pack.file_bytes)
         except (StoreError, FileNotFoundError) as error:
             unreadable[pack] = str(error)  # left as it is: `verify` marks what it holds
             continue
         for key, location in entries.items():
-            problem = check_payload(data, key, location) if records.is_at(key, location) else DISAGREE
-            if problem is None:
-                yield read_entry(data, records, key, location)
+            found = verified_arrays(data, key, location) if records.is_at(key, location) else DISAGREE
+            if isinstance(found, str):
+                disk.mark_damaged({key: (location, found)})
+                damaged[key] = found
             else:
-                disk.mark_damaged({key: (location, problem)})
-                damaged[key] = problem
+                yield read_entry(found, records, location)
 
 
 def _full_packs(entries: Iterator[OwnedEntry]) -> Iterator[list[OwnedEntry]]:

@@ -13,8 +13,6 @@ TIMEOUT_S = 60.0
 MAX_ROW_BYTES = 1 << 24
 """What SQLite may make of one row."""
 _PAGE_BYTES = 4096
-JOURNALS = ("-journal", "-wal")
-"""What SQLite puts behind the database's name for the files that hold a change."""
 _POLL_S = 0.05
 _PASSING_S = 2.0
 # What SQLite says when it would have to make or change a file to read.
@@ -43,10 +41,11 @@ def connect(database: Path, *, read_only: bool) -> sqlite3.Connection:
         except sqlite3.OperationalError as error:
             if error.sqlite_errorcode not in _NEEDS_WRITING or os.access(database.parent, os.W_OK):
                 raise
-            if _is_wal(database):
-                # SQLite wants to make files next to it. immutable=1 does without, but sees no journal.
-                _wait_for_journals(database)
-                return _connect_as(database, "ro&immutable=1")
+            with database.open("rb") as file:
+                is_wal = file.read(20)[18:] == b"\x02\x02"  # the file format's read and write version
+            if is_wal:
+                detail = "the index is in WAL mode, as an earlier version left it; open the cache for writing once"
+                raise ReadOnlyError(database.parent, detail) from error
             # A live writer's journal can look like a dead one's for a moment.
             if time.monotonic() >= until:
                 raise
@@ -63,24 +62,6 @@ def _connect_as(database: Path, mode: str) -> sqlite3.Connection:
         connection.close()
         raise
     return connection
-
-
-def _is_wal(database: Path) -> bool:
-    with database.open("rb") as file:
-        return file.read(20)[18:] == b"\x02\x02"  # the file format's read and write version
-
-
-def _wait_for_journals(database: Path) -> None:
-    until = time.monotonic() + TIMEOUT_S
-    journals = [database.with_name(database.name + suffix) for suffix in JOURNALS]
-    while names := [journal.name for journal in journals if _num_bytes(journal)]:
-        if time.monotonic() >= until:
-            raise StoreBusyError(
-                database.parent,
-                f"{names[0]} holds a change that is not in the index yet: a writer is at work, or died. "
-                "Try again, or let its owner open the cache for writing once.",
-            )
-        time.sleep(_POLL_S)
 
 
 def typed_error(error: BaseException, database: Path, *, read_only: bool, timed_out: bool = False) -> StoreError:
@@ -100,10 +81,3 @@ def typed_error(error: BaseException, database: Path, *, read_only: bool, timed_
     if primary in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_NOMEM) or isinstance(error, OSError):
         return StoreError(f"{folder}: the index cannot be reached: {error}")
     return IndexDamagedError(folder, str(error))
-
-
-def _num_bytes(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0

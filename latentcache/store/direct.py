@@ -14,6 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
@@ -94,17 +95,29 @@ class Slabs:
         self._idle_bytes += num_bytes
 
 
+class _Blocks(NamedTuple):
+    """A field's whole blocks: where they come to lie, the offset in the file, and the bytes that the field needs."""
+
+    array: np.ndarray
+    offset: int
+    min_bytes: int
+
+
+@dataclass(slots=True, eq=False)
 class Read:
-    """One entry on its way: its fields come to lie in `data`, at `offsets`."""
+    """One entry on its way: its fields come to lie in `data`, at `offsets`, by whole `blocks`."""
 
-    __slots__ = ("begun", "data", "error", "is_complete", "location", "num_left", "offsets", "path")
-
-    def __init__(self, location: Location, path: Path, data: np.ndarray, offsets: Sequence[int], begun: int):
-        self.location, self.path, self.data, self.offsets = location, path, data, offsets
-        self.begun = begun  # as the thread counts its reads
-        self.num_left = 0  # fields that are under way
-        self.is_complete = True
-        self.error: StoreError | None = None
+    location: Location
+    path: Path
+    data: np.ndarray
+    offsets: list[int]
+    blocks: list[_Blocks]
+    begun: int
+    """The number of the thread's read in which it was begun."""
+    num_left: int = 0
+    """Fields that are under way."""
+    is_complete: bool = True
+    error: StoreError | None = None
 
     def fail(self, error: OSError) -> None:
         """It cannot be read now, for this reason. `DirectReads.wait` raises it."""
@@ -116,14 +129,6 @@ class Read:
         columns = zip(self.location.group.columns, self.offsets, strict=True)
         arrays = [np.ndarray((1, *c.shape), ARRAY_DTYPES[c.dtype], self.data, offset) for c, offset in columns]
         return EntryArrays(self.location.group.description, tuple(arrays))
-
-
-class _Blocks(NamedTuple):
-    """A field's whole blocks: where they come to lie, the offset in the file, and the bytes that the field needs."""
-
-    array: np.ndarray
-    offset: int
-    min_bytes: int
 
 
 class DirectReads:
@@ -150,7 +155,7 @@ class DirectReads:
         with self._unbroken():
             self._reap(0)
             self._forget_waiting()
-            new: dict[str, tuple[Read, list[_Blocks]]] = {}
+            new: dict[str, Read] = {}
             room, num_bytes = self._queue.room, self._asked_bytes
             for key, location in places.items():
                 if key in self._asked:
@@ -162,9 +167,9 @@ class DirectReads:
                     new[key] = self._made(location)
                 except StoreError:
                     break  # it comes up again when the entry is read
-                num_bytes += new[key][0].data.nbytes
+                num_bytes += new[key].data.nbytes
             self._begin(new.values())
-            self._asked.update((key, read) for key, (read, _) in new.items())
+            self._asked |= new
             self._asked_bytes = num_bytes
 
     def begin(self, places: Mapping[str, Location]) -> dict[str, Read]:
@@ -172,12 +177,12 @@ class DirectReads:
         with self._unbroken():
             self._num_reads += 1
             reads: dict[str, Read] = {}
-            new: list[tuple[Read, list[_Blocks]]] = []
+            new: list[Read] = []
             for key, location in places.items():
                 read = self._take(key)
                 if read is None or read.location.place != location.place or read.error is not None:
-                    new.append(self._made(location))
-                    read = new[-1][0]
+                    read = self._made(location)
+                    new.append(read)
                 reads[key] = read
             self._begin(new)
         return reads
@@ -243,7 +248,7 @@ class DirectReads:
                 return
             self._take(key)
 
-    def _made(self, location: Location) -> tuple[Read, list[_Blocks]]:
+    def _made(self, location: Location) -> Read:
         windows, offsets, at = [], [], 0
         for offset, num_bytes in location.ranges():
             first = offset // BLOCK_BYTES * BLOCK_BYTES
@@ -256,22 +261,22 @@ class DirectReads:
             data = self._slabs.take(at)
         except (OSError, MemoryError) as error:
             raise unreadable(path, error) from error
-        read = Read(location, path, data, offsets, self._num_reads)
-        return read, [_Blocks(data[start:end], first, min_bytes) for start, end, first, min_bytes in windows]
+        blocks = [_Blocks(data[start:end], first, min_bytes) for start, end, first, min_bytes in windows]
+        return Read(location, path, data, offsets, blocks, self._num_reads)
 
-    def _begin(self, reads: Iterable[tuple[Read, list[_Blocks]]]) -> None:
+    def _begin(self, reads: Iterable[Read]) -> None:
         rest = iter(reads)
         while group := list(islice(rest, _TOGETHER)):
             files: list[int] = []
             pieces: list[Piece] = []
             try:
-                for read, parts in group:
+                for read in group:
                     fd = _opened(read)
                     if fd is None:
                         continue
                     files.append(fd)
-                    read.num_left = len(parts)
-                    for array, offset, min_bytes in parts:
+                    read.num_left = len(read.blocks)
+                    for array, offset, min_bytes in read.blocks:
                         self._num_tags += 1
                         self._under_way[self._num_tags] = read, min_bytes
                         pieces.append(Piece(self._num_tags, fd, array.ctypes.data, array.nbytes, offset))
@@ -350,7 +355,7 @@ class DirectReader(Reader):
     @override
     def rows(self, keys: Sequence[str], locations: Sequence[Location]) -> list[EntryArrays]:
         reads = self.for_thread()
-        if reads is None or any(location.group.is_ragged for location in locations):
+        if reads is None or any(location.group.ragged for location in locations):
             return self._mapped.rows(keys, locations)
         begun = reads.begin(dict(zip(keys, locations, strict=True)))
         arrays = {key: self._finished(key, read, reads) for key, read in begun.items()}
@@ -378,7 +383,7 @@ class DirectReader(Reader):
             self._mapped.prefetch(keys, locations)
         else:
             places = zip(keys, locations, strict=True)
-            reads.prefetch({key: location for key, location in places if not location.group.is_ragged})
+            reads.prefetch({key: location for key, location in places if not location.group.ragged})
 
     @override
     def invalidate(self, locations: Iterable[Location]) -> None:

@@ -153,10 +153,8 @@ class CacheDirectory:
         """Bytes of the index's files."""
         num_bytes = 0
         for file in self.index.glob("cache.db*"):
-            try:
+            with suppress(FileNotFoundError):  # SQLite's journals come and go
                 num_bytes += file.lstat().st_size
-            except FileNotFoundError:
-                continue  # SQLite's journals come and go
         return num_bytes
 
     def remove_pack(self, pack: str) -> None:

@@ -25,10 +25,10 @@ from latentcache.store.catalog import Catalog
 from latentcache.store.direct import IO, Io, choose_reader
 from latentcache.store.directory import CacheDirectory
 from latentcache.store.layout import Location
-from latentcache.store.mapped import MappedReader, ReadAheadMode, Reader
+from latentcache.store.mapped import MappedReader, Reader
 from latentcache.store.pack import new_pack_id, read_records, write_pack
-from latentcache.store.stacking import read_batch
-from latentcache.store.writer import PackWriter, Sealed
+from latentcache.store.stacking import stack
+from latentcache.store.writer import PackWriter
 from latentcache.types import Entry, Record
 from latentcache.utils.locks import locked
 
@@ -45,9 +45,8 @@ class DiskStore(Store):
 
     `read_only` writes nothing at all, so that a directory without write access can be read. `create=False` requires
     that the cache exists. `io` says whether packs are read through the page cache or, whole entries at a time, past it
-    (`direct.Io`). `read_ahead` says when `prefetch` asks the system to bring bytes into the page cache
-    (`mapped.ReadAhead`). StoreError, SchemaError, ReadOnlyError as for `CacheDirectory`; StoreError for an unknown
-    `io`, and at the first read where the file system cannot do `direct`.
+    (`direct.Io`). StoreError, SchemaError, ReadOnlyError as for `CacheDirectory`; StoreError for an unknown `io`, and
+    at the first read where the file system cannot do `direct`.
 
     When a store is opened for writing, a damaged index is rebuilt from the packs, packs that a dead writer sealed are
     added to it, and that writer's half-written files are removed.
@@ -60,7 +59,6 @@ class DiskStore(Store):
         read_only: bool = False,
         create: bool = True,
         io: Io = "auto",
-        read_ahead: ReadAheadMode = "missing",
     ):
         if io not in IO:
             raise StoreError(f"io is {io!r}; it must be one of {', '.join(IO)}")
@@ -71,7 +69,7 @@ class DiskStore(Store):
         self._catalog: Catalog | None = Catalog(self.directory, read_only=read_only)
         self._read_records = lru_cache(_MAX_RECORDS)(read_records)
         self._path_of = lru_cache(_MAX_PATHS)(self.directory.pack_path)
-        self._mapped = MappedReader(self._path_of, self._relocate, read_ahead)
+        self._mapped = MappedReader(self._path_of, self._relocate)
         self._reader: Reader | None = None
 
     @classmethod
@@ -120,13 +118,13 @@ class DiskStore(Store):
                         writer.add(entry)
         return writer.num_added
 
-    def _seal(self, entries: Sequence[OwnedEntry]) -> Sealed:
+    def _seal(self, entries: Sequence[OwnedEntry]) -> tuple[int, int]:
         present = self.catalog.find([entry.key for entry in entries], again=True)
         new = [entry for entry in entries if entry.key not in present]
         if not new:
-            return Sealed(0, 0)
-        head = write_pack(self.directory.new_pack_path(new_pack_id()), new)
-        return Sealed(self.catalog.seal(head), head.pack.file_bytes)
+            return 0, 0
+        row = write_pack(self.directory.new_pack_path(new_pack_id()), new)
+        return self.catalog.seal(row), row.pack.file_bytes
 
     @override
     def find(self, keys: Iterable[str]) -> set[str]:
@@ -138,20 +136,21 @@ class DiskStore(Store):
 
     @override
     def describe(self, key: str) -> Description:
-        location = self._locate(key)
-        if location.group.is_ragged:  # its lengths are in the pack
-            return dict(self.rows([key])[0].description)
-        return dict(location.group.description)
+        group = self._locate([key])[0].group
+        return dict(self.rows([key])[0].description if group.ragged else group.description)  # lengths are in the pack
 
     @override
     def get(self, key: str) -> Entry:
-        record, location = self.record(key), self._locate(key)
-        ragged = frozenset(c.field for c in location.group.columns if c.offsets_start is not None)
-        return Entry(record, {name: tensor[0] for name, tensor in read_batch(self, [key]).items()}, ragged)
+        [location] = self._locate([key])
+        record = self._record(key, location)
+        rows = (self._reader or self._choose_reader()).rows([key], [location])
+        return Entry(record, {name: tensor[0] for name, tensor in stack([key], rows).items()}, location.group.ragged)
 
     @override
     def record(self, key: str) -> Record:
-        location = self._locate(key)
+        return self._record(key, self._locate([key])[0])
+
+    def _record(self, key: str, location: Location) -> Record:
         while True:
             path, problem = self._path_of(location.pack.id), DISAGREE
             try:
@@ -175,12 +174,7 @@ class DiskStore(Store):
 
     @override
     def rows(self, keys: Sequence[str]) -> list[EntryArrays]:
-        locations = []
-        for key, location in zip(keys, self.catalog.look_up(keys), strict=True):
-            if location is None:
-                raise self._absent(key)
-            locations.append(location)
-        return (self._reader or self._choose_reader()).rows(keys, locations)
+        return (self._reader or self._choose_reader()).rows(keys, self._locate(keys))
 
     def _choose_reader(self) -> Reader:
         """The reader for the packs that there are. It is chosen once, at the first read: before, there may be none."""
@@ -197,22 +191,20 @@ class DiskStore(Store):
             found = [(key, place) for key, place in zip(keys, catalog.look_up(keys), strict=True) if place]
             reader.prefetch([key for key, _ in found], [place for _, place in found])
 
-    def _locate(self, key: str) -> Location:
-        location = self.catalog.look_up([check_key(key)])[0]
-        if location is None:
-            raise self._absent(key)
-        return location
-
-    def _absent(self, key: str) -> StoreError:
-        reason = self.catalog.table.reason(key)
-        return EntryMissingError(key) if reason is None else EntryDamagedError(key, reason)
+    def _locate(self, keys: Sequence[str]) -> list[Location]:
+        locations = []
+        for key, location in zip(keys, self.catalog.look_up(keys), strict=True):
+            if location is None:
+                raise _absent(self.catalog, key)
+            locations.append(location)
+        return locations
 
     def _relocate(self, key: str, location: Location, problem: str) -> Location:
         """Another place for the entry if the index now has one; otherwise it is damaged, and marked so."""
         (self._reader or self._mapped).invalidate([location])
-        moved = self.catalog.relocate(key)
+        moved = self.catalog.relocate([key])[0]
         if moved is None:
-            raise self._absent(key)  # it was removed, or found damaged, elsewhere
+            raise _absent(self.catalog, key)  # it was removed, or found damaged, elsewhere
         if moved.place != location.place:
             return moved
         self.mark_damaged({key: (location, problem)})
@@ -261,3 +253,8 @@ class DiskStore(Store):
         self._catalog = None
         (self._reader or self._mapped).close()
         self._read_records.cache_clear()
+
+
+def _absent(catalog: Catalog, key: str) -> StoreError:
+    reason = catalog.table.reason(key)
+    return EntryMissingError(key) if reason is None else EntryDamagedError(key, reason)

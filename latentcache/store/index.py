@@ -14,7 +14,7 @@ import sqlite3
 import stat
 import threading
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,13 +24,11 @@ import diskcache
 from diskcache.core import DBNAME, DEFAULT_SETTINGS, METADATA, MODE_RAW
 
 from latentcache.errors import IndexDamagedError, ReadOnlyError, StoreError
-from latentcache.store.connection import JOURNALS, TIMEOUT_S, connect, typed_error
+from latentcache.store.connection import TIMEOUT_S, connect, typed_error
 from latentcache.utils.locks import locked
 
-_CHUNK = 500  # keys in one SELECT; SQLite allows 999 in old builds
-
-# Before 3.51.3, two processes that write and checkpoint at once can corrupt a database in WAL mode.
-JOURNAL_MODE = "wal" if sqlite3.sqlite_version_info >= (3, 51, 3) else "delete"
+JOURNAL_MODE = "delete"
+"""Not WAL: that fails on network file systems, and a reader without write access could not read it."""
 SQLITE_VERSION = sqlite3.sqlite_version
 _SETTINGS: dict[str, Any] = {
     "statistics": 0,
@@ -58,12 +56,12 @@ _SCHEMA = {
     ("trigger", "Settings_size_delete"),
 }
 _SUPER_JOURNAL_MAGIC = bytes.fromhex("d9d505f920a163d7")
-_COLUMNS = "key, raw, mode, filename, expire_time, value"
-_OURS = (
-    "typeof(key) = 'text' AND typeof(value) = 'blob' AND raw = 1 AND mode = 1 "
-    "AND filename IS NULL AND expire_time IS NULL"
-)
-_PAGE_ROWS = 64
+_SELECT = """
+    SELECT key, value, typeof(key) = 'text' AND typeof(value) = 'blob' AND raw = 1 AND mode = 1
+        AND filename IS NULL AND expire_time IS NULL
+    FROM Cache
+"""
+"""Name and value of rows, and whether latentcache can have written them."""
 GENERATION = "generation"
 """The name of the row that changes whenever another is removed or replaced."""
 MAX_VALUE_BYTES = 1 << 23
@@ -72,7 +70,7 @@ _BEFORE_ALL = -(1 << 63)
 
 
 @functools.cache
-def _process_lock() -> threading.RLock:
+def process_lock() -> threading.RLock:
     """One lock for all indexes. A fork of this process waits for it, and both sides find it free.
 
     A new lock in the child would not do: SQLite would roll back there what the parent is writing.
@@ -132,11 +130,14 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Rows in pages, oldest first, and where they bring their reader. `is_whole`: all rows, not only later ones."""
+    """Names and values of rows, oldest first, and where they bring their reader.
+
+    `is_whole`: all rows, not only later ones.
+    """
 
     position: Position
     is_whole: bool
-    pages: Iterator[list[tuple[str, bytes]]]
+    rows: Iterator[tuple[str, bytes]]
 
 
 class Transaction:
@@ -189,7 +190,7 @@ class Index:
         self.path = Path(path).absolute()
         self._database = self.path / DBNAME
         self.read_only = read_only
-        self.lock = _process_lock()
+        self.lock = process_lock()
         """Held during each call. Hold it to make one step of several calls, and of what memory keeps of them."""
         self._closed = False
         self._cache: diskcache.Cache | None = None
@@ -208,22 +209,14 @@ class Index:
 
     def get_many(self, names: Iterable[str]) -> dict[str, bytes]:
         """The rows of those names that have one."""
-        wanted = [_checked_name(name) for name in dict.fromkeys(names)]
-        found: dict[str, bytes] = {}
-        if not wanted:
-            return found
+        wanted = [_checked_name(name) for name in names]
         with self._reading() as connection:
-            for start in range(0, len(wanted), _CHUNK):
-                chunk = wanted[start : start + _CHUNK]
-                marks = ",".join("?" * len(chunk))
-                query = f"SELECT {_COLUMNS} FROM Cache WHERE raw = 1 AND key IN ({marks})"
-                found.update(self._row(row) for row in connection.execute(query, chunk))
-        return found
+            return dict(row for name in wanted for row in self._rows(connection, "WHERE key = ?", name))
 
     def items(self) -> dict[str, bytes]:
         """All rows, oldest first."""
         with self.reading() as reading:
-            return {name: value for page in reading.pages for name, value in page}
+            return dict(reading.rows)
 
     @contextmanager
     def reading(self, since: Position | None = None) -> Iterator[Reading]:
@@ -232,20 +225,19 @@ class Index:
         Other processes cannot change the index while the block runs.
         """
         with self._reading() as connection:
-            row = connection.execute(f"SELECT {_COLUMNS} FROM Cache WHERE raw = 1 AND key = ?", [GENERATION]).fetchone()
-            generation = None if row is None else self._row(row)[1]
+            generation = dict(self._rows(connection, "WHERE key = ?", GENERATION)).get(GENERATION)
             follows = since is not None and since.generation == generation and self._has_row(connection, since)
             start = since.last_row if follows and since is not None else _BEFORE_ALL
-            # SQLite looks at many rows in a fraction of the time that Python takes.
-            query = f"SELECT {_COLUMNS} FROM Cache WHERE rowid > ? AND ({_OURS}) IS NOT TRUE LIMIT 1"
-            for row in connection.execute(query, [start]):
-                self._row(row)
-                raise IndexDamagedError(self.path, f"row {row[0]!r:.80} was not written by latentcache")
             last = connection.execute("SELECT rowid, key FROM Cache ORDER BY rowid DESC LIMIT 1").fetchone()
             position = Position(generation, *(last or (_BEFORE_ALL, "")))
-            query = "SELECT key, value FROM Cache WHERE rowid > ? AND key != ? ORDER BY rowid"
-            rows = connection.execute(query, [start, GENERATION])
-            yield Reading(position, not follows, iter(lambda: rows.fetchmany(_PAGE_ROWS), []))
+            rows = self._rows(connection, "WHERE rowid > ? AND key IS NOT ? ORDER BY rowid", start, GENERATION)
+            yield Reading(position, not follows, rows)
+
+    def _rows(self, connection: sqlite3.Connection, where: str, *values: object) -> Iterator[tuple[str, bytes]]:
+        for name, value, is_ours in connection.execute(_SELECT + where, values):
+            if is_ours != 1:
+                raise IndexDamagedError(self.path, f"row {name!r:.80} was not written by latentcache")
+            yield name, value
 
     def _has_row(self, connection: sqlite3.Connection, position: Position) -> bool:
         if position.last_row == _BEFORE_ALL:
@@ -300,14 +292,6 @@ class Index:
             finally:
                 connection.close()
 
-    def _row(self, row: Sequence[Any]) -> tuple[str, bytes]:
-        key, raw, mode, filename, expire_time, value = row
-        if type(key) is not str or raw != 1 or mode != MODE_RAW or filename is not None or expire_time is not None:
-            raise IndexDamagedError(self.path, f"row {key!r:.80} was not written by latentcache")
-        if type(value) is not bytes:
-            raise IndexDamagedError(self.path, f"the value of row {key!r:.80} is not bytes")
-        return key, value
-
     def _inspect(self) -> set[tuple[str, str]]:
         """Inspect a database before diskcache reads it: it runs stored settings as SQL. Returns (type, name) in it."""
         self._inspect_files()
@@ -330,7 +314,7 @@ class Index:
         return schema
 
     def _inspect_files(self) -> None:
-        for name in (DBNAME, *[DBNAME + suffix for suffix in (*JOURNALS, "-shm")]):
+        for name in (DBNAME, *[DBNAME + suffix for suffix in ("-journal", "-wal", "-shm")]):
             try:
                 mode = (self.path / name).lstat().st_mode
             except FileNotFoundError:

@@ -7,14 +7,15 @@ model families, is ragged: its values lie one after the other, and a column of o
 
 from __future__ import annotations
 
+import json
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
+import xxhash
 
 from latentcache.store.base import DTYPES, Description, is_field, is_kind
 
@@ -22,6 +23,7 @@ KEY_BYTES, DIGEST_BYTES, OFFSET_BYTES = 32, 16, 8
 MAX_PACK_ENTRIES = 1 << 15
 """More rows than any writer puts into a pack. It bounds the work on a pack that someone else made."""
 _MAX_BYTES = 1 << 60  # far beyond any file
+_CRC_BYTES = 8
 _MAX_DESCRIPTIONS = 4096  # a real cache has some dozens: fields, buckets and dtypes
 
 
@@ -56,9 +58,9 @@ class RowGroup:
     columns: tuple[Column, ...]
 
     @cached_property
-    def is_ragged(self) -> bool:
-        """Whether a field has a length of its own in each entry."""
-        return any(column.offsets_start is not None for column in self.columns)
+    def ragged(self) -> frozenset[str]:
+        """The fields that have a length of their own in each entry."""
+        return frozenset([column.field for column in self.columns if column.offsets_start is not None])
 
     @cached_property
     def description(self) -> Description:
@@ -70,6 +72,11 @@ class RowGroup:
     def payload_bytes(self) -> int:
         """Bytes of the values of all entries."""
         return sum(column.num_rows * column.row_bytes for column in self.columns)
+
+    @property
+    def mean_bytes(self) -> int:
+        """Bytes of the values of an entry; where a field is ragged, the mean over all entries."""
+        return self.payload_bytes // self.num
 
 
 @lru_cache(_MAX_DESCRIPTIONS)
@@ -155,19 +162,6 @@ def _column(value: Any, num: int, file_bytes: int) -> Column:
     return Column(name, dtype, tuple(shape), start, num_rows, offsets_start)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PackHead:
-    """What an index needs of a pack: its layout, and `keys` [n, 32] and `digests` [n, 16] (uint8), a row an entry."""
-
-    pack: Pack
-    keys: np.ndarray
-    digests: np.ndarray
-
-    def names(self) -> list[str]:
-        """The keys as text, in the order of the rows."""
-        return key_names(self.keys)
-
-
 def key_names(keys: np.ndarray) -> list[str]:
     """Keys [n, 32] as text."""
     text = keys.tobytes().hex()
@@ -186,16 +180,6 @@ class Location(NamedTuple):
     def place(self) -> tuple[str, int]:
         """The pack's id and the row: two locations with one place are the same."""
         return self.pack.id, self.row
-
-    @property
-    def kind(self) -> str:
-        """The entry's kind."""
-        return self.group.kind
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the entry's values. Of a group with a ragged field: those of its average entry."""
-        return self.group.payload_bytes // self.group.num
 
     @property
     def end(self) -> int:
@@ -219,14 +203,91 @@ class Location(NamedTuple):
         return ranges
 
 
-def locate(pack: Pack, row: int, digest: bytes) -> Location:
-    """The location of a row."""
-    return Location(pack, row, digest, pack.group_of(row))
+@dataclass(slots=True, eq=False)
+class PackRow:
+    """One pack as the index knows it. `keys` [n, 32], `digests` [n, 16] (uint8), `live` [n] (bool), a row an entry.
+
+    A row that is not live was removed, was found damaged, or lies in another pack. `reasons` says, by row, why an
+    entry is damaged. `is_gone`: there is no such file any more, and the row is there for its reasons.
+    """
+
+    pack: Pack
+    keys: np.ndarray
+    digests: np.ndarray
+    live: np.ndarray
+    reasons: dict[int, str] = field(default_factory=dict)
+    is_gone: bool = False
+
+    @classmethod
+    def new(cls, pack: Pack, keys: np.ndarray, digests: np.ndarray) -> PackRow:
+        """The row of a new pack: all of its entries are live."""
+        return cls(pack, keys, digests, np.ones(len(keys), bool))
+
+    def to_bytes(self) -> bytes:
+        """The row's value in the index, with a checksum at its end. `from_bytes` is its inverse."""
+        reasons: dict[str, list[int]] = {}
+        for row, reason in self.reasons.items():
+            reasons.setdefault(reason, []).append(row)
+        value = {
+            "file_bytes": self.pack.file_bytes,
+            "groups": self.pack.to_json(),
+            "is_gone": self.is_gone,
+            "reasons": reasons,
+        }
+        head = json.dumps(value, separators=(",", ":")).encode("ascii")
+        arrays = (self.keys.tobytes(), self.digests.tobytes(), np.packbits(self.live).tobytes())
+        data = b"".join((len(head).to_bytes(4, "little"), head, *arrays))
+        return data + xxhash.xxh3_64(data).digest()
+
+    @classmethod
+    def from_bytes(cls, pack: str, data: bytes) -> PackRow:
+        """The row that `to_bytes` wrote for this pack. ValueError for anything else."""
+        body = data[:-_CRC_BYTES]
+        if len(data) < 4 + _CRC_BYTES or xxhash.xxh3_64(body).digest() != data[-_CRC_BYTES:]:
+            raise ValueError("its bytes do not have the checksum that was stored with them")
+        at = 4 + int.from_bytes(body[:4], "little")
+        try:
+            groups, file_bytes, is_gone, by_reason = _parsed_head(body[4:at])
+            layout = Pack(pack, file_bytes, groups)
+            num = layout.num_entries
+            reasons = {row: reason for reason, rows in by_reason.items() for row in rows}
+        except (KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"not the row of a pack: {error!r:.100}") from error
+        sizes = [num * KEY_BYTES, num * DIGEST_BYTES, (num + 7) // 8]
+        if len(body) != at + sum(sizes) or not all(type(row) is int and 0 <= row < num for row in reasons):
+            raise ValueError(f"not the row of a pack of {num:,} entries")
+        keys = np.frombuffer(body, np.uint8, sizes[0], at).reshape(num, KEY_BYTES)
+        digests = np.frombuffer(body, np.uint8, sizes[1], at + sizes[0]).reshape(num, DIGEST_BYTES)
+        live = np.unpackbits(np.frombuffer(body, np.uint8, sizes[2], at + sizes[0] + sizes[1]), count=num).view(bool)
+        return cls(layout, keys, digests, live, reasons, is_gone)
+
+    def key(self, row: int) -> str:
+        """The key of a row."""
+        return str(self.keys[row].tobytes().hex())
+
+    def names(self) -> list[str]:
+        """The keys as text, in the order of the rows."""
+        return key_names(self.keys)
+
+    def live_names(self) -> list[str]:
+        """The keys of the entries that are live, in the order of the rows."""
+        return key_names(self.keys[self.live])
+
+    def location(self, row: int) -> Location:
+        """Where the entry of a row lies."""
+        return Location(self.pack, row, self.digests[row].tobytes(), self.pack.group_of(row))
+
+    def damaged(self) -> dict[str, str]:
+        """Why each damaged entry is one, by key."""
+        return {self.key(row): reason for row, reason in self.reasons.items()}
 
 
-def groups_of(specs: Sequence[tuple[Any, ...]]) -> dict[tuple[Any, ...], list[int]]:
-    """The numbers of the items with each spec, in the order in which specs come first."""
-    groups: dict[tuple[Any, ...], list[int]] = {}
-    for number, spec in enumerate(specs):
-        groups.setdefault(spec, []).append(number)
-    return groups
+@lru_cache(_MAX_DESCRIPTIONS)
+def _parsed_head(text: bytes) -> tuple[tuple[RowGroup, ...], int, bool, dict[str, list[int]]]:
+    """Of a row's bytes: the groups, bytes of the file, `is_gone`, and rows by reason. Full packs often have equal ones.
+
+    Do not change what it returns. ValueError, KeyError, TypeError, AttributeError, RecursionError for anything else.
+    """
+    value = json.loads(str(text, "ascii"))
+    layout = pack_from_json("", value["file_bytes"], value["groups"])
+    return layout.groups, layout.file_bytes, bool(value["is_gone"]), dict(value["reasons"])

@@ -6,8 +6,10 @@ import os
 import resource
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 from typing_extensions import override
@@ -78,47 +80,37 @@ class Verified:
             self.flags.pop(pack, None)
 
 
-ReadAheadMode = Literal["missing", "always", "never"]
-"""`missing`: while this thread's reads come from the disk."""
-
 MAX_IDLE_READS = 12
 """After so many checks in which nothing came from the disk, nothing is advised. A batch takes one to three."""
 SKIPPED_READS = 7
 """After a check that found nothing, so many reads are not checked: in a small batch a check takes a hundredth."""
 
-_MAX_FILES = 64  # open at once
-
-CAN_ADVISE = hasattr(os, "posix_fadvise")
-"""Python offers no such call on macOS: there nothing is advised."""
+CAN_ADVISE = hasattr(os, "posix_fadvise") and hasattr(resource, "RUSAGE_THREAD")
+"""Only Linux counts what each thread reads from the disk: elsewhere nothing is advised."""
 
 
 class _ThreadCounters(threading.local):
-    """What a thread's reads have caused.
-
-    `skip` reads need no check. `idle_reads` checks in turn found nothing from the disk. `blocks_read` is the system's
-    counter at the last check.
-    """
+    """What a thread's reads have caused."""
 
     skip = 0
+    """Reads that need no check."""
     idle_reads = 0
+    """Checks in turn that found nothing from the disk."""
     blocks_read: int | None = None
+    """The system's counter at the last check."""
 
 
 class ReadAhead:
     """Whether the calling thread should advise the system. Each thread decides for itself.
 
-    Advice about bytes that are in memory already takes more than half of a copy. So by default it is given while pages
-    are missing: at a thread's first read, and until MAX_IDLE_READS checks in turn have found nothing from the disk.
-    Bytes that the thread's own advice brought count too, so it goes on as long as it helps. Then every eighth read is
+    Advice about bytes that are in memory already takes more than half of a copy. So it is given while pages are
+    missing: at a thread's first read, and until MAX_IDLE_READS checks in turn have found nothing from the disk. Bytes
+    that the thread's own advice brought count too, so it goes on as long as it helps. Then every eighth read is
     checked. Where the system does not count per thread (only Linux does), nothing is advised: the warm case matters
     more.
     """
 
-    def __init__(self, mode: ReadAheadMode = "missing"):
-        self.mode: ReadAheadMode = mode if CAN_ADVISE else "never"
-        self._who = getattr(resource, "RUSAGE_THREAD", None)
-        if self._who is None and mode == "missing":
-            self.mode = "never"
+    def __init__(self) -> None:
         self._thread = _ThreadCounters()
 
     def should_prefetch(self) -> bool:
@@ -127,10 +119,9 @@ class ReadAhead:
         if thread.skip:
             thread.skip -= 1
             return False
-        if self.mode != "missing":
-            return self.mode == "always"
-        assert self._who is not None
-        usage = resource.getrusage(self._who)
+        if not CAN_ADVISE:
+            return False
+        usage = resource.getrusage(resource.RUSAGE_THREAD)
         # Faults in mapped pages, and blocks that were read because of advice.
         blocks_read = usage.ru_majflt + usage.ru_inblock
         thread.idle_reads = thread.idle_reads + 1 if blocks_read == thread.blocks_read else 0
@@ -146,8 +137,8 @@ class MappedReader(ReadAhead, Reader):
 
     keeps_rows = True
 
-    def __init__(self, path_of: PathOf, relocate: Relocate, mode: ReadAheadMode = "missing"):
-        super().__init__(mode)
+    def __init__(self, path_of: PathOf, relocate: Relocate):
+        super().__init__()
         self._path_of = path_of
         self._relocate = relocate
         self._maps: dict[str, np.ndarray] = {}
@@ -165,7 +156,8 @@ class MappedReader(ReadAhead, Reader):
                 rows.append(arrays_in(data, location))
                 continue
             if pack.id not in whole:
-                whole[pack.id] = self._map_whole(pack), self._verified.of(pack)
+                # What is found here counts for all of the pack's rows of this call.
+                whole[pack.id] = self._map(pack, pack.file_bytes)[0], self._verified.of(pack)
             data, good = whole[pack.id]  # not from the maps again: another thread may have released the pack
             found = "" if data is None else verified_arrays(data, key, location)
             if isinstance(found, str):
@@ -175,21 +167,10 @@ class MappedReader(ReadAhead, Reader):
             rows.append(found)
         return rows
 
-    def _map_whole(self, pack: Pack) -> np.ndarray | None:
-        """The mapped pack, if its file has all of its bytes now. If not, `verify` says what is wrong."""
-        try:
-            data = self._maps.get(pack.id)
-            if data is None:
-                data = self._maps.setdefault(pack.id, map_pack(self._path_of(pack.id), pack.file_bytes))
-            is_whole = min(data.size, self._path_of(pack.id).stat().st_size) >= pack.file_bytes
-        except (OSError, StoreError):
-            return None
-        return data if is_whole else None
-
     def verify(self, key: str, location: Location) -> EntryArrays:
         """The entry's arrays, mapped and compared with its digest, where they lie now."""
         while True:
-            data, problem = self._map(location)
+            data, problem = self._map(location.pack, location.end)
             if data is not None:
                 found = verified_arrays(data, key, location)
                 if not isinstance(found, str):
@@ -198,12 +179,11 @@ class MappedReader(ReadAhead, Reader):
                 problem = found
             location = self._relocate(key, location, problem)
 
-    def _map(self, location: Location) -> tuple[np.ndarray | None, str]:
-        """The mapped pack in which the entry lies, or why there is none: the file is gone, or is not what was written.
+    def _map(self, pack: Pack, end: int) -> tuple[np.ndarray | None, str]:
+        """The mapped pack, if its file has its first `end` bytes now, or why not: it is gone, or not what was written.
 
         A plain StoreError: it cannot be read now, which says nothing about its bytes.
         """
-        pack, end = location.pack, location.end
         path = self._path_of(pack.id)
         data = self._maps.get(pack.id)
         try:
@@ -223,12 +203,9 @@ class MappedReader(ReadAhead, Reader):
 
     @override
     def prefetch(self, keys: Sequence[str], locations: Sequence[Location]) -> None:
-        ranges = []
-        for location in locations:
-            path = self._path_of(location.pack.id)
-            for offset, num_bytes in location.ranges():
-                ranges.append((path, offset, num_bytes))
-        advise(ranges)
+        # In the order in which they are read: the first can be used while the others are on their way.
+        for pack, together in groupby(locations, key=attrgetter("pack.id")):
+            advise(self._path_of(pack), [part for location in together for part in location.ranges()])
 
     @override
     def invalidate(self, locations: Iterable[Location]) -> None:
@@ -247,40 +224,20 @@ class MappedReader(ReadAhead, Reader):
         self._maps.clear()
 
 
-def advise(ranges: Iterable[tuple[Path, int, int]]) -> None:
-    """Ask the system to bring ranges of files (path, offset, number of bytes) into memory, and wait for nothing.
+def advise(path: Path, ranges: Iterable[tuple[int, int]]) -> None:
+    """Ask the system to bring ranges of a file (offset, number of bytes) into memory, and wait for nothing.
 
-    They come in this order: the first can be used while the others are on their way. A file that cannot be opened is
-    passed over, because the read that follows reports what is wrong with it. A file whose file system takes no such
-    advice is passed over too. No descriptor stays open.
+    A file that cannot be opened is passed over, because the read that follows reports what is wrong with it, and so is
+    one whose file system takes no such advice. No descriptor stays open.
     """
-    files: dict[Path, int | None] = {}
     try:
-        for path, offset, num_bytes in ranges:
-            if path not in files:
-                if len(files) >= _MAX_FILES:
-                    _close(files)
-                files[path] = _opened(path)
-            fd = files[path]
-            if fd is not None:
-                try:
-                    os.posix_fadvise(fd, offset, num_bytes, os.POSIX_FADV_WILLNEED)
-                except OSError:
-                    files[path] = None
-                    os.close(fd)
-    finally:
-        _close(files)
-
-
-def _opened(path: Path) -> int | None:
-    try:
-        return open_regular(path)
+        fd = open_regular(path)
     except (OSError, StoreError):
-        return None
-
-
-def _close(files: dict[Path, int | None]) -> None:
-    while files:
-        _, fd = files.popitem()
-        if fd is not None:
-            os.close(fd)
+        return
+    try:
+        for offset, num_bytes in ranges:
+            os.posix_fadvise(fd, offset, num_bytes, os.POSIX_FADV_WILLNEED)
+    except OSError:
+        return
+    finally:
+        os.close(fd)

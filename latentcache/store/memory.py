@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from typing_extensions import override
@@ -23,16 +23,8 @@ from latentcache.store.base import (
     record_of,
 )
 from latentcache.store.layout import description_of
-from latentcache.store.writer import PackWriter, Sealed
+from latentcache.store.writer import PackWriter
 from latentcache.types import Entry, Record
-
-
-@dataclass(frozen=True, slots=True)
-class _StoredEntry:
-    """An entry, and its arrays as batches are made of them."""
-
-    entry: OwnedEntry
-    arrays: EntryArrays
 
 
 class MemoryStore(Store):
@@ -47,11 +39,11 @@ class MemoryStore(Store):
         if pin and not torch.accelerator.is_available():
             raise StoreError("pin=True needs an accelerator, and torch finds none here; use MemoryStore(pin=False)")
         self._pin = pin
-        self._entries: dict[str, _StoredEntry] | None = {}
+        self._entries: dict[str, tuple[OwnedEntry, EntryArrays]] | None = {}
         self._generation = new_generation()
 
     @property
-    def _open(self) -> dict[str, _StoredEntry]:
+    def _open(self) -> dict[str, tuple[OwnedEntry, EntryArrays]]:
         if self._entries is None:
             raise StoreError("the store is closed; its entries are gone")
         return self._entries
@@ -68,13 +60,13 @@ class MemoryStore(Store):
                     writer.add(entry)
         return writer.num_added
 
-    def _seal(self, entries: Sequence[OwnedEntry]) -> Sealed:
+    def _seal(self, entries: Sequence[OwnedEntry]) -> tuple[int, int]:
         new = [entry for entry in entries if entry.key not in self._open]
         for entry in new:
             if self._pin:
                 entry = replace(entry, tensors={name: t.pin_memory() for name, t in entry.tensors.items()})
-            self._open[entry.key] = _StoredEntry(entry, _arrays(entry))
-        return Sealed(len(new), sum(entry.num_bytes for entry in new))
+            self._open[entry.key] = (entry, _arrays(entry))
+        return len(new), sum(entry.num_bytes for entry in new)
 
     @override
     def find(self, keys: Iterable[str]) -> set[str]:
@@ -84,7 +76,7 @@ class MemoryStore(Store):
     def keys(self) -> Iterator[str]:
         return iter(list(self._open))
 
-    def _stored(self, key: str) -> _StoredEntry:
+    def _stored(self, key: str) -> tuple[OwnedEntry, EntryArrays]:
         stored = self._open.get(check_key(key))
         if stored is None:
             raise EntryMissingError(key)
@@ -92,22 +84,22 @@ class MemoryStore(Store):
 
     @override
     def get(self, key: str) -> Entry:
-        entry = self._stored(key).entry
+        entry, _ = self._stored(key)
         tensors = {name: tensor.clone() for name, tensor in entry.tensors.items()}
         return Entry(record_of(key, entry.kind, entry.record), tensors, entry.ragged)
 
     @override
     def record(self, key: str) -> Record:
-        entry = self._stored(key).entry
+        entry, _ = self._stored(key)
         return record_of(key, entry.kind, entry.record)
 
     @override
     def describe(self, key: str) -> Mapping[str, tuple[str, tuple[int, ...]]]:
-        return dict(self._stored(key).arrays.description)
+        return dict(self._stored(key)[1].description)
 
     @override
     def rows(self, keys: Sequence[str]) -> list[EntryArrays]:
-        return [self._stored(key).arrays for key in keys]
+        return [self._stored(key)[1] for key in keys]
 
     @property
     @override
@@ -132,7 +124,7 @@ class MemoryStore(Store):
 
     @override
     def stats(self) -> StoreStats:
-        entries = [stored.entry for stored in self._open.values()]
+        entries = [entry for entry, _ in self._open.values()]
         return StoreStats(
             num_entries=dict(Counter(entry.kind for entry in entries)),
             num_damaged=0,

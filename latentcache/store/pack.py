@@ -42,9 +42,8 @@ from latentcache.store.layout import (
     KEY_BYTES,
     Location,
     Pack,
-    PackHead,
+    PackRow,
     description_of,
-    groups_of,
     pack_from_json,
 )
 from latentcache.types import Record
@@ -77,25 +76,24 @@ _OUR_DTYPES = {theirs: ours for ours, theirs in _SAFETENSORS_DTYPES.items()}
 class PackRecords:
     """The records of a pack: the JSON of row i is `data[offsets[i]:offsets[i + 1]]`."""
 
-    head: PackHead
+    row: PackRow
     offsets: np.ndarray
     data: bytes
 
     def is_at(self, key: str, location: Location) -> bool:
         """Whether this key and digest are those of the location's row."""
-        keys, digests, row = self.head.keys, self.head.digests, location.row
-        if row >= len(keys) or keys[row].tobytes().hex() != key or digests[row].tobytes() != location.digest:
+        own, at = self.row, location.row
+        if at >= len(own.keys) or own.key(at) != key or own.digests[at].tobytes() != location.digest:
             return False
-        return self.head.pack.groups == location.pack.groups
+        return own.pack.groups == location.pack.groups
 
-    def json(self, row: int) -> bytes:
+    def json(self, at: int) -> bytes:
         """The JSON of a row's record."""
-        return self.data[self.offsets[row] : self.offsets[row + 1]]
+        return self.data[self.offsets[at] : self.offsets[at + 1]]
 
-    def record(self, row: int) -> Record:
+    def record(self, at: int) -> Record:
         """The record of a row. ValueError if it is none, or if the key does not follow from its identity."""
-        key = self.head.keys[row].tobytes().hex()
-        return record_of(key, self.head.pack.group_of(row).kind, self.json(row))
+        return record_of(self.row.key(at), self.row.pack.group_of(at).kind, self.json(at))
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,14 +115,16 @@ def new_pack_id() -> str:
     return uuid.uuid4().hex
 
 
-def write_pack(path: Path, entries: Sequence[OwnedEntry]) -> PackHead:
+def write_pack(path: Path, entries: Sequence[OwnedEntry]) -> PackRow:
     """Write entries (keys distinct, at least one) to a new pack at `path`, durably.
 
     The rows are in the order of `entries`, group by group. The file's stem is the pack's id. StorageFullError leaves
     nothing behind.
     """
-    groups = groups_of([entry.spec() for entry in entries])
-    ordered = [entries[number] for numbers in groups.values() for number in numbers]
+    groups: dict[Any, list[OwnedEntry]] = {}
+    for entry in entries:
+        groups.setdefault(entry.spec(), []).append(entry)
+    ordered = [entry for members in groups.values() for entry in members]
     keys = np.frombuffer(bytes.fromhex("".join([entry.key for entry in ordered])), np.uint8).reshape(-1, KEY_BYTES)
     digests = np.frombuffer(b"".join([entry.digest() for entry in ordered]), np.uint8).reshape(-1, DIGEST_BYTES)
     records = [entry.record for entry in ordered]
@@ -132,12 +132,9 @@ def write_pack(path: Path, entries: Sequence[OwnedEntry]) -> PackHead:
 
     listed: list[Any] = []
     columns: list[_Tensor] = []
-    first = 0
-    for number, ((kind, fields), numbers) in enumerate(groups.items()):
-        members = ordered[first : first + len(numbers)]
+    for number, ((kind, fields), members) in enumerate(groups.items()):
         names = [_columns_of(columns, number, field, members) for field in fields]
-        listed.append([kind, len(numbers), names])
-        first += len(numbers)
+        listed.append([kind, len(members), names])
     # Columns that end on 64 bytes come first: then at most the others need padding.
     columns.sort(key=lambda tensor: (tensor.num_bytes % ALIGNMENT != 0, tensor.name))
     tensors = _padded(
@@ -160,7 +157,7 @@ def write_pack(path: Path, entries: Sequence[OwnedEntry]) -> PackHead:
     num_bytes = len(head) + sum(tensor.num_bytes for tensor in tensors)
     with sealed_file(path, num_bytes) as fd:
         write_past_cache(fd, _file_parts(head, tensors))
-    return PackHead(_pack_of(path.stem, num_bytes, len(head), listed, tensors), keys, digests)
+    return PackRow.new(_pack_of(path.stem, num_bytes, len(head), listed, tensors), keys, digests)
 
 
 def _columns_of(
@@ -254,7 +251,7 @@ def _pack_of(pack: str, file_bytes: int, data_start: int, listed: Any, tensors: 
     return pack_from_json(pack, file_bytes, groups)
 
 
-def read_head(path: Path) -> PackHead:
+def read_row(path: Path) -> PackRow:
     """Read and check a pack's header, keys and digests, and nothing else. PackError if they are not as written.
 
     UnsafeStoreError for a link or a device; FileNotFoundError if there is no such file. A plain StoreError says that
@@ -262,32 +259,30 @@ def read_head(path: Path) -> PackHead:
     """
     fd = open_regular(path)
     try:
-        head, _, _ = _read_head(path, fd)
-        return head
+        return _read_row(path, fd)[0]
     finally:
         os.close(fd)
 
 
 def read_records(path: Path) -> PackRecords:
-    """As `read_head`, with the records of the entries. They are compared with their digest, not parsed."""
+    """As `read_row`, with the records of the entries. They are compared with their digest, not parsed."""
     fd = open_regular(path)
     try:
-        head, starts, metadata = _read_head(path, fd)
-        num = len(head.keys)
-        offsets = np.frombuffer(_pread(path, fd, starts[_OFFSETS], (num + 1) * _INT64.itemsize), _INT64)
+        row, starts, metadata = _read_row(path, fd)
+        offsets = np.frombuffer(_pread(path, fd, starts[_OFFSETS], (len(row.keys) + 1) * _INT64.itemsize), _INT64)
         sizes = np.diff(offsets)
-        if offsets[0] != 0 or (sizes < 0).any() or offsets[-1] > head.pack.file_bytes - starts[_RECORDS]:
+        if offsets[0] != 0 or (sizes < 0).any() or offsets[-1] > row.pack.file_bytes - starts[_RECORDS]:
             raise PackError(path, "the offsets of the records do not ascend, or lie outside of the file")
         data = _pread(path, fd, starts[_RECORDS], int(offsets[-1]))
         if metadata.get("records_digest") != _records_digest(offsets, data):
             raise PackError(path, "the records do not have the digest that was stored with them")
-        return PackRecords(head, offsets, data)
+        return PackRecords(row, offsets, data)
     finally:
         os.close(fd)
 
 
-def _read_head(path: Path, fd: int) -> tuple[PackHead, dict[str, int], dict[str, str]]:
-    """The head, where each tensor starts, and the metadata."""
+def _read_row(path: Path, fd: int) -> tuple[PackRow, dict[str, int], dict[str, str]]:
+    """The row, where each tensor starts, and the metadata."""
     file_bytes = os.fstat(fd).st_size
     head_bytes = 8 + int.from_bytes(_pread(path, fd, 0, 8), "little")
     if head_bytes > 8 + MAX_HEADER_BYTES:
@@ -327,7 +322,7 @@ def _read_head(path: Path, fd: int) -> tuple[PackHead, dict[str, int], dict[str,
         raise PackError(path, "its keys and digests do not have the digest that was stored with them")
     if len(np.unique(keys, axis=0)) != num:
         raise PackError(path, "a key is listed twice")
-    return PackHead(pack, keys, digests), starts, metadata
+    return PackRow.new(pack, keys, digests), starts, metadata
 
 
 def _pread(path: Path, fd: int, offset: int, num_bytes: int) -> bytes:
@@ -344,7 +339,7 @@ def map_pack(path: Path, min_bytes: int) -> np.ndarray:
     """The whole file as a mapped, flat uint8 array. It must not be written to.
 
     PackError if it is shorter than `min_bytes`: touching what is missing would kill the process (SIGBUS).
-    UnsafeStoreError, FileNotFoundError and StoreError as for `read_head`.
+    UnsafeStoreError, FileNotFoundError and StoreError as for `read_row`.
     """
     fd = open_regular(path)
     try:
@@ -376,34 +371,25 @@ def arrays_in(data: np.ndarray, location: Location) -> EntryArrays:
                 raise ValueError(f"values {first} ... {end} of field {column.field}, which has {column.num_rows}")
             start, shape = column.start + first * column.row_bytes, (end - first, *column.shape)
         arrays.append(np.ndarray((1, *shape), ARRAY_DTYPES[column.dtype], data, start))
-    if not group.is_ragged:
+    if not group.ragged:
         return EntryArrays(group.description, tuple(arrays))
     fields = [(c.field, c.dtype, a.shape[1:]) for c, a in zip(group.columns, arrays, strict=True)]
     return EntryArrays(description_of(*fields), tuple(arrays))
 
 
-def read_entry(data: np.ndarray, records: PackRecords, key: str, location: Location) -> OwnedEntry:
-    """A copy of the entry. `data` is what `map_pack` gave; `check_payload` must have found no fault."""
-    found = arrays_in(data, location)
+def read_entry(found: EntryArrays, records: PackRecords, location: Location) -> OwnedEntry:
+    """A copy of the entry that `verified_arrays` found."""
     tensors = {}
     for (name, (dtype, shape)), array in zip(found.description.items(), found.arrays, strict=True):
         tensor = torch.empty(shape, dtype=DTYPES[dtype], device="cpu")
         np.copyto(flat_bytes(tensor), array.reshape(-1).view(np.uint8))
         tensors[name] = tensor
-    ragged = frozenset(column.field for column in location.group.columns if column.offsets_start is not None)
-    return OwnedEntry(key, location.kind, records.json(location.row), tensors, ragged)
-
-
-def check_payload(data: np.ndarray, key: str, location: Location) -> str | None:
-    """Why these bytes are not the entry's, or None if they are. `data` is what `map_pack` gave."""
-    if data.size < location.end:
-        return f"its pack has {data.size:,} bytes, the entry ends at {location.end:,}"
-    found = verified_arrays(data, key, location)
-    return found if isinstance(found, str) else None
+    group, at = location.group, location.row
+    return OwnedEntry(records.row.key(at), group.kind, records.json(at), tensors, group.ragged)
 
 
 def verified_arrays(data: np.ndarray, key: str, location: Location) -> EntryArrays | str:
-    """The entry's arrays in `data`, in which it ends, or why they are not what was stored."""
+    """The entry's arrays in `data`, which `map_pack` gave and in which it ends, or why they are not what was stored."""
     try:
         found = arrays_in(data, location)
     except ValueError as error:

@@ -9,9 +9,8 @@ from pathlib import Path
 
 from latentcache.errors import PackError, StoreError, UnsafeStoreError
 from latentcache.store.directory import CacheDirectory
-from latentcache.store.layout import Location, locate
-from latentcache.store.location_table import PackRow
-from latentcache.store.pack import check_payload, map_pack, read_head
+from latentcache.store.layout import Location, PackRow
+from latentcache.store.pack import map_pack, read_row, verified_arrays
 
 logger = logging.getLogger("latentcache")
 
@@ -36,12 +35,12 @@ def scan_packs(directory: CacheDirectory, packs: Iterable[str], suspects: Collec
     suspect that no pack has whole is damaged.
     """
     scan = Scan()
-    first: dict[str, str] = {}
-    doubtful: dict[str, list[str]] = {}
+    first: dict[str, tuple[PackRow, int]] = {}
+    doubtful: dict[str, list[tuple[PackRow, int]]] = {}
     for pack in sorted(packs):
         path = directory.pack_path(pack)
         try:
-            head = read_head(path)
+            row = read_row(path)
         except StoreError as error:
             scan.unreadable[str(path)] = str(error)
             if not isinstance(error, (PackError, UnsafeStoreError)):
@@ -49,47 +48,40 @@ def scan_packs(directory: CacheDirectory, packs: Iterable[str], suspects: Collec
             continue
         except FileNotFoundError:
             continue  # compacted away since it was listed
-        scan.rows[pack] = PackRow.of(head)
-        for key in head.names():
-            before = first.setdefault(key, pack)
-            if before != pack or key in suspects:
-                doubtful.setdefault(key, [before]).append(pack)
-    for key, found in doubtful.items():
-        _decide(directory, scan, key, list(dict.fromkeys(found)), is_suspect=key in suspects)
+        scan.rows[pack] = row
+        for at, key in enumerate(row.names()):
+            before = first.setdefault(key, (row, at))
+            if before[0] is not row:
+                doubtful.setdefault(key, [before]).append((row, at))
+            elif key in suspects:
+                doubtful[key] = [before]
+    for key, places in doubtful.items():
+        _decide(directory, key, places, is_suspect=key in suspects)
     return scan
 
 
-def _decide(directory: CacheDirectory, scan: Scan, key: str, packs: list[str], *, is_suspect: bool) -> None:
-    """Leave the key live in one of the packs: the first that verifies."""
-    problems: dict[str, str] = {}
-    unclear: list[str] = []
-    chosen = None
-    for pack in packs:
-        row = scan.rows[pack]
-        at = row.row_of(key)
-        assert at is not None
+def _decide(directory: CacheDirectory, key: str, places: list[tuple[PackRow, int]], *, is_suspect: bool) -> None:
+    """Leave the key live in one of these places, a row of a pack each: the first that verifies."""
+    for row, at in places:
         row.live[at] = False
+    problems: list[str] = []
+    unclear: list[tuple[PackRow, int]] = []
+    for row, at in places:
         try:
-            problem = payload_problem(directory, key, locate(row.pack, at, row.digests[at].tobytes()))
+            problem = _payload_problem(directory, key, row.location(at))
         except StoreError as error:
-            unclear.append(pack)
+            unclear.append((row, at))
             problem = str(error)
         if problem is None:
-            chosen = pack
-            break
-        problems[pack] = problem
-    for pack in packs[len(problems) + 1 :] if chosen is not None else ():
-        row = scan.rows[pack]
-        row.live[row.row_of(key)] = False
-    if chosen is None and unclear and not is_suspect:
-        chosen = unclear[0]  # verified when it is read
-    row = scan.rows[chosen or packs[0]]
-    at = row.row_of(key)
-    assert at is not None
-    if chosen is None:
-        row.reasons[at] = problems[packs[0]]
-    else:
+            row.live[at] = True
+            return
+        problems.append(problem)
+    if unclear and not is_suspect:
+        row, at = unclear[0]  # verified when it is read
         row.live[at] = True
+    else:
+        row, at = places[0]
+        row.reasons[at] = problems[0]
 
 
 def scan_unknown(directory: CacheDirectory, packs: Collection[str]) -> Scan:
@@ -101,16 +93,16 @@ def scan_unknown(directory: CacheDirectory, packs: Collection[str]) -> Scan:
     return scan
 
 
-def payload_problem(directory: CacheDirectory, key: str, location: Location) -> str | None:
+def _payload_problem(directory: CacheDirectory, key: str, location: Location) -> str | None:
     """Why an entry's bytes are not those that were stored, or None if they are. Reads them.
 
     A plain StoreError: they cannot be read now, which says nothing about them.
     """
     path = directory.pack_path(location.pack.id)
     try:
-        data = map_pack(path, location.end)
+        found = verified_arrays(map_pack(path, location.end), key, location)
     except (PackError, UnsafeStoreError) as error:
         return str(error)
     except FileNotFoundError:
         return f"its pack is gone: {path}"
-    return check_payload(data, key, location)
+    return found if isinstance(found, str) else None

@@ -15,29 +15,21 @@ from dataclasses import asdict, dataclass
 from shutil import rmtree
 from typing import Any
 
+from typing_extensions import override
+
 from latentcache.errors import IndexDamagedError, PackError, ReadOnlyError, StoreError, UnsafeStoreError
-from latentcache.store.base import check_key
+from latentcache.store.base import StoreReport, check_key
 from latentcache.store.catalog import PACK_PREFIX, parsed_row
 from latentcache.store.compaction import CompactReport, compact
 from latentcache.store.directory import CacheDirectory
 from latentcache.store.disk import DISAGREE, DiskStore
 from latentcache.store.index import GENERATION, Index
-from latentcache.store.layout import Location
-from latentcache.store.location_table import PackRow
-from latentcache.store.pack import PackRecords, check_payload, map_pack, read_records
+from latentcache.store.layout import Location, PackRow
+from latentcache.store.pack import map_pack, read_records, verified_arrays
 from latentcache.store.recovery import Scan, scan_packs
 from latentcache.utils.locks import locked
 
-__all__ = [
-    "CompactReport",
-    "PruneReport",
-    "RebuildReport",
-    "VerifyReport",
-    "compact",
-    "prune",
-    "rebuild",
-    "verify",
-]
+__all__ = ["CompactReport", "PruneReport", "RebuildReport", "VerifyReport", "compact", "prune", "rebuild", "verify"]
 
 logger = logging.getLogger("latentcache")
 
@@ -47,7 +39,7 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class VerifyReport:
+class VerifyReport(StoreReport):
     """What was read, and what is wrong.
 
     `damaged`: key -> reason, found now. `known_damaged`: found earlier and not stored again since. `unreadable`:
@@ -67,13 +59,13 @@ class VerifyReport:
         """Whether nothing is wrong."""
         return not self.damaged and not self.known_damaged and not self.unreadable
 
+    @override
     def to_json(self) -> dict[str, Any]:
-        """The report as JSON."""
         return asdict(self) | {"orphans": list(self.orphans), "ok": self.ok}
 
 
 @dataclass(frozen=True, slots=True)
-class RebuildReport:
+class RebuildReport(StoreReport):
     """`damaged`: key -> reason, of entries that no pack holds whole. `unreadable`: file -> reason."""
 
     num_entries: int
@@ -81,13 +73,9 @@ class RebuildReport:
     damaged: dict[str, str]
     unreadable: dict[str, str]
 
-    def to_json(self) -> dict[str, Any]:
-        """The report as JSON."""
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True)
-class PruneReport:
+class PruneReport(StoreReport):
     """Entries removed and their payload; packs that held nothing else, and the bytes of their files."""
 
     num_entries: int
@@ -95,10 +83,6 @@ class PruneReport:
     num_packs: int
     file_bytes: int
     dry_run: bool
-
-    def to_json(self) -> dict[str, Any]:
-        """The report as JSON."""
-        return asdict(self)
 
 
 def verify(
@@ -109,14 +93,15 @@ def verify(
     `subset=(n, t)` takes the n-th of t parts of the packs, 1 <= n <= t; all t parts are all packs. A read-only store
     is checked but not changed.
     """
-    if subset is not None and not 1 <= subset[0] <= subset[1]:
-        raise StoreError(f"subset {subset[0]}/{subset[1]}: give n/t with 1 <= n <= t")
+    part, num_parts = subset or (1, 1)
+    if not 1 <= part <= num_parts:
+        raise StoreError(f"subset {part}/{num_parts}: give n/t with 1 <= n <= t")
     with DiskStore.opened(store) as disk, nullcontext() if disk.read_only else disk.lock("verify", shared=True):
         if disk.read_only:
             disk.catalog.reload()
         known = disk.catalog.table.damaged()
         sizes, live = disk.directory.pack_sizes(), disk.catalog.table.by_pack()
-        packs = sorted(pack for pack in sizes.keys() | live.keys() if _in_subset(pack, subset))
+        packs = sorted([pack for pack in sizes.keys() | live.keys() if int(pack[:8], 16) % num_parts == part - 1])
         found: dict[str, tuple[Location, str]] = {}
         unreadable: dict[str, str] = {}
         num_entries = bytes_read = 0
@@ -127,7 +112,7 @@ def verify(
             if pack_problem is not None:
                 unreadable[pack] = pack_problem
             num_entries += len(entries)
-            bytes_read += sum(location.num_bytes for location in entries.values())
+            bytes_read += sum(location.group.mean_bytes for location in entries.values())
             if progress is not None:
                 progress(number, len(packs))
         if found:
@@ -143,17 +128,13 @@ def verify(
         )
 
 
-def _in_subset(pack: str, subset: tuple[int, int] | None) -> bool:
-    return subset is None or int(pack[:8], 16) % subset[1] == subset[0] - 1
-
-
 def _verify_pack(
     directory: CacheDirectory, pack: str, entries: Mapping[str, Location]
 ) -> tuple[dict[str, str], str | None]:
     path = directory.pack_path(pack)
     try:
         records = read_records(path)
-        data = map_pack(path, records.head.pack.file_bytes)
+        data = map_pack(path, records.row.pack.file_bytes)
     except (PackError, UnsafeStoreError) as error:
         return dict.fromkeys(entries, f"its pack cannot be read: {error}"), str(error)
     except FileNotFoundError:
@@ -164,17 +145,15 @@ def _verify_pack(
     for key, location in entries.items():
         if not records.is_at(key, location):
             problems[key] = f"{DISAGREE}; `latentcache rebuild` may bring it back"
-        elif (problem := check_payload(data, key, location) or _record_problem(records, location)) is not None:
-            problems[key] = problem
+            continue
+        found = verified_arrays(data, key, location)
+        try:
+            records.record(location.row)
+        except ValueError as error:
+            problems[key] = str(error)
+        if isinstance(found, str):
+            problems[key] = found
     return problems, None
-
-
-def _record_problem(records: PackRecords, location: Location) -> str | None:
-    try:
-        records.record(location.row)
-    except ValueError as error:
-        return str(error)
-    return None
 
 
 def rebuild(store: StoreOrPath) -> RebuildReport:
@@ -190,10 +169,9 @@ def rebuild(store: StoreOrPath) -> RebuildReport:
         old = _old_rows(directory)
         suspects = {key for row in old.values() for key in row.damaged()}
         scan = scan_packs(directory, directory.pack_sizes(), suspects)
-        found = {key for row in scan.rows.values() for key in _live(row)}
         # A pack that cannot be read now may be whole: what the old index says of it stays.
         kept = {pack: old[pack] for pack in scan.unreachable & old.keys()}
-        found |= {key for row in kept.values() for key in _live(row)}
+        found = {key for row in [*scan.rows.values(), *kept.values()] for key in row.live_names()}
         lost = _lost(old, scan, found)
         rows = scan.rows | kept | _rows_of_lost(old, scan, lost)
         aside = directory.path / f"index.replaced-{uuid.uuid4().hex[:8]}"
@@ -211,13 +189,9 @@ def rebuild(store: StoreOrPath) -> RebuildReport:
     return RebuildReport(num_live, len(scan.rows), lost, scan.unreadable)
 
 
-def _live(row: PackRow) -> list[str]:
-    return [key for key, is_live in zip(row.names(), row.live.tolist(), strict=True) if is_live]
-
-
 def _lost(old: Mapping[str, PackRow], scan: Scan, found: Collection[str]) -> dict[str, str]:
     """Why each entry is lost that the old index knew, or that a pack has damaged, and that no pack has whole."""
-    lost = {key: "no pack that can be read has it" for row in old.values() for key in _live(row)}
+    lost = {key: "no pack that can be read has it" for row in old.values() for key in row.live_names()}
     for row in [*old.values(), *scan.rows.values()]:
         lost |= row.damaged()
     return {key: reason for key, reason in lost.items() if key not in found}
@@ -258,19 +232,18 @@ def prune(
     """
     with DiskStore.opened(store) as disk, nullcontext() if dry_run else disk.lock("prune", shared=False):
         kept = {check_key(key) for key in (keep() if callable(keep) else keep)}
-        catalog = disk.catalog
-        entries = catalog.table.by_pack()
+        table = disk.catalog.table
+        entries = table.by_pack()
         gone = {key: place for own in entries.values() for key, place in own.items() if key not in kept}
-        live = {pack for pack, own in entries.items() if own.keys() - gone.keys()}
-        empty = catalog.table.packs.keys() - live
+        empty = table.packs.keys() - {pack for pack, own in entries.items() if own.keys() - gone.keys()}
         sizes = disk.directory.pack_sizes()
         if not dry_run:
-            catalog.remove([*gone, *(key for key in catalog.table.damaged() if key not in kept)])
-            catalog.drop_packs(empty)
+            disk.catalog.remove([*gone, *(key for key in table.damaged() if key not in kept)])
+            disk.catalog.drop_packs(empty)
             disk.release(empty)
         return PruneReport(
             num_entries=len(gone),
-            num_bytes=sum(location.num_bytes for location in gone.values()),
+            num_bytes=sum(location.group.mean_bytes for location in gone.values()),
             num_packs=len(empty),
             file_bytes=sum(sizes.get(pack, 0) for pack in empty),
             dry_run=dry_run,

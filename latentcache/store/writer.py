@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 from latentcache.errors import StoreError
@@ -50,22 +49,18 @@ class PackBuffer:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Sealed:
-    """What one seal did."""
-
-    num_added: int
-    bytes_written: int
+SealEntries = Callable[[Sequence[OwnedEntry]], tuple[int, int]]
+"""Makes entries durable. Returns how many of them were not there before, and the bytes that it wrote."""
 
 
 class PackWriter:
-    """Gathers entries into packs. `seal_entries` makes a list of owned entries durable; a background thread calls it.
+    """Gathers entries into packs, which `seal_entries` makes durable in a background thread.
 
     At most two packs are in memory: one that fills, and one that is being written. The context manager `hold` is
     entered for the time that the writer is open.
     """
 
-    def __init__(self, seal_entries: Callable[[Sequence[OwnedEntry]], Sealed], hold: AbstractContextManager[None]):
+    def __init__(self, seal_entries: SealEntries, hold: AbstractContextManager[None]):
         self.num_added = 0
         self.bytes_written = 0
         self._seal_entries = seal_entries
@@ -110,6 +105,6 @@ class PackWriter:
             worker.call(self._seal, entries)
 
     def _seal(self, entries: Sequence[OwnedEntry]) -> None:
-        sealed = self._seal_entries(entries)
-        self.num_added += sealed.num_added
-        self.bytes_written += sealed.bytes_written
+        num_added, bytes_written = self._seal_entries(entries)
+        self.num_added += num_added
+        self.bytes_written += bytes_written

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from typing import Protocol
 
 from tqdm import tqdm
 from typing_extensions import override
@@ -15,8 +14,8 @@ LOG_INTERVAL_S = 10.0
 logger = logging.getLogger("latentcache")
 
 
-class Progress(Protocol):
-    """Shows how far a run is. Stages follow one another."""
+class Progress:
+    """Shows how far a run is. Stages follow one another. This one shows nothing."""
 
     def start(self, stage: str, total: int | None) -> None:
         """Begin a stage of `total` steps, or of an unknown number."""
@@ -28,24 +27,10 @@ class Progress(Protocol):
         """End the stage, if there is one."""
 
 
-class NoProgress(Progress):
-    """Shows nothing."""
-
-    @override
-    def start(self, stage: str, total: int | None) -> None: ...
-
-    @override
-    def advance(self, count: int = 1) -> None: ...
-
-    @override
-    def finish(self) -> None: ...
-
-
 class BarProgress(Progress):
     """A bar on stderr."""
 
-    def __init__(self) -> None:
-        self._bar: tqdm | None = None
+    _bar: tqdm | None = None
 
     @override
     def start(self, stage: str, total: int | None) -> None:
@@ -67,12 +52,13 @@ class BarProgress(Progress):
 class LogProgress(Progress):
     """A log line when a stage starts, every `interval_s` seconds, and when it ends."""
 
+    _stage: str | None = None
+    _total: int | None = None
+    _done = 0
+    _started = _logged = 0.0
+
     def __init__(self, interval_s: float = LOG_INTERVAL_S):
         self._interval_s = interval_s
-        self._stage: str | None = None
-        self._total: int | None = None
-        self._done = 0
-        self._started = self._logged = 0.0
 
     @override
     def start(self, stage: str, total: int | None) -> None:

@@ -17,7 +17,7 @@ from latentcache.errors import ConfigError, ModelError, SampleError, StoreError
 from latentcache.identity import canonical_json, digest
 from latentcache.loading.cache import LatentCache
 from latentcache.loading.sample import SampleRef
-from latentcache.utils.progress import NoProgress, Progress
+from latentcache.utils.progress import Progress
 from latentcache.validation.metrics import (
     Estimate,
     LossReport,
@@ -75,7 +75,7 @@ def validation_loss(
         unet,
         NoiseSchedule.of(scheduler),
         settings,
-        progress or NoProgress(),
+        progress or Progress(),
         device=device or device_of(unet),
         autocast=autocast,
     )

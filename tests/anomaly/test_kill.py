@@ -20,13 +20,13 @@ from latentcache.precache.run import run_precache
 from latentcache.store import writer
 from latentcache.store.disk import DiskStore
 from latentcache.store.upkeep import verify
-from latentcache.utils.progress import NoProgress
+from latentcache.utils.progress import Progress
 
 NUM_KILLS = 20
 NUM_PHOTOS = 250
 
 
-class Slowly(NoProgress):
+class Slowly(Progress):
     """Makes a run long enough for twenty kills, and says when it has begun to seal."""
 
     def __init__(self, encoding: Event):

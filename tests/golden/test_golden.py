@@ -12,7 +12,7 @@ from golden.golden_contents import contents
 from latentcache import DiskStore, LatentCache
 from latentcache.errors import DatasetError, PackError, SchemaError
 from latentcache.store.directory import SCHEMA
-from latentcache.store.pack import read_head
+from latentcache.store.pack import read_row
 from latentcache.store.upkeep import compact, prune, rebuild, verify
 
 FORMATS = [2]
@@ -83,6 +83,6 @@ def test_a_newer_pack_is_refused(golden: Path) -> None:
         assert b'"latentcache":"2"' in data
         path.write_bytes(data.replace(b'"latentcache":"2"', b'"latentcache":"3"', 1))
         with pytest.raises(PackError, match=r"format '3'.*reads '2'"):
-            read_head(path)
+            read_row(path)
     report = rebuild(golden)
     assert report.num_entries == 0 and len(report.unreadable) == 2

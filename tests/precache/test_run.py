@@ -38,7 +38,7 @@ from latentcache.precache import encodings
 from latentcache.precache.plan import Shard
 from latentcache.precache.run import run_precache
 from latentcache.precache.workspace import Workspace, open_workspace
-from latentcache.utils.progress import NoProgress
+from latentcache.utils.progress import Progress
 
 
 def test_a_run_encodes_each_thing_once_and_a_second_run_nothing(make_config: Callable[..., Config]) -> None:
@@ -171,7 +171,7 @@ def test_pixels_that_are_cut_are_found_when_they_are_decoded(make_config: Callab
 def test_a_file_that_changes_during_the_run_is_refused_and_encoded_by_the_next(
     make_config: Callable[..., Config], photos: Path
 ) -> None:
-    class ChangesAFile(NoProgress):
+    class ChangesAFile(Progress):
         def start(self, stage: str, total: int | None) -> None:
             if stage == "encode captions":
                 write_photo(photos / "a.png", 1234)
@@ -378,7 +378,7 @@ def test_the_callers_models_come_back_as_they_were(make_config: Callable[..., Co
 def test_a_stopped_run_keeps_what_is_done_and_the_next_one_goes_on(make_config: Callable[..., Config]) -> None:
     stop = threading.Event()
 
-    class StopsAfterTwoImages(NoProgress):
+    class StopsAfterTwoImages(Progress):
         stage, done = "", 0
 
         def start(self, stage: str, total: int | None) -> None:
@@ -640,7 +640,7 @@ def test_a_dataset_that_takes_anothers_name_is_warned_of(
 def test_the_path_that_was_tried_is_named_for_equal_images(make_config: Callable[..., Config], photos: Path) -> None:
     shutil.copy(photos / "a.png", photos / "z.png")
 
-    class RemovesAFile(NoProgress):
+    class RemovesAFile(Progress):
         def start(self, stage: str, total: int | None) -> None:
             if stage == "encode captions":
                 (photos / "a.png").unlink()

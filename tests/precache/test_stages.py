@@ -28,7 +28,7 @@ from latentcache.precache.run import run_precache
 from latentcache.precache.workspace import Workspace
 from latentcache.store.memory import MemoryStore
 from latentcache.types import Entry
-from latentcache.utils.progress import NoProgress
+from latentcache.utils.progress import Progress
 
 
 @pytest.fixture
@@ -207,7 +207,7 @@ def test_a_stop_while_batches_are_under_way(
 ) -> None:
     stop = threading.Event()
 
-    class Stops(NoProgress):
+    class Stops(Progress):
         stage, done = "", 0
 
         def start(self, stage: str, total: int | None) -> None:
@@ -231,7 +231,7 @@ def test_a_stop_while_only_refused_images_come(
 ) -> None:
     stop, num_refused = threading.Event(), 0
 
-    class Stops(NoProgress):
+    class Stops(Progress):
         stage = ""
 
         def start(self, stage: str, total: int | None) -> None:

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from latentcache.errors import StoreError
-from latentcache.store.layout import pack_from_json
-from latentcache.store.location_table import LocationTable, PackRow
+from latentcache.store.layout import PackRow, pack_from_json
+from latentcache.store.location_table import LocationTable
 
 KEYS = [f"{start:016x}{end:048x}" for start in (0, 7, (1 << 64) - 1) for end in (0, 1, 1 << 100, (1 << 192) - 1)]
 """Four of each have the same first word."""

@@ -21,14 +21,14 @@ from latentcache.errors import EntryDamagedError, PackError, StoreError, UnsafeS
 from latentcache.identity import digest, key_of
 from latentcache.store import DiskStore
 from latentcache.store.base import DTYPES, own_entry
-from latentcache.store.layout import locate, pack_from_json
+from latentcache.store.layout import Location, pack_from_json
 from latentcache.store.pack import (
-    check_payload,
     map_pack,
     new_pack_id,
     read_entry,
-    read_head,
     read_records,
+    read_row,
+    verified_arrays,
     write_pack,
 )
 from latentcache.store.stacking import read_batch
@@ -67,27 +67,26 @@ def read_at(data, records, key, location):
     """The entry, or why it cannot be read, by the checks of a store, `verify` and `rebuild`."""
     if not records.is_at(key, location):
         return "not at its place"
-    problem = check_payload(data, key, location)
-    if problem is not None:
-        return problem
+    arrays = verified_arrays(data, key, location)
+    if isinstance(arrays, str):
+        return arrays
     try:
         record = records.record(location.row)
     except ValueError as error:
         return str(error)
-    owned = read_entry(data, records, key, location)
+    owned = read_entry(arrays, records, location)
     return Entry(record, owned.tensors, owned.ragged)
 
 
 def read_all(path):
     """All entries of a pack, by key."""
     records = read_records(path)
-    return all_in(map_pack(path, records.head.pack.file_bytes), records)
+    return all_in(map_pack(path, records.row.pack.file_bytes), records)
 
 
 def all_in(data, records):
-    head = records.head
-    places = [locate(head.pack, row, head.digests[row].tobytes()) for row in range(head.pack.num_entries)]
-    return {key: read_at(data, records, key, place) for key, place in zip(head.names(), places, strict=True)}
+    row = records.row
+    return {key: read_at(data, records, key, row.location(at)) for at, key in enumerate(row.names())}
 
 
 def assert_reads(path, entries):
@@ -126,7 +125,7 @@ def test_the_header_stays_small(path, num):
     entries = [Entry(Record(key_of(i := {"n": n}), "text", i, {}), {"x": torch.full((1,), n)}) for n in range(num)]
     head = write(path, entries)
     assert raw_header(path)[1] < 16 << 10
-    found = read_head(path)
+    found = read_row(path)
     assert found.names() == [entry.record.key for entry in entries] == head.names()
     last = read_records(path).record(num - 1)
     assert last == entries[-1].record
@@ -172,13 +171,13 @@ def test_columns_of_one_field_and_shape_have_names_of_their_own(path):
 def test_offsets_agree_with_the_file(path):
     entries = [sample(n, odd=torch.full((3,), float(n))) for n in range(4)] + [text(4, 1), text(5, 7)]
     head, data = write(path, entries), path.read_bytes()
-    found = read_head(path)
+    found = read_row(path)
     assert found.pack == head.pack and head.pack.file_bytes == len(data)
     for row, entry in enumerate(entries[:4]):
-        place = locate(head.pack, row, b"")
+        place = Location(head.pack, row, b"", head.pack.group_of(row))
         for (offset, num_bytes), name in zip(place.ranges(), place.group.description, strict=True):
             assert data[offset : offset + num_bytes] == bits(entry.tensors[name]).numpy().tobytes()
-        assert place.end <= len(data) and place.num_bytes == entry.num_bytes
+        assert place.end <= len(data) and place.group.mean_bytes == entry.num_bytes
 
 
 shapes = st.lists(st.integers(1, 5), max_size=4).map(tuple)
@@ -220,7 +219,7 @@ def test_whatever_is_written_is_read(entries, tmp_path_factory):
     header, start = raw_header(path)
     parts = [part["data_offsets"][0] for name, part in header.items() if not name.startswith("_")]
     assert start % 64 == 0 and not any(begin % 64 for begin in parts)
-    assert read_head(path).pack.payload_bytes == sum(entry.num_bytes for entry in entries)
+    assert read_row(path).pack.payload_bytes == sum(entry.num_bytes for entry in entries)
     path.unlink()
 
 
@@ -255,7 +254,7 @@ def test_any_json_is_a_layout_that_fits_into_its_file_or_refused(file_bytes, val
     assert pack.to_json() == [[kind, num, [[*c[:2], tuple(c[2]), *c[3:]] for c in cs]] for kind, num, cs in value]
     assert pack.num_entries == sum(group.num for group in pack.groups)
     for row in range(min(pack.num_entries, 50)):
-        place = locate(pack, row, b"")
+        place = Location(pack, row, b"", pack.group_of(row))
         assert place.end <= file_bytes
         assert all(offset >= 0 and offset + num_bytes <= place.end for offset, num_bytes in place.ranges())
 
@@ -266,7 +265,7 @@ GROUP = ["image", 2, [["x", "float16", [4], 0, 2, None], ["y", "uint8", [], 16, 
 def test_a_layout_is_read_back():
     pack = pack_from_json("0" * 32, 48, [GROUP])
     assert pack_from_json("0" * 32, 48, json.loads(json.dumps(pack.to_json()))) == pack
-    assert pack.payload_bytes == 2 * 8 + 5 and pack.groups[0].is_ragged
+    assert pack.payload_bytes == 2 * 8 + 5 and pack.groups[0].ragged == {"y"}
     with pytest.raises(ValueError, match="do not fit"):
         pack_from_json("0" * 32, 47, [GROUP])
 
@@ -377,9 +376,9 @@ def groups_as(value):
 def test_a_header_that_we_did_not_write_is_refused(path, change):
     write(path, [*samples(0, 1, 2), text(3, 2), text(4, 1)])
     rewrite_header(path, lambda header: None)
-    assert read_head(path).pack.num_entries == 5
+    assert read_row(path).pack.num_entries == 5
     rewrite_header(path, change)
-    for read in (read_head, read_records):
+    for read in (read_row, read_records):
         with pytest.raises(PackError) as caught:
             read(path)
         assert caught.value.path == str(path)
@@ -395,7 +394,7 @@ def test_groups_of_other_kinds_are_read_and_other_records_are_not(path):
     path.write_bytes(data[:begin] + data[begin:end].replace(b'"number":1', b'"number":7') + data[end:])
     with pytest.raises(PackError, match="records"):
         read_records(path)
-    assert read_head(path).pack.num_entries == 3
+    assert read_row(path).pack.num_entries == 3
     (begin, end), (at, to) = tensor_bytes(path, "_index/records"), tensor_bytes(path, "_index/record_offsets")
     data = path.read_bytes()
     rewrite_header(path, lambda h: h["__metadata__"].update(records_digest=digest(data[at:to] + data[begin:end])))
@@ -417,25 +416,25 @@ def test_offsets_of_records_that_lie_elsewhere_are_refused(path, offsets):
 def test_a_key_that_is_listed_twice_is_refused(path):
     write_pack(path, [own_entry(sample(0)), own_entry(sample(1)), own_entry(sample(0))])
     with pytest.raises(PackError, match="twice"):
-        read_head(path)
+        read_row(path)
 
 
 def test_the_format_before_is_refused_with_advice(path):
     save_file({"moments/4": torch.ones(2, 4)}, path, metadata={"latentcache": "1", "records": "{}"})
     with pytest.raises(PackError, match=r"pack format '1', this version reads '2'\. Run precache again"):
-        read_head(path)
+        read_row(path)
     save_file({"moments/4": torch.ones(2, 4)}, path)
     with pytest.raises(PackError, match="pack format None"):
-        read_head(path)
+        read_row(path)
 
 
 def test_an_oversized_header_is_refused_before_it_is_parsed(path):
     save_file({"x": torch.ones(2)}, path, metadata={"latentcache": "2", "groups": " " * (1 << 20)})
     with pytest.raises(PackError, match=r"its header has 1,0.* at most 1,048,576 are allowed"):
-        read_head(path)
+        read_row(path)
     path.write_bytes(b"\xff" * 4096)
     with pytest.raises(PackError, match="its header has"):
-        read_head(path)
+        read_row(path)
 
 
 def test_every_truncation_and_extension_is_refused(path):
@@ -444,13 +443,13 @@ def test_every_truncation_and_extension_is_refused(path):
     for length in [*range(0, len(data), 97), len(data) - 1]:
         path.write_bytes(data[:length])
         with pytest.raises(PackError):
-            read_head(path)
+            read_row(path)
         with pytest.raises(PackError, match="has"):
             map_pack(path, len(data))
     for more in (1, 63, 4096):
         path.write_bytes(data + bytes(more))
         with pytest.raises(PackError):
-            read_head(path)
+            read_row(path)
 
 
 def test_random_bytes_are_refused(path):
@@ -458,7 +457,7 @@ def test_random_bytes_are_refused(path):
     for _ in range(200):
         path.write_bytes(source.randbytes(source.randrange(200)))
         with pytest.raises(PackError):
-            read_head(path)
+            read_row(path)
 
 
 def test_only_regular_files_are_opened(path, tmp_path):
@@ -468,7 +467,7 @@ def test_only_regular_files_are_opened(path, tmp_path):
     pipe = tmp_path / f"{new_pack_id()}.safetensors"
     os.mkfifo(pipe)
     for unsafe in (link, pipe, tmp_path):
-        for call in (read_head, read_records, lambda unsafe: map_pack(unsafe, 0)):
+        for call in (read_row, read_records, lambda unsafe: map_pack(unsafe, 0)):
             with pytest.raises(UnsafeStoreError):
                 call(unsafe)
 
@@ -480,7 +479,7 @@ def test_every_flipped_bit_is_refused_or_harmless(path):
     """In the header and in each tensor. An entry is read where the index says, and where the pack itself says."""
     entries = [text(0, 2), text(1, 1)]
     head = write(path, entries)
-    places = {key: locate(head.pack, row, head.digests[row].tobytes()) for row, key in enumerate(head.names())}
+    places = {key: head.location(row) for row, key in enumerate(head.names())}
     expected = {entry.record.key: entry for entry in entries}
     clean, (_, start) = path.read_bytes(), raw_header(path)
     padding = {
@@ -495,7 +494,7 @@ def test_every_flipped_bit_is_refused_or_harmless(path):
             except PackError:
                 found = None
             else:
-                data = map_pack(path, records.head.pack.file_bytes)
+                data = map_pack(path, records.row.pack.file_bytes)
                 found = {key: read_at(data, records, key, place) for key, place in places.items()}
                 for key, entry in [*found.items(), *all_in(data, records).items()]:
                     assert isinstance(entry, str) or same(entry, expected[key])

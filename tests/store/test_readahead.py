@@ -51,17 +51,14 @@ def test_each_thread_decides_for_itself(usage):
     assert answers == [True] and not ahead.should_prefetch()
 
 
-def test_always_and_never_check_nothing(monkeypatch):
-    monkeypatch.delattr(mapped.resource, "getrusage")
-    assert all(ReadAhead("always").should_prefetch() == mapped.CAN_ADVISE for _ in range(20))
-    assert not any(ReadAhead("never").should_prefetch() for _ in range(20))
-
-
 def test_where_the_system_counts_or_takes_nothing_nothing_is_advised(monkeypatch):
-    monkeypatch.delattr(mapped.resource, "RUSAGE_THREAD", raising=False)
-    assert not ReadAhead("missing").should_prefetch()
     monkeypatch.setattr(mapped, "CAN_ADVISE", False)
-    assert not ReadAhead("always").should_prefetch() and ReadAhead("always").mode == "never"
+    assert not ReadAhead().should_prefetch()
+
+
+@pytest.fixture
+def always(monkeypatch):
+    monkeypatch.setattr(ReadAhead, "should_prefetch", lambda _: True)
 
 
 # In a store ----------------------------------------------------------------------------------------------------------
@@ -96,8 +93,8 @@ def ranges_of(store, *numbers):
     return sorted((path.name, offset, len(payload(0))) for path, offset in places)
 
 
-def test_exactly_what_is_read_is_advised(root, advised):
-    with DiskStore(root, read_ahead="always") as store:
+def test_exactly_what_is_read_is_advised(root, advised, always):
+    with DiskStore(root) as store:
         for numbers in ((0, 2), (2, 0), (1,)):
             advised.clear()
             read_batch(store, [key(number) for number in numbers])
@@ -109,10 +106,8 @@ def test_exactly_what_is_read_is_advised(root, advised):
         assert len(os.listdir("/dev/fd")) == before
 
 
-@pytest.mark.parametrize("num_files", [1, 64])
-def test_ranges_come_in_the_order_in_which_they_are_read(root, advised, monkeypatch, num_files):
-    monkeypatch.setattr(mapped, "_MAX_FILES", num_files)
-    with DiskStore(root, read_ahead="always") as store:
+def test_ranges_come_in_the_order_in_which_they_are_read(root, advised, always):
+    with DiskStore(root) as store:
         for order in ([2, 0, 1], [1, 2, 0]):
             advised.clear()
             before = len(os.listdir("/dev/fd"))
@@ -120,13 +115,6 @@ def test_ranges_come_in_the_order_in_which_they_are_read(root, advised, monkeypa
             assert advised == [found for number in order for found in ranges_of(store, number)]
             assert len(os.listdir("/dev/fd")) == before
             read_batch(store, [key(number) for number in order])
-
-
-def test_never_is_never(root, advised):
-    with DiskStore(root, read_ahead="never") as store:
-        read_batch(store, [key(0)])
-        store.prefetch([key(1)])
-        assert advised == []
 
 
 @on_linux
@@ -142,17 +130,17 @@ def test_the_first_batch_advises_and_warm_ones_do_not(root, advised, usage):
         assert advised == []
 
 
-def test_a_file_system_that_takes_no_advice_is_no_matter(root, monkeypatch):
+def test_a_file_system_that_takes_no_advice_is_no_matter(root, monkeypatch, always):
     def refuse(*_):
         raise OSError(errno.EINVAL, "refused")
 
     monkeypatch.setattr(os, "posix_fadvise", refuse, raising=False)
-    with DiskStore(root, read_ahead="always") as store:
+    with DiskStore(root) as store:
         assert read_batch(store, [key(0), key(2)])["moments"].shape[0] == 2
 
 
-def test_a_pack_that_is_gone_or_unreadable_is_no_matter(root, advised):
-    with DiskStore(root, read_ahead="always") as store:
+def test_a_pack_that_is_gone_or_unreadable_is_no_matter(root, advised, always):
+    with DiskStore(root) as store:
         read_batch(store, [key(2)])
         other = pack_of(store, 0)
         pack_of(store, 2).unlink()

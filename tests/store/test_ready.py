@@ -17,6 +17,7 @@ from store_samples import flip, key, mark, pack_of, packs, run, sample, samples
 from latentcache.errors import EntryDamagedError, EntryMissingError, StoreError
 from latentcache.store import DiskStore, Index
 from latentcache.store.catalog import Catalog
+from latentcache.store.mapped import ReadAhead
 from latentcache.store.stacking import read_batch, stack
 from latentcache.store.upkeep import compact, prune, verify
 
@@ -74,8 +75,9 @@ class Remembering:
         return stack(keys, [self.rows[key] for key in keys])["moments"]
 
 
-def test_a_batch_is_looked_up_at_once(store, calls):
-    with DiskStore(store.path, read_ahead="never") as store:
+def test_a_batch_is_looked_up_at_once(store, calls, monkeypatch):
+    monkeypatch.setattr(ReadAhead, "should_prefetch", lambda _: False)
+    with DiskStore(store.path) as store:
         assert read(store, 3, 1, 4).equal(moments(3, 1, 4))
         assert calls == {"digests": 3, "look_ups": 1}
 

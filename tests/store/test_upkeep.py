@@ -385,13 +385,13 @@ def test_what_a_thread_is_looking_up_again_is_not_pruned(store, monkeypatch):
         with reading(self, since) as found:
             if threading.current_thread() is reader:
                 assert found.is_whole
-                found = replace(found, pages=slow_pages(found.pages))
+                found = replace(found, rows=slow_rows(found.rows))
             yield found
 
-    def slow_pages(pages):
+    def slow_rows(rows):
         inside.set()
         done.wait(0.5)  # the entries are not in memory meanwhile
-        yield from pages
+        yield from rows
 
     reader = threading.Thread(target=lambda: store.find([key(99)]))
 
