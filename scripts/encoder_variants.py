@@ -13,8 +13,8 @@ import benchmarking
 import torch
 
 from latentcache.devices.placement import placed
-from latentcache.models.batching import free_cached_memory, is_out_of_memory
 from latentcache.models.model_loader import TextParts
+from latentcache.models.running import free_cached_memory, is_out_of_memory
 from latentcache.models.vae import encode_images
 
 

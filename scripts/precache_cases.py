@@ -25,7 +25,7 @@ from latentcache.devices.placement import device_named, placed
 from latentcache.identity import digest
 from latentcache.models.clip import tokenize
 from latentcache.models.model_loader import LoadedModels
-from latentcache.models.settings import text_settings, vae_settings
+from latentcache.models.running import text_settings, vae_settings
 from latentcache.models.vae import DTYPES, encode_images
 from latentcache.precache.encodings import choose_encodings
 from latentcache.precache.plan import TEXT_BATCH_SIZE

@@ -25,11 +25,10 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from latentcache.devices.tensor_location import device_of_values, why_immovable
+from latentcache.devices.tensor_location import CPU, device_of_values, why_immovable
 from latentcache.errors import CheckpointError, DeviceError
 from latentcache.utils.nested import named_tensors
 
-CPU = torch.device("cpu")
 FLAGS = ("fused", "foreach", "capturable", "maximize", "differentiable")
 """Settings of a group that say how a step is computed. The code that builds the optimizer decides them, not a file."""
 
@@ -211,16 +210,12 @@ def _load(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any], *, co
         if source is not None:
             optimizer.state[param] = _settled(optimizer.state[param], source, copy=copy)
     if type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict:
-        on_cpu = {} if copy else {p: source["mu_product"] for p, source in sources if _has_cpu_product(source)}
+        products = {} if copy else {p: source.get("mu_product") for p, source in sources if isinstance(source, Mapping)}
+        on_cpu = {p: t for p, t in products.items() if isinstance(t, torch.Tensor) and t.device == CPU}
         _move_scalars(optimizer, on_cpu)
     for group, own in zip(optimizer.param_groups, tensors, strict=True):
         for key, tensor in own.items():
             group[key] = tensor.copy_(torch.as_tensor(group[key], dtype=tensor.dtype))
-
-
-def _has_cpu_product(source: Any) -> bool:
-    product = source.get("mu_product") if isinstance(source, Mapping) else None
-    return isinstance(product, torch.Tensor) and product.device.type == "cpu"
 
 
 def _move_scalars(optimizer: torch.optim.Optimizer, on_cpu: Mapping[torch.Tensor, torch.Tensor]) -> None:

@@ -27,8 +27,7 @@ from latentcache.loading.cache import LatentCache
 from latentcache.loading.dataset import LatentDataset, LatentDatasets
 from latentcache.loading.sampler import BucketBatchSampler, Visit, seed_of
 from latentcache.models.lora import load_lora, lora_settings, save_lora
-from latentcache.models.scheduler import load_scheduler
-from latentcache.models.unet import check_conditioning, load_unet
+from latentcache.models.unet import check_conditioning, load_scheduler, load_unet
 from latentcache.models.vae import text_dtype, vae_dtype
 from latentcache.precache.encodings import load_models
 from latentcache.types import Batch, Bucket

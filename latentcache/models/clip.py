@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import logging
-import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import diffusers
 import torch
-from diffusers import StableDiffusionXLPipeline
 from diffusers.loaders import TextualInversionLoaderMixin
 
-from latentcache.errors import ModelError
+from latentcache.models.model_files import refused, sdxl_pipeline
 from latentcache.models.model_loader import TextParts, inference
-
-_TRUNCATION_WARNINGS = {
-    "diffusers.pipelines.stable_diffusion_xl.pipeline_stable_diffusion_xl": "The following part of your input",
-    "transformers.tokenization_utils_base": "Token indices sequence length is longer",
-}
-"""The loggers that warn of each caption that is too long, and how their messages begin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,17 +57,6 @@ def tokenize(parts: TextParts, captions: Sequence[str]) -> Tokens:
     return Tokens(input_ids, input_ids_2, tuple(map(max, lengths, lengths_2)))
 
 
-def encode_captions(
-    parts: TextParts, captions: Sequence[str], *, clip_skip: int = 0, device: torch.device | str | None = None
-) -> dict[str, torch.Tensor]:
-    """`prompt_embeds` [B, T, D] and `pooled_prompt_embeds` [B, P], T = 77, as SDXL's `encode_prompt` gives them.
-
-    `tokenize`, then `encode_tokens`: see there. Raises ModelError if the encoders have fewer layers than `clip_skip`
-    needs, ValueError without captions.
-    """
-    return encode_tokens(parts, tokenize(parts, captions), clip_skip=clip_skip, device=device)
-
-
 def encode_tokens(
     parts: TextParts, tokens: Tokens, *, clip_skip: int = 0, device: torch.device | str | None = None
 ) -> dict[str, torch.Tensor]:
@@ -92,17 +71,20 @@ def encode_tokens(
     Raises ModelError if the encoders have fewer layers than `clip_skip` needs, or if this diffusers requests tokens in
     another way than one call for all captions.
     """
-    _check_clip_skip(parts, clip_skip)
+    # encode_prompt reads hidden_states[-(clip_skip + 2)], and there are num_hidden_layers + 1 of them.
+    encoders: tuple[Any, Any] = parts.text_encoder, parts.text_encoder_2
+    limit = min(encoder.config.num_hidden_layers for encoder in encoders) - 1
+    if not 0 <= clip_skip <= limit:
+        raise refused(
+            "text_encoder",
+            f"clip_skip is {clip_skip}, but these text encoders allow 0 to {limit}. Correct encode.clip_skip.",
+        )
     where = next(parts.text_encoder.parameters()).device
-    pipeline = StableDiffusionXLPipeline(
+    pipeline = sdxl_pipeline(
         text_encoder=_LocatedEncoder(parts.text_encoder),
         text_encoder_2=_LocatedEncoder(parts.text_encoder_2),
         tokenizer=_KnownTokens(tokens.input_ids),
         tokenizer_2=_KnownTokens(tokens.input_ids_2),
-        vae=None,
-        unet=None,
-        scheduler=None,
-        add_watermarker=False,
     )
     with inference(where):
         prompt_embeds, _, pooled_prompt_embeds, _ = pipeline.encode_prompt(
@@ -139,10 +121,10 @@ class _KnownTokens:
     def __call__(self, texts: Sequence[str], **options: Any) -> _KnownTokens:
         # A call for other captions than all of the batch would get the wrong tokens.
         if isinstance(texts, str) or any(texts) or len(texts) != len(self.input_ids):
-            raise ModelError(
+            raise refused(
+                "tokenizer",
                 f"encode_prompt of diffusers {diffusers.__version__} asks its tokenizer for {texts!r}, not for "
                 f"{len(self.input_ids)} captions at once: latentcache does not know this version. Install another one.",
-                part="tokenizer",
             )
         return self
 
@@ -195,43 +177,9 @@ def _tokenize(tokenizer: Any, captions: list[str]) -> tuple[torch.Tensor, list[i
     lengths = tokens.attention_mask.sum(1).tolist()
     # Only a caption that fills its row may have been cut: its length is counted again.
     full = [number for number, length in enumerate(lengths) if length >= limit]
-    for number, length in zip(full, _lengths(tokenizer, [captions[number] for number in full]), strict=True):
-        lengths[number] = length
+    if full:
+        # Without transformers' warning of captions that are too long: `Tokens.num_tokens` reports them.
+        whole = tokenizer([captions[number] for number in full], truncation=False, padding=False, verbose=False)
+        for number, ids in zip(full, whole.input_ids, strict=True):
+            lengths[number] = len(ids)
     return tokens.input_ids, lengths
-
-
-def _lengths(tokenizer: Any, captions: list[str]) -> list[int]:
-    """The uncut numbers of tokens, with begin and end."""
-    if not captions:
-        return []
-    with _without_truncation_warnings():
-        return [len(ids) for ids in tokenizer(captions, truncation=False, padding=False).input_ids]
-
-
-def _check_clip_skip(parts: TextParts, clip_skip: int) -> None:
-    # encode_prompt reads hidden_states[-(clip_skip + 2)], and there are num_hidden_layers + 1 of them.
-    encoders: tuple[Any, Any] = parts.text_encoder, parts.text_encoder_2
-    limit = min(encoder.config.num_hidden_layers for encoder in encoders) - 1
-    if not 0 <= clip_skip <= limit:
-        raise ModelError(
-            f"clip_skip is {clip_skip}, but these text encoders allow 0 to {limit}. Correct encode.clip_skip.",
-            part="text_encoder",
-        )
-
-
-@contextmanager
-def _without_truncation_warnings() -> Iterator[None]:
-    """Drop this thread's warnings of truncated captions while inside: `Tokens.num_tokens` reports them."""
-    thread = threading.get_ident()
-
-    def keeps(record: logging.LogRecord) -> bool:
-        return record.thread != thread or not str(record.msg).startswith(_TRUNCATION_WARNINGS[record.name])
-
-    loggers = [logging.getLogger(name) for name in _TRUNCATION_WARNINGS]
-    for logger in loggers:
-        logger.addFilter(keeps)
-    try:
-        yield
-    finally:
-        for logger in loggers:
-            logger.removeFilter(keeps)

@@ -19,8 +19,7 @@ from diffusers.utils.state_dict_utils import convert_unet_state_dict_to_peft
 from latentcache.checkpoints.folder import DOCUMENT
 from latentcache.checkpoints.parts import unwrapped_module
 from latentcache.devices.placement import dtype_of
-from latentcache.errors import ModelError
-from latentcache.models.model_files import is_checkpoint, loading
+from latentcache.models.model_files import is_checkpoint, loading, refused
 from latentcache.utils.durable_files import typed_errors, write_sealed
 
 SETTINGS_KEY = "lora"
@@ -103,7 +102,7 @@ def lora_settings(unet: torch.nn.Module) -> dict[str, Any]:
     unet = unwrapped_module(unet)
     configs = getattr(unet, "peft_config", None)
     if not configs:
-        raise _refused("the UNet has no adapter. Call unet.add_adapter(LoraConfig(...)) first.")
+        raise refused("lora", "the UNet has no adapter. Call unet.add_adapter(LoraConfig(...)) first.")
     # peft's configs hold sets and enums of text: as JSON they are lists and text, which LoraConfig takes as well.
     adapters = {name: json.loads(json.dumps(config.to_dict(), default=sorted)) for name, config in configs.items()}
     return {"adapters": adapters, "active": _active_adapters(unet)}
@@ -135,32 +134,34 @@ def _looks_like_lora(name: str) -> bool:
 
 def _need_peft() -> None:
     if not is_peft_available():
-        raise _refused("LoRA adapters need peft, which is not installed. Run: pip install peft")
+        raise refused("lora", "LoRA adapters need peft, which is not installed. Run: pip install peft")
 
 
 def _lora_file(path: str) -> Path:
     folder = Path(path)
     if not folder.is_dir():
         if not is_checkpoint("lora", path):
-            raise _refused(
+            raise refused(
+                "lora",
                 f"there is no file or folder {path}. Name a local LoRA: download one from the hub first.",
             )
         return Path(path)
     if (folder / DOCUMENT).is_file():
-        raise _refused(f"{path} is a checkpoint of a whole UNet with its LoRA. Name it as the UNet.")
+        raise refused("lora", f"{path} is a checkpoint of a whole UNet with its LoRA. Name it as the UNet.")
     if (folder / LORA_FILE).is_file():
         return folder / LORA_FILE
     files = sorted(folder.glob("*.safetensors"))
     if len(files) != 1:
         have = ", ".join(file.name for file in files) or "no .safetensors file"
-        raise _refused(f"{path} has no {LORA_FILE} (it has {have}). Name the file itself.")
+        raise refused("lora", f"{path} has no {LORA_FILE} (it has {have}). Name the file itself.")
     return files[0]
 
 
 def _check_names(file: str, names: list[str]) -> None:
     encoders = [name for name in names if name.startswith(_ENCODERS)]
     if encoders:
-        raise _refused(
+        raise refused(
+            "lora",
             f"{file} changes the text encoders too ({len(encoders)} tensors, e.g. {encoders[0]}), which cannot "
             "act on cached embeddings. Save the LoRA without them, or merge them into the text encoders, name that "
             "model as model.path and run precache.",
@@ -169,7 +170,8 @@ def _check_names(file: str, names: list[str]) -> None:
     kinds = ("dora_scale", "hada_", "lokr_")
     others = [name for name in names if not _looks_like_lora(name) or any(kind in name for kind in kinds)]
     if others or not names:
-        raise _refused(
+        raise refused(
+            "lora",
             f"{file} holds {len(others)} tensors that are not LoRA weights of a UNet, e.g. "
             f"{others[0] if others else 'nothing at all'}. Name a LoRA in diffusers' or kohya's format.",
         )
@@ -196,14 +198,11 @@ def _check_fit(file: str, state: Mapping[str, torch.Tensor], prefix: str | None,
             if key.removesuffix(kind) + other not in own:
                 faults.append(f"{key} has no {other.removeprefix('.')} next to it")
     if faults or not own:
-        raise _refused(
+        raise refused(
+            "lora",
             f"{file} does not fit this UNet: of {len(own)} tensors {len(faults)} have no place in it, e.g. "
             f"{faults[0] if faults else 'nothing'}. Name a LoRA of an SDXL UNet.",
         )
-
-
-def _refused(message: str) -> ModelError:
-    return ModelError(f"lora: {message}", part="lora")
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKL, UNet2DConditionModel
+from diffusers import AutoencoderKL, StableDiffusionXLPipeline, UNet2DConditionModel
 from diffusers.loaders.single_file_utils import fetch_diffusers_config, load_single_file_checkpoint
 from diffusers.utils import logging as diffusers_logging
 from huggingface_hub import snapshot_download
@@ -38,6 +38,20 @@ _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _HUB_STEP = "Download it once while online, or name a local folder"
 
 
+def refused(part: str, message: str) -> ModelError:
+    """The error for a part of a model that cannot be used."""
+    return ModelError(f"{part}: {message}", part=part)
+
+
+def sdxl_pipeline(**parts: Any) -> StableDiffusionXLPipeline:
+    """Diffusers' pipeline of these parts alone, without a watermark and a progress bar."""
+    names = ("vae", "unet", "scheduler", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
+    make: Any = StableDiffusionXLPipeline  # diffusers has no types
+    pipeline: StableDiffusionXLPipeline = make(**dict.fromkeys(names) | parts, add_watermarker=False)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
 def weights_name(part: str, variant: str | None = None) -> str:
     """How the names of a part's weights begin in a diffusers folder: `diffusion_pytorch_model`, or with `.fp16`."""
     stem = "model" if part.startswith("text_encoder") else "diffusion_pytorch_model"
@@ -48,17 +62,16 @@ def is_checkpoint(part: str, path: str) -> bool:
     """Whether `path` is a .safetensors file. Raises ModelError if it is, or can only be, another kind of file."""
     suffix, is_file = Path(path).suffix.lower(), os.path.isfile(path)
     if suffix in _PICKLED:
-        raise ModelError(
-            f"{part}: {path} is a pickle, which can run code when it is loaded. "
-            "Name a .safetensors file, or convert this one on a machine that you can lose.",
-            part=part,
+        raise refused(
+            part,
+            f"{path} is a pickle, which can run code when it is loaded. Name a .safetensors file, or convert this one "
+            "on a machine that you can lose.",
         )
     if is_file and suffix != ".safetensors":
-        raise ModelError(f"{part}: {path} is a file, but not a .safetensors one. Name a .safetensors file.", part=part)
+        raise refused(part, f"{path} is a file, but not a .safetensors one. Name a .safetensors file.")
     if not is_file and (suffix == ".safetensors" or not _HUB_ID.fullmatch(path)):
-        raise ModelError(
-            f"{part}: there is no file or folder {path}, and it is not a hub id (owner/name). Correct the path.",
-            part=part,
+        raise refused(
+            part, f"there is no file or folder {path}, and it is not a hub id (owner/name). Correct the path."
         )
     return is_file
 
@@ -78,11 +91,24 @@ def load_pretrained(
 
     Raises ModelError for weights that are pickled, missing or of another shape.
     """
-    model_class = PART_CLASSES[part]
-    _check_weights(part, folder, variant)
+    model_class: Any = PART_CLASSES[part]
     library = model_class.__module__.split(".")[0]
+    if not has_weights(part, folder, variant):
+        names = sorted(path.name for path in folder.iterdir() if path.suffix in (".safetensors", *_PICKLED))
+        if names and all(name.endswith(_PICKLED) for name in names):
+            raise refused(
+                part,
+                f"{folder} has its weights only as a pickle ({names[0]}), which can run code when it is loaded. "
+                f"Convert it where that is safe: {library}.{model_class.__name__}.from_pretrained({str(folder)!r}, "
+                f"use_safetensors=False).save_pretrained({str(folder)!r}).",
+            )
+        raise refused(
+            part,
+            f"{folder} has no {weights_name(part, variant)}.safetensors (it has {', '.join(names) or 'no weights'}). "
+            "Name a folder that has it, or the variant whose weights are there.",
+        )
     with loading(part, str(folder)):
-        module, info = model_class.from_pretrained(  # type: ignore[attr-defined]  # both libraries' classes have it
+        module, info = model_class.from_pretrained(
             folder,
             use_safetensors=True,
             variant=variant,
@@ -93,31 +119,12 @@ def load_pretrained(
     # Both libraries fill what is missing with random values and only warn.
     absent = sorted(str(key) for kind in ("missing_keys", "mismatched_keys") for key in info[kind])
     if absent:
-        raise ModelError(
-            f"{part}: {folder} lacks {len(absent)} of the weights of {model_class.__name__}, or has them in "
-            f"another shape, e.g. {absent[0]}. Use a folder written by save_pretrained of that class.",
-            part=part,
+        raise refused(
+            part,
+            f"{folder} lacks {len(absent)} of the weights of {model_class.__name__}, or has them in another shape, "
+            f"e.g. {absent[0]}. Use a folder written by save_pretrained of that class.",
         )
     return module, sorted(str(key) for key in info["unexpected_keys"])
-
-
-def _check_weights(part: str, folder: Path, variant: str | None) -> None:
-    if has_weights(part, folder, variant):
-        return
-    names = sorted(path.name for path in folder.iterdir() if path.suffix in (".safetensors", *_PICKLED))
-    if names and all(name.endswith(_PICKLED) for name in names):
-        model_class = PART_CLASSES[part]
-        raise ModelError(
-            f"{part}: {folder} has its weights only as a pickle ({names[0]}), which can run code when it is loaded. "
-            f"Convert it where that is safe: {model_class.__module__.split('.')[0]}.{model_class.__name__}"
-            f".from_pretrained({str(folder)!r}, use_safetensors=False).save_pretrained({str(folder)!r}).",
-            part=part,
-        )
-    raise ModelError(
-        f"{part}: {folder} has no {weights_name(part, variant)}.safetensors (it has "
-        f"{', '.join(names) or 'no weights'}). Name a folder that has it, or the variant whose weights are there.",
-        part=part,
-    )
 
 
 def read_config(part: str, folder: Path, config_class: Any, name: str | None = None) -> Mapping[str, Any]:
@@ -134,34 +141,37 @@ def part_folder(folder: Path, part: str) -> Path:
     return folder / part if (folder / part).is_dir() else folder
 
 
-def download_part(part: str, repository: str, variant: str | None) -> Path:
-    """The snapshot folder of a hub repository, with one part's config and weights alone. See `part_folder`."""
+def local_part(part: str, path: str, variant: str | None) -> tuple[str, Path]:
+    """`local_folder`, with one part's config and weights alone. See `part_folder`."""
     files = ("config.json", f"{weights_name(part, variant)}*.safetensors", f"{weights_name(part)}*.safetensors.index*")
-    patterns = [f"{folder}{file}" for folder in ("", f"{part}/") for file in files]
-    return download(part, repository, patterns, variant=variant)
+    return local_folder(
+        part, path, [f"{folder}{file}" for folder in ("", f"{part}/") for file in files], variant=variant
+    )
 
 
-def download(
+def local_folder(
     part: str,
-    repository: str,
+    path: str,
     patterns: Sequence[str],
     *,
     revision: str | None = None,
     variant: str | None = None,
     next_step: str = _HUB_STEP,
-) -> Path:
-    """The snapshot folder of these files of a hub repository, from the hub cache if it is there. Raises ModelError."""
+) -> tuple[str, Path]:
+    """A folder as it is, else a hub repository's snapshot folder with these files; before it its name, with the commit.
+
+    What is in the hub cache is not downloaded again. Raises ModelError.
+    """
+    if os.path.isdir(path):
+        return path, Path(path)
     # Without a variant, the variants (model.fp16.safetensors) next to the plain files are not needed.
     ignored = None if variant else ["*.*.safetensors"]
     try:
-        found = snapshot_download(repository, revision=revision, allow_patterns=[*patterns], ignore_patterns=ignored)
+        found = snapshot_download(path, revision=revision, allow_patterns=[*patterns], ignore_patterns=ignored)
     except Exception as error:  # huggingface_hub's errors share no base, and httpx's pass through
-        raise ModelError(
-            f"{part}: {repository} is no local path, and could not be had from the hub ({first_line(error)}). "
-            f"{next_step}.",
-            part=part,
-        ) from error
-    return Path(found)
+        message = f"{path} is no local path, and could not be had from the hub ({first_line(error)}). {next_step}."
+        raise refused(part, message) from error
+    return f"{path}@{Path(found).name}", Path(found)
 
 
 def config_folder(path: str, config: str | None, patterns: Sequence[str]) -> tuple[Path, str, str]:
@@ -177,8 +187,7 @@ def config_folder(path: str, config: str | None, patterns: Sequence[str]) -> tup
         with loading("model", path):
             name = fetch_diffusers_config(load_single_file_checkpoint(path))["pretrained_model_name_or_path"]
         next_step = f"diffusers infers the configs of {name} for it. Set model.config to a local diffusers folder"
-    folder = Path(name) if os.path.isdir(name) else download("model", name, patterns, next_step=next_step)
-    return folder, name, next_step
+    return local_folder("model", name, patterns, next_step=next_step)[1], name, next_step
 
 
 def first_line(error: BaseException) -> str:
@@ -197,10 +206,10 @@ def loading(part: str, name: str) -> Iterator[None]:
     except ModelError:
         raise
     except Exception as error:  # they raise nearly anything for a damaged or foreign file
-        raise ModelError(
-            f"{part}: {name} could not be loaded ({type(error).__name__}: {first_line(error)}). "
-            "Check that the files are whole and belong to an SDXL model.",
-            part=part,
+        raise refused(
+            part,
+            f"{name} could not be loaded ({type(error).__name__}: {first_line(error)}). Check that the files are whole "
+            "and belong to an SDXL model.",
         ) from error
     finally:
         for library, was_enabled in libraries:

@@ -14,17 +14,17 @@ from diffusers import AutoencoderKL, StableDiffusionXLPipeline
 from transformers import CLIPTokenizer
 from typing_extensions import override
 
-from latentcache.errors import ModelError
 from latentcache.models.model_files import (
     TINY,
     config_folder,
-    download,
-    download_part,
     is_checkpoint,
     load_pretrained,
     loading,
+    local_folder,
+    local_part,
     part_folder,
     read_config,
+    refused,
     weights_name,
 )
 from latentcache.models.tiny import tiny_sdxl
@@ -109,9 +109,7 @@ class FolderOrigin(ModelOrigin):
         settings = read_config("vae", self._folder_of("vae"), AutoencoderKL, self.name)
         class_name = settings.get("_class_name", "AutoencoderKL")
         if class_name != "AutoencoderKL":
-            raise ModelError(
-                f"vae: {self.name} is a {class_name}, but an AutoencoderKL is needed. Name an SDXL VAE.", part="vae"
-            )
+            raise refused("vae", f"{self.name} is a {class_name}, but an AutoencoderKL is needed. Name an SDXL VAE.")
         return settings
 
     @override
@@ -124,12 +122,12 @@ class FolderOrigin(ModelOrigin):
 
     @override
     def load_tokenizers(self) -> tuple[Any, Any]:
-        return self._tokenizer("tokenizer"), self._tokenizer("tokenizer_2")
-
-    def _tokenizer(self, part: str) -> Any:
-        folder = self._existing(part)
-        with loading(part, self.name):
-            return CLIPTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizers = []
+        for part in TOKENIZERS:
+            folder = self._existing(part)
+            with loading(part, self.name):
+                tokenizers.append(CLIPTokenizer.from_pretrained(folder, local_files_only=True))
+        return tokenizers[0], tokenizers[1]
 
     def _folder_of(self, part: str) -> Path:
         return self.folder if self.flat else self.folder / part
@@ -137,9 +135,7 @@ class FolderOrigin(ModelOrigin):
     def _existing(self, part: str) -> Path:
         folder = self._folder_of(part)
         if not folder.is_dir():
-            raise ModelError(
-                f"{part}: {self.name} has no folder {folder.name}. Name a diffusers folder of an SDXL model.", part=part
-            )
+            raise refused(part, f"{self.name} has no folder {folder.name}. Name a diffusers folder of an SDXL model.")
         return folder
 
 
@@ -178,7 +174,7 @@ class FileOrigin(ModelOrigin):
             # from_single_file leaves on the meta device what the file lacks.
             lacking = next((key for key, value in module.state_dict().items() if value.is_meta), None)
             if lacking is not None:
-                raise ModelError(f"{name}: {self.name} lacks {lacking}. Use a complete SDXL checkpoint.", part=name)
+                raise refused(name, f"{self.name} lacks {lacking}. Use a complete SDXL checkpoint.")
         return loaded
 
     @override
@@ -190,37 +186,29 @@ def find_model(path: str, config: str | None, variant: str | None, revision: str
     """What `path` names: `tiny`, a folder, a .safetensors file, else a hub id, which is downloaded if need be."""
     if path == TINY:
         return TinyOrigin()
-    if os.path.isdir(path):
-        return FolderOrigin(path, Path(path), variant)
-    if is_checkpoint("model", path):
+    if not os.path.isdir(path) and is_checkpoint("model", path):
         return FileOrigin(path, Path(path), _configs_of(path, config))
     weights = [f"{part}/{weights_name(part, variant)}*.safetensors" for part in ENCODERS]
-    folder = download("model", path, _CONFIGS + weights, revision=revision, variant=variant)
-    return FolderOrigin(_name_with_commit(path, folder), folder, variant)
+    name, folder = local_folder("model", path, _CONFIGS + weights, revision=revision, variant=variant)
+    return FolderOrigin(name, folder, variant)
 
 
 def find_vae(path: str, model: ModelOrigin) -> ModelOrigin:
     """What `path` names as a separate VAE. A file with no config.json next to it takes the config of `model`'s VAE."""
-    if os.path.isdir(path):
-        return _vae_folder(path, Path(path))
-    if not is_checkpoint("vae", path):
-        folder = download_part("vae", path, None)
-        return _vae_folder(_name_with_commit(path, folder), folder)
+    if os.path.isdir(path) or not is_checkpoint("vae", path):
+        name, folder = local_part("vae", path, None)
+        return FolderOrigin(name, folder, flat=part_folder(folder, "vae") == folder)
     file = Path(path)
     if (file.parent / "config.json").is_file():
         return FileOrigin(path, file, FolderOrigin(path, file.parent, flat=True))
     configs = model.configs if isinstance(model, FileOrigin) else model
     if isinstance(configs, FolderOrigin):
         return FileOrigin(path, file, configs)
-    raise ModelError(
-        f"vae: {path} has no config.json next to it, and the model {model.name!r} has none either. "
-        "Put the VAE's config.json next to the file.",
-        part="vae",
+    raise refused(
+        "vae",
+        f"{path} has no config.json next to it, and the model {model.name!r} has none either. Put the VAE's "
+        "config.json next to the file.",
     )
-
-
-def _vae_folder(name: str, folder: Path) -> FolderOrigin:
-    return FolderOrigin(name, folder, flat=part_folder(folder, "vae") == folder)
 
 
 def _configs_of(path: str, config: str | None) -> FolderOrigin:
@@ -228,15 +216,10 @@ def _configs_of(path: str, config: str | None) -> FolderOrigin:
     folder, name, next_step = config_folder(path, config, _CONFIGS)
     lacking = [part for part in ("model_index.json", *ENCODERS, *TOKENIZERS) if not (folder / part).exists()]
     if lacking:
-        raise ModelError(
-            f"model: {name} has no {', '.join(lacking)}, which an SDXL checkpoint needs. {path}: {next_step}.",
-            part="model",
+        raise refused(
+            "model", f"{name} has no {', '.join(lacking)}, which an SDXL checkpoint needs. {path}: {next_step}."
         )
     return FolderOrigin(f"{path} (configs: {name})", folder)
-
-
-def _name_with_commit(repository: str, folder: Path) -> str:
-    return f"{repository}@{folder.name}"  # a snapshot's folder is named by its commit
 
 
 def _loaded_with(part: str) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from diffusers import AutoencoderKL, EulerDiscreteScheduler, StableDiffusionXLPi
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
 from latentcache.families.sdxl import LATENT_CHANNELS, NUM_TOKENS, SCALING_FACTOR
+from latentcache.models.model_files import sdxl_pipeline
 
 HIDDEN_SIZE, HIDDEN_SIZE_2 = 32, 40
 TIME_EMBED_DIM = 8
@@ -95,13 +96,7 @@ def tiny_pipeline(parts: Mapping[str, Any] | None = None, *, seed: int = 0) -> S
         steps_offset=1,
     )
     parts = tiny_sdxl(seed) if parts is None else dict(parts)
-    pipeline = StableDiffusionXLPipeline(
-        **{"unet": tiny_unet(seed), "scheduler": scheduler, **parts},
-        force_zeros_for_empty_prompt=True,
-        add_watermarker=False,
-    )
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
+    return sdxl_pipeline(**{"unet": tiny_unet(seed), "scheduler": scheduler, **parts})
 
 
 def save_diffusers_folder(parts: Mapping[str, Any], path: str | Path) -> Path:

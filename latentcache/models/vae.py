@@ -1,27 +1,39 @@
-"""Images -> VAE moments -> what is kept of them.
+"""Images -> VAE moments -> what is kept of them; and latents -> images, in tiles where memory is short.
 
 Legend: B images, C latent channels, H and W pixels, h and w latent rows and columns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 from diffusers import AutoencoderKL
+from diffusers.image_processor import VaeImageProcessor
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
-from latentcache.errors import ConfigError, ModelError
+from latentcache.devices.placement import device_of
+from latentcache.errors import ConfigError, EncodeError
+from latentcache.models.model_files import first_line, refused
 from latentcache.models.model_loader import inference
+from latentcache.models.running import free_cached_memory, is_out_of_memory
 from latentcache.types import ImageOutput
+
+logger = logging.getLogger("latentcache")
 
 DTYPES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
 }
+TILE = 512
+"""Side of a tile in pixels, at most. diffusers' own is the VAE's sample_size: 1024 for SDXL, so that an image of
+1024x1024 would not be cut at all."""
 
 
 def vae_dtype(requested: str, config: Mapping[str, Any], device: torch.device) -> tuple[torch.dtype, str]:
@@ -51,6 +63,14 @@ def text_dtype(requested: str, device: torch.device) -> tuple[torch.dtype, str]:
     return torch.float16, f"The text encoders compute in float16 on {device}, as SDXL's pipelines do."
 
 
+def _requested(setting: str, requested: str) -> tuple[torch.dtype, str]:
+    if requested not in DTYPES:
+        raise ConfigError(
+            f"{setting} is {requested!r}, but one of auto, {', '.join(DTYPES)} is needed", key=f"encode.{setting}"
+        )
+    return DTYPES[requested], f"{requested} was requested (encode.{setting})."
+
+
 def encode_images(vae: AutoencoderKL, pixels: np.ndarray | torch.Tensor) -> torch.Tensor:
     """The posterior's parameters (mean, log-variance), unscaled: [B, 2*C, h, w], on the VAE's device, in its dtype.
 
@@ -64,9 +84,7 @@ def encode_images(vae: AutoencoderKL, pixels: np.ndarray | torch.Tensor) -> torc
         # A copy where needed: torch warns of read-only arrays (Pillow's are) and refuses negative strides (a flip's).
         pixels = torch.from_numpy(np.require(pixels, requirements=["C", "W"]))
     if pixels.dtype != torch.uint8 or pixels.ndim != 4 or pixels.shape[-1] != 3:
-        raise ModelError(
-            f"vae: pixels are {pixels.dtype} {list(pixels.shape)}, but uint8 [B, H, W, 3] is needed", part="vae"
-        )
+        raise refused("vae", f"pixels are {pixels.dtype} {list(pixels.shape)}, but uint8 [B, H, W, 3] is needed")
     parameter = next(vae.parameters())
     with inference(parameter.device):
         images = pixels.to(parameter.device).permute(0, 3, 1, 2).float().div(127.5).sub(1.0)
@@ -74,9 +92,7 @@ def encode_images(vae: AutoencoderKL, pixels: np.ndarray | torch.Tensor) -> torc
         images = images.to(parameter.dtype).contiguous(memory_format=memory_format_of(vae))
         posterior = getattr(vae.encode(images), "latent_dist", None)
     if not isinstance(posterior, DiagonalGaussianDistribution):
-        raise ModelError(
-            f"vae: {type(vae).__name__} has no Gaussian posterior. Use a diffusers.AutoencoderKL.", part="vae"
-        )
+        raise refused("vae", f"{type(vae).__name__} has no Gaussian posterior. Use a diffusers.AutoencoderKL.")
     parameters: torch.Tensor = posterior.parameters
     return parameters
 
@@ -145,9 +161,113 @@ def problems(outputs: torch.Tensor) -> list[str | None]:
     return problem_names(problem_flags(outputs))
 
 
-def _requested(setting: str, requested: str) -> tuple[torch.dtype, str]:
-    if requested not in DTYPES:
-        raise ConfigError(
-            f"{setting} is {requested!r}, but one of auto, {', '.join(DTYPES)} is needed", key=f"encode.{setting}"
-        )
-    return DTYPES[requested], f"{requested} was requested (encode.{setting})."
+def decode_latents(vae: AutoencoderKL, latents: torch.Tensor, *, tiled: bool = False) -> np.ndarray:
+    """Images uint8 [B, H, W, 3] of latents [B, C, h, w] that are scaled, as the denoising loop leaves them.
+
+    The bits are those of `StableDiffusionXLPipeline` for the same latents, where that has no watermark. The latents go
+    to the VAE's device and dtype; the VAE runs where it is, without gradients and without a surrounding autocast. A
+    float16 VAE with `force_upcast` computes in float32, as in the pipeline. Unlike there, its own float16 weights are
+    restored after an error too, and a `shift_factor` of its config is added. `tiled` cuts images into overlapping tiles
+    of at most TILE pixels and blends them: other pixels, less memory. The VAE's tiling settings are restored; without
+    `tiled` they apply as they are. A number that is not finite becomes black, with a logged warning.
+    """
+    device = device_of(vae)
+    with ExitStack() as stack:
+        stack.enter_context(inference(device))
+        if vae.config.force_upcast and next(vae.parameters()).dtype == torch.float16:
+            stack.enter_context(_in_float32(vae))
+        stack.enter_context(_tiling(vae, latents.shape[-2:], tiled))
+        decoded = vae.decode(_unscaled(vae, latents.to(device, next(vae.parameters()).dtype)), return_dict=False)[0]
+        pixels: np.ndarray = VaeImageProcessor().postprocess(decoded, output_type="np")
+    finite = np.isfinite(pixels)
+    if not finite.all():
+        logger.warning("vae: %d of %d decoded numbers are NaN: shown as black", (~finite).sum(), finite.size)
+        pixels = np.where(finite, pixels, np.float32(0))
+    return (pixels * 255).round().astype(np.uint8)
+
+
+def decode_fitting(vae: AutoencoderKL, latents: torch.Tensor) -> tuple[np.ndarray, bool]:
+    """`decode_latents`, whole where that fits into memory and in tiles where it does not; and whether it was in tiles.
+
+    Raises EncodeError (problem `out-of-memory`) if tiles do not fit either.
+    """
+    device, shortage = device_of(vae), ""
+    for tiled in (False, True):
+        try:
+            images = decode_latents(vae, latents, tiled=tiled)
+            has_own_tiles = getattr(vae, "use_tiling", False) and max(latents.shape[-2:]) > vae.tile_latent_min_size
+            return images, tiled or has_own_tiles
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            shortage = first_line(error)
+        # After the except block, in which the traceback's frames keep the failed call's tensors alive.
+        free_cached_memory(device)
+        if not tiled:
+            logger.info("vae: decoding in tiles: at once it ran out of memory on %s (%s)", device, shortage)
+    raise EncodeError(
+        f"vae: tiles of {TILE} pixels do not fit into the memory of {device} either ({shortage}). Free memory there, "
+        "take a smaller validation.height and validation.width, or decode on the CPU.",
+        part="vae",
+        problem="out-of-memory",
+    )
+
+
+def downscale_factor(vae: AutoencoderKL) -> int:
+    """Pixels per latent row or column: each stage but the last halves the image."""
+    stages: Sequence[int] = vae.config.block_out_channels
+    return 1 << len(stages) - 1
+
+
+def _unscaled(vae: AutoencoderKL, latents: torch.Tensor) -> torch.Tensor:
+    """What the VAE's decoder takes: the pipeline's formula, in its order of operations."""
+    config, factor = vae.config, float(vae.config.scaling_factor)
+    statistics = [getattr(config, name, None) for name in ("latents_mean", "latents_std")]
+    if None not in statistics:
+        mean, deviation = (torch.tensor(value).view(1, -1, 1, 1).to(latents) for value in statistics)
+        return latents * deviation / factor + mean
+    shift = getattr(config, "shift_factor", None)
+    return latents / factor + shift if shift else latents / factor
+
+
+@contextmanager
+def _in_float32(vae: AutoencoderKL) -> Iterator[None]:
+    """Half-precision weights as float32 while inside, in the same Parameter objects; then the same memory again.
+
+    The originals are kept meanwhile: restoring them must not need memory, since it may have run out.
+    """
+    originals = [
+        (tensor, tensor.data)
+        for tensor in chain(vae.parameters(), vae.buffers())
+        if tensor.is_floating_point() and tensor.dtype != torch.float32
+    ]
+    try:
+        for tensor, data in originals:
+            tensor.data = data.float()
+        yield
+    finally:
+        for tensor, data in originals:
+            tensor.data = data
+
+
+@contextmanager
+def _tiling(vae: AutoencoderKL, size: Sequence[int], tiled: bool) -> Iterator[None]:
+    """With `tiled`, tiling while inside: at least two tiles along the longer side of latents of (h, w)."""
+    names = ("use_tiling", "tile_latent_min_size", "tile_sample_min_size")
+    if not all(hasattr(vae, name) for name in names):
+        if tiled:
+            raise refused("vae", f"{type(vae).__name__} cannot decode in tiles. Use a diffusers.AutoencoderKL.")
+        yield
+        return
+    before = {name: getattr(vae, name) for name in names}
+    try:
+        if tiled:
+            factor = downscale_factor(vae)
+            # A multiple of four: tiles overlap by a quarter, and blending needs whole latent rows.
+            side = max(4, min(TILE // factor, max(size) // 2) // 4 * 4)
+            vae.enable_tiling()
+            vae.tile_latent_min_size, vae.tile_sample_min_size = side, side * factor
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(vae, name, value)

@@ -59,7 +59,18 @@ class ModelParts:
 
     def why_not_moved(self, name: str) -> str | None:
         """Why phases leave a part where it is, or None if they move it."""
-        return "declared immovable" if name in self.immovable else why_not_moved(self.modules[name])
+        if name in self.immovable:
+            return "declared immovable"
+        reason = why_rearranged(self.modules[name])
+        if reason is not None:
+            return reason
+        for weight, tensor in named_weights(self.modules[name]):
+            reason = why_immovable(tensor)
+            if reason is not None:
+                return f"{weight} is {reason}"
+            if tensor.device.type == "meta":
+                return f"{weight} is on meta and holds no values"
+        return None
 
     def movable(self) -> dict[str, torch.nn.Module]:
         """The modules that phases move."""
@@ -77,13 +88,33 @@ class ModelParts:
 
     def check_ready(self, phase: str, on_device: Collection[str], *, averaged: bool) -> None:
         """PhaseError for parts that cannot be trained as they are, or have no values to put on the device."""
-        check_trainable(phase, self.modules)
         placed = [part for part in on_device if part in self.modules and part not in self.immovable]
-        check_filled(phase, {part: self.modules[part] for part in placed})
-        averages = self.parts.get("ema") is not None or any(
-            is_optimizer(part) and is_training(unwrapped(part)) for part in self.parts.values()
+        averaged = averaged and (
+            self.parts.get("ema") is not None
+            or any(is_optimizer(part) and is_training(unwrapped(part)) for part in self.parts.values())
         )
-        check_current(phase, self.modules, averaged=averaged and averages)
+        checks = {
+            "these are trained and under sequential offload (enable_sequential_cpu_offload, cpu_offload, "
+            "align_module_device), which replaces their Parameters: an optimizer would train objects that nothing "
+            "uses. Call remove_all_hooks() on the pipeline, and rebuild the optimizer. The first are:": [
+                name for name, module in submodules(self.modules) if replaces_parameters(module) and is_trained(module)
+            ],
+            "these are on meta and hold no values: load the part first": [
+                f"{part}.{name}" for part in placed for name in _empty_tensors(self.modules[part])
+            ],
+            # It keeps those that its root gathered (see `GatheredShards`), and has no public way to release them.
+            "FullyShardedDataParallel keeps the weights of a forward for the next one, also past an optimizer step or "
+            "a swap of averaged weights. Enter phases after zero_grad(set_to_none=True) and without averaged weights, "
+            "or shard with fully_shard. These are sharded by it:": [
+                part
+                for part, module in self.modules.items()
+                if any(_sharding(kind) == "FSDP1" for kind in set(map(type, module.modules())))
+                and (averaged or any(parameter.grad is not None for parameter in module.parameters()))
+            ],
+        }
+        for message, offenders in checks.items():
+            if offenders:
+                raise PhaseError(message, phase=phase, offenders=tuple(offenders))
 
 
 class GatheredShards(Snapshot):
@@ -124,74 +155,15 @@ def why_sharded(module: torch.nn.Module) -> str | None:
     return None
 
 
-def why_not_moved(module: torch.nn.Module) -> str | None:
-    """Why a part cannot be moved: other software places it, it is quantised, or it has no values. Else None."""
-    reason = why_rearranged(module)
-    if reason is not None:
-        return reason
-    for name, tensor in named_weights(module):
-        reason = why_immovable(tensor)
-        if reason is not None:
-            return f"{name} is {reason}"
-        if tensor.device.type == "meta":
-            return f"{name} is on meta and holds no values"
-    return None
-
-
-def empty_tensor(module: torch.nn.Module) -> str | None:
-    """The name of a tensor that holds no values and that no offload hook or sharding will fill, or None."""
-    names = (name for name, t in named_weights(module) if t.device.type == "meta" and why_immovable(t) is None)
-    name = next(names, None)
-    return None if name is None or why_rearranged(module) is not None else name
-
-
 def is_trained(module: torch.nn.Module) -> bool:
     """Whether any of the module's parameters requires grad."""
     return any(parameter.requires_grad for parameter in module.parameters())
 
 
-def check_trainable(phase: str, modules: Modules) -> None:
-    """Raise PhaseError if what is trained is under sequential offload."""
-    offenders = tuple(
-        name for name, submodule in submodules(modules) if replaces_parameters(submodule) and is_trained(submodule)
-    )
-    if offenders:
-        raise PhaseError(
-            "these are trained and under sequential offload (enable_sequential_cpu_offload, cpu_offload, "
-            "align_module_device), which replaces their Parameters: an optimizer would train objects that nothing "
-            "uses. Call remove_all_hooks() on the pipeline, and rebuild the optimizer. The first are:",
-            phase=phase,
-            offenders=offenders,
-        )
-
-
-def check_filled(phase: str, modules: Modules) -> None:
-    """Raise PhaseError if one of these, which a phase puts on the device, has no values."""
-    empty = {part: empty_tensor(module) for part, module in modules.items()}
-    offenders = tuple(f"{part}.{name}" for part, name in empty.items() if name is not None)
-    if offenders:
-        raise PhaseError("these are on meta and hold no values: load the part first", phase=phase, offenders=offenders)
-
-
-def check_current(phase: str, modules: Modules, *, averaged: bool) -> None:
-    """Raise PhaseError if a FullyShardedDataParallel would train with the weights of a phase's forward.
-
-    It keeps those that its root gathered (see `GatheredShards`), and has no public way to release them.
-    """
-    offenders = tuple(
-        part
-        for part, module in modules.items()
-        if any(_sharding(kind) == "FSDP1" for kind in set(map(type, module.modules())))
-        and (averaged or any(parameter.grad is not None for parameter in module.parameters()))
-    )
-    if offenders:
-        raise PhaseError(
-            "FullyShardedDataParallel keeps the weights of a forward for the next one, also past an optimizer step or "
-            "a swap of averaged weights. Enter phases after zero_grad(set_to_none=True) and without averaged weights, "
-            "or shard with fully_shard. These are sharded by it:",
-            phase=phase,
-            offenders=offenders,
-        )
+def _empty_tensors(module: torch.nn.Module) -> list[str]:
+    """The first tensor that holds no values and that no offload hook or sharding will fill, if there is one."""
+    names = [name for name, t in named_weights(module) if t.device.type == "meta" and why_immovable(t) is None]
+    return names[:1] if names and why_rearranged(module) is None else []
 
 
 def _sharding(kind: type) -> str | None:

@@ -146,19 +146,16 @@ class ModuleStructure(_Contents):
     """The identity of every Parameter, buffer and submodule: an optimizer refers to the objects themselves."""
 
     def __init__(self, modules: Modules):
-        by_name = list(submodules(modules))
-        super().__init__((f"{name}.{kind}", vars(module)[kind]) for name, module in by_name for kind in STRUCTURE)
-        self._parameters = [
-            (f"{name}.{key}", module, key, parameter)
-            for name, module in by_name
-            for key, parameter in module._parameters.items()
-        ]
+        super().__init__(
+            (f"{name}.{kind}", vars(module)[kind]) for name, module in submodules(modules) for kind in STRUCTURE
+        )
 
     def replaced_parameters(self) -> Iterator[str]:
         """The names that have another Parameter now, or none."""
-        for name, module, key, parameter in self._parameters:
-            if module._parameters.get(key) is not parameter:
-                yield name
+        for name, contents, kept in self._kept:
+            if name.endswith("._parameters"):
+                prefix = name.removesuffix("_parameters")
+                yield from (prefix + key for key, parameter in kept.items() if contents.get(key) is not parameter)
 
 
 class ModuleHooks(_Attributes):

@@ -206,7 +206,7 @@ class Phases:
         self._model.check_ready(name, phase.on_device, averaged=phase.averaged)
         # Kept only when the phase is open: memory of a refused phase, however old, would be put back in a later one.
         memory = self._memory if self._open_phases else KeptMemory()
-        weights = Weights(self._movable(), memory, self._park, outermost=not self._open_phases)
+        weights = Weights(self._model.movable() | self._averages, memory, self._park, outermost=not self._open_phases)
         opened = _OpenPhase(name, phase, self._model, weights, self.device)
         self._memory = memory
         self._open_phases.append(opened)
@@ -274,11 +274,8 @@ class Phases:
             audited |= {name: part for name, part in self.parts.items() if is_optimizer(part) or is_scaler(part)}
         return audited
 
-    def _movable(self) -> dict[str, Any]:
-        return self._model.movable() | self._averages
-
     def _weights(self) -> Weights:
-        return Weights(self._movable(), KeptMemory(), self._park)
+        return Weights(self._model.movable() | self._averages, KeptMemory(), self._park)
 
     def _phase(self, name: str) -> Phase:
         if name not in self._phases:

@@ -165,8 +165,14 @@ class EmaWeights(Snapshot):
         self._ema = ema
         self._was_in = is_swapped_in(ema)
         self._parameters: list[torch.nn.Parameter] = []
-        if not self._was_in and (needed or why_unfit(ema, parameters) is None):
-            self._parameters = ema_parameters(ema, parameters)
+        reason = why_unfit(ema, parameters)
+        if self._was_in:
+            return
+        if reason is None:
+            is_whole = len(ema.shadow_params) == len(parameters)
+            self._parameters = [parameter for parameter in parameters if is_whole or parameter.requires_grad]
+        elif needed:
+            raise PhaseError(reason, phase="validate")
 
     def swap_in(self) -> None:
         """Swap the averages in, unless the phase around this one did."""
@@ -218,16 +224,6 @@ class ScheduleFreeMode(Snapshot):
             yield f"optimizer: is in {'train' if not self._was_training else 'eval'} mode"
 
 
-def ema_parameters(ema: Any, parameters: Sequence[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
-    """The parameters that the EMA averages: all of those given, or those that are trained. Raises PhaseError."""
-    reason = why_unfit(ema, parameters)
-    if reason is not None:
-        raise PhaseError(reason, phase="validate")
-    if len(ema.shadow_params) == len(parameters):
-        return list(parameters)
-    return [parameter for parameter in parameters if parameter.requires_grad]
-
-
 def why_unfit(ema: Any, parameters: Sequence[torch.nn.Parameter]) -> str | None:
     """Why the EMA's weights cannot be put into these parameters, or None."""
     missing = [name for name in ("store", "copy_to", "restore") if not callable(getattr(ema, name, None))]
@@ -263,13 +259,8 @@ def named_weights(part: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return (one.device, one.dtype, one.data_ptr(), one.shape, one.stride()) == (
-        other.device,
-        other.dtype,
-        other.data_ptr(),
-        other.shape,
-        other.stride(),
-    )
+    first, second = ((t.device, t.dtype, t.data_ptr(), t.shape, t.stride()) for t in (one, other))
+    return first == second
 
 
 @torch.no_grad()

@@ -33,8 +33,7 @@ from latentcache.devices.placement import placed
 from latentcache.devices.transfer import Download, transfer_to
 from latentcache.errors import ImageRefused
 from latentcache.identity import digest
-from latentcache.models.batching import BatchRunner
-from latentcache.models.settings import vae_settings
+from latentcache.models.running import BatchRunner, vae_settings
 from latentcache.models.vae import DTYPES, encode_images, keep_output, problems
 from latentcache.precache.encodings import Encodings
 from latentcache.precache.plan import ImageTask

@@ -15,10 +15,9 @@ import torch
 
 from latentcache.devices.placement import placed
 from latentcache.devices.transfer import Download, transfer_to
-from latentcache.models.batching import BatchRunner
 from latentcache.models.clip import Tokens, encode_tokens, join_tokens, token_limit, tokenize
 from latentcache.models.model_loader import TextParts
-from latentcache.models.settings import text_settings
+from latentcache.models.running import BatchRunner, text_settings
 from latentcache.models.vae import DTYPES, problem_flags, problem_names
 from latentcache.precache.plan import TextTask
 from latentcache.precache.report import Failure, RunContext, storing_worker, timed

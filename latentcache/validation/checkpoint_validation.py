@@ -14,8 +14,7 @@ from latentcache.errors import ConfigError
 from latentcache.loading.cache import LatentCache
 from latentcache.models.lora import load_lora
 from latentcache.models.model_loader import ModelLoader
-from latentcache.models.scheduler import load_scheduler
-from latentcache.models.unet import load_unet
+from latentcache.models.unet import load_scheduler, load_unet
 from latentcache.models.vae import DTYPES, vae_dtype
 from latentcache.phases.phases import Phases
 from latentcache.utils.progress import Progress

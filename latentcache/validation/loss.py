@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -17,6 +16,7 @@ from latentcache.errors import ConfigError, ModelError, SampleError, StoreError
 from latentcache.identity import canonical_json, digest
 from latentcache.loading.cache import LatentCache
 from latentcache.loading.sample import SampleRef
+from latentcache.models.running import uncached_autocast
 from latentcache.utils.progress import Progress
 from latentcache.validation.metrics import (
     Estimate,
@@ -69,16 +69,10 @@ def validation_loss(
     schedule does not allow.
     """
     settings = settings or ValidationConfig()
-    check_loss_settings(scheduler, settings, autocast)
+    schedule = check_loss_settings(scheduler, settings, autocast)
     views = {name: _view(cache, name) for name in _dataset_names(cache, datasets)}
-    measurement = _Measurement(
-        unet,
-        NoiseSchedule.of(scheduler),
-        settings,
-        progress or Progress(),
-        device=device or device_of(unet),
-        autocast=autocast,
-    )
+    device = device or device_of(unet)
+    measurement = _Measurement(unet, schedule, settings, progress or Progress(), device=device, autocast=autocast)
     losses = measurement.run(views)
     by_timestep = [row for samples in losses.values() for row in samples.values()]
     by_sample = {name: {key: mean_of(row) for key, row in samples.items()} for name, samples in losses.items()}
@@ -95,18 +89,16 @@ def validation_loss(
     )
 
 
-def check_loss_settings(scheduler: Any, settings: ValidationConfig, autocast: torch.dtype | None) -> None:
-    """Raise before any forward what `validation_loss` would raise: ConfigError for settings that it cannot use."""
-    _measured_strata(NoiseSchedule.of(scheduler), settings)
-    if autocast not in (None, torch.float16, torch.bfloat16):
-        raise ConfigError(f"autocast is {autocast}; torch.float16, torch.bfloat16 or None are allowed")
-
-
-def _measured_strata(schedule: NoiseSchedule, settings: ValidationConfig) -> tuple[range, ...]:
-    """The parts of the schedule that these settings measure. ConfigError for settings that do not fit it."""
+def check_loss_settings(
+    scheduler: Any, settings: ValidationConfig, autocast: torch.dtype | None
+) -> tuple[NoiseSchedule, tuple[range, ...]]:
+    """The schedule, and the parts of it that are measured. ConfigError for settings that cannot be used."""
+    schedule = NoiseSchedule.of(scheduler)
     if settings.snr_gamma is not None:
         schedule.snr(torch.zeros(1, dtype=torch.int64))  # flow has none
-    return strata(schedule.num_train_timesteps, settings.num_timesteps)
+    if autocast not in (None, torch.float16, torch.bfloat16):
+        raise ConfigError(f"autocast is {autocast}; torch.float16, torch.bfloat16 or None are allowed")
+    return schedule, strata(schedule.num_train_timesteps, settings.num_timesteps)
 
 
 def _dataset_names(cache: LatentCache, datasets: Sequence[str] | None) -> list[str]:
@@ -160,19 +152,18 @@ class _Measurement:
     def __init__(
         self,
         unet: torch.nn.Module,
-        schedule: NoiseSchedule,
+        schedule: tuple[NoiseSchedule, tuple[range, ...]],
         settings: ValidationConfig,
         progress: Progress,
         *,
         device: torch.device,
         autocast: torch.dtype | None,
     ):
-        self.unet, self.schedule, self.settings, self.progress = unet, schedule, settings, progress
+        self.unet, (self.schedule, self.strata), self.settings, self.progress = unet, schedule, settings, progress
         self.device, self.autocast = device, autocast
         self.dtype = dtype_of(unet) or torch.float32
         if self.autocast is None and torch.is_autocast_enabled(self.device.type):
             self.autocast = torch.get_autocast_dtype(self.device.type)
-        self.strata = _measured_strata(schedule, settings)
         self.skipped: list[SkippedSample] = []
         self.errors: list[SampleError] = []
 
@@ -196,7 +187,7 @@ class _Measurement:
         num_samples = sum(len(view.sample_ids()) for view in views.values())
         self.progress.start("validation loss", num_samples * len(self.strata))
         try:
-            with torch.no_grad(), self._autocasting():
+            with torch.no_grad(), uncached_autocast(self.device, self.autocast):
                 for name, view in views.items():
                     losses[name] = {}
                     for pairs in self._batches(name, view):
@@ -212,13 +203,6 @@ class _Measurement:
                 f"the manifests {', '.join(views)} have no sample: see the refusals in `latentcache precache CONFIG`"
             )
         return losses
-
-    def _autocasting(self) -> AbstractContextManager[Any]:
-        if self.autocast is None:
-            return nullcontext()
-        # The cache of a surrounding autocast holds casts of the weights, and would not see a swap of EMA weights in
-        # place. Training would get casts that were made without gradients.
-        return torch.autocast(self.device.type, dtype=self.autocast, cache_enabled=False)
 
     def _batches(self, name: str, view: LatentCache) -> Iterator[list[_TimestepSample]]:
         """Pairs of a sample and a timestep, all of one bucket. Their order does not depend on the manifest's."""
@@ -266,7 +250,7 @@ class _Measurement:
         index = torch.tensor([pair.index for pair in pairs])
         prediction = self.unet(
             self.schedule.noised(latents, noise, index).to(self.dtype),
-            self.schedule.timestep(index).to(self.device),
+            self.schedule.timesteps[index].to(self.device),
             encoder_hidden_states=inputs["prompt_embeds"],
             added_cond_kwargs={name: inputs[name] for name in ("text_embeds", "time_ids")},
             return_dict=False,

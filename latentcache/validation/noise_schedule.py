@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -62,31 +62,23 @@ class NoiseSchedule:
             raise ConfigError(
                 f"scheduler {name}: prediction_type is {prediction_type!r}, but one of {allowed} is known"
             )
-        betas = (
-            ("trained_betas",)
-            if config.get("trained_betas") is not None
-            else ("beta_schedule", "beta_start", "beta_end")
-        )
-        missing = [key for key in betas if key not in config]
+        has_own_betas = config.get("trained_betas") is not None
+        needed: dict[str, Callable[[Any], Any]] = {"beta_schedule": str, "beta_start": float, "beta_end": float}
+        if has_own_betas:
+            needed = {"trained_betas": lambda betas: [float(beta) for beta in betas]}
+        missing = [key for key in needed if key not in config]
         if missing:
             raise ConfigError(
                 f"scheduler {name}: its config has no {', '.join(missing)}. A training schedule has betas, or is "
                 "FlowMatch...; give the scheduler itself, or the whole scheduler_config.json with its _class_name"
             )
-        settings = {
+        settings = {key: convert(config[key]) for key, convert in needed.items()} | {
             "num_train_timesteps": int(config.get("num_train_timesteps", 1000)),
             "prediction_type": prediction_type,
             "rescale_betas_zero_snr": bool(config.get("rescale_betas_zero_snr", False)),
         }
-        if "trained_betas" in betas:
-            settings["trained_betas"] = [float(beta) for beta in config["trained_betas"]]
+        if has_own_betas:
             settings["num_train_timesteps"] = len(settings["trained_betas"])
-        else:
-            settings |= {
-                "beta_schedule": config["beta_schedule"],
-                "beta_start": float(config["beta_start"]),
-                "beta_end": float(config["beta_end"]),
-            }
         alphas_cumprod = DDPMScheduler.from_config(settings).alphas_cumprod
         return cls(
             prediction_type=prediction_type,
@@ -124,10 +116,6 @@ class NoiseSchedule:
     def num_train_timesteps(self) -> int:
         """The number of timesteps of the training."""
         return len(self.timesteps)
-
-    def timestep(self, index: torch.Tensor) -> torch.Tensor:
-        """The input of the UNet at `index`, on the CPU."""
-        return self.timesteps[index]
 
     def noised(self, latents: torch.Tensor, noise: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """x_t of scaled latents [B, C, h, w], in float32: to the bit what diffusers' `add_noise` gives in float32."""

@@ -2,37 +2,55 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
 import torch
 
-from latentcache.config import Config
-from latentcache.devices.placement import dtype_of
+from latentcache.config import Config, DatasetConfig
+from latentcache.devices.placement import device_named, dtype_of
 from latentcache.devices.tensor_location import hooks_by_path
-from latentcache.errors import ConfigError
+from latentcache.errors import ConfigError, StoreError
 from latentcache.loading.cache import LatentCache
-from latentcache.models.part_identity import check_frozen
+from latentcache.models.model_loader import PARTS, LoadedModels, check_frozen
+from latentcache.models.running import uncached_autocast
 from latentcache.models.unet import check_conditioning
 from latentcache.phases.model_parts import why_sharded
-from latentcache.phases.phases import Phases
+from latentcache.phases.phases import Phase, Phases
+from latentcache.precache.plan import Shard
+from latentcache.precache.prompts import cache_prompts
+from latentcache.precache.report import Report
+from latentcache.precache.run import run_precache
+from latentcache.precache.workspace import Workspace, open_workspace
 from latentcache.utils.progress import Progress
-from latentcache.validation.cold_cache import ColdCacheFiller
 from latentcache.validation.loss import check_loss_settings, validation_loss
 from latentcache.validation.metrics import LossReport
-from latentcache.validation.results import ResultPaths, ValidationReport, checked_step, prepare_folder
+from latentcache.validation.results import (
+    ResultPaths,
+    ValidationReport,
+    checked_step,
+    prepare_folder,
+    publish,
+    tracker_log,
+)
 from latentcache.validation.sample_images import (
     PromptEmbeddings,
+    PromptPair,
     SampleImage,
+    check_sampling,
     decode_samples,
     denoise,
     prompt_embeddings,
-    scheduler_copy,
 )
-from latentcache.validation.trackers import check_tracker, publish
+
+logger = logging.getLogger("latentcache")
+
+FILL = Phase(on_device=())
+"""While a cache is filled every part is parked: the encoders are on the device one after the other, and need room."""
 
 
 class ValidationRunner:
@@ -72,7 +90,7 @@ class ValidationRunner:
             raise ConfigError(
                 f"validation needs the parts unet and scheduler; {', '.join(missing)} is missing of {given}"
             )
-        check_tracker(writer)
+        tracker_log(writer)
         self.parts, self.cache, self.config = dict(parts), cache, config
         self.phases = phases or Phases({k: v for k, v in parts.items() if v is not None}, device=parts["unet"])
         for name in ("text_encoder", "text_encoder_2", "vae"):
@@ -97,28 +115,29 @@ class ValidationRunner:
             return None
         if not rank:
             prepare_folder(self.config.validation.path)
-        timer, placement = _Timer(), {}
+        seconds: dict[str, float] = {}
+        placement: dict[str, tuple[str, ...]] = {}
         self._filler.num_filled = 0
         notes = [f"{name} is not moved: {why}" for name, why in self.phases.not_moved().items()]
         loss: LossReport | None = None
         images: tuple[SampleImage, ...] = ()
         with self.phases.enter("validate"):
-            with timer.stage("fill"):
+            with _timed(seconds, "fill"):
                 notes += self._filler.fill_datasets()
                 # Before the loss, which takes minutes: a missing prompt must not cost its result.
                 embeddings = self._embeddings() if self._samples_images() else []
             self._check_conditioning()
             if self.measures_loss():
                 placement["validate"] = tuple(sorted(self.phases.on_device()))
-                with timer.stage("loss"):
+                with _timed(seconds, "loss"):
                     loss = self._loss()
         if embeddings:
             with self.phases.enter("sample"):
                 placement["sample"] = tuple(sorted(self.phases.on_device()))
-                images = self._images(embeddings, timer)
+                images = self._images(embeddings, seconds)
         elif self.config.validation.prompts:
             notes.append("no images: the vae is not among the parts")
-        report = ValidationReport(step, loss, images, timer.seconds, placement, tuple(notes), self._filler.num_filled)
+        report = ValidationReport(step, loss, images, seconds, placement, tuple(notes), self._filler.num_filled)
         if rank:
             return report
         report, self.paths = publish(report, self.config.validation.path, self._writer)
@@ -144,7 +163,7 @@ class ValidationRunner:
                 key="validation.prompts",
             )
         if self._samples_images():
-            scheduler_copy(scheduler, validation.scheduler)
+            check_sampling(self.phases.module("vae"), scheduler, validation)
 
     def _loss(self) -> LossReport:
         names = [dataset.name for dataset in self.config.datasets if dataset.role == "validation"]
@@ -176,11 +195,11 @@ class ValidationRunner:
             encode=None if self._filler.obstacle else self._filler.fill_prompts,
         )
 
-    def _images(self, embeddings: list[PromptEmbeddings], timer: _Timer) -> tuple[SampleImage, ...]:
+    def _images(self, embeddings: list[PromptEmbeddings], seconds: dict[str, float]) -> tuple[SampleImage, ...]:
         unet, settings = self.phases.module("unet"), self.config.validation
-        with timer.stage("sample"), self._autocasting():
+        with _timed(seconds, "sample"), uncached_autocast(self.phases.device, self._autocast):
             latents = denoise(unet, self.parts["scheduler"], embeddings, settings, device=self._device())
-        with timer.stage("decode"), self.phases.lend("vae"):
+        with _timed(seconds, "decode"), self.phases.lend("vae"):
             return tuple(decode_samples(self.phases.module("vae"), latents, embeddings, settings))
 
     def _device(self) -> torch.device | None:
@@ -188,11 +207,6 @@ class ValidationRunner:
         unet = self.phases.module("unet")
         spread = len({tensor.device for tensor in chain(unet.parameters(), unet.buffers())}) > 1
         return self.phases.device if spread and not hooks_by_path(unet) else None
-
-    def _autocasting(self) -> AbstractContextManager[Any]:
-        if self._autocast is None:
-            return nullcontext()
-        return torch.autocast(self.phases.device.type, dtype=self._autocast, cache_enabled=False)
 
     def _check_conditioning(self) -> None:
         """Check that the UNet fits the cached embeddings: its own error would be a matrix product deep inside."""
@@ -207,16 +221,120 @@ def _rank() -> int:
     return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
 
 
-class _Timer:
-    """Wall time by stage."""
+@contextmanager
+def _timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
+    started = time.monotonic()
+    try:
+        yield
+    finally:
+        seconds[stage] = seconds.get(stage, 0.0) + time.monotonic() - started
 
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
+
+class ColdCacheFiller:
+    """Encodes what validation needs and the cache lacks.
+
+    Nothing is encoded where `parts` lack encoders, or the cache is read only: `obstacle` says which.
+    """
+
+    def __init__(self, parts: Mapping[str, Any], cache: LatentCache, config: Config, phases: Phases):
+        self._parts, self._cache, self._phases = parts, cache, phases
+        self._config = config
+        self._device = device_named(config.encode.device)
+        if config.encode.device == "auto" and self._device.type == phases.device.type:
+            # Of several accelerators, the one that is trained on. A device that the config names stays, for its dtypes.
+            self._device = phases.device
+            encode = config.encode.model_copy(update={"device": str(self._device)})
+            self._config = config.model_copy(update={"encode": encode})
+        self.num_filled = 0
+
+    @property
+    def obstacle(self) -> str | None:
+        """Why nothing can be encoded, or None if it can."""
+        missing = [name for name in PARTS if self._parts.get(name) is None]
+        if missing:
+            return f"{', '.join(missing)} {'was' if len(missing) == 1 else 'were'} not given to encode it"
+        return "this cache is open for reading only" if self._cache.store.read_only else None
+
+    def fill_datasets(self) -> list[str]:
+        """Encode the validation sets of which the cache lacks anything. Returns notes for the report.
+
+        The manifests decide: finding files that changed since they were written is precache's work. StoreError, with
+        the command to run, where a whole set is missing and cannot be encoded.
+        """
+        sets = [dataset for dataset in self._config.datasets if dataset.role == "validation"]
+        num_lost = {dataset.name: self._num_lost(dataset) for dataset in sets}
+        cold = [dataset for dataset in sets if num_lost[dataset.name] != 0]
+        if not cold:
+            return []
+        if self.obstacle:
+            absent = ", ".join(dataset.name for dataset in cold if num_lost[dataset.name] is None)
+            if absent:
+                raise StoreError(
+                    f"{self._cache.path or 'cpu store'}: the validation set {absent} is not cached, and "
+                    f"{self.obstacle}: run `latentcache precache CONFIG`"
+                )
+            # Their samples are skipped and listed: a few that are lost must not stop a validation.
+            return [f"{each.name}: {num_lost[each.name]} entries are lost: run precache again" for each in cold]
+        names = ", ".join(dataset.name for dataset in cold)
+        logger.info("validation set %s is not cached, or not whole: encoding it", names)
+        with self._encoding() as (workspace, models):
+            config = self._config.model_copy(update={"datasets": tuple(cold)})
+            # All of it: this process fills alone, and must not leave a share to the ranks that torchrun declares.
+            report: Report = run_precache(config, models=models, workspace=workspace, shard=Shard())
+        self.num_filled += report.num_encoded
+        refused = [f"{names}: {report.num_refused} refused"] if report.num_refused else []
+        return refused + self._encoded_otherwise([dataset.name for dataset in cold])
+
+    def fill_prompts(self, pairs: Sequence[PromptPair]) -> None:
+        """Encode these prompts: the `encode` of `prompt_embeddings`."""
+        logger.info("%d prompts are not cached: encoding them", len(pairs))
+        with self._encoding() as (workspace, models):
+            self.num_filled += cache_prompts(self._config, workspace, models, pairs, device=self._device)
+
+    def _encoded_otherwise(self, filled: Sequence[str]) -> list[str]:
+        """A note for each dataset of the config that was cached with other encoders than the `filled` ones.
+
+        A trainer's VAE in float16 is another one than the float32 VAE of its file, and gives other latents.
+        """
+        filled_with = self._cache.manifest(filled[0]).common
+        notes = []
+        for name in (dataset.name for dataset in self._config.datasets):
+            if name in filled or name not in self._cache.manifests.names():
+                continue
+            common = self._cache.manifest(name).common
+            differing = [
+                key
+                for kind in ("image_encoding", "text_encoding")
+                for key, value in filled_with[kind].items()
+                if common[kind].get(key) != value
+            ]
+            if differing:
+                notes.append(
+                    f"{', '.join(filled)} was encoded otherwise than {name} ({', '.join(differing)}): give the parts "
+                    "that precache had, or run `latentcache precache CONFIG` for both"
+                )
+                logger.warning("%s", notes[-1])
+        return notes
+
+    def _num_lost(self, dataset: DatasetConfig) -> int | None:
+        """How many entries of the manifest the store lacks; None where there is no manifest."""
+        if dataset.name not in self._cache.manifests.names():
+            return None
+        keys = self._cache.manifest(dataset.name).keys()
+        return len(keys) - len(self._cache.store.find(keys))
 
     @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        started = time.monotonic()
-        try:
-            yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - started
+    def _encoding(self) -> Iterator[tuple[Workspace, LoadedModels]]:
+        """A workspace and the encoders, with every part parked. Afterwards the placement is declared again."""
+        cache, phases = self._cache, self._phases
+        parts = {name: phases.module(name) if phases.has(name) else self._parts.get(name) for name in PARTS}
+        models = LoadedModels(**parts)
+        with phases.enter(FILL):
+            if cache.path is None:
+                yield Workspace(cache.store, cache.manifests), models
+            else:
+                on_disk = self._config.cache.model_copy(update={"path": cache.path, "store": "disk"})
+                with open_workspace(on_disk) as workspace:
+                    yield workspace, models
+        cache.refresh()
+        phases.place()

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
 
 import diffusers
 import torch
-from diffusers import SchedulerMixin, StableDiffusionXLPipeline
+from diffusers import SchedulerMixin
 from PIL import Image
 
 from latentcache.config import ValidationConfig, suggest
 from latentcache.devices.guard import check_same_device
-from latentcache.devices.placement import DeviceLike, device_of, placed
+from latentcache.devices.placement import DeviceLike, device_of
 from latentcache.devices.tensor_location import offload_hook_of
 from latentcache.errors import ConfigError, ModelError, SampleError
 from latentcache.loading.cache import LatentCache
-from latentcache.models.decoding import Decoded, decode_fitting, downscale_factor
+from latentcache.models.model_files import sdxl_pipeline
+from latentcache.models.running import uncached_autocast
+from latentcache.models.vae import decode_fitting, downscale_factor
 from latentcache.phases.module_state import TrainingModes
 from latentcache.phases.process_state import RandomStreams
 
@@ -117,25 +119,6 @@ class SampleImage:
     tiled: bool
 
 
-def generate(
-    unet: torch.nn.Module,
-    vae: torch.nn.Module,
-    scheduler: Any,
-    embeddings: Sequence[PromptEmbeddings],
-    settings: ValidationConfig,
-) -> list[SampleImage]:
-    """`denoise`, then `decode_samples` with the VAE on the UNet's device; the VAE is back where it was afterwards.
-
-    Raises ModelError for a VAE that does not divide by PIXELS_PER_LATENT, DeviceError where the VAE does not fit.
-    """
-    factor = downscale_factor(vae)
-    if factor != PIXELS_PER_LATENT:
-        raise ModelError(f"vae: {factor} pixels per latent, but SDXL's pipeline has {PIXELS_PER_LATENT}", part="vae")
-    latents = denoise(unet, scheduler, embeddings, settings)
-    with placed(vae, device_of(unet)):
-        return decode_samples(vae, latents, embeddings, settings)
-
-
 def denoise(
     unet: torch.nn.Module,
     scheduler: Any,
@@ -146,9 +129,9 @@ def denoise(
 ) -> list[torch.Tensor]:
     """Scaled latents [1, C, h, w] of each image, on the UNet's device: what the pipeline would decode.
 
-    The latents are `StableDiffusionXLPipeline`'s for the same prompt, seed and device, bit by bit. Each image is one
-    call with a CPU generator of its own: it depends neither on the other prompts nor, but for the arithmetic, on the
-    device. The negative embeddings count only where `guidance_scale` is above 1. A surrounding autocast stays in force.
+    They are `StableDiffusionXLPipeline`'s for the same prompt, seed and device, bit by bit. Each image is one call with
+    a CPU generator of its own, and depends on no other prompt. The negative embeddings count only where
+    `guidance_scale` is above 1. A surrounding autocast stays in force.
 
     The UNet runs where it is, in eval mode. Name the `device` where its blocks are swapped, so that it lies on several:
     the pipeline runs on the device of the first parameter. The UNet's training flags, the global random state and
@@ -169,9 +152,9 @@ def denoise(
         stack.callback(RandomStreams().restore)
         stack.callback(TrainingModes({"unet": unet}).restore)
         unet.eval()
-        stack.enter_context(_no_weights_cached(device))
+        stack.enter_context(uncached_autocast(device, None))
         for number, each in enumerate(embeddings):
-            pipeline = _pipeline(unet, scheduler_copy(scheduler, settings.scheduler))
+            pipeline: Any = sdxl_pipeline(unet=unet, scheduler=scheduler_copy(scheduler, settings.scheduler))
             generator = torch.Generator().manual_seed(settings.seed + number)
             # The few schedulers that draw from the global generator give the same image each time too.
             torch.manual_seed(settings.seed + number)
@@ -201,9 +184,9 @@ def decode_samples(
     """The images of what `denoise` gave for the same embeddings and settings, with the VAE where it is."""
     samples = []
     for number, (latent, each) in enumerate(zip(latents, embeddings, strict=True)):
-        decoded: Decoded = decode_fitting(vae, latent)
-        image = Image.fromarray(decoded.images[0])
-        samples.append(SampleImage(each.prompt, each.negative_prompt, settings.seed + number, image, decoded.tiled))
+        images, tiled = decode_fitting(vae, latent)
+        image = Image.fromarray(images[0])
+        samples.append(SampleImage(each.prompt, each.negative_prompt, settings.seed + number, image, tiled))
     return samples
 
 
@@ -224,6 +207,14 @@ def scheduler_copy(scheduler: Any, class_name: str | None = None) -> Any:
     if missing:
         raise _refused(f"{scheduler_class.__name__} has no {', '.join(missing)}, which SDXL's pipeline needs")
     return copied
+
+
+def check_sampling(vae: torch.nn.Module, scheduler: Any, settings: ValidationConfig) -> None:
+    """Raise before any forward what the images would raise: ConfigError for the scheduler, ModelError for the VAE."""
+    scheduler_copy(scheduler, settings.scheduler)
+    factor = downscale_factor(vae)
+    if factor != PIXELS_PER_LATENT:
+        raise ModelError(f"vae: {factor} pixels per latent, but SDXL's pipeline has {PIXELS_PER_LATENT}", part="vae")
 
 
 def _settings_of(scheduler: Any) -> dict[str, Any]:
@@ -253,22 +244,6 @@ def _refused(detail: str) -> ConfigError:
     )
 
 
-def _pipeline(unet: torch.nn.Module, scheduler: Any) -> Any:
-    make: Any = StableDiffusionXLPipeline  # diffusers has no types
-    pipeline = make(
-        vae=None,
-        text_encoder=None,
-        text_encoder_2=None,
-        tokenizer=None,
-        tokenizer_2=None,
-        unet=unet,
-        scheduler=scheduler,
-        add_watermarker=False,
-    )
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
-
-
 def _check_devices(unet: torch.nn.Module, embeddings: Sequence[PromptEmbeddings], device: torch.device | None) -> None:
     """Checked before diffusers runs: its own error would name neither the tensor nor the prompt."""
     tensors: dict[str, Any] = {f"embeddings of {each.prompt!r}": each.tensors() for each in embeddings}
@@ -278,14 +253,3 @@ def _check_devices(unet: torch.nn.Module, embeddings: Sequence[PromptEmbeddings]
         # Weights that wait elsewhere for their offload hook say nothing about where the UNet will run.
         tensors["unet"] = dict(chain(unet.named_parameters(), unet.named_buffers()))
     check_same_device(**tensors)
-
-
-@contextmanager
-def _no_weights_cached(device: torch.device) -> Iterator[None]:
-    """A surrounding autocast goes on without its cache: weights cast without gradients must not reach training."""
-    if not torch.is_autocast_enabled(device.type):
-        yield
-        return
-    dtype = torch.get_autocast_dtype(device.type)
-    with torch.autocast(device.type, dtype=dtype, cache_enabled=False):
-        yield

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from latentcache.errors import EncodeError
-from latentcache.models.batching import BatchRunner, is_out_of_memory
+from latentcache.models.running import BatchRunner, is_out_of_memory
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -5,10 +5,11 @@ import logging
 import pytest
 import torch
 from diffusers import StableDiffusionXLPipeline
+from helpers.encoding import encode_captions
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from latentcache.errors import ModelError
-from latentcache.models.clip import encode_captions, encode_tokens, join_tokens, token_limit, tokenize
+from latentcache.models.clip import encode_tokens, join_tokens, token_limit, tokenize
 from latentcache.models.model_loader import LoadedModels, ModelLoader
 from latentcache.models.tiny import tiny_pipeline, tiny_sdxl
 

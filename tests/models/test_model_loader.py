@@ -6,11 +6,11 @@ import shutil
 
 import pytest
 import torch
+from helpers.encoding import encode_captions
 from model_identities import F16, F32, PIXELS, identities
 from safetensors.torch import load_file, save_file
 
 from latentcache.errors import ModelError, TrainableEncoderError
-from latentcache.models.clip import encode_captions
 from latentcache.models.model_loader import PARTS, LoadedModels, ModelLoader
 from latentcache.models.origin import FileOrigin, FolderOrigin
 from latentcache.models.tiny import tiny_sdxl

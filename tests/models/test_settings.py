@@ -6,11 +6,11 @@ import copy
 
 import pytest
 import torch
+from helpers.encoding import encode_captions
 
 from latentcache.errors import ModelError
-from latentcache.models.clip import encode_captions
 from latentcache.models.model_loader import ModelLoader, TextParts
-from latentcache.models.settings import text_settings, vae_settings
+from latentcache.models.running import text_settings, vae_settings
 from latentcache.models.tiny import tiny_sdxl
 from latentcache.models.vae import encode_images, memory_format_of
 

@@ -21,9 +21,8 @@ from latentcache.config import ModelConfig
 from latentcache.errors import ModelError
 from latentcache.models import model_files
 from latentcache.models.lora import lora_settings
-from latentcache.models.scheduler import load_scheduler
 from latentcache.models.tiny import tiny_pipeline, tiny_unet
-from latentcache.models.unet import check_conditioning, load_unet
+from latentcache.models.unet import check_conditioning, load_scheduler, load_unet
 
 STEM = "diffusion_pytorch_model"
 

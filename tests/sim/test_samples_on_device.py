@@ -9,18 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.encoding import generate
 
 from latentcache import LatentCache
 from latentcache.config import Config, ValidationConfig
 from latentcache.devices.audit import audit
 from latentcache.errors import DeviceMismatchError
-from latentcache.models import decoding
-from latentcache.models.decoding import decode_fitting
 from latentcache.models.model_loader import LoadedModels
 from latentcache.models.tiny import tiny_pipeline, tiny_sdxl, tiny_unet
 from latentcache.precache.prompts import cache_prompts
 from latentcache.precache.workspace import open_workspace
-from latentcache.validation.sample_images import PromptEmbeddings, denoise, generate, prompt_embeddings
+from latentcache.validation.sample_images import PromptEmbeddings, denoise, prompt_embeddings
 
 CPU = torch.device("cpu")
 PROMPTS = ["a validation prompt", "a late idea"]
@@ -115,41 +114,6 @@ def test_one_embedding_elsewhere_is_named(device: torch.device, name: str) -> No
 def test_all_embeddings_elsewhere_are_named_not_the_unet(device: torch.device) -> None:
     with pytest.raises(DeviceMismatchError, match=rf"4 of \d+ tensors are not on {device}, where the others are"):
         denoise(tiny_unet().to(device), tiny_pipeline().scheduler, made_up(CPU), SETTINGS)
-
-
-@pytest.mark.parametrize("is_short", [False, True])
-def test_tiles_where_the_device_reports_that_memory_is_short(
-    device: torch.device, parts: dict[str, Any], monkeypatch: pytest.MonkeyPatch, is_short: bool
-) -> None:
-    vae = parts["vae"].to(device)
-    latents = torch.randn(1, 4, 8, 12, generator=torch.Generator().manual_seed(0)).to(device)
-    needed = decoding.decoding_bytes(vae, latents)
-    free_bytes = int(needed / decoding.USABLE) + (-10 if is_short else 10)
-    monkeypatch.setattr(decoding, "free_memory", lambda _: free_bytes)
-    decoded = decode_fitting(vae, latents)
-    assert decoded.tiled is is_short
-    if is_short:
-        assert decoded.reason.startswith("tiles: about 0.0 GB are needed at once") and str(device) in decoded.reason
-    assert {parameter.device for parameter in vae.parameters()} == {device} and not vae.use_tiling
-
-
-def test_memory_that_only_the_allocator_holds_is_free(
-    device: torch.device, parts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After training the allocator keeps nearly all of the device: that is no reason for tiles."""
-    vae = parts["vae"].to(device)
-    latents = torch.zeros(1, 4, 8, 12, device=device)
-    free_bytes, freed = [0], []
-    monkeypatch.setattr(decoding, "free_memory", lambda _: free_bytes[0])
-
-    def free_cached_memory(where: torch.device) -> None:
-        freed.append(where)
-        free_bytes[0] = 2**40
-
-    monkeypatch.setattr(decoding, "free_cached_memory", free_cached_memory)
-    assert not decode_fitting(vae, latents).tiled
-    assert not decode_fitting(vae, latents).tiled
-    assert freed == [device]
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -42,7 +42,7 @@ def test_betas_are_those_of_ddpm_for_any_sampler(sampler: Any, zero_snr: bool, p
     settings = {**SDXL, "prediction_type": prediction_type, "rescale_betas_zero_snr": zero_snr}
     schedule, ddpm = NoiseSchedule.of(sampler(**settings)), DDPMScheduler(**settings)
     assert schedule.num_train_timesteps == 1000 and schedule.prediction_type == prediction_type
-    assert schedule.timestep(INDEX).equal(INDEX)
+    assert schedule.timesteps[INDEX].equal(INDEX)
     assert schedule.noised(LATENTS, NOISE, INDEX).equal(ddpm.add_noise(LATENTS, NOISE, INDEX))
     target = {"epsilon": NOISE, "v_prediction": ddpm.get_velocity(LATENTS, NOISE, INDEX), "sample": LATENTS}
     assert schedule.target(LATENTS, NOISE, INDEX).equal(target[prediction_type])
@@ -52,7 +52,7 @@ def test_betas_are_those_of_ddpm_for_any_sampler(sampler: Any, zero_snr: bool, p
 def test_flow_is_that_of_diffusers(shift: float) -> None:
     scheduler = FlowMatchEulerDiscreteScheduler(shift=shift)
     schedule = NoiseSchedule.of(scheduler)
-    timesteps = schedule.timestep(INDEX)
+    timesteps = schedule.timesteps[INDEX]
     assert timesteps.equal(scheduler.timesteps.flip(0)[INDEX]) and timesteps.dtype == torch.float32
     assert timesteps[-1] == 1000
     expected = scheduler.scale_noise(LATENTS, timesteps, NOISE)

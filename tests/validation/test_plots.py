@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
-from latentcache.validation import plots
+from latentcache.validation import pictures as plots
 from latentcache.validation.metrics import Estimate, LossReport, TimestepBin
-from latentcache.validation.plots import loss_plot
+from latentcache.validation.pictures import loss_plot
 
 
 @pytest.fixture

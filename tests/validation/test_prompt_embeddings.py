@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.encoding import encode_captions
 
 from latentcache import LatentCache
 from latentcache.config import Config
 from latentcache.dataset.manifest import Manifest, Row
 from latentcache.errors import EncodeError, ModelError, SampleError, TrainableEncoderError
-from latentcache.models.clip import encode_captions
 from latentcache.models.model_loader import LoadedModels
 from latentcache.models.tiny import tiny_sdxl
 from latentcache.precache.prompts import cache_prompts

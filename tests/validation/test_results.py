@@ -13,7 +13,7 @@ from PIL import Image
 
 from latentcache.errors import ReadOnlyError, StorageFullError, StoreError, UnsafeStoreError
 from latentcache.utils import durable_files as files
-from latentcache.validation.plots import loss_plot
+from latentcache.validation.pictures import loss_plot
 from latentcache.validation.results import ValidationReport, write_results
 
 ALL = ["loss.png", "metrics.json", "sample-00.png", "sample-01.png", "samples.png"]

@@ -11,18 +11,19 @@ import numpy as np
 import pytest
 import torch
 from diffusers import DDPMScheduler, DPMSolverMultistepScheduler, EulerDiscreteScheduler, StableDiffusionXLPipeline
+from helpers.encoding import generate
 
 from latentcache import LatentCache
 from latentcache.config import ValidationConfig, parse_config
 from latentcache.devices.tensor_location import offload_hook_of
 from latentcache.errors import ConfigError, DeviceMismatchError, ModelError
-from latentcache.models.decoding import decode_latents
 from latentcache.models.tiny import tiny_pipeline, tiny_sdxl
+from latentcache.models.vae import decode_latents
 from latentcache.precache.run import run_precache
 from latentcache.validation.sample_images import (
     PromptEmbeddings,
+    check_sampling,
     denoise,
-    generate,
     prompt_embeddings,
     scheduler_copy,
 )
@@ -298,11 +299,11 @@ def test_an_offloaded_unet_runs(embeddings: list[PromptEmbeddings]) -> None:
     assert all(map(torch.equal, denoise(unet, pipeline.scheduler, embeddings, SETTINGS), expected))
 
 
-def test_a_vae_of_another_factor_is_refused(embeddings: list[PromptEmbeddings]) -> None:
+def test_a_vae_of_another_factor_is_refused() -> None:
     pipeline = tiny_pipeline()
     pipeline.vae.register_to_config(block_out_channels=(16, 32, 32))
     with pytest.raises(ModelError, match="vae: 4 pixels per latent, but SDXL's pipeline has 8"):
-        generate(pipeline.unet, pipeline.vae, pipeline.scheduler, embeddings, SETTINGS)
+        check_sampling(pipeline.vae, pipeline.scheduler, SETTINGS)
 
 
 def test_tiles_are_reported(embeddings: list[PromptEmbeddings], monkeypatch: pytest.MonkeyPatch) -> None:

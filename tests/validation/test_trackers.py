@@ -19,9 +19,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils.tensorboard import SummaryWriter
 
 from latentcache.errors import ConfigError
-from latentcache.validation.grid import sample_grid
-from latentcache.validation.results import ValidationReport
-from latentcache.validation.trackers import log_to, publish
+from latentcache.validation.pictures import sample_grid
+from latentcache.validation.results import ValidationReport, log_to, publish
 
 
 class Run:

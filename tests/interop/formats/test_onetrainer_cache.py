@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.encoding import encode_captions
 from helpers.foreign_files import Bomb, damaged, items_quietly, latents_of, reasons, saved, split, write
 from helpers.photo_files import write_photo
 from hypothesis import HealthCheck, given, settings
@@ -22,7 +23,6 @@ from latentcache.interop.formats.onetrainer import NOTE_AUGMENTED, NOTE_LAYER, N
 from latentcache.interop.importing import import_cache
 from latentcache.interop.readers import ForeignImage, ForeignText
 from latentcache.loading.cache import LatentCache
-from latentcache.models.clip import encode_captions
 from latentcache.models.vae import encode_images
 from latentcache.precache.encodings import load_models
 from latentcache.precache.workspace import Workspace

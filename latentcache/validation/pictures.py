@@ -1,4 +1,4 @@
-"""Sample images as PNG: each on its own, and all of a step in one grid with their prompts and seeds."""
+"""The pictures of a validation as PNG: its sample images, their grid, and the plot of its loss."""
 
 from __future__ import annotations
 
@@ -7,12 +7,20 @@ import json
 import logging
 import math
 import textwrap
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
+import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
 
+from latentcache.validation.metrics import Estimate, LossReport
 from latentcache.validation.sample_images import SampleImage
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 MIN_CELL_WIDTH = 192
 """Pixels: a caption under a tiny image must still be readable."""
@@ -25,6 +33,13 @@ GAP = 8
 """Pixels between images, and around them."""
 
 BACKGROUND, INK, NEGATIVE_INK, SEED_INK = (255, 255, 255), (20, 20, 20), (150, 40, 40), (90, 90, 90)
+
+SIZE_INCHES, DPI = (11.0, 4.5), 110
+MAX_DRAWN = 1e30
+"""A larger loss is shown as a gap, like NaN: near the limit of floats no axis can be laid out."""
+MAX_TICKS = 32
+"""More than matplotlib's locator puts on an axis of this size."""
+CURRENT_COLOUR, EARLIER_COLOUR = "tab:blue", "tab:gray"
 
 logger = logging.getLogger("latentcache")
 
@@ -133,13 +148,98 @@ def wrap(text: str, font: ImageFont.FreeTypeFont, width: int, max_lines: int) ->
         visible += "…"
     # textwrap counts characters, whose widths differ: as many as fit on average, or fewer.
     num_chars = int(width * len(visible) / max(font.getlength(visible), 1)) + 1
-    lines = textwrap.wrap(visible, num_chars)
-    while num_chars > 1 and any(font.getlength(line) > width for line in lines[:max_lines]):
+    while True:
+        lines = textwrap.wrap(visible, num_chars, max_lines=max_lines, placeholder="…")
+        if num_chars == 1 or all(font.getlength(line) <= width for line in lines):
+            return lines
         num_chars -= 1
-        lines = textwrap.wrap(visible, num_chars)
-    if len(lines) <= max_lines:
-        return lines
-    last = lines[max_lines - 1]
-    while last and font.getlength(f"{last}…") > width:
-        last = last[:-1].rstrip()
-    return [*lines[: max_lines - 1], f"{last}…"]
+
+
+def loss_plot(step: int, loss: LossReport, history: Mapping[int, LossReport] | None = None) -> bytes:
+    """A PNG of two panels: loss over steps, with one standard error to each side, and loss over timestep bins.
+
+    The curve has the steps of `history` that were measured with the settings of `loss`; the title says how many were
+    not. The second panel compares `loss` with the first step of the curve. A loss that is not finite is a gap.
+    matplotlib's global settings, its backend among them, are read but never set.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    earlier = {number: report for number, report in (history or {}).items() if number != step}
+    comparable = {
+        n: report for n, report in earlier.items() if report.measurement_settings == loss.measurement_settings
+    }
+    curve = dict(sorted((comparable | {step: loss}).items()))
+    first = min(curve)
+    buffer = io.BytesIO()
+    with warnings.catch_warnings():
+        # A letter that the user's chosen font lacks is no reason to lose the plot, where warnings are errors.
+        warnings.filterwarnings("ignore", category=UserWarning)
+        figure = Figure(figsize=SIZE_INCHES, dpi=DPI, layout="constrained")
+        canvas = FigureCanvasAgg(figure)
+        over_steps, over_timesteps = figure.subplots(1, 2)
+        _draw_steps(over_steps, curve, step, len(earlier) - len(comparable))
+        _draw_timesteps(over_timesteps, {first: curve[first], step: loss})
+        _without_latex(figure)
+        canvas.print_png(buffer)  # type: ignore[no-untyped-call]  # matplotlib's backends are not annotated
+    return buffer.getvalue()
+
+
+def _draw_steps(axes: Axes, curve: Mapping[int, LossReport], current: int, num_others: int) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    steps = list(curve)
+    means, errors = _drawn([report.loss for report in curve.values()])
+    axes.plot(steps, means, marker="o", markersize=3, color=CURRENT_COLOUR)
+    axes.fill_between(steps, means - errors, means + errors, color=CURRENT_COLOUR, alpha=0.2, linewidth=0)
+    axes.plot([current], [means[steps.index(current)]], marker="o", markersize=7, color=CURRENT_COLOUR)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    left_out = f" ({num_others} measured otherwise, left out)" if num_others else ""
+    _label(axes, "step", f"validation loss over steps{left_out}", means)
+
+
+def _draw_timesteps(axes: Axes, reports: Mapping[int, LossReport]) -> None:
+    """The bins of these steps; the last is the current one."""
+    for step, report in reports.items():
+        means, errors = _drawn(report.by_timestep)
+        axes.errorbar(
+            [(part.first + part.end) / 2 for part in report.by_timestep],
+            means,
+            yerr=errors,
+            xerr=[(part.end - part.first) / 2 for part in report.by_timestep],
+            fmt="o",
+            markersize=3,
+            color=CURRENT_COLOUR if step == list(reports)[-1] else EARLIER_COLOUR,
+            label=f"step {step}",
+        )
+    axes.legend(fontsize="small")
+    drawn = [_drawn(report.by_timestep)[0] for report in reports.values()]
+    _label(axes, "timestep", "validation loss over timesteps", np.concatenate(drawn))
+
+
+def _drawn(estimates: Sequence[Estimate]) -> tuple[np.ndarray, np.ndarray]:
+    """Means, and the half heights of their bands or bars: none where the standard error is unknown."""
+    rows = [(estimate.mean, estimate.standard_error or 0.0) for estimate in estimates]
+    values = np.array(rows, dtype=float).reshape(-1, 2)
+    values[~(np.abs(values) < MAX_DRAWN)] = math.nan
+    return values[:, 0], values[:, 1]
+
+
+def _label(axes: Axes, xlabel: str, title: str, means: np.ndarray) -> None:
+    axes.set_title(title, fontsize="medium")
+    axes.set_xlabel(xlabel)
+    axes.set_ylabel("loss")
+    axes.grid(alpha=0.3)
+    if not np.isfinite(means).any():
+        axes.text(0.5, 0.5, "no finite loss", transform=axes.transAxes, ha="center", va="center")
+
+
+def _without_latex(figure: Figure) -> None:
+    """A user's `text.usetex`, set for papers, must not fail a validation on a machine without LaTeX."""
+    from matplotlib.text import Text
+
+    for axes in figure.axes:
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.get_major_ticks(MAX_TICKS)  # ticks are made when they are needed, with the user's setting
+    for text in figure.findobj(Text):
+        text.set_usetex(False)

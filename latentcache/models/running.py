@@ -1,6 +1,7 @@
-"""Encode in batches, each launched before the one before it is fetched; when memory runs out, halve the batch.
+"""How models run: in batches that are halved when memory runs out, and with settings that are restored.
 
-No thread is involved, so `utils.concurrency` does not serve here: the device itself runs concurrently with the host.
+Each batch is launched before the one before it is fetched. No thread is involved, so `utils.concurrency` does not serve
+here: the device itself runs concurrently with the host.
 """
 
 from __future__ import annotations
@@ -9,21 +10,27 @@ import gc
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
 import torch
 from accelerate.utils.memory import should_reduce_batch_size
+from diffusers import AutoencoderKL
 
 from latentcache.errors import EncodeError
-from latentcache.models.model_files import first_line
+from latentcache.models.model_files import first_line, refused
+from latentcache.models.model_loader import TextParts
 
 logger = logging.getLogger("latentcache")
 
 Item = TypeVar("Item")
 Launched = TypeVar("Launched")
 Result = TypeVar("Result")
+
+RECOMPILE_LIMIT = 256
+"""Graphs of one module: one for each bucket and batch size. Beyond it torch would go on without compiling."""
 
 # Messages that accelerate's list lacks: cuBLAS and cuDNN workspaces, and the CPU allocator of Windows.
 _OUT_OF_MEMORY = ("ALLOC_FAILED", "not enough memory: you tried to allocate", "out of memory")
@@ -160,20 +167,12 @@ class BatchRunner(Generic[Item, Result]):
             under_way.clear()
             free_cached_memory(self.device)
             if len(batch) > 1:
-                self._reduce(len(batch))
+                self.batch_size, self.num_reductions = len(batch) // 2, self.num_reductions + 1
+                message = "%s: a batch of %d does not fit in the memory of %s, going on with %d"
+                logger.warning(message, self.part, len(batch), self.device, self.batch_size)
                 batches.put_back([batch])
             else:
                 self._fail(batch[0], attempt.shortage, on_failure)
-
-    def _reduce(self, num_items: int) -> None:
-        self.batch_size, self.num_reductions = num_items // 2, self.num_reductions + 1
-        logger.warning(
-            "%s: a batch of %d does not fit in the memory of %s, going on with %d",
-            self.part,
-            num_items,
-            self.device,
-            self.batch_size,
-        )
 
     def _fail(self, item: Item, shortage: str, on_failure: Callable[[Item, EncodeError], None] | None) -> None:
         error = EncodeError(
@@ -185,3 +184,87 @@ class BatchRunner(Generic[Item, Result]):
         if on_failure is None:
             raise error
         on_failure(item, error)
+
+
+@contextmanager
+def uncached_autocast(device: torch.device, dtype: torch.dtype | None) -> Iterator[None]:
+    """Autocast to `dtype`, with None as the surrounding one does, but without its cache of cast weights.
+
+    The cache would not see a swap of EMA weights in place, and training would get casts that were made without
+    gradients.
+    """
+    if dtype is None and torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
+    if dtype is None:
+        yield
+        return
+    with torch.autocast(device.type, dtype=dtype, cache_enabled=False):
+        yield
+
+
+@contextmanager
+def vae_settings(vae: AutoencoderKL, *, compile: bool = False) -> Iterator[None]:
+    """The VAE's encoder with the settings for its device and dtype; the weights' memory format and flags are restored.
+
+    The settings, with their reasons:
+    * channels_last for half precision on an accelerator: torch's and cuDNN's advice for convolutions in float16 and
+      bfloat16, as tensor cores read it without transposing. Not in float32, for which it is not given. Not on a CPU:
+      there an entry equals the live pipeline's output bit by bit, and oneDNN rounds otherwise in channels_last.
+    * cuDNN's benchmark is off. It times kernels to choose one, again for each bucket and batch size, and the winner
+      may differ between runs: one key, other last bits.
+    * `compile`: off by default. Each bucket and batch size costs a compilation, one graph each, and the last bits are
+      not those of the eager encoder. ModelError if it fails.
+    """
+    parameter = next(vae.parameters())
+    is_half = parameter.device.type != "cpu" and parameter.dtype in (torch.float16, torch.bfloat16)
+    # A module in another format than the default is the caller's choice, and left alone.
+    to_channels_last = is_half and all(parameter.is_contiguous() for parameter in vae.parameters())
+    cudnn = torch.backends.cudnn
+    benchmark = cudnn.benchmark
+    try:
+        cudnn.benchmark = False
+        if to_channels_last:
+            vae.to(memory_format=torch.channels_last)
+        with _compiled("vae", [vae.encoder] if compile else []):
+            yield
+    finally:
+        cudnn.benchmark = benchmark
+        if to_channels_last:
+            vae.to(memory_format=torch.contiguous_format)
+
+
+@contextmanager
+def text_settings(parts: TextParts, *, compile: bool = False) -> Iterator[None]:
+    """The text encoders, compiled with `compile` as in `vae_settings`: one graph for each batch size."""
+    with _compiled("text_encoder", [parts.text_encoder, parts.text_encoder_2] if compile else []):
+        yield
+
+
+@contextmanager
+def _compiled(part: str, modules: list[torch.nn.Module]) -> Iterator[None]:
+    """The modules compiled in place: no wrapper, so that parameters and state_dict keep their names."""
+    if not modules:
+        yield
+        return
+    # Slow to import, and needed here only.
+    from torch._dynamo import config
+    from torch._dynamo.exc import TorchDynamoException
+
+    # A module that its owner has compiled stays as it is.
+    ours = [module for module in modules if module._compiled_call_impl is None]
+    try:
+        for module in ours:
+            module.compile(dynamic=False)
+        # Every torch since 2.6 knows the limit by this name; only newer ones take it as an argument of `compile`.
+        with config.patch(cache_size_limit=RECOMPILE_LIMIT):
+            yield
+    except TorchDynamoException as error:
+        reason = " ".join(str(error).partition("\n\n")[0].split())  # what follows is advice for torch's developers
+        raise refused(
+            part,
+            f"it cannot be compiled here ({reason}). Set encode.compile to false, or install what torch.compile needs, "
+            "such as a C++ compiler or triton.",
+        ) from error
+    finally:
+        for module in ours:
+            module._compiled_call_impl = None
