@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,9 @@ from latentcache.errors import StoreError
 from latentcache.identity import key_of
 from latentcache.store import DiskStore
 from latentcache.types import Entry, Record
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # the shell of a background job passes this on
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

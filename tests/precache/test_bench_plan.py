@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_plan.py"
 
 
+@pytest.mark.bench
 def test_it_runs_at_a_tiny_size(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT), "--tiny", "--repetitions", "1", "--json", "--folder", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=200)

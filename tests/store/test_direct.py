@@ -7,7 +7,9 @@ import json
 import logging
 import mmap
 import os
+import tempfile
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -35,6 +37,13 @@ def root(tmp_path):
             store.add(samples(start, start + 1))
         drop(packs(store))
     return tmp_path / "cache"
+
+
+@pytest.fixture
+def tmp_path():
+    """A folder on the disk: the other tests' temporary files may be in memory, where each file is in the page cache."""
+    with tempfile.TemporaryDirectory(prefix="latentcache-test-", dir="/var/tmp") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture
