@@ -14,11 +14,12 @@ import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, Field, StringConstraints, ValidationError, model_validator
 
+from latentcache.bucket_config import SECTION, BucketsConfig
 from latentcache.errors import ConfigError
 
 ENV_PREFIX = "LATENTCACHE_"
@@ -43,7 +44,7 @@ Prompt = Annotated[str, AfterValidator(_encodable)]
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = SECTION
 
 
 class CacheConfig(_Section):
@@ -72,23 +73,6 @@ class SourceConfig(_Section):
     """`imagefolder`, `webdataset`, `parquet`: columns that hold captions. Default: `text`, else `caption`."""
     image_column: str = "image"
     """`parquet` only: the column that holds the encoded image."""
-
-
-class BucketsConfig(_Section):
-    """The sizes that images are resized and cropped to."""
-
-    area: int = Field(1024 * 1024, ge=64)
-    """Largest number of pixels of a bucket. SDXL: 1048576."""
-    step: int = Field(64, ge=8, multiple_of=8)
-    """Height and width of a bucket are multiples of this many pixels."""
-    max_aspect: float = Field(2.0, ge=1.0, allow_inf_nan=False)
-    """Longest side of a bucket divided by its shortest, at most."""
-
-    @model_validator(mode="after")
-    def _a_bucket_fits(self) -> BucketsConfig:
-        if self.area < self.step**2:
-            raise ValueError(f"area is {self.area}; one bucket of {self.step}x{self.step} needs {self.step**2}")
-        return self
 
 
 class ImagesConfig(_Section):
@@ -269,10 +253,22 @@ def read_file(path: Path) -> dict[str, Any]:
     raise ConfigError(problem, source=str(path))
 
 
+Checked = TypeVar("Checked", bound=BaseModel)
+
+
 def parse_config(settings: Mapping[str, Any], *, source: str | None = None) -> Config:
     """Check settings against the schema. Every fault is in the one ConfigError, a line each."""
+    return _checked(Config, settings, source)
+
+
+def parse_buckets(settings: Mapping[str, Any], *, source: str | None = None) -> BucketsConfig:
+    """Check the settings of buckets alone, as `parse_config` does."""
+    return _checked(BucketsConfig, settings, source)
+
+
+def _checked(section: type[Checked], settings: Mapping[str, Any], source: str | None) -> Checked:
     try:
-        return Config.model_validate(settings)
+        return section.model_validate(settings)
     except ValidationError as error:
         faults = error.errors(include_url=False, include_context=False)
         first = ".".join(str(part) for part in faults[0]["loc"])

@@ -29,6 +29,8 @@ RefusalReason = Literal[
     "too-many-pixels",  # a decompression bomb, or just too large
     "too-small",  # smaller than the least usable side
     "extreme-aspect",  # longer than max_aspect times its shorter side
+    "no-bucket",  # the trainer whose rule it is makes no bucket of this size
+    "other-bucket",  # exported: the trainer would make another bucket of it, and fails on this one
     "bad-output",  # the encoder gave NaN, Inf or all zeros, in float32 too
     "out-of-memory",  # one image alone does not fit on the device
     "duplicate",  # another sample of the dataset has the same sample_id

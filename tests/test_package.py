@@ -22,7 +22,7 @@ MODULES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 LAYERS = [
     {"errors", "types", "__init__"},
     {"utils"},
-    {"config", "identity", "provenance", "families"},
+    {"config", "bucket_config", "identity", "provenance", "families"},
     {"dataset", "store", "devices"},
     {"checkpoints"},
     {"models"},
@@ -44,7 +44,7 @@ OWNERS = {
     # diffusion-pipe's cache is a SQLite database, ai-toolkit's is safetensors files.
     "sqlite3": ("store/index.py", "store/connection.py", "interop/formats/diffusion_pipe.py"),
     "safetensors": ("store/pack.py", "checkpoints/folder.py", "interop/formats/ai_toolkit.py"),
-    "PIL": ("dataset/images.py", "validation/"),
+    "PIL": ("dataset/images.py", "dataset/resampling.py", "validation/"),
     "psutil": ("utils/host_memory.py", "doctor/environment.py"),
     "pyarrow": ("dataset/archives.py",),
     "diffusers": ("models/", "validation/", "integrations/diffusers.py"),

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
-from latentcache.config import BucketsConfig
+from latentcache.bucket_config import BucketsConfig
 from latentcache.errors import ConfigError
 from latentcache.types import Bucket, Crop, Geometry, Size
 

@@ -28,6 +28,7 @@ from PIL import AvifImagePlugin, Image, ImageCms, ImageFile, JpegImagePlugin, Pn
 
 from latentcache.config import ImagesConfig
 from latentcache.dataset import container
+from latentcache.dataset.resampling import LANCZOS, resize
 from latentcache.errors import ImageRefused
 from latentcache.types import Geometry, RefusalReason, Size
 
@@ -87,8 +88,13 @@ def preparation_policy(config: ImagesConfig) -> dict[str, str]:
         "colour": "srgb-perceptual",
         "alpha": f"composite-{config.alpha_colour.lower()}",
         "decoder": "pillow",
-        "resample": "lanczos",
+        "resample": LANCZOS,
     }
+
+
+def with_filter(policy: dict[str, str], name: str) -> dict[str, str]:
+    """The policy with the filter `name` of a rule of buckets, where that is another than the usual one."""
+    return policy if name == LANCZOS else {**policy, "resample": name}
 
 
 def probe(data: bytes, path: str, config: ImagesConfig) -> Size:
@@ -129,22 +135,21 @@ def decode(data: bytes, path: str, config: ImagesConfig) -> np.ndarray:
     return np.array(upright)
 
 
-def prepare(pixels: np.ndarray, geometry: Geometry) -> np.ndarray:
-    """Resize (Lanczos) to `resized_size`, crop at `crop_top_left` to `target_size`, mirror left to right if `flip`.
+def prepare(pixels: np.ndarray, geometry: Geometry, resample: str = LANCZOS) -> np.ndarray:
+    """Resize to `resized_size`, crop at `crop_top_left` to `target_size`, mirror left to right if `flip`.
 
-    `pixels` is uint8 [H, W, 3] of `original_size`, or ValueError. Returns uint8 [h, w, 3], C-contiguous.
+    `resample` is a filter's name (`resampling.FILTERS`). `pixels` is uint8 [H, W, 3] of `original_size`, or ValueError.
+    Returns uint8 [h, w, 3], C-contiguous.
     """
     if pixels.shape != (*geometry.original_size, 3) or pixels.dtype != np.uint8:
         raise ValueError(
             f"pixels are {pixels.dtype} {pixels.shape}, but the geometry was made for uint8 "
             f"{(*geometry.original_size, 3)}: call buckets.fit with the size of these pixels"
         )
-    image = Image.fromarray(pixels)
-    height, width = geometry.resized_size
-    if image.size != (width, height):
-        image = image.resize((width, height), Image.Resampling.LANCZOS)
     top, left = geometry.crop_top_left
-    target = np.asarray(image)[top : top + geometry.target_size.height, left : left + geometry.target_size.width]
+    target = resize(pixels, geometry.resized_size, resample)[
+        top : top + geometry.target_size.height, left : left + geometry.target_size.width
+    ]
     if target.shape[:2] != geometry.target_size:
         raise ValueError(
             f"crop {geometry.target_size} at {tuple(geometry.crop_top_left)} leaves the resized image "

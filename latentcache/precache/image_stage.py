@@ -192,4 +192,5 @@ def _decode(task: ImageTask) -> np.ndarray:
     data = task.source.read(task.sample)
     if digest(data) != task.identity.source:
         raise ImageRefused(task.sample.path, "changed", "the file changed during the run; run precache again")
-    return prepare(decode(data, task.sample.path, task.images), task.identity.preparation.geometry)
+    preparation = task.identity.preparation
+    return prepare(decode(data, task.sample.path, task.images), preparation.geometry, preparation.resample)

@@ -16,8 +16,8 @@ from itertools import islice
 from typing import Any
 
 from latentcache.config import Config, DatasetConfig
-from latentcache.dataset.buckets import assign, bucket_table, fit
-from latentcache.dataset.images import preparation_policy, probe
+from latentcache.dataset.bucket_rules import BucketRule
+from latentcache.dataset.images import preparation_policy, probe, with_filter
 from latentcache.dataset.manifest import CaptionRef, ImageRef, Manifest, Row, prompts_name
 from latentcache.dataset.samples import Sample
 from latentcache.dataset.sources import open_source
@@ -108,19 +108,20 @@ class _DatasetPlanner:
         self._policy = preparation_policy(dataset.images)
         # What was probed under some settings says nothing about others, which may refuse the image.
         self._images_digest = digest(dataset.images.model_dump_json().encode())
-        table = bucket_table(dataset.buckets)
+        self._rule = rule = BucketRule(dataset.buckets)
 
         @lru_cache(1 << 16)  # most images share their size with others: one value in memory for all of them
         def geometries(size: Size) -> tuple[Geometry, ...]:
-            geometry = fit(size, assign(size, table))
-            return (geometry, replace(geometry, flip=True)) if dataset.flip else (geometry,)
+            flips = (False, True) if dataset.flip else (False,)
+            return tuple(each for flip in flips if (each := rule.geometry(size, flip=flip)) is not None)
 
         self._geometries = geometries
         self._source = open_source(dataset.source)
         self._common = {
             "schema": SCHEMA,
             "salt": builder.salt,
-            "policy": self._policy,
+            "policy": with_filter(self._policy, rule.filters),
+            "buckets": dataset.buckets.model_dump(mode="json", exclude_defaults=True),
             "image_encoding": encoding_json(encodings.image),
             "text_encoding": encoding_json(encodings.text),
         }
@@ -170,8 +171,13 @@ class _DatasetPlanner:
                 yield None, Row(item.sample_id, item.path, None, (), (), facts)
                 continue
             assert isinstance(item, Sample)  # a refusal has no other facts than itself
+            row = self._row(item, *facts)
+            if row.refusal is not None:
+                plan.refused.append(row.refusal)
+                yield None, row
+                continue
             plan.num_missing_captions += not item.has_caption
-            yield item, self._row(item, *facts)
+            yield item, row
 
     def _known_facts(self, item: Sample | Refusal) -> tuple[str, Size] | Refusal | None:
         """What is known of an image without reading it: its refusal, or its facts when its file was last read."""
@@ -202,6 +208,10 @@ class _DatasetPlanner:
 
     def _row(self, sample: Sample, source: str, size: Size) -> Row:
         geometries = self._geometries(size)
+        if not geometries:
+            detail = f"{self._rule} makes no bucket of an image of {size}: it is too small, or too long"
+            refusal = Refusal(sample.sample_id, sample.path, "no-bucket", detail)
+            return Row(sample.sample_id, sample.path, source, (), (), refusal)
         images = tuple(ImageRef(key_of(self._identity(source, g).to_json()), g) for g in geometries)
         encoding = self._encodings.text
         captions = tuple(
@@ -210,7 +220,7 @@ class _DatasetPlanner:
         return Row(sample.sample_id, sample.path, source, images, captions)
 
     def _identity(self, source: str, geometry: Geometry) -> ImageIdentity:
-        preparation = Preparation.of(self._policy, geometry)
+        preparation = Preparation.of(with_filter(self._policy, self._rule.resample(geometry)), geometry)
         return ImageIdentity(source, preparation, self._encodings.image, self._builder.salt)
 
     def _add(self, sample: Sample, row: Row, history: History, present: set[str]) -> None:

@@ -114,10 +114,12 @@ def policy(name: str, value: str) -> Callable[[pytest.MonkeyPatch], None]:
 
 
 def geometry(**changes: Any) -> Callable[[pytest.MonkeyPatch], None]:
-    fit = planner.fit
+    genuine = planner.BucketRule.geometry
 
     def patch(monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(planner, "fit", lambda *a, **k: dataclasses.replace(fit(*a, **k), **changes))
+        monkeypatch.setattr(
+            planner.BucketRule, "geometry", lambda *a, **k: dataclasses.replace(genuine(*a, **k), **changes)
+        )
 
     return patch
 

@@ -1,0 +1,292 @@
+"""Whose buckets: how each trainer sizes, resizes and crops an image, as its released code does it.
+
+Every rule is checked against tables that were recorded from the trainer's own functions (tests/dataset/data). Sizes
+are (height, width) here; most trainers have them the other way round. The floating point is as there: another order of
+the same operations gives other buckets for a few sizes in a thousand.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from latentcache.bucket_config import BucketsConfig, settings_of
+from latentcache.dataset.buckets import assign, bucket_table, fit
+from latentcache.dataset.resampling import LANCZOS
+from latentcache.types import Bucket, Crop, Geometry, Size
+
+Placement = Callable[[Size], Geometry | None]
+
+FILTERS_OF_RULE = {
+    "latentcache": LANCZOS,
+    "kohya": f"opencv-area and {LANCZOS}",
+    "simpletuner": "opencv-linear",
+    "ai-toolkit": "bicubic",
+    "onetrainer": "bilinear",
+    "diffusers": LANCZOS,
+}
+"""Rule -> its filter (`resampling.FILTERS`), or that which shrinks and that which enlarges. OneTrainer resizes floating
+point, which differs from 8 bits by a rounding; all others give these very pixels."""
+
+_ONETRAINER_ASPECTS = (1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0)
+# SimpleTuner takes these megapixels for the area of a square of so many pixels, 0.05 more or less.
+_SIMPLETUNER_SQUARES = {0.25: 512, 0.5: 768, 1.0: 1024, 2.0: 1536, 4.0: 2048}
+
+
+class BucketRule:
+    """The rule and the settings of a dataset. ConfigError if they make no bucket at all."""
+
+    def __init__(self, config: BucketsConfig):
+        self.config = config
+        self._place = _PLACEMENTS[config.rule](config)
+
+    def geometry(self, size: Size, *, flip: bool = False) -> Geometry | None:
+        """What becomes of an image of this upright size; None if the trainer makes no bucket for it."""
+        geometry = self._place(size)
+        if geometry is None or not flip:
+            return geometry
+        (top, left), spare = geometry.crop_top_left, geometry.resized_size.width - geometry.target_size.width
+        # ai-toolkit and diffusers mirror the image before they crop it; the crop here is that of the upright image.
+        mirrors_first = self.config.rule in ("ai-toolkit", "diffusers")
+        return replace(geometry, crop_top_left=Crop(top, spare - left if mirrors_first else left), flip=True)
+
+    def resample(self, geometry: Geometry) -> str:
+        """The filter that resizes an image so; `LANCZOS`, the usual one, also where nothing is resized."""
+        if geometry.resized_size == geometry.original_size:
+            return LANCZOS
+        shrinks = all(now <= was for now, was in zip(geometry.resized_size, geometry.original_size, strict=True))
+        return self.filters.split()[0] if shrinks else self.filters.split()[-1]
+
+    @property
+    def filters(self) -> str:
+        """The filter of its trainer; where there are two, that which shrinks, `and` that which enlarges."""
+        config = self.config
+        by_default = FILTERS_OF_RULE[config.rule]
+        if config.rule == "diffusers":
+            return config.resample or ("bilinear" if config.sizes else by_default)
+        return by_default
+
+    def __str__(self) -> str:
+        config = self.config
+        names = [name for name in sorted(settings_of(config.rule)) if getattr(config, name) not in (False, (), None)]
+        return f"{config.rule} ({', '.join(f'{name} {getattr(config, name)}' for name in names)})"
+
+
+def _centred(size: Size, resized: Size, bucket: Bucket) -> Geometry | None:
+    """The crop in the middle, the odd pixel at the bottom or on the right. None if the image would not fill it."""
+    spare = Size(resized.height - bucket.height, resized.width - bucket.width)
+    if min(*spare, bucket.height - 1, bucket.width - 1) < 0:
+        return None
+    return Geometry(size, resized, Crop(spare.height // 2, spare.width // 2), bucket)
+
+
+def _latentcache(config: BucketsConfig) -> Placement:
+    table = bucket_table(config)
+    return lambda size: fit(size, assign(size, table))
+
+
+def _kohya(config: BucketsConfig) -> Placement:
+    """Its `BucketManager`. With `upscale` off, a bucket is the image's own size, shrunk to the area and cut."""
+    if not config.upscale and not config.square:
+        return lambda size: _kohya_own_size(size, config)
+    side = config.resolution
+    table = (Bucket(side, side),) if config.square else _kohya_table(config)
+    aspects = [bucket.width / bucket.height for bucket in table]
+    known = frozenset(table)
+
+    def place(size: Size) -> Geometry | None:
+        aspect = size.width / size.height
+        nearest = min(range(len(table)), key=lambda number: abs(aspects[number] - aspect))
+        bucket = size if size in known else table[nearest]
+        if aspect > bucket.width / bucket.height:
+            scale = bucket.height / size.height
+        else:
+            scale = bucket.width / size.width
+        return _centred(size, Size(int(size.height * scale + 0.5), int(size.width * scale + 0.5)), bucket)
+
+    return place
+
+
+def _kohya_table(config: BucketsConfig) -> Sequence[Bucket]:
+    """Its `make_bucket_resolutions`, in its order: by width, then by height."""
+    step, area = config.step, config.resolution**2
+    least, most = config.min_side // step * step, -(-config.max_side // step) * step
+    square = config.resolution // step * step
+    found = {(square, square)}
+    for side in range(least, most + 1, step):
+        other = min(most, area // side // step * step)
+        if other >= least:
+            found |= {(side, other), (other, side)}
+    return [Bucket(height, width) for width, height in sorted(found)]
+
+
+def _kohya_own_size(size: Size, config: BucketsConfig) -> Geometry | None:
+    """Its `bucket_no_upscale`."""
+    step, area, aspect = config.step, config.resolution**2, size.width / size.height
+
+    def stepped(value: float) -> int:
+        return int(value + 0.5) // step * step
+
+    resized = size
+    if size.height * size.width > area:
+        wide = math.sqrt(area * aspect)
+        width, height = stepped(wide), stepped(area / wide)
+        if min(width, height) < step or stepped(width / aspect) < step:
+            return None
+        # The side that is cut to a whole step, so that the aspect changes least.
+        by_width, by_height = width / stepped(width / aspect), stepped(height * aspect) / height
+        if abs(by_width - aspect) < abs(by_height - aspect):
+            resized = Size(int(width / aspect + 0.5), width)
+        else:
+            resized = Size(height, int(height * aspect + 0.5))
+    return _centred(size, resized, Bucket(resized.height // step * step, resized.width // step * step))
+
+
+def _simpletuner(config: BucketsConfig) -> Placement:
+    """Its `TrainingSample`, with the crop in the middle.
+
+    It keeps the first bucket that it meets of each aspect, which it rounds to two digits. So a few long portraits
+    (1:4 and beyond) have a bucket there that depends on the order of the images; here it does not.
+    """
+    step, by_area = config.step, config.resolution_type == "pixel_area"
+    square = edge = config.resolution
+    if by_area:
+        megapixels = config.resolution**2 / 1000**2
+        edge = _stepped(int(math.sqrt(megapixels * 1e6)), step)
+        near = (side for known, side in _SIMPLETUNER_SQUARES.items() if abs(megapixels - known) < 0.05)
+        square = next(near, 0) or _stepped(math.sqrt(megapixels * 1e6), step)
+    sized = _simpletuner_by_area if by_area else _simpletuner_by_edge
+
+    def place(size: Size) -> Geometry | None:
+        aspect = 1.0 if config.square else round(size.width / size.height, 2)
+        if aspect == 0:
+            return None
+        bucket, resized = sized(size, aspect, edge, step)
+        if config.square or round(bucket.width / bucket.height, 2) == 1.0:
+            bucket = Bucket(square, square)
+            resized = bucket if resized.width < square else resized
+        return _centred(size, resized, bucket)
+
+    return place
+
+
+def _stepped(value: float, step: int) -> int:
+    return max(round(value / step) * step, step)
+
+
+def _simpletuner_by_area(size: Size, aspect: float, edge: int, step: int) -> tuple[Bucket, Size]:
+    """Its `calculate_new_size_by_pixel_area`: the bucket, and the size before the crop."""
+    if aspect == 1.0 and size.width == size.height:
+        return Bucket(edge, edge), Size(edge, edge)
+    exact = size.width / size.height
+    width, height = _stepped(edge * math.sqrt(aspect), step), _stepped(edge / math.sqrt(aspect), step)
+    resized = Size(int(width / exact), width) if width < height else Size(height, int(height * exact))
+    if width > resized.width:
+        lack = width - resized.width
+        resized = Size(resized.height + int(lack / exact), resized.width + lack)
+    elif height > resized.height:
+        lack = height - resized.height
+        resized = Size(resized.height + lack, resized.width + int(lack * exact))
+    return Bucket(height, width), resized
+
+
+def _simpletuner_by_edge(size: Size, aspect: float, edge: int, step: int) -> tuple[Bucket, Size]:
+    """Its `calculate_new_size_by_pixel_edge`: the shorter side of the bucket has `edge` pixels."""
+    exact = size.width / size.height
+    width, height = (edge, int(edge / aspect)) if exact < 1 else (int(edge * aspect), edge)
+    bucket = Bucket(_stepped(height, step), _stepped(width, step))
+    if exact >= 1:
+        high = max(bucket.height, height)
+        resized = Size(high, int(high * exact))
+        if resized.width < bucket.width:
+            resized = Size(int(bucket.width / exact), bucket.width)
+    else:
+        wide = max(bucket.width, width)
+        resized = Size(int(wide / exact), wide)
+        if resized.height < bucket.height:
+            resized = Size(bucket.height, int(bucket.height * exact))
+    return bucket, resized
+
+
+def _ai_toolkit(config: BucketsConfig) -> Placement:
+    """Its `BucketsMixin`: images that are too small keep their size, and the resize is rounded up."""
+
+    def place(size: Size) -> Geometry | None:
+        side = config.resolution
+        bucket = Bucket(side, side) if config.square else _ai_toolkit_bucket(size, side, config.step)
+        scale = max(bucket.width / size.width, bucket.height / size.height)
+        return _centred(size, Size(math.ceil(size.height * scale), math.ceil(size.width * scale)), bucket)
+
+    return place
+
+
+def _ai_toolkit_bucket(size: Size, side: int, step: int) -> Bucket:
+    """Its `get_bucket_for_image_size`: of the sizes around the scaled one, that with the nearest area."""
+    pixels, most = size.width * size.height, side * side
+    wanted = min(pixels, most)
+    scale = (wanted / pixels) ** 0.5
+    width, height = size.width * scale / step, size.height * scale / step
+    around = [(f(width) * step, g(height) * step) for f in (math.floor, math.ceil) for g in (math.floor, math.ceil)]
+    allowed = [(w, h) for w, h in around if w > 0 and h > 0 and w * h <= most]
+    allowed = allowed or [(max(step, math.floor(width) * step), max(step, math.floor(height) * step))]
+    width, height = min(allowed, key=lambda each: abs(each[0] * each[1] - wanted))
+    return Bucket(height, width)
+
+
+def _onetrainer(config: BucketsConfig) -> Placement:
+    """The `AspectBucketing` and `ScaleCropImage` of mgds, for one resolution and without crop jitter."""
+    side, step = config.resolution, config.step
+    ratios = [(1.0, aspect) for aspect in _ONETRAINER_ASPECTS]
+    shapes = [(h / math.sqrt(h * w) * side, w / math.sqrt(h * w) * side) for h, w in ratios]
+    shapes += [(w, h) for h, w in shapes]
+    # In the order of a set, as there: of two buckets that are equally near, the first is taken.
+    table = list({(round(h / step) * step, round(w / step) * step) for h, w in shapes})
+    if config.square:
+        table = [(side, side)]
+
+    def place(size: Size) -> Geometry | None:
+        aspect = size.height / size.width
+        bucket = Bucket(*min(table, key=lambda each: abs(each[0] / each[1] - aspect)))
+        if aspect > bucket.height / bucket.width:
+            resized = Size(round(size.height * (bucket.width / size.width)), bucket.width)
+        else:
+            resized = Size(bucket.height, round(size.width * (bucket.height / size.height)))
+        return _centred(size, resized, bucket)
+
+    return place
+
+
+def _diffusers(config: BucketsConfig) -> Placement:
+    """A square crop, as train_text_to_image_sdxl.py makes it with --center_crop, or a list of buckets.
+
+    The scripts with --aspect_ratio_buckets resize to the bucket, whatever the image's own aspect, and crop nothing.
+    """
+    if not config.sizes:
+        return lambda size: _diffusers_square(size, config.resolution)
+    table = [Bucket(*size) for size in config.sizes]
+
+    def place(size: Size) -> Geometry:
+        # Of equally near ones the last: diffusers' find_nearest_bucket.
+        nearest = min(reversed(table), key=lambda each: abs(size.height * each.width - size.width * each.height))
+        return Geometry(size, nearest, Crop(0, 0), nearest)
+
+    return place
+
+
+def _diffusers_square(size: Size, side: int) -> Geometry:
+    long = int(side * max(size) / min(size))
+    resized = Size(side, long) if size.height <= size.width else Size(long, side)
+    # round() as in torchvision's CenterCrop: halves go to the even number.
+    crop = Crop(round((resized.height - side) / 2), round((resized.width - side) / 2))
+    return Geometry(size, resized, crop, Bucket(side, side))
+
+
+_PLACEMENTS: dict[str, Callable[[BucketsConfig], Placement]] = {
+    "latentcache": _latentcache,
+    "kohya": _kohya,
+    "simpletuner": _simpletuner,
+    "ai-toolkit": _ai_toolkit,
+    "onetrainer": _onetrainer,
+    "diffusers": _diffusers,
+}

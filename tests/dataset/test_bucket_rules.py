@@ -1,0 +1,238 @@
+"""Every trainer's buckets, against tables that were recorded from its own functions."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from latentcache.bucket_config import BucketsConfig
+from latentcache.config import parse_config
+from latentcache.dataset.bucket_rules import BucketRule
+from latentcache.dataset.buckets import assign, bucket_table, fit
+from latentcache.errors import ConfigError
+from latentcache.types import Crop, Geometry, Size
+
+DATA = Path(__file__).parent / "data"
+NUM_SIZES = 4000
+
+
+@lru_cache
+def recorded_sizes() -> tuple[Size, ...]:
+    """The sizes of the tables: some of cameras and of buckets, the others from a linear congruential generator."""
+    text = """1024x1024 512x512 1000x1000 832x1216 1216x832 1536x640 640x1536 768x1344 3000x2000 2000x3000 1920x1080
+    1080x1920 4032x3024 3024x4032 6000x4000 800x600 600x800 256x256 64x64 100x100 1023x1025 1025x1023 2048x1024
+    1024x2048 4096x1024 1024x4096 500x1500 1500x500 333x777 777x333"""
+    found = [tuple(map(int, pair.split("x"))) for pair in text.split()]
+    state = 20261122
+
+    def side() -> int:
+        nonlocal state
+        state = (state * 6364136223846793005 + 1442695040888963407) % 2**64
+        return 16 + (state >> 33) % (6000 if (state >> 20) & 1 else 1600)
+
+    while len(found) < NUM_SIZES:
+        pair = side(), side()
+        if max(pair) <= 8 * min(pair):
+            found.append(pair)
+    return tuple(Size(height, width) for width, height in found)
+
+
+def kohya(settings: dict[str, Any]) -> BucketsConfig:
+    assert settings["resolution"][0] == settings["resolution"][1]
+    return BucketsConfig(
+        rule="kohya",
+        resolution=settings["resolution"][0],
+        step=settings["bucket_reso_steps"],
+        square=not settings["enable_bucket"],
+        min_side=settings["min_bucket_reso"],
+        max_side=settings["max_bucket_reso"],
+        upscale=not settings["bucket_no_upscale"],
+    )
+
+
+def simpletuner(settings: dict[str, Any]) -> BucketsConfig:
+    by_area = settings["resolution_type"] == "area"
+    return BucketsConfig(
+        rule="simpletuner",
+        resolution=round(1000 * settings["resolution"] ** 0.5) if by_area else settings["resolution"],
+        resolution_type="pixel_area" if by_area else "pixel",
+        step=settings["aspect_bucket_alignment"],
+        square=settings["crop"] and settings["crop_aspect"] == "square",
+    )
+
+
+def ai_toolkit(settings: dict[str, Any]) -> BucketsConfig:
+    return BucketsConfig(
+        rule="ai-toolkit",
+        resolution=settings["resolution"],
+        step=settings["divisibility"],
+        square=settings["square_crop"],
+    )
+
+
+def onetrainer(settings: dict[str, Any]) -> BucketsConfig:
+    return BucketsConfig(
+        rule="onetrainer",
+        resolution=int(settings["resolution"]),
+        step=settings["quantization"],
+        square=not settings["aspect_ratio_bucketing"],
+    )
+
+
+def diffusers(settings: dict[str, Any]) -> BucketsConfig:
+    if "buckets" not in settings:
+        return BucketsConfig(rule="diffusers", resolution=settings["resolution"])
+    sizes = [tuple(map(int, pair.split(","))) for pair in settings["buckets"].split(";")]
+    return BucketsConfig(rule="diffusers", sizes=sizes)
+
+
+CONFIGS = [kohya, simpletuner, ai_toolkit, onetrainer, diffusers]
+
+
+def cases() -> Iterator[Any]:
+    for config in CONFIGS:
+        table = json.loads((DATA / f"buckets_{config.__name__}.json").read_text())
+        for number, case in enumerate(table["cases"]):
+            yield pytest.param(config, case, id=f"{config.__name__}-{number}")
+
+
+def line(size: Size, geometry: Geometry | None) -> str:
+    """A line of a table: width before height, and nothing but the size where there is no bucket."""
+    numbers = [size.width, size.height]
+    if geometry is not None:
+        (top, left), resized, target = geometry.crop_top_left, geometry.resized_size, geometry.target_size
+        numbers += [resized.width, resized.height, left, top, target.width, target.height]
+    return " ".join(map(str, numbers))
+
+
+@pytest.mark.parametrize(("config", "case"), list(cases()))
+def test_a_rule_gives_what_its_trainer_gave(config: Any, case: dict[str, Any]) -> None:
+    rule = BucketRule(config(case["settings"]))
+    lines = [line(size, rule.geometry(size)) for size in recorded_sizes()]
+    by_size = {text.split(" ", 2)[0] + "x" + text.split(" ", 2)[1]: text for text in lines}
+    for row in case["rows"]:  # they say what differs; the digest is of all sizes
+        width, height = row.split()[:2]
+        assert by_size[f"{width}x{height}"] == row
+    assert sum(text.count(" ") == 1 for text in lines) == case["without_bucket"]
+    assert hashlib.sha256("\n".join(lines).encode()).hexdigest() == case["sha256"]
+
+
+CHOICES = [
+    BucketsConfig(),
+    BucketsConfig(rule="kohya", max_side=2048),
+    BucketsConfig(rule="kohya", upscale=False),
+    BucketsConfig(rule="kohya", square=True),
+    BucketsConfig(rule="simpletuner"),
+    BucketsConfig(rule="simpletuner", resolution_type="pixel", resolution=512),
+    BucketsConfig(rule="ai-toolkit"),
+    BucketsConfig(rule="onetrainer", resolution=512),
+    BucketsConfig(rule="diffusers", resolution=512),
+    BucketsConfig(rule="diffusers", sizes=((672, 1568), (1024, 1024))),
+]
+sides = st.integers(1, 20_000)
+sizes = st.builds(Size, sides, sides)
+
+
+@pytest.mark.parametrize("config", CHOICES, ids=lambda config: config.rule)
+@given(size=sizes, flip=st.booleans())
+def test_a_bucket_lies_inside_the_resized_image(config: BucketsConfig, size: Size, flip: bool) -> None:
+    geometry = BucketRule(config).geometry(size, flip=flip)
+    assume(geometry is not None)
+    assert geometry is not None and geometry.original_size == size and geometry.flip is flip
+    for start, whole, side in zip(geometry.crop_top_left, geometry.resized_size, geometry.target_size, strict=True):
+        assert 0 <= start <= whole - side and side > 0 and side % 8 == 0
+        assert type(start) is type(whole) is type(side) is int
+
+
+@given(sizes)
+def test_the_default_rule_is_the_nearest_log_aspect_as_before(size: Size) -> None:
+    geometry = BucketRule(BucketsConfig()).geometry(size)
+    assert geometry == fit(size, assign(size, bucket_table(BucketsConfig())))
+    assert geometry is not None and BucketRule(BucketsConfig()).resample(geometry) == "lanczos"
+
+
+@pytest.mark.parametrize(
+    ("config", "size", "filter_name"),
+    [
+        (BucketsConfig(rule="kohya"), Size(2000, 3000), "opencv-area"),
+        (BucketsConfig(rule="kohya"), Size(200, 300), "lanczos"),
+        (BucketsConfig(rule="kohya"), Size(1024, 1024), "lanczos"),  # nothing is resized
+        (BucketsConfig(rule="simpletuner"), Size(2000, 3000), "opencv-linear"),
+        (BucketsConfig(rule="ai-toolkit"), Size(2000, 3000), "bicubic"),
+        (BucketsConfig(rule="onetrainer"), Size(2000, 3000), "bilinear"),
+        (BucketsConfig(rule="diffusers"), Size(2000, 3000), "lanczos"),
+        (BucketsConfig(rule="diffusers", resample="bilinear"), Size(2000, 3000), "bilinear"),
+        (BucketsConfig(rule="diffusers", sizes=((832, 1248),)), Size(2000, 3000), "bilinear"),
+    ],
+)
+def test_each_rule_resizes_with_its_trainers_filter(config: BucketsConfig, size: Size, filter_name: str) -> None:
+    rule = BucketRule(config)
+    geometry = rule.geometry(size)
+    assert geometry is not None and rule.resample(geometry) == filter_name
+
+
+def test_a_flip_before_the_crop_moves_the_odd_pixel() -> None:
+    """ai-toolkit crops the mirrored image: one pixel more is cut on its right, which is the left of the image."""
+    rule = BucketRule(BucketsConfig(rule="ai-toolkit", resolution=512))
+    odd = next(size for size in recorded_sizes() if (line(size, rule.geometry(size)).split()[4]) == "2")
+    upright, mirrored = rule.geometry(odd), rule.geometry(odd, flip=True)
+    assert upright is not None and mirrored is not None
+    spare = upright.resized_size.width - upright.target_size.width
+    assert mirrored.crop_top_left == Crop(upright.crop_top_left.top, spare - upright.crop_top_left.left)
+    kohya_rule = BucketRule(BucketsConfig(rule="kohya"))
+    for size in recorded_sizes()[:200]:
+        upright, mirrored = kohya_rule.geometry(size), kohya_rule.geometry(size, flip=True)
+        assert upright is not None and mirrored is not None and upright.crop_top_left == mirrored.crop_top_left
+
+
+def test_an_image_of_which_kohya_makes_no_bucket_has_none() -> None:
+    rule = BucketRule(BucketsConfig(rule="kohya", upscale=False))
+    assert rule.geometry(Size(40, 500)) is None and rule.geometry(Size(64, 500)) is not None
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_side": 2048}, "max_side is no setting of rule latentcache; it has area, max_aspect, step"),
+        ({"rule": "kohya", "area": 512 * 512}, "area is no setting of rule kohya"),
+        ({"rule": "kohya", "resolution": 1536}, "resolution is 1536; kohya needs one from min_side 256 to max_side 10"),
+        ({"rule": "kohya", "resolution": 128}, "resolution is 128; kohya needs one from min_side 256"),
+        ({"rule": "kohya", "min_side": 32}, "min_side is 32; it must be at least step, 64"),
+        ({"rule": "ai-toolkit", "resample": "bilinear"}, "resample is no setting of rule ai-toolkit"),
+        ({"rule": "diffusers", "resolution": 1001}, "resolution is 1001; the side of the square must be a multiple"),
+        ({"rule": "diffusers", "sizes": [[1000, 1001]]}, r"sizes has \[1000, 1001\]; heights and widths"),
+        ({"rule": "onetrainer", "resolution": 64, "step": 128}, "resolution is 64; it must be at least step, 128"),
+        ({"area": 10**12}, "buckets.area: Input should be less than or equal to 268435456"),
+        ({"max_aspect": 1e9}, "buckets.max_aspect: Input should be less than or equal to 64"),
+        ({"rule": "kohya", "max_side": 10**12}, "buckets.max_side: Input should be less than or equal to 16384"),
+        ({"rule": "novelai"}, "buckets.rule: Input should be 'latentcache', 'kohya'"),
+    ],
+)
+def test_settings_that_do_not_fit_the_rule_are_config_errors(settings: dict[str, Any], message: str) -> None:
+    dataset = {"name": "photos", "source": {"path": "photos"}, "buckets": settings}
+    with pytest.raises(ConfigError, match=message):
+        parse_config({"datasets": [dataset]})
+
+
+def test_a_dump_of_all_settings_is_read_again() -> None:
+    for config in CHOICES:
+        assert BucketsConfig.model_validate(config.model_dump()) == config
+        assert BucketsConfig.model_validate(config.model_dump(exclude_defaults=True)) == config
+
+
+@pytest.mark.parametrize("settings", [{"area": 16384**2, "step": 8, "max_aspect": 64.0}, {"rule": "kohya", "step": 8}])
+def test_the_largest_table_takes_a_second_at_most(settings: dict[str, Any]) -> None:
+    if settings.get("rule") == "kohya":
+        settings = {**settings, "resolution": 16384, "min_side": 8, "max_side": 16384}
+    begin = time.process_time()
+    assert BucketRule(BucketsConfig(**settings)).geometry(Size(3000, 2000)) is not None
+    assert time.process_time() - begin < 1
