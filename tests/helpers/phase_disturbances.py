@@ -239,7 +239,9 @@ def state_of(training: Training) -> dict[str, Any]:
 def _of_submodule(name: str, module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     yield f"{name} training", module.training
     for key, value in vars(module).items():
-        if isinstance(value, dict) and key.startswith("_") and key not in ("_parameters", "_buffers"):
+        if key in ("_parameters", "_buffers"):
+            yield f"{name} {key}", list(value)
+        elif isinstance(value, dict) and key.startswith("_"):
             yield f"{name} {key}", [(str(inner), id(member)) for inner, member in value.items()]
         elif isinstance(value, bool | int | float | str | list | tuple | dict) and key != "training":
             yield f"{name} {key}", repr(value)
