@@ -24,8 +24,6 @@ from latentcache.provenance import installed_versions
 from latentcache.store.index import JOURNAL_MODE, SQLITE_VERSION
 
 PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "safetensors", "peft", "deepspeed", "bitsandbytes")
-WAL_SAFE_SQLITE = (3, 51, 3)
-"""From here on two connections may write and checkpoint at once in WAL mode: https://www.sqlite.org/wal.html."""
 NETWORK_TYPES = frozenset(
     {"9p", "afs", "beegfs", "ceph", "cifs", "davfs", "fhgfs", "glusterfs", "gpfs", "lustre", "ncpfs", "nfs", "nfs4"}
     | {"ocfs2", "orangefs", "panfs", "pvfs2", "smb3", "smbfs", "wekafs"}
@@ -92,12 +90,13 @@ def diagnose(
         named = None
         diagnosis += Diagnosis((Finding("error", "device", str(error), "name one that is listed here, or cpu"),))
     sqlite = {"version": SQLITE_VERSION, "journal_mode": JOURNAL_MODE}
-    diagnosis += Diagnosis((check_sqlite(SQLITE_VERSION, JOURNAL_MODE),), {"sqlite": sqlite})
+    found = Finding("ok", "SQLite", f"{SQLITE_VERSION}: journal mode {JOURNAL_MODE}")
+    diagnosis += Diagnosis((found,), {"sqlite": sqlite})
     if cache_path is None:
         diagnosis += Diagnosis((Finding("note", "cache", "no path given", "--cache.path DIR looks at its disk"),))
     else:
         disk = filesystem_of(cache_path)
-        diagnosis += Diagnosis(tuple(check_filesystem(disk, JOURNAL_MODE)), {"cache": disk.to_json()})
+        diagnosis += Diagnosis(tuple(check_filesystem(disk)), {"cache": disk.to_json()})
     diagnosis += config
     if training and named is not None:
         # The models take seconds to import, and the other checks do not need them.
@@ -125,19 +124,6 @@ def check_versions(installed: Mapping[str, str]) -> Iterator[Finding]:
                 break
         else:
             yield Finding("ok", name, text)
-
-
-def check_sqlite(version: str, journal_mode: str) -> Finding:
-    """The SQLite that Python is linked to, and the journal mode that the cache's index has because of it."""
-    fixed = ".".join(map(str, WAL_SAFE_SQLITE))
-    if tuple(map(int, version.split("."))) >= WAL_SAFE_SQLITE:
-        return Finding("ok", "SQLite", f"{version}: journal mode {journal_mode}")
-    reason = "can corrupt a database in WAL mode when two connections write and checkpoint at once (WAL-reset bug)"
-    if journal_mode == "wal":
-        remedy = f"use a Python that is linked to SQLite >= {fixed}"
-        return Finding("error", "SQLite", f"{version}: journal mode wal, but this version {reason}", remedy)
-    found = f"{version}: {reason}, so the index uses journal mode {journal_mode}: safe, and slower to write"
-    return Finding("note", "SQLite", found, "nothing to do")
 
 
 # Driver and devices
@@ -323,9 +309,9 @@ def mount_of(path: Path) -> tuple[str, str] | None:
     return None if mount is None else (mount.fstype, mount.mountpoint)
 
 
-def check_filesystem(system: FileSystem, journal_mode: str | None = None) -> list[Finding]:
-    """Findings about the cache's file system. `journal_mode` is that of the cache's index, `wal` or `delete`."""
-    findings = [_check_type(system, journal_mode)]
+def check_filesystem(system: FileSystem) -> list[Finding]:
+    """Findings about the cache's file system."""
+    findings = [_check_type(system)]
     if not system.writable:
         found = f"{system.path} cannot be written: the cache can only be read"
         findings.append(Finding("warning", "cache", found, "change its permissions"))
@@ -338,12 +324,8 @@ def check_filesystem(system: FileSystem, journal_mode: str | None = None) -> lis
     return findings
 
 
-def _check_type(system: FileSystem, journal_mode: str | None) -> Finding:
+def _check_type(system: FileSystem) -> Finding:
     subject, where = "cache file system", f"{system.path} on {system.filesystem or 'an unknown type'}"
-    if system.is_network and journal_mode == "wal":
-        # https://www.sqlite.org/wal.html: "WAL does not work over a network filesystem".
-        found = f"{where}: a network file system, on which the index's journal mode wal does not work between hosts"
-        return Finding("error", subject, found, "put the cache on a local disk (cache.path)")
     if system.is_network:
         found = f"{where}: a network file system: two hosts that write to one cache are not tested"
         remedy = "put the cache on a local disk, or let only one host write to it at a time"

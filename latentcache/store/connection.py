@@ -41,11 +41,6 @@ def connect(database: Path, *, read_only: bool) -> sqlite3.Connection:
         except sqlite3.OperationalError as error:
             if error.sqlite_errorcode not in _NEEDS_WRITING or os.access(database.parent, os.W_OK):
                 raise
-            with database.open("rb") as file:
-                is_wal = file.read(20)[18:] == b"\x02\x02"  # the file format's read and write version
-            if is_wal:
-                detail = "the index is in WAL mode, as an earlier version left it; open the cache for writing once"
-                raise ReadOnlyError(database.parent, detail) from error
             # A live writer's journal can look like a dead one's for a moment.
             if time.monotonic() >= until:
                 raise

@@ -306,8 +306,7 @@ class Index:
                     if known and not name.startswith("sqlite_"):
                         known = type(value) in (int, float) or (type(value) is str and name == "eviction_policy")
                     elif known:
-                        # An index may move between machines with an older and a newer SQLite.
-                        known = value in (("delete", "wal") if name == "sqlite_journal_mode" else (_SETTINGS[name],))
+                        known = value == _SETTINGS[name]
                     if not known:
                         detail = f"setting {name!r:.80} = {value!r:.80} was not written by latentcache"
                         raise IndexDamagedError(self.path, detail)

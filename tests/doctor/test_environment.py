@@ -17,7 +17,6 @@ from latentcache.doctor.environment import (
     DeviceState,
     check_device,
     check_driver,
-    check_sqlite,
     device_state,
     diagnose,
     driver_cuda_version,
@@ -103,22 +102,6 @@ def test_a_driver_is_asked_without_cuda(tmp_path: Path) -> None:
         source.write_text(f"int cuDriverGetVersion(int *version) {{ *version = 12040; return {code}; }}")
         subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)
         assert driver_cuda_version(str(library)) == expected
-
-
-@pytest.mark.parametrize(
-    ("version", "mode", "level"),
-    [
-        ("3.40.1", "delete", "note"),
-        ("3.51.2", "delete", "note"),
-        ("3.51.3", "wal", "ok"),
-        ("3.52.0", "wal", "ok"),
-        ("3.9.0", "wal", "error"),
-    ],
-)
-def test_sqlite_and_the_journal_mode_that_follows(version: str, mode: str, level: str) -> None:
-    finding = check_sqlite(version, mode)
-    assert finding.level == level and version in finding.found and mode in finding.found
-    assert ("WAL-reset" in finding.found) == (level != "ok")
 
 
 def test_the_cpu_as_a_device() -> None:

@@ -451,24 +451,6 @@ def read_a_database_at_rest(path, expected):
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs another user")
-def test_a_database_in_wal_mode_of_an_earlier_version(index):
-    add(index, {"a": b"1"})
-    connection = sqlite3.connect(index.path / "cache.db")
-    connection.execute("PRAGMA journal_mode = wal")
-    connection.execute("UPDATE Settings SET value = 'wal' WHERE key = 'sqlite_journal_mode'")
-    connection.commit()
-    connection.close()
-    open_to_others(index.path)
-    assert run(read_a_database_at_rest, index.path, ReadOnlyError) == 0
-    later = Index(index.path)
-    assert later.items() == {"a": b"1"}
-    add(later, {"b": b"2"})
-    open_to_others(index.path)
-    assert not (index.path / "cache.db-wal").exists()
-    assert run(read_a_database_at_rest, index.path, None) == 1, "it can be read, and has two rows"
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="needs another user")
 def test_a_dead_writers_journal_is_not_damage(index):
     """It must be rolled back, which is a write."""
     add(index, {"a": b"1"})
