@@ -166,21 +166,22 @@ class LoadingPipeline:
 class OutputPipelineModule(PipelineModule, SerialPipelineModule):
     """The last module: items by name, tensors on the pipeline's device."""
 
-    def __init__(self, names: list[str]):
+    def __init__(self, names: list[str | tuple[str, str]]):
         super().__init__()
-        self.names = names
+        self.names = dict((name, name) if isinstance(name, str) else name for name in names)
 
     def approximate_length(self) -> int:
-        return self._get_previous_length(self.names[0])
+        return self._get_previous_length(self.get_inputs()[0])
 
     def get_inputs(self) -> list[str]:
-        return self.names
+        return list(self.names)
 
     def get_outputs(self) -> list[str]:
-        return self.names
+        return list(self.names.values())
 
     def get_next_item(self) -> dict[str, Any]:
-        values = {n: self._get_previous_item(self.current_variation, n, self.current_index) for n in self.names}
+        place = self.current_variation, self.current_index
+        values = {out: self._get_previous_item(place[0], name, place[1]) for name, out in self.names.items()}
         return {n: v.to(self.pipeline.device) if torch.is_tensor(v) else v for n, v in values.items() if v is not None}
 
 
@@ -223,9 +224,10 @@ def _mgds_core() -> dict[str, Any]:
 
 
 MGDS_MODULES = (
-    *("AspectBatchSorting", "AspectBucketing", "CalcAspect", "CollectPaths", "EncodeClipText", "EncodeVAE"),
-    *("GenerateImageLike", "LoadMultipleTexts", "ModifyPath", "SampleVAEDistribution", "SelectRandomText", "Tokenize"),
-    "VariationSorting",
+    *("AspectBatchSorting", "AspectBucketing", "CalcAspect", "CapitalizeTags", "CollectPaths", "DropTags"),
+    *("DownloadHuggingfaceDatasets", "EncodeClipText", "EncodeVAE", "GenerateImageLike", "GetFilename"),
+    *("LoadMultipleTexts", "MapData", "ModifyPath", "RescaleImageChannels", "SampleVAEDistribution", "SelectInput"),
+    *("SelectRandomText", "ShuffleTags", "Tokenize", "VariationSorting"),
 )
 """Those of mgds that need no torchvision. For the others its pipelines get the modules of this host."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -35,10 +36,20 @@ def images(base: SimpleNamespace) -> dict[str, type]:
     Module = random_access(base)
 
     class LoadImage(Module):
-        def __init__(self, path_in_name: str, image_out_name: str, channels: int = 3, dtype: torch.dtype | None = None):
+        def __init__(
+            self,
+            path_in_name: str,
+            image_out_name: str,
+            range_min: float = -1,
+            range_max: float = 1,
+            supported_extensions: Collection[str] = (".png",),
+            channels: int = 3,
+            dtype: torch.dtype | None = None,
+        ):
             super().__init__()
             self.first = self.path_in_name = path_in_name
             self.image_out_name, self.dtype = image_out_name, dtype
+            self.range_min, self.range_max, self.supported_extensions = range_min, range_max, supported_extensions
             self.mode = {3: "RGB", 1: "L"}[channels]
 
         def get_outputs(self) -> list[str]:
@@ -46,12 +57,13 @@ def images(base: SimpleNamespace) -> dict[str, type]:
 
         def get_item(self, variation: int, index: int, name: str | None = None) -> dict[str, Any]:
             path = self.ask(variation, self.path_in_name, index)
-            if not os.path.exists(path):
+            if os.path.splitext(path)[1].lower() not in self.supported_extensions or not os.path.exists(path):
                 return {self.image_out_name: None}
             with Image.open(path) as image:
                 pixels = torch.from_numpy(np.array(image.convert(self.mode)))
             pixels = pixels[None] if pixels.ndim == 2 else pixels.permute(2, 0, 1)
-            return {self.image_out_name: pixels.to(self.pipeline.device, self.dtype or torch.float32) / 127.5 - 1}
+            pixels = pixels.to(self.pipeline.device, self.dtype or torch.float32)
+            return {self.image_out_name: pixels / 255 * (self.range_max - self.range_min) + self.range_min}
 
     class GenerateImageLike(Module):
         def __init__(self, image_in_name: str, image_out_name: str, color: float, range_min: float, range_max: float):

@@ -82,7 +82,7 @@ def _collecting(base: SimpleNamespace) -> dict[str, type]:
                 concept = self.ask(variation, self.concept_in_name, index)
                 files = sorted(Path(concept[self.path_in_name]).iterdir()) if concept[self.enabled_in_name] else []
                 for file in files:
-                    if file.suffix in self.extensions and not file.stem.endswith(tuple(self.exclude_postfix)):
+                    if file.suffix.lower() in self.extensions and not file.stem.endswith(tuple(self.exclude_postfix)):
                         self.found.append((str(file), concept))
 
         def get_item(self, variation: int, index: int, name: str | None = None) -> dict[str, Any]:

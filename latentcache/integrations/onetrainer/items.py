@@ -298,7 +298,12 @@ class ItemReader:
         """What stands for the random numbers of the modules that draw some for this item."""
         numbers = []
         for module, names in self._drawing:
-            if _draws(module, {each.name: value for each, value in settings.items() if each.name in names}):
+            values = {each.name: value for each, value in settings.items() if each.name in names}
+            if class_name(module) == "LoadVideo":
+                draws = _takes_file(module, ModuleInput(module, module.path_in_name).value(variation, index))
+            else:
+                draws = _draws(module, values)
+            if draws:
                 numbers.append(f"{class_name(module)} {module._get_rand(variation, index).getrandbits(64):016x}")
         return numbers
 
@@ -308,6 +313,11 @@ def _depends_on_variation(module: Any) -> bool:
     if class_name(module) == "SampleVAEDistribution":
         return bool(module.mode != "mean")  # it draws from torch's global stream
     return class_name(module) not in RECOGNISED
+
+
+def _takes_file(module: Any, path: Any) -> bool:
+    """Whether a module that reads files with its extensions only, in any case of letters, reads this one."""
+    return os.path.splitext(str(path))[1].lower() in module.supported_extensions
 
 
 def _draws(module: Any, settings: Mapping[str, Any]) -> bool:

@@ -37,6 +37,7 @@ TEXT_VALUES = frozenset({("Tokenize", "in_name")})
 
 DRAWS: Mapping[str, str] = {
     "AspectBucketing": "",
+    "LoadVideo": "",
     "RandomBrightness": "enabled_in_name",
     "RandomCircularMaskShrink": "enabled_in_name",
     "RandomContrast": "enabled_in_name",
@@ -50,7 +51,8 @@ DRAWS: Mapping[str, str] = {
     "SingleAspectCalculation": "",
 }
 """They draw random numbers for a variation and an index: those with a setting here only if the value of that name is
-true, bucketing only among several resolutions, and RandomLatentMaskRemove always."""
+true, bucketing only among several resolutions, LoadVideo only for a file with one of its extensions (of others, which
+LoadImage reads, it gives None), and RandomLatentMaskRemove always."""
 
 RECOGNISED = (
     CONCEPTS
