@@ -28,7 +28,7 @@ from benchmarking import add_arguments, emit, environment, parse, spread
 from PIL import Image
 
 from latentcache.config import Config
-from latentcache.precache import planner
+from latentcache.dataset.samples import SETTLED_NS
 from latentcache.precache.encodings import choose_encodings, load_models
 from latentcache.precache.planner import make_plan
 from latentcache.precache.run import run_precache
@@ -103,7 +103,7 @@ def repeat(root: Path, num_repetitions: int) -> dict[str, dict[str, float]]:
 def run(options: argparse.Namespace) -> dict[str, Any]:
     sizes = tuple(options.sizes or (TINY_SIZES if options.tiny else SIZES))
     # A file that was written just now is not remembered: it may change again within its time stamp.
-    settled_s = planner.SETTLED_NS / 1e9
+    settled_s = SETTLED_NS / 1e9
     results = {}
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         root, first = Path(folder), 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
@@ -14,6 +15,10 @@ from latentcache.types import Refusal, RefusalReason
 
 MAX_CAPTION_BYTES = 1 << 20
 """A longer file is not taken for a caption: CLIP reads 77 tokens."""
+
+
+SETTLED_NS = 2_000_000_000
+"""A file that changed less than this long ago may change again without a new time stamp ("racy git")."""
 
 
 class CaptionError(ValueError):
@@ -136,6 +141,10 @@ class Signature:
     def of(cls, status: os.stat_result) -> Signature:
         """The signature of a file with this status."""
         return cls(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
+
+    def is_settled(self) -> bool:
+        """Whether the file changed so long ago that another change shows. Until then its digest must not be kept."""
+        return time.time_ns() - max(self.mtime_ns, self.ctime_ns) > SETTLED_NS
 
     def to_text(self) -> str:
         """The four numbers, with spaces between them."""

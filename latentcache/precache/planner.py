@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -36,9 +35,6 @@ from latentcache.utils.progress import Progress
 
 CHUNK = 1024
 """Samples whose keys are looked up together."""
-SETTLED_NS = 2_000_000_000
-"""A file that changed less than this long ago may change again without a new time stamp ("racy git"): its digest is
-not stored."""
 
 logger = logging.getLogger("latentcache")
 
@@ -198,7 +194,7 @@ class _DatasetPlanner:
         except ImageRefused as refused:
             return Refusal(item.sample_id, refused.path, refused.reason, refused.detail)
         source, signature = digest(data), item.signature
-        if signature is not None and time.time_ns() - max(signature.mtime_ns, signature.ctime_ns) > SETTLED_NS:
+        if signature is not None and signature.is_settled():
             self._workspace.memo[self._memo_name(item)] = json.dumps([source, *size])
         return source, size
 

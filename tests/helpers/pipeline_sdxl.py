@@ -164,7 +164,8 @@ class Run:
         names = ["image", "mask"] if setup.masks else ["image"]
         modules = [host.LoadImage("image_path", "image")]
         if setup.masks:
-            modules += [host.GenerateImageLike("image", "mask", 255, 0, 1), host.LoadImage("mask_path", "mask", channels=1)]
+            modules.append(host.GenerateImageLike("image", "mask", 255, 0, 1))
+            modules.append(host.LoadImage("mask_path", "mask", channels=1))
         modules += [
             host.CalcAspect("image", "original_resolution"),
             host.AspectBucketing(

@@ -46,9 +46,10 @@ def loaders(monkeypatch: pytest.MonkeyPatch, mgds: SimpleNamespace) -> list[Modu
     return [put(monkeypatch, name, DiskCache=f"the DiskCache of {name}") for name in LOADERS]
 
 
-def test_importing_the_adapter_imports_no_mgds() -> None:
+def test_importing_the_adapter_imports_no_mgds_and_no_release_of_diffusers() -> None:
+    """OneTrainer has its own release of diffusers and of transformers: none of theirs is needed to cache its parts."""
     code = (
-        "import sys; sys.modules['mgds'] = None\n"
+        "import sys; sys.modules |= dict.fromkeys(('mgds', 'diffusers', 'transformers', 'accelerate'))\n"
         "import latentcache.integrations.onetrainer as onetrainer\n"
         "print([name for name in sys.modules if name.startswith('mgds.')])\n"
         "from latentcache.errors import PipelineError\n"

@@ -22,7 +22,7 @@ from helpers.pipeline_host import host
 from helpers.pipeline_sdxl import SPLIT_IMAGE, Run, Setup, concept, write_photos
 
 from latentcache.errors import ItemsError, PipelineError, PipelineStopped, ReadOnlyError
-from latentcache.models import model_loader as identity
+from latentcache.models import part_identity as identity
 from latentcache.models.tiny import tiny_sdxl
 from latentcache.store.disk import DiskStore
 

@@ -17,7 +17,7 @@ from latentcache.devices.placement import dtype_of
 from latentcache.errors import PipelineError
 from latentcache.identity import canonical_json, digest
 from latentcache.integrations.onetrainer.upstream import MISSING, RECOGNISED, class_name, constructor_settings
-from latentcache.models.model_loader import module_identity, tokenizer_identity, weights_digest
+from latentcache.models.part_identity import module_identity, tokenizer_identity, weights_digest
 from latentcache.utils.nested import named_tensors
 
 logger = logging.getLogger("latentcache")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,6 @@ from latentcache.integrations.onetrainer.upstream import (
     draws_random_numbers,
     input_names,
 )
-from latentcache.precache.planner import SETTLED_NS
 from latentcache.provenance import provenance_json
 from latentcache.types import Kind
 
@@ -162,8 +160,7 @@ def file_digest(path: str, memo: MutableMapping[str, str]) -> tuple[str | None, 
     found = memo.get(name)
     if found is None:
         found = digest(Path(path).read_bytes())
-        is_settled = time.time_ns() - max(signature.mtime_ns, signature.ctime_ns) > SETTLED_NS
-        if is_settled and signature_of(path) == signature:
+        if signature.is_settled() and signature_of(path) == signature:
             memo[name] = found
     return found, signature
 

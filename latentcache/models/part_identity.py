@@ -1,0 +1,134 @@
+"""The identity of a loaded encoder or tokenizer: its weights, and what in its config changes its outputs.
+
+Nothing here imports diffusers or transformers: the trainers that pass loaded parts have other releases of them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from blake3 import blake3
+
+from latentcache.errors import ModelError
+from latentcache.identity import PartIdentity, canonical_json, digest
+
+IGNORED_CONFIG: Mapping[str, str] = {
+    "_class_name": "the class is a field of its own",
+    "_diffusers_version": "provenance",
+    "_name_or_path": "the origin: copies and renamed folders are the same model",
+    "_use_default_values": "which values were defaults; the values themselves count",
+    "architectures": "the class is a field of its own",
+    "attention_dropout": "acts in training mode only, and encoders run in eval mode",
+    "chunk_size_feed_forward": "splits the computation, not the result; CLIP does not read it",
+    "dtype": "the weights are digested in the dtype of the computation",
+    "force_upcast": "advice for the choice of the dtype, which is a field of its own",
+    "id2label": "for classifiers",
+    "initializer_factor": "for new weights only",
+    "initializer_range": "for new weights only",
+    "label2id": "for classifiers",
+    "model_type": "the class is a field of its own",
+    "out_channels": "of the VAE's decoder, which a cache of latents does not use",
+    "output_attentions": "which outputs are returned, not their values",
+    "output_hidden_states": "which outputs are returned, not their values; encode_prompt passes it",
+    "problem_type": "for classifiers",
+    "return_dict": "how outputs are returned, not their values",
+    "sample_size": "read for tiling only; tile sizes count where tiling is on",
+    "scaling_factor": "a field of its own; encode() does not apply it",
+    "shift_factor": "a field of its own; encode() does not apply it",
+    "torch_dtype": "the weights are digested in the dtype of the computation",
+    "transformers_version": "provenance",
+    "up_block_types": "of the VAE's decoder, which a cache of latents does not use",
+    "use_post_quant_conv": "of the VAE's decoder, which a cache of latents does not use",
+}
+"""Config keys that cannot change an encoder's outputs, each with the reason. All other keys count, known or not, unless
+their value is None: with None a later release may fill in a key that this one does not know."""
+
+_ENCODING_WEIGHTS = {"vae": ("encoder.", "quant_conv.")}
+"""Parts of which only these weights make latents. A finetuned decoder gives the same latents."""
+
+_TILE_SETTINGS = ("tile_sample_min_size", "tile_latent_min_size", "tile_overlap_factor")
+
+
+def _check_no_adapters(part: str, module: torch.nn.Module) -> None:
+    """An adapter's scale, and whether it is on, are no weights: two outputs would have one identity."""
+    for name, child in module.named_modules():
+        if hasattr(child, "active_adapters") and hasattr(child, "scaling"):  # peft's tuner layers
+            raise ModelError(
+                f"{part}.{name} has adapters ({', '.join(child.active_adapters) or 'none active'}), whose scale is not "
+                "part of the weights. Merge them (merge_and_unload) or unload them before this part is cached.",
+                part=part,
+            )
+
+
+def module_identity(part: str, module: torch.nn.Module, dtype: torch.dtype) -> PartIdentity:
+    """The identity of an encoder that computes in `dtype`: the same on every device, for a folder and a single file.
+
+    Floating weights are digested as they are in `dtype`; of the VAE those of its encoder. Raises ModelError if weights
+    are offloaded (meta tensors), or if the module has adapters such as LoRA.
+    """
+    _check_no_adapters(part, module)
+    config: Any = module.config
+    values = config.to_dict() if hasattr(config, "to_dict") else dict(config)
+    settings = {key: value for key, value in values.items() if key not in IGNORED_CONFIG and value is not None}
+    if getattr(module, "use_tiling", False):
+        # Tiles are encoded apart and blended: other outputs. Slicing only takes the images one by one.
+        settings["tiling"] = {name: getattr(module, name, None) for name in _TILE_SETTINGS}
+    return PartIdentity(type(module).__name__, weights_digest(part, module, dtype), digest(canonical_json(settings)))
+
+
+def tokenizer_identity(part: str, tokenizer: Any) -> PartIdentity:
+    """The identity of a tokenizer: `weights` is its vocabulary, merges and text rules, `config` its special tokens.
+
+    Raises ModelError for a tokenizer without a `tokenizers` backend.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise ModelError(
+            f"{part}: {type(tokenizer).__name__} has no `tokenizers` backend, so its rules cannot be read. "
+            "Use transformers.CLIPTokenizer.",
+            part=part,
+        )
+    # Padding and truncation are left out: they are the state of the last call. The decoder makes text, not ids.
+    state = json.loads(backend.to_str())
+    rules = {key: state[key] for key in ("added_tokens", "model", "normalizer", "post_processor", "pre_tokenizer")}
+    settings = {
+        "model_max_length": tokenizer.model_max_length,
+        "padding_side": tokenizer.padding_side,
+        "special_tokens": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+        "truncation_side": tokenizer.truncation_side,
+    }
+    return PartIdentity(type(tokenizer).__name__, digest(canonical_json(rules)), digest(canonical_json(settings)))
+
+
+def weights_digest(part: str, module: torch.nn.Module, dtype: torch.dtype | None) -> str:
+    """Digest of a module's weights: floating ones as they are in `dtype`, of the part `vae` those of its encoder.
+
+    With None each counts in the dtype that it has. Copies on the CPU are digested, and the module stays where it is.
+    Raises ModelError for weights on `meta`.
+    """
+    rows: list[tuple[str, str, list[int], str]] = []
+    known: dict[tuple[Any, ...], str] = {}  # tied weights are digested once
+    prefixes = _ENCODING_WEIGHTS.get(part, ("",))
+    for name, tensor in sorted(module.state_dict().items()):
+        if not name.startswith(prefixes):
+            continue
+        if tensor.device.type == "meta":
+            raise ModelError(
+                f"{part}.{name} holds no values (it is on the meta device: offloaded, or missing in the file). "
+                "Pass the module before offloading is enabled, or name the model's path.",
+                part=part,
+            )
+        digested = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        storage = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if storage not in known:
+            known[storage] = _tensor_digest(tensor.detach().to("cpu", digested))
+        rows.append((name, str(digested), list(tensor.shape), known[storage]))
+    return digest(canonical_json(rows))
+
+
+def _tensor_digest(tensor: torch.Tensor) -> str:
+    data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return blake3(data, max_threads=blake3.AUTO if data.nbytes > 1 << 20 else 1).hexdigest()
