@@ -14,7 +14,7 @@ from cyclopts import Parameter
 
 from latentcache.cli.options import AsJson, Switch, known_cache
 from latentcache.cli.output import finish
-from latentcache.config import CacheConfig, Config, load_config
+from latentcache.config import CacheConfig, Config, load_config, parse_buckets
 from latentcache.dataset.samples import MAX_CAPTION_BYTES, CaptionError, captions_in_text
 from latentcache.errors import ConfigError
 
@@ -91,8 +91,11 @@ class WriterOptions:
     """simpletuner, ai-toolkit: dtype of the latents. Default: bfloat16."""
     caption_extension: str | None = None
     """ai-toolkit: suffix of the caption files next to the images. Default: .txt."""
-    unsuffixed: Switch = False
-    """kohya: also write the names that releases before March 2026 read."""
+    buckets: str | None = None
+    """The buckets of the training, if the cache was not made with its rule: settings of `buckets` by name, as
+    resolution=1024,max_side=2048. Default: those of the cache, else the trainer's own for that area."""
+    with_resolution: Switch = False
+    """kohya: write the newer names, which have a resolution. Releases before March 2026 do not find those."""
     seed: int | None = None
     """Export a draw of the moments with this seed. Default: their mean."""
     overwrite: Switch = False
@@ -195,6 +198,10 @@ def _format(
             raise ConfigError(f"{_flag(option)} is no option of {flag} {name}; its options are: {allowed}")
     if "captions" in given:
         given["captions"] = _lines(given["captions"])
+    if "buckets" in given:
+        pairs = [pair.partition("=")[::2] for pair in given["buckets"].split(",")]
+        settings = {setting.strip(): value.strip() for setting, value in pairs}
+        given["buckets"] = parse_buckets({"rule": name, **settings}, source="--buckets")
     if "dtype" in given:
         given["dtype"] = DTYPES[given["dtype"]]
     if config is not None and "tokenize" in known:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import torch
 
+from latentcache.bucket_config import BucketsConfig, settings_of
+from latentcache.config import parse_buckets
+from latentcache.dataset.bucket_rules import BucketRule
 from latentcache.dataset.images import IMAGE_SUFFIXES
-from latentcache.dataset.manifest import ImageRef
-from latentcache.errors import EntryDamagedError, EntryMissingError, StoreError
+from latentcache.dataset.manifest import ImageRef, Manifest
+from latentcache.errors import ConfigError, EntryDamagedError, EntryMissingError, StoreError
 from latentcache.identity import digest
 from latentcache.interop.reports import ExportReport
 from latentcache.loading.cache import LatentCache
@@ -34,8 +39,8 @@ class ExportCaption:
 class ExportSample:
     """One sample: `latents` and, if the dataset flips, `flipped` [C, h, w]: unscaled, float32, on the CPU.
 
-    `geometry` is that of `latents`; that of `flipped` differs in `flip` alone. `stem` is the path of its files below
-    the folder of an export: the sample_id without an image's suffix.
+    `geometry` is that of `latents`, `flipped_geometry` that of `flipped`. `stem` is the path of its files below the
+    folder of an export: the sample_id without an image's suffix.
     """
 
     sample_id: str
@@ -44,6 +49,7 @@ class ExportSample:
     geometry: Geometry
     latents: torch.Tensor
     flipped: torch.Tensor | None
+    flipped_geometry: Geometry | None
     captions: tuple[ExportCaption, ...]
 
 
@@ -51,7 +57,9 @@ class Export:
     """One export of the manifest `name` to the files of a format: gives the samples, writes files, and reports.
 
     Moments give their mean, or with `seed` one draw for each entry, which the seed and the entry determine. Files that
-    exist are left alone, and listed, unless `overwrite`.
+    exist are left alone, and listed, unless `overwrite`. `buckets` are those of the training that is to read the files;
+    by default those of the cache, if it was made with the trainer's rule, else the trainer's own defaults for that
+    area. Raises ConfigError if they are of another rule.
     """
 
     def __init__(
@@ -63,7 +71,12 @@ class Export:
         *,
         seed: int | None = None,
         overwrite: bool = False,
+        buckets: BucketsConfig | None = None,
     ):
+        if buckets is not None and buckets.rule != format_name:
+            raise ConfigError(f"the buckets are of rule {buckets.rule}, the files for {format_name}", key="buckets")
+        self._buckets = buckets
+        self._rule: BucketRule | None = None
         self.report = ExportReport(format_name, name, path=str(folder))
         self._cache, self._seed, self._overwrite = cache, seed, overwrite
         self._written: set[Path] = set()
@@ -80,10 +93,12 @@ class Export:
         """The samples, one in memory at a time; what cannot be exported is listed in the report.
 
         Raises SampleError, before the first sample, if one was imported and is unverified, unless the cache was opened
-        with `unverified`; and StoreError if there is no such manifest, or it holds prompts.
+        with `unverified`; StoreError if there is no such manifest, or it holds prompts; and ConfigError if the
+        trainer's buckets cannot be derived from the cache's.
         """
         cache, manifest = self._cache, self._cache.manifest(self.report.name)
         cache.scaling(manifest)
+        self._rule = self._rule_of(manifest)
         rows = [row for row in manifest.rows.values() if row.refusal is None]
         for row in rows:
             cache.check_trust(manifest, row)
@@ -107,8 +122,41 @@ class Export:
                 self.skip(row.sample_id, row.path, reason, str(error))
                 continue
             geometry, latents = images[False]
-            flipped = images[True][1] if True in images else None
-            yield ExportSample(row.sample_id, stem, row.path, geometry, latents, flipped, tuple(captions))
+            flipped_geometry, flipped = images.get(True, (None, None))
+            yield ExportSample(
+                row.sample_id, stem, row.path, geometry, latents, flipped, flipped_geometry, tuple(captions)
+            )
+
+    def other_bucket(self, sample: ExportSample, *, exact: bool = False) -> str | None:
+        """How the bucket differs from what the trainer would make of this image, for messages; None if it does not.
+
+        With `exact`, resize and crop count too. The report counts those that differ. What was imported from the same
+        trainer has its buckets.
+        """
+        if self._rule is None:
+            return None
+        geometry, usual = sample.geometry, self._rule.geometry(sample.geometry.original_size)
+        if usual is not None and (usual if exact else usual.target_size) == (
+            geometry if exact else geometry.target_size
+        ):
+            return None
+        self.report.num_other_buckets += 1
+        would = "none" if usual is None else f"{usual.target_size}, cut from {usual.resized_size}"
+        return (
+            f"its bucket is {geometry.target_size}, cut from {geometry.resized_size}; that of {self._rule} is {would}"
+        )
+
+    def _rule_of(self, manifest: Manifest) -> BucketRule | None:
+        """What the trainer would do. None for what was imported from it."""
+        rule, chosen = self.report.format, self._buckets
+        if chosen is None:
+            if manifest.imported_from == rule:
+                return None
+            source = f"manifest {manifest.name}"
+            made = parse_buckets(manifest.common.get("buckets") or {}, source=source)
+            chosen = made if made.rule == rule else parse_buckets(_likely(made, rule), source=source)
+        self.report.buckets = {name: getattr(chosen, name) for name in sorted({"rule", *settings_of(rule)})}
+        return BucketRule(chosen)
 
     def _latents(self, ref: ImageRef) -> torch.Tensor:
         tensors = self._cache.get(ref.key).tensors
@@ -145,3 +193,14 @@ class Export:
         self.report.num_files += 1
         self.report.bytes_written += len(data)
         return True
+
+
+def _likely(made: BucketsConfig, rule: str) -> dict[str, Any]:
+    """The settings of a training with `rule` that a cache with other buckets was most likely made for."""
+    side = math.isqrt(made.area) if made.rule == "latentcache" else made.resolution
+    likely = {"rule": rule, "resolution": side}
+    if rule == "kohya" and side > 1024:
+        likely["max_side"] = side
+    if rule == "kohya" and side < 256:
+        likely["min_side"] = made.step
+    return likely if rule == "ai-toolkit" else {**likely, "step": made.step}

@@ -121,6 +121,10 @@ class ExportReport(InteropReport):
     num_files: int = 0
     skipped: list[Refusal] = field(default_factory=list)
     """Samples that were not exported: they are refused in the manifest, or the format cannot express them."""
+    num_other_buckets: int = 0
+    """Samples whose bucket the trainer would not make of that image."""
+    buckets: dict[str, Any] = field(default_factory=dict)
+    """The trainer's buckets that were compared with; empty for what was imported from it."""
 
     @property
     def has_faults(self) -> bool:

@@ -155,9 +155,7 @@ def test_export_needs_a_dataset_and_trust(
     assert code == 2 and "Give --manifest; there are: one, two" in err
     code, _, err = run("export", out, "--to", "kohya", "--cache", cache, "--manifest", "one")
     assert code == 2 and "is unverified" in err
-    code, report = run_json(
-        "export", out, "--to", "kohya", "--cache", cache, "--manifest", "one", "--unverified", "--unsuffixed"
-    )
+    code, report = run_json("export", out, "--to", "kohya", "--cache", cache, "--manifest", "one", "--unverified")
     assert code == 0 and report["num_images"] == 2
     with np.load(out / latents_name("a", 144, 80)) as after, np.load(foreign / latents_name("a", 144, 80)) as before:
         assert all(np.array_equal(before[name], after[name]) for name in before)
@@ -165,6 +163,24 @@ def test_export_needs_a_dataset_and_trust(
     assert code == 1 and "skipped   4" in out_text
     code, _, err = run("export", out, "--to", "diffusion-pipe", "--cache", cache)
     assert code == 2 and "--to is 'diffusion-pipe'; use one of kohya" in err
+
+
+def test_export_compares_with_the_buckets_of_the_training(
+    config: Config, tmp_path: Path, run: Callable[..., Any], run_json: Callable[..., Any]
+) -> None:
+    flags = ("export", tmp_path / "out", "--to", "kohya", "--cache", config.cache.path, "--buckets")
+    code, report = run_json(*flags, "resolution=128, step=32, min_side=32")
+    assert code == 1 and (report["num_images"], report["num_texts"], report["num_other_buckets"]) == (0, 5, 5)
+    assert report["buckets"]["resolution"] == 128 and report["buckets"]["upscale"] is True
+    code, _, err = run(*flags, "area=9216")
+    assert code == 2 and "--buckets" in err and "area is no setting of rule kohya" in err
+    code, _, err = run(*flags, "resolution")
+    assert code == 2 and "resolution: Input should be a valid integer" in err
+    code, report = run_json("export", tmp_path / "st", "--to", "simpletuner", "--cache", config.cache.path)
+    assert code == 0 and report["num_images"] == 5
+    assert report["num_other_buckets"] == sum(
+        count for note, count in report["notes"].items() if note.startswith("another bucket than SimpleTuner makes")
+    )
 
 
 def test_verify_makes_precache_hit(

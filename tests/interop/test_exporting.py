@@ -27,8 +27,9 @@ def test_names_that_the_format_cannot_have_are_listed(
     tmp_path: Path, module: ModuleType, sample_id: str, detail: str
 ) -> None:
     workspace = Workspace()
+    format_name = "kohya" if module is kohya else "ai-toolkit"
     items = [image(sample_id), text(sample_id, caption="a cat"), *pairs("b.png")]
-    import_cache(Foreign(items), workspace, name="foreign")
+    import_cache(Foreign(items, format_name), workspace, name="foreign")
     cache = LatentCache(store=workspace.store, manifests=workspace.manifests, unverified=True)
     report = module.export(cache, "foreign", tmp_path)
     assert {(refusal.sample_id, refusal.reason) for refusal in report.skipped} == {(sample_id, "unreadable")}

@@ -14,10 +14,8 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -25,6 +23,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
+from latentcache.bucket_config import BucketsConfig
 from latentcache.dataset.samples import MAX_CAPTION_BYTES
 from latentcache.errors import ForeignFileRefused
 from latentcache.families.sdxl import SCALING_FACTOR
@@ -46,7 +45,10 @@ from latentcache.types import Crop, Geometry, Size
 
 LATENT_FOLDER, TEXT_FOLDER = "_latent_cache", "_t_e_cache"
 NOTE_NO_IMAGE = "the image is not there: the size that it was scaled to stands for its own"
-NOTE_UNUSUAL = "ai-toolkit scales or crops the image otherwise: it does not find the latent, and encodes it again"
+NOTE_UNUSUAL = (
+    "ai-toolkit makes another bucket, or resizes or crops otherwise: it does not find the latent, and encodes it "
+    "again; precache with `buckets.rule: ai-toolkit`"
+)
 
 _SPACE = "sdxl"
 _VERSION = 1
@@ -69,6 +71,7 @@ def export(
     folder: str | Path,
     *,
     dtype: torch.dtype = torch.bfloat16,
+    buckets: BucketsConfig | None = None,
     seed: int | None = None,
     overwrite: bool = False,
     caption_extension: str = ".txt",
@@ -81,7 +84,7 @@ def export(
     only if its own buckets, which round sizes up, give the image the same size and crop; the report counts the others.
     Files that exist are listed and not replaced, unless `overwrite`. Raises what `Export` does.
     """
-    run = Export("ai-toolkit", cache, name, folder, seed=seed, overwrite=overwrite)
+    run = Export("ai-toolkit", cache, name, folder, seed=seed, overwrite=overwrite, buckets=buckets)
     for sample in run.samples():
         base = Path(folder, sample.stem)
         try:
@@ -90,12 +93,11 @@ def export(
             detail = "its name is not UTF-8, as the metadata of a safetensors file must be"
             run.skip(sample.sample_id, sample.path, "unreadable", detail)
             continue
-        if not _is_usual(sample.geometry):
-            run.report.note(NOTE_UNUSUAL)
-        for flip, latents in ((False, sample.latents), (True, sample.flipped)):
-            if latents is None:
+        run.report.note(NOTE_UNUSUAL if run.other_bucket(sample, exact=True) is not None else None)
+        for geometry, latents in ((sample.geometry, sample.latents), (sample.flipped_geometry, sample.flipped)):
+            if latents is None or geometry is None:
                 continue
-            facts = _facts_of(PurePosixPath(sample.sample_id).name, replace(sample.geometry, flip=flip))
+            facts = _facts_of(PurePosixPath(sample.sample_id).name, geometry)
             scaled = (latents * SCALING_FACTOR).to(dtype).contiguous()
             data = save({"latent": scaled}, _metadata(facts))
             run.report.num_images += run.write(base.parent / LATENT_FOLDER / latent_name(facts), data, sample)
@@ -147,15 +149,6 @@ def _facts_of(filename: str, geometry: Geometry) -> dict[str, Any]:
 def _metadata(facts: Mapping[str, Any]) -> dict[str, str]:
     strings = {name: value if isinstance(value, str) else json.dumps(value) for name, value in facts.items()}
     return strings | {"software": json.dumps({"name": "latentcache"}), "format": "pt"}
-
-
-def _is_usual(geometry: Geometry) -> bool:
-    """Whether ai-toolkit, with the same bucket, scales and crops in the same way: up, and to the middle."""
-    size, target = geometry.original_size, geometry.target_size
-    scale = max(target.width / size.width, target.height / size.height)
-    resized = Size(math.ceil(size.height * scale), math.ceil(size.width * scale))
-    spare = Crop((resized.height - target.height) // 2, (resized.width - target.width) // 2)
-    return (geometry.resized_size, geometry.crop_top_left) == (resized, spare)
 
 
 def latent_name(facts: Mapping[str, Any]) -> str:

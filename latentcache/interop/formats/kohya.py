@@ -24,6 +24,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from latentcache.bucket_config import BucketsConfig
 from latentcache.dataset.buckets import fit
 from latentcache.errors import DatasetError, ForeignFileRefused
 from latentcache.families.sdxl import DOWNSCALE_FACTOR, NUM_TOKENS
@@ -49,6 +50,11 @@ NOTE_NO_IMAGE = "no image found: the sample_id has no suffix"
 NOTE_TURNED = "kohya does not turn images as EXIF says: this latent is of the image lying on its side"
 NOTE_CROP = "crop_ltrb does not follow kohya's rule: the crop is not known, a middle one is assumed"
 NOTE_NO_UPSCALE = "with bucket_no_upscale the image was cropped, not resized: a resize is assumed"
+NOTE_ENCODED_AGAIN = "another bucket than kohya makes: it encodes the image again; precache with `buckets.rule: kohya`"
+REMEDY = (
+    "kohya would take the file as it is, and end at a batch of several sizes; precache with `buckets.rule: kohya`, or "
+    "give the numbers of the training with --buckets"
+)
 NOTE_OTHERS = "the file holds other resolutions too, which were not imported"
 NOTE_FIRST_LINE = "kohya encodes the first line of a caption file, unless it has wildcards"
 
@@ -255,24 +261,31 @@ def export(
     name: str,
     folder: str | Path,
     *,
-    unsuffixed: bool = False,
+    with_resolution: bool = False,
+    buckets: BucketsConfig | None = None,
     seed: int | None = None,
     overwrite: bool = False,
 ) -> ExportReport:
     """Write kohya's files for the manifest `name` below `folder`: the images' own folder, or a copy of its layout.
 
-    Dialect B, and with `unsuffixed` A too, for releases before March 2026. Latents are the mean of the moments, or with
-    `seed` a draw, as kohya has it. A sample has one caption in kohya: its first. Files that exist are listed and not
-    replaced, unless `overwrite`. kohya uses a latent only if its own buckets give the image the same size; images that
-    EXIF turns have another name in kohya, which does not turn them. Raises what `Export` does.
+    Dialect A, which every release reads; or, `with_resolution`, B. kohya takes a file of A as it is: a latent of
+    another bucket than kohya makes of that image ends the training. Such ones are skipped, and listed. `buckets` are
+    those of the training (`Export`). Latents are the mean of the moments, or with `seed` a draw, as kohya has it. A
+    sample has one caption in kohya: its first. Files that exist are listed and not replaced, unless `overwrite`. Images
+    that EXIF turns have another name in kohya, which does not turn them. Raises what `Export` does.
     """
-    run = Export("kohya", cache, name, folder, seed=seed, overwrite=overwrite)
+    run = Export("kohya", cache, name, folder, seed=seed, overwrite=overwrite, buckets=buckets)
     for sample in run.samples():
         base = Path(folder, sample.stem)
         height, width = sample.geometry.original_size
-        latents = base.with_name(f"{base.name}_{width:04d}x{height:04d}{SUFFIX}")
-        if run.write(latents, npz_bytes(_latent_arrays(sample, unsuffixed, run.report)), sample):
-            run.report.num_images += 1 if sample.flipped is None else 2
+        other = run.other_bucket(sample)
+        if other is not None and not with_resolution:
+            run.skip(sample.sample_id, sample.path, "other-bucket", f"{other}: {REMEDY}")
+        else:
+            run.report.note(NOTE_ENCODED_AGAIN if other is not None else None)
+            latents = base.with_name(f"{base.name}_{width:04d}x{height:04d}{SUFFIX}")
+            if run.write(latents, npz_bytes(_latent_arrays(sample, with_resolution, run.report)), sample):
+                run.report.num_images += 1 if sample.flipped is None else 2
         arrays = _text_arrays(sample, run) if sample.captions else None
         if arrays is not None:
             run.report.num_texts += run.write(base.with_name(base.name + TEXT_SUFFIX), npz_bytes(arrays), sample)
@@ -281,9 +294,10 @@ def export(
     return run.report
 
 
-def _latent_arrays(sample: ExportSample, unsuffixed: bool, report: ExportReport) -> dict[str, np.ndarray]:
+def _latent_arrays(sample: ExportSample, with_resolution: bool, report: ExportReport) -> dict[str, np.ndarray]:
     geometry = sample.geometry
-    if geometry != fit(geometry.original_size, geometry.target_size):
+    spare = Size(*(whole - side for whole, side in zip(geometry.resized_size, geometry.target_size, strict=True)))
+    if geometry.crop_top_left != (spare.height // 2, spare.width // 2):
         report.note("the crop is not kohya's: its time ids will not say what was done")
     arrays = {
         "latents": sample.latents.numpy(),
@@ -293,8 +307,7 @@ def _latent_arrays(sample: ExportSample, unsuffixed: bool, report: ExportReport)
     if sample.flipped is not None:
         arrays["latents_flipped"] = sample.flipped.numpy()
     height, width = sample.latents.shape[1:]
-    suffixed = {f"{name}_{height}x{width}": array for name, array in arrays.items()}
-    return suffixed | arrays if unsuffixed else suffixed
+    return {f"{name}_{height}x{width}": array for name, array in arrays.items()} if with_resolution else arrays
 
 
 def _text_arrays(sample: ExportSample, run: Export) -> dict[str, np.ndarray] | None:

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from latentcache.bucket_config import BucketsConfig
 from latentcache.dataset.buckets import fit
 from latentcache.errors import ConfigError, DatasetError, ForeignFileRefused
 from latentcache.families.sdxl import SCALING_FACTOR
@@ -52,6 +53,10 @@ from latentcache.types import Crop, Geometry, Refusal, Size
 NOTE_DERIVED = "sizes derived from the image: resized to cover the bucket, cropped in the middle"
 NOTE_ORDER = "the recorded sizes and crop fit as (height, width) and as (width, height): one was assumed"
 
+NOTE_OTHER_BUCKET = (
+    "another bucket than SimpleTuner makes: its training ends at a batch of several sizes; precache with "
+    "`buckets.rule: simpletuner`, or give the numbers of the training with --buckets"
+)
 NOTE_LISTS = "delete all_vae_cache_files_<id>.json in SimpleTuner's output_dir: until then it does not see new files"
 NOTE_BUCKETS = "sizes and crops are not exported: SimpleTuner must resize and bucket the images as this cache did"
 
@@ -79,6 +84,7 @@ def export(
     folder: str | Path,
     *,
     dtype: torch.dtype = torch.bfloat16,
+    buckets: BucketsConfig | None = None,
     seed: int | None = None,
     overwrite: bool = False,
 ) -> ExportReport:
@@ -86,15 +92,17 @@ def export(
 
     Latents are the mean of the moments, or with `seed` a draw, as SimpleTuner has it, and multiplied by the scaling
     factor; `dtype` is bfloat16 or float32, since SimpleTuner refuses float16. Embeddings keep theirs. Flipped latents,
-    sizes and crops are left out. Files that are there are left alone, and listed, unless `overwrite`. Raises
-    ConfigError for another dtype, and what `Export` does.
+    sizes and crops are left out. SimpleTuner does not look at the bucket of a file: the report counts the samples of
+    which it would make another one (`buckets`: see `Export`). Files that are there are left alone, and listed, unless
+    `overwrite`. Raises ConfigError for another dtype, and what `Export` does.
     """
     if dtype not in (torch.bfloat16, torch.float32):
         raise ConfigError(f"dtype is {dtype}; SimpleTuner reads latents of bfloat16 and float32", key="dtype")
-    run = Export("simpletuner", cache, name, folder, seed=seed, overwrite=overwrite)
+    run = Export("simpletuner", cache, name, folder, seed=seed, overwrite=overwrite, buckets=buckets)
     run.report.note(NOTE_LISTS)
     run.report.note(NOTE_BUCKETS)
     for sample in run.samples():
+        run.report.note(NOTE_OTHER_BUCKET if run.other_bucket(sample) is not None else None)
         if sample.flipped is not None:
             run.report.note("SimpleTuner has no flipped latents: they were not exported")
         latents = torch_bytes((sample.latents * SCALING_FACTOR).to(dtype))

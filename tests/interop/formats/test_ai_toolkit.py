@@ -352,10 +352,36 @@ def test_import_then_export_gives_the_files_back(images, tmp_path):
         assert all(before[key].dtype == after[key].dtype and torch.equal(before[key], after[key]) for key in before)
 
 
-@pytest.mark.parametrize(("width", "num_others"), [(130, 0), (138, 1)], ids=["the-same", "one-row-more"])
+def test_a_cache_of_ai_toolkits_buckets_is_exported_under_its_names(make_config, tmp_path):
+    """It crops the mirrored image: an odd pixel more lies on the same side of both files' pixels."""
+    write_photo(tmp_path / "one/a.png", 9, (80, 134))
+    buckets = {"rule": "ai-toolkit", "resolution": 96, "step": 32}
+    config = make_config(
+        **{"datasets.0.source.path": tmp_path / "one", "datasets.0.buckets": buckets, "datasets.0.flip": True}
+    )
+    run_precache(config)
+    with LatentCache(config.cache.path) as cache:
+        report = ai_toolkit.export(cache, "photos", tmp_path / "out")
+    assert (report.num_images, report.num_other_buckets, report.notes) == (2, 0, {})
+    facts = []
+    for path in (tmp_path / "out/_latent_cache").iterdir():
+        with safe_open(path, "pt") as file:
+            facts.append({name: json.loads(value) for name, value in file.metadata().items() if name[:5] in PLACES})
+    # 134 x 80 pixels are scaled to 161 x 96: 65 are cut, of which the odd one on the right.
+    assert sorted(facts, key=len) == [
+        {"scale_to_width": 161, "scale_to_height": 96, "crop_x": 32, "crop_y": 0, "crop_width": 96, "crop_height": 96},
+        {"scale_to_width": 161, "scale_to_height": 96, "crop_x": 32, "crop_y": 0, "crop_width": 96, "crop_height": 96,
+         "flip_x": True},
+    ]  # fmt: skip
+
+
+PLACES = ("scale", "crop_", "flip_")
+
+
+@pytest.mark.parametrize(("width", "num_others"), [(130, 0), (137, 1)], ids=["the-same", "one-column-more"])
 def test_what_ai_toolkit_would_scale_otherwise_is_counted(make_config, tmp_path, width, num_others):
-    """For 64 x 128, 91 x 138 pixels become 84.4 x 128: 84 here, 85 in ai-toolkit. 91 x 130 become 89.6: 90 in both."""
-    write_photo(tmp_path / "one/a.png", 9, (91, width))
+    """For 64 x 128, 60 x 137 pixels become 64 x 146.1: 146 here, 147 in ai-toolkit. 60 x 130 become 138.7: 139 in both."""
+    write_photo(tmp_path / "one/a.png", 9, (60, width))
     config = make_config(**{"datasets.0.source.path": tmp_path / "one"})
     run_precache(config)
     with LatentCache(config.cache.path) as cache:

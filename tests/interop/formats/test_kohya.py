@@ -19,8 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from latentcache.bucket_config import BucketsConfig, settings_of
 from latentcache.config import Config
-from latentcache.errors import DatasetError, SampleError, StoreError
+from latentcache.errors import ConfigError, DatasetError, SampleError, StoreError
 from latentcache.interop.formats import kohya
 from latentcache.interop.importing import import_cache
 from latentcache.interop.readers import ForeignImage, ForeignItem, ForeignText
@@ -312,10 +313,11 @@ def flipped(make_config: Callable[..., Config]) -> Config:
     return config
 
 
-def test_the_files_are_as_the_specification_has_them(flipped: Config, tmp_path: Path) -> None:
+@pytest.mark.parametrize("with_resolution", [False, True])
+def test_the_files_are_as_the_specification_has_them(flipped: Config, tmp_path: Path, with_resolution: bool) -> None:
     out = tmp_path / "out"
     with LatentCache(flipped.cache.path, manifest="photos") as cache:
-        report = kohya.export(cache, "photos", out)
+        report = kohya.export(cache, "photos", out, with_resolution=with_resolution)
         _, row = cache.row("sub/e.png")
         moments = {ref.geometry.flip: cache.get(ref.key).tensors["moments"] for ref in row.images}
         text = cache.get(row.captions[0].key).tensors
@@ -326,7 +328,7 @@ def test_the_files_are_as_the_specification_has_them(flipped: Config, tmp_path: 
     assert "sub/e_0144x0080_sdxl.npz" in files and "sub/e_te_outputs.npz" in files and len(files) == 10
     height, width = (side // 8 for side in geometry.target_size)
     with np.load(out / "sub" / "e_0144x0080_sdxl.npz") as latents:
-        suffix = f"_{height}x{width}"
+        suffix = f"_{height}x{width}" if with_resolution else ""
         assert set(latents) == {
             f"{name}{suffix}" for name in ("latents", "latents_flipped", "original_size", "crop_ltrb")
         }
@@ -351,12 +353,40 @@ def test_the_files_are_as_the_specification_has_them(flipped: Config, tmp_path: 
         assert np.array_equal(arrays["pool2"], text["pooled_prompt_embeds"])
 
 
-def test_older_releases_find_their_names_too(config: Config, tmp_path: Path) -> None:
+OTHER = BucketsConfig(rule="kohya", resolution=128, step=32, min_side=32)
+
+
+def test_a_latent_of_another_bucket_is_skipped_since_kohya_would_take_it(config: Config, tmp_path: Path) -> None:
+    """A released kohya looks at no shape: its training ends when a batch has two."""
     with LatentCache(config.cache.path) as cache:
-        kohya.export(cache, "photos", tmp_path / "out", unsuffixed=True)
-    with np.load(tmp_path / "out" / "a_0144x0080_sdxl.npz") as arrays:
-        plain = {name: arrays[name] for name in arrays if name in ("latents", "original_size", "crop_ltrb")}
-        assert len(plain) == 3 and set(arrays) == set(plain) | set(dialect_b(plain))
+        report = kohya.export(cache, "photos", tmp_path / "out", buckets=OTHER)
+        assert (report.num_images, report.num_texts, report.num_other_buckets) == (0, 5, 5) and report.has_faults
+        assert {(item.sample_id, item.reason) for item in report.skipped} == {
+            (sample_id, "other-bucket") for sample_id in cache.sample_ids()
+        }
+        assert "its bucket is 64x128, cut from 71x128" in report.skipped[0].detail
+        assert "that of kohya (" in report.skipped[0].detail and "buckets.rule: kohya" in report.skipped[0].detail
+        assert report.to_json()["buckets"]["resolution"] == 128 and report.to_json()["num_other_buckets"] == 5
+        # The newer names have the resolution, which kohya looks for: it encodes such images again.
+        report = kohya.export(cache, "photos", tmp_path / "newer", buckets=OTHER, with_resolution=True)
+    assert (report.num_images, report.num_other_buckets, report.skipped) == (5, 5, [])
+    assert report.notes[kohya.NOTE_ENCODED_AGAIN] == 5 and "5 another bucket than kohya makes" in report.to_text()
+
+
+def test_a_cache_of_kohyas_buckets_is_exported_whole(make_config: Callable[..., Config], tmp_path: Path) -> None:
+    buckets = {"rule": "kohya", "resolution": 128, "step": 32, "min_side": 32}
+    config = make_config(**{"datasets.0.buckets": buckets})
+    run_precache(config)
+    with LatentCache(config.cache.path) as cache:
+        report = kohya.export(cache, "photos", tmp_path / "out")
+        assert (report.num_images, report.num_other_buckets, report.skipped) == (5, 0, [])
+        assert report.buckets == OTHER.model_dump(include={"rule", *settings_of("kohya")})
+        # What the cache says is no secret of the training: other numbers are compared where they are given.
+        other = OTHER.model_copy(update={"resolution": 96})
+        report = kohya.export(cache, "photos", tmp_path / "other", buckets=other)
+        assert report.num_other_buckets == 5 and report.num_images == 0
+        with pytest.raises(ConfigError, match="the buckets are of rule latentcache, the files for kohya"):
+            kohya.export(cache, "photos", tmp_path / "none", buckets=BucketsConfig())
 
 
 def test_export_then_import_gives_the_same_tensors_and_geometry(flipped: Config, photos: Path) -> None:
@@ -377,15 +407,15 @@ def test_export_then_import_gives_the_same_tensors_and_geometry(flipped: Config,
                     assert same is True or ours[name] == theirs[name], name
 
 
-def test_import_then_export_gives_the_files_back(tmp_path: Path, photos: Path) -> None:
+@pytest.mark.parametrize("dialect", [dialect_a, dialect_b])
+def test_import_then_export_gives_the_files_back(tmp_path: Path, photos: Path, dialect: Any) -> None:
     sizes = {"a": (144, 80), "c": (80, 144)}
     for seed, (stem, (width, height)) in enumerate(sizes.items()):
         bucket = (128, 64) if width > height else (64, 128)
         flip = latents_of(seed + 50, bucket[1], bucket[0])
-        write_npz(
-            photos / latents_name(stem, width, height),
-            dialect_b(dialect_a(seed, width, height, bucket, latents_flipped=flip)),
-        )
+        arrays = dialect_a(seed, width, height, bucket, latents_flipped=flip)
+        arrays = dialect_b(arrays) if dialect is dialect_b else arrays
+        write_npz(photos / latents_name(stem, width, height), arrays)
         write_npz(photos / f"{stem}_te_outputs.npz", text_of(seed, np.float16))
     workspace, out = Workspace(), tmp_path / "out"
     report = import_cache(kohya.read(photos), workspace, name="kohya")
@@ -395,7 +425,8 @@ def test_import_then_export_gives_the_files_back(tmp_path: Path, photos: Path) -
         kohya.export(cache, "kohya", out)
     assert not out.exists()
     cache = LatentCache(store=workspace.store, manifests=workspace.manifests, unverified=True)
-    kohya.export(cache, "kohya", out)
+    report = kohya.export(cache, "kohya", out, with_resolution=dialect is dialect_b)
+    assert report.num_other_buckets == 0 and report.buckets == {}  # they are kohya's own
     names = sorted(path.name for path in photos.glob("*.npz"))
     assert names == sorted(path.name for path in out.glob("*.npz")) and len(names) == 4
     for name in names:
