@@ -26,6 +26,9 @@ ENV_PREFIX = "LATENTCACHE_"
 PROMPTS_PREFIX = "validation-prompts"
 """First part of the names of the manifests of cached validation prompts. No dataset's name may have it."""
 
+MAX_REPEATS = 1_000_000
+"""Of a dataset in an epoch: more is a slip, and an epoch's order would not fit into memory."""
+
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
 UserPath = Annotated[Path, AfterValidator(Path.expanduser)]
 UserText = Annotated[str, AfterValidator(os.path.expanduser)]
@@ -98,7 +101,7 @@ class DatasetConfig(_Section):
     """Name of the manifest: letters, digits, dash, underscore."""
     role: Literal["train", "validation"] = "train"
     """What the dataset is for; stored in its manifest."""
-    repeats: int = Field(1, ge=1)
+    repeats: int = Field(1, ge=1, le=MAX_REPEATS)
     """How often an epoch visits each sample. Costs no space."""
     source: SourceConfig
     """Where the samples are."""

@@ -233,7 +233,7 @@ class UnsafeStoreError(StoreError):
     """Something at `path` was not put there by latentcache, and is not touched."""
 
     def __init__(self, path: str | Path, detail: str):
-        self.path = str(path)
+        self.path, self.detail = str(path), detail
         super().__init__(f"{path}: {detail}")
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -35,6 +36,14 @@ def canonical_json(value: Any) -> bytes:
     """One byte string for one value: sorted keys, no spaces, UTF-8, and no NaN or Infinity (ValueError)."""
     # surrogatepass: a file name or a caption from a broken archive may hold lone surrogates.
     return _ENCODER.encode(value).encode("utf-8", "surrogatepass")
+
+
+_is_key = re.compile(r"[0-9a-f]{64}").fullmatch
+
+
+def is_key(value: object) -> bool:
+    """Whether the value is 64 lower-case hexadecimal digits."""
+    return isinstance(value, str) and _is_key(value) is not None
 
 
 def key_of(identity: Mapping[str, Any]) -> str:

@@ -78,7 +78,8 @@ def make_cache(path: Path, num_samples: int, scale: int) -> None:
 
     with DiskStore(path) as store:
         store.add(entries())
-    common = {"image_encoding": {"scaling_factor": SCALING_FACTOR, "shift_factor": None}}
+    scaling = {"scaling_factor": SCALING_FACTOR, "shift_factor": None}
+    common = {"schema": 1, "salt": "", "text_encoding": {}, "image_encoding": scaling}
     ManifestFolder(path / "manifests").write(Manifest("bench", "train", 1, common, rows))
 
 

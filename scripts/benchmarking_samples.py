@@ -73,7 +73,8 @@ def make_cache(path: Path, samples: Samples) -> None:
 
     with DiskStore(path) as store:
         store.add(entries())
-    common = {"image_encoding": {"scaling_factor": SCALING_FACTOR, "shift_factor": None}}
+    scaling = {"scaling_factor": SCALING_FACTOR, "shift_factor": None}
+    common = {"schema": 1, "salt": "", "text_encoding": {}, "image_encoding": scaling}
     ManifestFolder(path / "manifests").write(Manifest("bench", "train", 1, common, rows))
 
 

@@ -194,8 +194,8 @@ def prune(
         if not manifests.names():
             # An unfinished first run has entries but no manifest yet: everything would go.
             raise StoreError(f"{path}: has no manifest, so prune would remove every entry; finish a precache run first")
-        if manifests.unfinished() and not unfinished:
-            runs = ", ".join(f"{name} (begun {begun})" for name, begun in manifests.unfinished().items())
+        if not unfinished and (begun := manifests.unfinished()):
+            runs = ", ".join(f"{name} (begun {time})" for name, time in begun.items())
             raise StoreError(
                 f"{path}: not finished: {runs}. What was encoded for them is in no manifest yet, and would be removed: "
                 "run precache again to finish, or give --unfinished to remove it"

@@ -6,25 +6,37 @@ has a digest of everything else: a damaged manifest could give wrong samples sil
 
 from __future__ import annotations
 
+import errno
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from blake3 import blake3
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from latentcache.config import PROMPTS_PREFIX
-from latentcache.errors import DatasetError
-from latentcache.identity import canonical_json, digest
+from latentcache.config import MAX_REPEATS, PROMPTS_PREFIX
+from latentcache.errors import DatasetError, UnsafeStoreError
+from latentcache.identity import canonical_json, digest, is_key
 from latentcache.provenance import now
 from latentcache.types import Geometry, Refusal
-from latentcache.utils.durable_files import typed_errors, write_sealed
+from latentcache.utils.durable_files import read_regular, regular_file, typed_errors, unreadable, write_sealed
 from latentcache.utils.host_memory import collector_paused
+from latentcache.utils.json_document import first_fault
 
 FORMAT = 2
 UNFINISHED = ".unfinished"
+MAX_BYTES = 1 << 36
+"""Of a manifest's file: one of a hundred million samples has about as many. It is read line by line."""
+_MAX_LINE_BYTES = 1 << 24
+_MAX_NOTE_BYTES = 100
+REMEDY = "`latentcache precache CONFIG`, or the import that made it, writes it again"
+Role = Literal["train", "validation", "prompts"]
 Trust = Literal["verified", "unverified"]
 """`unverified`: imported, and not shown to equal what encoding gives. Everything else is `verified`."""
 
@@ -86,14 +98,29 @@ class Row:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Row:
         """The row of a line. Raises KeyError, TypeError or ValueError for what is no row."""
+        refusal = value["refusal"]
         return cls(
-            sample_id=value["sample_id"],
-            path=value["path"],
-            source=value["source"],
-            images=tuple(ImageRef(ref["key"], Geometry.from_json(ref), _trust(ref)) for ref in value["images"]),
-            captions=tuple(CaptionRef(ref["text"], ref["key"], _trust(ref)) for ref in value["captions"]),
-            refusal=None if value["refusal"] is None else Refusal(**value["refusal"]),
+            sample_id=_text(value, "sample_id"),
+            path=_text(value, "path"),
+            source=None if value["source"] is None else _text(value, "source"),
+            images=tuple([ImageRef(_key(ref), Geometry.from_json(ref), _trust(ref)) for ref in value["images"]]),
+            captions=tuple([CaptionRef(_text(ref, "text"), _key(ref), _trust(ref)) for ref in value["captions"]]),
+            refusal=None if refusal is None else Refusal(**{name: _text(refusal, name) for name in refusal}),
         )
+
+
+def _text(value: Mapping[str, Any], name: str) -> str:
+    text = value[name]
+    if type(text) is not str:
+        raise TypeError(f"{name} is {text!r:.80}, where a text is needed")
+    return text
+
+
+def _key(ref: Mapping[str, Any]) -> str:
+    key = ref["key"]
+    if not is_key(key):
+        raise ValueError(f"key is {key!r:.80}, where 64 hexadecimal digits are needed")
+    return str(key)
 
 
 def _trust_json(ref: ImageRef | CaptionRef) -> dict[str, str]:
@@ -117,7 +144,7 @@ class Manifest:
     """
 
     name: str
-    role: Literal["train", "validation", "prompts"]
+    role: Role
     repeats: int
     common: Mapping[str, Any]
     rows: Mapping[str, Row] = field(default_factory=dict)
@@ -131,6 +158,39 @@ class Manifest:
         """The format of the foreign cache that it was imported from; None for a manifest of precache."""
         imported = self.common.get("imported")
         return None if imported is None else imported["format"]
+
+
+class _HeaderPart(BaseModel):
+    """Values of other types are refused, not converted; what is not listed here may be anything."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+
+class _ImageEncoding(_HeaderPart):
+    scaling_factor: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    shift_factor: Annotated[float, Field(allow_inf_nan=False)] | None
+
+
+class _Imported(_HeaderPart):
+    format: str
+
+
+class _Common(_HeaderPart):
+    identity_schema: int = Field(alias="schema")
+    salt: str
+    text_encoding: dict[str, Any]
+    image_encoding: _ImageEncoding | None = None
+    imported: _Imported | None = None
+
+
+class _Header(_HeaderPart):
+    """What the header of a manifest has to say."""
+
+    name: str
+    role: Role
+    repeats: Annotated[int, Field(ge=1, le=MAX_REPEATS)]
+    num_samples: int
+    common: _Common
 
 
 def prompts_name(common: Mapping[str, Any]) -> str:
@@ -175,35 +235,58 @@ class ManifestFolder:
         self.path = Path(path)
 
     def names(self) -> list[str]:
-        """The names of all manifests, sorted."""
-        return sorted(file.stem for file in self.path.glob("*.jsonl"))
+        """The names of all manifests, sorted. UnsafeStoreError if something else than a folder lies there."""
+        return self._names(".jsonl")
+
+    def _names(self, suffix: str) -> list[str]:
+        try:
+            if self.path.is_symlink():
+                raise NotADirectoryError(errno.ENOTDIR, "it is a link")
+            return sorted(name.removesuffix(suffix) for name in os.listdir(self.path) if name.endswith(suffix))
+        except FileNotFoundError:
+            return []
+        except NotADirectoryError as error:
+            raise UnsafeStoreError(self.path, f"is no folder; remove it, then {REMEDY}") from error
+        except OSError as error:
+            raise unreadable(self.path, error) from error
 
     def read(self, name: str) -> Manifest | None:
-        """The manifest, or None if there is none. Raises DatasetError when the file is not a manifest."""
+        """The manifest, or None if there is none. DatasetError names the file and the line that is not one's.
+
+        StoreError: it cannot be read now.
+        """
         file = self.path / f"{name}.jsonl"
+        number = 1
         try:
-            lines = file.read_bytes().splitlines(keepends=True)
+            with regular_file(file, MAX_BYTES, REMEDY) as opened, collector_paused():
+                rows: dict[str, Row] = {}
+                readline = partial(opened.readline, _MAX_LINE_BYTES)
+                header = json.loads(_whole(readline()))
+                stored = header.pop("digest", None)
+                if header["format"] != FORMAT:
+                    raise ValueError(f"manifest format {header['format']!r:.80}, but this version reads {FORMAT}")
+                checked = _Header.model_validate(header)
+                hasher = blake3(canonical_json(header))
+                for number, line in enumerate(iter(readline, b""), 2):  # noqa: B007 - the errors below name it
+                    hasher.update(line)
+                    row = Row.from_json(json.loads(_whole(line)))
+                    rows[row.sample_id] = row
+            num_rows, number = number - 1, 1
+            if stored != hasher.hexdigest():
+                raise ValueError(f"its digest differs: {stored!r:.80}. It is damaged, or was edited")
+            if checked.name != name or not checked.num_samples == len(rows) == num_rows:
+                facts = f"{checked.num_samples:,} samples of {checked.name!r:.80}"
+                raise ValueError(f"it says that there are {facts}, but here are {len(rows):,} of {name!r}")
+            return Manifest(name, checked.role, checked.repeats, header["common"], rows)
         except FileNotFoundError:
             return None
-        except OSError as error:
-            raise DatasetError(file, f"cannot be read: {error.strerror}") from error
-        try:
-            header = json.loads(lines[0])
-            if header["format"] != FORMAT:
-                raise DatasetError(
-                    file,
-                    f"manifest format {header['format']!r}, but this version reads {FORMAT}; run precache again to "
-                    "write it",
-                )
-            if header.pop("digest") != _digest(header, lines[1:]):
-                raise ValueError("its digest differs")
-            with collector_paused():
-                rows = [Row.from_json(json.loads(line)) for line in lines[1:]]
-            return Manifest(
-                header["name"], header["role"], header["repeats"], header["common"], {r.sample_id: r for r in rows}
-            )
-        except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
-            raise DatasetError(file, f"is not a whole manifest ({error}); run precache again to write it") from error
+        except UnsafeStoreError as error:
+            raise DatasetError(file, error.detail) from error
+        except ValidationError as error:
+            raise DatasetError(file, f"is no manifest: line 1: {first_fault(error)[2]}; {REMEDY}") from error
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            what = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+            raise DatasetError(file, f"is no manifest: line {number}: {what}; {REMEDY}") from error
 
     def write(self, manifest: Manifest) -> None:
         """Replace the manifest's file. ReadOnlyError, StorageFullError or StoreError when that cannot be done."""
@@ -217,7 +300,10 @@ class ManifestFolder:
         }
         # ASCII, so that captions with odd line ends stay one line each.
         lines = [json.dumps(row.to_json()).encode() + b"\n" for row in manifest.rows.values()]
-        first = json.dumps(header | {"digest": _digest(header, lines)}).encode() + b"\n"
+        hasher = blake3(canonical_json(header))
+        for line in lines:
+            hasher.update(line)
+        first = json.dumps(header | {"digest": hasher.hexdigest()}).encode() + b"\n"
         self._write(f"{manifest.name}.jsonl", [first, *lines])
         with typed_errors(self.path, 0):
             (self.path / f"{manifest.name}{UNFINISHED}").unlink(missing_ok=True)
@@ -227,8 +313,24 @@ class ManifestFolder:
         self._write(f"{name}{UNFINISHED}", [now().encode()])
 
     def unfinished(self) -> dict[str, str]:
-        """The names of runs that began and did not finish, with the time of their start."""
-        return {file.stem: file.read_text() for file in sorted(self.path.glob(f"*{UNFINISHED}"))}
+        """The names of runs that began and did not finish, with the time of their start.
+
+        DatasetError for a note that is none.
+        """
+        return {name: self._begun(self.path / f"{name}{UNFINISHED}") for name in self._names(UNFINISHED)}
+
+    def _begun(self, file: Path) -> str:
+        remedy = "run precache again to finish, or `latentcache prune --unfinished`"
+        try:
+            text = read_regular(file, _MAX_NOTE_BYTES, remedy).decode("ascii")
+            datetime.fromisoformat(text)
+            return text
+        except FileNotFoundError:
+            return "and finished meanwhile"
+        except UnsafeStoreError as error:
+            raise DatasetError(file, error.detail) from error
+        except ValueError as error:
+            raise DatasetError(file, f"does not say when a run began ({error}); {remedy}") from error
 
     def _write(self, name: str, parts: list[bytes]) -> None:
         with typed_errors(self.path, 0):
@@ -240,9 +342,7 @@ Manifests = ManifestMemory | ManifestFolder
 """Where manifests are stored: memory, or a folder."""
 
 
-def _digest(header: Mapping[str, Any], lines: Iterable[bytes]) -> str:
-    """BLAKE3 of the header without its digest, and of the samples' lines."""
-    hasher = blake3(canonical_json(header))
-    for line in lines:
-        hasher.update(line)
-    return hasher.hexdigest()
+def _whole(line: bytes) -> bytes:
+    if not line.endswith(b"\n"):
+        raise ValueError(f"it has no end, or more than {_MAX_LINE_BYTES:,} bytes")
+    return line

@@ -22,10 +22,11 @@ from latentcache.interop.readers import ForeignCache, ForeignImage, ForeignText,
 from latentcache.interop.reports import ImportReport
 from latentcache.interop.verification import Verification, Verifier
 from latentcache.models.vae import problems
+from latentcache.precache.prompts import last_manifest
 from latentcache.precache.workspace import Workspace
 from latentcache.provenance import now, provenance_json
 from latentcache.store.base import Writer, dtype_name, flat_bytes
-from latentcache.types import Entry, Kind, Record, Refusal
+from latentcache.types import Entry, Geometry, Kind, Record, Refusal
 from latentcache.utils.progress import Progress
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -77,7 +78,7 @@ def import_cache(
     _check_name(name)
     if verification is not None and store_dtype is not None:
         raise ConfigError("what is verified is stored in the dtypes of the config: give no --dtype with --verify")
-    previous = workspace.manifests.read(name)
+    previous = last_manifest(workspace.manifests, name)
     if previous is not None and previous.imported_from is None:
         raise StoreError(
             f"manifest {name} was made by precache: an import needs a name of its own; give another --name"
@@ -210,6 +211,10 @@ class _Import:
             raise corrupt(
                 item.path, f"its latents have the shape {list(shape)}, which does not fit a bucket of {target}"
             )
+        try:
+            Geometry.from_json(item.geometry.to_json())
+        except ValueError as error:
+            raise corrupt(item.path, str(error)) from error
         row = self._rows.get(item.sample_id)
         if row is not None and any(ref.geometry.flip == item.geometry.flip for ref in row.images):
             twin = "flipped " if item.geometry.flip else ""

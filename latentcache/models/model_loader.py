@@ -9,7 +9,7 @@ import copy
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, MutableMapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import diffusers
 import torch
 import transformers
+from pydantic import TypeAdapter
 from typing_extensions import override
 
 from latentcache.errors import ModelError, TrainableEncoderError
@@ -24,9 +25,11 @@ from latentcache.identity import PartIdentity, canonical_json, digest
 from latentcache.models.model_files import loading
 from latentcache.models.origin import ENCODERS, TEXT_ENCODERS, TOKENIZERS, ModelOrigin, find_model, find_vae
 from latentcache.models.part_identity import module_identity, tokenizer_identity
+from latentcache.utils.json_document import recalled
 
 PARTS = (*ENCODERS, *TOKENIZERS)
 _MEMO = "part-identity/1"
+_IDENTITY = TypeAdapter(PartIdentity)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +126,9 @@ class ModelLoader(Models):
     def identity(self, part: str, dtype: torch.dtype) -> PartIdentity:
         # A part whose files have not changed since the memo was written is not loaded.
         key = self._memo_key(part, dtype)
-        if key is not None:
-            with suppress(TypeError, ValueError):  # what cannot be read is computed again
-                return PartIdentity(**json.loads(self._memo.get(key, "")))
+        known = None if key is None else recalled(self._memo, key, _IDENTITY.validate_json)
+        if known is not None:
+            return known
         if part in TOKENIZERS:
             found = tokenizer_identity(part, self.tokenizers()[TOKENIZERS.index(part)])
         else:

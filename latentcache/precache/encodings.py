@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from pydantic import PositiveInt, TypeAdapter
 
 from latentcache.config import Config, ModelConfig
 from latentcache.devices.placement import Placement, device_named, vae_batch_size
@@ -15,6 +16,7 @@ from latentcache.identity import ImageEncoding, TextEncoding
 from latentcache.models.model_loader import ModelLoader, Models
 from latentcache.models.vae import DTYPES, text_dtype, vae_dtype
 from latentcache.types import Bucket
+from latentcache.utils.json_document import recalled
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,13 +132,15 @@ def text_batch_size(device: torch.device) -> int:
 def _text_width(models: Models, dtype: torch.dtype, encoding: TextEncoding, memo: MutableMapping[str, str]) -> int:
     """Numbers in one text entry: prompt_embeds [T, D] and pooled_prompt_embeds [P]."""
     name = f"text width {encoding.text_encoder.name} {encoding.text_encoder_2.name} {encoding.tokenizer.name}"
-    if name not in memo:
+    width = recalled(memo, name, TypeAdapter(PositiveInt).validate_json)
+    if width is None:
         parts = models.text(dtype)
         first: Any = parts.text_encoder.config
         second: Any = parts.text_encoder_2.config
         hidden_size = first.hidden_size + second.hidden_size
-        memo[name] = str(parts.tokenizer.model_max_length * hidden_size + second.projection_dim)
-    return int(memo[name])
+        width = parts.tokenizer.model_max_length * hidden_size + second.projection_dim
+        memo[name] = str(width)
+    return width
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -12,7 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import islice
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, PositiveInt, TypeAdapter
 
 from latentcache.config import Config, DatasetConfig
 from latentcache.dataset.bucket_rules import BucketRule
@@ -31,12 +33,17 @@ from latentcache.precache.workspace import Workspace, open_workspace
 from latentcache.types import Geometry, Json, Refusal, Size
 from latentcache.utils.concurrency import bounded_map
 from latentcache.utils.host_memory import collector_paused
+from latentcache.utils.json_document import recalled
 from latentcache.utils.progress import Progress
 
 CHUNK = 1024
 """Samples whose keys are looked up together."""
 
 logger = logging.getLogger("latentcache")
+
+
+_FACTS = TypeAdapter(tuple[Annotated[str, Field(pattern="^[0-9a-f]{64}$")], PositiveInt, PositiveInt])
+"""Of an image, as the memo has them: the digest of its bytes, its height and its width."""
 
 
 class Stopped(Exception):
@@ -179,11 +186,10 @@ class _DatasetPlanner:
         """What is known of an image without reading it: its refusal, or its facts when its file was last read."""
         if isinstance(item, Refusal):
             return item
-        stored = None if self._verify_sources else self._workspace.memo.get(self._memo_name(item))
-        if stored is None:
+        if self._verify_sources:
             return None
-        source, height, width = json.loads(stored)
-        return source, Size(height, width)
+        facts = recalled(self._workspace.memo, self._memo_name(item), _FACTS.validate_json)
+        return None if facts is None else (facts[0], Size(*facts[1:]))
 
     def _facts(self, item: Sample | Refusal) -> tuple[str, Size] | Refusal:
         """Digest of the image's bytes and its upright size. The memo stores them until the file changes."""

@@ -118,11 +118,11 @@ def prompts_of_others(store: Store, manifests: Manifests, name: str) -> dict[str
 
 
 def last_manifest(manifests: Manifests, name: str) -> Manifest | None:
-    """The manifest of the last run. Without a broken one only the reasons are lost: the next run replaces it."""
+    """The manifest of the last run; None if there is none, or a broken one, which the run replaces."""
     try:
         return manifests.read(name)
     except DatasetError as error:
-        logger.warning("%s; misses are called new", error)
+        logger.warning("%s. It is taken as absent.", error)
         return None
 
 

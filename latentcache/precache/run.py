@@ -13,6 +13,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Annotated
+
+from pydantic import Field, TypeAdapter
 
 from latentcache.config import Config
 from latentcache.dataset.manifest import Manifest, Row
@@ -26,9 +29,13 @@ from latentcache.precache.text_stage import TextStage
 from latentcache.precache.workspace import Memo, Workspace, open_workspace
 from latentcache.store.base import Writer
 from latentcache.types import Refusal
+from latentcache.utils.json_document import recalled
 from latentcache.utils.progress import Progress
 
 logger = logging.getLogger("latentcache")
+
+_RATE = TypeAdapter(Annotated[float, Field(ge=0, allow_inf_nan=False)])
+"""Seconds for a caption or a pixel."""
 
 
 def run_precache(
@@ -171,10 +178,10 @@ class _Run:
         num_pixels = sum(math.prod(task.identity.preparation.target_size) for task in tasks)
         total = 0.0
         for kind, amount in (("text", sum(map(len, self._plan.text_batches))), ("image", num_pixels)):
-            rate = self.workspace.memo.get(self._rate_name(kind))
+            rate = recalled(self.workspace.memo, self._rate_name(kind), _RATE.validate_json)
             if amount and rate is None:
                 return None
-            total += amount * float(rate or 0.0)
+            total += amount * (rate or 0.0)
         return round(total, 1)
 
     def _rate_name(self, kind: str) -> str:
@@ -225,12 +232,21 @@ class Failures:
         """Add what other ranks wrote of these keys."""
         names = {self._name(key): key for key in keys}
         written = {} if self.shared is None else self.shared.reread(names)
-        for name, text in written.items():
-            self.add(names[name], Failure(*json.loads(text)))
+        for name in written:
+            failure = recalled(written, name, _parse_failure)
+            if failure is not None:
+                self.add(names[name], failure)
 
     def _name(self, key: str) -> str:
         # The name holds the launch, if the launcher names it: failures of an older launch do not count.
         return f"refused/1 {self._launch} {key}"
+
+
+def _parse_failure(text: str) -> Failure:
+    reason, detail, path = json.loads(text)
+    if not isinstance(reason, str) or not isinstance(detail, str) or not isinstance(path, str | None):
+        raise TypeError(f"not a failure: {text:.100}")
+    return Failure(reason, detail, path)
 
 
 def write_manifests(workspace: Workspace, manifests: Sequence[Manifest], failures: Failures) -> list[str]:

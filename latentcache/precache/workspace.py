@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-import shutil
+import os
 import threading
-import uuid
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import xxhash
 
 from latentcache.config import CacheConfig
 from latentcache.dataset.manifest import ManifestFolder, ManifestMemory, Manifests
@@ -18,12 +19,14 @@ from latentcache.errors import IndexDamagedError
 from latentcache.identity import digest
 from latentcache.store.base import Store
 from latentcache.store.disk import DiskStore
-from latentcache.store.index import GENERATION, Index
+from latentcache.store.index import Index
 from latentcache.store.memory import MemoryStore
-from latentcache.utils.durable_files import typed_errors
+from latentcache.utils.durable_files import remove_whole
 from latentcache.utils.locks import locked
 
+T = TypeVar("T")
 FLUSH_ROWS = 1000
+_CHECKSUM_BYTES = 8
 
 logger = logging.getLogger("latentcache")
 
@@ -73,25 +76,23 @@ class Memo(MutableMapping[str, str]):
     """Text by name, in memory and in an index on disk: digests of files, sizes of entries, rates, ranks' failures.
 
     Rows are written in groups, and by `flush` and `close`. Names may be any text, also paths with broken encodings: the
-    index stores their digests. A damaged memo is removed; then files are read again. Threads may share one.
+    index stores their digests. Each row has a checksum, and one that does not fit is none. A damaged memo is removed,
+    whenever that is noticed; then files are read again. Threads may share one.
     """
 
     def __init__(self, path: str | Path, *, read_only: bool = False):
         self._lock = threading.Lock()
         self._new: dict[str, str] = {}
+        self._path, self._read_only = Path(path), read_only
         self._index: Index | None = None
         self._rows: dict[str, str] = {}
-        if read_only and not Path(path).exists():
+        if read_only and not os.path.lexists(path):
             return
         try:
             self._index = Index(path, read_only=read_only)
-            self._rows = _texts(self._index.items())
         except IndexDamagedError as error:
-            if read_only:
-                logger.warning("memo of digests not used: %s", error)
-            else:
-                self._index = _replaced(Path(path), error)
-                self._rows = _texts(self._index.items())
+            self._replace(error)
+        self._rows = _texts(self._using(lambda index: index.items()) or {})
 
     def __getitem__(self, name: str) -> str:
         return self._rows[_row_of(name)]
@@ -110,8 +111,8 @@ class Memo(MutableMapping[str, str]):
         with self._lock:
             del self._rows[row]
             self._new.pop(row, None)
-            if self._index is not None and not self._index.read_only:
-                self._index.remove_many([row])
+            if not self._read_only:
+                self._using(lambda index: index.remove_many([row]))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._rows)
@@ -122,7 +123,8 @@ class Memo(MutableMapping[str, str]):
     def reread(self, names: Iterable[str]) -> dict[str, str]:
         """The texts of those names that any process has written by now."""
         rows = {_row_of(name): name for name in names}
-        found = self._rows if self._index is None else _texts(self._index.get_many(rows))
+        with self._lock:
+            found = self._rows if self._index is None else _texts(self._using(lambda index: index.get_many(rows)) or {})
         return {name: found[row] for row, name in rows.items() if row in found}
 
     def flush(self) -> None:
@@ -137,28 +139,40 @@ class Memo(MutableMapping[str, str]):
             self._index.close()
 
     def _flush(self) -> None:
-        if self._new and self._index is not None and not self._index.read_only:
-            self._index.replace_many({row: value.encode() for row, value in self._new.items()})
+        if self._new and not self._read_only:
+            new = {row: _sealed(row, value) for row, value in self._new.items()}
+            self._using(lambda index: index.replace_many(new))
         self._new = {}
 
+    def _using(self, use: Callable[[Index], T]) -> T | None:
+        """What `use` gives with the index, or with a new one if it is damaged. None if there is none."""
+        for is_first in (True, False):
+            if self._index is None:
+                return None
+            try:
+                return use(self._index)
+            except IndexDamagedError as error:
+                self._replace(error, unless_replaced=is_first)
+        return None if self._index is None else use(self._index)
 
-def _replaced(path: Path, error: IndexDamagedError) -> Index:
+    def _replace(self, error: IndexDamagedError, *, unless_replaced: bool = True) -> None:
+        if self._read_only:
+            logger.warning("memo of digests not used: %s: %s", error.path, error.detail)
+            self._index = None
+        else:
+            self._index = _replaced(self._path, error, unless_replaced)
+
+
+def _replaced(path: Path, error: IndexDamagedError, unless_replaced: bool) -> Index:
     """A new memo in place of a damaged one, or the one that another process put there meanwhile."""
     with locked(path.with_name(f"{path.name}.lock"), "replacing a damaged memo", shared=False, wait=True):
-        try:
-            index = Index(path)
-            index.items()
-            return index
-        except IndexDamagedError:
-            logger.warning("memo of digests removed, files will be read again: %s", error)
-        with typed_errors(path, 0):
-            if path.is_symlink():
-                path.unlink()
-            else:
-                # Renamed first: another process must never see half of it.
-                aside = path.with_name(f"{path.name}.damaged-{uuid.uuid4().hex[:8]}")
-                path.rename(aside)
-                shutil.rmtree(aside)
+        if unless_replaced:
+            with suppress(IndexDamagedError):
+                index = Index(path)
+                index.items()
+                return index
+        logger.warning("memo of digests removed, files will be read again: %s: %s", error.path, error.detail)
+        remove_whole(path)
         return Index(path)
 
 
@@ -166,5 +180,13 @@ def _row_of(name: str) -> str:
     return digest(name.encode("utf-8", "surrogatepass"))
 
 
+def _sealed(row: str, text: str) -> bytes:
+    """A row's value: a checksum of its name and text, then the text."""
+    data = text.encode()
+    return xxhash.xxh3_64(row.encode() + data).digest() + data
+
+
 def _texts(rows: Mapping[str, bytes]) -> dict[str, str]:
-    return {row: value.decode() for row, value in rows.items() if row != GENERATION}
+    """What the rows say that are as they were written."""
+    texts = ((row, value[_CHECKSUM_BYTES:].decode("utf-8", "replace")) for row, value in rows.items())
+    return {row: text for row, text in texts if rows[row] == _sealed(row, text)}

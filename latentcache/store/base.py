@@ -14,7 +14,7 @@ import torch
 import xxhash
 
 from latentcache.errors import StoreError
-from latentcache.identity import canonical_json, digest, key_of
+from latentcache.identity import canonical_json, digest, is_key, key_of
 from latentcache.types import Entry, Record
 
 MAX_RECORD_BYTES = 1 << 20
@@ -40,15 +40,9 @@ ARRAY_DTYPES = {
 """The numpy dtype of each: the same, or an integer of that size where numpy has no such dtype."""
 _STAND_INS = {DTYPES[name]: getattr(torch, str(dtype)) for name, dtype in ARRAY_DTYPES.items() if str(dtype) != name}
 
-_KEY = re.compile(r"[0-9a-f]{64}")
 _FIELD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 _KIND = re.compile(r"[a-z][a-z0-9_-]{0,31}")
 _PACK_ID = re.compile(r"[0-9a-f]{32}")
-
-
-def is_key(value: object) -> bool:
-    """Whether the value is 64 lower-case hexadecimal digits."""
-    return isinstance(value, str) and _KEY.fullmatch(value) is not None
 
 
 def is_field(value: object) -> bool:

@@ -6,17 +6,22 @@ import errno
 import fcntl
 import logging
 import os
+import shutil
 import stat
 import uuid
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from latentcache.errors import ReadOnlyError, StorageFullError, StoreError, UnsafeStoreError
 from latentcache.utils.host_memory import disk_memory
 
 TEMPORARY_SUFFIX = ".tmp"
+REBUILD = "run `latentcache rebuild`"
+"""The step that restores most of a cache."""
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_IN_THE_WAY = {errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENXIO}
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
 _STAGING_BYTES = 4 << 20
 _DIRECT = getattr(os, "O_DIRECT", 0)  # macOS has none
@@ -28,7 +33,10 @@ logger = logging.getLogger("latentcache")
 
 @contextmanager
 def typed_errors(path: Path, num_bytes: int) -> Iterator[None]:
-    """Turn the operating system's refusals to write `path` into StorageFullError, ReadOnlyError or StoreError."""
+    """Turn the operating system's refusals to write `path` into StorageFullError, ReadOnlyError or StoreError.
+
+    UnsafeStoreError: a link, a folder, a file or a pipe lies there that latentcache did not make.
+    """
     try:
         yield
     except OSError as error:
@@ -36,6 +44,9 @@ def typed_errors(path: Path, num_bytes: int) -> Iterator[None]:
             raise StorageFullError(path, num_bytes) from error
         if error.errno in _FORBIDDEN:
             raise ReadOnlyError(path, f"cannot be written: {error.strerror}") from error
+        if error.errno in _IN_THE_WAY:
+            detail = f"cannot be written: {error.strerror}. Remove what is there and run the same command."
+            raise UnsafeStoreError(path, detail) from error
         raise StoreError(
             f"{path}: cannot be written: {error}. Fix the file system and run the same command."
         ) from error
@@ -156,11 +167,26 @@ def _locked_sibling(path: Path) -> tuple[int, Path]:
         unlock_and_close(fd)
 
 
+def remove_whole(path: Path) -> None:
+    """Remove a file, a link (not what it names) or a folder, if it is there. StoreError when that cannot be done."""
+    with typed_errors(path, 0):
+        if path.is_symlink() or not path.is_dir():
+            path.unlink(missing_ok=True)
+            return
+        # Renamed first: another process must never see half of it.
+        aside = path.with_name(f"{path.name}.removed-{uuid.uuid4().hex[:8]}")
+        path.rename(aside)
+        shutil.rmtree(aside)
+
+
 def unlock_and_close(fd: int) -> None:
     """Release the `flock` on a descriptor, and close it."""
     # Closing alone is not enough: a child that was forked meanwhile has the same lock until it exits.
-    fcntl.flock(fd, fcntl.LOCK_UN)
-    os.close(fd)
+    try:
+        with suppress(OSError):  # a disk that fails; closing is what is left then
+            fcntl.flock(fd, fcntl.LOCK_UN)
+    finally:
+        os.close(fd)
 
 
 def sweep_temporaries(folder: Path) -> int:
@@ -195,8 +221,8 @@ def sweep_temporaries(folder: Path) -> int:
     return num_removed
 
 
-def open_regular(path: Path) -> int:
-    """Open a regular file for reading. Raises UnsafeStoreError for links, pipes and devices.
+def open_regular(path: Path, remedy: str = REBUILD) -> int:
+    """Open a regular file for reading. Raises UnsafeStoreError for links, pipes and devices: `remedy` is the next step.
 
     The folder must not be a link either. FileNotFoundError is passed on; any other refusal is a plain StoreError,
     which does not mean that the file's bytes are damaged. The caller closes the descriptor.
@@ -210,11 +236,36 @@ def open_regular(path: Path) -> int:
             os.close(folder)
     except OSError as error:
         if error.errno in {errno.ELOOP, errno.ENOTDIR, errno.ENXIO}:
-            raise UnsafeStoreError(path, "is a link or a device; remove it, then run `latentcache rebuild`") from error
+            raise UnsafeStoreError(
+                path, f"it, or its folder, is a link or a device; remove it, then {remedy}"
+            ) from error
         if isinstance(error, FileNotFoundError):
             raise
         raise unreadable(path, error) from error
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise UnsafeStoreError(path, "is not a regular file; remove it, then run `latentcache rebuild`")
+        raise UnsafeStoreError(path, f"is not a regular file; remove it, then {remedy}")
     return fd
+
+
+@contextmanager
+def regular_file(path: Path, max_bytes: int, remedy: str = REBUILD) -> Iterator[BinaryIO]:
+    """A regular file, open for reading. As `open_regular`; UnsafeStoreError also for one of more than `max_bytes`.
+
+    An OSError of the block is a plain StoreError: the file cannot be read now.
+    """
+    with open(open_regular(path, remedy), "rb") as file:
+        num_bytes = os.fstat(file.fileno()).st_size
+        if num_bytes > max_bytes:
+            detail = f"has {num_bytes:,} bytes, {max_bytes:,} are allowed; remove it, then {remedy}"
+            raise UnsafeStoreError(path, detail)
+        try:
+            yield file
+        except OSError as error:
+            raise unreadable(path, error) from error
+
+
+def read_regular(path: Path, max_bytes: int, remedy: str = REBUILD) -> bytes:
+    """The bytes of a regular file of at most `max_bytes`: see `regular_file`."""
+    with regular_file(path, max_bytes, remedy) as file:
+        return file.read(max_bytes)

@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+import reprlib
+from collections.abc import Callable, Mapping
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeVar
 
+from pydantic import ValidationError
+
+T = TypeVar("T")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -36,3 +40,23 @@ def to_bytes(value: Any) -> bytes:
     text = json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False)
     # A sample_id from a broken archive may contain lone surrogates, which UTF-8 cannot encode. JSON can escape them.
     return _SURROGATE.sub(lambda found: f"\\u{ord(found[0]):04x}", text).encode() + b"\n"
+
+
+def recalled(memo: Mapping[str, str], name: str, parse: Callable[[str], T]) -> T | None:
+    """What a memo has by this name; None for nothing, and for what `parse` refuses: it is then found out again."""
+    try:
+        return parse(memo[name])
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return None
+
+
+def first_fault(error: ValidationError) -> tuple[str, object, str]:
+    """What does not fit a schema: the first field's dotted name, the value met, and a sentence that has both."""
+    first, *others = error.errors(include_url=False)
+    field = ".".join(map(str, first["loc"]))
+    more = f"; {len(others)} more fields do not fit" if others else ""
+    return (
+        field,
+        first["input"],
+        f"{field or 'the document'}: {first['msg']} (met: {reprlib.repr(first['input'])}){more}",
+    )

@@ -26,12 +26,13 @@ def locked(path: Path, operation: str, *, shared: bool, wait: bool = False) -> I
     owner = os.getpid()
     try:
         mode = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
-        try:
-            fcntl.flock(fd, mode if wait else mode | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise StoreBusyError(
-                path.parent, f"{operation} cannot start: {_holder(fd)} works on this cache. Wait until it is done."
-            ) from error
+        with typed_errors(path, 0):
+            try:
+                fcntl.flock(fd, mode if wait else mode | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise StoreBusyError(
+                    path.parent, f"{operation} cannot start: {_holder(fd)} works on this cache. Wait until it is done."
+                ) from error
         _sign(fd, path, operation)
         yield
     finally:

@@ -9,7 +9,6 @@ import json
 import logging
 import math
 import os
-import reprlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Self, TypeVar
@@ -17,11 +16,11 @@ from typing import Annotated, Any, Self, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, ValidationError, model_validator
 
 from latentcache.errors import ConfigError, MetricsError, StoreError, UnsafeStoreError
-from latentcache.utils.durable_files import open_regular
-from latentcache.utils.json_document import plain
+from latentcache.utils.durable_files import read_regular
+from latentcache.utils.json_document import first_fault, plain
 
 METRICS_NAME = "metrics.json"
-MAX_BYTES = 1 << 30
+MAX_BYTES = 1 << 28
 """A larger metrics.json is refused before it is read: that of a million samples has about 60 MB."""
 
 logger = logging.getLogger("latentcache")
@@ -173,19 +172,12 @@ class Metrics(_Schema):
         MetricsError for a file that cannot be read, that is damaged, or that another program wrote.
         """
         try:
-            with open(open_regular(path), "rb") as file:
-                data = file.read(MAX_BYTES + 1)
-            if len(data) > MAX_BYTES:
-                raise MetricsError(path, f"it is larger than {MAX_BYTES} bytes")
-            return cls.model_validate(json.loads(data))
+            return cls.model_validate(json.loads(read_regular(path, MAX_BYTES, "run that validation again")))
         except UnsafeStoreError as error:
-            raise MetricsError(path, "it, or its folder, is a link or no regular file") from error
+            raise MetricsError(path, error.detail) from error
         except ValidationError as error:
-            first, *others = error.errors(include_url=False)
-            field = ".".join(map(str, first["loc"]))
-            more = f"; {len(others)} more fields do not fit" if others else ""
-            detail = f"{field or 'the document'}: {first['msg']} (met: {reprlib.repr(first['input'])}){more}"
-            raise MetricsError(path, detail, field=field, value=first["input"]) from error
+            field, value, detail = first_fault(error)
+            raise MetricsError(path, detail, field=field, value=value) from error
         except (OSError, StoreError, ValueError, RecursionError) as error:
             raise MetricsError(path, str(error) or type(error).__name__) from error
 

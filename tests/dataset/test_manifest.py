@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import signal
 import stat
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from latentcache.dataset import manifest as manifest_module
 from latentcache.dataset.manifest import CaptionRef, ImageRef, Manifest, ManifestFolder, Row, prompts_name
-from latentcache.errors import DatasetError, StorageFullError, StoreError
+from latentcache.errors import DatasetError, LatentCacheError, StorageFullError, StoreError
 from latentcache.types import Crop, Geometry, Refusal, Size
 
+COMMON = {"schema": 1, "salt": "", "text_encoding": {}}
 GEOMETRY = Geometry(Size(100, 200), Size(64, 128), Crop(0, 3), Size(64, 120), True)
 
 
@@ -25,7 +31,7 @@ def manifest(*sample_ids: str, name: str = "photos") -> Manifest:
         for s in sample_ids
     ]
     rows.append(Row("bad", "/x/bad", None, (), (), Refusal("bad", "/x/bad", "empty", "0 bytes")))
-    return Manifest(name, "train", 2, {"schema": 1, "salt": ""}, {row.sample_id: row for row in rows})
+    return Manifest(name, "train", 2, COMMON, {row.sample_id: row for row in rows})
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
@@ -68,13 +74,181 @@ def test_what_is_no_manifest_is_refused_by_name(tmp_path: Path, content: bytes) 
         ManifestFolder(tmp_path).read("photos")
 
 
+def _planted(path: Path, what: str) -> None:
+    """Put something that is no manifest at the place of one."""
+    if what == "folder":
+        path.mkdir()
+    elif what == "pipe":
+        os.mkfifo(path)
+    elif what == "link":
+        path.symlink_to("/dev/zero")
+    elif what == "loop":
+        path.symlink_to(path)
+    else:
+        with path.open("wb") as file:
+            file.write(what.encode())
+            os.truncate(file.fileno(), 200 << 30 if what == "sparse" else 1 << 30)
+
+
+@pytest.mark.parametrize("what", ["folder", "pipe", "link", "loop", "sparse", "zeros"])
+def test_what_is_no_file_of_ours_is_refused_at_once(tmp_path: Path, what: str) -> None:
+    folder = ManifestFolder(tmp_path)
+    _planted(tmp_path / "photos.jsonl", what)
+    assert folder.names() == ["photos"]
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(DatasetError, match=r"photos\.jsonl.*latentcache precache CONFIG"):
+        folder.read("photos")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10
+    if what != "folder":  # which may be somebody's
+        folder.write(manifest("one"))
+        assert folder.read("photos") == manifest("one")
+
+
+@pytest.mark.parametrize("what", ["folder", "pipe", "link", "loop", "sparse", "zeros"])
+def test_a_note_of_a_run_that_is_none_is_refused_at_once(tmp_path: Path, what: str) -> None:
+    _planted(tmp_path / "photos.unfinished", what)
+    with pytest.raises(DatasetError, match=r"photos\.unfinished.*prune --unfinished"):
+        ManifestFolder(tmp_path).unfinished()
+
+
+@pytest.mark.parametrize("what", ["file", "pipe", "link", "loop"])
+def test_a_folder_of_manifests_that_is_none_is_not_an_empty_one(tmp_path: Path, what: str) -> None:
+    path = tmp_path / "manifests"
+    if what == "file":
+        path.write_text("{}")
+    elif what == "link":
+        (tmp_path / "other").mkdir()
+        path.symlink_to(tmp_path / "other")
+    else:
+        _planted(path, what)
+    folder = ManifestFolder(path)
+    for call in (folder.names, folder.unfinished, lambda: folder.read("photos")):
+        with pytest.raises(LatentCacheError, match=r"manifests.*remove it"):
+            call()
+
+
+class _Line(Row):
+    """A row whose line is any value."""
+
+    def to_json(self) -> Any:
+        return self.path
+
+
+def line(change: Callable[[dict[str, Any]], Any]) -> Manifest:
+    """A manifest with one changed line; its digest is made to fit."""
+    value = manifest("one").rows["one"].to_json()
+    changed = change(value)
+    return replace(manifest("one"), rows={"one": _Line("one", value if changed is None else changed, None, (), ())})
+
+
+def put(*places: Any) -> Callable[[dict[str, Any]], Any]:
+    """Replace a value: the last of `places` is the new one."""
+
+    def change(value: Any) -> None:
+        for place in places[:-2]:
+            value = value[place]
+        value[places[-2]] = places[-1]
+
+    return change
+
+
+SIDES = [64.0, "64", None, True, 0, -1, 2**31, 2**63, 10**30, float("nan"), [1], {}]
+LINES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    **{f"a {name} that is {json.dumps(value)}": put(name, value)
+       for name in ("sample_id", "path", "images", "captions") for value in (None, 7, True, {"a": 1}, [7], [None])},
+    **{f"a source that is {value}": put("source", value) for value in (7, [], {})},
+    **{f"a refusal that is {value}": put("refusal", value) for value in (7, "x", [], [1], {"reason": "x"}, {"x": "y"})},
+    "a refusal of numbers": put("refusal", {"sample_id": 1, "path": 2, "reason": 3, "detail": 4}),
+    **{f"a caption that is {value}": put("captions", 0, "text", value) for value in (7, None, ["x"], {})},
+    **{f"a key of {kind}s that is {value!r:.10}": put(kind, 0, "key", value)
+       for kind in ("images", "captions") for value in (7, ["a" * 64], None, "", "a" * 63, "A" * 64, "../" + "a" * 61)},
+    **{f"a {name} with {value}": put("images", 0, name, [value, 64])
+       for name in ("original_size", "resized_size", "target_size") for value in SIDES},
+    **{f"a crop at {value}": put("images", 0, "crop_top_left", [0, value]) for value in SIDES if value != 0},
+    **{f"a size that is {value}": put("images", 0, "target_size", value)
+       for value in ([64], [64, 64, 64], [], "64", None, {"0": 1, "1": 2}, 64)},
+    **{f"a flip that is {value}": put("images", 0, "flip", value) for value in (1, 0, "false", None, [])},
+    **{f"a trust that is {value}": put("images", 0, "trust", value) for value in (1, "x", None, [])},
+    **{f"no {name}": (lambda value, name=name: value.pop(name) and None)
+       for name in ("sample_id", "path", "images", "captions")},
+    **{f"{value} in place of a line": (lambda _, value=value: value) for value in ([], [1], 7, "text", {}, True)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", LINES.values(), ids=LINES)
+def test_a_line_with_other_values_is_refused_though_its_digest_fits(
+    tmp_path: Path, change: Callable[[dict[str, Any]], Any]
+) -> None:
+    folder = ManifestFolder(tmp_path)
+    folder.write(line(change))
+    with pytest.raises(DatasetError, match=r"photos\.jsonl: is no manifest: line 2: .*latentcache precache CONFIG"):
+        folder.read("photos")
+
+
+def common(**changes: Any) -> dict[str, Any]:
+    encoding = {"scaling_factor": 0.13025, "shift_factor": None}
+    return {**COMMON, "image_encoding": encoding} | changes
+
+
+HEADERS = {
+    **{f"repeats that are {value!r}": {"repeats": value} for value in ("2", -1, 0, 10**9, 1.0, True, None, [])},
+    **{f"a role that is {value!r}": {"role": value} for value in ("test", 7, None, ["train"])},
+    **{f"{value!r} in common": {"common": value} for value in ([], {}, None, "x", 7, ["schema"])},
+    **{f"no {name} in common": {"common": {k: v for k, v in common().items() if k != name}} for name in COMMON},
+    **{f"a schema that is {value!r}": {"common": common(schema=value)} for value in ("1", None, 1.0, [])},
+    **{f"imported that is {value!r}": {"common": common(imported=value)} for value in ("kohya", [], {}, {"format": 7})},
+    **{f"a scaling factor of {value!r}": {"common": common(image_encoding={"scaling_factor": value,
+       "shift_factor": None})} for value in (0, -1.0, float("nan"), float("inf"), "0.1", None, [])},
+    **{f"a shift factor of {value!r}": {"common": common(image_encoding={"scaling_factor": 1.0, "shift_factor": value})}
+       for value in (float("nan"), "0", [])},
+    **{f"an encoding that is {value!r}": {"common": common(image_encoding=value)} for value in ([], "x", {}, 7)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", HEADERS.values(), ids=HEADERS)
+def test_a_header_with_other_values_is_refused_though_its_digest_fits(
+    tmp_path: Path, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = ManifestFolder(tmp_path)
+    with monkeypatch.context() as patch:  # NaN is written too
+        patch.setattr(manifest_module, "canonical_json", lambda value: json.dumps(value, sort_keys=True).encode())
+        folder.write(replace(manifest("one"), **changes))
+        with pytest.raises(DatasetError, match=r"photos\.jsonl: is no manifest: line 1: .*latentcache precache CONFIG"):
+            folder.read("photos")
+
+
+def test_a_manifest_under_another_name_is_refused(tmp_path: Path) -> None:
+    folder = ManifestFolder(tmp_path)
+    folder.write(manifest("one"))
+    (tmp_path / "photos.jsonl").rename(tmp_path / "other.jsonl")
+    with pytest.raises(DatasetError, match=r"samples of 'photos'.*of 'other'"):
+        folder.read("other")
+
+
+def test_a_sample_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    row = manifest("one").rows["one"]
+    twice = replace(manifest("one"), rows={"one": row, "two": row})
+    ManifestFolder(tmp_path).write(twice)
+    with pytest.raises(DatasetError, match="2 samples of 'photos', but here are 1"):
+        ManifestFolder(tmp_path).read("photos")
+
+
+def test_a_line_that_never_ends_is_not_read_to_its_end(tmp_path: Path) -> None:
+    folder = ManifestFolder(tmp_path)
+    folder.write(manifest("one"))
+    with (tmp_path / "photos.jsonl").open("r+b") as file:
+        file.truncate(8 << 30)
+    with pytest.raises(DatasetError, match=r"line 4: it has no end"):
+        folder.read("photos")
+
+
 def test_a_manifest_that_was_cut_is_refused(tmp_path: Path) -> None:
     folder = ManifestFolder(tmp_path)
     folder.write(manifest("one", "two"))
     whole = (tmp_path / "photos.jsonl").read_bytes()
     for end in (len(whole) - 1, len(whole) // 2, whole.rindex(b"\n", 0, -1) + 1):
         (tmp_path / "photos.jsonl").write_bytes(whole[:end])
-        with pytest.raises(DatasetError, match="not a whole manifest"):
+        with pytest.raises(DatasetError, match="is no manifest"):
             folder.read("photos")
 
 

@@ -51,7 +51,8 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 captions = (CaptionRef("a photo", keys["text"]),)
                 rows[str(number)] = Row(str(number), str(number), None, images, captions)
             store.add(entries)
-    common = {"image_encoding": {"scaling_factor": 0.13025, "shift_factor": None}}
+    scaling = {"scaling_factor": 0.13025, "shift_factor": None}
+    common = {"schema": 1, "salt": "", "text_encoding": {}, "image_encoding": scaling}
     ManifestFolder(path / "manifests").write(Manifest("photos", "train", 1, common, rows))
     return path
 

@@ -491,7 +491,7 @@ def test_a_broken_manifest_costs_the_reasons_only(make_config: Callable[..., Con
     run_precache(config)
     manifest = config.cache.path / "manifests" / "photos.jsonl"
     manifest.write_bytes(manifest.read_bytes()[:-50])
-    with pytest.raises(DatasetError, match="not a whole manifest"), LatentCache(config.cache.path) as cache:
+    with pytest.raises(DatasetError, match="is no manifest"), LatentCache(config.cache.path) as cache:
         cache.batch(["a.png"], device="cpu")
     assert run_precache(config).num_hits == 12
     with LatentCache(config.cache.path) as cache:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import random
+import sqlite3
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from latentcache.config import Config
+from latentcache.dataset.manifest import ManifestFolder
 from latentcache.precache import workspace as memo_module
-from latentcache.precache.workspace import FLUSH_ROWS, Memo
+from latentcache.precache.run import run_precache
+from latentcache.precache.workspace import FLUSH_ROWS, Memo, Workspace
 
 
 def test_what_was_remembered_is_there_next_time(tmp_path: Path) -> None:
@@ -86,3 +94,96 @@ def test_what_another_process_put_in_place_of_a_damaged_memo_stays(
     monkeypatch.setattr(memo_module, "locked", late)
     assert Memo(tmp_path / "memo")["name"] == "value"
     assert [path.name for path in tmp_path.glob("memo*")] in (["memo", "memo.lock"], ["memo.lock", "memo"])
+
+
+def test_a_flipped_bit_gives_no_other_text_and_is_mended(tmp_path: Path) -> None:
+    """Wherever it is in the database: what is read is right or absent, and what is written then is there."""
+    texts = {f"name {number}": f"text {number} " + "é" * 40 for number in range(20)}
+    memo = Memo(tmp_path / "memo")
+    memo.update(texts)
+    memo.close()
+    database = tmp_path / "memo" / "cache.db"
+    whole, dice = database.read_bytes(), random.Random(14)
+    used = [at for at, byte in enumerate(whole) if byte]
+    num_absent = 0
+    for at in dice.sample(used, 40):
+        for journal in database.parent.glob("cache.db-*"):
+            journal.unlink()
+        database.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << dice.randrange(8)]) + whole[at + 1 :])
+        for _ in range(2):  # what is written then may show the damage, and the memo is removed at the next opening
+            memo = Memo(tmp_path / "memo")
+            absent = {name for name in texts if name not in memo}
+            assert all(memo[name] == texts[name] for name in texts.keys() - absent), f"byte {at}"
+            assert memo.reread(texts).items() <= texts.items(), f"byte {at}"
+            memo.update({name: texts[name] for name in absent} | {"new": "a new text"})
+            memo.close()
+            num_absent += len(absent)
+        assert Memo(tmp_path / "memo")["new"] == "a new text", f"byte {at}"
+    assert num_absent > 0
+
+
+def test_a_text_in_another_rows_place_is_none(tmp_path: Path) -> None:
+    memo = Memo(tmp_path / "memo")
+    memo.update({"a": "of a", "b": "of b"})
+    memo.close()
+    connection = sqlite3.connect(tmp_path / "memo" / "cache.db")
+    with connection:
+        rows = connection.execute("SELECT rowid, value FROM Cache WHERE key != 'generation'").fetchall()
+        for (number, _), (_, value) in zip(rows, reversed(rows), strict=True):
+            connection.execute("UPDATE Cache SET value = ? WHERE rowid = ?", (value, number))
+    connection.close()
+    assert len(Memo(tmp_path / "memo")) == 0
+
+
+@pytest.mark.parametrize("what", ["file", "pipe", "link", "loop"])
+def test_what_is_no_folder_is_replaced(tmp_path: Path, what: str) -> None:
+    path = tmp_path / "memo"
+    if what == "file":
+        path.write_text("precious")
+    elif what == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(path if what == "loop" else tmp_path / "nothing")
+    assert len(Memo(path, read_only=True)) == 0 and os.path.lexists(path)
+    memo = Memo(path)
+    memo["name"] = "value"
+    memo.close()
+    assert Memo(path)["name"] == "value"
+
+
+class _Foreign(dict[str, str]):
+    """A memo in which every row says something else."""
+
+    def __init__(self, text: str):
+        self.text, self.names = text, set[str]()
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+    def __getitem__(self, name: str) -> str:
+        self.names.add(name.partition(" ")[0])
+        return self.get_own(name)
+
+    def get_own(self, name: str) -> str:
+        return super().get(name, self.text)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "no json", "[" * 100_000, "null", "7", "-7", "NaN", "1e999", '"7"', "{}", "[]", "[1, 2, 3]", '["a", -1, 5]',
+     f'["{"a" * 64}", 0, 5]', '{"class_name": 7, "weights": 7, "config": 7}', "\ud800"],
+)  # fmt: skip
+def test_a_row_that_is_no_value_is_found_out_anew(make_config: Callable[..., Config], text: str) -> None:
+    memo = _Foreign(text)
+    config = make_config()
+    clean = run_precache(config)
+    before = ManifestFolder(config.cache.path / "manifests").read("photos")
+    with Workspace(memo=memo) as workspace:
+        report = run_precache(config, workspace=workspace)
+        after = workspace.manifests.read("photos")
+    assert report.num_encoded == clean.num_encoded
+    assert before is not None and after is not None and before.rows == after.rows
+    assert memo.names == {"image/1", "rate", "text"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import time
 
@@ -42,7 +44,7 @@ def test_a_forked_child_does_not_let_go_of_its_parents_lock(path):
             pass
 
 
-@pytest.mark.parametrize("what", ["hard link", "link", "pipe"])
+@pytest.mark.parametrize("what", ["hard link", "link", "loop", "pipe", "folder"])
 def test_a_lock_overwrites_nothing_else(path, tmp_path, what):
     victim = tmp_path / "victim"
     victim.write_text("precious")
@@ -50,9 +52,35 @@ def test_a_lock_overwrites_nothing_else(path, tmp_path, what):
         os.link(victim, path)
     elif what == "link":
         path.symlink_to(victim)
+    elif what == "loop":
+        path.symlink_to(path)
+    elif what == "folder":
+        path.mkdir()
     else:
         os.mkfifo(path)
-    with pytest.raises(StoreError) as caught, locked(path, "attack", shared=False):
+    with pytest.raises(UnsafeStoreError, match=r"[Rr]emove"), locked(path, "attack", shared=False):
         pass
-    assert isinstance(caught.value, UnsafeStoreError) == (what != "link")
     assert victim.read_text() == "precious"
+
+
+@pytest.mark.parametrize("failing", [fcntl.LOCK_EX | fcntl.LOCK_NB, fcntl.LOCK_UN])
+def test_a_disk_that_fails_is_our_own_error(path, monkeypatch, failing):
+    real = fcntl.flock
+
+    def flock(fd, mode):
+        if mode == failing:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(fd, mode)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    before = os.listdir("/dev/fd")
+    if failing == fcntl.LOCK_UN:
+        with locked(path, "first", shared=False):
+            pass  # the lock ends with the descriptor
+    else:
+        with pytest.raises(StoreError, match="Input/output error"), locked(path, "first", shared=False):
+            pass
+    assert os.listdir("/dev/fd") == before
+    monkeypatch.undo()
+    with locked(path, "second", shared=False):
+        pass
