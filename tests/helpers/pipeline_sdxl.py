@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -105,13 +106,19 @@ class Run:
 
     def next_epoch(self) -> None:
         """Start an epoch; calls of encoders are counted."""
+        with self.counting():
+            self.pipeline.start_next_epoch()
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count the calls of encoders."""
         counted = {"vae": "encoder", "text_encoder": None, "text_encoder_2": None}
         handles = []
         for part, child in counted.items():
             module = self.setup.parts[part] if child is None else getattr(self.setup.parts[part], child)
             handles.append(module.register_forward_hook(lambda *_, part=part: self.encoded.update([part])))
         try:
-            self.pipeline.start_next_epoch()
+            yield
         finally:
             for handle in handles:
                 handle.remove()

@@ -64,6 +64,8 @@ class _PartRecord:
                 lost.append(name)
             else:
                 tensor.data = tensor.data.to(before)
+                if tensor.grad is not None:  # gradients of a step that is not over
+                    tensor.grad.data = tensor.grad.data.to(before)
         if lost:
             raise PipelineError(
                 f"{self.name}.{lost[0]} had values before the cache was filled and has none now (it is on meta), as do "
