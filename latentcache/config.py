@@ -84,7 +84,8 @@ class ImagesConfig(_Section):
     alpha_colour: str = Field("#ffffff", pattern=r"^#[0-9a-fA-F]{6}$")
     """Transparent images are composited on this colour (#rrggbb)."""
     animated: Literal["refuse", "first-frame"] = "refuse"
-    """What to do with animated PNG, WebP and AVIF. The further pictures of an MPO are not an animation."""
+    """What to do with an animation (GIF, PNG, WebP, AVIF, JPEG XL) and with the pages of a TIFF. Further pictures of an
+    MPO, and smaller copies and masks in a TIFF, do not count."""
     max_pixels: int = Field(100_000_000, ge=1)
     """Images with more pixels are refused before they are decoded. 100 megapixels let medium-format cameras pass, and
     cost 300 MB per decoding thread."""

@@ -21,7 +21,7 @@ RefusalReason = Literal[
     "unreadable",  # the operating system refused to read it
     "empty",  # zero bytes
     "not-an-image",  # no known image format
-    "unsupported-format",  # an image, but not JPEG, PNG, WebP or AVIF
+    "unsupported-format",  # an image of a format, or of a kind of it, that is not read
     "wrong-suffix",  # the name says one format, the bytes another
     "truncated",  # the bytes end too early
     "corrupt",  # the bytes are there but cannot be decoded

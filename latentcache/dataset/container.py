@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 
+from latentcache.dataset import jpeg_xl_header, tiff_header
 from latentcache.types import Size
 
 PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
@@ -37,7 +38,7 @@ _ORIENTATION_TAG = 0x0112
 
 
 def sniff(data: bytes) -> str | None:
-    """The image format that the first bytes name, or None. `JPEG`, `PNG`, `WEBP` and `AVIF` are Pillow's names."""
+    """The image format that the first bytes name, or None."""
     for magic, name in _MAGICS:
         if data.startswith(magic):
             return name
@@ -57,7 +58,7 @@ def sniff(data: bytes) -> str | None:
 
 
 def ends_early(data: bytes, name: str) -> bool:
-    """Whether the container says that bytes are missing at the end. `name` is JPEG, PNG, WEBP or AVIF."""
+    """Whether the container says that bytes are missing at the end. `name` is what `sniff` gives."""
     if name == "JPEG":
         # Inside a scan 0xFF is always escaped, so that an end mark after its start is one.
         return data.find(_JPEG_END, _jpeg_scan(data)) < 0
@@ -65,10 +66,46 @@ def ends_early(data: bytes, name: str) -> bool:
         return not any(kind == b"IEND" for kind, _, _ in _png_chunks(data))
     if name == "WEBP":
         return len(data) < 30 or int.from_bytes(data[4:8], "little") + 8 > len(data)
+    if name == "GIF":
+        return not all(is_whole for _, is_whole in _gif_frames(data))
+    if name == "BMP":
+        return _bmp_ends_early(data)
+    if name == "TIFF":
+        return tiff_header.ends_early(data)
+    if data.startswith(b"\xff\x0a"):  # a JPEG XL without boxes
+        return False
     return _boxes_end_early(data)
 
 
-def webp_canvas(data: bytes) -> Size | None:
+def num_frames(data: bytes, name: str) -> int | None:
+    """How many pictures a GIF, TIFF or JPEG XL holds, at least; 0 if its header makes no sense. Of others None."""
+    if name == "GIF":
+        return sum(1 for _ in _gif_frames(data))
+    if name == "TIFF":
+        return tiff_header.num_pages(data)
+    if name == "JPEG XL":
+        header = jpeg_xl_header.read_header(data)
+        return 0 if header is None else 1 + header[1]
+    return None
+
+
+def canvas(data: bytes, name: str) -> Size | None:
+    """The size that a decoder may allocate as soon as it opens the file; None where it allocates nothing then.
+
+    None too where the header makes no sense. Of a TIFF it is the size of a tile.
+    """
+    if name == "WEBP":
+        return _webp_canvas(data)
+    if name == "GIF" and (frame := next(_gif_frames(data), None)):
+        return frame[0]
+    if name == "TIFF":
+        return tiff_header.tile_size(data)
+    if name == "JPEG XL" and (header := jpeg_xl_header.read_header(data)):
+        return header[0]
+    return None
+
+
+def _webp_canvas(data: bytes) -> Size | None:
     """The canvas of a WebP, or None where its first chunk makes no sense."""
     kind = data[12:16]
     if len(data) < 30:
@@ -153,3 +190,51 @@ def _boxes_end_early(data: bytes) -> bool:
             return False
         offset += length
     return offset > len(data)
+
+
+def _gif_frames(data: bytes) -> Iterator[tuple[Size, bool]]:
+    """Of each frame the canvas that it needs, and whether it is whole. Nothing for bytes that are no GIF."""
+    if len(data) < 13:
+        return
+    height, width = struct.unpack_from("<6x2H", data)[::-1]
+    offset = 13 + _gif_table_bytes(data[10])
+    while offset + 10 <= len(data):
+        if data[offset] == 0x21:  # an extension
+            offset = _gif_blocks_end(data, offset + 2)
+        elif data[offset] == 0x2C:
+            left, top, frame_width, frame_height, flags = struct.unpack_from("<4HB", data, offset + 1)
+            offset = _gif_blocks_end(data, offset + 11 + _gif_table_bytes(flags))
+            yield Size(max(height, top + frame_height), max(width, left + frame_width)), offset <= len(data)
+        else:  # the end mark, or nonsense
+            return
+
+
+def _gif_table_bytes(flags: int) -> int:
+    """The bytes of the colour table that the flags announce."""
+    return 3 << (flags & 7) + 1 if flags & 0x80 else 0
+
+
+def _gif_blocks_end(data: bytes, offset: int) -> int:
+    """Where a chain of blocks ends that begins at `offset`: after an empty one. Past the end if there is none."""
+    while offset < len(data):
+        length = data[offset]
+        offset += 1 + length
+        if length == 0:
+            return offset
+    return len(data) + 1
+
+
+def _bmp_ends_early(data: bytes) -> bool:
+    """Whether the rows of a bitmap without compression reach past the end. The last row may lack its padding."""
+    if len(data) < 34:
+        return True
+    start, header_bytes = struct.unpack_from("<10x2I", data)
+    if header_bytes == 12:
+        width, height, bits = struct.unpack_from("<18x2H2xH", data)
+        compression = 0
+    else:
+        width, height, bits, compression = struct.unpack_from("<18xIi2xHI", data)
+    if compression not in (0, 3) or height == 0:  # 3: masks name the bits of each colour
+        return False
+    row = width * bits
+    return bool(start + (row + 31) // 32 * 4 * (abs(height) - 1) + (row + 7) // 8 > len(data))

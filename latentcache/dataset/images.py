@@ -15,16 +15,29 @@ so a transparent colour of such a file means all colours with the same high byte
 from __future__ import annotations
 
 import functools
+import importlib.util
 import logging
 import os
 import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from io import BytesIO
 from typing import Any
 
 import numpy as np
-from PIL import AvifImagePlugin, Image, ImageCms, ImageFile, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
+from PIL import (
+    AvifImagePlugin,
+    BmpImagePlugin,
+    GifImagePlugin,
+    Image,
+    ImageCms,
+    ImageFile,
+    JpegImagePlugin,
+    PngImagePlugin,
+    TiffImagePlugin,
+    WebPImagePlugin,
+)
+from PIL.TiffImagePlugin import BITSPERSAMPLE, PHOTOMETRIC_INTERPRETATION
 
 from latentcache.config import ImagesConfig
 from latentcache.dataset import container
@@ -53,18 +66,33 @@ _FORMAT_OF_SUFFIX = {suffix: name for name, suffixes in _SUFFIXES_OF_FORMAT.item
 IMAGE_SUFFIXES = frozenset(_FORMAT_OF_SUFFIX)
 """Lower-case suffixes of image files, also those of formats that are refused, so that they are reported."""
 
+
+def _open_jpeg_xl(stream: BytesIO) -> ImageFile.ImageFile:
+    """By pillow-jxl-plugin, which is imported here since it registers itself with Pillow."""
+    from pillow_jxl.JpegXLImagePlugin import JXLImageFile
+
+    image: ImageFile.ImageFile = JXLImageFile(stream)
+    return image
+
+
 # MpoImagePlugin is left out on purpose: a phone's MPO is a JPEG that is followed by further pictures.
 _PLUGINS: dict[str, Callable[[BytesIO], ImageFile.ImageFile]] = {
     "JPEG": JpegImagePlugin.JpegImageFile,
     "PNG": PngImagePlugin.PngImageFile,
     "WEBP": WebPImagePlugin.WebPImageFile,
     "AVIF": AvifImagePlugin.AvifImageFile,
+    "GIF": GifImagePlugin.GifImageFile,
+    "BMP": BmpImagePlugin.BmpImageFile,
+    "TIFF": TiffImagePlugin.TiffImageFile,
+    "JPEG XL": _open_jpeg_xl,
 }
+_MODES = {"1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "I;16", "I;16B", "I;16L", "I;16N"}
+"""Pillow's modes whose values have a known white. Floats, 32 bits, signed values and Lab have none."""
 
-# What Pillow's decoders raise on damaged input. UserWarning is met only where the program turns warnings into errors.
+# What Pillow's decoders raise on damaged input. Warnings are met only where the program turns them into errors.
 _DECODER_ERRORS = (
     *(OSError, SyntaxError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError),
-    *(EOFError, struct.error, zlib.error, ImageCms.PyCMSError, UserWarning),
+    *(EOFError, struct.error, zlib.error, ImageCms.PyCMSError, Warning),
 )
 
 _TURNS = {
@@ -128,6 +156,8 @@ def decode(data: bytes, path: str, config: ImagesConfig) -> np.ndarray:
             upright = canvas
         if orientation in _TURNS:
             upright = upright.transpose(_TURNS[orientation])
+    except Image.DecompressionBombError as error:
+        raise ImageRefused(path, "too-many-pixels", f"{error}") from error
     except _DECODER_ERRORS as error:
         raise _refusal(path, name, error) from error
     except MemoryError as error:
@@ -163,10 +193,12 @@ def _open(data: bytes, path: str, config: ImagesConfig) -> tuple[ImageFile.Image
     """The image before it is loaded, its format, its upright size and its EXIF orientation (1 to 8)."""
     name = _checked_format(data, path)
     if container.ends_early(data, name):
-        raise ImageRefused(path, "truncated", f"the {name} data ends after {len(data):,} bytes, before its end mark")
-    if name == "WEBP" and (canvas := container.webp_canvas(data)):
-        # libwebp allocates the canvas as soon as Pillow opens the file.
-        _check_limits(canvas, path, config)
+        raise ImageRefused(path, "truncated", f"the {name} data ends after {len(data):,} bytes, before its end")
+    num_frames = container.num_frames(data, name)
+    if num_frames == 0:
+        raise ImageRefused(path, "corrupt", f"{name}: its header makes no sense")
+    if canvas := container.canvas(data, name):
+        _check_num_pixels(canvas, path, config)
     try:
         image = _PLUGINS[name](BytesIO(data))
     except Image.DecompressionBombError as error:
@@ -175,16 +207,37 @@ def _open(data: bytes, path: str, config: ImagesConfig) -> tuple[ImageFile.Image
         raise _refusal(path, name, error) from error
     except MemoryError as error:
         raise ImageRefused(path, "out-of-memory", "not even its header fits in this host's memory") from error
-    orientation = container.exif_orientation(
-        container.png_chunk(data, b"eXIf") if name == "PNG" else image.info.get("exif")
-    )
+    orientation = _orientation(image, data, name)
     width, height = image.size
     size = Size(width, height) if orientation >= 5 else Size(height, width)
     _check_limits(size, path, config)
-    num_frames = 1 if name == "JPEG" else getattr(image, "n_frames", 1)
-    if num_frames > 1 and config.animated == "refuse":
-        raise ImageRefused(path, "animated", f'{num_frames} frames; set animated to "first-frame" to use the first')
+    if num_frames is None:
+        num_frames = 1 if name == "JPEG" else getattr(image, "n_frames", 1)
+    _check_kind(image, name, num_frames, path, config)
     return image, name, size, orientation
+
+
+def _check_kind(image: ImageFile.ImageFile, name: str, num_frames: int, path: str, config: ImagesConfig) -> None:
+    if num_frames > 1 and config.animated == "refuse":
+        what = "pages" if name == "TIFF" else "frames"
+        raise ImageRefused(path, "animated", f'{num_frames} {what}; set animated to "first-frame" to use the first')
+    if image.mode not in _MODES:
+        detail = f"{name} of Pillow's mode {image.mode}, which has no known white; save it with 8 or 16 bits a channel"
+        raise ImageRefused(path, "unsupported-format", detail)
+    if image.tile and image.tile[0][0] == "bmp_rle":
+        # Pillow decodes it in Python, pixel by pixel: a file of some kilobytes would take minutes.
+        raise ImageRefused(path, "unsupported-format", "a BMP with run lengths; save it without, or as PNG")
+
+
+def _orientation(image: ImageFile.ImageFile, data: bytes, name: str) -> int:
+    """How the loaded pixels are to be turned, by the numbers of EXIF."""
+    if name == "PNG":
+        return container.exif_orientation(container.png_chunk(data, b"eXIf"))
+    # Pillow turns a TIFF when it loads it, and libjxl a JPEG XL, whose EXIF does not count then. Of a JPEG in a
+    # JPEG XL the plug-in gives the JPEG's pixels and EXIF.
+    if name == "TIFF" or (name == "JPEG XL" and not getattr(image, "jpeg", False)):
+        return 1
+    return container.exif_orientation(image.info.get("exif"))
 
 
 def _checked_format(data: bytes, path: str) -> str:
@@ -194,9 +247,12 @@ def _checked_format(data: bytes, path: str) -> str:
     name = container.sniff(data)
     if name is None:
         raise ImageRefused(path, "not-an-image", f"it begins with {data[:8]!r}, which no known image format does")
-    # First, because a new name would not make a GIF usable.
+    # First, because a new name would not make an ICO usable.
     if name not in _PLUGINS:
         raise ImageRefused(path, "unsupported-format", f"{name}; convert it to one of {', '.join(_PLUGINS)}")
+    if name == "JPEG XL" and importlib.util.find_spec("pillow_jxl") is None:
+        detail = "JPEG XL, which Pillow cannot read alone; pip install pillow-jxl-plugin, or convert it to PNG"
+        raise ImageRefused(path, "unsupported-format", detail)
     supported = {"WEBP": WebPImagePlugin.SUPPORTED, "AVIF": AvifImagePlugin.SUPPORTED}
     if not supported.get(name, True):
         raise ImageRefused(path, "unsupported-format", f"this Pillow was built without {name}; install Pillow's wheel")
@@ -208,7 +264,7 @@ def _checked_format(data: bytes, path: str) -> str:
     return name
 
 
-def _check_limits(size: Size, path: str, config: ImagesConfig) -> None:
+def _check_num_pixels(size: Size, path: str, config: ImagesConfig) -> None:
     num_pixels = size.height * size.width
     if num_pixels < 1:
         raise ImageRefused(path, "corrupt", f"its header gives a size of {size}")
@@ -216,6 +272,10 @@ def _check_limits(size: Size, path: str, config: ImagesConfig) -> None:
         raise ImageRefused(
             path, "too-many-pixels", f"{size} is {num_pixels:,} pixels; max_pixels is {config.max_pixels:,}"
         )
+
+
+def _check_limits(size: Size, path: str, config: ImagesConfig) -> None:
+    _check_num_pixels(size, path, config)
     if max(size) > config.max_aspect * min(size):
         raise ImageRefused(
             path,
@@ -227,19 +287,23 @@ def _check_limits(size: Size, path: str, config: ImagesConfig) -> None:
 
 
 def _refusal(path: str, name: str, error: BaseException) -> ImageRefused:
-    reason: RefusalReason = "truncated" if "truncated" in str(error).lower() else "corrupt"
-    return ImageRefused(path, reason, f"{name}: {error or type(error).__name__}")
+    text = str(error) or type(error).__name__
+    if text.lower().startswith(("unsupported", "unknown pixel mode")):
+        return ImageRefused(path, "unsupported-format", f"{name}: {text}; convert it to PNG")
+    reason: RefusalReason = "truncated" if "truncated" in text.lower() else "corrupt"
+    return ImageRefused(path, reason, f"{name}: {text}")
 
 
 def _colour_and_alpha(
     image: Image.Image, transparency: int | bytes | tuple[int, ...] | None
 ) -> tuple[Image.Image, Image.Image | None]:
     """The straight colours (mode L, RGB or CMYK) and the alpha (mode L), if there is one."""
-    if image.mode == "I;16":
+    if image.mode.startswith("I;16"):
         grey = np.asarray(image)
-        # Pillow's own conversion clips all but the lowest 256 levels to white.
-        colour = Image.fromarray(((grey.astype(np.uint32) + 128) // 257).astype(np.uint8))
+        colour = Image.fromarray(_eight_bits(grey, getattr(image, "tag_v2", {})))
         return colour, None if transparency is None else Image.fromarray((grey != transparency) * np.uint8(255))
+    if image.mode == "La":
+        image = image.convert("LA")
     if image.mode == "CMYK":
         return image, None
     if transparency is not None or image.mode in {"RGBA", "LA", "PA"}:
@@ -248,6 +312,17 @@ def _colour_and_alpha(
         rgba = image.convert("RGBA")
         return rgba.convert("RGB"), rgba.getchannel("A")
     return image.convert("L" if image.mode in {"1", "L"} else "RGB"), None
+
+
+def _eight_bits(grey: np.ndarray, tags: Mapping[int, Any]) -> np.ndarray:
+    """16-bit grey [H, W] to uint8, rounded. Pillow's own conversion clips all but the lowest 256 levels to white.
+
+    `tags` are those of a TIFF, of which Pillow leaves 12 bits as they are, and white too where white is zero.
+    """
+    (num_bits, *_), photometric = tags.get(BITSPERSAMPLE, (16,)), tags.get(PHOTOMETRIC_INTERPRETATION, 1)
+    white = (1 << num_bits) - 1
+    levels: np.ndarray = ((grey.astype(np.uint32) * 255 + white // 2) // white).astype(np.uint8)
+    return levels if photometric else np.uint8(255) - levels
 
 
 def _transparency(image: ImageFile.ImageFile) -> int | bytes | tuple[int, ...] | None:

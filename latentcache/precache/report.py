@@ -41,6 +41,8 @@ class Report:
     """Captions, of those encoded in this run, with more tokens than the text encoders read."""
     num_retried_in_float32: int = 0
     refused: list[Refusal] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    """Of the refused files, those whose entry this run tried to make: they are misses of the next run too."""
     misses_by_reason: dict[str, int] = field(default_factory=dict)
     bytes_written: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
@@ -79,6 +81,9 @@ class Report:
             lines.append(f"estimate  {size_text}, {unknown if seconds is None else f'about {seconds:.0f} s'}")
         else:
             lines.append(f"encoded   {self.num_encoded} ({self.bytes_written:,} bytes)")
+        if self.failed:
+            lines.append(f"failed    {len(self.failed)} whose misses are tried again at each run, until they change:")
+            lines += [f"          {path}" for path in self.failed]
         notes = {
             "missing captions (the empty caption is used)": self.num_missing_captions,
             "captions longer than the text encoders read": self.num_truncated_captions,

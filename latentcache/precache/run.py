@@ -140,7 +140,9 @@ class _Run:
                 report.bytes_written, report.num_encoded = writer.bytes_written, writer.num_added
                 self.models.release()
         rows = (row for manifest in plan.manifests for row in manifest.rows.values())
-        report.refused += [refusal for row in rows if (refusal := failures.refusal(row)) is not None]
+        failed = [refusal for row in rows if (refusal := failures.refusal(row)) is not None]
+        report.refused += failed
+        report.failed = [refusal.path for refusal in failed]
         if not report.interrupted:
             with timed(report, "write"):
                 report.manifests_waiting = write_manifests(self.workspace, plan.manifests, failures)

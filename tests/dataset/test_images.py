@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import subprocess
@@ -16,7 +17,8 @@ import odd_images
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from odd_images import CORPUS, HEIGHT, WIDTH, over, photo
+from odd_images import HEIGHT, WIDTH, Odd, over, photo
+from odd_rasters import RASTERS
 from PIL import Image, ImageCms
 from skimage.transform import resize as reference_resize
 
@@ -30,7 +32,13 @@ from latentcache.types import Crop, Geometry, Size
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:PIL.TiffImagePlugin")
 
 POLICY = ImagesConfig()
+CORPUS = odd_images.CORPUS | RASTERS
 BOMBS = [name for name in CORPUS if name.startswith("bomb-")]
+
+
+@functools.cache
+def made(name: str) -> Odd:
+    return CORPUS[name]()
 
 
 def difference(pixels: np.ndarray, reference: np.ndarray) -> float:
@@ -48,7 +56,7 @@ def verdict(data: bytes, path: str, policy: ImagesConfig = POLICY) -> str | None
 
 @pytest.mark.parametrize("name", CORPUS)
 def test_each_odd_image_meets_its_verdict(name: str) -> None:
-    odd = odd_images.odd(name)
+    odd = made(name)
     if odd.reason is not None:
         with pytest.raises(ImageRefused) as caught:
             decode(odd.data, odd.path, POLICY)
@@ -64,7 +72,7 @@ def test_each_odd_image_meets_its_verdict(name: str) -> None:
 
 @pytest.mark.parametrize("name", CORPUS)
 def test_the_header_alone_gives_every_verdict_but_corrupt(name: str) -> None:
-    odd = odd_images.odd(name)
+    odd = made(name)
     try:
         probe(odd.data, odd.path, POLICY)
         reason = None
@@ -77,9 +85,9 @@ def test_probing_decodes_no_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(self: Image.Image) -> None:
         raise AssertionError("pixels were decoded")
 
-    accepted = [odd for odd in map(odd_images.odd, CORPUS) if odd.reason is None]
-    for name in ("PngImagePlugin.PngImageFile", "WebPImagePlugin.WebPImageFile", "AvifImagePlugin.AvifImageFile"):
-        monkeypatch.setattr(f"PIL.{name}.load", load)
+    accepted = [odd for odd in map(made, CORPUS) if odd.reason is None]
+    for name in ("Png", "WebP", "Avif", "Tiff"):
+        monkeypatch.setattr(f"PIL.{name}ImagePlugin.{name}ImageFile.load", load)
     monkeypatch.setattr("PIL.ImageFile.ImageFile.load", load)
     for odd in accepted:
         probe(odd.data, odd.path, POLICY)
@@ -88,7 +96,7 @@ def test_probing_decodes_no_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bombs_are_refused_quickly_and_in_little_memory(tmp_path: Path) -> None:
     """In a child whose address space may grow by 50 MiB and no more."""
     for name in BOMBS:
-        (tmp_path / name).write_bytes(odd_images.odd(name).data)
+        (tmp_path / name).write_bytes(made(name).data)
     script = """if True:
         import json, pathlib, resource, sys, time
         from latentcache.config import ImagesConfig
@@ -108,13 +116,13 @@ def test_bombs_are_refused_quickly_and_in_little_memory(tmp_path: Path) -> None:
     """
     run = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True)
     seen = json.loads(run.stdout)
-    assert {name: reason for name, (reason, _) in seen.items()} == {name: odd_images.odd(name).reason for name in BOMBS}
+    assert {name: reason for name, (reason, _) in seen.items()} == {name: made(name).reason for name in BOMBS}
     assert max(seconds for _, seconds in seen.values()) < 0.1
 
 
 def test_the_pixel_limit_needs_no_global_setting() -> None:
     before = Image.MAX_IMAGE_PIXELS
-    bomb = odd_images.odd("bomb-12000")
+    bomb = made("bomb-12000")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         size = probe(bomb.data, bomb.path, ImagesConfig(max_pixels=200_000_000))
@@ -122,17 +130,39 @@ def test_the_pixel_limit_needs_no_global_setting() -> None:
     assert before == Image.MAX_IMAGE_PIXELS
 
 
-@pytest.mark.parametrize("name", ["animated-png", "animated-webp", "animated-avif"])
+@pytest.mark.parametrize("name", ["animated-png", "animated-webp", "animated-avif", "animated-tiff"])
 def test_an_animation_gives_its_first_frame_if_asked(name: str) -> None:
-    odd = odd_images.odd(name)
+    odd = made(name)
     pixels = decode(odd.data, odd.path, ImagesConfig(animated="first-frame"))
     # WebP and AVIF are lossy; the second frame is mirrored, and differs by up to 200.
     assert difference(pixels, photo()) <= 30
 
 
+def test_a_gif_gives_its_first_frame_if_asked() -> None:
+    images = [Image.fromarray(np.full((HEIGHT, WIDTH, 3), level, np.uint8)) for level in (40, 200)]
+    data = odd_images.save(images[0], "GIF", save_all=True, append_images=images[1:], duration=40)
+    with pytest.raises(ImageRefused, match="2 frames"):
+        decode(data, "a.gif", POLICY)
+    assert difference(decode(data, "a.gif", ImagesConfig(animated="first-frame")), np.full((HEIGHT, WIDTH, 3), 40)) == 0
+
+
+def test_formats_that_are_refused_say_what_to_do_instead() -> None:
+    expected = {
+        "ico": "convert it to one of JPEG, PNG",
+        "tiff-float": "TIFF of Pillow's mode F",
+        "tiff-seven-bits": "TIFF: unknown pixel mode; convert it to PNG",
+        "bmp-of-png": "BMP: Unsupported BMP pixel depth (0); convert it to PNG",
+        "bmp-run-lengths": "save it without, or as PNG",
+    }
+    for name, text in expected.items():
+        with pytest.raises(ImageRefused) as caught:
+            probe(made(name).data, made(name).path, POLICY)
+        assert caught.value.reason == "unsupported-format" and text in caught.value.detail
+
+
 def test_an_animation_without_a_time_scale_is_corrupt() -> None:
     """Pillow divides by it."""
-    data = bytearray(odd_images.odd("animated-avif").data)
+    data = bytearray(made("animated-avif").data)
     scale = data.index(b"mdhd") + 4 + 4 + 8 + 8
     assert data[scale : scale + 4] == (1000).to_bytes(4, "big")
     data[scale : scale + 4] = bytes(4)
@@ -140,7 +170,7 @@ def test_an_animation_without_a_time_scale_is_corrupt() -> None:
 
 
 def test_alpha_is_composited_on_the_declared_colour() -> None:
-    odd = odd_images.odd("rgba")
+    odd = made("rgba")
     pixels = decode(odd.data, odd.path, ImagesConfig(alpha_colour="#10C0f0"))
     assert difference(pixels, over(photo(), odd_images.alpha(), (0x10, 0xC0, 0xF0))) <= 1
 
@@ -152,14 +182,14 @@ def test_a_profile_that_is_srgb_changes_nothing() -> None:
 
 @pytest.mark.parametrize("name", ["icc-broken", "icc-of-grey-on-rgb", "cmyk-icc-of-rgb"])
 def test_an_ignored_profile_is_logged_with_the_path(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    odd = odd_images.odd(name)
+    odd = made(name)
     with caplog.at_level(logging.WARNING, logger="latentcache"):
         decode(odd.data, odd.path, POLICY)
     assert odd.path in caplog.text and "ignored" in caplog.text
 
 
 def test_threads_get_the_same_pixels() -> None:
-    odds = [odd for odd in map(odd_images.odd, CORPUS) if odd.reason is None]
+    odds = [odd for odd in map(made, CORPUS) if odd.reason is None]
     alone = [decode(odd.data, odd.path, POLICY).tobytes() for odd in odds]
     barrier = threading.Barrier(4)
 
@@ -230,6 +260,8 @@ def test_prepare_refuses_a_geometry_of_another_image(geometry: Geometry) -> None
 # --- damage ----------------------------------------------------------------------------------------------------------
 
 VALID = ("exif-6", "jpeg-progressive", "jpeg-mpo", "cmyk-icc", "icc-wide-alpha", "grey-16", "palette-alpha", "webp")
+VALID += ("gif-transparent", "bmp-rgba", "bmp-palette", "tiff-lzw", "tiff-deflate", "tiff-16", "tiff-one-bit")
+VALID += ("animated-gif", "animated-tiff", "tiff-cmyk-icc", "bomb-tiff-tile")
 VALID += ("webp-alpha", "avif", "exif-png-late", "animated-png", "animated-webp", "truncated-webp", "bomb-icc")
 
 
@@ -239,7 +271,11 @@ def test_random_bytes_are_refused(data: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "magic", [b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"RIFF\x40\0\0\0WEBPVP8X", b"\0\0\0\x1cftypavif"]
+    "magic",
+    [
+        *(b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"RIFF\x40\0\0\0WEBPVP8X", b"\0\0\0\x1cftypavif", b"GIF89a"),
+        *(b"II*\0\x08\0\0\0", b"MM\0+\0\x08\0\0", b"BM\0\0\0\0\0\0\0\0", b"\xff\x0a"),
+    ],
 )
 @given(data=st.binary(max_size=300))
 @settings(max_examples=50)
@@ -251,7 +287,7 @@ def test_random_bytes_after_a_magic_are_refused(magic: bytes, data: bytes) -> No
 @given(data=st.data())
 @settings(max_examples=40, deadline=None)
 def test_mutated_files_give_pixels_or_a_refusal(name: str, data: st.DataObject) -> None:
-    odd = odd_images.odd(name)
+    odd = made(name)
     mutated = bytearray(odd.data)
     for _ in range(data.draw(st.integers(1, 6))):
         at = data.draw(st.integers(0, len(mutated) - 1))
@@ -276,9 +312,9 @@ def test_mutated_files_give_pixels_or_a_refusal(name: str, data: st.DataObject) 
         assert pixels.dtype == np.uint8 and pixels.ndim == 3 and pixels.shape[2] == 3
 
 
-@pytest.mark.parametrize("name", ["jpeg", "exif-png", "exif-webp", "avif"])
+@pytest.mark.parametrize("name", ["jpeg", "exif-png", "exif-webp", "avif", "gif", "bmp", "tiff-lzw"])
 def test_every_prefix_is_refused(name: str) -> None:
-    odd = odd_images.odd(name)
+    odd = made(name)
     for end in range(0, len(odd.data) - 12, 7):
         assert verdict(odd.data[:end], odd.path) is not None, f"{end} of {len(odd.data)} bytes were accepted"
 

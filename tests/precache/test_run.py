@@ -168,6 +168,25 @@ def test_pixels_that_are_cut_are_found_when_they_are_decoded(make_config: Callab
     assert report.num_refused == 2 == len(report.refused)
 
 
+def test_misses_that_cannot_be_encoded_are_named(make_config: Callable[..., Config], photos: Path) -> None:
+    """Among the refused files, most of which are no misses, they are those that a run tries in vain."""
+    damaged = bytearray(write_photo(photos / "damaged.png", 5).read_bytes())
+    damaged[damaged.index(b"IDAT") + 40] ^= 1
+    (photos / "damaged.png").write_bytes(damaged)
+    (photos / "none.png").write_bytes(b"")
+    first, second = run_precache(make_config()), run_precache(make_config())
+    for report in (first, second):
+        assert report.failed == report.to_json()["failed"] == [str(photos / "damaged.png")]
+        assert report.num_misses == report.num_encoded + len(report.failed) and report.num_refused == 2
+    lines = second.to_text().splitlines()
+    assert "            1 refused before (corrupt)".strip() in map(str.strip, lines)
+    place = next(at for at, line in enumerate(lines) if line.startswith("failed    1 "))
+    assert lines[place + 1].strip() == str(photos / "damaged.png")
+    write_photo(photos / "damaged.png", 5)
+    third = run_precache(make_config())
+    assert third.failed == [] and "failed" not in third.to_text() and third.num_encoded == 1
+
+
 def test_a_file_that_changes_during_the_run_is_refused_and_encoded_by_the_next(
     make_config: Callable[..., Config], photos: Path
 ) -> None:

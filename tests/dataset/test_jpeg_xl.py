@@ -1,0 +1,152 @@
+"""JPEG XL: the header is read here, the pixels by a plug-in that decodes as soon as it opens a file."""
+
+from __future__ import annotations
+
+import io
+import sys
+from types import ModuleType
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from odd_images import HEIGHT, WIDTH, exif, photo, turned
+from PIL import Image, ImageFile
+
+from latentcache.config import ImagesConfig
+from latentcache.dataset.images import decode, probe
+from latentcache.dataset.jpeg_xl_header import read_header
+from latentcache.errors import ImageRefused
+from latentcache.types import Size
+
+POLICY = ImagesConfig()
+BARE = bytes.fromhex("ff0acb4024080001008c004b188b15001c1037c68dbfbb17080100500009870028f9008af5800331ee8d6bbcfc14")
+"""48 x 64 without loss, as cjxl makes it: the upper half is (10, 220, 60), the lower (200, 30, 90)."""
+BOXED = bytes.fromhex("0000000c4a584c200d0a870a00000014667479706a786c20000000006a786c20") + (
+    (8 + len(BARE)).to_bytes(4, "big") + b"jxlc" + BARE
+)
+
+
+class Bits:
+    """Bits in the order of the format: the lowest of a byte first."""
+
+    def __init__(self) -> None:
+        self.bits: list[int] = []
+
+    def put(self, value: int, count: int) -> None:
+        self.bits += [value >> place & 1 for place in range(count)]
+
+    def to_bytes(self) -> bytes:
+        return bytes(np.packbits(self.bits, bitorder="little")) + bytes(16)
+
+    def put_side(self, side: int) -> None:
+        selector = next(number for number, count in enumerate((9, 13, 18, 30)) if side - 1 < 1 << count)
+        self.put(selector, 2)
+        self.put(side - 1, (9, 13, 18, 30)[selector])
+
+
+def header(height: int, width: int, *, animated: bool | None = None) -> bytes:
+    """A codestream's header with both sides; `animated` None leaves all metadata at their defaults."""
+    bits = Bits()
+    bits.put(0, 1)
+    bits.put_side(height)
+    bits.put(0, 3)
+    bits.put_side(width)
+    bits.put(animated is None, 1)
+    if animated is not None:
+        bits.put(1, 1)  # extra fields
+        bits.put(5, 3)  # orientation
+        bits.put(0, 2)  # no intrinsic size, no preview
+        bits.put(animated, 1)
+    return b"\xff\x0a" + bits.to_bytes()
+
+
+@given(st.integers(1, 1 << 30), st.integers(1, 1 << 30), st.sampled_from([None, False, True]))
+def test_the_header_gives_size_and_animation(height: int, width: int, animated: bool | None) -> None:
+    assert read_header(header(height, width, animated=animated)) == (Size(height, width), bool(animated))
+
+
+def test_files_of_the_reference_encoder_are_read() -> None:
+    assert read_header(BARE) == read_header(BOXED) == (Size(HEIGHT, WIDTH), False)
+
+
+@given(st.binary(max_size=60), st.sampled_from([b"", b"\xff\x0a", BOXED[:32]]))
+def test_no_bytes_raise(data: bytes, start: bytes) -> None:
+    found = read_header(start + data)
+    assert found is None or min(found[0]) >= 0
+
+
+def test_without_the_plug_in_the_refusal_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for data in (BARE, BOXED):
+        with pytest.raises(ImageRefused, match="pip install pillow-jxl-plugin") as caught:
+            probe(data, "a.jxl", POLICY)
+        assert caught.value.reason == "unsupported-format"
+
+
+@pytest.fixture
+def plug_in(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """A module with the plug-in's names; the list has what it was given to decode."""
+    decoded: list[bytes] = []
+
+    class JXLImageFile(ImageFile.ImageFile):
+        format = "JXL"
+
+        def _open(self) -> None:
+            decoded.append(self.fp.read())
+            self.jpeg = b"jpeg" in decoded[-1]
+            pixels = Image.fromarray(photo())
+            self._size, self._mode, self.tile = pixels.size, pixels.mode, []
+            self.info["exif"], self.im = exif(6), pixels.im
+            if decoded[-1].endswith(b"cut"):
+                raise RuntimeError("Generic Error.")
+
+    package, module = ModuleType("pillow_jxl"), ModuleType("pillow_jxl.JpegXLImagePlugin")
+    module.JXLImageFile = JXLImageFile
+    monkeypatch.setitem(sys.modules, "pillow_jxl", package)
+    monkeypatch.setitem(sys.modules, "pillow_jxl.JpegXLImagePlugin", module)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: package)
+    return decoded
+
+
+@pytest.mark.usefixtures("plug_in")
+def test_the_codestreams_turn_counts_and_exif_only_in_a_packed_jpeg() -> None:
+    np.testing.assert_array_equal(decode(BARE, "a.jxl", POLICY), photo())
+    packed = BARE + b"jpeg"
+    assert probe(packed, "a.jxl", POLICY) == Size(WIDTH, HEIGHT)
+    np.testing.assert_array_equal(decode(packed, "a.jxl", POLICY), turned(photo(), 6))
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (header(20_000, 20_000), "too-many-pixels"),
+        (b"\xff\x0a", "corrupt"),
+        (BOXED[:-9], "truncated"),
+        (BOXED[:30], "truncated"),
+    ],
+)
+def test_what_the_header_refuses_is_never_decoded(data: bytes, reason: str, plug_in: list[bytes]) -> None:
+    with pytest.raises(ImageRefused) as caught:
+        probe(data, "a.jxl", POLICY)
+    assert caught.value.reason == reason and plug_in == []
+
+
+@pytest.mark.usefixtures("plug_in")
+def test_animations_and_damage_are_refused() -> None:
+    with pytest.raises(ImageRefused, match="first-frame"):
+        probe(header(HEIGHT, WIDTH, animated=True), "a.jxl", POLICY)
+    probe(header(HEIGHT, WIDTH, animated=True), "a.jxl", ImagesConfig(animated="first-frame"))
+    with pytest.raises(ImageRefused, match="Generic Error") as caught:
+        probe(BARE + b"cut", "a.jxl", POLICY)
+    assert caught.value.reason == "corrupt"
+
+
+def test_the_real_plug_in_gives_the_pixels() -> None:
+    pytest.importorskip("pillow_jxl", reason="pillow-jxl-plugin is not installed")
+    for data in (BARE, BOXED):
+        pixels = decode(data, "a.jxl", POLICY)
+        assert (pixels[: HEIGHT // 2] == (10, 220, 60)).all() and (pixels[HEIGHT // 2 :] == (200, 30, 90)).all()
+    buffer = io.BytesIO()
+    Image.fromarray(photo()).save(buffer, "JXL", lossless=True)
+    np.testing.assert_array_equal(decode(buffer.getvalue(), "p.jxl", POLICY), photo())
