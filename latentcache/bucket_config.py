@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -11,6 +11,7 @@ SECTION = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 """What every section of a config has: unknown settings are errors, nothing changes later, docstrings describe."""
 
 RuleName = Literal["latentcache", "kohya", "simpletuner", "ai-toolkit", "onetrainer", "diffusers"]
+RULES = get_args(RuleName)
 _SETTINGS_OF_RULE: dict[str, frozenset[str]] = {
     "latentcache": frozenset({"area", "step", "max_aspect"}),
     "kohya": frozenset({"resolution", "step", "square", "min_side", "max_side", "upscale"}),

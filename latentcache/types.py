@@ -36,6 +36,7 @@ RefusalReason = Literal[
     "duplicate",  # another sample of the dataset has the same sample_id
     "changed",  # the file changed while the run was reading it
     "bad-caption",  # the caption cannot be read, or cannot be encoded
+    "untold",  # imported, and its trainer resized the image in a way of its own: equality is not known
     "unequal",  # imported, but encoding the image or the caption gives something else
 ]
 

@@ -53,10 +53,7 @@ class BucketRule:
 
     def resample(self, geometry: Geometry) -> str:
         """The filter that resizes an image so; `LANCZOS`, the usual one, also where nothing is resized."""
-        if geometry.resized_size == geometry.original_size:
-            return LANCZOS
-        shrinks = all(now <= was for now, was in zip(geometry.resized_size, geometry.original_size, strict=True))
-        return self.filters.split()[0] if shrinks else self.filters.split()[-1]
+        return _filter(self.filters, geometry)
 
     @property
     def filters(self) -> str:
@@ -71,6 +68,24 @@ class BucketRule:
         config = self.config
         names = [name for name in sorted(settings_of(config.rule)) if getattr(config, name) not in (False, (), None)]
         return f"{config.rule} ({', '.join(f'{name} {getattr(config, name)}' for name in names)})"
+
+
+def filter_of_trainer(name: str, geometry: Geometry) -> str | None:
+    """The filter with which a trainer resized an image so. None if it has none that gives the same pixels here.
+
+    OneTrainer resizes floating point, diffusion-pipe a part of the image. A name that is no trainer's is ours.
+    """
+    is_resized = geometry.resized_size != geometry.original_size
+    if name in ("onetrainer", "diffusion-pipe") and is_resized:
+        return None
+    return _filter(FILTERS_OF_RULE.get(name, LANCZOS), geometry)
+
+
+def _filter(filters: str, geometry: Geometry) -> str:
+    if geometry.resized_size == geometry.original_size:
+        return LANCZOS
+    shrinks = all(now <= was for now, was in zip(geometry.resized_size, geometry.original_size, strict=True))
+    return filters.split()[0] if shrinks else filters.split()[-1]
 
 
 def _centred(size: Size, resized: Size, bucket: Bucket) -> Geometry | None:

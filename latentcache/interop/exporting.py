@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from latentcache.bucket_config import BucketsConfig, settings_of
+from latentcache.bucket_config import RULES, BucketsConfig, settings_of
 from latentcache.config import parse_buckets
 from latentcache.dataset.bucket_rules import BucketRule
 from latentcache.dataset.images import IMAGE_SUFFIXES
@@ -147,10 +147,10 @@ class Export:
         )
 
     def _rule_of(self, manifest: Manifest) -> BucketRule | None:
-        """What the trainer would do. None for what was imported from it."""
+        """What the trainer would do. None for what was imported from it, and for a format without a rule."""
         rule, chosen = self.report.format, self._buckets
         if chosen is None:
-            if manifest.imported_from == rule:
+            if manifest.imported_from == rule or rule not in RULES:
                 return None
             source = f"manifest {manifest.name}"
             made = parse_buckets(manifest.common.get("buckets") or {}, source=source)

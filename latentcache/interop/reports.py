@@ -15,6 +15,8 @@ class Difference:
 
     num_compared: int = 0
     num_equal: int = 0
+    num_draws: int = 0
+    """Draws that are as far from the mean as a draw of this posterior is. They stay unverified."""
     largest: float = 0.0
     """Largest absolute difference."""
     largest_share: float = 0.0
@@ -25,10 +27,12 @@ class Difference:
 
     def to_text(self, kind: str) -> str:
         """One line for people."""
-        draws = "" if self.largest_deviations is None else f", draws {self.largest_deviations:.2f} deviations off"
+        draws = ""
+        if self.largest_deviations is not None:
+            draws = f", {self.num_draws} draws of the posterior, at most {self.largest_deviations:.2f} deviations off"
         return (
-            f"compared  {self.num_compared} {kind} entries, {self.num_equal} equal; largest difference "
-            f"{self.largest:.3g} ({self.largest_share:.2f} of what is allowed{draws})"
+            f"compared  {self.num_compared} {kind} entries, {self.num_equal} equal{draws}; largest difference "
+            f"{self.largest:.3g} ({self.largest_share:.2f} of what is allowed)"
         )
 
 
@@ -75,6 +79,9 @@ class ImportReport(InteropReport):
     """Files that were not imported."""
     unequal: list[Refusal] = field(default_factory=list)
     """Entries that are not equal to encoded ones, or could not be encoded: they stay unverified."""
+    untold: list[Refusal] = field(default_factory=list)
+    """Entries that are not equal to encoded ones, of images that the trainer resized in a way of its own: whether the
+    model is the same is not known. They stay unverified."""
     differences: dict[str, Difference] = field(default_factory=dict)
     """Kind -> differences from encoded entries; empty without verification."""
     scale: dict[str, Any] = field(default_factory=dict)
@@ -83,7 +90,7 @@ class ImportReport(InteropReport):
 
     @property
     def has_faults(self) -> bool:
-        """Whether anything was refused, is incomplete, or did not pass the verification."""
+        """Whether anything was refused, is incomplete, or is known to differ from what encoding gives."""
         return bool(self.refused or self.incomplete or self.unequal)
 
     def to_json(self) -> dict[str, Any]:
@@ -101,6 +108,7 @@ class ImportReport(InteropReport):
             *(found.to_text(kind) for kind, found in self.differences.items()),
             *self._note_lines(),
             *_refusal_lines("unequal", self.unequal),
+            *(_refusal_lines("untold", self.untold) if self.untold else ()),
             *_refusal_lines("lacking", self.incomplete),
             *_refusal_lines("refused", self.refused),
             f"written   {self.bytes_written:,} bytes in {self.seconds:.1f} s",

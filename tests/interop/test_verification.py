@@ -186,13 +186,81 @@ def test_a_draw_is_compared_with_the_mean_and_the_deviation(
     found = report.differences["image"]
     assert found.num_equal == 0 and found.largest > 0.01
     assert found.largest_deviations == pytest.approx(1.0, abs=0.1)
-    assert "it is one draw of the posterior" in report.to_text() and "deviations off" in report.to_text()
+    assert found.num_draws == 5 and report.unequal == [] and not report.has_faults and report.num_verified == 6
+    assert "5 draws of the posterior, at most" in report.to_text() and "deviations off" in report.to_text()
     with LatentCache(config.cache.path) as cache:
         _, row = cache.row("a.png")
         std = posterior_std(cache.get(row.images[0].key).tensors["moments"][None])
     assert found.largest < 7 * std.max()
     # A draw that is the mean is one.
     assert verified(target, Copy(samples_of(config), photos, output="sample")).differences["image"].num_equal == 5
+
+
+KOHYA = {"rule": "kohya", "resolution": 96, "step": 32, "min_side": 32}
+
+
+@pytest.fixture
+def of_kohya(make_config: Callable[..., Config], tmp_path: Path) -> Config:
+    """A cache of kohya's buckets and of its resize filter, which is not ours."""
+    config = make_config(**{"cache.path": tmp_path / "origin", "datasets.0.buckets": KOHYA})
+    run_precache(config)
+    return config
+
+
+def test_draws_of_resized_images_are_compared_with_the_trainers_own_filter(
+    target: Config, make_config: Callable[..., Config], tmp_path: Path, photos: Path
+) -> None:
+    parts = tiny_sdxl()
+    with torch.no_grad():  # a posterior as narrow as the real one's: another filter is far outside it
+        parts["vae"].quant_conv.weight[4:].zero_()
+        parts["vae"].quant_conv.bias[4:].fill_(-16)
+    models = LoadedModels(**parts)
+    of_kohya = make_config(**{"cache.path": tmp_path / "origin", "datasets.0.buckets": KOHYA})
+    run_precache(of_kohya, models=models)
+    drawn = Copy(samples_of(of_kohya, seed=3), photos, output="sample", format="kohya")
+    report = verified(target, drawn, models=models)
+    found = report.differences["image"]
+    assert found.largest_deviations == pytest.approx(1.0, abs=0.1)
+    assert (found.num_compared, found.num_equal, found.num_draws) == (5, 0, 5)
+    assert report.unequal == [] and report.untold == [] and not report.has_faults
+    # Without that filter they are no draws of what encoding gives: so it was for every trainer.
+    report = verified(target, replace(drawn, format="copy"), models=models)
+    far = report.differences["image"]
+    assert far.num_draws == 0 and far.largest_deviations is not None and far.largest_deviations > 5
+    assert len(report.unequal) == 5 and "a draw of the posterior is 1 deviation from its mean" in report.to_text()
+
+
+def test_means_of_the_trainers_filter_are_verified_as_such(
+    make_config: Callable[..., Config], target: Config, of_kohya: Config, photos: Path
+) -> None:
+    report = verified(target, Copy(samples_of(of_kohya), photos, format="kohya"))
+    assert report.unequal == [] and (report.num_verified, report.num_unverified) == (11, 0)
+    # They are of use to a dataset of kohya's buckets, and to no other.
+    settings = {"cache.path": target.cache.path, "encode.image_output": "mean"}
+    with_rule = make_config(**settings, **{"datasets.0.buckets": KOHYA})
+    assert run_precache(with_rule, dry_run=True).misses_by_reason == {"new": 2}  # the validation prompts
+    assert run_precache(make_config(**settings), dry_run=True).num_misses == 5 + 2
+
+
+@pytest.mark.parametrize("trainer", ["onetrainer", "diffusion-pipe"])
+def test_where_the_resize_cannot_be_repeated_nothing_is_said_against_the_values(
+    target: Config, of_kohya: Config, photos: Path, trainer: str
+) -> None:
+    report = verified(target, Copy(samples_of(of_kohya), photos, format=trainer))
+    assert {refusal.reason for refusal in report.untold} == {"untold"} and len(report.untold) == 5
+    assert report.unequal == [] and not report.has_faults and report.num_unverified == 5
+    assert f"{trainer} resizes images in a way that cannot be repeated here" in report.to_text()
+    assert len(report.to_json()["untold"]) == 5
+    # What is equal is equal, however it was resized.
+    report = verified(target, Copy(samples_of(run_of(target)), photos, format=trainer))
+    assert report.untold == [] and report.num_unverified == 0
+
+
+def run_of(config: Config) -> Config:
+    """The config with a cache of its own, filled."""
+    other = config.model_copy(update={"cache": config.cache.model_copy(update={"path": config.cache.path / "own"})})
+    run_precache(other)
+    return other
 
 
 def test_only_the_mean_can_be_verified(

@@ -380,7 +380,7 @@ PLACES = ("scale", "crop_", "flip_")
 
 @pytest.mark.parametrize(("width", "num_others"), [(130, 0), (137, 1)], ids=["the-same", "one-column-more"])
 def test_what_ai_toolkit_would_scale_otherwise_is_counted(make_config, tmp_path, width, num_others):
-    """For 64 x 128, 60 x 137 pixels become 64 x 146.1: 146 here, 147 in ai-toolkit. 60 x 130 become 138.7: 139 in both."""
+    """60 x 137 pixels become 64 x 146.1: 146 here, 147 in ai-toolkit. 60 x 130 become 64 x 138.7: 139 in both."""
     write_photo(tmp_path / "one/a.png", 9, (60, width))
     config = make_config(**{"datasets.0.source.path": tmp_path / "one"})
     run_precache(config)
