@@ -42,8 +42,9 @@ class BufferPool:
     def borrow(self, sizes: Iterable[int]) -> Empty:
         """A buffer for arrays of so many bytes each. The result makes these arrays, each on ALIGNMENT bytes."""
         # All buffers have the size of the largest batch so far, so that any of them will do for the next one.
-        self._num_bytes = max(self._num_bytes, sum([-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]))
-        buffer = self._free_buffer(self._num_bytes)
+        # Kept in a variable too: another thread, which borrows less, may set it meanwhile.
+        num_bytes = self._num_bytes = max(self._num_bytes, sum([-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]))
+        buffer = self._free_buffer(num_bytes)
         # The arrays refer to this one: numpy passes over arrays whose own base is an array, and this one's is not.
         borrowed = np.frombuffer(buffer.data, np.uint8)
         self._buffers.append((buffer, weakref.ref(borrowed)))

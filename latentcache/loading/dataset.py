@@ -238,11 +238,26 @@ class LatentDatasets(SampleDataset, ConcatDataset[Batch]):
         """As `SampleDataset.refs`."""
         return [part.refs([inner])[0] for part, inner in map(self._part, indices)]
 
+    def __getitems__(self, indices: Sequence[int]) -> list[Batch]:
+        """Several items, with one read for each manifest and bucket: one may hold moments, and another latents."""
+        parts: dict[LatentDataset, list[int]] = {}
+        for position, index in enumerate(indices):
+            parts.setdefault(self._part(index)[0], []).append(position)
+        items: list[Batch] = [{} for _ in indices]
+        for positions in parts.values():
+            read = super().__getitems__([indices[position] for position in positions])
+            for position, item in zip(positions, read, strict=True):
+                items[position] = item
+        return items
+
     def all_refs(self) -> Iterator[SampleRef]:
         """As `LatentDataset.all_refs`."""
         return chain.from_iterable(part.all_refs() for part in self.datasets)
 
     def _part(self, index: int) -> tuple[LatentDataset, int]:
-        number = bisect_right(self.cumulative_sizes, index)
-        inner = int(index) - (self.cumulative_sizes[number - 1] if number else 0)
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"item {index} of {len(self)}")
+        place = int(index) % len(self)
+        number = bisect_right(self.cumulative_sizes, place)
+        inner = place - (self.cumulative_sizes[number - 1] if number else 0)
         return self.datasets[number], Visit.of(inner, index.draw) if isinstance(index, Visit) else inner

@@ -155,7 +155,7 @@ class Catalog:
         """
         unknown = self.directory.pack_sizes().keys() - self.table.packs.keys()
         for row in scan_unknown(self.directory, unknown).rows.values():
-            _drop_known(row, self.table)
+            drop_known(row, self.table)
             self._sealed[row.pack.id] = row
             self.table.add([row])
 
@@ -235,7 +235,7 @@ class Catalog:
         before = _row_of(rows, row.pack.id, self.directory)
         if before is not None and not before.is_gone:
             return 0  # another process took it in
-        _drop_known(row, self.table)
+        drop_known(row, self.table)
         rows.put(PACK_PREFIX + row.pack.id, row.to_bytes())
         return int(row.live.sum())
 
@@ -339,7 +339,7 @@ def parsed_row(name: str, value: bytes, directory: CacheDirectory) -> PackRow:
         raise IndexDamagedError(directory.index, f"row {name!r:.80}: {error}") from error
 
 
-def _drop_known(row: PackRow, table: LocationTable) -> None:
+def drop_known(row: PackRow, table: LocationTable) -> None:
     """Entries that are live in another pack are not in this one."""
     keys = row.names()
     known = table.find(keys)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, islice
+from itertools import accumulate, chain, islice
 
 import numpy as np
 
@@ -205,12 +205,13 @@ class LocationTable:
 
     def reason(self, key: str) -> str | None:
         """Why an entry that is not here is damaged, or None."""
-        found = [reasons[key] for reasons in self._reasons.values() if key in reasons]
+        # Of a list: another thread may change the dict.
+        found = [reasons[key] for reasons in list(self._reasons.values()) if key in reasons]
         return found[-1] if found else None
 
     def damaged(self) -> dict[str, str]:
         """Why each entry that is not here is damaged, by key."""
-        known = {key: reason for reasons in self._reasons.values() for key, reason in reasons.items()}
+        known = dict(chain.from_iterable([list(reasons.items()) for reasons in list(self._reasons.values())]))
         live = self.find(list(known))
         return {key: reason for key, reason in known.items() if key not in live}
 

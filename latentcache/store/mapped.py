@@ -6,8 +6,8 @@ import os
 import resource
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from itertools import groupby
-from operator import attrgetter
+from contextlib import ExitStack, suppress
+from functools import cache, partial
 from pathlib import Path
 from typing import Protocol
 
@@ -87,6 +87,8 @@ SKIPPED_READS = 7
 
 CAN_ADVISE = hasattr(os, "posix_fadvise") and hasattr(resource, "RUSAGE_THREAD")
 """Only Linux counts what each thread reads from the disk: elsewhere nothing is advised."""
+
+_MAX_FILES = 64  # open at once
 
 
 class _ThreadCounters(threading.local):
@@ -194,7 +196,7 @@ class MappedReader(ReadAhead, Reader):
                 return None, f"its pack was cut short: {path}"
         except FileNotFoundError:
             # A mapped file stays readable after its name is gone.
-            return data, f"its pack is gone: {path}"
+            return (data if data is not None and data.size >= end else None), f"its pack is gone: {path}"
         except (PackError, UnsafeStoreError) as error:
             return None, str(error)
         except OSError as error:
@@ -204,8 +206,23 @@ class MappedReader(ReadAhead, Reader):
     @override
     def prefetch(self, keys: Sequence[str], locations: Sequence[Location]) -> None:
         # In the order in which they are read: the first can be used while the others are on their way.
-        for pack, together in groupby(locations, key=attrgetter("pack.id")):
-            advise(self._path_of(pack), [part for location in together for part in location.ranges()])
+        for start in range(0, len(locations), _MAX_FILES):
+            with ExitStack() as files:
+                # A batch goes to and fro between packs, and on a network file system opening a file takes a request.
+                opened = cache(partial(self._opened, files))
+                for location in locations[start : start + _MAX_FILES]:
+                    fd = opened(location.pack.id)
+                    if fd is not None:
+                        advise(fd, location.ranges())
+
+    def _opened(self, files: ExitStack, pack: str) -> int | None:
+        """The pack's file, which `files` closes. None where it cannot be opened: the read that follows says why."""
+        try:
+            fd = open_regular(self._path_of(pack))
+        except (OSError, StoreError):
+            return None
+        files.callback(os.close, fd)
+        return fd
 
     @override
     def invalidate(self, locations: Iterable[Location]) -> None:
@@ -224,20 +241,11 @@ class MappedReader(ReadAhead, Reader):
         self._maps.clear()
 
 
-def advise(path: Path, ranges: Iterable[tuple[int, int]]) -> None:
+def advise(fd: int, ranges: Iterable[tuple[int, int]]) -> None:
     """Ask the system to bring ranges of a file (offset, number of bytes) into memory, and wait for nothing.
 
-    A file that cannot be opened is passed over, because the read that follows reports what is wrong with it, and so is
-    one whose file system takes no such advice. No descriptor stays open.
+    A file whose file system takes no such advice is passed over.
     """
-    try:
-        fd = open_regular(path)
-    except (OSError, StoreError):
-        return
-    try:
+    with suppress(OSError):
         for offset, num_bytes in ranges:
             os.posix_fadvise(fd, offset, num_bytes, os.POSIX_FADV_WILLNEED)
-    except OSError:
-        return
-    finally:
-        os.close(fd)

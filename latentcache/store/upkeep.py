@@ -19,12 +19,13 @@ from typing_extensions import override
 
 from latentcache.errors import IndexDamagedError, PackError, ReadOnlyError, StoreError, UnsafeStoreError
 from latentcache.store.base import StoreReport, check_key
-from latentcache.store.catalog import PACK_PREFIX, parsed_row
+from latentcache.store.catalog import PACK_PREFIX, drop_known, parsed_row
 from latentcache.store.compaction import CompactReport, compact
 from latentcache.store.directory import CacheDirectory
 from latentcache.store.disk import DISAGREE, DiskStore
 from latentcache.store.index import GENERATION, Index
 from latentcache.store.layout import Location, PackRow
+from latentcache.store.location_table import LocationTable
 from latentcache.store.pack import map_pack, read_records, verified_arrays
 from latentcache.store.recovery import Scan, scan_packs
 from latentcache.utils.locks import locked
@@ -171,6 +172,9 @@ def rebuild(store: StoreOrPath) -> RebuildReport:
         scan = scan_packs(directory, directory.pack_sizes(), suspects)
         # A pack that cannot be read now may be whole: what the old index says of it stays.
         kept = {pack: old[pack] for pack in scan.unreachable & old.keys()}
+        known = LocationTable(kept.values())
+        for row in scan.rows.values():
+            drop_known(row, known)
         found = {key for row in [*scan.rows.values(), *kept.values()] for key in row.live_names()}
         lost = _lost(old, scan, found)
         rows = scan.rows | kept | _rows_of_lost(old, scan, lost)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import sys
@@ -10,7 +11,8 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
 from latentcache.errors import StoreError
@@ -20,6 +22,8 @@ Result = TypeVar("Result")
 
 NICENESS = 10
 """By how many steps of `nice` `lower_priority` lowers a thread's priority."""
+EXIT_TIMEOUT_S = 10.0
+"""How long the end of the process waits for a prefetching thread that is in the middle of a read."""
 
 logger = logging.getLogger("latentcache")
 
@@ -158,48 +162,94 @@ class Prefetcher(Generic[Item]):
     """The items of `source`, made by a thread up to `size` items ahead of the consumer.
 
     An error of the source is raised after the items that were made before it, and again at each further call. The
-    thread ends with `close`, when this object is dropped, and with the process. The source runs in that thread alone.
-    After a fork the child gets StoreError: it does not have the thread.
+    thread ends with the source, with `close`, when this object is dropped, and with the process. The source runs in
+    that thread alone and is closed there. After a fork the child gets StoreError: it does not have the thread.
     """
 
     def __init__(self, source: Generator[Item, None, None], size: int):
-        self._source = source
-        self._pid = os.getpid()
-        self._executor = ThreadPoolExecutor(1, "latentcache-prefetch")
-        self._items = deque([self._executor.submit(next, source) for _ in range(size)])
-        self._ending: BaseException | None = None
-        # The thread does not know the consumer, so that the consumer can be dropped while the thread works.
-        self._stop = weakref.finalize(self, _stop_prefetching, self._executor, self._pid)
-        self._stop.atexit = False  # the executor ends with the process
+        self._thread = _PrefetchThread(source, size)
+        # At the end of the process `_stop_all` stops the thread and also waits for it.
+        weakref.finalize(self, self._thread.stop).atexit = False
+        _prefetching.add(self._thread)
+        self._thread.start()
 
     def __iter__(self) -> Prefetcher[Item]:
         return self
 
     def __next__(self) -> Item:
-        if os.getpid() != self._pid:
+        if os.getpid() != self._thread.pid:
             raise StoreError(
-                f"this iterator belongs to process {self._pid}, and its thread is not in the fork "
+                f"this iterator belongs to process {self._thread.pid}, and its thread is not in the fork "
                 f"{os.getpid()}: make a new one there with iter(loader)"
             )
-        if self._ending is None:
-            self._ending = self._items[0].exception()  # waits; an interrupt leaves the item in the queue
-        if self._ending is not None:
-            raise self._ending
-        item = self._items.popleft().result()
-        self._items.append(self._executor.submit(next, self._source))
-        return item
+        return self._thread.take()
 
     def close(self) -> None:
-        """End the thread, and wait until it has finished the item that it is making. Then close the source."""
-        self._stop()
-        self._ending = StopIteration()
-        if os.getpid() == self._pid:
-            self._executor.shutdown()
-            self._items.clear()
-            self._source.close()
+        """End the thread and wait for it. It finishes the item that it is making."""
+        self._thread.stop()
+        if os.getpid() == self._thread.pid:
+            self._thread.join()
 
 
-def _stop_prefetching(executor: ThreadPoolExecutor, pid: int) -> None:
-    """Waits for nothing: a finalizer may run in any thread. A fork does not have the thread."""
-    if os.getpid() == pid:
-        executor.shutdown(wait=False, cancel_futures=True)
+class _PrefetchThread(threading.Thread, Generic[Item]):
+    """Makes the items. It does not know the consumer, so that the consumer can be dropped while the thread works.
+
+    No executor serves here: its thread would live until its consumer is dropped, and takes no calls once the main
+    thread has ended, though other threads go on.
+    """
+
+    def __init__(self, source: Generator[Item, None, None], size: int):
+        super().__init__(name="latentcache-prefetch", daemon=True)
+        self.pid = os.getpid()
+        self._source = source
+        # Simple queues: `stop` may run as a finalizer, in the middle of any other call of theirs.
+        self._made: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+        self._room: SimpleQueue[bool] = SimpleQueue()
+        self._is_stopped = False
+        for _ in range(size):
+            self._room.put(True)
+
+    def run(self) -> None:
+        ending: BaseException = StopIteration()
+        try:
+            try:
+                while self._room.get() and not self._is_stopped:
+                    self._made.put((next(self._source), None))  # in no variable: waiting keeps no item alive
+            finally:
+                self._source.close()
+        except BaseException as error:  # `take` raises it in the consumer, StopIteration too
+            ending = error
+        if self._is_stopped:
+            with suppress(Empty):  # no one takes what is left, and it may be large
+                while True:
+                    self._made.get_nowait()
+        self._made.put((None, ending))
+
+    def take(self) -> Item:
+        """The next item. StopIteration after the last one; an error of the source is raised after the last item."""
+        item: Item
+        item, error = self._made.get()
+        if error is not None or self._is_stopped:
+            self._made.put((None, error))  # for the next call
+            raise error if error is not None and not self._is_stopped else StopIteration
+        self._room.put(True)
+        return item
+
+    def stop(self) -> None:
+        """Let the thread end after its item. Does not wait: a finalizer may run in any thread. A fork has no thread."""
+        if os.getpid() == self.pid:
+            self._is_stopped = True
+            self._room.put(True)
+
+
+_prefetching: weakref.WeakSet[_PrefetchThread[Any]] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    """A thread that still ran in torch at the end of the process would crash the interpreter."""
+    threads = [thread for thread in _prefetching if thread.pid == os.getpid()]
+    for thread in threads:
+        thread.stop()
+    for thread in threads:
+        thread.join(EXIT_TIMEOUT_S)

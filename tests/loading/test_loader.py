@@ -288,11 +288,29 @@ def test_several_manifests_as_one_dataset(path: Path, make_config: Callable[...,
             multiprocessing_context="spawn" if num_workers else None,
         )
         assert [batch["caption"] for batch in workers] == [batch["caption"] for batch in expected]
+    assert dataset[-1]["sample_id"] == dataset[24]["sample_id"] and dataset.bucket(-25) == dataset.bucket(0)
+    for beyond in (25, -26):
+        with pytest.raises(IndexError, match="of 25"):
+            dataset.bucket(beyond)
     with pytest.raises(StoreError, match="at least one LatentDataset"):
         LatentDatasets([])
     elsewhere = shutil.copytree(path, tmp_path / "elsewhere")
     with pytest.raises(StoreError, match="lie in 2 caches"):
         LatentDatasets([parts[0], LatentDataset(elsewhere, "photos")])
+
+
+def test_items_of_manifests_that_hold_moments_and_latents_are_read_together(
+    path: Path, make_config: Callable[..., Config]
+) -> None:
+    changes = {"datasets.0.name": "other", "cache.path": path, "encode.image_output": "mean"}
+    run_precache(make_config(**changes))
+    parts = [LatentDataset(path, name) for name in ("photos", "other")]
+    dataset = LatentDatasets(parts)
+    numbers = [0, len(parts[0]), 1, len(parts[0]) + 1]
+    items = dataset.__getitems__(numbers)
+    assert [item["sample_id"] for item in items] == [dataset[number]["sample_id"] for number in numbers]
+    assert ["moments" in item for item in items] == [True, False] * 2
+    assert all(torch.equal(item["latents"], item["moments"].chunk(2)[0]) for item in [items[1] | items[0]])
 
 
 def test_threads_that_consume_share_nothing(dataset: LatentDataset) -> None:

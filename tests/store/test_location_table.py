@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -89,3 +92,27 @@ def test_a_row_is_read_back_and_every_flipped_bit_is_refused():
     for length in range(len(data)):
         with pytest.raises(ValueError, match="checksum"):
             PackRow.from_bytes(row.pack.id, data[:length])
+
+
+def test_reasons_are_read_while_another_thread_changes_them():
+    table, rows = LocationTable(), [row_of(number, KEYS[:4], dead=KEYS) for number in range(200)]
+    for row in rows:
+        row.reasons = {0: "its bytes changed"}
+    done, interval = threading.Event(), sys.getswitchinterval()
+
+    def change():
+        while not done.is_set():
+            table.add(rows)
+            table.drop_packs([row.pack.id for row in rows])
+
+    thread = threading.Thread(target=change)
+    sys.setswitchinterval(1e-6)
+    thread.start()
+    try:
+        for _ in range(1000):
+            assert table.reason(KEYS[0]) in (None, "its bytes changed")
+            assert table.damaged().keys() <= {KEYS[0]}
+    finally:
+        done.set()
+        thread.join()
+        sys.setswitchinterval(interval)

@@ -8,10 +8,10 @@ import shutil
 
 import pytest
 from helpers.other_users import open_to_others
-from store_samples import key, mark, pack_of, packs, run, same, sample, samples
+from store_samples import key, mark, pack_of, packs, run, same, sample, samples, where
 
 from latentcache.errors import EntryDamagedError, StoreError
-from latentcache.store import DiskStore, catalog, pack
+from latentcache.store import DiskStore, catalog, pack, recovery
 from latentcache.store.base import own_entry
 from latentcache.store.pack import new_pack_id, write_pack
 from latentcache.store.stacking import read_batch
@@ -198,3 +198,42 @@ def test_an_opening_sweeps_the_manifests_too_and_follows_no_link(root, tmp_path)
     (root / "manifests").symlink_to(outside)
     DiskStore(root).close()
     assert len(os.listdir(outside)) == 2
+
+
+def test_a_pack_that_was_cut_short_and_is_gone_now_is_damaged_where_it_was_cut(root):
+    with DiskStore(root) as store:
+        store.add(samples(0, 1, 2))
+        path = pack_of(store, 0)
+        first, *_, last = sorted(range(3), key=lambda number: where(store, number)[1])
+        end = where(store, last)[1]
+    with DiskStore(root, read_only=True) as store:
+        os.truncate(path, end)
+        store.rows([key(first)])
+        path.unlink()
+        with pytest.raises(EntryDamagedError, match="its pack is gone"):
+            store.rows([key(last)])
+        assert len(store.rows([key(first)])) == 1, "it was mapped when it was there"
+
+
+def test_an_entry_in_a_pack_that_cannot_be_read_during_a_rebuild_is_live_once(root, monkeypatch):
+    with DiskStore(root) as store:
+        store.add(samples(0))
+        out_of_reach = pack_of(store, 0)
+        # As a compaction leaves it that was interrupted before the old pack was deleted.
+        write_pack(store.directory.new_pack_path(new_pack_id()), [own_entry(sample(0)), own_entry(sample(1))])
+    real = recovery.read_row
+
+    def read(path):
+        if path == out_of_reach:
+            raise StoreError("it cannot be read now")
+        return real(path)
+
+    monkeypatch.setattr(recovery, "read_row", read)
+    rebuild(root)
+    monkeypatch.undo()
+    with DiskStore(root) as store:
+        assert sorted(store.keys()) == sorted([key(0), key(1)])
+        assert_holds(store, 0, 1)
+        store.remove([key(0)])
+    with DiskStore(root) as store:
+        assert store.find([key(0)]) == set()

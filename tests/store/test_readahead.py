@@ -117,6 +117,19 @@ def test_ranges_come_in_the_order_in_which_they_are_read(root, advised, always):
             read_batch(store, [key(number) for number in order])
 
 
+def test_a_pack_is_opened_once_however_often_the_order_returns_to_it(root, advised, always, monkeypatch):
+    opened, real = [], mapped.open_regular
+
+    def record(path):
+        opened.append(path)
+        return real(path)
+
+    with DiskStore(root) as store:
+        monkeypatch.setattr(mapped, "open_regular", record)
+        store.prefetch([key(number) for number in (0, 2, 1, 2, 0)])
+    assert len(opened) == len(set(opened)) == 2
+
+
 @on_linux
 def test_the_first_batch_advises_and_warm_ones_do_not(root, advised, usage):
     with DiskStore(root) as store:

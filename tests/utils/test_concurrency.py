@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -263,3 +266,98 @@ def test_the_prefetching_thread_ends_with_its_consumer_and_closes_the_source(end
     else:
         del items
     assert closed.wait(10)
+
+
+def prefetching_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "latentcache-prefetch"]
+
+
+def test_the_prefetching_thread_ends_with_the_source_though_the_consumer_stays() -> None:
+    items = Prefetcher((number for number in range(3)), 2)
+    assert list(items) == [0, 1, 2]
+    for thread in prefetching_threads():
+        thread.join(10)
+    assert not prefetching_threads()
+    assert list(items) == []
+
+
+class Large:
+    """Something that a weak reference can follow."""
+
+
+def test_closing_releases_what_was_made_and_not_taken() -> None:
+    made: weakref.WeakSet[Large] = weakref.WeakSet()
+
+    def large() -> Large:
+        made.add(one := Large())
+        return one
+
+    items = Prefetcher((large() for _ in itertools.count()), 3)
+    next(items)
+    items.close()
+    assert not made
+    assert list(items) == []
+
+
+def test_closing_in_another_thread_ends_a_consumer_that_waits() -> None:
+    waits, goes_on = threading.Event(), threading.Event()
+
+    def source() -> Generator[int, None, None]:
+        yield 0
+        waits.set()
+        assert goes_on.wait(10)
+        yield 1
+        yield from itertools.count(2)
+
+    items, found = Prefetcher(source(), 2), list[object]()
+
+    def consume() -> None:
+        try:
+            found.extend(items)
+        except BaseException as error:
+            found.append(error)
+
+    consumer = threading.Thread(target=consume)
+    consumer.start()
+    assert waits.wait(10)
+    closer = threading.Thread(target=items.close)
+    closer.start()
+    goes_on.set()
+    consumer.join(10)
+    closer.join(10)
+    assert found in ([0], [0, 1])
+    assert list(items) == []
+
+
+def test_a_thread_goes_on_prefetching_after_the_main_thread_has_ended() -> None:
+    program = """
+import threading, time
+from latentcache.utils.concurrency import Prefetcher
+
+def consume():
+    main = threading.main_thread()
+    main.join()
+    time.sleep(0.05)  # the interpreter waits for this thread now
+    print(list(Prefetcher(iter_once(), 2)))
+
+def iter_once():
+    yield from range(4)
+
+threading.Thread(target=consume).start()
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (ran.stdout.strip(), ran.stderr) == ("[0, 1, 2, 3]", "")
+
+
+@pytest.mark.parametrize("ending", ["", "raise SystemExit(3)", "signal.raise_signal(signal.SIGINT)"])
+def test_the_process_ends_in_the_middle_of_an_iteration(ending: str) -> None:
+    program = f"""
+import itertools, signal
+from latentcache.utils.concurrency import Prefetcher
+signal.signal(signal.SIGINT, signal.default_int_handler)
+items = Prefetcher((number for number in itertools.count()), 2)
+assert next(items) == 0
+{ending}
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert ran.returncode == (0 if not ending else 3 if "SystemExit" in ending else -2), ran.stderr
