@@ -28,7 +28,7 @@ from latentcache import LatentCache
 from latentcache.dataset.manifest import ManifestFolder
 from latentcache.errors import LatentCacheError
 from latentcache.identity import canonical_json, digest
-from latentcache.store.pack import read_head, read_records
+from latentcache.store.pack import read_records, read_row
 
 MAX_CASE_S = 0.050
 MAX_CASE_KIB = 64 << 10
@@ -177,7 +177,7 @@ class PackTarget:
 
     def _read(self, data: bytes) -> Any:
         self.path.write_bytes(data)
-        head = read_head(self.path)
+        head = read_row(self.path)
         records = read_records(self.path)
         rows = [records.json(row) for row in range(len(head.keys))]
         # Not the layout: an entry's own digest has its dtypes and shapes, and is compared when the entry is read.
@@ -197,6 +197,7 @@ class ManifestTarget:
         self._cache = LatentCache(cache, read_only=True)
         self._folder = ManifestFolder(cache / "manifests")
         self._known = self._read(self.seeds[0])
+        self.use(self.seeds[0], False)  # the first batch imports
 
     def change(self, data: bytes, dice: random.Random) -> tuple[bytes, bool]:
         """A changed manifest, and whether its digest was made to fit."""

@@ -166,9 +166,12 @@ class _HeaderPart(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
 
+_MAX_FACTOR = 1e9
+
+
 class _ImageEncoding(_HeaderPart):
-    scaling_factor: Annotated[float, Field(gt=0, allow_inf_nan=False)]
-    shift_factor: Annotated[float, Field(allow_inf_nan=False)] | None
+    scaling_factor: Annotated[float, Field(gt=0, le=_MAX_FACTOR)]
+    shift_factor: Annotated[float, Field(ge=-_MAX_FACTOR, le=_MAX_FACTOR)] | None
 
 
 class _Imported(_HeaderPart):

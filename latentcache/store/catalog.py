@@ -15,6 +15,7 @@ from latentcache.store.index import Index, Position, Transaction, process_lock
 from latentcache.store.layout import Location, PackRow
 from latentcache.store.location_table import LocationTable
 from latentcache.store.recovery import scan_packs, scan_unknown
+from latentcache.utils.durable_files import typed_errors
 from latentcache.utils.locks import locked
 
 logger = logging.getLogger("latentcache")
@@ -88,7 +89,8 @@ class Catalog:
                 return
             except IndexDamagedError:
                 aside = self.directory.path / f"index.damaged-{uuid.uuid4().hex[:8]}"
-                self.directory.index.rename(aside)
+                with typed_errors(self.directory.index, 0):
+                    self.directory.index.rename(aside)
             self._start_over()
             logger.warning("%s It was moved to %s (delete it when you like) and is rebuilt now.", error, aside.name)
 

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 
 from latentcache.errors import StoreError
 from latentcache.store.base import OwnedEntry, StoreReport
@@ -17,6 +18,7 @@ from latentcache.store.disk import DISAGREE, DiskStore
 from latentcache.store.layout import Location
 from latentcache.store.location_table import LocationTable
 from latentcache.store.pack import map_pack, new_pack_id, read_entry, read_records, verified_arrays, write_pack
+from latentcache.store.recovery import scan_packs
 from latentcache.store.writer import PACK_BYTES, PACK_ENTRIES, PackBuffer
 
 MAX_DEAD_FRACTION = 0.3
@@ -27,7 +29,11 @@ SMALL_ENTRIES = PACK_ENTRIES // 4
 
 @dataclass(frozen=True, slots=True)
 class CompactReport(StoreReport):
-    """Packs and bytes of files before and after; entries copied; entries found damaged (key -> reason), not copied."""
+    """Packs and bytes of files before and after; entries copied; entries found damaged (key -> reason), not copied.
+
+    `put_aside`: pack -> reason, of packs that cannot be read and in which the index has nothing: they were moved to the
+    folder `damaged` of the cache, to be deleted by hand.
+    """
 
     num_packs_before: int
     num_packs_after: int
@@ -36,6 +42,7 @@ class CompactReport(StoreReport):
     num_entries: int
     damaged: dict[str, str]
     unreadable: dict[str, str]
+    put_aside: dict[str, str]
     dry_run: bool
 
 
@@ -46,21 +53,28 @@ Entries = Mapping[str, Mapping[str, Location]]
 def compact(store: DiskStore | str | os.PathLike[str], *, dry_run: bool = False) -> CompactReport:
     """Rewrite packs that are mostly dead, or small, into full ones, and delete those that hold nothing live.
 
-    Each entry is verified as it is copied; damaged ones are marked instead. With `dry_run` the figures after are
-    estimates, and nothing is read. Readers may go on: a pack that they have mapped stays readable.
+    Packs that cannot be read, and that the index does not know, are moved to the folder `damaged`. Each entry is
+    verified as it is copied; damaged ones are marked instead. With `dry_run` the figures after are estimates, and
+    nothing is read. Readers may go on: a pack that they have mapped stays readable.
     """
     with DiskStore.opened(store) as disk, nullcontext() if dry_run else disk.lock("compact", shared=False):
         chosen = _choose(disk.catalog.table)
         before = disk.directory.pack_sizes()
         damaged: dict[str, str] = {}
         unreadable: dict[str, str] = {}
+        # Entries of theirs that are needed were encoded again, or will be: the index does not know these packs.
+        scan = scan_packs(disk.directory, before.keys() - disk.catalog.table.packs.keys())
+        problems = {Path(path).stem: reason for path, reason in scan.unreadable.items()}
+        put_aside = {pack: problems[pack] for pack in sorted(problems.keys() - scan.unreachable)}
         if dry_run:
             num_copied, payload_bytes = _size(chosen)
             num_new = max(-(-payload_bytes // PACK_BYTES), -(-num_copied // PACK_ENTRIES))
-            gone = (disk.catalog.table.empty_packs() | chosen.keys()) & before.keys()
+            gone = (disk.catalog.table.empty_packs() | chosen.keys()) & before.keys() | put_aside.keys()
             num_after = len(before) - len(gone) + num_new
             bytes_after = sum(before.values()) - sum(before[pack] for pack in gone) + payload_bytes
         else:
+            for pack in put_aside:
+                disk.directory.put_aside(pack)
             num_copied = _rewrite(disk, chosen, damaged, unreadable)
             after = disk.directory.pack_sizes()
             num_after, bytes_after = len(after), sum(after.values())
@@ -72,6 +86,7 @@ def compact(store: DiskStore | str | os.PathLike[str], *, dry_run: bool = False)
             num_entries=num_copied,
             damaged=damaged,
             unreadable=unreadable,
+            put_aside=put_aside,
             dry_run=dry_run,
         )
 

@@ -9,11 +9,14 @@ import stat
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from latentcache.errors import ReadOnlyError, SchemaError, StoreError, UnsafeStoreError
+from latentcache.identity import canonical_json, digest
 from latentcache.store.base import PACK_SUFFIX, is_pack_id
 from latentcache.utils.durable_files import (
     open_regular,
+    read_regular,
     sweep_temporaries,
     sync_folder,
     typed_errors,
@@ -24,7 +27,8 @@ from latentcache.utils.durable_files import (
 SCHEMA = 2
 """Version of the directory's layout."""
 MARK = "CACHE.json"
-_MAX_MARK_BYTES = 1 << 16
+DAMAGED = "damaged"
+_MAX_MARK_BYTES = 1 << 12
 
 logger = logging.getLogger("latentcache")
 
@@ -33,16 +37,21 @@ class CacheDirectory:
     """`CACHE.json` (the schema), `packs/<xx>/<pack>.safetensors`, `index/`, `manifests/`, and `upkeep.lock`.
 
     StoreError: there is no such directory (and `create` is false), or it holds something else. SchemaError: another
-    format. ReadOnlyError: it cannot be written, and `read_only` is false.
+    format. UnsafeStoreError: `CACHE.json` is damaged, or no file; with `repair` it is written again if there are packs.
+    ReadOnlyError: it cannot be written, and `read_only` is false.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, create: bool = True, read_only: bool = False):
+    def __init__(
+        self, path: str | os.PathLike[str], *, create: bool = True, read_only: bool = False, repair: bool = False
+    ):
         self.path = Path(path).expanduser().absolute()
         self.packs = self.path / "packs"
         self.index = self.path / "index"
         self.manifests = self.path / "manifests"
         self.lock = self.path / "upkeep.lock"
-        if not (self.path / MARK).is_file():
+        if repair and self.pack_sizes():
+            self._repair()
+        if not os.path.lexists(self.path / MARK):
             self._make(create=create and not read_only)
         self._check_schema()
         if not read_only:
@@ -56,34 +65,42 @@ class CacheDirectory:
             raise StoreError(f"{self.path}: is not a directory; a cache is one")
         # A process that makes the same cache at this moment has a temporary file there.
         names = [n for n in os.listdir(self.path) if not n.startswith(f".{MARK}.")] if self.path.is_dir() else []
-        if names and not (self.path / MARK).is_file():
+        if names and not os.path.lexists(self.path / MARK):
+            advice = f"`latentcache rebuild` writes {MARK} again" if self.pack_sizes() else "Name a cache, or a new one"
             raise StoreError(
                 f"{self.path}: is not a cache (it has no {MARK}) and is not empty: it holds {sorted(names)[0]!r}. "
-                "Name a cache, or a new directory."
+                f"{advice}."
             )
         if not create:
             raise StoreError(
                 f"{self.path}: there is no cache here. `latentcache precache` makes one; check cache.path."
             )
-        text = json.dumps({"format": "latentcache", "schema": SCHEMA}).encode()
-        with typed_errors(self.path, len(text)):
+        with typed_errors(self.path, 0):
             _make_folder(self.path)
-        write_sealed(self.path / MARK, text)
+        write_sealed(self.path / MARK, _mark_bytes())
+
+    def _repair(self) -> None:
+        try:
+            self._check_schema()
+        except (FileNotFoundError, UnsafeStoreError) as error:
+            # Its packs say which format they have, and those of another one are not read.
+            logger.warning("%s is written again: %s", MARK, error)
+            write_sealed(self.path / MARK, _mark_bytes())
 
     def _check_schema(self) -> None:
-        mark = self.path / MARK
+        mark = self.path.resolve() / MARK  # the directory may be a link, and the file may not
+        text = read_regular(mark, _MAX_MARK_BYTES)
         try:
-            fd = os.open(mark, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        except OSError as error:
-            raise unreadable(mark, error) from error
-        try:
-            value = json.loads(os.read(fd, _MAX_MARK_BYTES))
-            found = value.get("schema") if isinstance(value, dict) else value
-        except (ValueError, RecursionError):
-            found = "no JSON"
-        finally:
-            os.close(fd)
-        if type(found) is not int or found != SCHEMA:
+            value = json.loads(text)
+            # An older cache has no digest. With one, a damaged file is not taken for a newer format.
+            stored, found = value.pop("digest", None), value["schema"]
+            is_whole = value["format"] == "latentcache" and stored in (None, _digest_of(value)) and type(found) is int
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            is_whole = False
+        if not is_whole:
+            expected = _mark_bytes().decode()
+            raise UnsafeStoreError(mark, f"is damaged: it is {text!r:.200}, not {expected}; run `latentcache rebuild`")
+        if found != SCHEMA:
             raise SchemaError(self.path, found, SCHEMA)
 
     def pack_path(self, pack: str) -> Path:
@@ -168,6 +185,17 @@ class CacheDirectory:
             path.unlink(missing_ok=True)
             sync_folder(path.parent)
 
+    def put_aside(self, pack: str) -> None:
+        """Move a pack that cannot be read to the folder `damaged`."""
+        folder, path = self.path / DAMAGED, self.pack_path(pack)
+        if folder.is_symlink():
+            raise UnsafeStoreError(folder, "is a link; remove it and run the same command")
+        with typed_errors(folder, 0):
+            _make_folder(folder)
+            path.rename(folder / path.name)
+            sync_folder(folder)
+            sync_folder(path.parent)
+
     def sweep(self) -> int:
         """Remove what dead writers left half written, and count it."""
         folders = [folder for folder in (self.manifests, self.index) if folder.is_dir() and not folder.is_symlink()]
@@ -181,6 +209,15 @@ class CacheDirectory:
             return []
         except OSError as error:
             raise unreadable(self.packs, error) from error
+
+
+def _mark_bytes() -> bytes:
+    value = {"format": "latentcache", "schema": SCHEMA}
+    return json.dumps(value | {"digest": _digest_of(value)}).encode()
+
+
+def _digest_of(value: Mapping[str, Any]) -> str:
+    return digest(canonical_json(value))
 
 
 def _make_folder(path: Path) -> None:

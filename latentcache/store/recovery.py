@@ -88,7 +88,7 @@ def scan_unknown(directory: CacheDirectory, packs: Collection[str]) -> Scan:
     """Read the packs that the index does not know. Those that cannot be read are warned of."""
     scan = scan_packs(directory, packs)
     for path, reason in scan.unreadable.items():
-        advice = "" if Path(path).stem in scan.unreachable else "; delete it, or move it elsewhere"
+        advice = "" if Path(path).stem in scan.unreachable else "; `latentcache compact` puts it aside"
         logger.warning("%s Its entries are missing%s.", reason, advice)
     return scan
 

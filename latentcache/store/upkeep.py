@@ -12,7 +12,6 @@ import uuid
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from shutil import rmtree
 from typing import Any
 
 from typing_extensions import override
@@ -28,6 +27,7 @@ from latentcache.store.layout import Location, PackRow
 from latentcache.store.location_table import LocationTable
 from latentcache.store.pack import map_pack, read_records, verified_arrays
 from latentcache.store.recovery import Scan, scan_packs
+from latentcache.utils.durable_files import remove_whole, typed_errors
 from latentcache.utils.locks import locked
 
 __all__ = ["CompactReport", "PruneReport", "RebuildReport", "VerifyReport", "compact", "prune", "rebuild", "verify"]
@@ -137,7 +137,10 @@ def _verify_pack(
         records = read_records(path)
         data = map_pack(path, records.row.pack.file_bytes)
     except (PackError, UnsafeStoreError) as error:
-        return dict.fromkeys(entries, f"its pack cannot be read: {error}"), str(error)
+        advice = (
+            f"{error} `latentcache precache CONFIG`, then `latentcache compact`, encodes its entries and removes it."
+        )
+        return dict.fromkeys(entries, f"its pack cannot be read: {error}"), advice
     except FileNotFoundError:
         return dict.fromkeys(entries, f"its pack is gone: {path}"), f"{path}: is gone" if entries else None
     except StoreError as error:
@@ -162,11 +165,11 @@ def rebuild(store: StoreOrPath) -> RebuildReport:
 
     Of two packs with one key the one whose payload verifies is taken. Entries marked as damaged are read again.
     """
-    directory = store.directory if isinstance(store, DiskStore) else CacheDirectory(store, create=False)
+    directory = store.directory if isinstance(store, DiskStore) else CacheDirectory(store, create=False, repair=True)
     with locked(directory.lock, "rebuild", shared=False):
         directory.sweep()
         for leftover in directory.path.glob("index.replaced-*"):
-            rmtree(leftover)
+            remove_whole(leftover)
         old = _old_rows(directory)
         suspects = {key for row in old.values() for key in row.damaged()}
         scan = scan_packs(directory, directory.pack_sizes(), suspects)
@@ -179,14 +182,14 @@ def rebuild(store: StoreOrPath) -> RebuildReport:
         lost = _lost(old, scan, found)
         rows = scan.rows | kept | _rows_of_lost(old, scan, lost)
         aside = directory.path / f"index.replaced-{uuid.uuid4().hex[:8]}"
-        if directory.index.is_symlink():
-            directory.index.unlink()
-        elif directory.index.exists():
-            # A death from here on leaves no index, or an empty one: the next opening fills it from the packs.
-            directory.index.rename(aside)
+        with typed_errors(directory.index, 0):
+            if directory.index.is_symlink():
+                directory.index.unlink()
+            elif directory.index.exists():
+                # A death from here on leaves no index, or an empty one: the next opening fills it from the packs.
+                directory.index.rename(aside)
         Index(directory.index).replace_many({PACK_PREFIX + pack: row.to_bytes() for pack, row in rows.items()})
-        if aside.exists():
-            rmtree(aside)
+        remove_whole(aside)
     if isinstance(store, DiskStore):
         store.catalog.reload()
     num_live = sum(int(row.live.sum()) for row in scan.rows.values())

@@ -11,7 +11,7 @@ Run = Callable[..., dict[str, Any]]
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("target", ["packs"])
+@pytest.mark.parametrize("target", ["packs", "manifests"])
 def test_what_is_changed_gives_only_our_own_errors(run_soak: Run, target: str) -> None:
     result = run_soak("soak_fuzz", "--n", 2000, "--only", target)
     (goal,) = result["goals"]

@@ -23,10 +23,13 @@ from latentcache.errors import (
     StorageFullError,
     StoreBusyError,
     StoreError,
+    UnsafeStoreError,
 )
 from latentcache.store import DiskStore, Index
 from latentcache.store import writer as writer_module
+from latentcache.store.directory import CacheDirectory
 from latentcache.store.stacking import read_batch
+from latentcache.store.upkeep import rebuild
 
 
 @pytest.fixture
@@ -99,17 +102,81 @@ def test_directories_that_are_no_caches(root, tmp_path):
     assert listing(root) == [*CLEAN, "0 packs"]
 
 
-@pytest.mark.parametrize(
-    "mark", ['{"schema": 1}', '{"schema": 3}', '{"schema": "1"}', "{}", "[1]", "no json", "", "[" * 5000]
-)
-def test_other_formats_are_refused(root, mark):
+@pytest.mark.parametrize("schema", [1, 3, 10**9])
+def test_other_formats_are_refused(root, schema):
     DiskStore(root).close()
+    mark = f'{{"format": "latentcache", "schema": {schema}}}'
     (root / "CACHE.json").write_text(mark)
     for read_only in (False, True):
         with pytest.raises(SchemaError) as caught:
             DiskStore(root, read_only=read_only)
         assert caught.value.supported == 2
     assert (root / "CACHE.json").read_text() == mark
+
+
+def test_a_flipped_bit_in_the_mark_is_damage_and_no_other_format(root):
+    with DiskStore(root) as store:
+        store.add(samples(0))
+    mark = root / "CACHE.json"
+    whole = mark.read_bytes()
+    for place in range(len(whole)):
+        for bit in range(8):
+            mark.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << bit]) + whole[place + 1 :])
+            try:
+                CacheDirectory(root, read_only=True)  # in the name of the digest: an older cache has none
+            except UnsafeStoreError as error:
+                assert "CACHE.json: is damaged" in str(error) and "`latentcache rebuild`" in str(error)
+                CacheDirectory(root, repair=True)
+                assert mark.read_bytes() == whole
+
+
+MARKS = [
+    '{"schema": 2}',
+    '{"format": "latentcache", "schema": "2"}',
+    "{}",
+    "[1]",
+    "no json",
+    "",
+    "[" * 2000,
+    "7",
+    "null",
+]
+
+
+@pytest.mark.parametrize("what", [*MARKS, "nothing", "folder", "pipe", "link", "loop", "sparse"])
+def test_rebuild_writes_a_mark_that_is_none_again(root, what):
+    with DiskStore(root) as store:
+        store.add(samples(0, 1))
+    mark = root / "CACHE.json"
+    mark.unlink()
+    if what == "folder":
+        mark.mkdir()
+    elif what == "pipe":
+        os.mkfifo(mark)
+    elif what in ("link", "loop"):
+        mark.symlink_to(mark if what == "loop" else "/dev/zero")
+    elif what != "nothing":
+        mark.write_text("" if what == "sparse" else what)
+        if what == "sparse":
+            os.truncate(mark, 200 << 30)
+    for read_only in (False, True):
+        with pytest.raises(StoreError, match=r"CACHE\.json.*`latentcache rebuild`") as caught:
+            DiskStore(root, read_only=read_only)
+        assert not isinstance(caught.value, SchemaError)
+    if what == "folder":  # somebody's
+        with pytest.raises(UnsafeStoreError, match="Remove what is there"):
+            rebuild(root)
+        mark.rmdir()
+    assert rebuild(root).num_entries == 2
+    with DiskStore(root) as store:
+        assert_holds(store, 0, 1)
+
+
+def test_a_folder_without_packs_is_not_made_a_cache(tmp_path):
+    (tmp_path / "CACHE.json").write_text("somebody else's")
+    with pytest.raises(UnsafeStoreError, match="is damaged"):
+        rebuild(tmp_path)
+    assert os.listdir(tmp_path) == ["CACHE.json"] and (tmp_path / "CACHE.json").read_text() == "somebody else's"
 
 
 def test_two_stores_on_one_directory_see_each_other(root):

@@ -11,8 +11,8 @@ from dataclasses import replace
 import pytest
 from store_samples import CLEAN, flip, key, listing, pack_of, packs, payload, run, same, sample, samples
 
-from latentcache.errors import EntryMissingError, StoreBusyError, StoreError
-from latentcache.store import DiskStore, Index, catalog, compaction, writer
+from latentcache.errors import EntryMissingError, StoreBusyError, StoreError, UnsafeStoreError
+from latentcache.store import DiskStore, Index, catalog, compaction, recovery, writer
 from latentcache.store.pack import new_pack_id
 from latentcache.store.stacking import read_batch, stack
 from latentcache.store.upkeep import compact, prune, rebuild, verify
@@ -264,6 +264,88 @@ def test_compact_leaves_a_pack_that_it_cannot_read(store):
     report = compact(store)
     assert report.unreadable.keys() == {path.stem} and path.exists() and report.num_packs_after == 2
     assert_holds(store, 1, 2)
+
+
+def broken_pack(store, number):
+    """The pack of a sample, after a flip in its header."""
+    path = pack_of(store, number)
+    data = bytearray(path.read_bytes())
+    data[20] ^= 1
+    path.write_bytes(data)
+    return path
+
+
+@pytest.mark.parametrize("rebuilds", [False, True], ids=["known", "unknown"])
+def test_a_pack_with_a_damaged_header_is_gone_once_its_entries_are_there_again(store, rebuilds):
+    """verify, precache, compact: what the report of verify says. Also where a rebuild has forgotten the pack."""
+    add_packs(store, [0], [1])
+    path = broken_pack(store, 0)
+    assert "then `latentcache compact`" in verify(store).unreadable[path.stem]
+    if rebuilds:
+        rebuild(store)
+        store.remove([key(0)])  # the reason of the damage
+    store.add(samples(0))
+    assert list(verify(store).unreadable) == [path.stem], "the file is still there"
+    assert list(compact(store, dry_run=True).put_aside) == ([path.stem] if rebuilds else []) and path.exists()
+    report = compact(store)
+    assert list(report.put_aside) == ([path.stem] if rebuilds else []) and not report.unreadable
+    assert not path.exists() and (store.path / "damaged" / path.name).exists() == rebuilds
+    assert verify(store).ok and not compact(store).put_aside
+    assert_holds(store, 0, 1)
+
+
+def test_a_pack_that_cannot_be_read_now_is_not_put_aside(store, root, monkeypatch):
+    add_packs(store, [0], [1])
+    path = pack_of(store, 0)
+    shutil.rmtree(root / "index")
+    path.chmod(0)
+    if os.access(path, os.R_OK):  # root may read everything
+        real = recovery.read_row
+        refuse = StoreError(f"{path}: cannot be read now")
+
+        def read_row(which):
+            if which == path:
+                raise refuse
+            return real(which)
+
+        monkeypatch.setattr(recovery, "read_row", read_row)
+    with DiskStore(root) as again:
+        assert not compact(again).put_aside and path.exists()
+
+
+def test_a_folder_for_damaged_packs_that_is_a_link_is_not_entered(store, root, tmp_path):
+    add_packs(store, [0], [1])
+    path = broken_pack(store, 0)
+    rebuild(store)
+    (tmp_path / "outside").mkdir()
+    (root / "damaged").symlink_to(tmp_path / "outside")
+    with pytest.raises(UnsafeStoreError, match="is a link"):
+        compact(store)
+    assert path.exists() and not os.listdir(tmp_path / "outside")
+
+
+@pytest.mark.parametrize("what", ["file", "pipe", "link", "loop", "folder"])
+@pytest.mark.parametrize("name", ["index", "index.replaced-x"])
+def test_what_lies_in_the_place_of_an_index_is_removed_or_refused(root, tmp_path, what, name):
+    with DiskStore(root) as store:
+        add_packs(store, [0], [1])
+    outside, path = tmp_path / "outside", root / name
+    outside.mkdir()
+    (outside / "precious").touch()
+    if path.exists():
+        shutil.rmtree(path)
+    if what == "file":
+        path.write_text("file")
+    elif what == "pipe":
+        os.mkfifo(path)
+    elif what == "folder":
+        (path / "deeper").mkdir(parents=True)
+    else:
+        path.symlink_to(path if what == "loop" else outside)
+    assert rebuild(root).num_entries == 2
+    assert os.listdir(outside) == ["precious"] and not list(root.glob("index.replaced-*"))
+    with DiskStore(root) as store:
+        assert_holds(store, 0, 1)
 
 
 def test_readers_go_on_while_packs_move(store, root):
