@@ -1,0 +1,143 @@
+"""Edit a copy of diffusers' train_text_to_image_sdxl.py or train_text_to_image_lora_sdxl.py to train from a cache.
+
+`python scripts/edit_diffusers_script.py train_text_to_image_lora_sdxl.py cache/mine photos > train_from_cache.py`
+takes out what decodes and encodes images and captions, and puts in the samples of the manifest `photos`. It changes
+whole lines, which it finds by what they say. Where a release of diffusers has other lines it writes nothing, says
+which one it misses, and exits with 2. The edited script takes the arguments that it took before; of those about the
+dataset it uses none, but still asks for one: give `--train_data_dir .`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Edit:
+    """Replace the lines from `first` up to, but without, `end` by `text`. Both are whole lines, with indentation."""
+
+    first: str
+    end: str
+    text: str = ""
+
+
+DATA = "    # Get the datasets: you can either provide your own training and evaluation files (see below)"
+STEPS = "    # Scheduler and math around the number of training steps."
+TIME_IDS = Edit(
+    "                # time ids",
+    "                # Predict the noise residual",
+    "                # The bucket is the target size: (args.resolution, args.resolution) is that of square ones only.\n"
+    "                add_time_ids = time_ids(batch, device=accelerator.device)\n\n",
+)
+IMPORTS = """    from latentcache import LatentDataset
+    from latentcache.integrations.diffusers import PrecomputedDataset, data_loader, time_ids
+
+"""
+
+EDITS = {
+    "train_text_to_image_sdxl.py": (
+        Edit("    # Load the tokenizers", "    # Load scheduler and models"),
+        Edit("    text_encoder_one = text_encoder_cls_one.from_pretrained(", "    vae_path = ("),
+        Edit("    vae = AutoencoderKL.from_pretrained(", "    unet = UNet2DConditionModel.from_pretrained("),
+        Edit("    # Freeze vae and text encoders.", "    # Set unet as trainable."),
+        Edit(
+            "    # Move unet, vae and text_encoder to device and cast to weight_dtype", "    # Create EMA for the unet."
+        ),
+        Edit(
+            DATA,
+            STEPS,
+            f"""{IMPORTS}    precomputed_dataset = PrecomputedDataset(
+        LatentDataset(CACHE, MANIFEST), proportion_empty_prompts=args.proportion_empty_prompts
+    )
+    train_dataloader = data_loader(precomputed_dataset, args.train_batch_size, seed=args.seed or 0)
+
+""",
+        ),
+        TIME_IDS,
+    ),
+    "train_text_to_image_lora_sdxl.py": (
+        Edit(
+            "    if args.pretrained_vae_model_name_or_path is None:",
+            "    if args.enable_npu_flash_attention:",
+            """    # The VAE and the text encoders wait on the CPU: only sample images and checkpoints need them.
+    if args.train_text_encoder:
+        raise ValueError("the captions' embeddings come from a cache: leave --train_text_encoder out")
+    if args.pretrained_vae_model_name_or_path is not None:
+        vae.to(dtype=weight_dtype)
+    text_encoder_one.to(dtype=weight_dtype)
+    text_encoder_two.to(dtype=weight_dtype)
+
+""",
+        ),
+        Edit(
+            DATA,
+            STEPS,
+            f"""{IMPORTS}    train_dataset = PrecomputedDataset(LatentDataset(CACHE, MANIFEST), dtype=weight_dtype)
+    train_dataloader = data_loader(train_dataset, args.train_batch_size, seed=args.seed or 0)
+
+""",
+        ),
+        Edit(
+            "                # Convert images to latent space",
+            "                # Sample noise that we'll add to the latents",
+            '                model_input = batch["model_input"]\n\n',
+        ),
+        TIME_IDS,
+        Edit(
+            "                prompt_embeds, pooled_prompt_embeds = encode_prompt(",
+            '                unet_added_conditions.update({"text_embeds": pooled_prompt_embeds})',
+            '                prompt_embeds = batch["prompt_embeds"]\n'
+            '                pooled_prompt_embeds = batch["pooled_prompt_embeds"]\n',
+        ),
+    ),
+}
+"""Script -> its edits, in the order of its lines."""
+
+
+def edited(source: str, name: str, cache: str, manifest: str) -> str:
+    """The text of the script `name`, edited. Raises ValueError, which names the line, where it has other lines."""
+    lines, place, result = source.splitlines(keepends=True), 0, []
+    bare = [line.rstrip("\r\n") for line in lines]
+    for edit in EDITS[name]:
+        first = find(bare, edit.first, place, name)
+        end = find(bare, edit.end, first, name)
+        text = edit.text.replace("CACHE", repr(cache)).replace("MANIFEST", repr(manifest))
+        result += [*lines[place:first], text]
+        place = end
+    return "".join([*result, *lines[place:]])
+
+
+def find(lines: list[str], wanted: str, start: int, name: str) -> int:
+    """The number of the line, which must be there exactly once from `start` on."""
+    places = [number for number in range(start, len(lines)) if lines[number] == wanted]
+    if len(places) != 1:
+        met = "no line" if not places else f"{len(places)} lines"
+        raise ValueError(
+            f"{name}: {met} from number {start + 1} on read {wanted.strip()!r}, one is expected: this release of "
+            "diffusers has another script, so edit it by hand, as docs/guide/diffusers.md says"
+        )
+    return places[0]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("script", type=Path, help=f"a copy of {' or '.join(EDITS)}, under that name")
+    parser.add_argument("cache", help="the cache's directory")
+    parser.add_argument("manifest", help="the name of the dataset in the config that precache was given")
+    options = parser.parse_args(arguments)
+    if options.script.name not in EDITS:
+        parser.error(f"{options.script.name} is none of {', '.join(EDITS)}")
+    try:
+        source = options.script.read_text(encoding="utf-8")
+        sys.stdout.write(edited(source, options.script.name, options.cache, options.manifest))
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
