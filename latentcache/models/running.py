@@ -104,34 +104,24 @@ class _Batches(Generic[Item]):
 
 
 class BatchRunner(Generic[Item, Result]):
-    """Runs `encode` on batches of at most `batch_size` items; `batch_size` is halved whenever memory runs out.
+    """Runs batches of at most `batch_size` items; `batch_size` is halved whenever memory runs out.
 
-    A reduced size stays: see `batch_size` and `num_reductions`. `part` names the model in errors.
+    A reduced size stays. `part` names the model in errors.
     """
 
     def __init__(self, part: str, batch_size: int, device: torch.device | str):
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}, but at least 1 is needed")
         self.part, self.batch_size, self.device = part, batch_size, torch.device(device)
-        self.num_reductions = 0
-
-    def run(
-        self,
-        items: Sequence[Item],
-        encode: Callable[[Sequence[Item]], Result],
-        on_failure: Callable[[Item, EncodeError], None] | None = None,
-    ) -> Iterator[tuple[Sequence[Item], Result]]:
-        """Yield each batch of items with the result of `encode`, in order: `run_ahead` with none ahead."""
-        return self.run_ahead([items], encode, lambda result: result, on_failure, num_ahead=0)
 
     def run_ahead(
         self,
         groups: Iterable[Iterable[Item]],
         launch: Callable[[Sequence[Item]], Launched],
         fetch: Callable[[Launched], Result],
-        on_failure: Callable[[Item, EncodeError], None] | None = None,
+        on_failure: Callable[[Item, EncodeError], None],
         *,
-        num_ahead: int = 1,
+        num_ahead: int,
     ) -> Iterator[tuple[Sequence[Item], Result]]:
         """Yield each batch of items with its result, in order. No batch holds items of two groups.
 
@@ -141,8 +131,7 @@ class BatchRunner(Generic[Item, Result]):
 
         Memory may run out in either call. Batches that were launched after that one are dropped and launched again.
         An item that does not fit alone goes to `on_failure` with its EncodeError (problem `out-of-memory`), and the
-        other items are encoded; without `on_failure` the error is raised. Other errors are raised after the results of
-        the batches that were launched before.
+        other items are encoded. Other errors are raised after the results of the batches that were launched before.
         """
         batches = _Batches(groups)
         under_way: deque[tuple[list[Item], _Attempt]] = deque()
@@ -167,23 +156,16 @@ class BatchRunner(Generic[Item, Result]):
             under_way.clear()
             free_cached_memory(self.device)
             if len(batch) > 1:
-                self.batch_size, self.num_reductions = len(batch) // 2, self.num_reductions + 1
+                self.batch_size = len(batch) // 2
                 message = "%s: a batch of %d does not fit in the memory of %s, going on with %d"
                 logger.warning(message, self.part, len(batch), self.device, self.batch_size)
                 batches.put_back([batch])
             else:
-                self._fail(batch[0], attempt.shortage, on_failure)
-
-    def _fail(self, item: Item, shortage: str, on_failure: Callable[[Item, EncodeError], None] | None) -> None:
-        error = EncodeError(
-            f"{self.part}: one item alone does not fit in the memory of {self.device} ({shortage}). "
-            "Free memory on the device, or use a smaller bucket area or a smaller dtype.",
-            part=self.part,
-            problem="out-of-memory",
-        )
-        if on_failure is None:
-            raise error
-        on_failure(item, error)
+                message = (
+                    f"{self.part}: one item alone does not fit in the memory of {self.device} ({attempt.shortage}). "
+                    "Free memory on the device, or use a smaller bucket area or a smaller dtype."
+                )
+                on_failure(batch[0], EncodeError(message, part=self.part, problem="out-of-memory"))
 
 
 @contextmanager

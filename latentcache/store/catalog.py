@@ -46,7 +46,7 @@ class Catalog:
         self.index: Index | None = None
         """None for a reader that can use none: memory then has what the packs say, and nothing is read again."""
         # Memory and the index change together, and a fork waits for it.
-        self._lock = process_lock()
+        self._lock = process_lock
         if read_only:
             self._open_for_reading()
         else:

@@ -8,7 +8,6 @@ idle one.
 
 from __future__ import annotations
 
-import functools
 import os
 import sqlite3
 import stat
@@ -69,15 +68,14 @@ MAX_VALUE_BYTES = 1 << 23
 _BEFORE_ALL = -(1 << 63)
 
 
-@functools.cache
-def process_lock() -> threading.RLock:
-    """One lock for all indexes. A fork of this process waits for it, and both sides find it free.
+process_lock = threading.RLock()
+"""One lock for all indexes. A fork of this process waits for it, and both sides find it free.
 
-    A new lock in the child would not do: SQLite would roll back there what the parent is writing.
-    """
-    lock = threading.RLock()
-    os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
-    return lock
+A new lock in the child would not do: SQLite would roll back there what the parent is writing.
+"""
+os.register_at_fork(
+    before=process_lock.acquire, after_in_parent=process_lock.release, after_in_child=process_lock.release
+)
 
 
 class _BytesDisk(diskcache.Disk):  # type: ignore[misc]  # diskcache has no types
@@ -190,7 +188,7 @@ class Index:
         self.path = Path(path).absolute()
         self._database = self.path / DBNAME
         self.read_only = read_only
-        self.lock = process_lock()
+        self.lock = process_lock
         """Held during each call. Hold it to make one step of several calls, and of what memory keeps of them."""
         self._closed = False
         self._cache: diskcache.Cache | None = None

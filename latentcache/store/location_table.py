@@ -183,14 +183,12 @@ class LocationTable:
             found.update(chunk if here.all() else [chunk[number] for number in np.flatnonzero(here).tolist()])
         return found
 
-    def drop(self, keys: Sequence[str]) -> int:
-        """Forget entries. Returns how many of them were here."""
-        before = len(self)
+    def drop(self, keys: Sequence[str]) -> None:
+        """Forget entries."""
         words = key_words(keys)
         for part in self._parts:
             positions = part.positions(words)
             part.live[positions[positions >= 0]] = False
-        return before - len(self)
 
     def drop_packs(self, packs: Collection[str]) -> None:
         """Forget packs, and what lies in them."""

@@ -21,6 +21,15 @@ def _quick_collections() -> Iterator[None]:
     gc.unfreeze()
 
 
+def raised(item, error):
+    raise error
+
+
+def run(runner, items, encode, on_failure=raised):
+    """Each batch of one group with its result, none ahead."""
+    return runner.run_ahead([items], encode, lambda result: result, on_failure, num_ahead=0)
+
+
 class LimitedMemory:
     """An encoder that fits `limits[item]` items in one call at most."""
 
@@ -37,7 +46,7 @@ class LimitedMemory:
 @given(limits=st.lists(st.integers(1, 9), max_size=25), batch_size=st.integers(1, 12))
 def test_every_item_completes_once_and_in_order(limits, batch_size):
     runner = BatchRunner("vae", batch_size, "cpu")
-    batches = runner.run(range(len(limits)), LimitedMemory(limits))
+    batches = run(runner, range(len(limits)), LimitedMemory(limits))
     done = [pair for items, results in batches for pair in zip(items, results, strict=True)]
     assert done == [(index, index * 10) for index in range(len(limits))]
     assert 1 <= runner.batch_size <= batch_size
@@ -56,25 +65,27 @@ def test_a_shortage_at_any_call_halves_the_batch_and_all_items_complete(failing_
         return torch.tensor(items)
 
     runner = BatchRunner("vae", 4, "cpu")
-    done = torch.cat([result for _, result in runner.run(list(range(16)), encode)])
+    done = torch.cat([result for _, result in run(runner, list(range(16)), encode)])
     assert done.tolist() == list(range(16))
-    assert (runner.batch_size, runner.num_reductions) == (2, 1)
+    assert runner.batch_size == 2
     assert calls[failing_call - 1 : failing_call + 1] == [4, 2]
 
 
 def test_an_item_that_does_not_fit_alone_is_refused_by_name_and_the_rest_goes_on():
     refused = []
     runner = BatchRunner("vae", 4, "cpu")
-    batches = runner.run(range(6), LimitedMemory([4, 4, 0, 4, 4, 4]), lambda item, error: refused.append((item, error)))
+    batches = run(
+        runner, range(6), LimitedMemory([4, 4, 0, 4, 4, 4]), lambda item, error: refused.append((item, error))
+    )
     assert [item for items, _ in batches for item in items] == [0, 1, 3, 4, 5]
     [(item, error)] = refused
     assert item == 2
     assert (error.problem, error.part) == ("out-of-memory", "vae")
 
 
-def test_without_a_handler_the_refusal_is_raised():
+def test_an_error_of_the_handler_is_raised():
     with pytest.raises(EncodeError, match="one item alone does not fit") as caught:
-        list(BatchRunner("vae", 2, "cpu").run([0], LimitedMemory([0])))
+        list(run(BatchRunner("vae", 2, "cpu"), [0], LimitedMemory([0])))
     assert caught.value.problem == "out-of-memory"
 
 
@@ -83,7 +94,7 @@ def test_other_errors_pass_through():
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
 
     with pytest.raises(RuntimeError, match="mat1"):
-        list(BatchRunner("vae", 2, "cpu").run([0, 1], encode))
+        list(run(BatchRunner("vae", 2, "cpu"), [0, 1], encode))
 
 
 def test_what_the_failed_call_held_is_freed_before_the_next_one():
@@ -97,7 +108,7 @@ def test_what_the_failed_call_held_is_freed_before_the_next_one():
             raise torch.OutOfMemoryError("out of memory")
         return items
 
-    list(BatchRunner("vae", 2, "cpu").run([0, 1], encode))
+    list(run(BatchRunner("vae", 2, "cpu"), [0, 1], encode))
     assert alive == [[], [False], [False, False]]
 
 
@@ -137,7 +148,9 @@ class Device:
 
 def test_the_next_batch_is_launched_before_the_last_one_is_fetched():
     device = Device()
-    results = list(BatchRunner("vae", 2, "cpu").run_ahead([[0, 1, 2], [3, 4]], device.launch, device.fetch))
+    results = list(
+        BatchRunner("vae", 2, "cpu").run_ahead([[0, 1, 2], [3, 4]], device.launch, device.fetch, raised, num_ahead=1)
+    )
     assert results == [([0, 1], [0, 10]), ([2], [20]), ([3, 4], [30, 40])], "no batch holds items of two groups"
     assert device.log == [
         ("launch", 0, 1),
@@ -163,7 +176,7 @@ def test_every_item_completes_in_order_wherever_memory_runs_out(groups, batch_si
     group_of = {item: number for number, group in enumerate(items) for item in group}
     device = Device(lambda at, batch: at == phase and any(limits[item] < len(batch) for item in batch))
     runner = BatchRunner("vae", batch_size, "cpu")
-    done = list(runner.run_ahead(items, device.launch, device.fetch, num_ahead=num_ahead))
+    done = list(runner.run_ahead(items, device.launch, device.fetch, raised, num_ahead=num_ahead))
     assert [item for batch, _ in done for item in batch] == list(range(len(limits)))
     assert all(result == [item * 10 for item in batch] for batch, result in done)
     assert all(len({group_of[item] for item in batch}) == 1 for batch, _ in done)
@@ -174,7 +187,7 @@ def test_every_item_completes_in_order_wherever_memory_runs_out(groups, batch_si
 def test_an_item_that_does_not_fit_alone_is_refused_in_either_phase(phase):
     device, refused = Device(lambda at, items: at == phase and 2 in items), []
     results = BatchRunner("vae", 2, "cpu").run_ahead(
-        [range(5)], device.launch, device.fetch, lambda item, error: refused.append((item, error.problem))
+        [range(5)], device.launch, device.fetch, lambda item, error: refused.append((item, error.problem)), num_ahead=1
     )
     assert [item for batch, _ in results for item in batch] == [0, 1, 3, 4]
     assert refused == [(2, "out-of-memory")]
@@ -191,7 +204,8 @@ def test_another_error_comes_after_the_results_of_what_was_launched_before(phase
 
     calls = {"launch": device.launch, "fetch": device.fetch, phase: fails}
     with pytest.raises(ZeroDivisionError, match="a bug"):
-        for batch, _ in BatchRunner("vae", 1, "cpu").run_ahead([range(5)], calls["launch"], calls["fetch"]):
+        runner = BatchRunner("vae", 1, "cpu")
+        for batch, _ in runner.run_ahead([range(5)], calls["launch"], calls["fetch"], raised, num_ahead=1):
             done += batch
     assert done == [0, 1]
 
@@ -205,6 +219,6 @@ def test_groups_are_asked_for_when_they_are_needed():
             yield [number]
 
     device = Device()
-    results = BatchRunner("vae", 4, "cpu").run_ahead(groups(), device.launch, device.fetch)
+    results = BatchRunner("vae", 4, "cpu").run_ahead(groups(), device.launch, device.fetch, raised, num_ahead=1)
     next(results)
     assert asked == [0, 1]
