@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from functools import cache, partial
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Protocol
 
@@ -210,10 +212,10 @@ class MappedReader(ReadAhead, Reader):
             with ExitStack() as files:
                 # A batch goes to and fro between packs, and on a network file system opening a file takes a request.
                 opened = cache(partial(self._opened, files))
-                for location in locations[start : start + _MAX_FILES]:
-                    fd = opened(location.pack.id)
+                for pack, together in groupby(locations[start : start + _MAX_FILES], key=attrgetter("pack.id")):
+                    fd = opened(pack)
                     if fd is not None:
-                        advise(fd, location.ranges())
+                        advise(fd, [part for location in together for part in location.ranges()])
 
     def _opened(self, files: ExitStack, pack: str) -> int | None:
         """The pack's file, which `files` closes. None where it cannot be opened: the read that follows says why."""

@@ -101,7 +101,7 @@ def test_flags_override_every_scalar_setting(config_file: Path, run_json: Any, t
 def test_every_scalar_setting_has_a_flag(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")  # narrower, long names are broken over two lines
     help_text = "".join(run("precache", "--help")[1].split())
-    lists = {"cache", "datasets", "model", "encode", "validation", "validation.prompts"}
+    lists = {"cache", "datasets", "datasets.N.buckets.sizes", "model", "encode", "validation", "validation.prompts"}
     sections = {"datasets.N.source", "datasets.N.buckets", "datasets.N.images", "datasets.N.source.caption_columns"}
     for name in set(known_settings()) - lists - sections:
         flag = "--" + name.replace(".N.", ".{NAME}.").replace("_", "-")

@@ -126,9 +126,11 @@ def test_memory_stays_flat(
         with lock:
             live -= 1
 
-    def counted(pixels: np.ndarray, geometry: Any, prepare: Callable[..., np.ndarray] = images.prepare) -> np.ndarray:
+    real = images.prepare
+
+    def counted(*arguments: Any) -> np.ndarray:
         nonlocal live, most
-        prepared = prepare(pixels, geometry)
+        prepared = real(*arguments)
         weakref.finalize(prepared, died)
         with lock:
             live += 1

@@ -156,7 +156,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(MetricsError, match="No such file"):
         Metrics.read(tmp_path / "metrics.json")
     (tmp_path / "folder" / "metrics.json").mkdir(parents=True)
-    with pytest.raises(MetricsError, match="no regular file"):
+    with pytest.raises(MetricsError, match="is not a regular file"):
         Metrics.read(tmp_path / "folder" / "metrics.json")
 
 
