@@ -27,7 +27,7 @@ FILTERS_OF_RULE = {
     "diffusers": LANCZOS,
 }
 """Rule -> its filter (`resampling.FILTERS`), or that which shrinks and that which enlarges. OneTrainer resizes floating
-point, which differs from 8 bits by a rounding; all others give these very pixels."""
+point, which differs from 8 bits by one level at most; all others give these very pixels."""
 
 _ONETRAINER_ASPECTS = (1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0)
 # SimpleTuner takes these megapixels for the area of a square of so many pixels, 0.05 more or less.

@@ -146,11 +146,18 @@ class ExportReport(InteropReport):
             f"images    {self.num_images}",
             f"texts     {self.num_texts}",
             f"written   {self.num_files} files, {self.bytes_written:,} bytes",
+            *self._bucket_lines(),
             *_refusal_lines("skipped", self.skipped),
             *self._note_lines(),
             f"folder    {self.path}",
         ]
         return "\n".join(lines)
+
+    def _bucket_lines(self) -> list[str]:
+        if not self.buckets:
+            return []
+        settings = ", ".join(f"{name} {value}" for name, value in self.buckets.items())
+        return [f"buckets   {self.num_other_buckets} samples have another than the trainer's ({settings})"]
 
 
 def _refusal_lines(title: str, refusals: Sequence[Refusal]) -> list[str]:

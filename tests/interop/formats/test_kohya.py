@@ -366,6 +366,9 @@ def test_a_latent_of_another_bucket_is_skipped_since_kohya_would_take_it(config:
         }
         assert "its bucket is 64x128, cut from 71x128" in report.skipped[0].detail
         assert "that of kohya (" in report.skipped[0].detail and "buckets.rule: kohya" in report.skipped[0].detail
+        assert (
+            "5 samples have another than the trainer's (max_side 1024, min_side 32, resolution 128" in report.to_text()
+        )
         assert report.to_json()["buckets"]["resolution"] == 128 and report.to_json()["num_other_buckets"] == 5
         # The newer names have the resolution, which kohya looks for: it encodes such images again.
         report = kohya.export(cache, "photos", tmp_path / "newer", buckets=OTHER, with_resolution=True)
