@@ -71,7 +71,10 @@ class SourceConfig(_Section):
     path: UserPath
     """Folder or file of the dataset."""
     caption_extension: str = ".txt"
-    """`folder` only: suffix of the caption files; each line that is not empty is one caption."""
+    """`folder` only: suffix of the caption files."""
+    caption_lines: Literal["each", "joined"] = "each"
+    """`folder` only: each line of a caption file that is not empty is a caption; or all are one, joined by a space, as
+    ai-toolkit encodes them."""
     caption_columns: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
     """`imagefolder`, `webdataset`, `parquet`: columns that hold captions. Default: `text`, else `caption`."""
     image_column: str = "image"

@@ -70,7 +70,7 @@ def _folder(root: str, config: SourceConfig) -> SampleSource:
     extension = config.caption_extension
     if not extension.startswith(".") or is_image(f"a{extension}"):
         raise ConfigError(f"caption_extension is {extension!r}; write it like '.txt'", key="source.caption_extension")
-    return CaptionFileSource(root, extension)
+    return CaptionFileSource(root, extension, joined=config.caption_lines == "joined")
 
 
 def _files(path: str, suffixes: tuple[str, ...]) -> list[tuple[str, str]]:
@@ -155,16 +155,16 @@ def _signature(path: str) -> Signature:
 
 
 class CaptionFileSource(_FileSource):
-    """A folder, recursive. The captions of `a/cat.jpg` are the lines of `a/cat.txt`.
+    """A folder, recursive. The captions of `a/cat.jpg` are the lines of `a/cat.txt`; with `joined` they are one.
 
     Files with an image's suffix are samples, also of formats that are refused later, so that the report names them.
     Hidden files and folders are skipped. `cat.jpg` and `cat.png` are two samples with the same captions. A caption
     file that cannot be read or is not UTF-8 refuses the sample.
     """
 
-    def __init__(self, root: str, caption_extension: str):
+    def __init__(self, root: str, caption_extension: str, *, joined: bool = False):
         super().__init__(root)
-        self._caption_extension = caption_extension
+        self._caption_extension, self._joined = caption_extension, joined
 
     @override
     def _samples_in(self, folder: str, names: list[str]) -> Iterator[Sample | Refusal]:
@@ -172,14 +172,15 @@ class CaptionFileSource(_FileSource):
         for name in filter(is_image, names):
             caption_name = os.path.splitext(name)[0] + self._caption_extension
             caption_path = os.path.join(self._root, folder, caption_name)
-            read_captions = partial(_captions_at, caption_path) if caption_name in present else tuple
+            read_captions = partial(_captions_at, caption_path, self._joined) if caption_name in present else tuple
             yield self._sample(posixpath.join(folder, name), caption_path, read_captions)
 
 
-def _captions_at(path: str) -> tuple[str, ...]:
+def _captions_at(path: str, joined: bool) -> tuple[str, ...]:
     _signature(path)
     try:
-        return captions_in_text(read_range(path, 0, MAX_CAPTION_BYTES + 1))
+        captions = captions_in_text(read_range(path, 0, MAX_CAPTION_BYTES + 1))
+        return (" ".join(captions),) if joined and captions else captions
     except OSError as error:
         raise ImageRefused(path, "unreadable", f"caption file: {error.strerror}") from error
 

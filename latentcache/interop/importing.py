@@ -184,6 +184,9 @@ class _Import:
     def _keep(self, item: ForeignImage | ForeignText, writer: Writer) -> Refusal | None:
         """Store one item, and note it in the rows of its samples; why it cannot be stored, if so."""
         sample_ids = (item.sample_id,) if isinstance(item, ForeignImage) else item.sample_ids
+        if not sample_ids and item.note is not None:
+            self._report.note(item.note)
+            return None
         try:
             entry = self._image_entry(item) if isinstance(item, ForeignImage) else self._text_entry(item)
         except ForeignFileRefused as error:

@@ -52,7 +52,7 @@ class ForeignText:
     """One caption's embeddings in another trainer's cache; `path` and `note` as in a ForeignImage."""
 
     sample_ids: tuple[str, ...]
-    """The samples that it is the caption of; () where the format does not say."""
+    """The samples that it is the caption of; () where the format does not say. With a note it is left out then."""
     path: str
     caption: str | None
     """None: the format does not carry it, and none was found."""

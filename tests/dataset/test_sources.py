@@ -666,3 +666,12 @@ class TestParquet:
         monkeypatch.setattr(builtins, "__import__", without)
         with pytest.raises(ConfigError, match=r"pip install 'latentcache\[parquet\]'"):
             open_source("parquet", tmp_path)
+
+
+def test_the_lines_of_a_caption_file_may_be_one_caption(tmp_path: Path) -> None:
+    write(tmp_path, "a.png", "b.png", "c.png")
+    (tmp_path / "a.txt").write_bytes(b"a red car,\r\n\r\n  in the rain\n")
+    (tmp_path / "b.txt").write_text("\n \n")
+    found = samples(open_source("folder", tmp_path, caption_lines="joined"))
+    captions = {sample.sample_id: sample.captions for sample in found}
+    assert captions == {"a.png": ("a red car, in the rain",), "b.png": ("",), "c.png": ("",)}

@@ -4,7 +4,8 @@ Latents: `<stem>_<hash>.safetensors`, tensor `latent` [4, h, w], one draw multip
 file's metadata are the facts that are hashed: the image's name, the size that it was scaled to, the crop, flips.
 ai-toolkit mirrors an image before it scales and crops; a `Geometry` crops before, so that its crop is mirrored here.
 Text: `<stem>_<hash>.safetensors`, tensors `text_embed` [1, 77, 2048] and `pooled_embed` [1, 1280], without metadata.
-What is hashed is the caption as it was encoded, with the trigger word in it.
+What is hashed is the caption as it was encoded: the whole caption file, with the trigger word in it. With caption
+dropout each image has a second text, of the trigger word alone or of nothing, which stands for the dropped caption.
 
 A hash is the MD5 of sorted JSON, in URL-safe base64 without padding. (Read in ai-toolkit, which has the MIT license.)
 """
@@ -44,12 +45,18 @@ from latentcache.loading.cache import LatentCache
 from latentcache.types import Crop, Geometry, Size
 
 LATENT_FOLDER, TEXT_FOLDER = "_latent_cache", "_t_e_cache"
+NOTE_DROPPED = "it stands for dropped captions, and is left out: precache caches the empty caption for that"
+NOTE_LINES = (
+    "several captions, which ai-toolkit encodes as one: to export that, precache with source.caption_lines: joined"
+)
+NOTE_PLACEHOLDER = "the caption holds [trigger] or [name], for which ai-toolkit encodes its trigger word"
 NOTE_NO_IMAGE = "the image is not there: the size that it was scaled to stands for its own"
 NOTE_UNUSUAL = (
     "ai-toolkit makes another bucket, or resizes or crops otherwise: it does not find the latent, and encodes it "
     "again; precache with `buckets.rule: ai-toolkit`"
 )
 
+_PLACEHOLDERS = ("[name]", "[trigger]")
 _SPACE = "sdxl"
 _VERSION = 1
 _SUFFIX = ".safetensors"
@@ -107,7 +114,7 @@ def export(
 
 def _export_text(sample: ExportSample, base: Path, run: Export, caption_extension: str) -> None:
     if len(sample.captions) != 1:
-        run.report.note("several captions: ai-toolkit encodes them as one text, which is not in the cache")
+        run.report.note(NOTE_LINES)
         return
     (caption,) = sample.captions
     caption_file = os.path.splitext(sample.path)[0] + caption_extension
@@ -118,6 +125,9 @@ def _export_text(sample: ExportSample, base: Path, run: Export, caption_extensio
         return
     if text.split() != caption.text.split():
         run.report.note("the caption file was edited since: its text is not in the cache")
+        return
+    if any(placeholder in text for placeholder in _PLACEHOLDERS):
+        run.report.note(NOTE_PLACEHOLDER)
         return
     path = base.parent / TEXT_FOLDER / text_name(base.name, _encoded(text, None))
     if path in run:
@@ -180,7 +190,7 @@ def _caption_text(path: str) -> str:
 def _encoded(text: str, trigger: str | None) -> str:
     """What ai-toolkit makes of a caption: a space after every comma, and no placeholders."""
     text = ", ".join(text.split(","))
-    for placeholder in ("[name]", "[trigger]"):
+    for placeholder in _PLACEHOLDERS:
         text = text.replace(placeholder, trigger or "")
     return text
 
@@ -294,7 +304,7 @@ class AiToolkitCache:
         encoded = self._encoded_captions(stem)
         match = next(((caption, drop) for caption, drop in encoded if text_name(image_stem, caption) == name), None)
         if match is None:
-            detail = "its name does not follow from the caption: edited since, or made with a trigger word"
+            detail = "its name does not follow from the caption: edited since, or made with a trigger word (--trigger)"
             raise ForeignFileRefused(path, "missing", detail)
         tensors = _tensors(read_file(path), path)
         embeds = tensor_in(tensors.get("text_embed"), "text_embed", path, ndim=3)
@@ -304,8 +314,8 @@ class AiToolkitCache:
         caption, is_dropped = " ".join(match[0].split()), match[1]
         own = next((own for own in self._images.captions_of(sample_ids[0]) if " ".join(own.split()) == caption), None)
         # The embedding that stands for a dropped caption is not one of the sample's captions.
-        captioned = () if is_dropped and own is None else sample_ids
-        yield ForeignText(captioned, path, caption if own is None else own, embeds[0], pooled[0])
+        captioned, note = ((), NOTE_DROPPED) if is_dropped and own is None else (sample_ids, None)
+        yield ForeignText(captioned, path, caption if own is None else own, embeds[0], pooled[0], note)
 
     def _encoded_captions(self, stem: str) -> Iterator[tuple[str, bool]]:
         """What ai-toolkit may have encoded for a sample, and whether that stands for its dropped caption.

@@ -225,6 +225,24 @@ def test_a_text_of_a_dropped_caption_belongs_to_no_sample(images):
     assert (text.caption, text.sample_ids) == ("", ("img_001.png",))
 
 
+@pytest.mark.parametrize(("trigger", "dropped"), [("ohwx", "ohwx "), (None, "")])
+def test_texts_of_dropped_captions_are_noted_and_no_refusals(images, trigger, dropped):
+    """With a trigger word ai-toolkit encodes it alone, with a space; it adds one after each comma too."""
+    encoded = "a red car,  fast" if trigger is None else "ohwx a red car,  fast"
+    for text in (encoded, dropped):
+        write(images / "_t_e_cache" / ai_toolkit.text_name("img_001", text), TEXT)
+    report = import_cache(ai_toolkit.read(images, trigger=trigger), Workspace(), name="mine")
+    assert report.refused == [] and report.num_texts == 1
+    assert report.notes == {ai_toolkit.NOTE_DROPPED: 1}
+
+
+def test_a_caption_of_two_lines_is_one_text(images):
+    (images / "img_001.txt").write_text("a red car\nin the rain\n")
+    write(images / "_t_e_cache" / ai_toolkit.text_name("img_001", "a red car\nin the rain\n"), TEXT)
+    (text,) = split(ai_toolkit.read(images))[1]
+    assert (text.caption, text.sample_ids) == ("a red car in the rain", ("img_001.png",))
+
+
 def test_a_stem_may_hold_dots_and_underscores(images):
     write_photo(images / "a_b.v2_c.png", 1)
     write(images / "_t_e_cache" / f"a_b.v2_c_{EMPTY}", TEXT)
@@ -293,7 +311,7 @@ def test_export_writes_what_the_format_says(make_config, photos, tmp_path):
         twins = {ref.geometry.flip: (ref.geometry, cache.get(ref.key).tensors["moments"]) for ref in row.images}
         text = cache.get(row.captions[0].key).tensors
     assert (report.num_images, report.num_texts, report.num_files, report.skipped) == (10, 4, 14, [])
-    assert report.notes["several captions: ai-toolkit encodes them as one text, which is not in the cache"] == 1
+    assert report.notes[ai_toolkit.NOTE_LINES] == 1
     for flip, (geometry, moments) in twins.items():
         facts = FACTS | {"filename": "e.png", "scale_to_width": geometry.resized_size.width}
         facts |= {"scale_to_height": geometry.resized_size.height, "crop_y": geometry.crop_top_left.top}
@@ -397,6 +415,23 @@ def test_a_caption_that_was_edited_since_is_not_exported(config, photos, tmp_pat
     assert report.notes["the caption file was edited since: its text is not in the cache"] == 1
     assert [(refusal.sample_id, refusal.reason) for refusal in report.skipped] == [("c.png", "bad-caption")]
     assert report.num_texts == 2
+
+
+def test_joined_lines_are_exported_as_one_text_and_placeholders_not_at_all(make_config, photos, tmp_path):
+    """The caption of a.png has two lines. A text with a placeholder is not the one that was encoded."""
+    (photos / "a.txt").write_text("a red car, old\nin the rain\n")
+    (photos / "b.txt").write_text("[trigger] a blue car")
+    config = make_config(**{"datasets.0.source.caption_lines": "joined"})
+    run_precache(config)
+    with LatentCache(config.cache.path) as cache:
+        report = ai_toolkit.export(cache, "photos", tmp_path / "out")
+        (ref,) = cache.row("a.png")[1].captions
+        embeds = cache.get(ref.key).tensors["prompt_embeds"]
+    assert ref.text == "a red car, old in the rain"
+    assert ai_toolkit.NOTE_LINES not in report.notes and report.notes[ai_toolkit.NOTE_PLACEHOLDER] == 1
+    path = tmp_path / "out/_t_e_cache" / ai_toolkit.text_name("a", "a red car,  old\nin the rain\n")
+    assert torch.equal(load_file(path)["text_embed"], embeds[None])
+    assert not list((tmp_path / "out/_t_e_cache").glob("b_*"))
 
 
 def test_the_command_line_imports_and_exports(run_json, config, photos, tmp_path):
