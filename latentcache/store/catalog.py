@@ -43,6 +43,8 @@ class Catalog:
         self._unwritten: dict[str, tuple[tuple[str, int], str]] = {}
         # Packs that a writer sealed that died before the index knew of them: a reader has them in memory.
         self._sealed: dict[str, PackRow] = {}
+        # Packs whose files are damaged, with their bytes: a reader reads them once.
+        self._unusable: set[tuple[str, int]] = set()
         self.index: Index | None = None
         """None for a reader that can use none: memory then has what the packs say, and nothing is read again."""
         # Memory and the index change together, and a fork waits for it.
@@ -155,8 +157,11 @@ class Catalog:
         Opening for writing adds them to it. Without this an entry that one reader saw could be gone for the next: the
         packs are read where a dead writer left a journal, and the process that rolls it back may die before it goes on.
         """
-        unknown = self.directory.pack_sizes().keys() - self.table.packs.keys()
-        for row in scan_unknown(self.directory, unknown).rows.values():
+        sizes = self.directory.pack_sizes()
+        unknown = {pack for pack, _ in sizes.items() - self._unusable}
+        scan = scan_unknown(self.directory, unknown - self.table.packs.keys())
+        self._unusable.update((pack, sizes[pack]) for pack in scan.damaged())
+        for row in scan.rows.values():
             drop_known(row, self.table)
             self._sealed[row.pack.id] = row
             self.table.add([row])

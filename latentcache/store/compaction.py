@@ -10,7 +10,6 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 
 from latentcache.errors import StoreError
 from latentcache.store.base import OwnedEntry, StoreReport
@@ -63,9 +62,7 @@ def compact(store: DiskStore | str | os.PathLike[str], *, dry_run: bool = False)
         damaged: dict[str, str] = {}
         unreadable: dict[str, str] = {}
         # Entries of theirs that are needed were encoded again, or will be: the index does not know these packs.
-        scan = scan_packs(disk.directory, before.keys() - disk.catalog.table.packs.keys())
-        problems = {Path(path).stem: reason for path, reason in scan.unreadable.items()}
-        put_aside = {pack: problems[pack] for pack in sorted(problems.keys() - scan.unreachable)}
+        put_aside = scan_packs(disk.directory, before.keys() - disk.catalog.table.packs.keys()).damaged()
         if dry_run:
             num_copied, payload_bytes = _size(chosen)
             num_new = max(-(-payload_bytes // PACK_BYTES), -(-num_copied // PACK_ENTRIES))

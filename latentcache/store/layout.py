@@ -22,6 +22,8 @@ from latentcache.store.base import DTYPES, Description, is_field, is_kind
 KEY_BYTES, DIGEST_BYTES, OFFSET_BYTES = 32, 16, 8
 MAX_PACK_ENTRIES = 1 << 15
 """More rows than any writer puts into a pack. It bounds the work on a pack that someone else made."""
+MAX_COLUMNS = 1 << 11
+"""Of all groups: a writer ends a pack at some dozens of groups. It bounds the work, as the number of rows does."""
 _MAX_BYTES = 1 << 60  # far beyond any file
 _CRC_BYTES = 8
 _MAX_DESCRIPTIONS = 4096  # a real cache has some dozens: fields, buckets and dtypes
@@ -124,13 +126,16 @@ def pack_from_json(pack: str, file_bytes: int, groups: Any) -> Pack:
     """The pack that `Pack.to_json` described. ValueError for anything that cannot lie in a file of so many bytes."""
     if type(file_bytes) is not int or not 0 <= file_bytes < _MAX_BYTES or not isinstance(groups, list):
         raise ValueError(f"not a pack: {pack!r:.80} of {file_bytes!r:.40} bytes")
-    parsed, first = [], 0
+    parsed, first, num_columns = [], 0, 0
     for group in groups:
         if not isinstance(group, list) or len(group) != 3 or not isinstance(group[2], list):
             raise ValueError(f"not a group: {group!r:.100}")
         kind, num, columns = group
         if not is_kind(kind) or type(num) is not int or not 0 < num <= MAX_PACK_ENTRIES or not columns:
             raise ValueError(f"not a group: kind {kind!r:.80}, {num!r:.40} entries")
+        num_columns += len(columns)
+        if num_columns > MAX_COLUMNS:
+            raise ValueError(f"more than {MAX_COLUMNS:,} columns in one pack")
         by_field: dict[str, Column] = {}
         for value in columns:
             column = _column(value, num, file_bytes)
@@ -279,10 +284,10 @@ class PackRow:
 
     def damaged(self) -> dict[str, str]:
         """Why each damaged entry is one, by key."""
-        return {self.key(row): reason for row, reason in self.reasons.items()}
+        return dict(zip(key_names(self.keys[list(self.reasons)]), self.reasons.values(), strict=True))
 
 
-@lru_cache(_MAX_DESCRIPTIONS)
+@lru_cache(256)  # of damaged entries they are long
 def _parsed_head(text: bytes) -> tuple[tuple[RowGroup, ...], int, bool, dict[str, list[int]]]:
     """Of a row's bytes: the groups, bytes of the file, `is_gone`, and rows by reason. Full packs often have equal ones.
 

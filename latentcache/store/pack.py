@@ -53,6 +53,9 @@ PACK_FORMAT = "2"
 MAX_HEADER_BYTES = 1 << 20
 """Of the safetensors header. A writer's stays below 16 KiB; more is refused before it is parsed."""
 
+MAX_TENSORS = 1 << 13
+"""Of a pack: each column may have its offsets, and a gap before each."""
+
 _KEYS, _DIGESTS, _OFFSETS, _RECORDS = "_index/keys", "_index/digests", "_index/record_offsets", "_index/records"
 _INT64 = np.dtype("<i8")
 _SAFETENSORS_DTYPES = {
@@ -291,17 +294,20 @@ def _read_row(path: Path, fd: int) -> tuple[PackRow, dict[str, int], dict[str, s
         # By descriptor: the file that was checked is the one that is read. The parser refuses holes and overlaps, and
         # demands that the file ends where the last tensor does.
         with safe_open(f"/dev/fd/{fd}", framework="numpy") as file:
-            metadata = file.metadata() or {}
-            slices = [(name, file.get_slice(name)) for name in file.offset_keys()]
+            metadata, names = file.metadata() or {}, file.offset_keys()
+            found = metadata.get("latentcache")
+            if found != PACK_FORMAT:
+                detail = f"pack format {found!r:.50}, this version reads {PACK_FORMAT!r}. Run precache again."
+                raise PackError(path, detail)
+            if len(names) > MAX_TENSORS:
+                raise PackError(path, f"its header has {len(names):,} tensors; at most {MAX_TENSORS:,} are allowed")
+            slices = [(name, file.get_slice(name)) for name in names]
             listed = [(name, part.get_dtype(), tuple(part.get_shape())) for name, part in slices]
     except SafetensorError as error:
         raise PackError(path, f"not a pack: {error}") from error
     except (OSError, MemoryError) as error:
         # Also a FileNotFoundError: safetensors calls every failure to open a file that.
         raise unreadable(path, error) from error
-    found = metadata.get("latentcache")
-    if found != PACK_FORMAT:
-        raise PackError(path, f"pack format {found!r:.50}, this version reads {PACK_FORMAT!r}. Run precache again.")
     try:
         tensors = [_Tensor(name, _OUR_DTYPES[dtype], shape) for name, dtype, shape in listed]
         pack = _pack_of(path.stem, file_bytes, head_bytes, json.loads(metadata["groups"]), tensors)

@@ -27,6 +27,11 @@ class Scan:
     unreadable: dict[str, str] = field(default_factory=dict)
     unreachable: set[str] = field(default_factory=set)
 
+    def damaged(self) -> dict[str, str]:
+        """Why packs cannot be used, by id: those that nothing brings back."""
+        packs = {Path(path).stem: reason for path, reason in self.unreadable.items()}
+        return {pack: reason for pack, reason in packs.items() if pack not in self.unreachable}
+
 
 def scan_packs(directory: CacheDirectory, packs: Iterable[str], suspects: Collection[str] = ()) -> Scan:
     """Read the headers, keys and digests of packs.

@@ -8,6 +8,7 @@ import os
 import pickle
 import shutil
 import sqlite3
+import time
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ import xxhash
 from latentcache.errors import EntryDamagedError, EntryMissingError, IndexDamagedError, StoreError
 from latentcache.identity import key_of
 from latentcache.store import DiskStore, Index
+from latentcache.store.catalog import parsed_row
+from latentcache.store.directory import CacheDirectory
 from latentcache.store.upkeep import compact, prune, rebuild, verify
 from latentcache.types import Entry, Record
 
@@ -306,6 +309,55 @@ def test_only_regular_files_are_packs(root, tmp_path, what):
         store.get(key(0))
     assert use(root) == {key(2)}
     assert outside.exists() and os.path.lexists(path)
+
+
+def header_of(num_tensors, metadata=None):
+    """A safetensors file of so many empty tensors."""
+    tensors = {f"{number:x}": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for number in range(num_tensors)}
+    text = json.dumps(
+        ({} if metadata is None else {"__metadata__": metadata}) | tensors, separators=(",", ":")
+    ).encode()
+    return len(text).to_bytes(8, "little") + text
+
+
+@pytest.mark.parametrize(
+    ("num_tensors", "metadata", "problem"),
+    [
+        (200_000, None, "at most 1,048,576 are allowed"),
+        (15_000, None, "pack format None"),
+        (15_000, {"latentcache": "2"}, "15,000 tensors; at most 8,192 are allowed"),
+    ],
+)
+def test_a_header_of_very_many_tensors_is_read_once_and_refused(root, caplog, num_tensors, metadata, problem):
+    (root / "packs" / "ab").mkdir(exist_ok=True)
+    path = root / "packs" / "ab" / f"{'ab' * 16}.safetensors"
+    path.write_bytes(header_of(num_tensors, metadata))
+    start = time.thread_time()
+    with DiskStore(root, read_only=True) as store:
+        assert set(store.keys()) == {key(0), key(1)} and store.stats().num_packs == 2
+        store.damaged()
+    (warning,) = [record.getMessage() for record in caplog.records if path.name in record.getMessage()]
+    assert problem in warning and "latentcache compact" in warning
+    with DiskStore(root) as store:
+        assert problem in verify(store).unreadable[path.stem]
+        assert problem in compact(store).put_aside[path.stem]
+        assert verify(store).ok
+    assert time.thread_time() - start < 10
+
+
+@pytest.mark.parametrize("per_group", [1, 3000])
+def test_a_row_of_very_many_columns_is_refused(root, per_group):
+    """Work is bounded, not only bytes: a row of 8 MiB could have a quarter of a million columns."""
+    groups = [["image", 1, [[f"f{n}", "uint8", [1], 0, 1, None] for n in range(per_group)]]] * (9000 // per_group)
+    head = json.dumps({"file_bytes": 1 << 40, "groups": groups, "is_gone": False, "reasons": {}})
+    num = len(groups)
+    data = len(head).to_bytes(4, "little") + head.encode() + os.urandom(num * 32) + bytes(num * 16 + (num + 7) // 8)
+    plant(root, ROW, OTHER, 1, 1, None, summed(data))
+    with pytest.raises(IndexDamagedError, match="more than 2,048 columns"):
+        parsed_row(OTHER, summed(data), CacheDirectory(root))
+    start = time.thread_time()
+    assert use(root) == {key(0), key(2)}
+    assert time.thread_time() - start < 10
 
 
 def test_a_linked_folder_of_packs_is_not_entered(root, tmp_path):
