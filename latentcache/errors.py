@@ -264,11 +264,12 @@ class EntryMissingError(StoreError, KeyError):
 
 
 class EntryDamagedError(StoreError):
-    """The bytes of entry `key` are not those that were stored."""
+    """The bytes of entry `key` are not those that were stored. `is_marked`: the cache knows, so precache does too."""
 
-    def __init__(self, key: str, reason: str):
-        self.key, self.reason = key, reason
-        super().__init__(f"entry {key} is damaged: {reason}; `latentcache precache CONFIG` encodes it again")
+    def __init__(self, key: str, reason: str, *, is_marked: bool = True):
+        self.key, self.reason, self.is_marked = key, reason, is_marked
+        first = "" if is_marked else "run `latentcache verify`, then "
+        super().__init__(f"entry {key} is damaged: {reason}; {first}`latentcache precache CONFIG` encodes it again")
 
 
 class SampleError(StoreError):

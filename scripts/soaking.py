@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import random
+import re
 import shutil
 import sys
 import tempfile
@@ -61,7 +62,9 @@ class Goal:
         self.num_failures += 1
         if len(self.failures) < MAX_KEPT:
             self.failures.append(what)
-            print(f"FAILED {what}", file=sys.stderr, flush=True)
+        else:
+            what = what.partition("\n")[0]
+        print(f"FAILED {what}", file=sys.stderr, flush=True)
 
     def count(self, figure: str, by: float = 1) -> None:
         """Add to a figure, which begins at 0."""
@@ -200,18 +203,20 @@ def make_cache(cache: Path, num_samples: int, samples_per_pack: int, name: str =
         return contents(store)
 
 
-def contents(store: Store, keys: Iterable[str] | None = None) -> dict[str, str]:
+def contents(store: Store, *, provenance: bool = True) -> dict[str, str]:
     """A digest of each entry by key: of its record, and of names, dtypes, shapes and bytes of its tensors.
 
-    It is this program's own: a fault of the store's digests shows.
+    It is this program's own: a fault of the store's digests shows. Two runs that make the same entry have equal digests
+    without `provenance`, which has times.
     """
-    return {key: entry_digest(store.get(key)) for key in (store.keys() if keys is None else keys)}
+    return {key: entry_digest(store.get(key), provenance=provenance) for key in store.keys()}
 
 
-def entry_digest(entry: Entry) -> str:
+def entry_digest(entry: Entry, *, provenance: bool = True) -> str:
     """The digest of `contents` for one entry."""
     record = entry.record
-    parts = [json.dumps([record.key, record.kind, record.identity, record.provenance], sort_keys=True)]
+    made = record.provenance if provenance else None
+    parts = [json.dumps([record.key, record.kind, record.identity, made], sort_keys=True)]
     for name, tensor in sorted(entry.tensors.items()):
         data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         parts.append(f"{name} {tensor.dtype} {tuple(tensor.shape)} {digest(data)}")
@@ -239,5 +244,5 @@ def leftovers(cache: Path) -> list[str]:
     return sorted(
         name
         for name in names
-        if name.endswith((".tmp", "-journal", "-wal", "-shm")) or ".damaged-" in name or ".replaced-" in name
+        if name.endswith((".tmp", "-journal", "-wal", "-shm")) or re.search(r"\.(damaged|replaced|removed)-", name)
     )

@@ -25,7 +25,14 @@ from latentcache.errors import DatasetError, UnsafeStoreError
 from latentcache.identity import canonical_json, digest, is_key
 from latentcache.provenance import now
 from latentcache.types import Geometry, Refusal
-from latentcache.utils.durable_files import read_regular, regular_file, typed_errors, unreadable, write_sealed
+from latentcache.utils.durable_files import (
+    make_folder,
+    read_regular,
+    regular_file,
+    typed_errors,
+    unreadable,
+    write_sealed,
+)
 from latentcache.utils.host_memory import collector_paused
 from latentcache.utils.json_document import first_fault
 
@@ -337,7 +344,7 @@ class ManifestFolder:
 
     def _write(self, name: str, parts: list[bytes]) -> None:
         with typed_errors(self.path, 0):
-            self.path.mkdir(parents=True, exist_ok=True)
+            make_folder(self.path)
         write_sealed(self.path / name, b"".join(parts))
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import replace
 
-from latentcache.errors import IndexDamagedError, ReadOnlyError, StoreBusyError
+from latentcache.errors import IndexDamagedError, ReadOnlyError, StorageFullError, StoreBusyError
 from latentcache.store.base import is_pack_id, new_generation
 from latentcache.store.directory import CacheDirectory
 from latentcache.store.index import Index, Position, Transaction, process_lock
@@ -82,6 +82,10 @@ class Catalog:
                 self._reconcile()
         except StoreBusyError as error:
             logger.info("%s Packs that the index does not know yet are taken in at the next opening.", error)
+        except StorageFullError as error:
+            # What is there can be read all the same, and removed.
+            logger.warning("%s", error)
+            self._take_sealed()
 
     def _replace(self, error: IndexDamagedError) -> None:
         with locked(self.directory.path / "index.lock", "replacing a damaged index", shared=False, wait=True):

@@ -15,8 +15,10 @@ from latentcache.errors import ReadOnlyError, SchemaError, StoreError, UnsafeSto
 from latentcache.identity import canonical_json, digest
 from latentcache.store.base import PACK_SUFFIX, is_pack_id
 from latentcache.utils.durable_files import (
+    make_folder,
     open_regular,
     read_regular,
+    remove_whole,
     sweep_temporaries,
     sync_folder,
     typed_errors,
@@ -28,6 +30,7 @@ SCHEMA = 2
 """Version of the directory's layout."""
 MARK = "CACHE.json"
 DAMAGED = "damaged"
+_ABOUT_TO_GO = ("index.replaced-*", "*.removed-*")
 _MAX_MARK_BYTES = 1 << 12
 
 logger = logging.getLogger("latentcache")
@@ -58,7 +61,7 @@ class CacheDirectory:
             if not os.access(self.path, os.W_OK):
                 raise ReadOnlyError(self.path, "the cache cannot be written; open it with read_only=True to read it")
             with typed_errors(self.packs, 0):
-                _make_folder(self.packs)
+                make_folder(self.packs)
 
     def _make(self, *, create: bool) -> None:
         if self.path.exists() and not self.path.is_dir():
@@ -76,7 +79,7 @@ class CacheDirectory:
                 f"{self.path}: there is no cache here. `latentcache precache` makes one; check cache.path."
             )
         with typed_errors(self.path, 0):
-            _make_folder(self.path)
+            make_folder(self.path)
         write_sealed(self.path / MARK, _mark_bytes())
 
     def _repair(self) -> None:
@@ -191,13 +194,17 @@ class CacheDirectory:
         if folder.is_symlink():
             raise UnsafeStoreError(folder, "is a link; remove it and run the same command")
         with typed_errors(folder, 0):
-            _make_folder(folder)
+            make_folder(folder)
             path.rename(folder / path.name)
             sync_folder(folder)
             sync_folder(path.parent)
 
     def sweep(self) -> int:
-        """Remove what dead writers left half written, and count it."""
+        """Remove what dead writers left half written, or were about to remove, and count what was half written."""
+        for pattern in _ABOUT_TO_GO:
+            for leftover in self.path.glob(pattern):
+                with suppress(StoreError):  # another process may remove it too
+                    remove_whole(leftover)
         folders = [folder for folder in (self.manifests, self.index) if folder.is_dir() and not folder.is_symlink()]
         return sum(map(sweep_temporaries, [self.path, *folders, *self._pack_folders()]))
 
@@ -218,11 +225,3 @@ def _mark_bytes() -> bytes:
 
 def _digest_of(value: Mapping[str, Any]) -> str:
     return digest(canonical_json(value))
-
-
-def _make_folder(path: Path) -> None:
-    """Make a folder, and those above it, and make their names durable."""
-    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
-    path.mkdir(parents=True, exist_ok=True)
-    for folder in reversed(missing):
-        sync_folder(folder.parent)

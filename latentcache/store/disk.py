@@ -30,6 +30,7 @@ from latentcache.store.pack import new_pack_id, read_records, write_pack
 from latentcache.store.stacking import stack
 from latentcache.store.writer import PackWriter
 from latentcache.types import Entry, Record
+from latentcache.utils.durable_files import system_errors
 from latentcache.utils.locks import locked
 
 logger = logging.getLogger("latentcache")
@@ -64,9 +65,10 @@ class DiskStore(Store):
             raise StoreError(f"io is {io!r}; it must be one of {', '.join(IO)}")
         self.read_only = read_only
         self.io: Io = io
-        self.directory = CacheDirectory(path, create=create, read_only=read_only)
+        with system_errors(Path(path)):
+            self.directory = CacheDirectory(path, create=create, read_only=read_only)
+            self._catalog: Catalog | None = Catalog(self.directory, read_only=read_only)
         self.path = self.directory.path
-        self._catalog: Catalog | None = Catalog(self.directory, read_only=read_only)
         self._read_records = lru_cache(_MAX_RECORDS)(read_records)
         self._path_of = lru_cache(_MAX_PATHS)(self.directory.pack_path)
         self._mapped = MappedReader(self._path_of, self._relocate)
@@ -76,12 +78,13 @@ class DiskStore(Store):
     @contextmanager
     def opened(cls, store: DiskStore | str | os.PathLike[str]) -> Iterator[DiskStore]:
         """The store itself, or one opened for the block: read-only if the directory cannot be written."""
-        if isinstance(store, DiskStore):
-            yield store
-            return
-        path = Path(store).expanduser()
-        with cls(path, create=False, read_only=path.exists() and not os.access(path, os.W_OK)) as disk:
-            yield disk
+        path = store.path if isinstance(store, DiskStore) else Path(store).expanduser()
+        with system_errors(path):
+            if isinstance(store, DiskStore):
+                yield store
+                return
+            with cls(path, create=False, read_only=path.exists() and not os.access(path, os.W_OK)) as disk:
+                yield disk
 
     @property
     def catalog(self) -> Catalog:
@@ -195,7 +198,7 @@ class DiskStore(Store):
         locations = []
         for key, location in zip(keys, self.catalog.look_up(keys), strict=True):
             if location is None:
-                raise _absent(self.catalog, key)
+                raise _absent(self, key)
             locations.append(location)
         return locations
 
@@ -204,11 +207,11 @@ class DiskStore(Store):
         (self._reader or self._mapped).invalidate([location])
         moved = self.catalog.relocate([key])[0]
         if moved is None:
-            raise _absent(self.catalog, key)  # it was removed, or found damaged, elsewhere
+            raise _absent(self, key)  # it was removed, or found damaged, elsewhere
         if moved.place != location.place:
             return moved
         self.mark_damaged({key: (location, problem)})
-        raise EntryDamagedError(key, problem)
+        raise EntryDamagedError(key, problem, is_marked=not self.read_only)
 
     def mark_damaged(self, damaged: Mapping[str, tuple[Location, str]]) -> None:
         """Make entries misses from now on. If that cannot be written it is logged: the caller's error comes first."""
@@ -255,6 +258,6 @@ class DiskStore(Store):
         self._read_records.cache_clear()
 
 
-def _absent(catalog: Catalog, key: str) -> StoreError:
-    reason = catalog.table.reason(key)
-    return EntryMissingError(key) if reason is None else EntryDamagedError(key, reason)
+def _absent(store: DiskStore, key: str) -> StoreError:
+    reason = store.catalog.table.reason(key)
+    return EntryMissingError(key) if reason is None else EntryDamagedError(key, reason, is_marked=not store.read_only)

@@ -39,7 +39,7 @@ _SETTINGS: dict[str, Any] = {
     "sqlite_cache_size": 1 << 13,
     "sqlite_journal_mode": JOURNAL_MODE,
     "sqlite_mmap_size": 0,
-    "sqlite_synchronous": 2,  # FULL: a row that was acknowledged survives a power cut
+    "sqlite_synchronous": 3,  # EXTRA: with FULL, a power cut can bring the journal back, which undoes the change
     "disk_min_file_size": 1 << 60,  # values never go to files
 }
 _SCHEMA = {
@@ -107,7 +107,14 @@ class _BytesDisk(diskcache.Disk):  # type: ignore[misc]  # diskcache has no type
 
 
 class _Cache(diskcache.Cache):  # type: ignore[misc]  # diskcache has no types
-    """A cache that waits for others in all that it does while it is opened."""
+    """A cache that waits for others in all that it does while it is opened, and leaves nothing open if that fails."""
+
+    def __init__(self, *arguments: Any, **settings: Any):
+        try:
+            super().__init__(*arguments, **settings)
+        except BaseException:
+            self.close()  # else it keeps its locks until the garbage is collected
+            raise
 
     def drop_tag_index(self) -> None:
         # There is none (_SCHEMA), and this alone is not tried again when another process has the database.
@@ -306,7 +313,10 @@ class Index:
                     if known and not name.startswith("sqlite_"):
                         known = type(value) in (int, float) or (type(value) is str and name == "eviction_policy")
                     elif known:
-                        known = value == _SETTINGS[name]
+                        known = value == _SETTINGS[name] or (name, value) == (
+                            "sqlite_synchronous",
+                            2,
+                        )  # as it was before
                     if not known:
                         detail = f"setting {name!r:.80} = {value!r:.80} was not written by latentcache"
                         raise IndexDamagedError(self.path, detail)

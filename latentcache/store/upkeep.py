@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from typing_extensions import override
@@ -27,7 +28,7 @@ from latentcache.store.layout import Location, PackRow
 from latentcache.store.location_table import LocationTable
 from latentcache.store.pack import map_pack, read_records, verified_arrays
 from latentcache.store.recovery import Scan, scan_packs
-from latentcache.utils.durable_files import remove_whole, typed_errors
+from latentcache.utils.durable_files import remove_whole, system_errors, typed_errors
 from latentcache.utils.locks import locked
 
 __all__ = ["CompactReport", "PruneReport", "RebuildReport", "VerifyReport", "compact", "prune", "rebuild", "verify"]
@@ -165,11 +166,14 @@ def rebuild(store: StoreOrPath) -> RebuildReport:
 
     Of two packs with one key the one whose payload verifies is taken. Entries marked as damaged are read again.
     """
+    with system_errors(Path(store.path if isinstance(store, DiskStore) else store)):
+        return _rebuild(store)
+
+
+def _rebuild(store: StoreOrPath) -> RebuildReport:
     directory = store.directory if isinstance(store, DiskStore) else CacheDirectory(store, create=False, repair=True)
     with locked(directory.lock, "rebuild", shared=False):
         directory.sweep()
-        for leftover in directory.path.glob("index.replaced-*"):
-            remove_whole(leftover)
         old = _old_rows(directory)
         suspects = {key for row in old.values() for key in row.damaged()}
         scan = scan_packs(directory, directory.pack_sizes(), suspects)

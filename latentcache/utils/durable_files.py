@@ -57,6 +57,23 @@ def unreadable(path: Path, error: Exception) -> StoreError:
     return StoreError(f"{path}: cannot be read now: {error}. It is left as it is: fix the cause and try again.")
 
 
+@contextmanager
+def system_errors(path: Path) -> Iterator[None]:
+    """Turn what is left of the operating system's errors about files below `path` into StoreError."""
+    try:
+        yield
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder, and those above it, and make their names durable."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in reversed(missing):
+        sync_folder(folder.parent)
+
+
 def sync_folder(path: Path) -> None:
     """Make the names in a folder durable."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -242,7 +259,12 @@ def open_regular(path: Path, remedy: str = REBUILD) -> int:
         if isinstance(error, FileNotFoundError):
             raise
         raise unreadable(path, error) from error
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
+    try:
+        mode = os.fstat(fd).st_mode
+    except OSError as error:
+        os.close(fd)
+        raise unreadable(path, error) from error
+    if not stat.S_ISREG(mode):
         os.close(fd)
         raise UnsafeStoreError(path, f"is not a regular file; remove it, then {remedy}")
     return fd

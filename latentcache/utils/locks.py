@@ -7,7 +7,7 @@ import json
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from latentcache.errors import StoreBusyError, UnsafeStoreError
@@ -33,7 +33,8 @@ def locked(path: Path, operation: str, *, shared: bool, wait: bool = False) -> I
                 raise StoreBusyError(
                     path.parent, f"{operation} cannot start: {_holder(fd)} works on this cache. Wait until it is done."
                 ) from error
-        _sign(fd, path, operation)
+        with suppress(OSError):  # the note is for messages only, and a full disk has no room for it
+            _sign(fd, operation)
         yield
     finally:
         if os.getpid() == owner:
@@ -46,24 +47,27 @@ def _open(path: Path) -> int:
     """Open or make a lock's file. Raises UnsafeStoreError for any other file, which the note would overwrite."""
     with typed_errors(path, _MAX_NOTE_BYTES):
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
-    status = os.fstat(fd)
+        try:
+            status = os.fstat(fd)
+        except OSError:
+            os.close(fd)
+            raise
     if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
         os.close(fd)
         raise UnsafeStoreError(path, "is a second name of another file, or no regular file; remove it and try again")
     return fd
 
 
-def _sign(fd: int, path: Path, operation: str) -> None:
-    # The note is for messages only, so each process that shares the lock overwrites it.
+def _sign(fd: int, operation: str) -> None:
+    # Each process that shares the lock overwrites the note of the others.
     note = json.dumps({"operation": operation, "pid": os.getpid(), "host": os.uname().nodename}).encode()
-    with typed_errors(path, len(note)):
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, note, 0)
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, note, 0)
 
 
 def _holder(fd: int) -> str:
     try:
         note = json.loads(os.pread(fd, _MAX_NOTE_BYTES, 0))
         return f"{note['operation']} (process {int(note['pid'])} on {note['host']})"
-    except (ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError):
         return "another process"

@@ -100,7 +100,7 @@ def test_the_database_is_set_up_as_it_must_be(index):
     (mode,) = connection.execute("PRAGMA journal_mode").fetchone()
     connection.close()
     assert mode == "delete"
-    assert stored["eviction_policy"] == "none" and stored["sqlite_synchronous"] == 2
+    assert stored["eviction_policy"] == "none" and stored["sqlite_synchronous"] == 3
     assert stored["sqlite_mmap_size"] == stored["cull_limit"] == stored["statistics"] == 0
 
 

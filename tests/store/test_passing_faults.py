@@ -5,12 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import sqlite3
 
 import pytest
 from helpers.other_users import open_to_others
 from store_samples import key, mark, pack_of, packs, run, same, sample, samples, where
 
-from latentcache.errors import EntryDamagedError, StoreError
+from latentcache.errors import EntryDamagedError, StorageFullError, StoreError
 from latentcache.store import DiskStore, catalog, pack, recovery
 from latentcache.store.base import own_entry
 from latentcache.store.pack import new_pack_id, write_pack
@@ -237,3 +238,50 @@ def test_an_entry_in_a_pack_that_cannot_be_read_during_a_rebuild_is_live_once(ro
         store.remove([key(0)])
     with DiskStore(root) as store:
         assert store.find([key(0)]) == set()
+
+
+def test_a_disk_that_is_too_full_for_the_index_can_be_opened_and_read(root, monkeypatch):
+    with DiskStore(root) as store:
+        store.add(samples(0))
+        leave_an_unknown_pack(store, 1)
+
+    def refuse(*_):
+        raise StorageFullError(root, 4096)
+
+    monkeypatch.setattr(catalog.Index, "transaction", refuse)
+    with DiskStore(root) as store:
+        assert_holds(store, 0, 1)
+    monkeypatch.undo()
+    with DiskStore(root) as store:
+        assert_holds(store, 0, 1)
+        assert verify(store).orphans == ()
+
+
+def test_an_index_that_cannot_be_opened_leaves_nothing_open(root, monkeypatch):
+    DiskStore(root).close()
+    real = sqlite3.connect
+
+    class Refusing(sqlite3.Connection):
+        def execute(self, sql, *arguments):
+            if sql.startswith("INSERT OR REPLACE INTO Settings"):
+                raise sqlite3.OperationalError("disk I/O error")
+            return super().execute(sql, *arguments)
+
+    monkeypatch.setattr(sqlite3, "connect", lambda *a, **k: real(*a, **({"factory": Refusing} | k)))
+    with DiskStore(root) as store:
+        with pytest.raises(StoreError) as caught:  # which keeps the frames, and what they have open
+            store.add(samples(0))
+        names = [os.path.realpath(f"/dev/fd/{fd}") for fd in os.listdir("/dev/fd")]
+        assert caught.value and not [name for name in names if name.endswith("cache.db")]
+
+
+def test_an_error_of_the_system_at_the_opening_is_a_typed_error(root, monkeypatch):
+    DiskStore(root).close()
+
+    def refuse(*_, **__):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr("pathlib.Path.exists", refuse)
+    for call in (DiskStore, verify, compact, rebuild):
+        with pytest.raises(StoreError, match="cannot be"):
+            call(root)

@@ -489,3 +489,12 @@ def test_what_a_thread_is_looking_up_again_is_not_pruned(store, monkeypatch):
     done.set()
     reader.join()
     assert store.find(every) == every and same(store.get(key(0)), sample(0))
+
+
+@pytest.mark.parametrize("name", ["index.replaced-12345678", "memo.removed-12345678"])
+def test_an_opening_removes_what_a_dead_process_was_about_to_remove(root, name):
+    DiskStore(root).close()
+    (root / name).mkdir()
+    (root / name / "cache.db").touch()
+    DiskStore(root).close()
+    assert listing(root) == [*CLEAN, "0 packs"] and not (root / name).exists()

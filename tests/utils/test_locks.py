@@ -84,3 +84,12 @@ def test_a_disk_that_fails_is_our_own_error(path, monkeypatch, failing):
     monkeypatch.undo()
     with locked(path, "second", shared=False):
         pass
+
+
+def test_a_disk_without_room_for_the_note_can_be_locked(path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", refuse)
+    with locked(path, "this", shared=True), pytest.raises(StoreBusyError, match="another process"):
+        locked(path, "that", shared=False).__enter__()

@@ -1,0 +1,127 @@
+"""The file operations below one folder, also those of SQLite, torch and safetensors: count, refuse, record them.
+
+`preloaded(main)` runs a program again with the library of file_operations.c preloaded; needs Linux, glibc and a C
+compiler named `cc`. Then `FileOperations(root)` controls it. Closing a file is never refused: the kernel closes it in
+any case. Mapping one into memory is not seen.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+SOURCE = Path(__file__).with_suffix(".c")
+LIBRARY = "latentcache_file_operations.so"
+
+OPERATIONS = (
+    *("open", "create", "read", "write", "sync", "rename", "unlink", "mkdir", "rmdir", "truncate"),
+    *("lock", "list", "stat", "mark"),
+)
+CHANGES = ("create", "write", "sync", "rename", "unlink", "mkdir", "rmdir", "truncate")
+ERRORS: dict[int, tuple[str, ...]] = {
+    errno.ENOSPC: ("create", "write", "sync", "rename", "mkdir", "truncate"),
+    errno.EIO: OPERATIONS[:-1],
+    errno.EACCES: ("open", "create", "rename", "unlink", "mkdir", "rmdir", "list", "stat"),
+    errno.EMFILE: ("open", "create", "list"),
+}
+"""Which operations the kernel refuses with this error."""
+NEVER = 1 << 60
+
+
+class Change(NamedTuple):
+    """An operation that changed something. Paths are relative to the root; `offset` is the length of a truncation.
+
+    A file's number `ino` may be used again after its name is gone. A `mark` has its text as `data`.
+    """
+
+    operation: str
+    path: str
+    path_2: str
+    ino: int
+    offset: int
+    data: bytes
+
+
+_HEAD = struct.Struct("=IIIIQqQ")
+
+
+def preloaded(main: Callable[[], int]) -> int:
+    """What `main` returns in a process like this one in which the library is preloaded. Exit code 77: it cannot be."""
+    if LIBRARY in os.environ.get("LD_PRELOAD", ""):
+        return main()
+    compiler = shutil.which("cc")
+    if sys.platform != "linux" or compiler is None:
+        print("skipped: this program needs Linux and a C compiler named cc", file=sys.stderr)
+        return 77
+    with tempfile.TemporaryDirectory(prefix="file-operations-") as folder:
+        library = str(Path(folder) / LIBRARY)
+        subprocess.run([compiler, "-shared", "-fPIC", "-O2", "-o", library, str(SOURCE), "-ldl"], check=True)
+        return subprocess.run([sys.executable, *sys.argv], env=os.environ | {"LD_PRELOAD": library}).returncode
+
+
+class FileOperations:
+    """Controls the preloaded library. `root` is the folder that is watched; there is one for the whole process."""
+
+    def __init__(self, root: Path):
+        self._library = ctypes.CDLL(None)
+        self._library.fo_num_seen.restype = self._library.fo_num_failed.restype = ctypes.c_long
+        self.root = root
+        self._library.fo_watch(os.fsencode(root))
+
+    @contextmanager
+    def refusing(self, at: int, error: int, *, for_ever: bool = False) -> Iterator[None]:
+        """The `at`-th of the operations that can meet this error does (and, `for_ever`, all after it)."""
+        self._library.fo_fail(ctypes.c_long(at), error, int(for_ever), _mask(ERRORS[error]))
+        try:
+            yield
+        finally:
+            self.num_seen, self.num_refused = self._library.fo_num_seen(), self._library.fo_num_failed()
+            self._library.fo_fail(ctypes.c_long(0), 0, 0, 0)
+
+    def kill_after(self, occurrence: int, operation: str, pattern: str) -> None:
+        """SIGKILL for this process directly after the `occurrence`-th such change of a path like `pattern`."""
+        self._library.fo_kill(ctypes.c_long(occurrence), _mask([operation]), pattern.encode())
+
+    def mark(self, text: str) -> None:
+        """Put a mark between the changes that are recorded."""
+        self._library.fo_mark(text.encode())
+
+    @contextmanager
+    def recording(self) -> Iterator[list[Change]]:
+        """The changes of the block, in their order. The list is filled when the block is left."""
+        changes: list[Change] = []
+        with tempfile.TemporaryFile() as log:
+            self._library.fo_record(log.fileno())
+            try:
+                yield changes
+            finally:
+                self._library.fo_record(-1)
+                log.seek(0)
+                changes += _parsed(log.read())
+
+
+def _mask(operations: Iterable[str]) -> int:
+    return sum(1 << OPERATIONS.index(name) for name in operations)
+
+
+def _parsed(log: bytes) -> Iterator[Change]:
+    at = 0
+    while at < len(log):
+        number, path_length, path_2_length, _, ino, offset, length = _HEAD.unpack_from(log, at)
+        ends = [at + _HEAD.size]
+        for size in (path_length, path_2_length, length):
+            ends.append(ends[-1] + size)
+        path, path_2, data = (log[start:end] for start, end in pairwise(ends))
+        yield Change(OPERATIONS[number], os.fsdecode(path), os.fsdecode(path_2), ino, offset, data)
+        at = ends[-1]
