@@ -20,12 +20,15 @@ import yaml
 from pydantic import AfterValidator, BaseModel, Field, StringConstraints, ValidationError, model_validator
 
 from latentcache.bucket_config import SECTION, BucketsConfig
-from latentcache.errors import ConfigError
+from latentcache.errors import ConfigError, StoreError, UnsafeStoreError
+from latentcache.utils.durable_files import read_regular
 
 ENV_PREFIX = "LATENTCACHE_"
 PROMPTS_PREFIX = "validation-prompts"
 """First part of the names of the manifests of cached validation prompts. No dataset's name may have it."""
 
+MAX_BYTES = 1 << 24
+"""Of a config's file."""
 MAX_REPEATS = 1_000_000
 """Of a dataset in an epoch: more is a slip, and an epoch's order would not fit into memory."""
 
@@ -247,20 +250,27 @@ def read_file(path: Path) -> dict[str, Any]:
     try:
         if reader is None:
             problem = f"unknown suffix {path.suffix!r}; a config ends in {', '.join(_READERS)}"
-        elif isinstance(value := reader(path.read_text(encoding="utf-8-sig")), dict):
+        elif isinstance(value := reader(_text_of(path)), dict):
             return value
         else:
             problem = f"holds {type(value).__name__}, not settings by name"
     except FileNotFoundError:
         problem = "no such file; configs/ holds complete examples"
-    except OSError as error:
-        problem = f"cannot be read: {error.strerror}"
+    except UnsafeStoreError as error:
+        problem = error.detail
+    except StoreError as error:
+        problem = f"cannot be read: {getattr(error.__cause__, 'strerror', error)}"
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # TOML, JSON and Unicode errors are ValueErrors
         problem = f"is not valid {path.suffix[1:].upper()}: {error}"
     raise ConfigError(problem, source=str(path))
 
 
 Checked = TypeVar("Checked", bound=BaseModel)
+
+
+def _text_of(path: Path) -> str:
+    # A config may be a link, but it may not be endless.
+    return read_regular(Path(os.path.realpath(path)), MAX_BYTES, "name a config").decode("utf-8-sig")
 
 
 def parse_config(settings: Mapping[str, Any], *, source: str | None = None) -> Config:
