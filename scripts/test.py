@@ -1,9 +1,10 @@
 """Check and test the project: makes .venv if needed, runs ruff and mypy, then each lane of tests in its own process.
 
 Lanes: `default`; `sim`, the tests that need a second device, on a simulated one; `bench`, the benchmarks at a tiny
-size; `soak`, the soak programs at a short size; `cuda`, the tests of `sim` on a CUDA device where there is one; with
-`--deepspeed` the opt-in lane `deepspeed`, which installs DeepSpeed into .venv and needs a C++ compiler. Extra arguments
-go to pytest in the default lane.
+size; `soak`, the soak programs at a short size; `cuda`, the tests of `sim` on a CUDA device where there is one.
+`--lane NAME` runs this lane alone, without the checks, and may come several times. Two lanes run only so: `deepspeed`,
+which installs DeepSpeed into .venv and needs a C++ compiler; `onetrainer-pins`, in an environment of its own with the
+releases that OneTrainer pins. Extra arguments go to pytest: in the default lane, or in all that `--lane` names.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from unittest.mock import patch
 
@@ -28,6 +29,11 @@ NUM_WORKERS = str(min(4, os.cpu_count() or 1))
 MEMORY = Path("/dev/shm")
 """Linux' file system in memory. The suite writes thousands of small files durably: a disk takes half of its time."""
 MEMORY_BYTES = 2 << 30
+LANES = ("default", "sim", "bench", "soak", "cuda", "deepspeed", "onetrainer-pins")
+OPT_IN = ("deepspeed", "onetrainer-pins")
+IN_MEMORY = ("default", "sim", "onetrainer-pins")
+PINS = bootstrap.Environment(".venv-onetrainer-pins", "constraints-onetrainer.txt", "test")
+PINS_TESTS = ("tests/integrations", "tests/models", "tests/families")
 CUDA_IS_HERE = "import sys, torch; sys.exit(not torch.cuda.is_available())"
 
 
@@ -36,11 +42,11 @@ def run(*command: str) -> int:
     return subprocess.run(command, cwd=bootstrap.ROOT, check=False).returncode
 
 
-def lane(name: str, *arguments: str) -> bool:
+def lane(name: str, *arguments: str, python: str = sys.executable) -> bool:
     """Whether the lane's tests pass. A lane that finds no test fails too."""
     print(f"lane {name}", flush=True)
     start = time.monotonic()
-    passed = run(sys.executable, "-m", "pytest", *arguments) == 0
+    passed = run(python, "-m", "pytest", *arguments) == 0
     print(f"lane {name}: {'passed' if passed else 'FAILED'} in {time.monotonic() - start:.0f} s", flush=True)
     return passed
 
@@ -66,35 +72,59 @@ def install_deepspeed() -> bool:
     return run(sys.executable, "-m", "pip", "install", *options, "-e", ".[test,docs,deepspeed]") == 0
 
 
+def lane_with_pins(*arguments: str) -> bool:
+    """Whether what a trainer's own releases touch works with those that OneTrainer pins."""
+    try:
+        bootstrap.install(PINS)
+    except subprocess.CalledProcessError:
+        return False
+    return lane("onetrainer-pins", *arguments, *PINS_TESTS, python=str(PINS.python))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--deepspeed", action="store_true", help="run the opt-in lane deepspeed too")
+    parser.add_argument("--lane", action="append", choices=LANES, metavar="NAME", help=f"only this: {', '.join(LANES)}")
     known, for_pytest = parser.parse_known_args(arguments)
     bootstrap.inside()
 
-    for check in (["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"]):
-        code = run(sys.executable, "-m", *check)
-        if code:
-            return code
+    chosen = known.lane or [name for name in LANES if name not in OPT_IN]
+    if not known.lane:
+        for check in (["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"]):
+            code = run(sys.executable, "-m", *check)
+            if code:
+                return code
+        if run(sys.executable, "-c", CUDA_IS_HERE) != 0:
+            print("lane cuda: skipped, this machine has no CUDA device", flush=True)
+            chosen.remove("cuda")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    shared = ("-n", NUM_WORKERS, "--dist", "worksteal")
     passed = {}
-    with temporary_files_in_memory():
-        passed["default"] = lane("default", *shared, *for_pytest)
-        passed["sim"] = lane("sim", *shared, "-m", "sim and not cuda", "tests/sim")
-    passed |= {
-        "bench": lane("bench", *shared, "-m", "bench", *map(str, bootstrap.ROOT.glob("tests/*/test_bench_*.py"))),
-        "soak": lane("soak", "-n", "2", "--dist", "worksteal", "-m", "soak", "tests/soak"),
-    }
-    if run(sys.executable, "-c", CUDA_IS_HERE) == 0:
-        passed["cuda"] = lane("cuda", "-m", "sim and cuda", "tests/sim")
-    else:
-        print("lane cuda: skipped, this machine has no CUDA device", flush=True)
-    if known.deepspeed:
-        passed["deepspeed"] = install_deepspeed() and lane("deepspeed", "-m", "deepspeed", "tests/zero3")
+    for name in chosen:
+        with temporary_files_in_memory() if name in IN_MEMORY else nullcontext():
+            passed[name] = run_lane(name, for_pytest if known.lane or name == "default" else ())
     failed = [name for name, ok in passed.items() if not ok]
     print(f"lanes: {', '.join(passed)}; {'failed: ' + ', '.join(failed) if failed else 'all passed'}", flush=True)
     return 1 if failed else 0
+
+
+def run_lane(name: str, for_pytest: Sequence[str]) -> bool:
+    """Whether the tests of this lane pass."""
+    shared = ("-n", NUM_WORKERS, "--dist", "worksteal")
+    match name:
+        case "default":
+            return lane(name, *shared, *for_pytest)
+        case "sim":
+            return lane(name, *shared, "-m", "sim and not cuda", "tests/sim", *for_pytest)
+        case "bench":
+            benchmarks = map(str, bootstrap.ROOT.glob("tests/*/test_bench_*.py"))
+            return lane(name, *shared, "-m", "bench", *benchmarks, *for_pytest)
+        case "soak":
+            return lane(name, "-n", "2", "--dist", "worksteal", "-m", "soak", "tests/soak", *for_pytest)
+        case "cuda":
+            return lane(name, "-m", "sim and cuda", "tests/sim", *for_pytest)
+        case "deepspeed":
+            return install_deepspeed() and lane(name, "-m", "deepspeed", "tests/zero3", *for_pytest)
+        case _:
+            return lane_with_pins(*shared, *for_pytest)
 
 
 if __name__ == "__main__":

@@ -45,8 +45,14 @@ def load_lora(unet: UNet2DConditionModel, path: str | Path, *, scale: float = 1.
         names = list(load_single_file_checkpoint(str(file)))
     _check_names(str(file), names)
     with loading("lora", str(file)):
+        # The folder and the name apart: from a path alone diffusers 0.39 loads no local file.
         state, alphas, metadata = StableDiffusionXLPipeline.lora_state_dict(
-            str(file), unet_config=unet.config, use_safetensors=True, local_files_only=True, return_lora_metadata=True
+            str(file.parent),
+            weight_name=file.name,
+            unet_config=unet.config,
+            use_safetensors=True,
+            local_files_only=True,
+            return_lora_metadata=True,
         )
     # diffusers converts a whole file or nothing, by its first name, and no alphas. Its own save_lora_weights mixes both
     # ways of naming; diffusers then leaves out what it did not convert, or gives it another layer's alpha.

@@ -125,10 +125,12 @@ def test_strides_and_ties_do_not_count():
     parts = tiny_sdxl()
     before = LoadedModels(**parts).identity("text_encoder", F32)
     encoder = parts["text_encoder"]
-    layer = encoder.encoder.layers[0].mlp.fc1
+    # transformers before 5.6 has all of it in `text_model`.
+    (first,) = (module for name, module in encoder.named_modules() if name.endswith("encoder.layers.0"))
+    layer = first.mlp.fc1
     layer.weight = torch.nn.Parameter(layer.weight.data.T.contiguous().T, requires_grad=False)
     # Two equal tensors that share memory, where there were two copies.
-    encoder.encoder.layers[0].layer_norm2.weight = encoder.encoder.layers[0].layer_norm1.weight
+    first.layer_norm2.weight = first.layer_norm1.weight
     assert LoadedModels(**parts).identity("text_encoder", F32) == before
 
 
