@@ -270,6 +270,9 @@ def test_manifests_on_disk_keep_the_trust(tmp_path: Path) -> None:
     file.write_text(f"{header}\n{line.replace('unverified', 'verified')}\n")
     with pytest.raises(DatasetError, match="its digest differs"):
         ManifestFolder(file.parent).read("foreign")
+    with open_workspace(cache_config(tmp_path)) as workspace:
+        imported(workspace, *pairs("a"))  # as the error says
+        assert rows_of(workspace) == rows
 
 
 def test_unverified_samples_are_handed_back_only_when_asked_for(tmp_path: Path) -> None:
