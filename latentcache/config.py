@@ -17,7 +17,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import AfterValidator, BaseModel, Field, StringConstraints, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ByteSize,
+    Field,
+    StringConstraints,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 
 from latentcache.bucket_config import SECTION, BucketsConfig
 from latentcache.errors import ConfigError, StoreError, UnsafeStoreError
@@ -62,6 +71,9 @@ class CacheConfig(_Section):
     """`disk`: packs on disk. `cpu`: CPU memory of this process only; gone when it ends."""
     salt: str = ""
     """Part of every key. Another salt makes all entries that exist a miss."""
+    max_bytes: Annotated[ByteSize, Field(ge=0)] | None = None
+    """Bytes of packs, e.g. 50GB or 50GiB. After a run `precache` removes what is beyond: of what no manifest refers to,
+    the longest unused first. Default: nothing is removed."""
     unverified: bool = False
     """Train and validate on imported entries too that were not verified."""
 
@@ -341,6 +353,15 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
     """The section that a field holds (one, or a list of them), or None for a plain value."""
     candidates = (annotation, *typing.get_args(annotation))
     return next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
+
+
+def number_of_bytes(text: str, source: str) -> int:
+    """The number that `50GB` (1000 to the power of 3), `50GiB` (1024) or plain digits say. ConfigError."""
+    try:
+        return int(TypeAdapter(Annotated[ByteSize, Field(ge=0)]).validate_python(text))
+    except ValidationError as error:
+        message = f"{text!r} is no number of bytes; give e.g. 50GB, 50GiB or 50000000000"
+        raise ConfigError(message, source=source) from error
 
 
 def is_scalar(annotation: Any) -> bool:

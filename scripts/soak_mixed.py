@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 import soaking
 import torch
-from blake3 import blake3
 from PIL import Image
 
 from latentcache import BucketBatchSampler, LatentCache, LatentDataset, LatentLoader, run_precache
@@ -78,11 +77,7 @@ def batches(cache: Path, seed: int, epochs: Iterator[int]) -> Iterator[tuple[str
         for epoch in epochs:
             sampler.set_epoch(epoch)
             for number, batch in enumerate(LatentLoader(sampler, device="cpu", scaled=True)):
-                hasher = blake3()
-                for name, value in sorted(batch.items()):
-                    hasher.update(name.encode())
-                    hasher.update(value.numpy().tobytes() if isinstance(value, torch.Tensor) else repr(value).encode())
-                yield f"{epoch}/{number}", hasher.hexdigest()
+                yield f"{epoch}/{number}", soaking.batch_digest(batch)
 
 
 def train(cache: str, seed: int, expected: dict[str, str] | None, until: float, out: Any) -> None:

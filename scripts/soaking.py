@@ -246,3 +246,12 @@ def leftovers(cache: Path) -> list[str]:
         for name in names
         if name.endswith((".tmp", "-journal", "-wal", "-shm")) or re.search(r"\.(damaged|replaced|removed)-", name)
     )
+
+
+def batch_digest(batch: Mapping[str, Any]) -> str:
+    """A digest of a batch: its names, and the bytes of its tensors and the text of its other values."""
+    parts = []
+    for name, value in sorted(batch.items()):
+        is_tensor = isinstance(value, torch.Tensor)
+        parts.append(name.encode() + (value.cpu().numpy().tobytes() if is_tensor else repr(value).encode()))
+    return digest(b"\n".join(parts))

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ from latentcache.cli.options import (
     Target,
     known_cache,
 )
-from latentcache.cli.output import DONE, finish
-from latentcache.errors import ConfigError, StoreError
+from latentcache.cli.output import DONE, DONE_WITH_FAULTS, finish
+from latentcache.config import number_of_bytes
+from latentcache.errors import ConfigError
 
 logger = logging.getLogger("latentcache")
 
@@ -176,33 +178,36 @@ def prune(
     *,
     dry_run: Switch = False,
     unfinished: Switch = False,
+    max_bytes: str | None = None,
     options: OfCache = CACHE_DEFAULTS,
 ) -> int:
     """Remove the entries that no manifest refers to.
 
     Args:
+        max_bytes: Remove only what is needed for the packs to have at most so many bytes, e.g. 50GB or 50GiB: what was
+            not used for the longest time first.
         dry_run: Report how many entries and bytes; remove nothing.
         unfinished: Also remove what runs that did not finish have encoded. Without it, prune waits until they have.
     """
-    from latentcache.dataset.manifest import ManifestFolder
+    from latentcache.dataset.manifest import ManifestFolder, keys_in_use
     from latentcache.store.upkeep import prune as prune_store
 
     path = options.path(target)
+    limit = None if max_bytes is None else number_of_bytes(max_bytes, "--max-bytes")
     manifests = ManifestFolder(path / "manifests")
-
-    def keep() -> set[str]:
-        if not manifests.names():
-            # An unfinished first run has entries but no manifest yet: everything would go.
-            raise StoreError(f"{path}: has no manifest, so prune would remove every entry; finish a precache run first")
-        if not unfinished and (begun := manifests.unfinished()):
-            runs = ", ".join(f"{name} (begun {time})" for name, time in begun.items())
-            raise StoreError(
-                f"{path}: not finished: {runs}. What was encoded for them is in no manifest yet, and would be removed: "
-                "run precache again to finish, or give --unfinished to remove it"
-            )
-        return {key for name in manifests.names() if (manifest := manifests.read(name)) for key in manifest.keys()}
-
-    return _finish_upkeep(prune_store(path, keep, dry_run=dry_run), options.as_json)
+    keep = partial(keys_in_use, manifests, unfinished=unfinished)
+    report = prune_store(path, keep, max_bytes=limit, dry_run=dry_run)
+    code = _finish_upkeep(report, options.as_json)
+    if limit is not None and report.file_bytes_left > limit:
+        logger.warning(
+            "%s: %s bytes are left, and %s are allowed: manifests refer to all of them. Delete the file of a manifest "
+            "that is not needed any more, or allow more.",
+            path,
+            f"{report.file_bytes_left:,}",
+            f"{limit:,}",
+        )
+        return DONE_WITH_FAULTS
+    return code
 
 
 def compact(target: Target = None, /, *, dry_run: Switch = False, options: OfCache = CACHE_DEFAULTS) -> int:

@@ -21,7 +21,7 @@ from blake3 import blake3
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from latentcache.config import MAX_REPEATS, PROMPTS_PREFIX
-from latentcache.errors import DatasetError, UnsafeStoreError
+from latentcache.errors import DatasetError, StoreError, UnsafeStoreError
 from latentcache.identity import canonical_json, digest, is_key
 from latentcache.provenance import now
 from latentcache.types import Geometry, Refusal
@@ -350,6 +350,24 @@ class ManifestFolder:
 
 Manifests = ManifestMemory | ManifestFolder
 """Where manifests are stored: memory, or a folder."""
+
+
+def keys_in_use(manifests: ManifestFolder, *, unfinished: bool = False) -> set[str]:
+    """The keys of all manifests: what `prune` must keep. StoreError where it cannot be known what is in use.
+
+    That is so without any manifest, and while a run is not finished, unless `unfinished` gives up what it encoded.
+    """
+    path, names, runs = manifests.path.parent, manifests.names(), manifests.unfinished()
+    if not names:
+        # An unfinished first run has entries but no manifest yet: everything would go.
+        raise StoreError(f"{path}: has no manifest, so prune would remove every entry; finish a precache run first")
+    if runs and not unfinished:
+        begun = ", ".join(f"{name} (begun {time})" for name, time in runs.items())
+        raise StoreError(
+            f"{path}: not finished: {begun}. What was encoded for them is in no manifest yet, and would be removed: "
+            "run precache again to finish, or give --unfinished to remove it"
+        )
+    return {key for name in names if (manifest := manifests.read(name)) for key in manifest.keys()}
 
 
 def _whole(line: bytes) -> bytes:

@@ -20,6 +20,7 @@ from latentcache.store.base import DTYPES, Closing, Store
 from latentcache.store.direct import Io
 from latentcache.store.disk import DiskStore
 from latentcache.types import Batch, Entry, prompt_id
+from latentcache.utils.locks import Reading
 
 
 class SampleIndex:
@@ -152,12 +153,15 @@ class LatentCache(SampleIndex, Closing):
         if (path is None) == (store is None) or (store is None) != (manifests is None):
             raise StoreError("LatentCache needs a path, or a store together with its manifests")
         folder = None if path is None else Path(path).expanduser()
+        self._reading: Reading | None = None
         if folder is not None:
             if read_only is None:
                 # A reader that may write marks damage at once, so that the next precache fixes it.
                 read_only = not os.access(folder, os.W_OK)
             store = DiskStore(folder, read_only=read_only, create=False, io=io)
             manifests = ManifestFolder(folder / "manifests")
+            if not read_only:
+                self._reading = Reading(store.directory.readers)
         assert store is not None and manifests is not None
         self.store: Store = store
         self.memory = SampleMemory()
@@ -168,6 +172,8 @@ class LatentCache(SampleIndex, Closing):
         """Close the store. Batches that were returned stay valid."""
         self.memory.forget()  # its arrays keep the store's memory
         self.store.close()
+        if self._reading is not None:
+            self._reading.close()
 
     def refresh(self) -> None:
         """Forget the manifests that were read, so that the next request sees those that were written since.

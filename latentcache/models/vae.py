@@ -94,6 +94,10 @@ def encode_images(vae: AutoencoderKL, pixels: np.ndarray | torch.Tensor) -> torc
     if not isinstance(posterior, DiagonalGaussianDistribution):
         raise refused("vae", f"{type(vae).__name__} has no Gaussian posterior. Use a diffusers.AutoencoderKL.")
     parameters: torch.Tensor = posterior.parameters
+    sides = [side // downscale_factor(vae) for side in pixels.shape[1:3]]
+    expected = [len(pixels), 2 * vae.config.latent_channels, *sides]
+    if list(parameters.shape) != expected:
+        raise refused("vae", f"it gave moments of shape {list(parameters.shape)}, but {expected} is needed")
     return parameters
 
 

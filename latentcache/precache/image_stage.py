@@ -23,6 +23,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, tee
 from typing import Any
 
 import numpy as np
@@ -99,10 +100,10 @@ class ImageStage:
         self, batches: Iterable[Sequence[ImageTask]], executor: ThreadPoolExecutor, num_ahead: int
     ) -> Generator[Iterator[ImageItem], None, None]:
         """The batches' images, each when it is decoded, in order."""
-        batches = list(batches)
-        decoded = bounded_map(executor, _decode, (task for batch in batches for task in batch), num_ahead)
+        to_decode, to_encode = tee(filter(None, map(self._context.claim, batches)))
+        decoded = bounded_map(executor, _decode, chain.from_iterable(to_decode), num_ahead)
         try:
-            for batch in batches:
+            for batch in to_encode:
                 if self._context.is_stopped():
                     return
                 yield self._decoded(decoded, len(batch))

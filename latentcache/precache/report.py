@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -127,6 +127,8 @@ class RunContext:
     report: Report
     progress: Progress
     stop: threading.Event
+    claim: Callable[[Sequence[Any]], Sequence[Any]] = lambda batch: batch
+    """Called with each batch of tasks before it is begun. Returns those that this process should do."""
 
     def is_stopped(self) -> bool:
         """Whether the rest is left to the next run."""

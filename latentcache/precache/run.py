@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter
 
@@ -36,6 +36,8 @@ logger = logging.getLogger("latentcache")
 
 _RATE = TypeAdapter(Annotated[float, Field(ge=0, allow_inf_nan=False)])
 """Seconds for a caption or a pixel."""
+CLAIM_WAIT_S = 0.2
+"""Between two looks whether another process has made the entries that it claimed."""
 
 
 def run_precache(
@@ -73,8 +75,10 @@ def run_precache(
                 report.interrupted = True
             finally:
                 run.progress.finish()
-            path = None if workspace.path is None else str(workspace.path)
-            report.cache = {"path": path, **workspace.store.stats().to_json()}
+        if config.cache.max_bytes is not None and not dry_run and not report.interrupted:
+            workspace.prune(config.cache.max_bytes)
+        path = None if workspace.path is None else str(workspace.path)
+        report.cache = {"path": path, **workspace.store.stats().to_json()}
         report.seconds["total"] = time.monotonic() - started
         return report
     finally:
@@ -149,22 +153,47 @@ class _Run:
 
     def _run_stages(self, writer: Writer, failures: Failures) -> None:
         """Encode captions, then images: the text encoders are released before the VAE needs the memory."""
-        plan = self._plan
+        plan, others = self._plan, list[Sequence[Any]]()
+
+        def claim(batch: Sequence[Any]) -> Sequence[Any]:
+            """Those tasks that no other process does, or has done. Those that one does are put into `others`."""
+            mine, theirs = writer.claim(task.key for task in batch)
+            if theirs:
+                others.append([task for task in batch if task.key in theirs])
+            context.progress.advance(len(batch) - len(mine))
+            return [task for task in batch if task.key in mine]
+
+        def fail(key: str, failure: Failure) -> None:
+            failures.add(key, failure)
+            writer.release([key])
+
         context = RunContext(
             encode=self.config.encode,
             encodings=self._encodings,
             models=self.models,
             store=writer.add,
-            fail=failures.add,
+            fail=fail,
             report=self.report,
             progress=self.progress,
             stop=self.stop,
+            claim=claim,
         )
+
+        def run(kind: str, stage: TextStage | ImageStage, batches: Sequence[Sequence[Any]]) -> None:
+            self._run_stage(kind, lambda: stage.run(batches))
+            while others and not context.is_stopped():
+                writer.seal()  # the other process may wait for what this one has
+                theirs, others[:] = list(others), []
+                if left := [mine for batch in theirs if (mine := claim(batch))]:
+                    stage.run(left)
+                else:
+                    self.stop.wait(CLAIM_WAIT_S)
+
         if plan.text_batches and not context.is_stopped():
-            self._run_stage("text", lambda: TextStage(context).run(plan.text_batches))
+            run("text", TextStage(context), plan.text_batches)
             self.models.release("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
         if plan.image_batches and not context.is_stopped():
-            self._run_stage("image", lambda: ImageStage(context).run(plan.image_batches))
+            run("image", ImageStage(context), plan.image_batches)
 
     def _run_stage(self, kind: str, stage: Callable[[], int]) -> None:
         """Run a stage, and note for the next estimate how long each of what it returns took, without loading."""

@@ -87,7 +87,7 @@ class TextStage:
         def read(batch: Sequence[TextTask]) -> list[Tokens]:
             return tokenize(self._parts, [task.caption for task in batch]).rows()
 
-        for batch, made in bounded_map(executor, read, batches, GROUPS_AHEAD):
+        for batch, made in bounded_map(executor, read, filter(None, map(self._context.claim, batches)), GROUPS_AHEAD):
             yield [TextItem(task, tokens) for task, tokens in zip(batch, made.result(), strict=True)]
 
     def _launch(self, items: Sequence[TextItem]) -> Download:

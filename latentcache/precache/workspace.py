@@ -8,19 +8,21 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import xxhash
 
 from latentcache.config import CacheConfig
-from latentcache.dataset.manifest import ManifestFolder, ManifestMemory, Manifests
-from latentcache.errors import IndexDamagedError
+from latentcache.dataset.manifest import ManifestFolder, ManifestMemory, Manifests, keys_in_use
+from latentcache.errors import DatasetError, IndexDamagedError, StoreError
 from latentcache.identity import digest
 from latentcache.store.base import Store
 from latentcache.store.disk import DiskStore
 from latentcache.store.index import Index
 from latentcache.store.memory import MemoryStore
+from latentcache.store.upkeep import prune
 from latentcache.utils.durable_files import remove_whole
 from latentcache.utils.locks import locked
 
@@ -54,6 +56,26 @@ class Workspace:
         if isinstance(self.store, DiskStore) and not self.store.read_only:
             return self.store.lock("precache", shared=True)
         return nullcontext()
+
+    def prune(self, max_bytes: int) -> None:
+        """Remove what no manifest refers to, the longest unused first, until the packs have at most so many bytes.
+
+        Where that cannot be done now, because another process works on the cache or a run is not finished, it is
+        logged, and left to the next run.
+        """
+        if not isinstance(self.store, DiskStore) or not isinstance(self.manifests, ManifestFolder):
+            return
+        try:
+            report = prune(self.store, partial(keys_in_use, self.manifests), max_bytes=max_bytes)
+        except (StoreError, DatasetError) as error:
+            logger.warning("cache.max_bytes is left to the next run: %s", error)
+            return
+        if report.num_entries:
+            removed = "cache.max_bytes: removed %d entries that no manifest refers to; the packs have %s bytes now"
+            logger.info(removed, report.num_entries, f"{report.file_bytes_left:,}")
+        if report.file_bytes_left > max_bytes:
+            message = "cache.max_bytes is %s, but the packs have %s bytes, and manifests refer to all of them"
+            logger.warning(message, f"{max_bytes:,}", f"{report.file_bytes_left:,}")
 
     def close(self) -> None:
         """Close the memo and the store."""

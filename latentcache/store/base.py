@@ -223,6 +223,16 @@ class Writer(Protocol):
     def add(self, entry: Entry) -> None:
         """Copy the entry and buffer it. StoreError if it cannot be stored."""
 
+    def claim(self, keys: Iterable[str]) -> tuple[set[str], set[str]]:
+        """Of the keys that are not there: those that this process should make now, and those that another one makes.
+
+        The first are claimed until they are durable or released, or until the writer is left. Of the second, look again
+        later: their entries come, or the other process ends. Seal before you wait: it may wait for yours.
+        """
+
+    def release(self, keys: Iterable[str]) -> None:
+        """Give up claims: these entries cannot be made here."""
+
     def seal(self) -> None:
         """Make all that was added durable."""
 

@@ -72,7 +72,7 @@ def compact(store: DiskStore | str | os.PathLike[str], *, dry_run: bool = False)
         else:
             for pack in put_aside:
                 disk.directory.put_aside(pack)
-            num_copied = _rewrite(disk, chosen, damaged, unreadable)
+            num_copied = rewrite(disk, chosen, damaged, unreadable)
             after = disk.directory.pack_sizes()
             num_after, bytes_after = len(after), sum(after.values())
         return CompactReport(
@@ -106,7 +106,7 @@ def _choose(table: LocationTable) -> dict[str, Mapping[str, Location]]:
     return wasteful | small if len(small) > 1 or wasteful else wasteful
 
 
-def _rewrite(disk: DiskStore, chosen: Entries, damaged: dict[str, str], unreadable: dict[str, str]) -> int:
+def rewrite(disk: DiskStore, chosen: Entries, damaged: dict[str, str], unreadable: dict[str, str]) -> int:
     """Copy these entries, and delete each pack as soon as nothing in it is live. Returns how many were copied."""
     old = {key: location for entries in chosen.values() for key, location in entries.items()}
     num_copied = 0

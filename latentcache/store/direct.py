@@ -350,7 +350,7 @@ class DirectReader(Reader):
         self.is_supported = True
         self._thread = _Thread()
         # Its own: what the page cache has of an entry may be better than what the disk gives.
-        self._verified = Verified()
+        self._verified = Verified(mapped.note_use)
 
     @override
     def rows(self, keys: Sequence[str], locations: Sequence[Location]) -> list[EntryArrays]:
@@ -427,7 +427,7 @@ class DirectReader(Reader):
         if self._thread.reads is not None and self._thread.pid == os.getpid():
             self._thread.reads.close()
         self._thread.reads = None
-        self._verified = Verified()
+        self._verified.flags.clear()
         self._mapped.close()
 
 

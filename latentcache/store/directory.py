@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import stat
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -32,6 +33,8 @@ MARK = "CACHE.json"
 DAMAGED = "damaged"
 _ABOUT_TO_GO = ("index.replaced-*", "*.removed-*")
 _MAX_MARK_BYTES = 1 << 12
+NOTED_S = 3600.0
+"""The use of a pack is noted with this precision, in seconds: many processes may begin to read it at once."""
 
 logger = logging.getLogger("latentcache")
 
@@ -52,6 +55,8 @@ class CacheDirectory:
         self.index = self.path / "index"
         self.manifests = self.path / "manifests"
         self.lock = self.path / "upkeep.lock"
+        self.readers = self.path / "readers.lock"
+        self.claims = self.path / "claims.lock"
         if repair and self.pack_sizes():
             self._repair()
         if not os.path.lexists(self.path / MARK):
@@ -120,6 +125,24 @@ class CacheDirectory:
             # Each time: the process that made the folder may have ended before this.
             sync_folder(self.packs)
         return path
+
+    def note_use(self, pack: str) -> None:
+        """Note in the mtime of a pack's file that a process begins to read it, at most once in NOTED_S.
+
+        Nothing else changes a pack, so that `prune` knows by it which were used the longest ago. Where the file may not
+        be changed nothing is noted.
+        """
+        path = self.pack_path(pack)
+        with suppress(OSError):
+            if time.time() - path.stat(follow_symlinks=False).st_mtime >= NOTED_S:
+                os.utime(path, follow_symlinks=False)
+
+    def last_use(self, pack: str) -> float:
+        """When a process last began to read the pack (seconds since 1970), to NOTED_S; 0 if its file is not there."""
+        try:
+            return self.pack_path(pack).stat(follow_symlinks=False).st_mtime
+        except OSError:
+            return 0.0
 
     def pack_sizes(self) -> dict[str, int]:
         """Bytes of each pack's file, by id. Only regular files in regular folders count.

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
 
@@ -71,7 +71,7 @@ class DiskStore(Store):
         self.path = self.directory.path
         self._read_records = lru_cache(_MAX_RECORDS)(read_records)
         self._path_of = lru_cache(_MAX_PATHS)(self.directory.pack_path)
-        self._mapped = MappedReader(self._path_of, self._relocate)
+        self._mapped = MappedReader(self._path_of, self._relocate, self._note_use)
         self._reader: Reader | None = None
 
     @classmethod
@@ -108,7 +108,12 @@ class DiskStore(Store):
         if self.read_only:
             raise ReadOnlyError(self.path)
         # Without reading all rows again: each pack that is sealed asks the index for its keys.
-        return PackWriter(self._seal, locked(self.directory.lock, "writing entries", shared=True))
+        return PackWriter(
+            self._seal,
+            locked(self.directory.lock, "writing entries", shared=True),
+            partial(self.catalog.find, again=True),
+            self.directory.claims,
+        )
 
     @override
     def add(self, entries: Iterable[Entry]) -> int:
@@ -178,6 +183,10 @@ class DiskStore(Store):
     @override
     def rows(self, keys: Sequence[str]) -> list[EntryArrays]:
         return (self._reader or self._choose_reader()).rows(keys, self._locate(keys))
+
+    def _note_use(self, pack: str) -> None:
+        if not self.read_only:
+            self.directory.note_use(pack)
 
     def _choose_reader(self) -> Reader:
         """The reader for the packs that there are. It is chosen once, at the first read: before, there may be none."""

@@ -55,10 +55,11 @@ class Reader(Protocol):
 
 
 class Verified:
-    """The entries that were found good: a flag a row, by pack."""
+    """The entries that were found good: a flag a row, by pack. `note_use` is called with each pack that is begun."""
 
-    def __init__(self) -> None:
+    def __init__(self, note_use: Callable[[str], None]) -> None:
         self.flags: dict[str, np.ndarray] = {}
+        self._note_use = note_use
 
     def has(self, location: Location) -> bool:
         """Whether the entry was found good."""
@@ -68,7 +69,10 @@ class Verified:
     def of(self, pack: Pack) -> np.ndarray:
         """The flags of a pack: bool [n]. Set one for an entry that was found good."""
         flags = self.flags.get(pack.id)
-        return self.flags.setdefault(pack.id, np.zeros(pack.num_entries, bool)) if flags is None else flags
+        if flags is None:
+            self._note_use(pack.id)
+            flags = self.flags.setdefault(pack.id, np.zeros(pack.num_entries, bool))
+        return flags
 
     def drop(self, locations: Iterable[Location]) -> None:
         """These entries must be verified again."""
@@ -141,12 +145,13 @@ class MappedReader(ReadAhead, Reader):
 
     keeps_rows = True
 
-    def __init__(self, path_of: PathOf, relocate: Relocate):
+    def __init__(self, path_of: PathOf, relocate: Relocate, note_use: Callable[[str], None]):
         super().__init__()
         self._path_of = path_of
         self._relocate = relocate
         self._maps: dict[str, np.ndarray] = {}
-        self._verified = Verified()
+        self.note_use = note_use
+        self._verified = Verified(note_use)
 
     @override
     def rows(self, keys: Sequence[str], locations: Sequence[Location]) -> list[EntryArrays]:
@@ -239,7 +244,7 @@ class MappedReader(ReadAhead, Reader):
 
     @override
     def close(self) -> None:
-        self._verified = Verified()
+        self._verified.flags.clear()
         self._maps.clear()
 
 

@@ -50,7 +50,7 @@ class MemoryStore(Store):
 
     @override
     def writer(self) -> PackWriter:
-        return PackWriter(self._seal, nullcontext())
+        return PackWriter(self._seal, nullcontext(), self.find)
 
     @override
     def add(self, entries: Iterable[Entry]) -> int:

@@ -50,6 +50,8 @@ from latentcache.types import Record
 from latentcache.utils.durable_files import open_regular, sealed_file, unreadable, write_past_cache
 
 PACK_FORMAT = "2"
+HEADER_BYTES = 16 << 10
+"""The header of a pack stays below, whatever the number of its entries."""
 MAX_HEADER_BYTES = 1 << 20
 """Of the safetensors header. A writer's stays below 16 KiB; more is refused before it is parsed."""
 

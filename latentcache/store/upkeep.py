@@ -17,19 +17,26 @@ from typing import Any
 
 from typing_extensions import override
 
-from latentcache.errors import IndexDamagedError, PackError, ReadOnlyError, StoreError, UnsafeStoreError
+from latentcache.errors import (
+    IndexDamagedError,
+    PackError,
+    ReadOnlyError,
+    StoreBusyError,
+    StoreError,
+    UnsafeStoreError,
+)
 from latentcache.store.base import StoreReport, check_key
 from latentcache.store.catalog import PACK_PREFIX, drop_known, parsed_row
-from latentcache.store.compaction import CompactReport, compact
+from latentcache.store.compaction import CompactReport, compact, rewrite
 from latentcache.store.directory import CacheDirectory
 from latentcache.store.disk import DISAGREE, DiskStore
 from latentcache.store.index import GENERATION, Index
 from latentcache.store.layout import Location, PackRow
 from latentcache.store.location_table import LocationTable
-from latentcache.store.pack import map_pack, read_records, verified_arrays
+from latentcache.store.pack import HEADER_BYTES, map_pack, read_records, verified_arrays
 from latentcache.store.recovery import Scan, scan_packs
-from latentcache.utils.durable_files import remove_whole, system_errors, typed_errors
-from latentcache.utils.locks import locked
+from latentcache.utils.durable_files import remove_whole, system_errors, typed_errors, unreadable
+from latentcache.utils.locks import locked, readers_since
 
 __all__ = ["CompactReport", "PruneReport", "RebuildReport", "VerifyReport", "compact", "prune", "rebuild", "verify"]
 
@@ -84,6 +91,8 @@ class PruneReport(StoreReport):
     num_bytes: int
     num_packs: int
     file_bytes: int
+    file_bytes_left: int
+    """Of all packs, afterwards."""
     dry_run: bool
 
 
@@ -235,27 +244,92 @@ def _old_rows(directory: CacheDirectory) -> dict[str, PackRow]:
 
 
 def prune(
-    store: StoreOrPath, keep: Collection[str] | Callable[[], Collection[str]], *, dry_run: bool = False
+    store: StoreOrPath,
+    keep: Collection[str] | Callable[[], Collection[str]],
+    *,
+    max_bytes: int | None = None,
+    dry_run: bool = False,
 ) -> PruneReport:
     """Remove the entries whose keys are not in `keep`, and packs in which nothing is left. `compact` frees the rest.
 
-    If `keep` is a function, it is asked when no writer can add to the cache any more.
+    If `keep` is a function, it is asked when no writer can add to the cache any more. With `max_bytes` only as much is
+    removed as is needed for the packs to have at most so many bytes, from the packs that were used the longest ago.
+    Packs of which something stays are rewritten at once. What is in `keep` stays also where that is more.
+    StoreBusyError where a reader runs that began before the manifests last changed: it may need what they had.
     """
     with DiskStore.opened(store) as disk, nullcontext() if dry_run else disk.lock("prune", shared=False):
         kept = {check_key(key) for key in (keep() if callable(keep) else keep)}
-        table = disk.catalog.table
-        entries = table.by_pack()
-        gone = {key: place for own in entries.values() for key, place in own.items() if key not in kept}
-        empty = table.packs.keys() - {pack for pack, own in entries.items() if own.keys() - gone.keys()}
         sizes = disk.directory.pack_sizes()
-        if not dry_run:
-            disk.catalog.remove([*gone, *(key for key in table.damaged() if key not in kept)])
-            disk.catalog.drop_packs(empty)
-            disk.release(empty)
+        bytes_left = sum(sizes.values())
+        gone: dict[str, Location] = {}
+        empty: set[str] = set()
+        if max_bytes is None:
+            gone, empty = _remove(disk, disk.catalog.table.packs.keys(), kept, dry_run=dry_run)
+            bytes_left -= sum(sizes.get(pack, 0) for pack in empty)
+            if not dry_run:
+                disk.catalog.remove([key for key in disk.catalog.table.damaged() if key not in kept])
+        else:
+            _check_readers(disk.directory)
+            # More than once where entries of natural length were larger than their pack's average.
+            while chosen := _longest_unused(disk, kept, bytes_left - max_bytes):
+                removed, dropped = _remove(disk, chosen.keys(), kept, dry_run=dry_run)
+                gone, empty = gone | removed, empty | dropped
+                bytes_left -= sum(chosen.values())
+                if dry_run:
+                    break
+                left = disk.catalog.table.by_pack()
+                rewrite(disk, {pack: left[pack] for pack in chosen.keys() & left.keys()}, {}, {})
+                bytes_left = sum(disk.directory.pack_sizes().values())
         return PruneReport(
             num_entries=len(gone),
             num_bytes=sum(location.group.mean_bytes for location in gone.values()),
             num_packs=len(empty),
             file_bytes=sum(sizes.get(pack, 0) for pack in empty),
+            file_bytes_left=bytes_left,
             dry_run=dry_run,
         )
+
+
+def _remove(
+    disk: DiskStore, packs: Collection[str], kept: Collection[str], *, dry_run: bool
+) -> tuple[dict[str, Location], set[str]]:
+    """Remove from these packs what is not kept, and those in which nothing stays. Returns both."""
+    entries = disk.catalog.table.by_pack()
+    gone = {key: place for pack in packs for key, place in entries.get(pack, {}).items() if key not in kept}
+    empty = {pack for pack in packs if entries.get(pack, {}).keys() <= gone.keys()}
+    if not dry_run:
+        disk.catalog.remove(list(gone))
+        disk.catalog.drop_packs(empty)
+        disk.release(empty)
+    return gone, empty
+
+
+def _check_readers(directory: CacheDirectory) -> None:
+    since = readers_since(directory.readers)
+    try:
+        changed = directory.manifests.stat().st_mtime
+    except OSError as error:
+        raise unreadable(directory.manifests, error) from error
+    if since is not None and since <= changed:
+        raise StoreBusyError(
+            directory.path,
+            "a process reads this cache that began before the manifests last changed: it may need entries that they do "
+            "not have any more. Nothing is removed; try again when it has ended.",
+        )
+
+
+def _longest_unused(disk: DiskStore, kept: Collection[str], too_many: int) -> dict[str, int]:
+    """The packs to take so many bytes from, the longest unused first, and how many bytes that frees of each."""
+    table, sizes = disk.catalog.table, disk.directory.pack_sizes()
+    entries = table.by_pack()
+    chosen: dict[str, int] = {}
+    for pack in sorted(table.packs.keys() & sizes.keys(), key=disk.directory.last_use):
+        if too_many <= 0:
+            break
+        stay = [place.group.mean_bytes for key, place in entries.get(pack, {}).items() if key in kept]
+        # Of a pack that is rewritten: its values that are removed or dead, but for the header of the new pack.
+        frees = table.packs[pack].payload_bytes - sum(stay) - HEADER_BYTES if stay else sizes[pack]
+        if frees > 0:
+            chosen[pack] = frees
+            too_many -= frees
+    return chosen

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing
+from pathlib import Path
 from typing import Any
 
 from latentcache.errors import StoreError
 from latentcache.store.base import OwnedEntry, check_key, own_entry
 from latentcache.types import Entry
 from latentcache.utils.concurrency import BackgroundWorker, noted_on
+from latentcache.utils.locks import Claims
 
 PACK_BYTES = 64 << 20
 PACK_RECORD_BYTES = 8 << 20
@@ -60,11 +62,20 @@ class PackWriter:
     entered for the time that the writer is open.
     """
 
-    def __init__(self, seal_entries: SealEntries, hold: AbstractContextManager[None]):
+    def __init__(
+        self,
+        seal_entries: SealEntries,
+        hold: AbstractContextManager[None],
+        find: Callable[[Iterable[str]], set[str]],
+        claims: Path | None = None,
+    ):
         self.num_added = 0
         self.bytes_written = 0
         self._seal_entries = seal_entries
         self._hold = hold
+        self._find = find
+        self._claims_path = claims
+        self._claims: Claims | None = None
         self._open = ExitStack()
         self._worker: BackgroundWorker | None = None
         self._buffer = PackBuffer()
@@ -80,7 +91,7 @@ class PackWriter:
                 with noted_on(exc, "sealing failed too"):
                     self.seal()
             finally:
-                self._worker = None
+                self._worker = self._claims = None
 
     def add(self, entry: Entry) -> None:
         """Copy the entry and buffer it. A key that was added before is ignored."""
@@ -91,6 +102,24 @@ class PackWriter:
         self._buffer.add(own_entry(entry))
         if self._buffer.is_full():
             self._start_sealing(self._worker)
+
+    def claim(self, keys: Iterable[str]) -> tuple[set[str], set[str]]:
+        """Of the keys that are not there: those claimed for this process now, and those of other processes."""
+        if self._worker is None:
+            raise StoreError("the writer is not open: use it in a `with` block")
+        if self._claims is None and self._claims_path is not None:
+            self._claims = self._open.enter_context(closing(Claims(self._claims_path)))
+        wanted = {check_key(key) for key in keys}
+        mine = wanted if self._claims is None else self._claims.take(wanted)
+        # After the claim: another process may have sealed its entries, and released them, just before.
+        there = self._find(wanted)
+        self.release(mine & there)
+        return mine - there, wanted - mine - there
+
+    def release(self, keys: Iterable[str]) -> None:
+        """Give up claims."""
+        if self._claims is not None:
+            self._claims.release(keys)
 
     def seal(self) -> None:
         """Make all that was added durable. Raises the errors of the background thread."""
@@ -106,5 +135,6 @@ class PackWriter:
 
     def _seal(self, entries: Sequence[OwnedEntry]) -> None:
         num_added, bytes_written = self._seal_entries(entries)
+        self.release(entry.key for entry in entries)
         self.num_added += num_added
         self.bytes_written += bytes_written

@@ -6,11 +6,11 @@ import fcntl
 import json
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from latentcache.errors import StoreBusyError, UnsafeStoreError
+from latentcache.errors import StoreBusyError, StoreError, UnsafeStoreError
 from latentcache.utils.durable_files import typed_errors, unlock_and_close
 
 _MAX_NOTE_BYTES = 4096
@@ -71,3 +71,83 @@ def _holder(fd: int) -> str:
         return f"{note['operation']} (process {int(note['pid'])} on {note['host']})"
     except (OSError, ValueError, KeyError, TypeError):
         return "another process"
+
+
+class Reading:
+    """Says that this process reads, until it is closed or the process ends. A fork of the process says so too.
+
+    It is a shared lock on a file, whose mtime is the time when the first of those readers began that overlap. Where the
+    file cannot be opened nothing is said: a reader that may not write leaves no trace.
+    """
+
+    def __init__(self, path: Path):
+        self._fd: int | None = None
+        self._owner = os.getpid()
+        with suppress(OSError, StoreError):
+            self._fd = _open(path)
+            with suppress(BlockingIOError):
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.utime(self._fd)  # no other reader is there
+            fcntl.flock(self._fd, fcntl.LOCK_SH)
+
+    def close(self) -> None:
+        """The process does not read any more."""
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            if os.getpid() == self._owner:
+                with suppress(OSError):
+                    fcntl.flock(fd, fcntl.LOCK_UN)  # a fork has the same lock, and may live on
+            os.close(fd)
+
+    __del__ = close
+
+
+def readers_since(path: Path) -> float | None:
+    """The time (seconds since 1970) before which no reader began that runs now. None: none runs. StoreError."""
+    fd = _open(path)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return None
+    except BlockingIOError:
+        return os.fstat(fd).st_mtime
+    finally:
+        os.close(fd)
+
+
+class Claims:
+    """Keys whose entries this process is about to make, so that other processes need not.
+
+    A claim is a lock on one byte of a file, and which byte follows from the key. So nothing is to be cleaned up: the
+    system releases the claims of a process that ends in any way. Where a file system has no such locks every key is
+    claimed: then two processes may make an entry, of which one is stored. Threads of a process share their claims.
+    """
+
+    def __init__(self, path: Path):
+        self._fd = _open(path)
+
+    def take(self, keys: Iterable[str]) -> set[str]:
+        """Claim those keys (hexadecimal) that no other process has claimed, and return them."""
+        taken = set()
+        for key in keys:
+            try:
+                fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _byte_of(key))
+            except (BlockingIOError, PermissionError):  # POSIX has both for a lock that another process has
+                continue
+            except OSError:
+                pass
+            taken.add(key)
+        return taken
+
+    def release(self, keys: Iterable[str]) -> None:
+        """Other processes may claim these keys from now on."""
+        for key in keys:
+            with suppress(OSError):
+                fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, _byte_of(key))
+
+    def close(self) -> None:
+        """Release all claims of this process."""
+        os.close(self._fd)
+
+
+def _byte_of(key: str) -> int:
+    return int(key[:15], 16)

@@ -1,0 +1,92 @@
+"""Claims of keys, and marks of readers, between processes."""
+
+from __future__ import annotations
+
+import fcntl
+import multiprocessing
+import time
+from pathlib import Path
+
+import pytest
+
+from latentcache.identity import key_of
+from latentcache.utils.locks import Claims, Reading, readers_since
+
+KEYS = [key_of({"number": number}) for number in range(10)]
+context = multiprocessing.get_context("fork")
+
+
+def take_elsewhere(path: Path, keys: list[str]) -> set[str]:
+    """What another process could claim, which ends at once."""
+    queue = context.Queue()
+    process = context.Process(target=lambda: queue.put(Claims(path).take(keys)))
+    process.start()
+    found = queue.get(timeout=60)
+    process.join()
+    return found
+
+
+def test_a_key_is_claimed_by_one_process(tmp_path: Path) -> None:
+    claims = Claims(tmp_path / "claims.lock")
+    assert claims.take(KEYS[:5]) == set(KEYS[:5])
+    assert claims.take(KEYS[:5]) == set(KEYS[:5]), "a process keeps what it has"
+    assert take_elsewhere(tmp_path / "claims.lock", KEYS) == set(KEYS[5:])
+    assert take_elsewhere(tmp_path / "claims.lock", KEYS) == set(KEYS[5:]), "the claims of the dead are free"
+    claims.release(KEYS[:2])
+    assert take_elsewhere(tmp_path / "claims.lock", KEYS) == {*KEYS[:2], *KEYS[5:]}
+    claims.close()
+    assert take_elsewhere(tmp_path / "claims.lock", KEYS) == set(KEYS)
+
+
+def test_without_such_locks_every_key_is_claimed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(95, "Operation not supported")
+
+    claims = Claims(tmp_path / "claims.lock")
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    assert claims.take(KEYS) == set(KEYS)
+    claims.release(KEYS)
+    claims.close()
+
+
+def test_readers_are_seen_from_the_first_to_the_last(tmp_path: Path) -> None:
+    path = tmp_path / "readers.lock"
+    assert readers_since(path) is None
+    first = Reading(path)
+    began = readers_since(path)
+    assert began is not None and abs(began - time.time()) < 60
+    time.sleep(0.05)
+    second = Reading(path)
+    first.close()
+    assert readers_since(path) == began, "they overlap"
+    second.close()
+    second.close()
+    assert readers_since(path) is None
+    third = Reading(path)
+    assert readers_since(path) > began
+    del third
+    assert readers_since(path) is None
+
+
+def test_a_fork_reads_on_when_its_parent_has_closed(tmp_path: Path) -> None:
+    path = tmp_path / "readers.lock"
+    reading = Reading(path)
+    ready, done = context.Event(), context.Event()
+
+    def wait() -> None:
+        ready.set()
+        done.wait(60)
+
+    process = context.Process(target=wait)
+    process.start()
+    assert ready.wait(60)
+    done.set()
+    process.join()
+    assert readers_since(path) is not None, "the end of a fork ends nothing here"
+    reading.close()
+    assert readers_since(path) is None
+
+
+def test_a_reader_that_may_not_write_says_nothing(tmp_path: Path) -> None:
+    (tmp_path / "readers.lock").mkdir()
+    Reading(tmp_path / "readers.lock").close()
