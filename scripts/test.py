@@ -33,7 +33,10 @@ LANES = ("default", "sim", "bench", "soak", "cuda", "deepspeed", "onetrainer-pin
 OPT_IN = ("deepspeed", "onetrainer-pins")
 IN_MEMORY = ("default", "sim", "onetrainer-pins")
 PINS = bootstrap.Environment(".venv-onetrainer-pins", "constraints-onetrainer.txt", "test")
-PINS_TESTS = ("tests/integrations", "tests/models", "tests/families")
+PINS_TESTS = (
+    *("tests/integrations", "tests/models", "tests/families"),
+    *("tests/precache/test_run.py", "tests/precache/test_staleness.py", "tests/loading/test_cache.py"),
+)
 CUDA_IS_HERE = "import sys, torch; sys.exit(not torch.cuda.is_available())"
 
 
