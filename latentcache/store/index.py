@@ -162,17 +162,17 @@ class Transaction:
 
     def add(self, name: str, value: bytes) -> bool:
         """Add a row unless there is one of this name. True if it was added."""
-        return bool(self._cache.add(name, value))
+        return bool(self._cache.add(_not_reserved(name), value))
 
     def put(self, name: str, value: bytes) -> None:
         """Add or replace a row."""
-        if not self._cache.add(name, value):
+        if not self._cache.add(_not_reserved(name), value):
             self._cache.set(name, value)
             self._note(name, value)
 
     def remove(self, name: str) -> bool:
         """Remove a row. True if there was one."""
-        removed = bool(self._cache.delete(name))
+        removed = bool(self._cache.delete(_not_reserved(name)))
         if removed:
             self._note(name, None)
         return removed
@@ -355,6 +355,12 @@ class Index:
             raise typed_error(cause or error, self._database, read_only=read_only, timed_out=timed_out) from error
         except (sqlite3.Error, UnicodeDecodeError, OSError) as error:
             raise typed_error(error, self._database, read_only=self.read_only) from error
+
+
+def _not_reserved(name: str) -> str:
+    if name == GENERATION:
+        raise StoreError(f"the index keeps {GENERATION!r} for itself; give the row another name")
+    return name
 
 
 def _checked_name(name: str) -> str:
