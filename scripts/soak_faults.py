@@ -110,7 +110,8 @@ def fill_the_disk(folder: Path, seed: int) -> None:
     """In a folder on a small tmpfs: fill it, and do what a user does then."""
     generator = random.Random(seed)
     filler = folder / "filler"
-    filler.write_bytes(bytes(generator.randrange(TMPFS_BYTES // 2)))
+    # What it has is the room that `compact` needs for copies when it is gone.
+    filler.write_bytes(bytes(generator.randrange(TMPFS_BYTES * 3 // 8, TMPFS_BYTES // 2)))
     cache, stored = folder / "cache", []
     with DiskStore(cache) as store:
         try:
