@@ -21,7 +21,7 @@ from latentcache.identity import key_of
 from latentcache.store import DiskStore
 from latentcache.types import Crop, Entry, Geometry, Record, Size
 
-OPEN_CALLS = 155
+OPEN_CALLS = 150
 FIRST_BATCH_CALLS = 350
 WARM_BATCH_CALLS = 17
 BATCH = 16
