@@ -57,6 +57,7 @@ BAD_RANGES = (
         "a pipeline whose parts lie on several devices fails, e.g. a UNet on the GPU with its text encoders on the CPU",
         "https://github.com/huggingface/diffusers/pull/14383",
     ),
+    BadRange("diffusers", "<0.39", "0.42", "latentcache is written for diffusers>=0.39", "pyproject.toml"),
     BadRange("transformers", "<5.0", "5.0",
         "latentcache reads CLIP text encoders as transformers 5 builds them (without `text_model`)",
         "pyproject.toml",

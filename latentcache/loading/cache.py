@@ -20,7 +20,7 @@ from latentcache.store.base import DTYPES, Closing, Store
 from latentcache.store.direct import Io
 from latentcache.store.disk import DiskStore
 from latentcache.types import Batch, Entry, prompt_id
-from latentcache.utils.locks import Reading
+from latentcache.utils.locks import ReadersLock
 
 
 class SampleIndex:
@@ -153,7 +153,7 @@ class LatentCache(SampleIndex, Closing):
         if (path is None) == (store is None) or (store is None) != (manifests is None):
             raise StoreError("LatentCache needs a path, or a store together with its manifests")
         folder = None if path is None else Path(path).expanduser()
-        self._reading: Reading | None = None
+        self._reading: ReadersLock | None = None
         if folder is not None:
             if read_only is None:
                 # A reader that may write marks damage at once, so that the next precache fixes it.
@@ -161,7 +161,7 @@ class LatentCache(SampleIndex, Closing):
             store = DiskStore(folder, read_only=read_only, create=False, io=io)
             manifests = ManifestFolder(folder / "manifests")
             if not read_only:
-                self._reading = Reading(store.directory.readers)
+                self._reading = ReadersLock(store.directory.readers)
         assert store is not None and manifests is not None
         self.store: Store = store
         self.memory = SampleMemory()

@@ -160,7 +160,8 @@ class _Run:
             mine, theirs = writer.claim(task.key for task in batch)
             if theirs:
                 others.append([task for task in batch if task.key in theirs])
-            context.progress.advance(len(batch) - len(mine))
+            if done := len(batch) - len(mine) - len(theirs):
+                context.progress.advance(done)
             return [task for task in batch if task.key in mine]
 
         def fail(key: str, failure: Failure) -> None:

@@ -71,7 +71,8 @@ class DiskStore(Store):
         self.path = self.directory.path
         self._read_records = lru_cache(_MAX_RECORDS)(read_records)
         self._path_of = lru_cache(_MAX_PATHS)(self.directory.pack_path)
-        self._mapped = MappedReader(self._path_of, self._relocate, self._note_use)
+        note_use = (lambda pack: None) if read_only else self.directory.note_use
+        self._mapped = MappedReader(self._path_of, self._relocate, note_use)
         self._reader: Reader | None = None
 
     @classmethod
@@ -183,10 +184,6 @@ class DiskStore(Store):
     @override
     def rows(self, keys: Sequence[str]) -> list[EntryArrays]:
         return (self._reader or self._choose_reader()).rows(keys, self._locate(keys))
-
-    def _note_use(self, pack: str) -> None:
-        if not self.read_only:
-            self.directory.note_use(pack)
 
     def _choose_reader(self) -> Reader:
         """The reader for the packs that there are. It is chosen once, at the first read: before, there may be none."""

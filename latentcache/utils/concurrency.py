@@ -169,7 +169,8 @@ class Prefetcher(Generic[Item]):
     def __init__(self, source: Generator[Item, None, None], size: int):
         self._thread = _PrefetchThread(source, size)
         # At the end of the process `_stop_all` stops the thread and also waits for it.
-        weakref.finalize(self, self._thread.stop).atexit = False
+        # The thread by a weak reference: an error that it keeps refers to its consumers, and to this object by that.
+        weakref.finalize(self, _stop, weakref.ref(self._thread)).atexit = False
         _prefetching.add(self._thread)
         self._thread.start()
 
@@ -189,6 +190,12 @@ class Prefetcher(Generic[Item]):
         self._thread.stop()
         if os.getpid() == self._thread.pid:
             self._thread.join()
+
+
+def _stop(thread: weakref.ref[_PrefetchThread[Any]]) -> None:
+    alive = thread()
+    if alive is not None:
+        alive.stop()
 
 
 class _PrefetchThread(threading.Thread, Generic[Item]):

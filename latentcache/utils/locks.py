@@ -73,7 +73,7 @@ def _holder(fd: int) -> str:
         return "another process"
 
 
-class Reading:
+class ReadersLock:
     """Says that this process reads, until it is closed or the process ends. A fork of the process says so too.
 
     It is a shared lock on a file, whose mtime is the time when the first of those readers began that overlap. Where the

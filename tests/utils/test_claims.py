@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from latentcache.identity import key_of
-from latentcache.utils.locks import Claims, Reading, readers_since
+from latentcache.utils.locks import Claims, ReadersLock, readers_since
 
 KEYS = [key_of({"number": number}) for number in range(10)]
 context = multiprocessing.get_context("fork")
@@ -52,17 +52,17 @@ def test_without_such_locks_every_key_is_claimed(tmp_path: Path, monkeypatch: py
 def test_readers_are_seen_from_the_first_to_the_last(tmp_path: Path) -> None:
     path = tmp_path / "readers.lock"
     assert readers_since(path) is None
-    first = Reading(path)
+    first = ReadersLock(path)
     began = readers_since(path)
     assert began is not None and abs(began - time.time()) < 60
     time.sleep(0.05)
-    second = Reading(path)
+    second = ReadersLock(path)
     first.close()
     assert readers_since(path) == began, "they overlap"
     second.close()
     second.close()
     assert readers_since(path) is None
-    third = Reading(path)
+    third = ReadersLock(path)
     assert readers_since(path) > began
     del third
     assert readers_since(path) is None
@@ -70,7 +70,7 @@ def test_readers_are_seen_from_the_first_to_the_last(tmp_path: Path) -> None:
 
 def test_a_fork_reads_on_when_its_parent_has_closed(tmp_path: Path) -> None:
     path = tmp_path / "readers.lock"
-    reading = Reading(path)
+    reading = ReadersLock(path)
     ready, done = context.Event(), context.Event()
 
     def wait() -> None:
@@ -89,4 +89,4 @@ def test_a_fork_reads_on_when_its_parent_has_closed(tmp_path: Path) -> None:
 
 def test_a_reader_that_may_not_write_says_nothing(tmp_path: Path) -> None:
     (tmp_path / "readers.lock").mkdir()
-    Reading(tmp_path / "readers.lock").close()
+    ReadersLock(tmp_path / "readers.lock").close()
