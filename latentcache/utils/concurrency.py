@@ -224,7 +224,9 @@ class _PrefetchThread(threading.Thread, Generic[Item]):
                     self._made.put((next(self._source), None))  # in no variable: waiting keeps no item alive
             finally:
                 self._source.close()
-        except BaseException as error:  # `take` raises it in the consumer, StopIteration too
+        except StopIteration:
+            pass  # the usual end keeps no traceback, and so no frame and no last batch
+        except BaseException as error:  # `take` raises it in the consumer
             ending = error
         if self._is_stopped:
             with suppress(Empty):  # no one takes what is left, and it may be large
@@ -238,7 +240,7 @@ class _PrefetchThread(threading.Thread, Generic[Item]):
         item, error = self._made.get()
         if error is not None or self._is_stopped:
             self._made.put((None, error))  # for the next call
-            raise error if error is not None and not self._is_stopped else StopIteration
+            raise StopIteration if self._is_stopped or error is None or isinstance(error, StopIteration) else error
         self._room.put(True)
         return item
 
