@@ -357,11 +357,11 @@ def keys_in_use(manifests: ManifestFolder, *, unfinished: bool = False) -> set[s
 
     That is so without any manifest, and while a run is not finished, unless `unfinished` gives up what it encoded.
     """
-    path, names, runs = manifests.path.parent, manifests.names(), manifests.unfinished()
+    path, names = manifests.path.parent, manifests.names()
     if not names:
         # An unfinished first run has entries but no manifest yet: everything would go.
         raise StoreError(f"{path}: has no manifest, so prune would remove every entry; finish a precache run first")
-    if runs and not unfinished:
+    if not unfinished and (runs := manifests.unfinished()):
         begun = ", ".join(f"{name} (begun {time})" for name, time in runs.items())
         raise StoreError(
             f"{path}: not finished: {begun}. What was encoded for them is in no manifest yet, and would be removed: "

@@ -136,9 +136,7 @@ class Export:
         if self._rule is None:
             return None
         geometry, usual = sample.geometry, self._rule.geometry(sample.geometry.original_size)
-        if usual is not None and (usual if exact else usual.target_size) == (
-            geometry if exact else geometry.target_size
-        ):
+        if usual == geometry or (not exact and usual is not None and usual.target_size == geometry.target_size):
             return None
         self.report.num_other_buckets += 1
         would = "none" if usual is None else f"{usual.target_size}, cut from {usual.resized_size}"

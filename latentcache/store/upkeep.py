@@ -264,22 +264,29 @@ def prune(
         gone: dict[str, Location] = {}
         empty: set[str] = set()
         if max_bytes is None:
-            gone, empty = _remove(disk, disk.catalog.table.packs.keys(), kept, dry_run=dry_run)
+            entries = disk.catalog.table.by_pack()
+            gone, empty = _remove(disk, entries, disk.catalog.table.packs.keys(), kept, dry_run=dry_run)
             bytes_left -= sum(sizes.get(pack, 0) for pack in empty)
             if not dry_run:
                 disk.catalog.remove([key for key in disk.catalog.table.damaged() if key not in kept])
         else:
             _check_readers(disk.directory)
             # More than once where entries of natural length were larger than their pack's average.
-            while chosen := _longest_unused(disk, kept, bytes_left - max_bytes):
-                removed, dropped = _remove(disk, chosen.keys(), kept, dry_run=dry_run)
+            present = sizes
+            while bytes_left > max_bytes:
+                entries = disk.catalog.table.by_pack()
+                chosen = _longest_unused(disk, entries, present, kept, bytes_left - max_bytes)
+                if not chosen:
+                    break
+                removed, dropped = _remove(disk, entries, chosen.keys(), kept, dry_run=dry_run)
                 gone, empty = gone | removed, empty | dropped
                 bytes_left -= sum(chosen.values())
                 if dry_run:
                     break
                 left = disk.catalog.table.by_pack()
                 rewrite(disk, {pack: left[pack] for pack in chosen.keys() & left.keys()}, {}, {})
-                bytes_left = sum(disk.directory.pack_sizes().values())
+                present = disk.directory.pack_sizes()
+                bytes_left = sum(present.values())
         return PruneReport(
             num_entries=len(gone),
             num_bytes=sum(location.group.mean_bytes for location in gone.values()),
@@ -291,10 +298,17 @@ def prune(
 
 
 def _remove(
-    disk: DiskStore, packs: Collection[str], kept: Collection[str], *, dry_run: bool
+    disk: DiskStore,
+    entries: Mapping[str, Mapping[str, Location]],
+    packs: Collection[str],
+    kept: Collection[str],
+    *,
+    dry_run: bool,
 ) -> tuple[dict[str, Location], set[str]]:
-    """Remove from these packs what is not kept, and those in which nothing stays. Returns both."""
-    entries = disk.catalog.table.by_pack()
+    """Remove from these packs, whose `entries` are given, what is not kept, and those in which nothing stays.
+
+    Returns both.
+    """
     gone = {key: place for pack in packs for key, place in entries.get(pack, {}).items() if key not in kept}
     empty = {pack for pack in packs if entries.get(pack, {}).keys() <= gone.keys()}
     if not dry_run:
@@ -318,10 +332,15 @@ def _check_readers(directory: CacheDirectory) -> None:
         )
 
 
-def _longest_unused(disk: DiskStore, kept: Collection[str], too_many: int) -> dict[str, int]:
+def _longest_unused(
+    disk: DiskStore,
+    entries: Mapping[str, Mapping[str, Location]],
+    sizes: Mapping[str, int],
+    kept: Collection[str],
+    too_many: int,
+) -> dict[str, int]:
     """The packs to take so many bytes from, the longest unused first, and how many bytes that frees of each."""
-    table, sizes = disk.catalog.table, disk.directory.pack_sizes()
-    entries = table.by_pack()
+    table = disk.catalog.table
     chosen: dict[str, int] = {}
     for pack in sorted(table.packs.keys() & sizes.keys(), key=disk.directory.last_use):
         if too_many <= 0:

@@ -234,9 +234,11 @@ def test_prune_can_be_told_to_give_up_unfinished_work(
     config_file: Path, run: Any, run_json: Any, tmp_path: Path
 ) -> None:
     run("precache", config_file)
-    (tmp_path / "cache" / "manifests" / "photos.unfinished").write_text("2026-01-01T00:00:00+00:00")
-    assert run("prune", config_file)[0] == 2
-    assert run_json("prune", config_file, "--unfinished")[1]["num_entries"] == 0
+    note = tmp_path / "cache" / "manifests" / "photos.unfinished"
+    for text in ("2026-01-01T00:00:00+00:00", "no time"):  # a damaged note advises to give the work up, too
+        note.write_text(text)
+        assert run("prune", config_file)[0] == 2
+        assert run_json("prune", config_file, "--unfinished")[1]["num_entries"] == 0
 
 
 def test_a_fault_of_ours_is_not_taken_for_refusals(

@@ -23,7 +23,6 @@ import pytest
 import torch
 from helpers.pack_damage import damage as flip_bit
 from helpers.photo_files import write_photo
-from helpers.pipeline_host import host
 from helpers.pipeline_sdxl import Setup, concept, write_photos
 
 from latentcache.errors import EntryDamagedError
@@ -35,16 +34,6 @@ from latentcache.store.disk import DiskStore
 NUM = 6
 EVERYTHING = Counter(vae=NUM, text_encoder=NUM, text_encoder_2=NUM)
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(params=["own", "mgds"])
-def pipeline(request: pytest.FixtureRequest) -> SimpleNamespace:
-    return host(request.param)
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return write_photos(tmp_path / "photos", NUM)
 
 
 @pytest.fixture

@@ -16,33 +16,16 @@ import pytest
 import torch
 from helpers.pack_damage import damage as flip_bit
 from helpers.photo_files import write_photo
-from helpers.pipeline_host import host
-from helpers.pipeline_sdxl import Run, Setup, concept, write_photos
+from helpers.pipeline_sdxl import Run, Setup, concept
 
 from latentcache.errors import EntryDamagedError, ItemsError
 from latentcache.integrations.onetrainer import restoring
-from latentcache.models.tiny import tiny_sdxl
 from latentcache.store.disk import DiskStore
 
 NUM = 4
 DAMAGED = 2
 TENSORS = {"image": "latent_image", "text": "text_encoder_2_pooled_state"}
 ONE_EACH = {"image": Counter(vae=1), "text": Counter(text_encoder=1, text_encoder_2=1)}
-
-
-@pytest.fixture(scope="module")
-def parts() -> dict[str, Any]:
-    return tiny_sdxl(0)
-
-
-@pytest.fixture(params=["own", "mgds"])
-def pipeline(request: pytest.FixtureRequest) -> SimpleNamespace:
-    return host(request.param)
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return write_photos(tmp_path / "photos", NUM)
 
 
 @pytest.fixture

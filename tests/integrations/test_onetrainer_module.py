@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 import torch
 from helpers.photo_files import write_photo
-from helpers.pipeline_host import host
 from helpers.pipeline_sdxl import SPLIT_IMAGE, Run, Setup, concept, write_photos
 
 from latentcache.errors import ItemsError, PipelineError, PipelineStopped, ReadOnlyError
@@ -27,21 +26,6 @@ from latentcache.models.tiny import tiny_sdxl
 from latentcache.store.disk import DiskStore
 
 NUM = 4
-
-
-@pytest.fixture(scope="module")
-def parts() -> dict[str, Any]:
-    return tiny_sdxl(0)
-
-
-@pytest.fixture(params=["own", "mgds"])
-def pipeline(request: pytest.FixtureRequest) -> SimpleNamespace:
-    return host(request.param)
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return write_photos(tmp_path / "photos", NUM)
 
 
 @pytest.fixture

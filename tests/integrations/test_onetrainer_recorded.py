@@ -14,30 +14,11 @@ from typing import Any
 import pytest
 import torch
 from helpers.photo_files import write_photo
-from helpers.pipeline_host import host
 from helpers.pipeline_recorded import RECORDED, VIDEO, RecordedSetup, default_concept
-from helpers.pipeline_sdxl import write_photos
 from PIL import Image
-
-from latentcache.models.tiny import tiny_sdxl
 
 NUM = 4
 EVERYTHING = Counter(vae=NUM, text_encoder=NUM, text_encoder_2=NUM)
-
-
-@pytest.fixture(scope="module")
-def parts() -> dict[str, Any]:
-    return tiny_sdxl(0)
-
-
-@pytest.fixture(params=["own", "mgds"])
-def pipeline(request: pytest.FixtureRequest) -> SimpleNamespace:
-    return host(request.param)
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return write_photos(tmp_path / "photos", NUM)
 
 
 @pytest.fixture
