@@ -43,7 +43,7 @@ OWNERS = {
     "diskcache": ("store/index.py",),
     # diffusion-pipe's cache is a SQLite database, ai-toolkit's is safetensors files.
     "sqlite3": ("store/index.py", "store/connection.py", "interop/formats/diffusion_pipe.py"),
-    "safetensors": ("store/pack.py", "checkpoints/folder.py", "interop/formats/ai_toolkit.py"),
+    "safetensors": ("store/tensor_file.py", "checkpoints/folder.py", "interop/formats/ai_toolkit.py"),
     "PIL": ("dataset/images.py", "dataset/resampling.py", "validation/"),
     "psutil": ("utils/host_memory.py", "doctor/environment.py"),
     "pyarrow": ("dataset/archives.py",),

@@ -1,18 +1,14 @@
-"""Packs: sealed safetensors files that hold many entries. Only this file imports safetensors.
+"""Packs: sealed safetensors files that hold many entries (`tensor_file`).
 
 A pack is a file of columns (`layout`): one tensor per field, shape and dtype (`moments/8x128x128`), a row per entry, so
 that any tool can open it. Four more tensors describe the entries, in the order of the rows: `_index/keys` [n, 32],
 `_index/digests` [n, 16], and the records as bytes, `_index/records` with `_index/record_offsets` [n + 1]. So the header
 stays small whatever the number of entries, and an index is rebuilt from two arrays without parsing a record.
-
-The header is padded so that data starts on 64 bytes, and so does every tensor: unaligned copies are up to 5 times
-slower. safetensors allows no holes, so the gap before a tensor is itself a small tensor, `_padding/<i>`.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 
 from latentcache.errors import PackError
 from latentcache.identity import digest
@@ -46,35 +41,23 @@ from latentcache.store.layout import (
     description_of,
     pack_from_json,
 )
+from latentcache.store.tensor_file import (
+    FileBytes,
+    MemoryBytes,
+    NamedTensor,
+    TensorDocument,
+    aligned,
+    read_header,
+    starts_of,
+)
 from latentcache.types import Record
 from latentcache.utils.durable_files import open_regular, sealed_file, unreadable, write_past_cache
 
 PACK_FORMAT = "2"
 HEADER_BYTES = 16 << 10
 """The header of a pack stays below, whatever the number of its entries."""
-MAX_HEADER_BYTES = 1 << 20
-"""Of the safetensors header. A writer's stays below 16 KiB; more is refused before it is parsed."""
-
-MAX_TENSORS = 1 << 13
-"""Of a pack: each column may have its offsets, and a gap before each."""
-
 _KEYS, _DIGESTS, _OFFSETS, _RECORDS = "_index/keys", "_index/digests", "_index/record_offsets", "_index/records"
 _INT64 = np.dtype("<i8")
-_SAFETENSORS_DTYPES = {
-    "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "int16": "I16",
-    "int32": "I32",
-    "int64": "I64",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float32": "F32",
-    "float64": "F64",
-}
-_OUR_DTYPES = {theirs: ours for ours, theirs in _SAFETENSORS_DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,20 +84,6 @@ class PackRecords:
         return record_of(self.row.key(at), self.row.pack.group_of(at).kind, self.json(at))
 
 
-@dataclass(frozen=True, slots=True)
-class _Tensor:
-    """A tensor of the file: its name, dtype and shape, and where its bytes come from when it is written."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    parts: Sequence[Any] = ()
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
-
-
 def new_pack_id() -> str:
     """32 random hexadecimal digits."""
     return uuid.uuid4().hex
@@ -126,6 +95,17 @@ def write_pack(path: Path, entries: Sequence[OwnedEntry]) -> PackRow:
     The rows are in the order of `entries`, group by group. The file's stem is the pack's id. StorageFullError leaves
     nothing behind.
     """
+    row, num_bytes, buffers = pack_buffers(path.stem, entries)
+    with sealed_file(path, num_bytes) as fd:
+        write_past_cache(fd, buffers)
+    return row
+
+
+def pack_buffers(pack_id: str, entries: Sequence[OwnedEntry]) -> tuple[PackRow, int, Iterator[bytes | memoryview]]:
+    """What `write_pack` writes: the row, how many bytes there are, and these, one buffer after the other.
+
+    The buffers are views of the entries' tensors: nothing is copied, and the tensors must not change meanwhile.
+    """
     groups: dict[Any, list[OwnedEntry]] = {}
     for entry in entries:
         groups.setdefault(entry.spec(), []).append(entry)
@@ -136,18 +116,18 @@ def write_pack(path: Path, entries: Sequence[OwnedEntry]) -> PackRow:
     offsets = np.fromiter(accumulate(map(len, records), initial=0), _INT64, len(records) + 1)
 
     listed: list[Any] = []
-    columns: list[_Tensor] = []
+    columns: list[NamedTensor] = []
     for number, ((kind, fields), members) in enumerate(groups.items()):
         names = [_columns_of(columns, number, field, members) for field in fields]
         listed.append([kind, len(members), names])
     # Columns that end on 64 bytes come first: then at most the others need padding.
     columns.sort(key=lambda tensor: (tensor.num_bytes % ALIGNMENT != 0, tensor.name))
-    tensors = _padded(
+    tensors = aligned(
         [
-            _Tensor(_KEYS, "uint8", keys.shape, [keys]),
-            _Tensor(_DIGESTS, "uint8", digests.shape, [digests]),
-            _Tensor(_OFFSETS, "int64", offsets.shape, [offsets]),
-            _Tensor(_RECORDS, "uint8", (int(offsets[-1]),), records),
+            NamedTensor(_KEYS, "uint8", keys.shape, [keys]),
+            NamedTensor(_DIGESTS, "uint8", digests.shape, [digests]),
+            NamedTensor(_OFFSETS, "int64", offsets.shape, [offsets]),
+            NamedTensor(_RECORDS, "uint8", (int(offsets[-1]),), records),
             *columns,
         ]
     )
@@ -158,15 +138,16 @@ def write_pack(path: Path, entries: Sequence[OwnedEntry]) -> PackRow:
         "index_digest": _index_digest(groups_text, keys, digests),
         "records_digest": _records_digest(offsets, b"".join(records)),
     }
-    head = _header_bytes(metadata, tensors)
-    num_bytes = len(head) + sum(tensor.num_bytes for tensor in tensors)
-    with sealed_file(path, num_bytes) as fd:
-        write_past_cache(fd, _file_parts(head, tensors))
-    return PackRow.new(_pack_of(path.stem, num_bytes, len(head), listed, tensors), keys, digests)
+    document = TensorDocument.of(metadata, tensors)
+    pack = _pack_of(pack_id, document.num_bytes, len(document.head), listed, tensors)
+    return PackRow.new(pack, keys, digests), document.num_bytes, document.buffers()
 
 
 def _columns_of(
-    columns: list[_Tensor], number: int, field: tuple[str, str, tuple[int, ...], bool], members: Sequence[OwnedEntry]
+    columns: list[NamedTensor],
+    number: int,
+    field: tuple[str, str, tuple[int, ...], bool],
+    members: Sequence[OwnedEntry],
 ) -> list[str | None]:
     """Add the tensors of one field of a group. Returns the names of the field, its values, and its offsets or None."""
     name, dtype, shape, is_ragged = field
@@ -175,49 +156,12 @@ def _columns_of(
     taken = {tensor.name for tensor in columns}
     ending = f"/{number}" if title in taken else ""  # groups that differ elsewhere, or in the dtype
     if not is_ragged:
-        columns.append(_Tensor(title + ending, dtype, (len(parts), *shape), parts))
+        columns.append(NamedTensor(title + ending, dtype, (len(parts), *shape), parts))
         return [name, title + ending, None]
     offsets = np.fromiter(accumulate(map(len, parts), initial=0), _INT64, len(parts) + 1)
-    columns.append(_Tensor(title + ending, dtype, (int(offsets[-1]), *shape), parts))
-    columns.append(_Tensor(f"{name}/offsets{ending}", "int64", offsets.shape, [offsets]))
+    columns.append(NamedTensor(title + ending, dtype, (int(offsets[-1]), *shape), parts))
+    columns.append(NamedTensor(f"{name}/offsets{ending}", "int64", offsets.shape, [offsets]))
     return [name, title + ending, f"{name}/offsets{ending}"]
-
-
-def _padded(tensors: Sequence[_Tensor]) -> list[_Tensor]:
-    padded: list[_Tensor] = []
-    end = 0
-    for tensor in tensors:
-        gap = -end % ALIGNMENT
-        if gap:
-            padded.append(_Tensor(f"_padding/{len(padded)}", "uint8", (gap,), [np.zeros(gap, np.uint8)]))
-        padded.append(tensor)
-        end += gap + tensor.num_bytes
-    return padded
-
-
-def _header_bytes(metadata: Mapping[str, str], tensors: Sequence[_Tensor]) -> bytes:
-    header: dict[str, object] = {"__metadata__": metadata}
-    start = 0
-    for tensor in tensors:
-        header[tensor.name] = {
-            "dtype": _SAFETENSORS_DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [start, start + tensor.num_bytes],
-        }
-        start += tensor.num_bytes
-    text = json.dumps(header, separators=(",", ":")).encode("ascii")
-    text += b" " * (-(8 + len(text)) % ALIGNMENT)
-    return len(text).to_bytes(8, "little") + text
-
-
-def _file_parts(head: bytes, tensors: Sequence[_Tensor]) -> Iterator[bytes | memoryview]:
-    yield head
-    for tensor in tensors:
-        for part in tensor.parts:
-            if isinstance(part, torch.Tensor):
-                yield flat_bytes(part).data
-            else:
-                yield part if isinstance(part, bytes) else part.reshape(-1).view(np.uint8).data
 
 
 def _index_digest(groups: str, keys: np.ndarray, digests: np.ndarray) -> str:
@@ -228,15 +172,9 @@ def _records_digest(offsets: np.ndarray, records: bytes) -> str:
     return digest(offsets.tobytes() + records)
 
 
-def _starts(tensors: Sequence[_Tensor], data_start: int) -> dict[str, int]:
-    """Where each tensor starts in the file."""
-    starts = accumulate([tensor.num_bytes for tensor in tensors], initial=data_start)
-    return {tensor.name: start for tensor, start in zip(tensors, starts, strict=False)}
-
-
-def _pack_of(pack: str, file_bytes: int, data_start: int, listed: Any, tensors: Sequence[_Tensor]) -> Pack:
+def _pack_of(pack: str, file_bytes: int, data_start: int, listed: Any, tensors: Sequence[NamedTensor]) -> Pack:
     """The layout that the groups of a header and its tensors give. ValueError if they do not fit together."""
-    starts = _starts(tensors, data_start)
+    starts = starts_of(tensors, data_start)
     by_name = {tensor.name: tensor for tensor in tensors}
     try:
         groups = []
@@ -264,7 +202,7 @@ def read_row(path: Path) -> PackRow:
     """
     fd = open_regular(path)
     try:
-        return _read_row(path, fd)[0]
+        return _read_row(path.stem, FileBytes(path, fd))[0]
     finally:
         os.close(fd)
 
@@ -273,50 +211,54 @@ def read_records(path: Path) -> PackRecords:
     """As `read_row`, with the records of the entries. They are compared with their digest, not parsed."""
     fd = open_regular(path)
     try:
-        row, starts, metadata = _read_row(path, fd)
-        offsets = np.frombuffer(_pread(path, fd, starts[_OFFSETS], (len(row.keys) + 1) * _INT64.itemsize), _INT64)
-        sizes = np.diff(offsets)
-        if offsets[0] != 0 or (sizes < 0).any() or offsets[-1] > row.pack.file_bytes - starts[_RECORDS]:
-            raise PackError(path, "the offsets of the records do not ascend, or lie outside of the file")
-        data = _pread(path, fd, starts[_RECORDS], int(offsets[-1]))
-        if metadata.get("records_digest") != _records_digest(offsets, data):
-            raise PackError(path, "the records do not have the digest that was stored with them")
-        return PackRecords(row, offsets, data)
+        return read_open_records(path, fd)
     finally:
         os.close(fd)
 
 
-def _read_row(path: Path, fd: int) -> tuple[PackRow, dict[str, int], dict[str, str]]:
+def read_open_records(path: Path, fd: int) -> PackRecords:
+    """As `read_records`, of an open file that is to lie at `path`, and may have another name still."""
+    return _read_records(path.stem, FileBytes(path, fd))
+
+
+def read_pack_bytes(data: bytes | memoryview, name: str) -> PackRecords:
+    """As `read_records`, of a pack in memory. `name` is the pack's id, and names it in errors.
+
+    `verified_arrays` reads its entries: it takes the bytes as `np.frombuffer(data, np.uint8)`.
+    """
+    return _read_records(name, MemoryBytes(name, data))
+
+
+def _read_records(pack: str, source: FileBytes | MemoryBytes) -> PackRecords:
+    row, starts, metadata = _read_row(pack, source)
+    offsets = np.frombuffer(source.read(starts[_OFFSETS], (len(row.keys) + 1) * _INT64.itemsize), _INT64)
+    sizes = np.diff(offsets)
+    if offsets[0] != 0 or (sizes < 0).any() or offsets[-1] > source.num_bytes - starts[_RECORDS]:
+        raise PackError(source.path, "the offsets of the records do not ascend, or lie outside of the file")
+    data = source.read(starts[_RECORDS], int(offsets[-1]))
+    if metadata.get("records_digest") != _records_digest(offsets, data):
+        raise PackError(source.path, "the records do not have the digest that was stored with them")
+    return PackRecords(row, offsets, data)
+
+
+def _read_row(pack_id: str, source: FileBytes | MemoryBytes) -> tuple[PackRow, Mapping[str, int], Mapping[str, str]]:
     """The row, where each tensor starts, and the metadata."""
-    file_bytes = os.fstat(fd).st_size
-    head_bytes = 8 + int.from_bytes(_pread(path, fd, 0, 8), "little")
-    if head_bytes > 8 + MAX_HEADER_BYTES:
-        raise PackError(path, f"its header has {head_bytes:,} bytes; at most {MAX_HEADER_BYTES:,} are allowed")
+    path = source.path
+
+    def check_format(metadata: Mapping[str, str]) -> None:
+        found = metadata.get("latentcache")
+        if found != PACK_FORMAT:
+            raise PackError(path, f"pack format {found!r:.50}, this version reads {PACK_FORMAT!r}. Run precache again.")
+
+    header = read_header(source, check_format)
+    metadata = header.metadata
     try:
-        # By descriptor: the file that was checked is the one that is read. The parser refuses holes and overlaps, and
-        # demands that the file ends where the last tensor does.
-        with safe_open(f"/dev/fd/{fd}", framework="numpy") as file:
-            metadata, names = file.metadata() or {}, file.offset_keys()
-            found = metadata.get("latentcache")
-            if found != PACK_FORMAT:
-                detail = f"pack format {found!r:.50}, this version reads {PACK_FORMAT!r}. Run precache again."
-                raise PackError(path, detail)
-            if len(names) > MAX_TENSORS:
-                raise PackError(path, f"its header has {len(names):,} tensors; at most {MAX_TENSORS:,} are allowed")
-            slices = [(name, file.get_slice(name)) for name in names]
-            listed = [(name, part.get_dtype(), tuple(part.get_shape())) for name, part in slices]
-    except SafetensorError as error:
-        raise PackError(path, f"not a pack: {error}") from error
-    except (OSError, MemoryError) as error:
-        # Also a FileNotFoundError: safetensors calls every failure to open a file that.
-        raise unreadable(path, error) from error
-    try:
-        tensors = [_Tensor(name, _OUR_DTYPES[dtype], shape) for name, dtype, shape in listed]
-        pack = _pack_of(path.stem, file_bytes, head_bytes, json.loads(metadata["groups"]), tensors)
+        groups = json.loads(metadata["groups"])
+        pack = _pack_of(pack_id, source.num_bytes, header.data_start, groups, header.tensors)
     except (ValueError, KeyError, RecursionError) as error:
         raise PackError(path, f"not a pack: {error}") from error
-    starts = _starts(tensors, head_bytes)
-    num, shapes = pack.num_entries, {t.name: (t.dtype, t.shape) for t in tensors}
+    starts = starts_of(header.tensors, header.data_start)
+    num, shapes = pack.num_entries, {t.name: (t.dtype, t.shape) for t in header.tensors}
     expected = {
         _KEYS: ("uint8", (num, KEY_BYTES)),
         _DIGESTS: ("uint8", (num, DIGEST_BYTES)),
@@ -324,23 +266,13 @@ def _read_row(path: Path, fd: int) -> tuple[PackRow, dict[str, int], dict[str, s
     }
     if any(shapes.get(name) != shape for name, shape in expected.items()) or _RECORDS not in shapes:
         raise PackError(path, f"its groups have {num:,} entries, but its index has not")
-    keys = np.frombuffer(_pread(path, fd, starts[_KEYS], num * KEY_BYTES), np.uint8).reshape(num, KEY_BYTES)
-    digests = np.frombuffer(_pread(path, fd, starts[_DIGESTS], num * DIGEST_BYTES), np.uint8).reshape(num, DIGEST_BYTES)
+    keys = np.frombuffer(source.read(starts[_KEYS], num * KEY_BYTES), np.uint8).reshape(num, KEY_BYTES)
+    digests = np.frombuffer(source.read(starts[_DIGESTS], num * DIGEST_BYTES), np.uint8).reshape(num, DIGEST_BYTES)
     if metadata.get("index_digest") != _index_digest(metadata["groups"], keys, digests):
         raise PackError(path, "its keys and digests do not have the digest that was stored with them")
     if len(np.unique(keys, axis=0)) != num:
         raise PackError(path, "a key is listed twice")
     return PackRow.new(pack, keys, digests), starts, metadata
-
-
-def _pread(path: Path, fd: int, offset: int, num_bytes: int) -> bytes:
-    try:
-        data = os.pread(fd, num_bytes, offset)
-    except (OSError, MemoryError, OverflowError) as error:
-        raise unreadable(path, error) from error
-    if len(data) != num_bytes:
-        raise PackError(path, f"ends after {offset + len(data):,} bytes, where {offset + num_bytes:,} are needed")
-    return data
 
 
 def map_pack(path: Path, min_bytes: int) -> np.ndarray:
@@ -351,6 +283,14 @@ def map_pack(path: Path, min_bytes: int) -> np.ndarray:
     """
     fd = open_regular(path)
     try:
+        return map_open_pack(path, fd, min_bytes)
+    finally:
+        os.close(fd)
+
+
+def map_open_pack(path: Path, fd: int, min_bytes: int) -> np.ndarray:
+    """As `map_pack`, of an open file, which may be closed afterwards. `path` names it in errors."""
+    try:
         file_bytes = os.fstat(fd).st_size
         if file_bytes < min_bytes:
             raise PackError(path, f"has {file_bytes:,} bytes, its entries need {min_bytes:,}")
@@ -360,8 +300,6 @@ def map_pack(path: Path, min_bytes: int) -> np.ndarray:
         return mapped.numpy()
     except (RuntimeError, OSError, MemoryError) as error:
         raise unreadable(path, error) from error
-    finally:
-        os.close(fd)
 
 
 def arrays_in(data: np.ndarray, location: Location) -> EntryArrays:

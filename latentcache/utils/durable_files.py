@@ -52,7 +52,7 @@ def typed_errors(path: Path, num_bytes: int) -> Iterator[None]:
         ) from error
 
 
-def unreadable(path: Path, error: Exception) -> StoreError:
+def unreadable(path: Path | str, error: Exception) -> StoreError:
     """The error for a file that cannot be read now, for a reason that may pass: rights, descriptors, memory, a disk."""
     return StoreError(f"{path}: cannot be read now: {error}. It is left as it is: fix the cause and try again.")
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import latentcache.store
 
 FOLDER = Path(latentcache.store.__file__).parent
-MAX_FLOORS, MAX_FILES = 8, 18
+MAX_FLOORS, MAX_FILES = 8, 19
 FLOORS = [
     {"base", "aio", "connection"},
-    {"layout", "index", "stacking", "writer"},
+    {"layout", "tensor_file", "index", "stacking", "writer"},
     {"pack", "location_table", "directory", "memory"},
     {"recovery", "mapped"},
     {"catalog", "direct"},
