@@ -15,7 +15,7 @@ from datetime import datetime
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, BinaryIO, Literal, Protocol, get_args
 
 from blake3 import blake3
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -266,55 +266,17 @@ class ManifestFolder:
         StoreError: it cannot be read now.
         """
         file = self.path / f"{name}.jsonl"
-        number = 1
         try:
-            with regular_file(file, MAX_BYTES, REMEDY) as opened, collector_paused():
-                rows: dict[str, Row] = {}
-                readline = partial(opened.readline, _MAX_LINE_BYTES)
-                header = json.loads(_whole(readline()))
-                stored = header.pop("digest", None)
-                if header["format"] != FORMAT:
-                    raise ValueError(f"manifest format {header['format']!r:.80}, but this version reads {FORMAT}")
-                checked = _Header.model_validate(header)
-                hasher = blake3(canonical_json(header))
-                for number, line in enumerate(iter(readline, b""), 2):  # noqa: B007 - the errors below name it
-                    hasher.update(line)
-                    row = Row.from_json(json.loads(_whole(line)))
-                    rows[row.sample_id] = row
-            num_rows, number = number - 1, 1
-            if stored != hasher.hexdigest():
-                raise ValueError(f"its digest differs: {stored!r:.80}. It is damaged, or was edited")
-            if checked.name != name or not checked.num_samples == len(rows) == num_rows:
-                facts = f"{checked.num_samples:,} samples of {checked.name!r:.80}"
-                raise ValueError(f"it says that there are {facts}, but here are {len(rows):,} of {name!r}")
-            return Manifest(name, checked.role, checked.repeats, header["common"], rows)
+            with regular_file(file, MAX_BYTES, REMEDY) as opened:
+                return read_manifest(opened, name, file)
         except FileNotFoundError:
             return None
         except UnsafeStoreError as error:
             raise DatasetError(file, error.detail) from error
-        except ValidationError as error:
-            raise DatasetError(file, f"is no manifest: line 1: {first_fault(error)[2]}; {REMEDY}") from error
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            what = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
-            raise DatasetError(file, f"is no manifest: line {number}: {what}; {REMEDY}") from error
 
     def write(self, manifest: Manifest) -> None:
         """Replace the manifest's file. ReadOnlyError, StorageFullError or StoreError when that cannot be done."""
-        header = {
-            "format": FORMAT,
-            "name": manifest.name,
-            "role": manifest.role,
-            "repeats": manifest.repeats,
-            "num_samples": len(manifest.rows),
-            "common": manifest.common,
-        }
-        # ASCII, so that captions with odd line ends stay one line each.
-        lines = [json.dumps(row.to_json()).encode() + b"\n" for row in manifest.rows.values()]
-        hasher = blake3(canonical_json(header))
-        for line in lines:
-            hasher.update(line)
-        first = json.dumps(header | {"digest": hasher.hexdigest()}).encode() + b"\n"
-        self._write(f"{manifest.name}.jsonl", [first, *lines])
+        self._write(f"{manifest.name}.jsonl", manifest_lines(manifest))
         with typed_errors(self.path, 0):
             (self.path / f"{manifest.name}{UNFINISHED}").unlink(missing_ok=True)
 
@@ -348,8 +310,69 @@ class ManifestFolder:
         write_sealed(self.path / name, b"".join(parts))
 
 
-Manifests = ManifestMemory | ManifestFolder
-"""Where manifests are stored: memory, or a folder."""
+class Manifests(Protocol):
+    """Where manifests are stored: memory, a folder, or a service."""
+
+    def names(self) -> list[str]:
+        """The names of all manifests, sorted."""
+
+    def read(self, name: str) -> Manifest | None:
+        """The manifest, or None if there is none. DatasetError for one that is damaged."""
+
+    def write(self, manifest: Manifest) -> None:
+        """Replace the manifest as a whole, and end what `begin` noted."""
+
+    def begin(self, name: str) -> None:
+        """Note that a run began to work on the manifest."""
+
+
+def manifest_lines(manifest: Manifest) -> list[bytes]:
+    """The lines of a manifest's file."""
+    header = {
+        "format": FORMAT,
+        "name": manifest.name,
+        "role": manifest.role,
+        "repeats": manifest.repeats,
+        "num_samples": len(manifest.rows),
+        "common": manifest.common,
+    }
+    # ASCII, so that captions with odd line ends stay one line each.
+    lines = [json.dumps(row.to_json()).encode() + b"\n" for row in manifest.rows.values()]
+    hasher = blake3(canonical_json(header))
+    for line in lines:
+        hasher.update(line)
+    return [json.dumps(header | {"digest": hasher.hexdigest()}).encode() + b"\n", *lines]
+
+
+def read_manifest(opened: BinaryIO, name: str, source: str | Path) -> Manifest:
+    """The manifest `name` in what `manifest_lines` wrote. DatasetError names the `source` and the wrong line."""
+    number = 1
+    try:
+        with collector_paused():
+            rows: dict[str, Row] = {}
+            readline = partial(opened.readline, _MAX_LINE_BYTES)
+            header = json.loads(_whole(readline()))
+            stored = header.pop("digest", None)
+            if header["format"] != FORMAT:
+                raise ValueError(f"manifest format {header['format']!r:.80}, but this version reads {FORMAT}")
+            checked = _Header.model_validate(header)
+            hasher = blake3(canonical_json(header))
+            for number, line in enumerate(iter(readline, b""), 2):  # noqa: B007 - the errors below name it
+                hasher.update(line)
+                row = Row.from_json(json.loads(_whole(line)))
+                rows[row.sample_id] = row
+        num_rows, number = number - 1, 1
+        if stored != hasher.hexdigest():
+            raise ValueError(f"its digest differs: {stored!r:.80}. It is damaged, or was edited")
+        if checked.name != name or not checked.num_samples == len(rows) == num_rows:
+            facts = f"{checked.num_samples:,} samples of {checked.name!r:.80}"
+            raise ValueError(f"it says that there are {facts}, but here are {len(rows):,} of {name!r}")
+        return Manifest(name, checked.role, checked.repeats, header["common"], rows)
+    except ValidationError as error:
+        raise DatasetError(source, f"is no manifest: line 1: {first_fault(error)[2]}; {REMEDY}") from error
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        what = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise DatasetError(source, f"is no manifest: line {number}: {what}; {REMEDY}") from error
 
 
 def keys_in_use(manifests: ManifestFolder, *, unfinished: bool = False) -> set[str]:
