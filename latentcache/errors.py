@@ -16,6 +16,7 @@
     ├── ModelError              a model cannot be loaded, or must not be used
     │   ├── TrainableEncoderError   a parameter requires grad: its outputs must not be cached
     │   └── EncodeError         an encoder's output is unusable (NaN, Inf, all zero), or it ran out of memory
+    ├── EncoderBusyError        too much waits to be encoded: request it again a little later
     └── StoreError              the cache cannot do what it was called for
         ├── ReadOnlyError       the cache directory cannot be written
         ├── StoreBusyError      another process holds the lock that this operation needs
@@ -185,6 +186,14 @@ class EncodeError(ModelError):
     def __init__(self, message: str, *, part: str, problem: str):
         self.problem = problem
         super().__init__(message, part=part)
+
+
+class EncoderBusyError(LatentCacheError):
+    """An entry that is not cached cannot be encoded now. Request it again after `retry_after_s` seconds."""
+
+    def __init__(self, detail: str, *, retry_after_s: int):
+        self.retry_after_s = retry_after_s
+        super().__init__(f"{detail}; request it again after {retry_after_s} s")
 
 
 class StoreError(LatentCacheError):

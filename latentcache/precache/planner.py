@@ -9,28 +9,28 @@ import os
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Annotated, Any
 
 from pydantic import Field, PositiveInt, TypeAdapter
 
 from latentcache.config import Config, DatasetConfig
-from latentcache.dataset.bucket_rules import BucketRule
-from latentcache.dataset.images import preparation_policy, probe, with_filter
+from latentcache.dataset.images import probe
 from latentcache.dataset.manifest import CaptionRef, ImageRef, Manifest, Row, prompts_name
 from latentcache.dataset.samples import Sample
 from latentcache.dataset.sources import open_source
 from latentcache.errors import ImageRefused, SampleError
-from latentcache.identity import SCHEMA, ImageIdentity, Preparation, digest, encoding_json, key_of
+from latentcache.identity import SCHEMA, digest, encoding_json
 from latentcache.models.model_loader import Models
 from latentcache.precache.encodings import Encodings, choose_encodings, load_models
 from latentcache.precache.miss_reasons import REFUSED, History
 from latentcache.precache.plan import ImageTask, Plan, PlanBuilder, Shard
-from latentcache.precache.prompts import last_manifest, plan_prompts, prompts_of_others, text_key
+from latentcache.precache.preparations import Preparations
+from latentcache.precache.prompts import last_manifest, plan_prompts, text_key
 from latentcache.precache.workspace import Workspace, open_workspace
-from latentcache.types import Geometry, Json, Refusal, Size
+from latentcache.types import Json, Refusal, Size
 from latentcache.utils.concurrency import bounded_map
 from latentcache.utils.host_memory import collector_paused
 from latentcache.utils.json_document import recalled
@@ -90,8 +90,7 @@ def _plan_prompts(builder: PlanBuilder, config: Config, workspace: Workspace, en
     if last is not None:
         last = last_manifest(workspace.manifests, prompts_name(last.common))
     manifest = plan_prompts(builder, workspace.manifests, encodings, [*positive, *negative], last)
-    others = prompts_of_others(workspace.store, workspace.manifests, manifest.name)
-    builder.plan.manifests.append(replace(manifest, rows={**others, **manifest.rows}))
+    builder.plan.manifests.append(manifest)
 
 
 class _DatasetPlanner:
@@ -108,22 +107,14 @@ class _DatasetPlanner:
     ):
         self._builder, self._dataset, self._workspace, self._encodings = builder, dataset, workspace, encodings
         self._verify_sources, self._only = verify_sources, only
-        self._policy = preparation_policy(dataset.images)
         # What was probed under some settings says nothing about others, which may refuse the image.
         self._images_digest = digest(dataset.images.model_dump_json().encode())
-        self._rule = rule = BucketRule(dataset.buckets)
-
-        @lru_cache(1 << 16)  # most images share their size with others: one value in memory for all of them
-        def geometries(size: Size) -> tuple[Geometry, ...]:
-            flips = (False, True) if dataset.flip else (False,)
-            return tuple(each for flip in flips if (each := rule.geometry(size, flip=flip)) is not None)
-
-        self._geometries = geometries
+        self._preparations = Preparations(dataset, encodings.image, builder.salt)
         self._source = open_source(dataset.source)
         self._common = {
             "schema": SCHEMA,
             "salt": builder.salt,
-            "policy": with_filter(self._policy, rule.filters),
+            "policy": self._preparations.policy,
             "buckets": dataset.buckets.model_dump(mode="json", exclude_defaults=True),
             "image_encoding": encoding_json(encodings.image),
             "text_encoding": encoding_json(encodings.text),
@@ -209,21 +200,16 @@ class _DatasetPlanner:
         return f"image/1 {self._images_digest} {signature} {sample.path}"
 
     def _row(self, sample: Sample, source: str, size: Size) -> Row:
-        geometries = self._geometries(size)
-        if not geometries:
-            detail = f"{self._rule} makes no bucket of an image of {size}: it is too small, or too long"
-            refusal = Refusal(sample.sample_id, sample.path, "no-bucket", detail)
+        try:
+            images = self._preparations.refs(source, size, sample.path)
+        except ImageRefused as refused:
+            refusal = Refusal(sample.sample_id, refused.path, refused.reason, refused.detail)
             return Row(sample.sample_id, sample.path, source, (), (), refusal)
-        images = tuple(ImageRef(key_of(self._identity(source, g).to_json()), g) for g in geometries)
         encoding = self._encodings.text
         captions = tuple(
             CaptionRef(text, text_key(text, encoding, self._builder.salt)) for text in dict.fromkeys(sample.captions)
         )
         return Row(sample.sample_id, sample.path, source, images, captions)
-
-    def _identity(self, source: str, geometry: Geometry) -> ImageIdentity:
-        preparation = Preparation.of(with_filter(self._policy, self._rule.resample(geometry)), geometry)
-        return ImageIdentity(source, preparation, self._encodings.image, self._builder.salt)
 
     def _add(self, sample: Sample, row: Row, history: History, present: set[str]) -> None:
         before = history.row(row.sample_id, row.source)
@@ -236,7 +222,8 @@ class _DatasetPlanner:
             self._builder.add_text(row, caption, encodings.text, encodings.text_bytes, present, why)
 
     def _task(self, sample: Sample, source: str, ref: ImageRef) -> ImageTask:
-        return ImageTask(ref.key, self._identity(source, ref.geometry), sample, self._source, self._dataset.images)
+        identity = self._preparations.identity(source, ref.geometry)
+        return ImageTask(ref.key, identity, sample, self._source, self._dataset.images)
 
 
 @dataclass(frozen=True, slots=True)

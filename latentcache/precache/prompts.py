@@ -70,11 +70,19 @@ def cache_prompts(
                 _encode(batches, encodings, models, workspace.store)
             finally:
                 models.release()
-        # Read only now: another process may have cached other prompts meanwhile.
-        others = prompts_of_others(workspace.store, workspace.manifests, manifest.name)
-        if batches or any(others.get(name) != row for name, row in manifest.rows.items()):
-            workspace.manifests.write(replace(manifest, rows={**others, **manifest.rows}))
+        add_prompts(workspace, manifest, always=bool(batches))
     return sum(map(len, batches))
+
+
+def add_prompts(workspace: Workspace, manifest: Manifest, *, always: bool) -> None:
+    """Add these prompts to the manifest of this name, where other prompts stay whose entries are there.
+
+    Nothing is written where all of them are in it, unless `always`: that ends a run which has begun.
+    """
+    # Read only now: another process may have cached other prompts meanwhile.
+    others = prompts_of_others(workspace.store, workspace.manifests, manifest.name)
+    if always or any(others.get(name) != row for name, row in manifest.rows.items()):
+        workspace.manifests.write(replace(manifest, rows={**others, **manifest.rows}))
 
 
 def plan_prompts(
@@ -88,23 +96,39 @@ def plan_prompts(
 
     Misses are compared with `last`, by default the manifest that this one replaces.
     """
-    common = {
-        "schema": SCHEMA,
-        "salt": builder.salt,
-        "text_encoding": encoding_json(encodings.text),
-        "negative_encoding": encoding_json(encodings.negative),
-    }
+    common = prompts_common(encodings, builder.salt)
     name, rows = prompts_name(common), {}
     history = History(last or last_manifest(manifests, name), builder.damaged)
     for text, negative in dict.fromkeys(texts):
-        encoding = encodings.negative if negative else encodings.text
-        sample_id = prompt_id(text, negative=negative)
-        ref = CaptionRef(text, text_key(text, encoding, builder.salt))
-        row = rows[sample_id] = Row(sample_id, sample_id, None, (), (ref,))
+        task = prompt_task(text, encodings, builder.salt, negative=negative)
+        row = rows[task.sample_id] = prompt_row(task)
+        [ref] = row.captions
         part = "negative_encoding" if negative else "text_encoding"
-        why = partial(history.why_text, history.row(sample_id, None), ref, common, part)
-        builder.add_text(row, ref, encoding, encodings.text_bytes, builder.find([ref.key]), why)
+        why = partial(history.why_text, history.row(task.sample_id, None), ref, common, part)
+        builder.add_text(row, ref, task.identity.encoding, encodings.text_bytes, builder.find([ref.key]), why)
     return Manifest(name, "prompts", 1, common, rows)
+
+
+def prompts_common(encodings: TextEncodings, salt: str) -> dict[str, Any]:
+    """What the prompts of one manifest have in common."""
+    return {
+        "schema": SCHEMA,
+        "salt": salt,
+        "text_encoding": encoding_json(encodings.text),
+        "negative_encoding": encoding_json(encodings.negative),
+    }
+
+
+def prompt_task(text: str, encodings: TextEncodings, salt: str, *, negative: bool) -> TextTask:
+    """A prompt as a text entry to encode: the one that a precache run with this prompt in `validation` makes."""
+    encoding = encodings.negative if negative else encodings.text
+    identity, sample_id = TextIdentity(caption_digest(text), encoding, salt), prompt_id(text, negative=negative)
+    return TextTask(key_of(identity.to_json()), identity, text, sample_id, sample_id)
+
+
+def prompt_row(task: TextTask) -> Row:
+    """The row of a prompt in the manifest of prompts."""
+    return Row(task.sample_id, task.path, None, (), (CaptionRef(task.caption, task.key),))
 
 
 def prompts_of_others(store: Store, manifests: Manifests, name: str) -> dict[str, Row]:

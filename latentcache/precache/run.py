@@ -24,6 +24,7 @@ from latentcache.precache.encodings import Encodings, choose_encodings, dtype_na
 from latentcache.precache.image_stage import ImageStage
 from latentcache.precache.plan import Plan, Shard
 from latentcache.precache.planner import Stopped, make_plan
+from latentcache.precache.prompts import prompts_of_others
 from latentcache.precache.report import Failure, Report, RunContext, timed
 from latentcache.precache.text_stage import TextStage
 from latentcache.precache.workspace import Memo, Workspace, open_workspace
@@ -295,7 +296,10 @@ def write_manifests(workspace: Workspace, manifests: Sequence[Manifest], failure
             needed = _needed(manifest.rows.values())
             absent = needed - workspace.store.find(needed)
             failures.read_others(absent)
-        rows = {
+        # A service may have cached other prompts since the plan was made.
+        is_prompts = manifest.role == "prompts"
+        others = prompts_of_others(workspace.store, workspace.manifests, manifest.name) if is_prompts else {}
+        rows = others | {
             name: row if (refusal := failures.refusal(row)) is None else replace(row, refusal=refusal)
             for name, row in manifest.rows.items()
         }

@@ -19,7 +19,7 @@ import latentcache.identity as fingerprint
 from latentcache.config import Config
 from latentcache.models.model_loader import LoadedModels
 from latentcache.models.tiny import tiny_sdxl
-from latentcache.precache import planner, prompts
+from latentcache.precache import planner, preparations, prompts
 from latentcache.precache.report import Report
 from latentcache.precache.run import run_precache
 
@@ -105,20 +105,20 @@ def tokenizer_of(part: str) -> Callable[[dict[str, Any]], None]:
 
 def policy(name: str, value: str) -> Callable[[pytest.MonkeyPatch], None]:
     """Policies that have one value today: another release may have another."""
-    genuine = planner.preparation_policy
+    genuine = preparations.preparation_policy
 
     def patch(monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(planner, "preparation_policy", lambda images: genuine(images) | {name: value})
+        monkeypatch.setattr(preparations, "preparation_policy", lambda images: genuine(images) | {name: value})
 
     return patch
 
 
 def geometry(**changes: Any) -> Callable[[pytest.MonkeyPatch], None]:
-    genuine = planner.BucketRule.geometry
+    genuine = preparations.BucketRule.geometry
 
     def patch(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(
-            planner.BucketRule, "geometry", lambda *a, **k: dataclasses.replace(genuine(*a, **k), **changes)
+            preparations.BucketRule, "geometry", lambda *a, **k: dataclasses.replace(genuine(*a, **k), **changes)
         )
 
     return patch

@@ -1,0 +1,51 @@
+"""What becomes of a dataset's images: their geometry by its rule of buckets, and so their identities."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+from latentcache.config import DatasetConfig
+from latentcache.dataset.bucket_rules import BucketRule
+from latentcache.dataset.images import preparation_policy, with_filter
+from latentcache.dataset.manifest import ImageRef
+from latentcache.errors import ImageRefused
+from latentcache.identity import ImageEncoding, ImageIdentity, Preparation, key_of
+from latentcache.types import Geometry, Size
+
+
+class Preparations:
+    """Gives each image of a dataset its entries. ConfigError if the rule of buckets makes no bucket at all."""
+
+    def __init__(self, dataset: DatasetConfig, encoding: ImageEncoding, salt: str):
+        self._encoding, self._salt = encoding, salt
+        self._policy = preparation_policy(dataset.images)
+        self._rule = rule = BucketRule(dataset.buckets)
+
+        def geometries(size: Size) -> tuple[Geometry, ...]:
+            flips = (False, True) if dataset.flip else (False,)
+            return tuple(each for flip in flips if (each := rule.geometry(size, flip=flip)) is not None)
+
+        # Most images share their size with others: one value in memory for all of them.
+        self._geometries: Callable[[Size], tuple[Geometry, ...]] = lru_cache(1 << 16)(geometries)
+
+    @property
+    def policy(self) -> dict[str, str]:
+        """What changes the pixels of every image, by name; where a rule has two filters, both."""
+        return with_filter(self._policy, self._rule.filters)
+
+    def refs(self, source: str, size: Size, path: str) -> tuple[ImageRef, ...]:
+        """The entries of an image of this digest and upright size: it and, if the dataset flips, its mirrored twin.
+
+        ImageRefused (`no-bucket`), naming `path`, where the rule makes no bucket of it.
+        """
+        geometries = self._geometries(size)
+        if not geometries:
+            detail = f"{self._rule} makes no bucket of an image of {size}: it is too small, or too long"
+            raise ImageRefused(path, "no-bucket", detail)
+        return tuple(ImageRef(key_of(self.identity(source, each).to_json()), each) for each in geometries)
+
+    def identity(self, source: str, geometry: Geometry) -> ImageIdentity:
+        """What the entry of such an image is."""
+        preparation = Preparation.of(with_filter(self._policy, self._rule.resample(geometry)), geometry)
+        return ImageIdentity(source, preparation, self._encoding, self._salt)

@@ -1,0 +1,1 @@
+"""The HTTP service: one cache for several trainers and machines."""

@@ -1,0 +1,339 @@
+"""Encodes what is requested and not cached: once per key, in batches, by one thread, whoever waits for it."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Self
+
+from typing_extensions import override
+
+from latentcache.config import Config, DatasetConfig
+from latentcache.dataset.images import probe
+from latentcache.dataset.manifest import ImageRef
+from latentcache.dataset.samples import Sample, SampleSource
+from latentcache.errors import (
+    ConfigError,
+    EncodeError,
+    EncoderBusyError,
+    ImageRefused,
+    LatentCacheError,
+    ReadOnlyError,
+    SampleError,
+    StoreError,
+)
+from latentcache.identity import digest, short
+from latentcache.models.model_loader import Models
+from latentcache.precache.encodings import load_models
+from latentcache.precache.plan import ImageTask, TextTask
+from latentcache.precache.preparations import Preparations
+from latentcache.precache.prompts import prompt_task
+from latentcache.precache.report import Failure
+from latentcache.precache.workspace import Workspace
+from latentcache.service.new_prompts import NewPrompts
+from latentcache.service.serving_models import EntryTask, ServingModels, kind_of
+from latentcache.types import Kind, Refusal
+
+IDLE_S = 300.0
+"""After so many seconds without a miss the models leave the device."""
+MAX_WAITING = 1024
+"""Entries that wait to be encoded."""
+MAX_WAITING_BYTES = 256 << 20
+"""Of images that wait to be encoded."""
+ROUND_SIZES: Mapping[Kind, int] = {"text": 64, "image": 16}
+"""Entries that are encoded, stored as one pack, and returned together."""
+FILL_S = 0.005
+"""How long the encoder waits for more entries before it begins with fewer than a round."""
+CLOSED_S = 5
+"""A client of a service that is shutting down may try again after so many seconds: another may take its place."""
+
+logger = logging.getLogger("latentcache")
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderCounts:
+    """What was requested of a `MissEncoder` since its start, and its state now."""
+
+    num_hits: int = 0
+    """Requested entries that were there."""
+    num_misses: int = 0
+    """Requested entries that were not there: they were encoded, or another request was waiting for them already."""
+    num_encoded: int = 0
+    num_failed: int = 0
+    """Entries that could not be made."""
+    num_turned_away: int = 0
+    """Requests that found no room in the queue."""
+    num_waiting: int = 0
+    """Entries that wait to be encoded, or are being encoded, now."""
+    loaded: frozenset[Kind] = frozenset()
+    """The kinds of entries whose encoders are on the device now."""
+
+
+class UploadedImages(SampleSource):
+    """Images that were sent: each sample's locator is its bytes. There is no list of them."""
+
+    @override
+    def samples(self) -> Iterator[Sample | Refusal]:
+        return iter(())
+
+    @override
+    def read(self, sample: Sample) -> bytes:
+        data: bytes = sample.locator
+        return data
+
+
+@dataclass(slots=True, eq=False)
+class _Miss:
+    """An entry that is being made. The first of `tasks` is encoded; the others requested the same entry."""
+
+    tasks: list[EntryTask]
+    future: Future[None]
+
+    @property
+    def num_bytes(self) -> int:
+        task = self.tasks[0]
+        return 0 if isinstance(task, TextTask) else len(task.sample.locator)
+
+
+class MissEncoder:
+    """Entries of prompts and images for a cache: those that are there at once, the others when they are encoded.
+
+    Keys and bytes are those of a precache run with `config`, whose cache and sources of datasets do not count. An entry
+    is stored before it is returned; prompts join the manifest of prompts some seconds later. Images are in no manifest.
+    `models` are by default those of the config. All methods may be called from any thread. `close` it.
+
+    Raises ConfigError, DeviceError, ModelError, ReadOnlyError for a store that cannot be written.
+    """
+
+    def __init__(self, config: Config, workspace: Workspace, *, models: Models | None = None, idle_s: float = IDLE_S):
+        if workspace.store.read_only:
+            raise ReadOnlyError(workspace.path or "cpu store", "encoding on a miss stores entries: open it for writing")
+        if not idle_s > 0:
+            raise ConfigError(f"--idle-s is {idle_s}; give a number of seconds above 0")
+        self._config, self._workspace, self._idle_s = config, workspace, idle_s
+        self._models = ServingModels(config, models or load_models(config.model, workspace.memo), workspace.memo)
+        self.encodings, self._salt = self._models.encodings, config.cache.salt
+        self._datasets = {each.name: each for each in config.datasets}
+        self._preparations = {
+            name: Preparations(dataset, self.encodings.image, self._salt) for name, dataset in self._datasets.items()
+        }
+        self._uploads = UploadedImages()
+        self._changed = threading.Condition()
+        self._waiting: deque[_Miss] = deque()
+        self._under_way: dict[str, _Miss] = {}
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+        self._counts = EncoderCounts()
+        self._seconds_per_entry = 0.0
+        self._new_prompts = NewPrompts(workspace, self.encodings, self._salt)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    # What is requested
+
+    def prompt(self, text: str, *, negative: bool = False) -> TextTask:
+        """The entry of a prompt, as it is, or of a negative prompt. SampleError for what is not Unicode text."""
+        task = prompt_task(text, self.encodings, self._salt, negative=negative)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            reason = f"bad-caption: it is not Unicode text ({error.reason} at character {error.start})"
+            raise SampleError(task.sample_id, reason, "send text without halves of surrogate pairs") from error
+        return task
+
+    def image(self, data: bytes, *, dataset: str | None = None, name: str = "") -> list[tuple[ImageRef, ImageTask]]:
+        """The entries of an image that is prepared as those of this dataset: it and, if that flips, its mirrored twin.
+
+        `dataset` may be None where the config has one. `name` is that of the image's file, for messages and the record;
+        its suffix must fit the bytes. ConfigError for an unknown dataset; ImageRefused by the header of the image.
+        """
+        chosen = self._dataset(dataset)
+        source = digest(data)
+        name = name or f"uploaded image {short(source)}"
+        size = probe(data, name, chosen.images)
+        sample, preparations = Sample.of(name, name, (), None, data), self._preparations[chosen.name]
+        return [
+            (ref, ImageTask(ref.key, preparations.identity(source, ref.geometry), sample, self._uploads, chosen.images))
+            for ref in preparations.refs(source, size, name)
+        ]
+
+    def _dataset(self, name: str | None) -> DatasetConfig:
+        if name is None and len(self._datasets) == 1:
+            return next(iter(self._datasets.values()))
+        if name in self._datasets:
+            return self._datasets[name]
+        known = ", ".join(self._datasets)
+        raise ConfigError(f"dataset is {name!r}; name the one whose images this one is prepared as: {known}")
+
+    def submit(self, tasks: Iterable[EntryTask]) -> dict[str, Future[None]]:
+        """Key -> future of each entry that is not there: it is done when the entry can be read from the store.
+
+        It raises ImageRefused, or EncodeError for a prompt, with the reason that precache gives for an entry that
+        cannot be made; ModelError, DeviceError or StoreError where none can be made now. It cannot be cancelled.
+        Raises EncoderBusyError where the queue has no room for all of them, and after `close`.
+        """
+        by_key: dict[str, list[EntryTask]] = {}
+        for task in tasks:
+            by_key.setdefault(task.key, []).append(task)
+        present = self._workspace.store.find(by_key)
+        with self._changed:
+            missing = {key: same for key, same in by_key.items() if key not in present}
+            new = {key: _Miss(same, Future()) for key, same in missing.items() if key not in self._under_way}
+            self._check_room(new.values())
+            self._count(num_hits=len(present), num_misses=len(missing))
+            for key in missing.keys() - new.keys():
+                self._under_way[key].tasks += missing[key]
+            for key, miss in new.items():
+                miss.future.set_running_or_notify_cancel()  # a caller that goes away must not cancel it for others
+                self._under_way[key] = miss
+                self._waiting.append(miss)
+            if new and self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="latentcache-encode", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+            return {key: self._under_way[key].future for key in missing}
+
+    def _check_room(self, new: Iterable[_Miss]) -> None:
+        new = list(new)
+        if self._is_closed:
+            raise EncoderBusyError("the service is shutting down", retry_after_s=CLOSED_S)
+        num, num_bytes = len(self._waiting) + len(new), sum(miss.num_bytes for miss in (*self._waiting, *new))
+        if new and (num > MAX_WAITING or (num_bytes > MAX_WAITING_BYTES and self._waiting)):
+            self._count(num_turned_away=1)
+            raise EncoderBusyError(
+                f"{len(self._waiting)} entries wait to be encoded, and there is no room for {len(new)} more "
+                f"(at most {MAX_WAITING}, and {MAX_WAITING_BYTES:,} bytes of images)",
+                retry_after_s=min(60, max(1, math.ceil(len(self._waiting) * self._seconds_per_entry))),
+            )
+
+    def counts(self) -> EncoderCounts:
+        """The counts now."""
+        with self._changed:
+            return replace(self._counts, num_waiting=len(self._under_way), loaded=self._models.loaded)
+
+    def _count(self, **more: int) -> None:
+        self._counts = replace(self._counts, **{name: getattr(self._counts, name) + n for name, n in more.items()})
+
+    def close(self) -> None:
+        """Finish the entries that are being encoded, refuse those that wait, and free the models."""
+        with self._changed:
+            self._is_closed = True
+            thread = self._thread
+            self._changed.notify_all()
+        if thread is not None:
+            thread.join()
+
+    # The thread that encodes
+
+    def _run(self) -> None:
+        """Encode what comes, until nothing has come for `idle_s`, or the encoder is closed."""
+        try:
+            last_at = time.monotonic()
+            while True:
+                misses = self._take(min(last_at + self._idle_s, self._new_prompts.due_at))
+                if misses:
+                    self._finish(misses, self._encode(misses))
+                    last_at = time.monotonic()
+                if time.monotonic() >= self._new_prompts.due_at:
+                    self._new_prompts.write()
+                if not misses and (self._is_closed or time.monotonic() >= last_at + self._idle_s):
+                    self._new_prompts.write()
+                    self._models.unload()
+                    if self._end(None):
+                        return
+        except Exception as error:
+            logger.exception("the thread that encodes ended; the next request starts another one")
+            self._end(error)
+
+    def _end(self, error: Exception | None) -> bool:
+        """End the thread after an error or `close`, when what waits is refused, or if nothing waits any more."""
+        with self._changed:
+            if self._waiting and error is None and not self._is_closed:
+                return False
+            self._thread = None
+            self._waiting.clear()
+            left = list(self._under_way.values())
+        refused = error or EncoderBusyError("the service is shutting down", retry_after_s=CLOSED_S)
+        self._finish(left, {miss.tasks[0].key: refused for miss in left})
+        return True
+
+    def _take(self, until: float) -> list[_Miss]:
+        """The next misses, of one kind, in the order in which they came. None at `until`, and after `close`."""
+        with self._changed:
+            while not self._waiting and not self._is_closed and (left := until - time.monotonic()) > 0:
+                self._changed.wait(left)
+            if not self._waiting or self._is_closed:
+                return []
+            kind = kind_of(self._waiting[0].tasks[0])
+            until = time.monotonic() + FILL_S
+            while len(self._waiting) < ROUND_SIZES[kind] and (left := until - time.monotonic()) > 0:
+                self._changed.wait(left)
+            taken = [miss for miss in self._waiting if kind_of(miss.tasks[0]) == kind][: ROUND_SIZES[kind]]
+            self._waiting = deque(miss for miss in self._waiting if miss not in taken)
+            return taken
+
+    def _encode(self, misses: Sequence[_Miss]) -> dict[str, Exception]:
+        """Encode and store. Returns why entries could not be made, by key."""
+        tasks = {miss.tasks[0].key: miss.tasks[0] for miss in misses}
+        started = time.monotonic()
+        errors = self._encode_together(tasks)
+        if len(tasks) > 1 and any(not isinstance(error, LatentCacheError) for error in errors.values()):
+            # One that breaks the encoder must not cost the others theirs.
+            for key in list(errors):
+                del errors[key]
+                errors |= self._encode_together({key: tasks[key]})
+        self._seconds_per_entry = (time.monotonic() - started) / len(tasks)
+        return errors
+
+    def _encode_together(self, tasks: Mapping[str, EntryTask]) -> dict[str, Exception]:
+        store, errors = self._workspace.store, dict[str, Exception]()
+        problem: Exception | None = None
+
+        def fail(key: str, failure: Failure) -> None:
+            errors[key] = _refusal(tasks[key], failure)
+
+        try:
+            missing = tasks.keys() - store.find(tasks)  # one may have been added since it was requested
+            if missing:
+                with store.writer() as writer:
+                    self._models.encode([tasks[key] for key in tasks if key in missing], writer.add, fail)
+        except Exception as error:
+            logger.warning("encoding %d requested entries failed: %s", len(tasks), error)
+            problem = error
+        try:
+            # After an error too: what was stored before is there.
+            missing = tasks.keys() - store.find(tasks)
+        except StoreError as error:
+            missing, problem = set(tasks), error
+        for key in missing - errors.keys():
+            errors[key] = problem or StoreError(f"entry {key} was encoded, but is gone; request it again")
+        return errors
+
+    def _finish(self, misses: Sequence[_Miss], errors: Mapping[str, Exception]) -> None:
+        with self._changed:
+            for miss in misses:
+                del self._under_way[miss.tasks[0].key]
+            self._count(num_encoded=len(misses) - len(errors), num_failed=len(errors))
+        for miss in misses:
+            if error := errors.get(miss.tasks[0].key):
+                miss.future.set_exception(error)
+            else:
+                self._new_prompts.add(task for task in miss.tasks if isinstance(task, TextTask))
+                miss.future.set_result(None)
+
+
+def _refusal(task: EntryTask, failure: Failure) -> LatentCacheError:
+    if isinstance(task, TextTask):
+        detail = f"{task.sample_id}: {failure.detail}"
+        return EncodeError(detail, part="text_encoder", problem=failure.reason)
+    return ImageRefused(failure.path or task.sample.path, failure.reason, failure.detail)

@@ -1,0 +1,119 @@
+"""The encoders of a service: on their device from the first miss on, until they are unloaded."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, MutableMapping, Sequence
+from contextlib import ExitStack
+
+from latentcache.config import Config
+from latentcache.devices.placement import placed
+from latentcache.errors import DeviceError, ModelError
+from latentcache.models.model_loader import Models
+from latentcache.models.running import free_cached_memory
+from latentcache.precache.encodings import Encodings, choose_encodings
+from latentcache.precache.image_stage import ImageStage
+from latentcache.precache.plan import ImageTask, TextTask
+from latentcache.precache.report import Failure, Report, RunContext
+from latentcache.precache.text_stage import TextStage
+from latentcache.types import Entry, Kind
+from latentcache.utils.progress import Progress
+
+EntryTask = TextTask | ImageTask
+"""One entry to encode."""
+
+
+def kind_of(task: EntryTask) -> Kind:
+    """The kind of the entry."""
+    return "text" if isinstance(task, TextTask) else "image"
+
+
+class ServingModels:
+    """A config's models, for entries that are encoded a few at a time, as precache encodes them.
+
+    The keys follow from `encodings`, which are those of the time when this was made. The models are identified then,
+    and loaded only for what is not known of them. Afterwards one thread may use it.
+    Raises ConfigError, DeviceError, ModelError.
+    """
+
+    def __init__(self, config: Config, models: Models, memo: MutableMapping[str, str]):
+        # Never compiled: the last bits would differ, and each batch size would cost a compilation.
+        encode = config.encode.model_copy(update={"compile": False})
+        self._config, self._models, self._memo = config.model_copy(update={"encode": encode}), models, memo
+        self._placed: dict[Kind, tuple[Encodings, ExitStack]] = {}
+        self.encodings = choose_encodings(self._config, models, memo)
+        models.release()
+
+    @property
+    def loaded(self) -> frozenset[Kind]:
+        """The kinds of entries whose encoders are on the device."""
+        return frozenset(self._placed)
+
+    def encode(
+        self,
+        tasks: Sequence[EntryTask],
+        store: Callable[[Entry], None],
+        fail: Callable[[str, Failure], None],
+    ) -> None:
+        """Encode entries of one kind. `store` gets each that was made, `fail` the key of each that cannot be made.
+
+        Raises DeviceError if the encoders do not fit onto the device, and ModelError if they cannot be loaded, or are
+        other ones by now than those from which the keys follow.
+        """
+        kind = kind_of(tasks[0])
+        try:
+            encodings = self._on_device(kind)
+        except DeviceError:
+            if not self._placed:
+                raise
+            self.unload()  # the encoders of the other kind leave the device
+            encodings = self._on_device(kind)
+        context = RunContext(
+            self._config.encode, encodings, self._models, store, fail, Report(), Progress(), stop=threading.Event()
+        )
+        groups: dict[Hashable, list[EntryTask]] = {}
+        for task in tasks:
+            groups.setdefault(_group_of(task), []).append(task)
+        stage = TextStage(context) if kind == "text" else ImageStage(context)
+        stage.run(list(groups.values()))  # type: ignore[arg-type]  # the tasks are of one kind
+
+    def unload(self) -> None:
+        """Free the memory of all that was loaded. The next `encode` loads it again."""
+        for _, stack in self._placed.values():
+            stack.close()
+        self._placed.clear()
+        self._models.release()
+        free_cached_memory(self.encodings.vae.device)
+
+    def _on_device(self, kind: Kind) -> Encodings:
+        """Place the encoders of this kind, where a stage finds them and leaves them."""
+        if kind not in self._placed:
+            # Again: files may have changed since, and the batch size depends on the memory that is free now.
+            encodings = choose_encodings(self._config, self._models, self._memo)
+            self._check_same(kind, encodings)
+            with ExitStack() as stack:
+                if kind == "image":
+                    stack.enter_context(placed(self._models.vae(encodings.vae.dtype), encodings.vae.device))
+                else:
+                    parts, device = self._models.text(encodings.text_encoders.dtype), encodings.text_encoders.device
+                    stack.enter_context(placed(parts.text_encoder, device))
+                    stack.enter_context(placed(parts.text_encoder_2, device))
+                self._placed[kind] = encodings, stack.pop_all()
+        return self._placed[kind][0]
+
+    def _check_same(self, kind: Kind, now: Encodings) -> None:
+        before = self.encodings
+        if (before.image != now.image) if kind == "image" else (before.text != now.text):
+            self.unload()
+            raise ModelError(
+                f"the encoders of {self._config.model.path} are not those that the service was started with: their "
+                "files changed. Start it again, and it makes keys of the new ones.",
+                part="vae" if kind == "image" else "text_encoder",
+            )
+
+
+def _group_of(task: EntryTask) -> Hashable:
+    """What the members of a batch share."""
+    if isinstance(task, TextTask):
+        return task.identity.encoding.clip_skip
+    return task.identity.preparation.target_size
