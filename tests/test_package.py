@@ -31,6 +31,7 @@ LAYERS = [
     {"doctor"},
     {"interop"},
     {"integrations"},
+    {"service"},
     {"cli"},
 ]
 """Design 3: imports go down only. A package of a layer may import itself and lower layers. Validation is above

@@ -1,4 +1,4 @@
-"""Encodes what is requested and not cached: once per key, in batches, by one thread, whoever waits for it."""
+"""Encodes what is requested and not cached: once per key, in batches, in one thread, for all who wait for it."""
 
 from __future__ import annotations
 
@@ -246,11 +246,16 @@ class MissEncoder:
                     last_at = time.monotonic()
                 if time.monotonic() >= self._new_prompts.due_at:
                     self._new_prompts.write()
-                if not misses and (self._is_closed or time.monotonic() >= last_at + self._idle_s):
+                if not misses and self._is_closed:
+                    break
+                if not misses and time.monotonic() >= last_at + self._idle_s:
                     self._new_prompts.write()
                     self._models.unload()
                     if self._end(None):
                         return
+            self._new_prompts.write()
+            self._models.close()
+            self._end(None)
         except Exception as error:
             logger.exception("the thread that encodes ended; the next request starts another one")
             self._end(error)

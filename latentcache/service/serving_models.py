@@ -79,11 +79,15 @@ class ServingModels:
 
     def unload(self) -> None:
         """Free the memory of all that was loaded. The next `encode` loads it again."""
+        self.close()
+        free_cached_memory(self.encodings.vae.device)
+
+    def close(self) -> None:
+        """Forget all that was loaded. A caller's own models return to where they were."""
         for _, stack in self._placed.values():
             stack.close()
         self._placed.clear()
         self._models.release()
-        free_cached_memory(self.encodings.vae.device)
 
     def _on_device(self, kind: Kind) -> Encodings:
         """Place the encoders of this kind, where a stage finds them and leaves them."""

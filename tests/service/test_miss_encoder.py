@@ -1,0 +1,422 @@
+"""Entries that are encoded when they are requested: the same as precache's, once each, and no failure but its own."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from latentcache import LatentCache
+from latentcache.config import Config
+from latentcache.errors import (
+    ConfigError,
+    EncodeError,
+    EncoderBusyError,
+    ImageRefused,
+    ModelError,
+    ReadOnlyError,
+    SampleError,
+    StorageFullError,
+)
+from latentcache.models.model_loader import LoadedModels, ModelLoader
+from latentcache.models.tiny import save_diffusers_folder, tiny_sdxl
+from latentcache.precache import planner
+from latentcache.precache.run import run_precache
+from latentcache.precache.workspace import Workspace, open_workspace
+from latentcache.service import miss_encoder
+from latentcache.service.miss_encoder import MissEncoder
+from latentcache.service.serving_models import EntryTask
+from latentcache.store.base import Store, as_array
+
+WAIT_S = 60
+
+
+class Gate:
+    """A hook of a text encoder: calls wait while it is shut, and are counted."""
+
+    def __init__(self, module: torch.nn.Module):
+        self.num_calls, self.error = 0, None
+        self.opened, self.entered = threading.Event(), threading.Event()
+        self.opened.set()
+        module.register_forward_pre_hook(self)
+
+    def __call__(self, module: torch.nn.Module, inputs: Any) -> None:
+        self.num_calls += 1
+        self.entered.set()
+        assert self.opened.wait(WAIT_S)
+
+
+@pytest.fixture
+def parts() -> dict[str, Any]:
+    return tiny_sdxl()
+
+
+@pytest.fixture
+def gate(parts: dict[str, Any]) -> Gate:
+    return Gate(parts["text_encoder"])
+
+
+@pytest.fixture
+def make_encoder(make_config: Callable[..., Config], parts: dict[str, Any]) -> Iterator[Callable[..., MissEncoder]]:
+    """An encoder over an empty cache in memory, or over the workspace that is given."""
+    made = []
+
+    def make(config: Config | None = None, workspace: Workspace | None = None, **options: Any) -> MissEncoder:
+        options.setdefault("models", LoadedModels(**parts))
+        made.append(MissEncoder(config or make_config(), workspace or Workspace(), **options))
+        return made[-1]
+
+    yield make
+    for encoder in made:
+        encoder.close()
+
+
+def entries(store: Store) -> dict[str, tuple[Any, dict[str, bytes]]]:
+    """Identity and bytes of each entry."""
+    found = {key: store.get(key) for key in store.keys()}
+    return {
+        key: (entry.record.identity, {name: as_array(tensor).tobytes() for name, tensor in entry.tensors.items()})
+        for key, entry in found.items()
+    }
+
+
+def png(size: tuple[int, int] = (80, 144), seed: int = 0) -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 256, (*size, 3), np.uint8)
+    data = BytesIO()
+    Image.fromarray(pixels).save(data, "PNG")
+    return data.getvalue()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"encode.clip_skip": 1, "datasets.0.flip": True},
+        {"encode.image_output": "sample", "encode.seed": 7, "encode.store_dtype": "float16", "cache.salt": "s"},
+        {"datasets.0.buckets": {"rule": "ai-toolkit", "resolution": 96}, "encode.vae_dtype": "bfloat16"},
+    ],
+    ids=["clip skip and flip", "a seeded draw", "the buckets of a trainer"],
+)
+def test_entries_are_those_of_precache(
+    make_config: Callable[..., Config], make_encoder: Callable[..., MissEncoder], photos: Path, changes: dict[str, Any]
+) -> None:
+    config, precached = make_config(**changes), Workspace()
+    run_precache(config, workspace=precached)
+    encoder = make_encoder(config, ours := Workspace())
+    tasks: list[EntryTask] = [encoder.prompt("", negative=True), encoder.prompt("ugly", negative=True)]
+    tasks += [encoder.prompt(text) for text in ("a validation prompt", "", "a red house", "a house in the rain")]
+    tasks += [encoder.prompt(text) for text in ("a blue car", "a tree")]
+    geometries = {}
+    for path in sorted(photos.rglob("*.png")):
+        for ref, task in encoder.image(path.read_bytes(), name=path.name):
+            geometries[ref.key] = ref.geometry
+            tasks.append(task)
+    for future in encoder.submit(tasks).values():
+        future.result(WAIT_S)
+    assert entries(ours.store) == entries(precached.store) and len(geometries) >= 5
+    manifest = precached.manifests.read("photos")
+    assert manifest is not None
+    assert geometries == {ref.key: ref.geometry for row in manifest.rows.values() for ref in row.images}
+
+
+def test_what_precache_made_is_there_without_any_model(config: Config, tmp_path: Path, photos: Path) -> None:
+    folder = save_diffusers_folder(tiny_sdxl(), tmp_path / "model")
+    config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})})
+    with open_workspace(config.cache) as workspace:
+        run_precache(config, workspace=workspace)
+        models = ModelLoader(str(folder), memo=workspace.memo)
+        models._module = None  # type: ignore[assignment,method-assign]  # to load a module is an error
+        with MissEncoder(config, workspace, models=models) as encoder:
+            tasks: list[EntryTask] = [encoder.prompt("a red house"), encoder.prompt("ugly", negative=True)]
+            tasks += [task for _, task in encoder.image((photos / "a.png").read_bytes())]
+            assert encoder.submit(tasks) == {}
+            assert (encoder.counts().num_hits, encoder.counts().num_misses) == (3, 0)
+            assert encoder.counts().loaded == frozenset()
+
+
+def test_a_key_is_encoded_once_however_many_request_it(make_encoder: Callable[..., MissEncoder], gate: Gate) -> None:
+    encoder = make_encoder(workspace=(workspace := Workspace()))
+    gate.opened.clear()
+
+    def request(number: int) -> None:
+        for future in encoder.submit([encoder.prompt("the same"), encoder.prompt(f"its own {number % 4}")]).values():
+            assert future.cancel() is False, "one that goes away must not take it from the others"
+            future.result(WAIT_S)
+
+    with ThreadPoolExecutor(16) as threads:
+        done = [threads.submit(request, number) for number in range(16)]
+        assert gate.entered.wait(WAIT_S)
+        gate.opened.set()
+        for each in done:
+            each.result(WAIT_S)
+    assert gate.num_calls == 5 and len(list(workspace.store.keys())) == 5
+    counts = encoder.counts()
+    assert (counts.num_encoded, counts.num_failed, counts.num_waiting) == (5, 0, 0)
+    assert counts.num_hits + counts.num_misses == 32
+
+
+def test_what_waits_becomes_one_pack(make_config: Callable[..., Config], make_encoder: Any, gate: Gate) -> None:
+    with open_workspace(make_config().cache) as workspace:
+        encoder = make_encoder(workspace=workspace)
+        gate.opened.clear()
+        futures = list(encoder.submit([encoder.prompt("first")]).values())
+        assert gate.entered.wait(WAIT_S)
+        for number in range(20):
+            futures += encoder.submit([encoder.prompt(f"prompt {number}")]).values()
+        gate.opened.set()
+        for future in futures:
+            future.result(WAIT_S)
+        assert workspace.store.stats().num_packs == 2
+        encoder.close()
+
+
+def test_one_that_breaks_the_encoder_costs_the_others_nothing(
+    make_encoder: Callable[..., MissEncoder], parts: dict[str, Any], gate: Gate
+) -> None:
+    encoder = make_encoder()
+    bad = parts["tokenizer"]("poison").input_ids
+
+    def refuse(module: torch.nn.Module, inputs: Any) -> None:
+        if inputs[0][0, : len(bad)].tolist() == bad:
+            raise RuntimeError("a kernel failed")
+
+    parts["text_encoder"].register_forward_pre_hook(refuse)
+    texts = ["one", "poison", "two", "three"]
+    futures = encoder.submit([encoder.prompt(text) for text in texts])
+    again = encoder.submit([encoder.prompt("poison")])
+    poisoned = encoder.prompt("poison").key
+    for key, future in (*futures.items(), *again.items()):
+        if key == poisoned:
+            with pytest.raises(RuntimeError, match="a kernel failed"):
+                future.result(WAIT_S)
+        else:
+            future.result(WAIT_S)
+    assert (encoder.counts().num_encoded, encoder.counts().num_failed) == (3, 1)
+    [later] = encoder.submit([encoder.prompt("later")]).values()
+    later.result(WAIT_S)
+
+
+def test_refusals_are_those_of_precache(
+    make_config: Callable[..., Config], make_encoder: Callable[..., MissEncoder], photos: Path
+) -> None:
+    whole = png(seed=3)
+    broken = bytearray(whole)
+    broken[len(whole) // 2] ^= 0xFF  # a checksum inside the file: only decoding finds it
+    bad = {"cut.png": whole[:-200], "broken.png": bytes(broken), "text.png": b"no image", "thin.png": png((8, 200))}
+    for name, data in bad.items():
+        (photos / name).write_bytes(data)
+    report = run_precache(make_config(), workspace=Workspace())
+    assert len(report.refused) == len(bad)
+    encoder = make_encoder()
+    for refusal in report.refused:
+        with pytest.raises(ImageRefused) as caught:
+            [(_, task)] = encoder.image(bad[refusal.sample_id], name=refusal.sample_id)
+            [future] = encoder.submit([task]).values()
+            future.result(WAIT_S)
+        assert (caught.value.reason, caught.value.detail) == (refusal.reason, refusal.detail)
+    with pytest.raises(ImageRefused, match="wrong-suffix"):
+        encoder.image(whole, name="photo.jpg")
+    with pytest.raises(SampleError, match="bad-caption: it is not Unicode text"):
+        encoder.prompt("half \ud800 of a pair")
+
+
+def test_an_output_that_cannot_be_used_is_refused(
+    make_encoder: Callable[..., MissEncoder], parts: dict[str, Any]
+) -> None:
+    encoder = make_encoder()
+
+    def damage(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        output.hidden_states[-2].fill_(float("nan"))
+
+    parts["text_encoder_2"].register_forward_hook(damage)
+    [future] = encoder.submit([encoder.prompt("not a number")]).values()
+    with pytest.raises(EncodeError, match=r"prompt: not a number: the text encoders gave nan") as caught:
+        future.result(WAIT_S)
+    assert caught.value.problem == "bad-output"
+
+
+def test_out_of_memory_halves_the_batch(
+    make_config: Callable[..., Config], make_encoder: Callable[..., MissEncoder], parts: dict[str, Any]
+) -> None:
+    sizes = []
+
+    def refuse(module: torch.nn.Module, inputs: Any) -> None:
+        sizes.append(len(inputs[0]))
+        if len(inputs[0]) > 2:
+            raise torch.OutOfMemoryError("injected")
+
+    parts["vae"].encoder.register_forward_pre_hook(refuse)
+    encoder = make_encoder(make_config(**{"encode.batch_size": 8}))
+    tasks = [task for number in range(8) for _, task in encoder.image(png(seed=number))]
+    for future in encoder.submit(tasks).values():
+        future.result(WAIT_S)
+    assert sizes[0] > 2 and set(sizes[-2:]) <= {1, 2} and encoder.counts().num_encoded == 8
+
+
+def test_idle_models_leave_and_come_back(make_encoder: Callable[..., MissEncoder]) -> None:
+    encoder = make_encoder(idle_s=0.2)
+    for text in ("one", "two"):
+        [future] = encoder.submit([encoder.prompt(text)]).values()
+        future.result(WAIT_S)
+        assert encoder.counts().loaded == {"text"}
+        until = time.monotonic() + WAIT_S
+        while (encoder.counts().loaded or encoder._thread) and time.monotonic() < until:
+            time.sleep(0.02)
+        assert encoder.counts().loaded == frozenset() and encoder._thread is None
+    [(_, task)] = encoder.image(png())
+    [future] = encoder.submit([task]).values()
+    future.result(WAIT_S)
+    assert encoder.counts().loaded == {"image"}
+
+
+def test_the_encoders_that_are_there_make_room(
+    make_encoder: Callable[..., MissEncoder], parts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder = make_encoder()
+    [future] = encoder.submit([encoder.prompt("text first")]).values()
+    future.result(WAIT_S)
+    to, loaded = parts["vae"].to, []
+
+    def refuse(*arguments: Any) -> Any:
+        loaded.append(encoder.counts().loaded)
+        if len(loaded) == 1:
+            raise torch.OutOfMemoryError("injected")
+        return to(*arguments)
+
+    monkeypatch.setattr(parts["vae"], "to", refuse)
+    [(_, task)] = encoder.image(png())
+    [future] = encoder.submit([task]).values()
+    future.result(WAIT_S)
+    assert loaded[0] == {"text"} and loaded[2] == frozenset() and encoder.counts().loaded == {"image"}
+
+
+def test_the_queue_has_an_end(
+    make_encoder: Callable[..., MissEncoder], gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(miss_encoder, "MAX_WAITING", 3)
+    encoder = make_encoder()
+    gate.opened.clear()
+    first = encoder.submit([encoder.prompt("first")])
+    assert gate.entered.wait(WAIT_S)
+    waiting = encoder.submit([encoder.prompt(f"{number}") for number in range(3)])
+    with pytest.raises(EncoderBusyError, match="3 entries wait to be encoded, and there is no room for 1 more") as busy:
+        encoder.submit([encoder.prompt("one more")])
+    assert busy.value.retry_after_s >= 1 and encoder.counts().num_turned_away == 1
+    assert encoder.submit([encoder.prompt("0")]).keys() <= waiting.keys(), "joining one that waits needs no room"
+    gate.opened.set()
+    for future in (*first.values(), *waiting.values()):
+        future.result(WAIT_S)
+    [later] = encoder.submit([encoder.prompt("one more")]).values()
+    later.result(WAIT_S)
+
+
+def test_closing_finishes_what_is_under_way_and_refuses_the_rest(
+    make_encoder: Callable[..., MissEncoder], gate: Gate
+) -> None:
+    encoder = make_encoder(workspace=(workspace := Workspace()))
+    gate.opened.clear()
+    [under_way] = encoder.submit([encoder.prompt("under way")]).values()
+    assert gate.entered.wait(WAIT_S)
+    [waiting] = encoder.submit([encoder.prompt("waits")]).values()
+    closing = threading.Thread(target=encoder.close)
+    closing.start()
+    time.sleep(0.05)
+    assert closing.is_alive()
+    gate.opened.set()
+    closing.join(WAIT_S)
+    assert under_way.result(0) is None and workspace.store.find([encoder.prompt("under way").key])
+    with pytest.raises(EncoderBusyError, match="shutting down"):
+        waiting.result(0)
+    with pytest.raises(EncoderBusyError, match="shutting down"):
+        encoder.submit([encoder.prompt("late")])
+    assert encoder.counts().loaded == frozenset()
+
+
+def test_a_full_disk_reaches_those_who_wait_and_nobody_else(
+    make_config: Callable[..., Config], make_encoder: Callable[..., MissEncoder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_workspace(make_config().cache) as workspace:
+        encoder = make_encoder(workspace=workspace)
+        full = StorageFullError("cache", 100)
+        with monkeypatch.context() as patch:
+            patch.setattr(workspace.store, "_seal", lambda entries: (_ for _ in ()).throw(full))
+            [future] = encoder.submit([encoder.prompt("no room")]).values()
+            with pytest.raises(StorageFullError):
+                future.result(WAIT_S)
+        [future] = encoder.submit([encoder.prompt("no room")]).values()
+        future.result(WAIT_S)
+        encoder.close()
+
+
+def test_prompts_join_the_manifest_and_a_precache_keeps_them(
+    make_config: Callable[..., Config], make_encoder: Callable[..., MissEncoder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config()
+    run_precache(config)
+    with open_workspace(config.cache) as workspace:
+        encoder = make_encoder(config, workspace)
+        genuine = planner.make_plan
+
+        def plan_then_encode(*arguments: Any, **options: Any) -> Any:
+            """A service encodes a prompt while precache is at work."""
+            plan = genuine(*arguments, **options)
+            prompts = [encoder.prompt("from the service"), encoder.prompt("bad", negative=True)]
+            for future in encoder.submit(prompts).values():
+                future.result(WAIT_S)
+            encoder.close()
+            return plan
+
+        monkeypatch.setattr("latentcache.precache.run.make_plan", plan_then_encode)
+        run_precache(make_config(**{"validation.prompts": ["x"]}))
+    with LatentCache(config.cache.path) as cache:
+        assert cache.prompt("bad", negative=True, device="cpu")["prompt_embeds"].shape == (1, 77, 72)
+        for text in ("from the service", "x", "a validation prompt"):
+            assert cache.prompt(text, device="cpu")["prompt_embeds"].shape == (1, 77, 72)
+
+
+def test_weights_that_changed_since_the_start_are_refused(make_config: Callable[..., Config], tmp_path: Path) -> None:
+    folder = save_diffusers_folder(tiny_sdxl(), tmp_path / "model")
+    config = make_config(**{"model.path": str(folder)})
+    with open_workspace(config.cache) as workspace, MissEncoder(config, workspace, idle_s=0.1) as encoder:
+        [future] = encoder.submit([encoder.prompt("before")]).values()
+        future.result(WAIT_S)
+        while encoder.counts().loaded:
+            time.sleep(0.02)
+        other = save_diffusers_folder(tiny_sdxl(seed=1), tmp_path / "other")
+        for part in ("text_encoder", "vae"):
+            [weights] = (other / part).glob("*.safetensors")
+            weights.replace(folder / part / weights.name)
+        [(_, image)] = encoder.image(png())
+        for task in (encoder.prompt("after"), image):
+            [future] = encoder.submit([task]).values()
+            with pytest.raises(ModelError, match="not those that the service was started with"):
+                future.result(WAIT_S)
+        assert len(list(workspace.store.keys())) == 1
+
+
+def test_what_cannot_work_is_refused_at_the_start(
+    make_config: Callable[..., Config], make_encoder: Callable[..., MissEncoder]
+) -> None:
+    config = make_config()
+    run_precache(config)
+    with open_workspace(config.cache, read_only=True) as workspace, pytest.raises(ReadOnlyError, match="on a miss"):
+        make_encoder(workspace=workspace)
+    with pytest.raises(ConfigError, match="--idle-s is 0"):
+        make_encoder(idle_s=0)
+    with pytest.raises(ModelError):
+        make_encoder(make_config(**{"model.path": "/nowhere/to/be/found"}), models=None)
+    two = make_config(datasets=[config.datasets[0], config.datasets[0].model_copy(update={"name": "other"})])
+    encoder = make_encoder(two)
+    with pytest.raises(ConfigError, match=r"dataset is None; name the one .* photos, other"):
+        encoder.image(png())
+    with pytest.raises(ConfigError, match="dataset is 'third'"):
+        encoder.image(png(), dataset="third")
+    assert len(encoder.image(png(), dataset="other")) == 1
