@@ -45,13 +45,16 @@ OWNERS = {
     # diffusion-pipe's cache is a SQLite database, ai-toolkit's is safetensors files.
     "sqlite3": ("store/index.py", "store/connection.py", "interop/formats/diffusion_pipe.py"),
     "safetensors": ("store/tensor_file.py", "checkpoints/folder.py", "interop/formats/ai_toolkit.py"),
-    "PIL": ("dataset/images.py", "dataset/resampling.py", "validation/"),
+    # The service writes thumbnails.
+    "PIL": ("dataset/images.py", "dataset/resampling.py", "validation/", "service/thumbnails.py"),
     "psutil": ("utils/host_memory.py", "doctor/environment.py"),
     "pyarrow": ("dataset/archives.py",),
     "diffusers": ("models/", "validation/", "integrations/diffusers.py"),
     "transformers": ("models/",),
     "matplotlib": ("validation/",),
     "cyclopts": ("cli/",),
+    "fastapi": ("service/",),
+    "jinja2": ("service/",),
 }
 FORBIDDEN = {"pickle", "dill", "joblib", "cloudpickle", "torchvision", "datasets"}
 

@@ -18,6 +18,12 @@ DOWNSCALE_FACTOR: Final = 8
 NUM_TOKENS: Final = 77
 """Tokens of a caption, with begin and end, padded and cut (`model_max_length` of both tokenizers)."""
 
+RGB_WEIGHTS: Final = ((60, -60, 25, -70), (60, -5, 15, -50), (60, 10, -5, -35))
+"""What one unit of each channel of scaled latents adds to red, green and blue (0 to 255): the VAE's decoder as a linear
+map, without its upscaling. It is that of diffusers' documentation (using-diffusers/callback), for quick previews."""
+RGB_BIASES: Final = (150, 140, 130)
+"""Red, green and blue of a latent of zeros, from the same place."""
+
 
 def time_ids(original_size: Sequence[int], crop_top_left: Sequence[int], target_size: Sequence[int]) -> list[int]:
     """The six numbers of SDXL's size conditioning, from three pairs (height, width) or (top, left).

@@ -24,6 +24,7 @@ from latentcache.precache.encodings import Encodings, choose_encodings, dtype_na
 from latentcache.precache.image_stage import ImageStage
 from latentcache.precache.plan import Plan, Shard
 from latentcache.precache.planner import Stopped, make_plan
+from latentcache.precache.progress_note import write_note
 from latentcache.precache.prompts import prompts_of_others
 from latentcache.precache.report import Failure, Report, RunContext, timed
 from latentcache.precache.text_stage import TextStage
@@ -132,6 +133,7 @@ class _Run:
         if plan.text_batches or plan.image_batches:
             for manifest in plan.manifests:
                 self.workspace.manifests.begin(manifest.name)
+            write_note(self.workspace, len(plan.reasons))
             for batches in (plan.text_batches, plan.image_batches):
                 failures.forget(task.key for batch in batches for task in batch)
             writer = self.workspace.store.writer()

@@ -20,6 +20,7 @@ from latentcache.utils.durable_files import read_regular
 from latentcache.utils.json_document import first_fault, plain
 
 METRICS_NAME = "metrics.json"
+GRID_NAME, PLOT_NAME = "samples.png", "loss.png"
 MAX_BYTES = 1 << 28
 """A larger metrics.json is refused before it is read: that of a million samples has about 60 MB."""
 
@@ -250,6 +251,11 @@ def paired_difference(report: LossReport, other: LossReport) -> Estimate:
 def step_folder(step: int) -> str:
     """The name of a step's folder: six digits, so that a file browser lists steps in order; longer from a million."""
     return f"{step:06d}"
+
+
+def image_name(number: int) -> str:
+    """The file name of a step's image `number`, counted from 0."""
+    return f"sample-{number:02d}.png"
 
 
 def read_history(folder: Path) -> dict[int, LossReport]:

@@ -31,10 +31,13 @@ from latentcache.utils.durable_files import (
 )
 from latentcache.utils.json_document import to_bytes
 from latentcache.validation.metrics import (
+    GRID_NAME,
     METRICS_NAME,
+    PLOT_NAME,
     ImageMetrics,
     LossReport,
     Metrics,
+    image_name,
     loss_fields,
     read_history,
     step_folder,
@@ -43,7 +46,6 @@ from latentcache.validation.pictures import caption_of, grid_png, image_png, los
 from latentcache.validation.sample_images import SampleImage
 
 SCALAR, SAMPLES = "validation/loss", "validation/samples"
-GRID_NAME, PLOT_NAME = "samples.png", "loss.png"
 _OUR_PICTURES = re.compile(r"sample-\d{2,}\.png|samples\.png|loss\.png")
 
 logger = logging.getLogger("latentcache")
@@ -131,11 +133,6 @@ def _loss_lines(loss: LossReport | None) -> Iterator[str]:
     if loss.skipped:
         yield f"skipped   {len(loss.skipped)}"
     yield from (f"          {sample.dataset}: {sample.sample_id}: {sample.reason}" for sample in loss.skipped)
-
-
-def image_name(number: int) -> str:
-    """The file name of a step's image `number`, counted from 0."""
-    return f"sample-{number:02d}.png"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,143 @@
+"""One sample in all detail: its entries with their records, its crop, and why it is a hit or a miss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from latentcache.dataset.manifest import CaptionRef, ImageRef, Row
+from latentcache.errors import EntryDamagedError, EntryMissingError
+from latentcache.families import sdxl
+from latentcache.service.charts import crop_box
+from latentcache.service.gallery import Gallery, State
+from latentcache.service.photos import Photo, examine_photo
+from latentcache.store.base import Description, Store
+from latentcache.types import Record
+
+if TYPE_CHECKING:
+    from latentcache.config import Config
+    from latentcache.precache.planner import Explanation
+
+
+@dataclass(frozen=True, slots=True)
+class EntryDetails:
+    """An entry of a sample. `problem` says why it is a miss; then there is no record."""
+
+    ref: ImageRef | CaptionRef
+    record: Record | None
+    fields: Description
+    problem: str
+
+    @property
+    def num_tokens(self) -> int | None:
+        """Tokens of the caption, with begin and end; None where nobody counted them."""
+        found = None if self.record is None else self.record.provenance.get("num_tokens")
+        return found if type(found) is int else None
+
+    @property
+    def num_cut(self) -> int:
+        """How many of them the text encoders did not read."""
+        return max(0, (self.num_tokens or 0) - sdxl.NUM_TOKENS)
+
+    @property
+    def created(self) -> str:
+        """When it was made, as its record says it; empty where it does not."""
+        found = None if self.record is None else self.record.provenance.get("created")
+        return found if isinstance(found, str) else ""
+
+    def to_json(self) -> dict[str, Any]:
+        """The whole record, to be shown."""
+        if self.record is None:
+            return {"key": self.ref.key, "problem": self.problem}
+        return {
+            "key": self.ref.key,
+            "kind": self.record.kind,
+            "fields": {name: {"dtype": dtype, "shape": list(shape)} for name, (dtype, shape) in self.fields.items()},
+            "identity": dict(self.record.identity),
+            "provenance": dict(self.record.provenance),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class SampleDetails:
+    """What a sample's page shows. `crop` is in pixels of the photo (`charts.crop_box`); None without an image."""
+
+    dataset: str
+    row: Row
+    state: State | None
+    images: tuple[EntryDetails, ...]
+    captions: tuple[EntryDetails, ...]
+    photo: Photo
+    crop: Mapping[str, float] | None
+    before: Row | None
+    after: Row | None
+
+
+def sample_details(gallery: Gallery, dataset: str, sample_id: str, *, show_photo: bool) -> SampleDetails:
+    """All about one sample. With `show_photo` the photo's file is read, if it is on this machine.
+
+    StoreError for an unknown dataset, SampleError for an unknown sample.
+    """
+    view, row = gallery.sample(dataset, sample_id)
+    before, after = gallery.neighbours(view, row)
+    photo = Photo("not shown", "this service does not show photos: start it with --photos") if not show_photo else None
+    return SampleDetails(
+        dataset=dataset,
+        row=row,
+        state=gallery.state(view, row),
+        images=tuple(_details(gallery.store, ref) for ref in row.images),
+        captions=tuple(_details(gallery.store, ref) for ref in row.captions),
+        photo=photo or examine_photo(row),
+        crop=crop_box(row.images[0].geometry.to_json()) if row.images else None,
+        before=before,
+        after=after,
+    )
+
+
+def _details(store: Store, ref: ImageRef | CaptionRef) -> EntryDetails:
+    try:
+        return EntryDetails(ref, store.record(ref.key), store.describe(ref.key), "")
+    except (EntryMissingError, EntryDamagedError) as error:
+        return EntryDetails(ref, None, {}, error.reason)
+
+
+@dataclass(frozen=True, slots=True)
+class CutCaption:
+    """A caption as the text encoders read it, and the rest, which they do not."""
+
+    read: str
+    cut: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasons:
+    """What the next precache would do with a sample, and where its captions are cut."""
+
+    explanation: Explanation
+    captions: tuple[CutCaption, ...]
+
+
+def explained(config: Config, row: Row) -> Reasons:
+    """Ask the planner of precache, with the config's models: it takes seconds the first time. Writes nothing.
+
+    ConfigError, DatasetError, ModelError, SampleError as for `planner.explain`.
+    """
+    from latentcache.precache.encodings import load_models
+    from latentcache.precache.planner import explain
+
+    models = load_models(config.model, {})
+    explanation = explain(config, row.sample_id, models=models)
+    tokenizer = models.tokenizers()[0]
+    return Reasons(explanation, tuple(cut_caption(tokenizer, caption.text) for caption in row.captions))
+
+
+def cut_caption(tokenizer: Any, text: str) -> CutCaption:
+    """Where a fast tokenizer cuts a caption: begin and end take two of its places."""
+    offsets = tokenizer(text, truncation=False, return_offsets_mapping=True, verbose=False)["offset_mapping"]
+    content = offsets[1:-1]
+    num_read = tokenizer.model_max_length - 2
+    if len(content) <= num_read:
+        return CutCaption(text, "")
+    start = content[num_read][0]
+    return CutCaption(text[:start], text[start:])

@@ -1,0 +1,61 @@
+"""The validations of a folder of results, step by step, as the page shows them."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from latentcache.errors import MetricsError, StoreError
+from latentcache.utils.durable_files import read_regular
+from latentcache.validation.metrics import GRID_NAME, METRICS_NAME, PLOT_NAME, Metrics, step_folder
+
+MAX_PICTURE_BYTES = 1 << 28
+_STEP = re.compile(r"\d{6,18}")
+_PICTURE = re.compile(rf"{re.escape(GRID_NAME)}|{re.escape(PLOT_NAME)}|sample-\d{{2,6}}\.png")
+
+
+@dataclass(frozen=True, slots=True)
+class ValidationStep:
+    """One validated step. `problem` says why its metrics cannot be read; then `metrics` is None."""
+
+    step: int
+    metrics: Metrics | None
+    problem: str
+    has_grid: bool
+    has_plot: bool
+
+
+def validation_steps(folder: Path) -> list[ValidationStep]:
+    """The steps in a folder of results, the last first. A folder that is not there has none. StoreError."""
+    try:
+        names = sorted((name for name in os.listdir(folder) if _STEP.fullmatch(name)), key=int, reverse=True)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise StoreError(f"{folder}: the validations cannot be listed: {error.strerror}") from error
+    return [_step(folder, int(name)) for name in names if os.path.lexists(folder / name / METRICS_NAME)]
+
+
+def _step(folder: Path, step: int) -> ValidationStep:
+    files = folder / step_folder(step)
+    metrics, problem = None, ""
+    try:
+        metrics = Metrics.read(files / METRICS_NAME)
+    except MetricsError as error:
+        problem = str(error)
+    return ValidationStep(step, metrics, problem, (files / GRID_NAME).is_file(), (files / PLOT_NAME).is_file())
+
+
+def validation_picture(folder: Path, step: int, name: str) -> bytes:
+    """A PNG of a step: its grid, its plot, or one of its images. StoreError for any other name, or if it is not there.
+
+    Nothing but pictures of ours is read: no link, and no path.
+    """
+    if step < 0 or not _PICTURE.fullmatch(name):
+        raise StoreError(f"step {step} has no picture {name!r:.40}: ask for {GRID_NAME}, {PLOT_NAME} or sample-NN.png")
+    try:
+        return read_regular(folder / step_folder(step) / name, MAX_PICTURE_BYTES, "run that validation again")
+    except FileNotFoundError as error:
+        raise StoreError(f"step {step} has no {name} in {folder}") from error
