@@ -48,7 +48,7 @@ OWNERS = {
     # The service writes thumbnails.
     "PIL": ("dataset/images.py", "dataset/resampling.py", "validation/", "service/thumbnails.py"),
     "psutil": ("utils/host_memory.py", "doctor/environment.py"),
-    "pyarrow": ("dataset/archives.py",),
+    "pyarrow": ("dataset/tables.py",),
     "diffusers": ("models/", "validation/", "integrations/diffusers.py"),
     "transformers": ("models/",),
     "matplotlib": ("validation/",),

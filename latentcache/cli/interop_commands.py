@@ -15,7 +15,7 @@ from cyclopts import Parameter
 from latentcache.cli.options import AsJson, Switch, known_cache
 from latentcache.cli.output import finish
 from latentcache.config import CacheConfig, Config, load_config, parse_buckets
-from latentcache.dataset.samples import MAX_CAPTION_BYTES, CaptionError, captions_in_text
+from latentcache.dataset.samples import MAX_CAPTION_BYTES, CaptionError, captions_in_text, read_range
 from latentcache.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -223,8 +223,7 @@ def _flag(name: str) -> str:
 def _lines(path: Path) -> tuple[str, ...]:
     """The captions in a file, one a line."""
     try:
-        with open(path, "rb") as file:
-            return captions_in_text(file.read(64 * MAX_CAPTION_BYTES))
+        return captions_in_text(read_range(str(path), 0, MAX_CAPTION_BYTES + 1))
     except (OSError, CaptionError) as error:
         raise ConfigError(f"cannot be used: {error}", source=f"--captions {path}") from error
 

@@ -327,7 +327,7 @@ class Manifests(Protocol):
 
 
 def manifest_lines(manifest: Manifest) -> list[bytes]:
-    """The lines of a manifest's file."""
+    """The lines of a manifest's file. StoreError for a sample whose line would be too long to be read again."""
     header = {
         "format": FORMAT,
         "name": manifest.name,
@@ -337,11 +337,21 @@ def manifest_lines(manifest: Manifest) -> list[bytes]:
         "common": manifest.common,
     }
     # ASCII, so that captions with odd line ends stay one line each.
-    lines = [json.dumps(row.to_json()).encode() + b"\n" for row in manifest.rows.values()]
+    lines = [_line(manifest.name, row) for row in manifest.rows.values()]
     hasher = blake3(canonical_json(header))
     for line in lines:
         hasher.update(line)
     return [json.dumps(header | {"digest": hasher.hexdigest()}).encode() + b"\n", *lines]
+
+
+def _line(name: str, row: Row) -> bytes:
+    line = json.dumps(row.to_json()).encode() + b"\n"
+    if len(line) > _MAX_LINE_BYTES:
+        raise StoreError(
+            f"manifest {name}: sample {row.sample_id!r:.80} takes {len(line):,} bytes, where {_MAX_LINE_BYTES:,} are "
+            "allowed: shorten its captions or its name"
+        )
+    return line
 
 
 def read_manifest(opened: BinaryIO, name: str, source: str | Path) -> Manifest:

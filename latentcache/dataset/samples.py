@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import re
+import stat
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,8 +17,15 @@ from latentcache.errors import DatasetError, ImageRefused
 from latentcache.types import Refusal, RefusalReason
 
 MAX_CAPTION_BYTES = 1 << 20
-"""A longer file is not taken for a caption: CLIP reads 77 tokens."""
-
+"""Of a sample's captions together, in UTF-8. A longer file is not taken for captions."""
+MAX_ONE_CAPTION_BYTES = 1 << 14
+"""Of one caption, in UTF-8. CLIP reads 77 tokens, and its tokenizer takes seconds and megabytes for a long text."""
+MAX_CAPTIONS = 1 << 16
+"""Of a sample. With more, its line in the manifest could be longer than one may be."""
+MAX_NAME_CHARS = 4096
+"""Of a member of a tar, and of a file in a table: Linux takes no longer path."""
+MAX_IMAGE_BYTES = 1 << 30
+"""Of an image's file, which is read as a whole: a TIFF of 100 megapixels with 16 bits a channel has 600 MB."""
 
 SETTLED_NS = 2_000_000_000
 """A file that changed less than this long ago may change again without a new time stamp ("racy git")."""
@@ -102,15 +112,51 @@ def refuse_read(path: str, error: OSError) -> NoReturn:
     raise ImageRefused(path, reason, error.strerror or str(error)) from error
 
 
+def open_file(path: str) -> io.FileIO:
+    """A regular file of the dataset, open for reading; links are followed. OSError for anything else, and for none.
+
+    A pipe would have to be waited for, and a device may have no end.
+    """
+    file = io.FileIO(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "not a regular file", path)
+    return file
+
+
+def read_image(path: str) -> bytes:
+    """The bytes of an image's file. Raises ImageRefused."""
+    try:
+        with open_file(path) as file:
+            num_bytes = os.fstat(file.fileno()).st_size
+            if num_bytes > MAX_IMAGE_BYTES:
+                raise ImageRefused(path, "unreadable", too_large(num_bytes))
+            data = _read(file, num_bytes + 1)
+    except OSError as error:
+        refuse_read(path, error)
+    if len(data) > num_bytes:
+        raise ImageRefused(path, "changed", "the file became longer while it was read; run precache again")
+    return data
+
+
+def too_large(num_bytes: int) -> str:
+    """The detail of a refusal of an image with so many bytes."""
+    return f"it has {num_bytes:,} bytes; an image may have {MAX_IMAGE_BYTES:,}. Save it compressed"
+
+
 def read_range(path: str, offset: int, num_bytes: int) -> bytes:
     """Bytes of a file; fewer where it ends. Raises OSError. A handle of its own makes it thread-safe everywhere."""
-    with open(path, "rb", buffering=0) as file:
+    with open_file(path) as file:
         file.seek(offset)
-        parts = []
-        while num_bytes > 0 and (part := file.read(num_bytes)):
-            parts.append(part)
-            num_bytes -= len(part)
-        return b"".join(parts)
+        return _read(file, num_bytes)
+
+
+def _read(file: io.FileIO, num_bytes: int) -> bytes:
+    parts = []
+    while num_bytes > 0 and (part := file.read(num_bytes)):
+        parts.append(part)
+        num_bytes -= len(part)
+    return b"".join(parts)
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
@@ -120,11 +166,20 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 
 def _stripped(captions: Iterable[str]) -> tuple[str, ...]:
     stripped = tuple(caption.strip() for caption in captions if caption.strip())
+    sizes = []
     for caption in stripped:
         try:
-            caption.encode()
+            sizes.append(len(caption.encode()))
         except UnicodeEncodeError as error:  # JSON can hold half of a surrogate pair; tokenizers cannot
             raise CaptionError(f"caption {caption!r:.80} is not Unicode text ({error.reason})") from error
+    longest, num_bytes = max(sizes, default=0), sum(sizes)
+    if longest > MAX_ONE_CAPTION_BYTES:
+        raise CaptionError(f"a caption has {longest:,} bytes; {MAX_ONE_CAPTION_BYTES:,} are allowed")
+    if num_bytes > MAX_CAPTION_BYTES or len(sizes) > MAX_CAPTIONS:
+        raise CaptionError(
+            f"it has {len(sizes):,} captions with {num_bytes:,} bytes; a sample may have {MAX_CAPTIONS:,} captions "
+            f"with {MAX_CAPTION_BYTES:,} bytes together"
+        )
     return stripped
 
 

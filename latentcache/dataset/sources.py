@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import io
 import json
 import logging
 import os
@@ -10,14 +11,16 @@ import posixpath
 import stat
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import count
 from typing import Any
 
 from typing_extensions import override
 
 from latentcache.config import SourceConfig
-from latentcache.dataset.archives import ParquetSource, WebDatasetSource
+from latentcache.dataset.archives import WebDatasetSource
 from latentcache.dataset.samples import (
     MAX_CAPTION_BYTES,
+    MAX_NAME_CHARS,
     CaptionError,
     Sample,
     SampleSource,
@@ -25,14 +28,18 @@ from latentcache.dataset.samples import (
     captions_in_columns,
     captions_in_text,
     is_image,
+    open_file,
+    read_image,
     read_range,
-    refuse_read,
     walk,
 )
+from latentcache.dataset.tables import ParquetSource
 from latentcache.errors import ConfigError, DatasetError, ImageRefused
 from latentcache.types import Refusal
 
 METADATA = "metadata.jsonl"
+MAX_LINE_BYTES = 8 << 20
+"""Of a line of METADATA: captions of MAX_CAPTION_BYTES, escaped."""
 # Compressed tars are found too, so that they are refused by name and not left out.
 _TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 _PARQUET_SUFFIXES = (".parquet",)
@@ -89,7 +96,8 @@ def _files(path: str, suffixes: tuple[str, ...]) -> list[tuple[str, str]]:
         base = path
         while glob.has_magic(base):
             base = os.path.dirname(base)
-        matches = sorted(file for file in glob.glob(path) if os.path.isfile(file))
+        # What is no file is refused by its name later.
+        matches = sorted(file for file in glob.glob(path) if not os.path.isdir(file))
         files = [(os.path.relpath(file, base).replace(os.sep, "/"), file) for file in matches]
     elif "{" in path:
         raise DatasetError(path, "does not exist; braces are not expanded: write a glob such as shard-*.tar")
@@ -120,11 +128,7 @@ class _FileSource(SampleSource):
 
     @override
     def read(self, sample: Sample) -> bytes:
-        try:
-            with open(sample.locator, "rb") as file:
-                return file.read()
-        except OSError as error:
-            refuse_read(sample.path, error)
+        return read_image(sample.locator)
 
     def _sample(
         self, sample_id: str, caption_place: str, read_captions: Callable[[], tuple[str, ...]]
@@ -217,10 +221,17 @@ class ImageFolderSource(_FileSource):
         path, name = os.path.join(self._root, folder, METADATA), posixpath.join(folder, METADATA)
         try:
             # Read as bytes: text mode would end at the first line that is not UTF-8.
-            with open(path, "rb") as lines:
-                for number, line in enumerate(lines, 1):
+            with io.BufferedReader(open_file(path)) as file:
+                for number in count(1):
+                    line_id, place, line = f"{name}:{number}", f"{path}:{number}", file.readline(MAX_LINE_BYTES + 1)
+                    if len(line) > MAX_LINE_BYTES:
+                        detail = f"the line has more than {MAX_LINE_BYTES:,} bytes; what follows is not read"
+                        yield Refusal(line_id, place, "corrupt", detail)
+                        return
+                    if not line:
+                        return
                     if line.strip():
-                        yield self._from_line(folder, f"{name}:{number}", f"{path}:{number}", line)
+                        yield self._from_line(folder, line_id, place, line)
         except OSError as error:
             yield Refusal(name, path, "unreadable", error.strerror or str(error))
 
@@ -233,6 +244,9 @@ class ImageFolderSource(_FileSource):
         file_name = row.get("file_name") if isinstance(row, dict) else None
         if not isinstance(file_name, str) or not file_name:
             return Refusal(line_id, place, "corrupt", "it has no file_name")
+        if len(file_name) > MAX_NAME_CHARS:
+            detail = f"file_name has {len(file_name):,} characters; {MAX_NAME_CHARS:,} are allowed"
+            return Refusal(line_id, place, "unreadable", detail)
         sample_id = posixpath.normpath(posixpath.join(folder, file_name))
         if posixpath.isabs(sample_id) or os.path.isabs(file_name) or sample_id.split("/")[0] == "..":
             return Refusal(line_id, place, "unreadable", f"file_name {file_name!r} leads out of the dataset's folder")

@@ -639,15 +639,18 @@ class TestParquet:
         assert caught.value.reason == "corrupt"
 
     def test_row_groups_are_kept_up_to_a_size(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("latentcache.dataset.archives.CACHE_BYTES", 2500)
+        monkeypatch.setattr("latentcache.dataset.tables.CACHE_BYTES", 2500)
         images = [bytes([i]) * 1000 for i in range(6)]
         source = open_source("parquet", write_parquet(tmp_path / "p.parquet", {"image": images}, row_group_size=1))
         found = samples(source)
         opened: list[int] = []
-        read = pq.ParquetFile.read_row_group
-        monkeypatch.setattr(
-            pq.ParquetFile, "read_row_group", lambda self, i, **options: (opened.append(i), read(self, i, **options))[1]
-        )
+        read = pq.ParquetFile.iter_batches
+
+        def noted(self: Any, *arguments: Any, **options: Any) -> Any:
+            opened.extend(options["row_groups"])
+            return read(self, *arguments, **options)
+
+        monkeypatch.setattr(pq.ParquetFile, "iter_batches", noted)
         for row in (0, 1, 0, 1, 2, 1, 0):
             assert source.read(found[row]) == images[row]
         assert opened == [0, 1, 2, 0]

@@ -1,0 +1,209 @@
+"""Images in a column of bytes of parquet files, and the captions in other columns."""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import repeat
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from latentcache.dataset.samples import (
+    CaptionError,
+    Sample,
+    SampleSource,
+    Signature,
+    captions_in_columns,
+    open_file,
+    refuse_read,
+)
+from latentcache.errors import ConfigError, DatasetError, ImageRefused
+from latentcache.types import Refusal
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+CACHE_BYTES = 512 << 20
+"""Row groups of parquet files are kept up to this size, decompressed. The latest is kept even if it alone is larger."""
+MAX_ROW_GROUP_BYTES = 4 << 30
+"""Of the image column of a row group, decompressed: it is read as a whole. Some kilobytes can become a terabyte."""
+MAX_FOOTER_BYTES = 64 << 20
+"""Of a parquet file's footer, which is read first. That of 10,000 row groups has some megabytes."""
+MAX_ROWS = 100_000_000
+"""Of a parquet file: its footer may claim any number."""
+_ROWS_AT_ONCE = 64
+
+
+class ParquetSource(SampleSource):
+    """Parquet files. The image column has bytes, or Hugging Face's struct with `bytes`. `sample_id` is `file#row`.
+
+    Captions are read a row group at a time, and images only by `read`, which keeps the last row groups: read
+    neighbouring rows soon after each other.
+    """
+
+    def __init__(self, files: Sequence[tuple[str, str]], image_column: str, caption_columns: tuple[str, ...] | None):
+        """`files`: (name, path) of each, sorted.
+
+        DatasetError if none can be read, or the first one that can be read lacks a column.
+        """
+        try:
+            import pyarrow
+            import pyarrow.parquet as pq
+        except ImportError as error:
+            raise ConfigError(
+                "a parquet source needs pyarrow: pip install 'latentcache[parquet]'", key="source.kind"
+            ) from error
+        self._files, self._image_column, self._columns = tuple(files), image_column, caption_columns
+        self._pq: Any = pq
+        # ArrowInvalid is a ValueError and ArrowIOError an OSError; pyarrow raises plain ones too.
+        self._errors: tuple[type[BaseException], ...] = (pyarrow.ArrowException, OSError, ValueError, OverflowError)
+        self._read_errors: tuple[type[BaseException], ...] = (*self._errors, IndexError)
+        self._lock = threading.Lock()
+        self._cache: OrderedDict[tuple[str, int], pa.ChunkedArray] = OrderedDict()
+        unreadable: list[DatasetError] = []
+        for _, path in self._files:
+            try:
+                with self._opened(path) as (file, _):
+                    problem = self._problem(file.schema_arrow)
+            except self._errors as error:
+                unreadable.append(DatasetError(path, f"is no parquet file that can be read: {error}"))
+                continue
+            if problem is not None:
+                raise DatasetError(path, problem)
+            return
+        raise unreadable[0]
+
+    @override
+    def samples(self) -> Iterator[Sample | Refusal]:
+        for name, path in self._files:
+            try:
+                with self._opened(path) as (file, signature):
+                    if problem := self._problem(file.schema_arrow):
+                        yield Refusal(name, path, "unreadable", problem)
+                        continue
+                    yield from self._samples_of(name, path, file, signature)
+            except self._errors as error:
+                yield Refusal(name, path, "corrupt", f"is no parquet file that can be read: {error}")
+
+    @contextmanager
+    def _opened(self, path: str) -> Iterator[tuple[pq.ParquetFile, Signature]]:
+        """A parquet file whose footer says nothing impossible. Raises what is in `_errors`."""
+        with io.BufferedReader(open_file(path)) as raw:
+            signature = Signature.of(os.fstat(raw.fileno()))
+            # The footer is preceded by all else, and followed by its length and a mark.
+            raw.seek(max(0, signature.size - 8))
+            footer_bytes = int.from_bytes(raw.read(4), "little")
+            if footer_bytes > MAX_FOOTER_BYTES:
+                raise ValueError(f"a footer of {footer_bytes:,} bytes; {MAX_FOOTER_BYTES:,} are allowed")
+            with self._pq.ParquetFile(raw) as file:
+                num_rows, most = file.metadata.num_rows, min(MAX_ROWS, signature.size)
+                if num_rows > most:
+                    raise ValueError(f"it says that it has {num_rows:,} rows, and can have {most:,} at most")
+                yield file, signature
+
+    @override
+    def read(self, sample: Sample) -> bytes:
+        path, row_group, row = sample.locator
+        try:
+            value = self._images(path, row_group)[row].as_py()
+        except FileNotFoundError as error:
+            refuse_read(sample.path, error)
+        except self._read_errors as error:
+            raise ImageRefused(sample.path, "corrupt", f"the row group cannot be read: {error}") from error
+        data: bytes | None = value.get("bytes") if isinstance(value, dict) else value
+        if data is None:
+            raise ImageRefused(sample.path, "missing", f"column {self._image_column!r} has no bytes in this row")
+        return data
+
+    def _samples_of(
+        self, name: str, path: str, file: pq.ParquetFile, signature: Signature
+    ) -> Iterator[Sample | Refusal]:
+        columns = self._caption_columns(file.schema_arrow)
+        first_row = 0
+        for group in range(file.num_row_groups):
+            num_rows, row = file.metadata.row_group(group).num_rows, 0
+            try:
+                for values in self._rows(file, group, columns) if columns else repeat({}, num_rows):
+                    sample_id, place = f"{name}#{first_row + row}", f"{path}#{first_row + row}"
+                    try:
+                        captions = captions_in_columns(values, columns)
+                        yield Sample.of(sample_id, place, captions, signature, (path, group, row))
+                    except CaptionError as error:
+                        yield Refusal(sample_id, place, "bad-caption", str(error))
+                    row += 1
+            except self._errors as error:
+                last_row = first_row + num_rows - 1
+                detail = f"the captions of rows {first_row + row} to {last_row} cannot be read: {error}"
+                yield Refusal(f"{name}#{first_row + row}-{last_row}", path, "corrupt", detail)
+            first_row += num_rows
+
+    def _rows(self, file: pq.ParquetFile, group: int, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """The rows of a group by column. Few at a time: one value may be repeated very often."""
+        _check_size(file, group, columns)
+        for batch in file.iter_batches(_ROWS_AT_ONCE, row_groups=[group], columns=list(columns)):
+            yield from batch.to_pylist()
+
+    def _caption_columns(self, schema: pa.Schema) -> tuple[str, ...]:
+        if self._columns is not None:
+            return self._columns
+        return tuple(column for column in ("text", "caption") if column in schema.names)[:1]
+
+    def _problem(self, schema: pa.Schema) -> str | None:
+        """What the columns lack, if anything."""
+        import pyarrow.types as types
+
+        present = ", ".join(schema.names)
+        missing = [column for column in (self._image_column, *(self._columns or ())) if column not in schema.names]
+        if missing:
+            return f"has no column {missing[0]!r}, but: {present}"
+        if twice := [column for column in schema.names if schema.names.count(column) > 1]:
+            return f"has several columns {twice[0]!r}; rename one"
+        kind = schema.field(self._image_column).type
+        if types.is_struct(kind):
+            if kind.get_field_index("bytes") < 0:
+                return f"column {self._image_column!r} is {kind}; a struct needs a field `bytes`"
+            kind = kind.field("bytes").type
+        if not (types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind)):
+            return f"column {self._image_column!r} is {kind}; it must hold the bytes of the encoded image"
+        return None
+
+    def _images(self, path: str, row_group: int) -> pa.ChunkedArray:
+        """The image column of a row group. One thread reads at a time: the others most likely need the same one."""
+        key = (path, row_group)
+        with self._lock:
+            if key not in self._cache:
+                with self._opened(path) as (file, _):
+                    self._cache[key] = self._column(file, row_group)
+                while len(self._cache) > 1 and sum(column.nbytes for column in self._cache.values()) > CACHE_BYTES:
+                    self._cache.popitem(last=False)
+            self._cache.move_to_end(key)
+            return self._cache[key]
+
+    def _column(self, file: pq.ParquetFile, group: int) -> pa.ChunkedArray:
+        """The image column of a row group. ValueError if it takes more than MAX_ROW_GROUP_BYTES."""
+        import pyarrow
+
+        _check_size(file, group, [self._image_column])
+        num_bytes, arrays = 0, []
+        for batch in file.iter_batches(_ROWS_AT_ONCE, row_groups=[group], columns=[self._image_column]):
+            arrays.append(batch.column(0))
+            num_bytes += arrays[-1].nbytes
+            if num_bytes > MAX_ROW_GROUP_BYTES:
+                raise ValueError(f"it has more than {MAX_ROW_GROUP_BYTES:,} bytes; write smaller row groups")
+        return pyarrow.chunked_array(arrays)
+
+
+def _check_size(file: pq.ParquetFile, group: int, columns: Sequence[str]) -> None:
+    """ValueError for columns of a row group that say that they take more than MAX_ROW_GROUP_BYTES."""
+    metadata, num_bytes = file.metadata.row_group(group), 0
+    for chunk in map(metadata.column, range(metadata.num_columns)):
+        if chunk.path_in_schema.split(".")[0] in columns:
+            num_bytes += max(chunk.total_compressed_size, chunk.total_uncompressed_size)
+    if num_bytes > MAX_ROW_GROUP_BYTES:
+        raise ValueError(f"{', '.join(columns)} of a row group: {num_bytes:,} bytes; write smaller row groups")

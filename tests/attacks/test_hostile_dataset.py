@@ -1,0 +1,471 @@
+"""A dataset that somebody else prepared: what is wrong in it is refused by name, soon, and the rest goes on."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import tarfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from attack_limits import PLANTS, sparse
+from helpers.photo_files import write_photo
+from PIL import Image
+
+from latentcache.config import SourceConfig
+from latentcache.dataset import samples, tables
+from latentcache.dataset.manifest import CaptionRef, Manifest, ManifestFolder, Row
+from latentcache.dataset.samples import Sample, SampleSource
+from latentcache.dataset.sources import open_source
+from latentcache.errors import DatasetError, ImageRefused, StoreError
+from latentcache.loading.cache import LatentCache
+from latentcache.precache.run import run_precache
+from latentcache.types import Refusal
+
+pytestmark = pytest.mark.usefixtures("limited")
+
+NO_FILES = ["pipe", "socket", "device", "loop"]
+"""What the system has for a file and is none."""
+MANY = 3000
+"""Levels of folders: a path through all of them is longer than the system takes."""
+
+
+def png(number: int = 0) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(np.random.default_rng(number).integers(0, 256, (48, 48, 3), dtype=np.uint8)).save(file, "PNG")
+    return file.getvalue()
+
+
+def source_of(path: Path, kind: str = "folder", **more: Any) -> SampleSource:
+    return open_source(SourceConfig(kind=kind, path=path, **more))
+
+
+def found(source: SampleSource) -> tuple[list[str], dict[str, str]]:
+    """The ids of the samples whose image can be read, and the reason of each refusal."""
+    ids, refused = [], {}
+    for item in source.samples():
+        if isinstance(item, Refusal):
+            refused[item.sample_id] = item.reason
+            assert item.path and item.detail
+            continue
+        try:
+            assert source.read(item)
+            ids.append(item.sample_id)
+        except ImageRefused as error:
+            refused[item.sample_id] = error.reason
+    return ids, refused
+
+
+# Folders -------------------------------------------------------------------------------------------------------------
+
+
+def test_one_bad_file_never_stops_a_run(tmp_path: Path, outside: Path, make_config: Callable[..., Any]) -> None:
+    folder = tmp_path / "hostile"
+    for number, name in enumerate(["good.png", *(f"captioned by {what}.png" for what in PLANTS)]):
+        write_photo(folder / name, number, (80, 144))
+    expected = {}
+    for what, plant in PLANTS.items():
+        plant(folder / f"{what}.png", outside)
+        plant(folder / f"captioned by {what}.txt", outside)
+        expected[f"{what}.png"] = "not-an-image"
+    expected |= {f"{what}.png": "unreadable" for what in (*NO_FILES, "sparse")}
+    expected |= {"empty.png": "empty"}
+    del expected["folder.png"], expected["link to a folder.png"]  # folders: their files are the dataset's
+    expected |= {f"captioned by {what}.png": "unreadable" for what in NO_FILES}
+    expected |= {f"captioned by {what}.png": "bad-caption" for what in ("sparse", "noise", "no text", "deep JSON")}
+    sparse(folder / "sparse image.png", png())
+    expected["sparse image.png"] = "unreadable"
+    for name, data, reason in hostile_images():
+        (folder / name).write_bytes(data)
+        expected[name] = reason
+    os.link(folder / "good.png", folder / "second name.png")
+    (folder / "loop of folders").symlink_to(folder)
+    (folder / "dangling.png").symlink_to("nowhere.png")
+    expected["dangling.png"] = "missing"
+    config = make_config(**{"datasets.0.source": {"kind": "folder", "path": folder}})
+    report = run_precache(config)
+    assert {refusal.sample_id: refusal.reason for refusal in report.refused} == expected
+    assert all(refusal.path and refusal.detail for refusal in report.refused)
+    with LatentCache(config.cache.path, read_only=True) as cache:
+        good = [name for name in os.listdir(folder) if name.endswith(".png") and name not in expected]
+        good = [name for name in good if not (folder / name).is_dir()]
+        assert sorted(cache.sample_ids()) == sorted(good) and "second name.png" in good
+        assert cache.batch(["good.png"], device="cpu")["caption"] == [""]
+        assert cache.batch(["captioned by other JSON.png"], device="cpu")["caption"] == ['{"a": [1, {"b": null}]}']
+
+
+def hostile_images() -> list[tuple[str, bytes, str]]:
+    """Names, bytes and the reason of their refusal."""
+    good = png()
+    header = b"IHDR" + (200_000).to_bytes(4, "big") * 2 + good[24:29]
+    bomb = good[:12] + header + zlib.crc32(header).to_bytes(4, "big") + good[33:]
+    return [
+        ("bomb.png", bomb, "too-many-pixels"),
+        ("cut.png", good[: len(good) // 2], "truncated"),
+        ("other.jpg", good, "wrong-suffix"),
+        ("script.png", b"#!/bin/sh\ntouch exploded\n", "not-an-image"),
+        ("pickle.png", b"\x80\x04\x95\x0f\x00\x00\x00", "not-an-image"),
+    ]
+
+
+def test_very_deep_folders_end_where_the_systems_paths_do(tmp_path: Path) -> None:
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root" / "a.png").write_bytes(png())
+    here = os.open(tmp_path / "root", os.O_RDONLY)
+    for _ in range(MANY):
+        os.mkdir("d", dir_fd=here)
+        below = os.open("d", os.O_RDONLY, dir_fd=here)
+        os.close(here)
+        here = below
+    os.close(here)
+    try:
+        ids, refused = found(source_of(tmp_path / "root"))
+        assert ids == ["a.png"]
+        ((name, reason),) = refused.items()
+        assert reason == "unreadable" and name.startswith("d/d/d/")
+    finally:
+        subprocess.run(["rm", "-rf", tmp_path / "root" / "d"], check=True)  # shutil.rmtree takes no such paths
+
+
+def test_a_folder_that_may_not_be_read_is_refused_by_name(tmp_path: Path) -> None:
+    for name in ("a.png", "locked/b.png", "readable/c.png"):
+        (tmp_path / "root" / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / "root" / name).write_bytes(png())
+    (tmp_path / "root").chmod(0o755)
+    (tmp_path / "root" / "locked").chmod(0)
+    (tmp_path / "root" / "locked.png").write_bytes(png())
+    (tmp_path / "root" / "locked.png").chmod(0)
+    as_root = os.geteuid() == 0
+    modes = {path: path.stat().st_mode for path in (tmp_path, *tmp_path.parents)}
+    modes = {path: mode for path, mode in modes.items() if not mode & 0o001}
+    if as_root:  # who may read everything: the test looks as somebody else
+        for path in modes:
+            path.chmod(modes[path] | 0o011)
+        os.seteuid(65534)
+    try:
+        ids, refused = found(source_of(tmp_path / "root"))
+    finally:
+        if as_root:
+            os.seteuid(0)
+        for path, mode in modes.items():
+            path.chmod(mode)
+        (tmp_path / "root" / "locked").chmod(0o700)
+    assert ids == ["a.png", "readable/c.png"]
+    assert refused == {"locked": "unreadable", "locked.png": "unreadable"}
+
+
+@pytest.mark.parametrize("what", [*NO_FILES, "folder", "sparse", "gone", "empty"])
+@pytest.mark.parametrize("kind", ["folder", "imagefolder", "webdataset", "parquet"])
+def test_what_changes_after_it_was_listed_is_refused(tmp_path: Path, outside: Path, kind: str, what: str) -> None:
+    root = tmp_path / "root"
+    make_dataset(root, kind)
+    source = source_of(root, kind)
+    listed = [item for item in source.samples() if isinstance(item, Sample)]
+    assert len(listed) == 2
+    changed = Path(listed[0].path.split("#")[0])
+    changed.unlink()
+    if what != "gone":
+        PLANTS[what](changed, outside)
+    with pytest.raises(ImageRefused) as caught:
+        # Bytes of none are the decoder's to refuse.
+        if not source.read(listed[0]):
+            raise ImageRefused(listed[0].path, "empty", "no bytes")
+    assert caught.value.reason == {"gone": "missing"}.get(what, caught.value.reason)
+    assert str(changed) in str(caught.value)
+    assert source.read(listed[1])
+
+
+def make_dataset(root: Path, kind: str) -> None:
+    """Two files, with an image each."""
+    root.mkdir()
+    for number, name in enumerate("ab"):
+        if kind == "webdataset":
+            write_tar(root / f"{name}.tar", [("x.png", png(number))])
+        elif kind == "parquet":
+            pq.write_table(pa.table({"image": [png(number)], "text": ["x"]}), root / f"{name}.parquet")
+        else:
+            (root / f"{name}.png").write_bytes(png(number))
+    if kind == "imagefolder":
+        rows = [{"file_name": f"{name}.png", "text": "x"} for name in "ab"]
+        (root / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+
+@pytest.mark.parametrize("what", PLANTS)
+@pytest.mark.parametrize("kind", ["folder", "imagefolder", "webdataset", "parquet"])
+def test_what_lies_in_the_place_of_the_dataset(tmp_path: Path, outside: Path, kind: str, what: str) -> None:
+    PLANTS[what](tmp_path / "dataset", outside)
+    with pytest.raises(DatasetError, match="dataset"):
+        # A tar of zeros is an empty one; the refusal says that it has no end, or no members.
+        ids, refused = found(source_of(tmp_path / "dataset", kind))
+        assert not ids
+        if refused:
+            raise DatasetError("dataset", f"{refused}")
+
+
+# metadata.jsonl ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", PLANTS)
+def test_metadata_that_is_no_file_or_no_table_is_refused_alone(tmp_path: Path, outside: Path, what: str) -> None:
+    root = tmp_path / "root"
+    for name in ("good", "odd"):
+        (root / name).mkdir(parents=True)
+        (root / name / "a.png").write_bytes(png())
+    (root / "good" / "metadata.jsonl").write_text('{"file_name": "a.png", "text": "x"}\n')
+    PLANTS[what](root / "odd" / "metadata.jsonl", outside)
+    ids, refused = found(source_of(root, "imagefolder"))
+    assert ids == ["good/a.png"]
+    if what not in ("folder", "link to a folder", "empty"):
+        assert refused and all(name.startswith("odd/metadata.jsonl") for name in refused), refused
+        assert set(refused.values()) <= {"unreadable", "corrupt"}
+
+
+def test_lines_that_are_too_long_deep_or_odd_are_refused_by_number(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(png())
+    names: list[Any] = ["x" * 100_000, "\0", "\ud800.png", "\u202egnp.a", "a\n.png", "CON", 7, None, ["a.png"], {}]
+    lines = [json.dumps({"file_name": name}).encode() for name in names]
+    lines += [
+        b'{"file_name": "a.png", "text": "' + b"x" * (2 << 20) + b'"}',
+        b'{"file_name": "a.png", "text": ' + b"[" * 50_000 + b"]" * 50_000 + b"}",
+        b'{"file_name": "a.png", "text": ["' + b'x", "' * 100_000 + b'"]}',
+        b'{"file_name": "a.png", "text": 1e999}',
+        b'{"file_name": "a.png", "text": ' + b"9" * 5000 + b"}",
+        json.dumps({"file_name": "a.png", "text": "x"}).encode(),
+    ]
+    (tmp_path / "metadata.jsonl").write_bytes(b"\n".join(lines))
+    source = source_of(tmp_path, "imagefolder")
+    items = list(source.samples())
+    assert [item.sample_id for item in items if isinstance(item, Sample)] == ["a.png"]
+    refused = [item for item in items if isinstance(item, Refusal)]
+    assert len(refused) == len(lines) - 1
+    assert all(len(item.sample_id) < 300 and len(item.detail) < 1000 for item in refused)
+
+
+def test_a_line_without_an_end_is_refused_and_what_follows_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(png())
+    sparse(tmp_path / "metadata.jsonl", b'{"file_name": "a.png", "text": "x"}\n')
+    ids, refused = found(source_of(tmp_path, "imagefolder"))
+    assert ids == ["a.png"] and refused == {"metadata.jsonl:2": "corrupt"}
+
+
+# Captions ------------------------------------------------------------------------------------------------------------
+
+
+def test_captions_that_are_too_long_or_too_many_are_refused(tmp_path: Path, make_config: Callable[..., Any]) -> None:
+    folder, long = tmp_path / "captions", samples.MAX_ONE_CAPTION_BYTES
+    folder.mkdir()
+    rows = {
+        "one": ["a caption"],
+        "too long": ["x" * (long + 1)],
+        "too many": [f"{number}" for number in range(samples.MAX_CAPTIONS + 1)],
+        "as long as may be": ["\x01" * long],
+        "too long together": [f"{number}".rjust(long, ".") for number in range(samples.MAX_CAPTION_BYTES // long + 1)],
+    }
+    pq.write_table(pa.table({"image": [png()] * len(rows), "text": list(rows.values())}), folder / "t.parquet")
+    config = make_config(**{"datasets.0.source": {"kind": "parquet", "path": folder}})
+    report = run_precache(config)
+    assert {refusal.sample_id: refusal.reason for refusal in report.refused} == dict.fromkeys(
+        ["t.parquet#1", "t.parquet#2", "t.parquet#4"], "bad-caption"
+    )
+    manifest = ManifestFolder(config.cache.path / "manifests").read("photos")
+    assert manifest is not None and len(manifest.rows) == len(rows)
+
+
+def test_a_manifest_that_is_written_can_be_read(tmp_path: Path) -> None:
+    """A line of one has a largest length, which the largest captions and names keep."""
+    folder, name = ManifestFolder(tmp_path), "\udcff" * samples.MAX_NAME_CHARS
+    each = samples.MAX_CAPTION_BYTES // samples.MAX_CAPTIONS
+    captions = tuple(CaptionRef("\x01" * each, "0" * 64, "unverified") for _ in range(samples.MAX_CAPTIONS))
+    row = Row(name, name, "0" * 64, (), captions, Refusal(name, name, "corrupt", "x" * 1000))
+    manifest = Manifest("photos", "train", 1, {"schema": 1, "salt": "", "text_encoding": {}}, {name: row})
+    folder.write(manifest)
+    assert folder.read("photos") == manifest
+    longer = Row(name, name, None, (), (CaptionRef("x" * (1 << 24), "0" * 64),))
+    with pytest.raises(StoreError, match=r"manifest photos: .* takes 16,"):
+        folder.write(Manifest("photos", "train", 1, manifest.common, {name: longer}))
+    assert folder.read("photos") == manifest
+
+
+# Tars ----------------------------------------------------------------------------------------------------------------
+
+
+def write_tar(path: Path, members: list[tuple[str, bytes]], **more: Any) -> Path:
+    with tarfile.open(path, "w", format=more.pop("format", tarfile.PAX_FORMAT)) as tar:
+        for name, data in members:
+            add(tar, name, data, **more)
+    return path
+
+
+def add(tar: tarfile.TarFile, name: str, data: bytes = b"", **more: Any) -> None:
+    member = tarfile.TarInfo(name)
+    member.size = len(data)
+    for field, value in more.items():
+        setattr(member, field, value)
+    tar.addfile(member, io.BytesIO(data))
+
+
+@pytest.mark.parametrize("what", PLANTS)
+@pytest.mark.parametrize(("kind", "suffix"), [("webdataset", "tar"), ("parquet", "parquet")])
+@pytest.mark.parametrize("name", ["0", "z"])
+def test_an_archive_that_is_none_is_refused_alone(
+    tmp_path: Path, outside: Path, kind: str, suffix: str, what: str, name: str
+) -> None:
+    root = tmp_path / "root"
+    make_dataset(root, kind)
+    PLANTS[what](root / f"{name}.{suffix}", outside)
+    ids, refused = found(source_of(root, kind))
+    assert len(ids) == 2
+    if what not in ("folder", "link to a folder"):
+        assert list(refused) == [f"{name}.{suffix}"]
+
+
+def test_names_and_kinds_of_members(tmp_path: Path, outside: Path) -> None:
+    path, image = tmp_path / "s.tar", png()
+    odd = ["/etc/passwd.png", "../../up.png", "a/../../b.png", "CON.png", "\u202egnp.png", "new\nline.png", "é.png"]
+    odd += ["\udcff\udc80.png", "x" * 250 + ".png", "//double.png", "./.png.png", " .png"]
+    with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as tar:
+        for name in odd:
+            add(tar, name, image)
+        add(tar, "n" * 5000 + ".png", image)
+        add(tar, "nul.png", image, pax_headers={"path": "nul\0.png"})
+        kinds = {"sym": tarfile.SYMTYPE, "hard": tarfile.LNKTYPE, "char": tarfile.CHRTYPE, "block": tarfile.BLKTYPE}
+        kinds |= {"fifo": tarfile.FIFOTYPE, "sparse": tarfile.GNUTYPE_SPARSE, "other": b"Z"}
+        for name, kind in kinds.items():
+            add(tar, f"{name}.png", type=kind, linkname=str(outside / "file"))
+            add(tar, f"{name}.txt", type=kind, linkname=str(outside / "file"))
+        add(tar, "twice.png", image)
+        add(tar, "twice.png", png(1))
+        add(tar, "captions.png", image)
+        add(tar, "captions.txt", b"one")
+        add(tar, "captions.txt", b"two")
+        add(tar, "last.png", image)
+        add(tar, "last.txt", b"the last")
+    source = source_of(path, "webdataset")
+    ids, refused = found(source)
+    assert "s.tar/last" in ids and "s.tar/twice" in ids and len(ids) >= len(odd)
+    expected = {f"s.tar/{name}": "unreadable" for name in kinds}
+    expected |= {"s.tar/twice": "duplicate", "s.tar/captions": "bad-caption"}
+    assert {name: reason for name, reason in refused.items() if "@" not in name} == expected
+    assert len(refused) == len(expected) + 1
+    assert all(len(name) <= samples.MAX_NAME_CHARS + 300 for name in (*ids, *refused))
+
+
+def header(name: str, kind: bytes, num_bytes: int) -> bytes:
+    """A member's header with any size, that GNU's way has room for."""
+    member = tarfile.TarInfo(name)
+    member.type, member.size = kind, num_bytes
+    return member.tobuf(tarfile.GNU_FORMAT)
+
+
+def block(data: bytes) -> bytes:
+    return data + bytes(-len(data) % 512)
+
+
+def pax(**records: str) -> bytes:
+    """An extended header of these records."""
+    data = b""
+    for name, value in records.items():
+        rest = f" {name}={value}\n".encode("utf-8", "surrogateescape")
+        length = len(rest) + 1
+        while len(str(length)) + len(rest) != length:
+            length = len(str(length)) + len(rest)
+        data += str(length).encode() + rest
+    return header("pax", tarfile.XHDTYPE, len(data)) + block(data)
+
+
+GOOD = header("good.png", tarfile.REGTYPE, len(png())) + block(png())
+NINES = b"9" * 512
+HOSTILE_TARS: dict[str, bytes] = {
+    "a name of 100 GB": header("long", tarfile.GNUTYPE_LONGNAME, 100 << 30),
+    "a link's name of 100 GB": header("long", tarfile.GNUTYPE_LONGLINK, 100 << 30),
+    "an extended header of 100 GB": header("pax", tarfile.XHDTYPE, 100 << 30),
+    "a global header of 100 GB": header("pax", tarfile.XGLTYPE, 100 << 30),
+    "an image of 100 GB": header("huge.png", tarfile.REGTYPE, 100 << 30),
+    "a caption of 100 GB": GOOD + header("good.txt", tarfile.REGTYPE, 100 << 30),
+    "names of names": (header("long", tarfile.GNUTYPE_LONGNAME, 5) + block(b"a.png")) * 5000 + GOOD,
+    "headers of headers": pax(comment="x") * 5000 + GOOD,
+    "a negative size": pax(size="-512") + GOOD,
+    "a size before the header": pax(size="-2048") + GOOD,
+    "a size before the file": pax(size="-1000000") + GOOD,
+    "a size that is no number": pax(size="1e9999") + GOOD,
+    "a size beyond 64 bits": pax(size="9" * 30) + GOOD,
+    "an infinite time": pax(mtime="inf") + GOOD,
+    "a map of holes": pax(**{"GNU.sparse.major": "1", "GNU.sparse.minor": "0"})
+    + header("s.png", b"0", 512)
+    + b"9" * 512,
+    "a map of no numbers": pax(**{"GNU.sparse.map": "x,y", "GNU.sparse.size": "-1"}) + GOOD,
+    "a name of 1 MiB": pax(path="n/" * (1 << 19) + "x.png") + GOOD,
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE_TARS)
+@pytest.mark.parametrize("tail", ["", "sparse"])
+def test_headers_that_ask_for_too_much(tmp_path: Path, name: str, tail: str) -> None:
+    path = tmp_path / "s.tar"
+    first = header("aaaa.png", tarfile.REGTYPE, len(png())) + block(png())
+    sparse(path, first + HOSTILE_TARS[name])
+    if not tail:
+        os.truncate(path, len(first) + len(HOSTILE_TARS[name]) + 1024)
+    ids, refused = found(source_of(path, "webdataset"))
+    assert set(ids) | set(refused) >= {"s.tar/aaaa"}
+    assert all(len(item) < 10_000 for item in (*ids, *refused))
+    assert refused or ids == ["s.tar/aaaa", "s.tar/good"]
+
+
+# Tables --------------------------------------------------------------------------------------------------------------
+
+
+def test_odd_types_and_names_in_a_table(tmp_path: Path) -> None:
+    good = {"image": [png()], "text": ["x"]}
+    odd: dict[str, dict[str, Any]] = {
+        "numbers": {"image": [1], "text": ["x"]},
+        "texts": {"image": ["../../etc/passwd"], "text": ["x"]},
+        "nested": {"image": [[[png()]]], "text": ["x"]},
+        "named": {"image": [{"path": "../../etc/passwd", "bytes": None}], "text": ["x"]},
+        "captions of numbers": {"image": [png()], "text": [1.5]},
+        "captions of bytes": {"image": [png()], "text": [b"\xff"]},
+        "deep captions": {"image": [png()], "text": [[[["x"]]]]},
+        "no rows": {"image": pa.array([], pa.binary())},
+        "no columns": {},
+        "twice": {"image": [png()], "text": ["x"]},
+    }
+    for name, columns in odd.items():
+        table = pa.table(columns)
+        if name == "twice":
+            table = pa.Table.from_arrays([table["image"], table["image"]], ["image", "image"])
+        pq.write_table(table, tmp_path / f"{name}.parquet")
+    pq.write_table(pa.table(good), tmp_path / "zz.parquet")
+    ids, refused = found(source_of(tmp_path, "parquet"))
+    assert ids[-1] == "zz.parquet#0"
+    files = {name.split(".parquet")[0] for name in refused} | {"no rows", "twice"}
+    assert files >= odd.keys(), f"silent: {odd.keys() - files}"
+
+
+def test_cells_that_are_repeated_are_not_unfolded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dictionary page holds a value once, and a row group of some kilobytes can have it a million times."""
+    monkeypatch.setattr(tables, "MAX_ROW_GROUP_BYTES", 64 << 20)
+    large, num_rows = b"\x89PNG" + bytes(1 << 20), 100_000
+    long = "x" * samples.MAX_ONE_CAPTION_BYTES
+    zeros = pa.array([0] * num_rows, pa.int32())
+    columns = {
+        "image": pa.DictionaryArray.from_arrays(zeros, pa.array([large])),
+        "text": pa.DictionaryArray.from_arrays(zeros, pa.array([long])),
+        "more": [os.urandom(2) for _ in range(num_rows)],
+    }
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet", compression="zstd", store_schema=False)
+    assert (tmp_path / "a.parquet").stat().st_size < 1 << 20
+    source = source_of(tmp_path, "parquet")
+    items = source.samples()
+    first = next(items)
+    assert isinstance(first, Sample) and first.captions == (long,)
+    with pytest.raises(ImageRefused, match="row group"):
+        source.read(first)
+    assert sum(1 for _ in zip(items, range(2000), strict=False)) == 2000
