@@ -29,10 +29,13 @@ from pydantic import (
 )
 
 from latentcache.bucket_config import SECTION, BucketsConfig
+from latentcache.cache_config import CacheConfig, UserPath
 from latentcache.errors import ConfigError, StoreError, UnsafeStoreError
 from latentcache.utils.durable_files import read_regular
 
 ENV_PREFIX = "LATENTCACHE_"
+TOKEN_VARIABLES = ("LATENTCACHE_TOKEN", "LATENTCACHE_WRITE_TOKEN")
+"""These are secrets, not settings: no config has them."""
 PROMPTS_PREFIX = "validation-prompts"
 """First part of the names of the manifests of cached validation prompts. No dataset's name may have it."""
 
@@ -42,7 +45,6 @@ MAX_REPEATS = 1_000_000
 """Of a dataset in an epoch: more is a slip, and an epoch's order would not fit into memory."""
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
-UserPath = Annotated[Path, AfterValidator(Path.expanduser)]
 UserText = Annotated[str, AfterValidator(os.path.expanduser)]
 """A path or a hub id; `~` is the home directory."""
 DtypeName = Literal["auto", "float32", "float16", "bfloat16"]
@@ -60,22 +62,6 @@ Prompt = Annotated[str, AfterValidator(_encodable)]
 
 class _Section(BaseModel):
     model_config = SECTION
-
-
-class CacheConfig(_Section):
-    """Where the cache is, and which entries may be used."""
-
-    path: UserPath = Path("cache/sdxl")
-    """Directory of the cache. Several datasets, models and runs may share one."""
-    store: Literal["disk", "cpu"] = "disk"
-    """`disk`: packs on disk. `cpu`: CPU memory of this process only; gone when it ends."""
-    salt: str = ""
-    """Part of every key. Another salt makes all entries that exist a miss."""
-    max_bytes: Annotated[ByteSize, Field(ge=0)] | None = None
-    """Bytes of packs, e.g. 50GB or 50GiB. After a run `precache` removes what is beyond: of what no manifest refers to,
-    the longest unused first. Default: nothing is removed."""
-    unverified: bool = False
-    """Train and validate on imported entries too that were not verified."""
 
 
 class SourceConfig(_Section):
@@ -385,7 +371,7 @@ def settings_from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
                 if is_scalar(child.annotation):
                     names[f"{section_name}_{name}".upper()] = (section_name, name)
     settings: dict[str, Any] = {}
-    for variable in sorted(variable for variable in environ if variable.startswith(ENV_PREFIX)):
+    for variable in sorted(name for name in environ if name.startswith(ENV_PREFIX) and name not in TOKEN_VARIABLES):
         word = variable.removeprefix(ENV_PREFIX)
         if word in names:
             section_name, name = names[word]

@@ -25,6 +25,7 @@
         ├── UnsafeStoreError    something in the cache directory was not put there by latentcache
         ├── PackError           a pack cannot be read
         ├── IndexDamagedError   the index cannot be trusted; it can be rebuilt from the packs
+        ├── RemoteError         a service does not answer, or refuses what it was asked
         ├── EntryMissingError   there is no such entry
         ├── EntryDamagedError   the entry's bytes are not those that were stored
         └── SampleError         a sample cannot be returned; names the sample, the reason and the command that fixes it
@@ -260,6 +261,17 @@ class IndexDamagedError(StoreError):
     def __init__(self, path: str | Path, detail: str):
         self.path, self.detail = str(path), detail
         super().__init__(f"{path}: the index cannot be used: {detail}. `latentcache rebuild` makes it from the packs.")
+
+
+class RemoteError(StoreError):
+    """The service at `url` does not answer, or not as it should. `status` is that of its answer, `kind` its error's.
+
+    `next_step` says what to do.
+    """
+
+    def __init__(self, url: str, detail: str, next_step: str, *, status: int | None = None, kind: str | None = None):
+        self.url, self.detail, self.next_step, self.status, self.kind = url, detail, next_step, status, kind
+        super().__init__(f"{url}: {detail}. {next_step}")
 
 
 class EntryMissingError(StoreError, KeyError):

@@ -53,10 +53,10 @@ class NotingStore(DiskStore):
         super().__init__(path)
         self._note = note
 
-    def _seal(self, entries: Any) -> Any:
+    def seal(self, entries: Any) -> Any:
         keys = [entry.key for entry in entries]
         self._note("begin", keys)
-        sealed = super()._seal(entries)
+        sealed = super().seal(entries)
         self._note("sealed", keys)
         return sealed
 

@@ -146,7 +146,7 @@ class Training:
                 self.checkpoint, "is of an earlier run: go on with --resume, or choose another --out"
             )
         check_writable(options.out)
-        self.cache = LatentCache(config.cache.path, unverified=config.cache.unverified)
+        self.cache = LatentCache(config.cache)
         self.dataset = training_set(config, self.cache)
         # At each visit the sampler's seed determines the draw of the latents and the caption.
         sampler = BucketBatchSampler(self.dataset, options.batch_size, seed=options.seed)
@@ -263,8 +263,7 @@ def training_set(config: Config, cache: LatentCache) -> LatentDatasets:
     missing = sorted({dataset.name for dataset in sets} - set(cache.dataset_names()))
     if missing:
         raise errors.StoreError(f"{cache.path}: {', '.join(missing)} is not cached: run `latentcache precache CONFIG`")
-    trust: dict[str, Any] = {"caption": "random", "unverified": config.cache.unverified}
-    found = LatentDatasets(LatentDataset(config.cache.path, each.name, flips=each.flip, **trust) for each in sets)
+    found = LatentDatasets(LatentDataset(config.cache, each.name, flips=each.flip, caption="random") for each in sets)
     if not len(found):
         raise errors.StoreError(f"{cache.path}: every sample was refused: `latentcache precache CONFIG` says why")
     return found

@@ -22,9 +22,9 @@ MODULES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 LAYERS = [
     {"errors", "types", "__init__"},
     {"utils"},
-    {"config", "bucket_config", "identity", "provenance", "families"},
+    {"config", "bucket_config", "cache_config", "identity", "provenance", "families"},
     {"dataset", "store", "devices"},
-    {"checkpoints"},
+    {"checkpoints", "remote"},
     {"models"},
     {"precache", "loading", "phases"},
     {"validation"},
@@ -55,6 +55,7 @@ OWNERS = {
     "cyclopts": ("cli/",),
     "fastapi": ("service/",),
     "jinja2": ("service/",),
+    "urllib3": ("remote/",),
 }
 FORBIDDEN = {"pickle", "dill", "joblib", "cloudpickle", "torchvision", "datasets"}
 

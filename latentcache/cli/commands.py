@@ -120,7 +120,7 @@ def status(target: Target = None, /, *, options: OfCache = CACHE_DEFAULTS) -> in
     """Entries, bytes, manifests and damage of the cache."""
     from latentcache.loading.status import status as describe
 
-    found = describe(options.path(target))
+    found = describe(options.cache(target))
     has_faults = bool(found.num_damaged or found.num_lost or found.num_refused)
     return finish(found, options.as_json, has_faults=has_faults)
 
@@ -133,7 +133,7 @@ def show(key_or_sample: str, target: Target = None, /, *, options: OfCache = CAC
     """
     from latentcache.loading.status import show as describe
 
-    found = describe(options.path(target), key_or_sample)
+    found = describe(options.cache(target), key_or_sample)
     print(json.dumps(found) if options.as_json else json.dumps(found, indent=2, ensure_ascii=False))
     return DONE
 
@@ -141,14 +141,15 @@ def show(key_or_sample: str, target: Target = None, /, *, options: OfCache = CAC
 def verify(target: Target = None, /, *, subset: str | None = None, options: OfCache = CACHE_DEFAULTS) -> int:
     """Read every entry and compare it with its digest. Damaged entries become misses: precache encodes them again.
 
+    From a service the packs are fetched, and read here; with a writing token what is damaged is removed there.
+
     Args:
         subset: n/t reads the n-th of t parts, e.g. 1/7 on Mondays.
     """
-    from latentcache.store.disk import DiskStore
-    from latentcache.store.upkeep import verify as verify_store
+    from latentcache.loading.status import verify as verify_cache
     from latentcache.utils.progress import default_progress
 
-    path, progress = options.path(target), default_progress()
+    cache, progress = options.cache(target), default_progress()
     part, _, num_parts = (subset or "").partition("/")
     if subset is not None and not (part.isdecimal() and num_parts.isdecimal()):
         raise ConfigError(f"--subset is {subset!r}; give n/t, e.g. 1/7")
@@ -158,9 +159,7 @@ def verify(target: Target = None, /, *, subset: str | None = None, options: OfCa
             progress.start("verify packs", total)
         progress.advance()
 
-    # A cache that cannot be written is checked all the same; only the marks are missing then.
-    with DiskStore(path, read_only=not os.access(path, os.W_OK), create=False) as store:
-        report = verify_store(store, subset=None if subset is None else (int(part), int(num_parts)), progress=advance)
+    report = verify_cache(cache, subset=None if subset is None else (int(part), int(num_parts)), progress=advance)
     progress.finish()
     return _finish_upkeep(report, options.as_json)
 
@@ -169,7 +168,7 @@ def rebuild(target: Target = None, /, *, options: OfCache = CACHE_DEFAULTS) -> i
     """Rebuild the index from the packs."""
     from latentcache.store.upkeep import rebuild as rebuild_store
 
-    return _finish_upkeep(rebuild_store(options.path(target)), options.as_json)
+    return _finish_upkeep(rebuild_store(options.directory(target, "rebuild")), options.as_json)
 
 
 def prune(
@@ -192,7 +191,7 @@ def prune(
     from latentcache.dataset.manifest import ManifestFolder, keys_in_use
     from latentcache.store.upkeep import prune as prune_store
 
-    path = options.path(target)
+    path = options.directory(target, "prune")
     limit = None if max_bytes is None else number_of_bytes(max_bytes, "--max-bytes")
     manifests = ManifestFolder(path / "manifests")
     keep = partial(keys_in_use, manifests, unfinished=unfinished)
@@ -218,7 +217,7 @@ def compact(target: Target = None, /, *, dry_run: Switch = False, options: OfCac
     """
     from latentcache.store.upkeep import compact as compact_store
 
-    return _finish_upkeep(compact_store(options.path(target), dry_run=dry_run), options.as_json)
+    return _finish_upkeep(compact_store(options.directory(target, "compact"), dry_run=dry_run), options.as_json)
 
 
 def doctor(

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
+from latentcache.cache_config import CacheConfig, location_of
 from latentcache.cli.options import AsJson, Switch, known_cache
 from latentcache.cli.output import finish
-from latentcache.config import CacheConfig, Config, load_config, parse_buckets
+from latentcache.config import Config, load_config, parse_buckets
 from latentcache.dataset.samples import MAX_CAPTION_BYTES, CaptionError, captions_in_text, read_range
 from latentcache.errors import ConfigError
 
@@ -32,7 +33,8 @@ FORMATS = {
 writes one, and some modules lack it. Their keyword arguments are the options of that format."""
 
 # The longer name first: cyclopts would take it for a key of the shorter one.
-CacheFolder = Annotated[Path | None, Parameter(name=("--cache.path", "--cache"), help="The cache's directory.")]
+_CACHE_HELP = "The cache's directory, or a service's URL."
+CacheFolder = Annotated[str | None, Parameter(name=("--cache.path", "--cache"), help=_CACHE_HELP)]
 FromConfig = Annotated[Path | None, Parameter(name="--config", help="A config: names the cache, and the models.")]
 
 
@@ -169,7 +171,7 @@ def export_foreign(
 
     loaded = None if config is None else load_config(config)
     export = _format("--to", target, writer or WriterOptions(), loaded)
-    with LatentCache(_cache_config(cache, loaded).path, unverified=unverified) as opened:
+    with LatentCache(_cache_config(cache, loaded).model_copy(update={"unverified": unverified})) as opened:
         names = opened.dataset_names()
         if manifest is None and len(names) != 1:
             raise ConfigError(f"which dataset? Give --manifest; there are: {', '.join(names) or 'none'}")
@@ -228,10 +230,10 @@ def _lines(path: Path) -> tuple[str, ...]:
         raise ConfigError(f"cannot be used: {error}", source=f"--captions {path}") from error
 
 
-def _cache_config(flag: Path | None, config: Config | None) -> CacheConfig:
+def _cache_config(flag: str | None, config: Config | None) -> CacheConfig:
     """Where the cache is: the flag, else the config, else the environment."""
     if config is not None:
-        return config.cache if flag is None else config.cache.model_copy(update={"path": flag.expanduser()})
+        return config.cache if flag is None else config.cache.model_copy(update={"path": location_of(flag)})
     path = known_cache(flag)
     if path is None:
         raise ConfigError("which cache? Give --cache DIR, --config, or set LATENTCACHE_CACHE_PATH")

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
+from latentcache.cache_config import CacheConfig, is_url, location_of
 from latentcache.config import Config, is_list, is_scalar, load_config, section_of, settings_from_environment
-from latentcache.errors import ConfigError
+from latentcache.errors import ConfigError, RemoteError
 
 
 def flags_of(section: type[BaseModel]) -> type[BaseModel]:
@@ -37,8 +38,8 @@ else:
     ConfigFlags = flags_of(Config)
 Settings = Annotated[ConfigFlags | None, Parameter(name="*", group="Settings")]
 NamedConfig = Annotated[Path | None, Parameter(help="A config that names the cache.")]
-CachePath = Annotated[Path | None, Parameter(name="--cache.path", help="The cache's directory.")]
-Target = Annotated[Path | None, Parameter(help="The cache's directory, or a config.")]
+CachePath = Annotated[str | None, Parameter(name="--cache.path", help="The cache's directory, or a service's URL.")]
+Target = Annotated[str | None, Parameter(help="The cache's directory, a service's URL, or a config.")]
 Switch = Annotated[bool, Parameter(negative="")]
 AsJson = Annotated[bool, Parameter(name="--json", negative="", help="One JSON document on stdout.")]
 
@@ -65,21 +66,25 @@ class CacheOptions:
     as_json: AsJson = False
     cache_path: CachePath = None
 
-    def path(self, target: Path | None) -> Path:
+    def cache(self, target: str | None) -> CacheConfig:
         """The cache that a command is about: a flag, else the target, else the config, else the environment."""
         if self.cache_path is not None:
-            return self.cache_path.expanduser()
-        if target is not None and target.is_dir():
-            return target
-        file = target or self.config
+            return CacheConfig(path=location_of(self.cache_path))
+        if target is not None and (is_url(target) or Path(target).is_dir()):
+            return CacheConfig(path=location_of(target))
+        file = self.config if target is None else Path(target)
         if file is not None:
             if not file.exists():
                 raise ConfigError("no such cache directory and no such config", source=str(file))
-            return load_config(file).cache.path
+            return load_config(file).cache
         path = known_cache(None)
         if path is None:
             raise ConfigError("which cache? Give its directory, a config, --cache.path, or set LATENTCACHE_CACHE_PATH")
-        return path
+        return CacheConfig(path=path)
+
+    def directory(self, target: str | None, command: str) -> Path:
+        """As `cache`, for a command that works on a directory. RemoteError for a service."""
+        return own_directory(self.cache(target).path, command)
 
 
 OfConfig = Annotated[ConfigOptions, Parameter(name="*")]
@@ -87,7 +92,15 @@ OfCache = Annotated[CacheOptions, Parameter(name="*")]
 CONFIG_DEFAULTS, CACHE_DEFAULTS = ConfigOptions(), CacheOptions()
 
 
-def known_cache(flag: Path | None) -> Path | None:
-    """The cache's directory as a flag or the environment gives it."""
+def known_cache(flag: str | None) -> Path | str | None:
+    """The cache's directory, or the URL of a service, as a flag or the environment gives it."""
     path = flag or settings_from_environment(os.environ).get("cache", {}).get("path")
-    return None if path is None else Path(path).expanduser()
+    return None if path is None else location_of(path)
+
+
+def own_directory(location: Path | str, command: str) -> Path:
+    """The cache's directory. RemoteError, with the next step, for a service."""
+    if isinstance(location, str):
+        step = f"Run `latentcache {command} DIR` on the machine that serves it."
+        raise RemoteError(location, f"`latentcache {command}` works on the cache's own directory", step)
+    return location

@@ -73,7 +73,7 @@ BAD_RANGES = (
 
 
 def diagnose(
-    *, device: str = "auto", cache_path: Path | None = None, deepspeed: Path | None = None, training: bool = False
+    *, device: str = "auto", cache_path: Path | str | None = None, deepspeed: Path | None = None, training: bool = False
 ) -> Diagnosis:
     """Check the environment; the file system of `cache_path`; a DeepSpeed config; and one training step on `device`.
 
@@ -95,6 +95,9 @@ def diagnose(
     diagnosis += Diagnosis((found,), {"sqlite": sqlite})
     if cache_path is None:
         diagnosis += Diagnosis((Finding("note", "cache", "no path given", "--cache.path DIR looks at its disk"),))
+    elif isinstance(cache_path, str):
+        found = Finding("note", "cache", f"{cache_path} is a service", "run `latentcache doctor` on its machine too")
+        diagnosis += Diagnosis((found,))
     else:
         disk = filesystem_of(cache_path)
         diagnosis += Diagnosis(tuple(check_filesystem(disk)), {"cache": disk.to_json()})

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from typing_extensions import Unpack
 
+from latentcache.cache_config import CacheConfig, RemoteOptions, location_of
 from latentcache.config import PROMPTS_PREFIX
 from latentcache.dataset.manifest import Manifest, ManifestFolder, Manifests, Row, prompts_name
 from latentcache.devices.placement import DeviceLike, device_of, dtype_of
@@ -29,7 +31,7 @@ class SampleIndex:
     Imported samples that are not verified are a SampleError unless `unverified`. Errors name the `path` of the cache.
     """
 
-    def __init__(self, manifests: Manifests, *, only: str | None, unverified: bool, path: Path | None):
+    def __init__(self, manifests: Manifests, *, only: str | None, unverified: bool, path: Path | str | None):
         self.manifests, self.only, self.unverified, self.path = manifests, only, unverified, path
         self._loaded: dict[str, Manifest] = {}
         if only is not None:
@@ -129,19 +131,21 @@ def _unverified_error(sample_id: str, imported_from: str | None) -> SampleError:
 class LatentCache(SampleIndex, Closing):
     """A cache, for reading: `LatentCache("cache/sdxl").batch(sample_ids, device=unet)`.
 
-    Give a path, or a store and manifests (the CPU tier). `manifest` restricts sample ids to one dataset; without it a
-    sample_id that occurs in several datasets is an error. `read_only` writes nothing, not even marks of damage; by
-    default it is so where the directory cannot be written. `unverified` also returns samples that were imported and
-    not verified; without it they are a SampleError. The sizes of a batch are integers; its tensors are on the
-    requesting device. The cache never moves the requesting model. `io` is that of `DiskStore`, for a path: "mapped"
-    reads through the page cache, "direct" past it, "auto" past it where the packs take more than half of the memory.
+    Give a path, the URL of a service, the section `cache` of a config, or a store and manifests (the CPU tier). For a
+    service `options` are those of `cache_config.RemoteOptions`, as `token` and `local`. `manifest` restricts sample ids
+    to one dataset; without it a sample_id that occurs in several datasets is an error. `read_only` writes nothing, not
+    even marks of damage; by default it is so where the directory cannot be written. `unverified` also returns samples
+    that were imported and not verified; without it they are a SampleError. The sizes of a batch are integers; its
+    tensors are on the requesting device. The cache never moves the requesting model. `io` is that of `DiskStore`, for a
+    path: "mapped" reads through the page cache, "direct" past it, "auto" past it where the packs take more than half of
+    the memory.
 
     `reader` reads samples from `store`, and `memory` has those that were requested.
     """
 
     def __init__(
         self,
-        path: str | Path | None = None,
+        path: str | Path | CacheConfig | None = None,
         *,
         manifest: str | None = None,
         read_only: bool | None = None,
@@ -149,24 +153,34 @@ class LatentCache(SampleIndex, Closing):
         manifests: Manifests | None = None,
         unverified: bool = False,
         io: Io = "auto",
+        **options: Unpack[RemoteOptions],
     ):
         if (path is None) == (store is None) or (store is None) != (manifests is None):
             raise StoreError("LatentCache needs a path, or a store together with its manifests")
-        folder = None if path is None else Path(path).expanduser()
+        if isinstance(path, CacheConfig):
+            options, unverified = {**path.remote_options(), **options}, unverified or path.unverified
+        location = None if path is None else location_of(path)
         self._reading: ReadersLock | None = None
-        if folder is not None:
+        if isinstance(location, str):
+            # These import urllib3, which only a service needs.
+            from latentcache.remote.remote_manifests import RemoteManifests
+            from latentcache.remote.remote_store import RemoteStore
+
+            store = remote = RemoteStore(location, read_only=read_only, **options)
+            manifests = RemoteManifests(remote.http)
+        elif location is not None:
             if read_only is None:
                 # A reader that may write marks damage at once, so that the next precache fixes it.
-                read_only = not os.access(folder, os.W_OK)
-            store = DiskStore(folder, read_only=read_only, create=False, io=io)
-            manifests = ManifestFolder(folder / "manifests")
+                read_only = not os.access(location, os.W_OK)
+            store = disk = DiskStore(location, read_only=read_only, create=False, io=io)
+            manifests = ManifestFolder(location / "manifests")
             if not read_only:
-                self._reading = ReadersLock(store.directory.readers)
+                self._reading = ReadersLock(disk.directory.readers)
         assert store is not None and manifests is not None
         self.store: Store = store
         self.memory = SampleMemory()
-        self.reader = SampleReader(store, self.memory, folder)
-        super().__init__(manifests, only=manifest, unverified=unverified, path=folder)
+        self.reader = SampleReader(store, self.memory, location)
+        super().__init__(manifests, only=manifest, unverified=unverified, path=location)
 
     def close(self) -> None:
         """Close the store. Batches that were returned stay valid."""

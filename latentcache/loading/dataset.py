@@ -13,7 +13,9 @@ import numpy as np
 import torch
 from blake3 import blake3
 from torch.utils.data import ConcatDataset, Dataset
+from typing_extensions import Unpack
 
+from latentcache.cache_config import CacheConfig, RemoteOptions, location_of
 from latentcache.dataset.manifest import Row
 from latentcache.devices.placement import DeviceLike
 from latentcache.errors import StoreError
@@ -28,8 +30,8 @@ from latentcache.types import Batch, Bucket
 class _OwnCache:
     """Opens a cache once in each process, so that fork and spawn both work."""
 
-    def __init__(self, path: Path, *, unverified: bool, io: Io):
-        self._options: dict[str, Any] = {"path": path, "unverified": unverified, "io": io}
+    def __init__(self, path: Path | str | CacheConfig, *, unverified: bool, io: Io, options: RemoteOptions):
+        self._options: dict[str, Any] = {"path": path, "unverified": unverified, "io": io, **options}
         self._opened: tuple[int, LatentCache] | None = None
 
     def __call__(self) -> LatentCache:
@@ -111,25 +113,26 @@ class LatentDataset(SampleDataset):
     drawn at each visit. With `BucketBatchSampler` the draw follows from its seed, the epoch and the position; a plain
     item number draws with torch's global generator, which a DataLoader seeds for each worker. Samples that were
     imported and not verified are a SampleError at once, unless `unverified` takes them as they are. Each process opens
-    the cache for itself, so fork and spawn both work. `io` is that of `LatentCache`.
+    the cache for itself, so fork and spawn both work. `path`, `io` and `options` are those of `LatentCache`.
     """
 
     def __init__(
         self,
-        path: str | Path,
+        path: str | Path | CacheConfig,
         manifest: str | None = None,
         *,
         flips: bool = False,
         caption: int | Literal["random"] = 0,
         unverified: bool = False,
         io: Io = "auto",
+        **options: Unpack[RemoteOptions],
     ):
-        self.path = Path(path)
+        self.path = location_of(path)
         self.caption = caption
-        self.own_cache = _OwnCache(self.path, unverified=unverified, io=io)
+        self.own_cache = _OwnCache(path, unverified=unverified, io=io, options=options)
         names = self.cache.dataset_names()
         if manifest is None and len(names) != 1:
-            raise StoreError(f"{path}: name the manifest; there are: {', '.join(names) or 'none'}")
+            raise StoreError(f"{self.path}: name the manifest; there are: {', '.join(names) or 'none'}")
         self.manifest_name = manifest or names[0]
         read = self.cache.manifest(self.manifest_name)
         self.scaling = self.cache.scaling(read)
@@ -209,7 +212,7 @@ class LatentDatasets(SampleDataset, ConcatDataset[Batch]):
         if not parts:
             raise StoreError("LatentDatasets needs at least one LatentDataset")
         super().__init__(parts)
-        paths = {part.path.resolve() for part in parts}
+        paths = {part.path if isinstance(part.path, str) else part.path.resolve() for part in parts}
         if len(paths) > 1:
             raise StoreError(f"the datasets lie in {len(paths)} caches: {', '.join(sorted(map(str, paths)))}; give one")
         scalings = {part.scaling for part in parts}

@@ -139,7 +139,7 @@ class SampleReader:
     were compacted away do not stay mapped. `path` of the cache is named in errors. Any thread may use a reader.
     """
 
-    def __init__(self, store: Store, memory: SampleMemory, path: Path | None = None):
+    def __init__(self, store: Store, memory: SampleMemory, path: Path | str | None = None):
         self.store, self.path = store, path
         self._memory = memory
         self._generation: int | None = None

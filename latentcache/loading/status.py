@@ -1,13 +1,18 @@
-"""What a cache holds, for people and scripts. Nothing here writes."""
+"""What a cache holds, and whether it is whole, for people and scripts: of a directory or of a service."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from latentcache.cache_config import CacheConfig, RemoteOptions, location_of
 from latentcache.errors import EntryDamagedError, EntryMissingError, StoreError
 from latentcache.loading.cache import LatentCache
+from latentcache.store import upkeep
+from latentcache.store.disk import DiskStore
+from latentcache.store.upkeep import Progress, VerifyReport
 
 MIN_PREFIX = 6
 """Fewest digits that may stand for a key."""
@@ -68,8 +73,8 @@ class Status:
         return "\n".join(lines)
 
 
-def status(path: str | Path) -> Status:
-    """Count what the cache at `path` holds. Reads the index and the manifests, no payload."""
+def status(path: str | Path | CacheConfig) -> Status:
+    """Count what the cache at `path` (see `LatentCache`) holds. Reads the index and the manifests, no payload."""
     with LatentCache(path, read_only=True) as cache:
         present = set(cache.store.keys())
         used: set[str] = set()
@@ -91,7 +96,7 @@ def status(path: str | Path) -> Status:
             )
         store = cache.store.stats().to_json()
         return Status(
-            str(path),
+            str(cache.path),
             store,
             num_unused=len(present - used),
             num_damaged=int(store["num_damaged"]),
@@ -101,7 +106,7 @@ def status(path: str | Path) -> Status:
         )
 
 
-def show(path: str | Path, key_or_sample: str) -> dict[str, Any]:
+def show(path: str | Path | CacheConfig, key_or_sample: str) -> dict[str, Any]:
     """The record of one entry (by its key or at least 6 of its first digits), or of all entries of a sample.
 
     Raises StoreError when nothing, or more than one thing, goes by that name.
@@ -115,6 +120,26 @@ def show(path: str | Path, key_or_sample: str) -> dict[str, Any]:
         if datasets:
             return {"sample_id": key_or_sample, "datasets": datasets}
         return _entry(cache, _whole_key(cache, key_or_sample))
+
+
+def verify(
+    path: str | Path | CacheConfig, *, subset: tuple[int, int] | None = None, progress: Progress | None = None
+) -> VerifyReport:
+    """Read every entry: see `upkeep.verify`. Of a service the packs are fetched, and compared with their digests here.
+
+    A cache that cannot be written is checked all the same; only the marks are missing then.
+    """
+    location = location_of(path)
+    if isinstance(location, Path):
+        with DiskStore(location, read_only=not os.access(location, os.W_OK), create=False) as disk:
+            return upkeep.verify(disk, subset=subset, progress=progress)
+    from latentcache.remote.remote_packs import verify_service  # this imports urllib3, which only a service needs
+    from latentcache.remote.remote_store import RemoteStore
+
+    # Without the local tier: what the service has is to be read.
+    options = RemoteOptions(retry_s=path.retry_s) if isinstance(path, CacheConfig) else RemoteOptions()
+    with RemoteStore(location, **options) as store:
+        return verify_service(store, subset=subset, progress=progress)
 
 
 def _whole_key(cache: LatentCache, prefix: str) -> str:

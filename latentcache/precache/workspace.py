@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import xxhash
 
-from latentcache.config import CacheConfig
+from latentcache.cache_config import CacheConfig
 from latentcache.dataset.manifest import ManifestFolder, ManifestMemory, Manifests, keys_in_use
 from latentcache.errors import DatasetError, IndexDamagedError, StoreError
 from latentcache.identity import digest
@@ -23,7 +23,7 @@ from latentcache.store.disk import DiskStore
 from latentcache.store.index import Index
 from latentcache.store.memory import MemoryStore
 from latentcache.store.upkeep import prune
-from latentcache.utils.durable_files import remove_whole
+from latentcache.utils.durable_files import make_folder, remove_whole, typed_errors
 from latentcache.utils.locks import locked
 
 T = TypeVar("T")
@@ -43,7 +43,8 @@ class Workspace:
     store: Store = field(default_factory=MemoryStore)
     manifests: Manifests = field(default_factory=ManifestMemory)
     memo: MutableMapping[str, str] = field(default_factory=dict)
-    path: Path | None = None
+    path: Path | str | None = None
+    """The directory, or the URL of the service."""
 
     def __enter__(self) -> Workspace:
         return self
@@ -63,6 +64,8 @@ class Workspace:
         Where that cannot be done now, because another process works on the cache or a run is not finished, it is
         logged, and left to the next run.
         """
+        if isinstance(self.path, str):
+            logger.warning("cache.max_bytes is left to %s: run `latentcache prune` where its directory is", self.path)
         if not isinstance(self.store, DiskStore) or not isinstance(self.manifests, ManifestFolder):
             return
         try:
@@ -87,11 +90,39 @@ class Workspace:
 def open_workspace(config: CacheConfig, *, read_only: bool = False) -> Workspace:
     """The workspace of this config. `read_only` writes nothing: a cache that does not exist yet is an empty one."""
     path = config.path
+    if isinstance(path, str) and config.store == "disk":
+        return _of_service(path, config, read_only=read_only)
+    path = Path(path)
     is_empty = not path.exists() or (path.is_dir() and not any(path.iterdir()))
     if config.store == "cpu" or (read_only and is_empty):
         return Workspace()
     store = DiskStore(path, read_only=read_only)
     return Workspace(store, ManifestFolder(path / "manifests"), Memo(path / "memo", read_only=read_only), path)
+
+
+def _of_service(url: str, config: CacheConfig, *, read_only: bool) -> Workspace:
+    # These import urllib3, which only a service needs.
+    from latentcache.remote.remote_manifests import RemoteManifests
+    from latentcache.remote.remote_store import RemoteStore
+
+    with ExitStack() as stack:
+        store = stack.enter_context(RemoteStore(url, read_only=read_only or None, **config.remote_options()))
+        if not read_only:
+            store.check_writable()
+        # What a run may forget is this machine's: digests of its files, and failures of the ranks that run on it.
+        folder = config.local or _user_folder() / digest(store.url.encode())[:16]
+        if not read_only:
+            with typed_errors(folder, 0):
+                make_folder(folder)
+        workspace = Workspace(store, RemoteManifests(store.http), Memo(folder / "memo", read_only=read_only), store.url)
+        stack.pop_all()
+        return workspace
+
+
+def _user_folder() -> Path:
+    """The user's folder for what programs may forget, as the XDG specification names it."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(given) if os.path.isabs(given) else Path.home() / ".cache") / "latentcache"
 
 
 class Memo(MutableMapping[str, str]):

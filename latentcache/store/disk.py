@@ -110,7 +110,7 @@ class DiskStore(Store):
             raise ReadOnlyError(self.path)
         # Without reading all rows again: each pack that is sealed asks the index for its keys.
         return PackWriter(
-            self._seal,
+            self.seal,
             locked(self.directory.lock, "writing entries", shared=True),
             partial(self.catalog.find, again=True),
             self.directory.claims,
@@ -127,7 +127,8 @@ class DiskStore(Store):
                         writer.add(entry)
         return writer.num_added
 
-    def _seal(self, entries: Sequence[OwnedEntry]) -> tuple[int, int]:
+    def seal(self, entries: Sequence[OwnedEntry]) -> tuple[int, int]:
+        """Store entries in one pack, durably, under a lock that the caller has (`lock`): see `writer.SealEntries`."""
         present = self.catalog.find([entry.key for entry in entries], again=True)
         new = [entry for entry in entries if entry.key not in present]
         if not new:

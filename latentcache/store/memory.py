@@ -65,7 +65,7 @@ class MemoryStore(Store):
         for entry in new:
             if self._pin:
                 entry = replace(entry, tensors={name: t.pin_memory() for name, t in entry.tensors.items()})
-            self._open[entry.key] = (entry, _arrays(entry))
+            self._open[entry.key] = (entry, arrays_of(entry))
         return len(new), sum(entry.num_bytes for entry in new)
 
     @override
@@ -139,6 +139,7 @@ class MemoryStore(Store):
         self._entries = None
 
 
-def _arrays(entry: OwnedEntry) -> EntryArrays:
+def arrays_of(entry: OwnedEntry) -> EntryArrays:
+    """The entry's own memory as arrays."""
     fields = [(name, dtype_name(tensor), tuple(tensor.shape)) for name, tensor in entry.tensors.items()]
     return EntryArrays(description_of(*fields), tuple([as_array(tensor[None]) for tensor in entry.tensors.values()]))

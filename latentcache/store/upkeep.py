@@ -320,11 +320,13 @@ def _remove(
 
 def _check_readers(directory: CacheDirectory) -> None:
     since = readers_since(directory.readers)
+    if since is None:
+        return
     try:
         changed = directory.manifests.stat().st_mtime
     except OSError as error:
         raise unreadable(directory.manifests, error) from error
-    if since is not None and since <= changed:
+    if since <= changed:
         raise StoreBusyError(
             directory.path,
             "a process reads this cache that began before the manifests last changed: it may need entries that they do "

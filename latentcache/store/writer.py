@@ -24,9 +24,10 @@ columns, and few specs keep the header of a pack below 16 KiB."""
 
 
 class PackBuffer:
-    """Entries that are to be one pack, by key."""
+    """Entries that are to be one pack, by key. After `age_s` seconds they are enough for one."""
 
-    def __init__(self) -> None:
+    def __init__(self, age_s: float = PACK_AGE_S) -> None:
+        self._age_s = age_s
         self.entries: dict[str, OwnedEntry] = {}
         self._payload_bytes = self._record_bytes = 0
         self._specs: set[Any] = set()
@@ -47,7 +48,7 @@ class PackBuffer:
             or self._record_bytes >= PACK_RECORD_BYTES
             or len(self.entries) >= PACK_ENTRIES
             or len(self._specs) >= PACK_SPECS
-            or time.monotonic() - self._first_at >= PACK_AGE_S
+            or time.monotonic() - self._first_at >= self._age_s
         )
 
 

@@ -46,7 +46,7 @@ def validate(
         raise ConfigError("cache.store is cpu: such a cache ends with its process; set it to disk", key="cache.store")
     device = device_named(config.encode.device)
     # Opened first: an empty cache is reported before any model is loaded.
-    with LatentCache(config.cache.path, unverified=config.cache.unverified) as cache:
+    with LatentCache(config.cache) as cache:
         model = config.model
         parts: dict[str, Any] = {
             "unet": load_unet(unet, dtype=_dtype(dtype, device), model=model),

@@ -330,7 +330,7 @@ class ColdCacheFiller:
         parts = {name: phases.module(name) if phases.has(name) else self._parts.get(name) for name in PARTS}
         models = LoadedModels(**parts)
         with phases.enter(FILL):
-            if cache.path is None:
+            if cache.path is None or isinstance(cache.path, str):
                 yield Workspace(cache.store, cache.manifests), models
             else:
                 on_disk = self._config.cache.model_copy(update={"path": cache.path, "store": "disk"})

@@ -1,0 +1,129 @@
+"""Entries that came over the network: packs in memory, compared with their digests, and what is fetched in advance."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from latentcache.errors import PackError, RemoteError, StoreError
+from latentcache.store.base import EntryArrays, OwnedEntry
+from latentcache.store.pack import PackRecords, read_entry, read_pack_bytes, verified_arrays
+
+MAX_AHEAD = 8
+"""Requests whose answers wait to be read. A loader is some batches ahead; what nobody reads goes, the oldest first."""
+NUM_THREADS = 4
+"""Requests on their way at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class FetchedPack:
+    """The entries of a request, found good: their arrays by key, and the pack that they lie in."""
+
+    rows: Mapping[str, EntryArrays]
+    records: PackRecords
+
+    @classmethod
+    def read(cls, data: bytes, keys: Sequence[str], url: str) -> FetchedPack:
+        """The entries of `keys` in a pack. PackError, naming the `url`, if one is not there or not what was sent."""
+        records = read_pack_bytes(data, url)
+        numbers = {key: number for number, key in enumerate(records.row.names())}
+        whole = np.frombuffer(data, np.uint8)
+        rows = {}
+        for key in keys:
+            if key not in numbers:
+                raise PackError(url, f"lacks entry {key}, which was requested")
+            found = verified_arrays(whole, key, records.row.location(numbers[key]))
+            if isinstance(found, str):
+                raise PackError(url, f"entry {key}: {found}")
+            rows[key] = found
+        return cls(rows, records)
+
+    def owned(self) -> list[OwnedEntry]:
+        """Copies of all entries, in the order of the pack."""
+        names = self.records.row.names()
+        places = ((key, self.records.row.location(at)) for at, key in enumerate(names) if key in self.rows)
+        return [read_entry(self.rows[key], self.records, place) for key, place in places]
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """A request on its way, or its answer; and how many reads still want each of its keys."""
+
+    future: Future[Mapping[str, EntryArrays]]
+    wanted: dict[str, int] = field(default_factory=dict)
+
+
+class FetchAhead:
+    """Fetches entries before they are read, by `fetch`, in threads of its own.
+
+    Any thread may use it; a fork begins with nothing.
+    """
+
+    def __init__(self, fetch: Callable[[Sequence[str]], Mapping[str, EntryArrays]]):
+        self._fetch = fetch
+        self._begin()
+
+    def _begin(self) -> None:
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._requests: list[_Request] = []
+        self._executor: ThreadPoolExecutor | None = None
+
+    def start(self, keys: Iterable[str]) -> None:
+        """Begin to fetch those of the keys that are not on their way. Waits for nothing."""
+        if self._pid != os.getpid():
+            self._begin()
+        with self._lock:
+            new = []
+            for key in dict.fromkeys(keys):
+                request = self._with(key)
+                if request is None:
+                    new.append(key)
+                else:
+                    request.wanted[key] += 1
+            if not new:
+                return
+            if self._executor is None:
+                self._executor = ThreadPoolExecutor(NUM_THREADS, "latentcache-fetch")
+            self._requests.append(_Request(self._executor.submit(self._fetch, new), dict.fromkeys(new, 1)))
+            for old in self._requests[:-MAX_AHEAD]:
+                old.future.cancel()
+            del self._requests[:-MAX_AHEAD]
+
+    def take(self, keys: Iterable[str]) -> dict[str, EntryArrays]:
+        """The arrays of those keys that were fetched, or are on their way, for which it waits. RemoteError."""
+        if self._pid != os.getpid():
+            return {}
+        with self._lock:
+            taken = {key: request for key in keys if (request := self._with(key)) is not None}
+            for key, request in taken.items():
+                request.wanted[key] -= 1
+                if not request.wanted[key]:
+                    del request.wanted[key]
+            self._requests = [request for request in self._requests if request.wanted]
+        found = {}
+        for key, request in taken.items():
+            try:
+                found[key] = request.future.result()[key]
+            except RemoteError:
+                raise  # a second attempt would take as long
+            except (StoreError, CancelledError):
+                continue  # another entry of the request may be the cause: the read that follows says which
+        return found
+
+    def _with(self, key: str) -> _Request | None:
+        return next((request for request in self._requests if key in request.wanted), None)
+
+    def close(self) -> None:
+        """Drop all. Requests on their way end by themselves."""
+        if self._pid == os.getpid():
+            with self._lock:
+                self._requests.clear()
+                if self._executor is not None:
+                    self._executor.shutdown(wait=False, cancel_futures=True)
+                    self._executor = None

@@ -1,0 +1,177 @@
+"""A directory of this machine that keeps what was read from a service, so that it is read from the disk next time."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TypeVar
+
+from latentcache.dataset.manifest import ManifestFolder
+from latentcache.errors import EntryDamagedError, EntryMissingError, StoreBusyError, StoreError
+from latentcache.remote.fetched import FetchedPack
+from latentcache.store.base import EntryArrays, OwnedEntry
+from latentcache.store.disk import DiskStore
+from latentcache.store.memory import arrays_of
+from latentcache.store.upkeep import prune
+from latentcache.store.writer import PackBuffer
+from latentcache.utils.concurrency import BackgroundWorker
+from latentcache.utils.locks import locked
+
+PACK_AGE_S = 600.0
+"""Entries are in memory until there are enough for a pack, and no longer than this: a slow epoch makes no small packs.
+They are lost with the process, and are then fetched again."""
+
+T = TypeVar("T")
+logger = logging.getLogger("latentcache")
+
+
+class LocalTier:
+    """A `DiskStore` in `path`, into which a background thread puts the entries that were fetched, pack by pack.
+
+    Processes may share the directory, and so may caches of several services: keys follow from contents. Where the packs
+    have more than `max_bytes`, those go that were not used for the longest time. Any thread may use it; a fork begins
+    with what is on the disk. StoreError if the directory is a cache of its own, with manifests; errors of `DiskStore`.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], max_bytes: int | None = None):
+        self.path, self._max_bytes = Path(path).expanduser(), max_bytes
+        if names := ManifestFolder(self.path / "manifests").names():
+            raise StoreError(
+                f"{self.path}: is a cache of its own, with the manifest {names[0]!r}; cache.local needs a directory "
+                "that holds nothing else"
+            )
+        self.disk = DiskStore(self.path)
+        self._is_broken = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self._pid = os.getpid()
+        self._adding, self._lock = threading.Lock(), threading.Lock()
+        self._buffer, self._sealing = PackBuffer(PACK_AGE_S), dict[str, OwnedEntry]()
+        self._open = ExitStack()
+        self._worker: BackgroundWorker | None = None
+
+    def _check_process(self) -> None:
+        if self._pid != os.getpid():
+            self._begin()
+
+    def rows(self, keys: Iterable[str]) -> tuple[dict[str, EntryArrays], bool]:
+        """The verified arrays of those keys that are here, and whether all of these came from the disk."""
+        self._check_process()
+        with self._lock:
+            waiting = self._waiting(keys)
+        found = {key: arrays_of(entry) for key, entry in waiting.items()}
+        rest = [key for key in keys if key not in found]
+        present = self.disk.find(rest)
+        rest = [key for key in rest if key in present]
+        while rest:
+            try:
+                found |= zip(rest, self.disk.rows(rest), strict=True)
+                break
+            except (EntryMissingError, EntryDamagedError) as error:
+                # Another process has removed it, or its bytes were damaged, which is marked: it is fetched again.
+                rest.remove(error.key)
+        return found, not waiting
+
+    def missing(self, keys: Sequence[str]) -> list[str]:
+        """Those of the keys that are not here."""
+        self._check_process()
+        with self._lock:
+            waiting = self._waiting(keys)
+        rest = [key for key in keys if key not in waiting]
+        present = self.disk.find(rest)
+        return [key for key in rest if key not in present]
+
+    def local(self, key: str, read: Callable[[DiskStore, str], T]) -> T | None:
+        """What `read` gives of an entry on the disk, or None if it is not there."""
+        try:
+            return read(self.disk, key) if self.disk.find([key]) else None
+        except (EntryMissingError, EntryDamagedError):
+            return None
+
+    def _waiting(self, keys: Iterable[str]) -> Mapping[str, OwnedEntry]:
+        """Those of the keys that are in memory."""
+        buffer, sealing = self._buffer.entries, self._sealing
+        if not buffer and not sealing:
+            return {}
+        found = ((key, buffer.get(key) or sealing.get(key)) for key in keys)
+        return {key: entry for key, entry in found if entry is not None}
+
+    def add(self, pack: FetchedPack) -> None:
+        """Keep the entries. Where packs are fetched faster than they are written, it waits for the disk."""
+        self._check_process()
+        if self._is_broken:
+            return
+        entries = pack.owned()
+        with self._adding:
+            with self._lock:
+                for entry in entries:
+                    if entry.key not in self._buffer.entries and entry.key not in self._sealing:
+                        self._buffer.add(entry)
+            if self._buffer.is_full():
+                self._start_sealing()
+
+    def seal_soon(self) -> None:
+        """Put what is in memory on the disk, in the background: it is read again."""
+        self._check_process()
+        if self._adding.acquire(blocking=False):  # else a thread does it already
+            try:
+                if not self._sealing:
+                    self._start_sealing()
+            finally:
+                self._adding.release()
+
+    def _start_sealing(self) -> None:
+        if self._worker is None:
+            self._worker = self._open.enter_context(BackgroundWorker(1, "keeping fetched entries"))
+        self._worker.finish()
+        with self._lock:
+            if not self._buffer.entries:
+                return
+            self._sealing, self._buffer = self._buffer.entries, PackBuffer(PACK_AGE_S)
+        self._worker.call(self._seal, list(self._sealing.values()))
+
+    def _seal(self, entries: Sequence[OwnedEntry]) -> None:
+        try:
+            with locked(self.disk.directory.lock, "keeping fetched entries", shared=True, wait=True):
+                self.disk.seal(entries)
+            self._prune()
+        except StoreError as error:
+            # Training goes on, as fast as the network is.
+            self._is_broken = True
+            logger.warning("%s. What is read from now on is not kept there.", error)
+        with self._lock:
+            self._sealing = {}
+
+    def _prune(self) -> None:
+        if self._max_bytes is None or sum(self.disk.directory.pack_sizes().values()) <= self._max_bytes:
+            return
+        try:
+            report = prune(self.disk, (), max_bytes=self._max_bytes)
+            logger.info("%s: removed %d entries, the longest unused", self.path, report.num_entries)
+        except StoreBusyError as error:
+            logger.debug("%s: left to the next pack: %s", self.path, error)
+
+    def forget(self, keys: Iterable[str]) -> None:
+        """Remove entries."""
+        self._check_process()
+        keys = list(keys)
+        with self._adding:
+            if self._worker is not None:
+                self._worker.finish()
+            with self._lock:
+                left, self._buffer = self._buffer.entries, PackBuffer(PACK_AGE_S)
+                for key in left.keys() - set(keys):
+                    self._buffer.add(left[key])
+            self.disk.remove(keys)
+
+    def close(self) -> None:
+        """Put what is in memory on the disk, and release all."""
+        self._check_process()
+        with self._adding, self._open:
+            self._start_sealing()
+        self.disk.close()

@@ -1,0 +1,271 @@
+"""RemoteStore: the entries of a service, checked here, and kept on this machine's disk if there is a place for them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from itertools import islice
+
+from typing_extensions import Unpack, override
+
+from latentcache.cache_config import RemoteOptions
+from latentcache.errors import PackError, ReadOnlyError, RemoteError
+from latentcache.identity import key_of
+from latentcache.remote.fetched import FetchAhead, FetchedPack
+from latentcache.remote.http import RETRY_S, ServiceAnswer, ServiceConnection, strange_answer, understood
+from latentcache.remote.local_tier import LocalTier
+from latentcache.store.base import Description, EntryArrays, OwnedEntry, Store, StoreStats, check_key, record_of
+from latentcache.store.disk import DiskStore
+from latentcache.store.layout import KEY_BYTES, description_of
+from latentcache.store.pack import new_pack_id, pack_buffers
+from latentcache.store.writer import PackWriter
+from latentcache.types import Entry, Record
+
+READ_KEYS = 512
+"""In one request that reads entries. A batch has a few for each of its samples."""
+FIND_KEYS = 4096
+"""In one request that needs no entry's bytes."""
+LISTED_KEYS = 1 << 16
+"""In one page of all keys, of 2 MiB."""
+SETTLED_READS = 8
+"""After so many reads in turn that the local tier served alone, what it gives is remembered."""
+_CREATED, _UNAUTHORIZED, _TOO_LARGE = 201, 401, 413
+_ADD_CHUNK = 1024
+
+logger = logging.getLogger("latentcache")
+
+
+class RemoteStore(Store):
+    """A `base.Store` in a service (`latentcache serve`) at `url`. Processes and threads may share it, also forks.
+
+    The entries of a read come in one request, and each is compared with its digest here. What was damaged on its way is
+    fetched once more. The options are those of `cache_config.CacheConfig`: with `local` entries that were read are kept
+    in that directory, and read from there the next time. `read_only` None: as the token allows, which is asked when it
+    matters. RemoteError: the service does not answer within `retry_s`, or not as it should.
+    """
+
+    def __init__(self, url: str, *, read_only: bool | None = None, **options: Unpack[RemoteOptions]):
+        self._read_only = read_only
+        self.http = ServiceConnection(url, token=options.get("token"), retry_s=options.get("retry_s", RETRY_S))
+        self.url = self.http.url
+        local = options.get("local")
+        self.tier = None if local is None else LocalTier(local, options.get("local_max_bytes"))
+        self._ahead = FetchAhead(self._fetch_rows)
+        self._num_local = 0
+        """Reads in turn that the tier's disk served alone."""
+
+    @property
+    @override
+    def read_only(self) -> bool:  # type: ignore[override]  # nobody sets it, and the service is asked only if need be
+        if self._read_only is None:
+            try:
+                self.http.request("POST", "entries:remove", document={"keys": []})  # what a reading token may not do
+                self._read_only = False
+            except ReadOnlyError:
+                self._read_only = True
+            except RemoteError as error:
+                if error.status != _UNAUTHORIZED:
+                    raise
+                self._read_only = True
+        return self._read_only
+
+    def check_writable(self) -> None:
+        """ReadOnlyError if it was opened for reading, or the token does not allow writing."""
+        self.http.check_open()
+        if self.read_only:
+            raise ReadOnlyError(
+                self.url,
+                "is open for reading only here: give the server's writing token with token=... or LATENTCACHE_TOKEN, "
+                "and do not open it with read_only=True",
+            )
+
+    # Writing
+
+    @override
+    def writer(self) -> PackWriter:
+        self.check_writable()
+        return PackWriter(self._upload, nullcontext(), self.find)
+
+    @override
+    def add(self, entries: Iterable[Entry]) -> int:
+        iterator = iter(entries)
+        with self.writer() as writer:
+            while chunk := list(islice(iterator, _ADD_CHUNK)):
+                present = self.find([entry.record.key for entry in chunk])
+                for entry in chunk:
+                    if entry.record.key not in present:
+                        writer.add(entry)
+        return writer.num_added
+
+    def _upload(self, entries: Sequence[OwnedEntry]) -> tuple[int, int]:
+        present = self.find([entry.key for entry in entries])
+        new = [entry for entry in entries if entry.key not in present]
+        if not new:
+            return 0, 0
+        pack = new_pack_id()
+        row, num_bytes, _ = pack_buffers(pack, new)
+        headers = {"Content-Type": "application/octet-stream", "Content-Length": str(num_bytes)}
+        answer = self.http.request("PUT", f"packs/{pack}", body=lambda: pack_buffers(pack, new)[2], headers=headers)
+        if answer.status != _CREATED:
+            return len(row.keys), num_bytes  # a first attempt arrived, and its answer was lost
+        with understood(answer) as document:
+            return int(document["num_added"]), num_bytes
+
+    @override
+    def remove(self, keys: Iterable[str]) -> int:
+        wanted = [check_key(key) for key in dict.fromkeys(keys)]
+        self.check_writable()
+        num_removed = 0
+        for chunk in _chunks(wanted, FIND_KEYS):
+            with understood(self.http.request("POST", "entries:remove", document={"keys": chunk})) as document:
+                num_removed += int(document["num_removed"])
+        if self.tier is not None:
+            self.tier.forget(wanted)
+        return num_removed
+
+    # Looking up
+
+    @override
+    def find(self, keys: Iterable[str]) -> set[str]:
+        self.http.check_open()
+        found: set[str] = set()
+        for chunk in _chunks([check_key(key) for key in dict.fromkeys(keys)], FIND_KEYS):
+            with understood(self.http.request("POST", "entries:find", document={"keys": chunk})) as document:
+                found.update(chunk if len(document["found"]) == len(chunk) else document["found"])
+        return found
+
+    @override
+    def keys(self) -> Iterator[str]:
+        after = ""
+        while True:
+            answer = self.http.request("GET", f"keys?limit={LISTED_KEYS}" + (f"&after={after}" if after else ""))
+            if len(answer.data) % KEY_BYTES:
+                raise strange_answer(answer.url, f"{len(answer.data):,} bytes, which are no keys")
+            page = [answer.data[at : at + KEY_BYTES].hex() for at in range(0, len(answer.data), KEY_BYTES)]
+            yield from page
+            if answer.headers.get("Latentcache-More") != "1" or not page:
+                return
+            after = page[-1]
+
+    def _about(self, key: str) -> ServiceAnswer:
+        return self.http.request("GET", f"entries/{check_key(key)}")
+
+    @override
+    def describe(self, key: str) -> Description:
+        self.http.check_open()
+        here = None if self.tier is None else self.tier.local(check_key(key), DiskStore.describe)
+        if here is not None:
+            return here
+        with understood(self._about(key)) as document:
+            fields = sorted(document["fields"].items())
+            return dict(description_of(*[(name, each["dtype"], tuple(each["shape"])) for name, each in fields]))
+
+    @override
+    def record(self, key: str) -> Record:
+        self.http.check_open()
+        here = None if self.tier is None else self.tier.local(check_key(key), DiskStore.record)
+        if here is not None:
+            return here
+        with understood(self._about(key)) as found:
+            if key_of(found["identity"]) != key:
+                raise ValueError(f"its identity does not give the key {key}")
+            return Record(key, found["kind"], found["identity"], found["provenance"])
+
+    # Reading
+
+    @override
+    def get(self, key: str) -> Entry:
+        self.http.check_open()
+        here = None if self.tier is None else self.tier.local(check_key(key), DiskStore.get)
+        if here is not None:
+            return here
+        (entry,) = self._fetch([check_key(key)]).owned()
+        return Entry(record_of(key, entry.kind, entry.record), entry.tensors, entry.ragged)
+
+    @override
+    def rows(self, keys: Sequence[str]) -> list[EntryArrays]:
+        self.http.check_open()
+        wanted = dict.fromkeys(check_key(key) for key in keys)
+        found = self._ahead.take(wanted)
+        is_local = not found
+        if self.tier is not None and len(found) < len(wanted):
+            here, from_disk = self.tier.rows([key for key in wanted if key not in found])
+            if not from_disk and is_local and len(here) == len(wanted):
+                self.tier.seal_soon()
+            found |= here
+            is_local &= from_disk
+        missing = [key for key in wanted if key not in found]
+        self._num_local = self._num_local + 1 if is_local and not missing else 0
+        for chunk in _chunks(missing, READ_KEYS):
+            found |= self._fetch_rows(chunk)
+        return [found[key] for key in keys]
+
+    def _fetch_rows(self, keys: Sequence[str]) -> Mapping[str, EntryArrays]:
+        """The arrays of these entries, by one request, or by more where the service finds one too large."""
+        try:
+            return self._fetch(keys).rows
+        except RemoteError as error:
+            if error.status != _TOO_LARGE or len(keys) < 2:
+                raise
+        half = len(keys) // 2
+        return {**self._fetch_rows(keys[:half]), **self._fetch_rows(keys[half:])}
+
+    def _fetch(self, keys: Sequence[str]) -> FetchedPack:
+        """The entries of one request. EntryMissingError, EntryDamagedError, RemoteError."""
+        problem: PackError | None = None
+        for _ in range(2):
+            answer = self.http.request("POST", "entries:read", document={"keys": list(keys), "fields": None})
+            try:
+                pack = FetchedPack.read(answer.data, keys, self.url)
+            except PackError as error:
+                logger.warning("%s. It was damaged on its way, or before.", error)
+                problem = error
+                continue
+            if self.tier is not None:
+                self.tier.add(pack)
+            return pack
+        raise RemoteError(
+            self.url,
+            f"sent entries twice that are not what was stored: {problem}",
+            "Run `latentcache verify` on the server's machine; if all is well there, the network is the cause.",
+        )
+
+    @property
+    @override
+    def generation(self) -> int | None:
+        self.http.check_open()
+        return self.tier.disk.generation if self.tier is not None and self._num_local >= SETTLED_READS else None
+
+    @override
+    def prefetch(self, keys: Iterable[str]) -> None:
+        self.http.check_open()
+        if self.tier is None:
+            self._ahead.start(keys)
+        elif self._num_local >= SETTLED_READS:
+            self.tier.disk.prefetch(keys)
+        else:
+            self._ahead.start(self.tier.missing(list(dict.fromkeys(keys))))
+
+    # The whole
+
+    @override
+    def damaged(self) -> dict[str, str]:
+        with understood(self.http.request("GET", "damaged")) as document:
+            return dict(document["damaged"])
+
+    @override
+    def stats(self) -> StoreStats:
+        with understood(self.http.request("GET", "stats")) as document:
+            return StoreStats(**document)
+
+    def close(self) -> None:
+        """Close the connections. What the local tier has in memory goes to its disk."""
+        self.http.close()
+        self._ahead.close()
+        if self.tier is not None:
+            self.tier.close()
+
+
+def _chunks(items: Sequence[str], size: int) -> list[list[str]]:
+    return [list(items[start : start + size]) for start in range(0, len(items), size)]
