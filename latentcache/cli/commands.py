@@ -168,7 +168,7 @@ def rebuild(target: Target = None, /, *, options: OfCache = CACHE_DEFAULTS) -> i
     """Rebuild the index from the packs."""
     from latentcache.store.upkeep import rebuild as rebuild_store
 
-    return _finish_upkeep(rebuild_store(options.directory(target, "rebuild")), options.as_json)
+    return _finish_upkeep(rebuild_store(options.path(target)), options.as_json)
 
 
 def prune(
@@ -191,7 +191,7 @@ def prune(
     from latentcache.dataset.manifest import ManifestFolder, keys_in_use
     from latentcache.store.upkeep import prune as prune_store
 
-    path = options.directory(target, "prune")
+    path = options.path(target)
     limit = None if max_bytes is None else number_of_bytes(max_bytes, "--max-bytes")
     manifests = ManifestFolder(path / "manifests")
     keep = partial(keys_in_use, manifests, unfinished=unfinished)
@@ -217,7 +217,7 @@ def compact(target: Target = None, /, *, dry_run: Switch = False, options: OfCac
     """
     from latentcache.store.upkeep import compact as compact_store
 
-    return _finish_upkeep(compact_store(options.directory(target, "compact"), dry_run=dry_run), options.as_json)
+    return _finish_upkeep(compact_store(options.path(target), dry_run=dry_run), options.as_json)
 
 
 def doctor(

@@ -82,9 +82,13 @@ class CacheOptions:
             raise ConfigError("which cache? Give its directory, a config, --cache.path, or set LATENTCACHE_CACHE_PATH")
         return CacheConfig(path=path)
 
-    def directory(self, target: str | None, command: str) -> Path:
-        """As `cache`, for a command that works on a directory. RemoteError for a service."""
-        return own_directory(self.cache(target).path, command)
+    def path(self, target: str | None) -> Path:
+        """As `cache`, for a command that works on a directory. RemoteError, with the next step, for a service."""
+        location = self.cache(target).path
+        if isinstance(location, str):
+            step = "Run it on the machine that serves the cache, and name the directory."
+            raise RemoteError(location, "this command works on the cache's own directory", step)
+        return location
 
 
 OfConfig = Annotated[ConfigOptions, Parameter(name="*")]
@@ -96,11 +100,3 @@ def known_cache(flag: str | None) -> Path | str | None:
     """The cache's directory, or the URL of a service, as a flag or the environment gives it."""
     path = flag or settings_from_environment(os.environ).get("cache", {}).get("path")
     return None if path is None else location_of(path)
-
-
-def own_directory(location: Path | str, command: str) -> Path:
-    """The cache's directory. RemoteError, with the next step, for a service."""
-    if isinstance(location, str):
-        step = f"Run `latentcache {command} DIR` on the machine that serves it."
-        raise RemoteError(location, f"`latentcache {command}` works on the cache's own directory", step)
-    return location
