@@ -17,6 +17,7 @@
     │   ├── TrainableEncoderError   a parameter requires grad: its outputs must not be cached
     │   └── EncodeError         an encoder's output is unusable (NaN, Inf, all zero), or it ran out of memory
     ├── EncoderBusyError        too much waits to be encoded: request it again a little later
+    ├── RequestRefused          a service does not do what a request asks for: who asks, how much, or in which form
     └── StoreError              the cache cannot do what it was called for
         ├── ReadOnlyError       the cache directory cannot be written
         ├── StoreBusyError      another process holds the lock that this operation needs
@@ -195,6 +196,29 @@ class EncoderBusyError(LatentCacheError):
     def __init__(self, detail: str, *, retry_after_s: int):
         self.retry_after_s = retry_after_s
         super().__init__(f"{detail}; request it again after {retry_after_s} s")
+
+
+class RequestRefused(LatentCacheError):
+    """A service does not do what a request asks for. `status` is that of its answer.
+
+    It may be tried again after `retry_after_s`, if that is a number.
+
+    `met` is the value met, `allowed` the one allowed, and `next_step` what to do, where there are such.
+    """
+
+    def __init__(
+        self,
+        detail: str,
+        *,
+        status: int,
+        met: object = None,
+        allowed: object = None,
+        next_step: str = "",
+        retry_after_s: int | None = None,
+    ):
+        self.status, self.retry_after_s = status, retry_after_s
+        self.met, self.allowed, self.next_step = met, allowed, next_step
+        super().__init__(f"{detail}. {next_step}" if next_step else detail)
 
 
 class StoreError(LatentCacheError):

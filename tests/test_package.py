@@ -56,6 +56,10 @@ OWNERS = {
     "fastapi": ("service/",),
     "jinja2": ("service/",),
     "urllib3": ("remote/",),
+    "starlette": ("service/",),
+    "uvicorn": ("service/",),
+    "h11": ("service/connections.py",),
+    "prometheus_client": ("service/telemetry.py",),
 }
 FORBIDDEN = {"pickle", "dill", "joblib", "cloudpickle", "torchvision", "datasets"}
 

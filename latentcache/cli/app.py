@@ -18,6 +18,7 @@ import latentcache
 from latentcache.cli import commands
 from latentcache.cli.interop_commands import export_foreign, import_foreign
 from latentcache.cli.output import DONE, fail
+from latentcache.cli.service_commands import SERVICE_COMMANDS
 from latentcache.errors import LatentCacheError
 
 logger = logging.getLogger("latentcache")
@@ -28,7 +29,7 @@ app = App(
     version=latentcache.__version__,
     result_action="return_value",
 )
-for command in commands.COMMANDS:
+for command in (*commands.COMMANDS, *SERVICE_COMMANDS):
     app.command(command)
 app.command(import_foreign, name="import")
 app.command(export_foreign, name="export")

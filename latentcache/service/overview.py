@@ -139,7 +139,7 @@ def _created(store: DiskStore, pack: str) -> str | None:
     """When the first entry of a pack was made, in UTC; None where its record does not say, or cannot be read."""
     try:
         records = read_records(store.directory.pack_path(pack))
-        created = json.loads(records.data[: int(records.offsets[1])])["provenance"]["created"]
+        created = json.loads(records.json(0))["provenance"]["created"]
         time = datetime.fromisoformat(created)
         return created if time.tzinfo is not None else None
     except (PackError, OSError, ValueError, LookupError, TypeError):

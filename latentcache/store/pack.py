@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -66,7 +66,7 @@ class PackRecords:
 
     row: PackRow
     offsets: np.ndarray
-    data: bytes
+    data: bytes | memoryview
 
     def is_at(self, key: str, location: Location) -> bool:
         """Whether this key and digest are those of the location's row."""
@@ -77,11 +77,33 @@ class PackRecords:
 
     def json(self, at: int) -> bytes:
         """The JSON of a row's record."""
-        return self.data[self.offsets[at] : self.offsets[at + 1]]
+        return bytes(self.data[self.offsets[at] : self.offsets[at + 1]])
 
     def record(self, at: int) -> Record:
         """The record of a row. ValueError if it is none, or if the key does not follow from its identity."""
         return record_of(self.row.key(at), self.row.pack.group_of(at).kind, self.json(at))
+
+
+class PackableEntry(Protocol):
+    """What a pack is made of: `base.OwnedEntry`, or an entry that lies in another pack (`exchange.StoredEntry`)."""
+
+    @property
+    def key(self) -> str:
+        """64 hexadecimal digits."""
+
+    @property
+    def record(self) -> bytes:
+        """Identity and provenance as JSON."""
+
+    @property
+    def tensors(self) -> Mapping[str, torch.Tensor] | Mapping[str, np.ndarray]:
+        """The fields' values."""
+
+    def spec(self) -> tuple[Any, ...]:
+        """What entries of one group share."""
+
+    def digest(self) -> bytes:
+        """The payload's digest."""
 
 
 def new_pack_id() -> str:
@@ -101,12 +123,12 @@ def write_pack(path: Path, entries: Sequence[OwnedEntry]) -> PackRow:
     return row
 
 
-def pack_buffers(pack_id: str, entries: Sequence[OwnedEntry]) -> tuple[PackRow, int, Iterator[bytes | memoryview]]:
+def pack_buffers(pack_id: str, entries: Sequence[PackableEntry]) -> tuple[PackRow, int, Iterator[bytes | memoryview]]:
     """What `write_pack` writes: the row, how many bytes there are, and these, one buffer after the other.
 
     The buffers are views of the entries' tensors: nothing is copied, and the tensors must not change meanwhile.
     """
-    groups: dict[Any, list[OwnedEntry]] = {}
+    groups: dict[Any, list[PackableEntry]] = {}
     for entry in entries:
         groups.setdefault(entry.spec(), []).append(entry)
     ordered = [entry for members in groups.values() for entry in members]
@@ -147,7 +169,7 @@ def _columns_of(
     columns: list[NamedTensor],
     number: int,
     field: tuple[str, str, tuple[int, ...], bool],
-    members: Sequence[OwnedEntry],
+    members: Sequence[PackableEntry],
 ) -> list[str | None]:
     """Add the tensors of one field of a group. Returns the names of the field, its values, and its offsets or None."""
     name, dtype, shape, is_ragged = field
@@ -168,8 +190,8 @@ def _index_digest(groups: str, keys: np.ndarray, digests: np.ndarray) -> str:
     return digest(f"{PACK_FORMAT}\n{groups}\n".encode() + keys.tobytes() + digests.tobytes())
 
 
-def _records_digest(offsets: np.ndarray, records: bytes) -> str:
-    return digest(offsets.tobytes() + records)
+def _records_digest(offsets: np.ndarray, records: bytes | memoryview) -> str:
+    return digest(b"".join((offsets.tobytes(), records)))
 
 
 def _pack_of(pack: str, file_bytes: int, data_start: int, listed: Any, tensors: Sequence[NamedTensor]) -> Pack:
@@ -222,7 +244,7 @@ def read_open_records(path: Path, fd: int) -> PackRecords:
 
 
 def read_pack_bytes(data: bytes | memoryview, name: str) -> PackRecords:
-    """As `read_records`, of a pack in memory. `name` is the pack's id, and names it in errors.
+    """As `read_records`, of a pack in memory, of which the result has views. `name` is its id, and names it in errors.
 
     `verified_arrays` reads its entries: it takes the bytes as `np.frombuffer(data, np.uint8)`.
     """

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -46,6 +46,7 @@ _SAFETENSORS_DTYPES = {
     "float32": "F32",
     "float64": "F64",
 }
+_Bytes = TypeVar("_Bytes", bytes, memoryview)
 _OUR_DTYPES = {theirs: ours for ours, theirs in _SAFETENSORS_DTYPES.items()}
 
 
@@ -151,9 +152,9 @@ class MemoryBytes:
         self.path, self._data = path, memoryview(data).cast("B")
         self.num_bytes = len(self._data)
 
-    def read(self, offset: int, num_bytes: int) -> bytes:
-        """So many bytes. PackError if there are fewer."""
-        return _whole(self.path, bytes(self._data[offset : offset + num_bytes]), offset, num_bytes)
+    def read(self, offset: int, num_bytes: int) -> memoryview:
+        """A view of so many bytes. PackError if there are fewer."""
+        return _whole(self.path, self._data[offset : offset + num_bytes], offset, num_bytes)
 
     @contextmanager
     def as_file(self, head_bytes: int) -> Iterator[str]:
@@ -172,7 +173,7 @@ class MemoryBytes:
             os.close(fd)
 
 
-def _whole(path: Path | str, data: bytes, offset: int, num_bytes: int) -> bytes:
+def _whole(path: Path | str, data: _Bytes, offset: int, num_bytes: int) -> _Bytes:
     if len(data) != num_bytes:
         raise PackError(path, f"ends after {offset + len(data):,} bytes, where {offset + num_bytes:,} are needed")
     return data
@@ -197,7 +198,7 @@ def read_header(source: FileBytes | MemoryBytes, check_metadata: Callable[[Mappi
     StoreError says that the file cannot be read now, and nothing about what it holds.
     """
     path = source.path
-    head_bytes = 8 + int.from_bytes(source.read(0, 8), "little")
+    head_bytes = 8 + int.from_bytes(bytes(source.read(0, 8)), "little")
     if head_bytes > 8 + MAX_HEADER_BYTES:
         raise PackError(path, f"its header has {head_bytes:,} bytes; at most {MAX_HEADER_BYTES:,} are allowed")
     try:

@@ -8,7 +8,7 @@ from pathlib import Path
 import latentcache.store
 
 FOLDER = Path(latentcache.store.__file__).parent
-MAX_FLOORS, MAX_FILES = 8, 19
+MAX_FLOORS, MAX_FILES = 8, 20
 FLOORS = [
     {"base", "aio", "connection"},
     {"layout", "tensor_file", "index", "stacking", "writer"},
@@ -16,7 +16,7 @@ FLOORS = [
     {"recovery", "mapped"},
     {"catalog", "direct"},
     {"disk"},
-    {"compaction"},
+    {"compaction", "exchange"},
     {"upkeep"},
 ]
 """From the lowest up."""

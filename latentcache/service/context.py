@@ -1,0 +1,71 @@
+"""What the routes of one server share: its settings, the cache, and threads for what blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar, TypeVarTuple
+
+import anyio
+from anyio import CapacityLimiter
+from fastapi import Request
+
+from latentcache.dataset.manifest import ManifestFolder
+from latentcache.errors import EntryDamagedError, EntryMissingError
+from latentcache.service.access import Access, Role
+from latentcache.service.limits import Limits
+from latentcache.service.telemetry import Telemetry
+from latentcache.store.disk import DiskStore
+from latentcache.store.exchange import StoredEntries
+
+_Result = TypeVar("_Result")
+_Arguments = TypeVarTuple("_Arguments")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServiceSettings:
+    """What a server is started with."""
+
+    cache: Path
+    """The cache's directory."""
+    access: Access = field(default_factory=Access)
+    limits: Limits = field(default_factory=Limits)
+    writes: bool = False
+    """Whether the cache is opened for writing: it is needed for uploads, and for encoding."""
+
+
+class ServiceContext:
+    """The cache of a server, and how its routes use it. StoreError and others if the cache cannot be opened."""
+
+    def __init__(self, settings: ServiceSettings):
+        self.settings, self.access, self.limits = settings, settings.access, settings.limits
+        self.store = DiskStore(settings.cache, read_only=not settings.writes, create=settings.writes)
+        self.entries = StoredEntries(self.store)
+        self.manifests = ManifestFolder(self.store.path / "manifests")
+        self.telemetry = Telemetry()
+        self._readers = CapacityLimiter(self.limits.num_threads)
+        self._writers = CapacityLimiter(self.limits.max_uploads)
+
+    async def call(self, function: Callable[[*_Arguments], _Result], *arguments: *_Arguments) -> _Result:
+        """Run what reads the store, in a thread. If the request is given up the thread ends by itself."""
+        try:
+            return await anyio.to_thread.run_sync(function, *arguments, limiter=self._readers, abandon_on_cancel=True)
+        except EntryMissingError:
+            self.telemetry.misses.inc()
+            raise
+        except EntryDamagedError:
+            self.telemetry.damaged.inc()
+            raise
+
+    async def change(self, function: Callable[[*_Arguments], _Result], *arguments: *_Arguments) -> _Result:
+        """Run what changes the cache, in a thread. It is waited for in any case."""
+        return await anyio.to_thread.run_sync(function, *arguments, limiter=self._writers)
+
+    async def may_write(self, request: Request) -> None:
+        """A dependency of routes that change the cache. RequestRefused without the writing token."""
+        self.access.check(request.scope["latentcache.role"], Role.WRITE)
+
+    def close(self) -> None:
+        """Close the cache."""
+        self.store.close()

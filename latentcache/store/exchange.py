@@ -1,0 +1,149 @@
+"""Entries that leave a store as a pack in memory, and packs that come from elsewhere and are checked whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from latentcache.errors import EntryMissingError, PackError, StoreError
+from latentcache.identity import canonical_json
+from latentcache.store.base import MAX_RECORD_BYTES, EntryArrays
+from latentcache.store.disk import DiskStore
+from latentcache.store.layout import Location
+from latentcache.store.pack import (
+    PackRecords,
+    map_open_pack,
+    map_pack,
+    read_open_records,
+    read_pack_bytes,
+    verified_arrays,
+)
+from latentcache.utils.durable_files import sealed_file, write_all
+
+_MAX_MAPPED = 1 << 12
+_WRITE_BYTES = 1 << 20
+_RECORD_FRAME_BYTES = 64  # of a record's JSON, around identity and provenance
+
+
+@dataclass(frozen=True, slots=True)
+class StoredEntry:
+    """An entry as it lies in its pack: as `OwnedEntry`, but the values are verified views of the store's memory."""
+
+    key: str
+    record: bytes
+    location: Location
+    found: EntryArrays
+
+    @property
+    def tensors(self) -> Mapping[str, np.ndarray]:
+        """The fields' values. They must not be written to."""
+        return {name: array[0] for name, array in zip(self.found.description, self.found.arrays, strict=True)}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the values and of the record."""
+        return sum(array.nbytes for array in self.found.arrays) + len(self.record)
+
+    def spec(self) -> tuple[Any, ...]:
+        """As `OwnedEntry.spec`."""
+        ragged, fields = self.location.group.ragged, []
+        for name, (dtype, shape) in self.found.description.items():
+            fields.append((name, dtype, tuple(shape[1:] if name in ragged else shape), name in ragged))
+        return self.location.group.kind, tuple(fields)
+
+    def digest(self) -> bytes:
+        """The payload's digest, with which the values were compared."""
+        return self.location.digest
+
+
+class StoredEntries:
+    """Reads entries as they are stored, records included, without a copy. Threads may share it.
+
+    The records of packs are mapped and compared with their digest at the first read: none of their bytes is kept.
+    """
+
+    def __init__(self, store: DiskStore):
+        self._store = store
+        self._records = lru_cache(_MAX_MAPPED)(_mapped_records)
+
+    def read(self, keys: Sequence[str]) -> list[StoredEntry]:
+        """The entries, in the order of the keys. EntryMissingError, EntryDamagedError."""
+        rows = self._store.rows(keys)
+        entries = []
+        for key, location, found in zip(keys, self._store.catalog.look_up(keys), rows, strict=True):
+            if location is None:
+                raise EntryMissingError(key, "it was removed just now")
+            entries.append(StoredEntry(key, self._record(key, location), location, found))
+        return entries
+
+    def num_bytes(self, keys: Sequence[str]) -> int:
+        """About how many bytes the values of these entries have. Those that are not there count nothing."""
+        return sum([location.group.mean_bytes for location in self._store.catalog.look_up(keys) if location])
+
+    def _record(self, key: str, location: Location) -> bytes:
+        try:
+            records = self._records(self._store.directory.pack_path(location.pack.id))
+            if records.is_at(key, location):
+                return bytes(records.json(location.row))
+        except (StoreError, FileNotFoundError):
+            pass  # the store says what is wrong with the record, or finds it where it is now
+        record = self._store.record(key)
+        parts = canonical_json(record.identity), canonical_json(record.provenance)
+        return b'{"identity":%b,"provenance":%b}' % parts
+
+
+def _mapped_records(path: Path) -> PackRecords:
+    return read_pack_bytes(map_pack(path, 0).data, path.stem)
+
+
+def take_pack(store: DiskStore, pack: str, chunks: Iterable[bytes], num_bytes: int) -> int:
+    """Write a pack that came from elsewhere, check it whole, and seal it. Returns how many entries are new.
+
+    `chunks` are its bytes, and `num_bytes` says how many there should be, for the message of StorageFullError. Nothing
+    is sealed unless each payload has its digest and each key follows from its record's identity: PackError. An error of
+    `chunks` leaves nothing either. ReadOnlyError; StoreBusyError while upkeep works on the cache.
+    """
+    path = store.directory.new_pack_path(pack)
+    with ExitStack() as held:
+        with sealed_file(path, num_bytes) as fd:
+            for part in _gathered(chunks):
+                write_all(fd, part)
+            row = checked_pack(path, fd).row
+            # From here on upkeep must not see a pack that the index does not know.
+            held.enter_context(store.lock("taking a pack", shared=True))
+        return store.catalog.seal(row)
+
+
+def _gathered(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """The same bytes in larger parts: they come in pieces of some KiB."""
+    buffer = bytearray()
+    for chunk in chunks:
+        buffer += chunk
+        if len(buffer) >= _WRITE_BYTES:
+            yield bytes(buffer)
+            buffer.clear()
+    yield bytes(buffer)
+
+
+def checked_pack(path: Path, fd: int) -> PackRecords:
+    """The records of an open pack that is to lie at `path`. PackError unless every byte that counts is as it was."""
+    records = read_open_records(path, fd)
+    data = map_open_pack(path, fd, records.row.pack.file_bytes)
+    for at, key in enumerate(records.row.names()):
+        found = verified_arrays(data, key, records.row.location(at))
+        if isinstance(found, str):
+            raise PackError(path, f"entry {key}: {found}")
+        num_bytes = len(records.json(at))
+        if num_bytes > MAX_RECORD_BYTES + _RECORD_FRAME_BYTES:
+            raise PackError(path, f"entry {key}: its record has {num_bytes:,} bytes, {MAX_RECORD_BYTES:,} are allowed")
+        try:
+            records.record(at)
+        except ValueError as error:
+            raise PackError(path, f"entry {key}: {error}") from error
+    return records

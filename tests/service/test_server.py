@@ -1,0 +1,107 @@
+"""The command `serve`: who may reach it, when it says so, and how it ends."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import time
+
+from helpers.serving import serving
+
+from latentcache.store import DiskStore
+
+
+def refused(run, *arguments):
+    code, _, err = run("serve", *arguments)
+    assert code == 2
+    return err
+
+
+def test_it_refuses_what_it_cannot_serve(run, tmp_path, monkeypatch):
+    cache = tmp_path / "cache"
+    with DiskStore(cache):
+        pass
+    assert "no token protects the cache" in refused(run, cache, "--host", "0.0.0.0")
+    assert "is no address to listen on" in refused(run, cache, "--host", "nowhere.invalid")
+    assert "there is no cache here" in refused(run, "--cache.path", tmp_path / "none")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert "give another --port" in refused(run, cache, "--port", taken.getsockname()[1])
+    assert "70000 is no port" in refused(run, cache, "--port", 70000)
+    token = tmp_path / "token"
+    assert "there is no such file" in refused(run, cache, "--token-file", token)
+    token.write_text("short\n")
+    err = refused(run, cache, "--token-file", token)
+    assert "holds no token" in err and "short" not in err
+    token.write_text("a" * 32)
+    assert "are equal" in refused(run, cache, "--token-file", token, "--write-token-file", token)
+    monkeypatch.setenv("LATENTCACHE_TOKEN", "two words are no token")
+    assert "LATENTCACHE_TOKEN: holds no token" in refused(run, cache)
+    monkeypatch.delenv("LATENTCACHE_TOKEN")
+    assert "cannot be used for TLS" in refused(run, cache, "--ssl-certfile", token, "--ssl-keyfile", token)
+
+
+def test_a_signal_lets_requests_finish(tmp_path):
+    with DiskStore(tmp_path / "cache"):
+        pass
+    # With tokens from the environment.
+    tokens = {"LATENTCACHE_TOKEN": "r" * 20, "LATENTCACHE_WRITE_TOKEN": "w" * 20}
+    with serving(tmp_path / "cache", tokens=False, writes=False, environment=tokens) as server:
+        assert server.get("/v1/stats", token=None).status == 401
+        assert server.get("/v1/stats", token="r" * 20).status == 200
+        assert server.get("/v1/stats", token="w" * 20).status == 200
+        with socket.create_connection(server.address) as slow:
+            head = b"POST /v1/entries:find HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer " + b"r" * 20
+            slow.sendall(head + b"\r\nContent-Type: application/json\r\nContent-Length: 11\r\n\r\n{")
+            time.sleep(0.3)
+            server.process.send_signal(signal.SIGTERM)
+            time.sleep(0.3)
+            assert server.process.poll() is None  # a request is under way
+            slow.sendall(b'"keys":[]}')
+            answer = b""
+            while part := slow.recv(1 << 16):
+                answer += part
+        assert answer.startswith(b"HTTP/1.1 200 OK") and answer.endswith(b'{"found":[]}')
+        assert server.process.wait(20) == 143
+        assert not any("r" * 20 in line or "w" * 20 in line for line in server.log)
+
+
+def test_an_open_server_answers_to_its_own_names_only(tmp_path):
+    with DiskStore(tmp_path / "cache"):
+        pass
+    with serving(tmp_path / "cache", tokens=False, writes=False) as server:
+        port = server.address[1]
+        for host in ("localhost", f"localhost:{port}", f"127.0.0.1:{port}", f"[::1]:{port}", "LOCALHOST."):
+            assert server.get("/v1/stats", headers={"Host": host}).status == 200, host
+        for host in ("evil.example", f"evil.example:{port}", "127.0.0.1.evil.example", "localhost.evil.example", ""):
+            answer = server.get("/v1/stats", headers={"Host": host})
+            assert answer.status == 421 and answer.json()["kind"] == "RequestRefused", host
+        assert server.get("/v1/healthz", headers={"Host": "evil.example"}).status == 421
+        own = f"http://127.0.0.1:{port}"
+        assert server.get("/v1/stats", headers={"Origin": own}).status == 200
+        for origin in ("http://evil.example", "null", own + "0"):
+            assert server.get("/v1/stats", headers={"Origin": origin}).status == 403, origin
+        # Nobody has a writing token.
+        answer = server.request("POST", "/v1/entries:remove", {"keys": []})
+        assert answer.status == 403 and "--write-token-file" in answer.json()["next_step"]
+        assert server.stop(signal.SIGINT) == 130
+
+
+def test_tls(tmp_path):
+    with DiskStore(tmp_path / "cache"):
+        pass
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", *subject]
+    made = subprocess.run([*command, "-keyout", str(key), "-out", str(certificate)], capture_output=True, check=False)
+    assert made.returncode == 0, made.stderr
+    import http.client
+    import ssl
+
+    with serving(tmp_path / "cache", "--ssl-certfile", certificate, "--ssl-keyfile", key) as server:
+        assert server.url.startswith("https://127.0.0.1:")
+        context = ssl.create_default_context(cafile=str(certificate))
+        connection = http.client.HTTPSConnection(*server.address, context=context, timeout=20)
+        connection.request("GET", "/v1/stats", headers={"Authorization": f"Bearer {server.token}"})
+        assert connection.getresponse().status == 200
+        connection.close()
