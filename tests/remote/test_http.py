@@ -1,0 +1,125 @@
+"""The connection to a service: retries, tokens, and what a service may answer."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+
+import pytest
+from helpers.relay import Relay
+from helpers.serving import RunningServer
+from remote_samples import entries_of
+
+from latentcache.errors import LatentCacheError, ReadOnlyError, RemoteError, StoreError
+from latentcache.remote.http import ServiceConnection
+from latentcache.remote.remote_store import RemoteStore
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "ftp://host",
+        "http://",
+        "http://user:secret@host:1",
+        "http://host:port",
+        "http://host/?a=1",
+        "cache",
+        "http:/host",
+    ],
+)
+def test_what_is_no_url_of_a_service_is_refused(url: str) -> None:
+    with pytest.raises(StoreError, match="is not the URL of a service") as caught:
+        RemoteStore(url)
+    assert "secret" not in str(caught.value)
+
+
+def test_a_server_that_is_not_there_is_tried_for_the_stated_time() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    store = RemoteStore(url, retry_s=0.6)
+    start = time.monotonic()
+    with pytest.raises(RemoteError, match="does not answer") as caught:
+        store.find(["0" * 64])
+    assert 0.3 < time.monotonic() - start < 5
+    assert caught.value.url == url and "latentcache serve" in caught.value.next_step
+    assert "cache.retry_s is 0.6" in str(caught.value)
+
+
+def test_closing_ends_the_waiting_of_other_threads() -> None:
+    connection = ServiceConnection("http://127.0.0.1:9", retry_s=60)
+    errors: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            connection.request("GET", "status")
+        except StoreError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    time.sleep(0.3)
+    connection.close()
+    thread.join(10)
+    assert not thread.is_alive() and "closed" in str(errors[0])
+
+
+def test_a_passing_fault_is_tried_again(relay: Relay, server: RunningServer) -> None:
+    faults = [None, None]
+    relay.change = lambda path, status, data: faults.pop() if faults else data
+    with RemoteStore(relay.url, token=server.token, retry_s=20) as store:
+        assert store.find([entries_of(0)[0].record.key, "0" * 64]) == {entries_of(0)[0].record.key}
+    assert len(relay.requests) == 3
+
+
+def test_an_answer_that_is_cut_short_is_tried_again(relay: Relay, server: RunningServer) -> None:
+    cuts = [True]
+    relay.change = lambda path, status, data: data[: len(data) // 2] if cuts and cuts.pop() else data
+    (image, _) = entries_of(0)
+    with RemoteStore(relay.url, token=server.token, retry_s=20) as store:
+        assert store.get(image.record.key).tensors["moments"].equal(image.tensors["moments"])
+    assert relay.routes() == ["entries:read"] * 2
+
+
+@pytest.mark.parametrize("token", [None, "wrong"])
+def test_a_token_that_the_server_refuses_is_named_as_the_cause(server: RunningServer, token: str | None) -> None:
+    with RemoteStore(server.url, token=token) as store:
+        with pytest.raises(RemoteError, match="LATENTCACHE_TOKEN") as caught:
+            store.stats()
+        assert caught.value.status == 401 and (token or "") in ("", "wrong")
+        assert token is None or token not in str(caught.value)
+        assert store.read_only
+
+
+def test_the_token_comes_from_the_environment(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LATENTCACHE_TOKEN", str(server.write_token))
+    with RemoteStore(server.url) as store:
+        assert not store.read_only and store.stats().num_packs > 0
+
+
+def test_a_reading_token_does_not_write(server: RunningServer) -> None:
+    with RemoteStore(server.url, token=server.token) as store:
+        assert store.read_only
+        for call in (store.writer, lambda: store.add(entries_of(900)), lambda: store.remove(["0" * 64])):
+            with pytest.raises(ReadOnlyError, match="writing token"):
+                call()
+    store = RemoteStore(server.url, token=server.write_token, read_only=True)
+    with store, pytest.raises(ReadOnlyError, match="read_only=True"):
+        store.writer()
+
+
+@pytest.mark.parametrize("answer", [b"", b"[]", b"<html>", b'{"found": 7}', b"[" * 100_000])
+def test_strange_answers_are_typed_errors(relay: Relay, server: RunningServer, answer: bytes) -> None:
+    relay.change = lambda path, status, data: answer.ljust(len(data))[: len(data)]
+    with RemoteStore(relay.url, token=server.token, retry_s=1) as store:
+        for call in (
+            lambda: store.find(["0" * 64]),
+            store.stats,
+            store.damaged,
+            lambda: store.describe(entries_of(0)[0].record.key),
+            lambda: store.record(entries_of(0)[0].record.key),
+            lambda: store.rows([entries_of(0)[0].record.key]),
+        ):
+            with pytest.raises(LatentCacheError):
+                call()

@@ -1,0 +1,106 @@
+"""Manifests of a service: read, replaced, and never replaced unseen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from helpers.relay import Relay
+from helpers.serving import RunningServer
+from remote_samples import make_manifest
+
+from latentcache.dataset.manifest import ManifestFolder
+from latentcache.errors import DatasetError, ReadOnlyError, StoreBusyError
+from latentcache.remote.http import ServiceConnection
+from latentcache.remote.remote_manifests import RemoteManifests
+
+
+@pytest.fixture
+def folder(served_cache: Path) -> Iterator[ManifestFolder]:
+    """The manifests on the server's disk; what a test adds goes again."""
+    yield ManifestFolder(served_cache / "manifests")
+    for name in ("other", "odd"):
+        for suffix in (".jsonl", ".unfinished"):
+            (served_cache / "manifests" / (name + suffix)).unlink(missing_ok=True)
+
+
+def connected(url: str, token: str | None) -> RemoteManifests:
+    return RemoteManifests(ServiceConnection(url, token=token, retry_s=5))
+
+
+def test_manifests_are_those_of_the_server(server: RunningServer, folder: ManifestFolder) -> None:
+    manifests = connected(server.url, server.token)
+    assert manifests.names() == ["served"]
+    assert manifests.read("served") == folder.read("served") == make_manifest()
+    assert manifests.read("absent") is None
+
+
+def test_a_manifest_is_noted_and_replaced(server: RunningServer, folder: ManifestFolder) -> None:
+    manifests, manifest = connected(server.url, server.write_token), make_manifest("other", 4)
+    manifests.begin("other")
+    assert list(folder.unfinished()) == ["other"]
+    manifests.write(manifest)
+    assert folder.read("other") == manifest and folder.unfinished() == {}
+    assert manifests.names() == ["other", "served"]
+    smaller = make_manifest("other", 2)
+    assert manifests.read("other") == manifest
+    manifests.write(smaller)
+    manifests.write(manifest)  # once more, without having read what was written
+    assert folder.read("other") == manifest
+
+
+def test_what_another_client_wrote_meanwhile_is_not_undone(server: RunningServer, folder: ManifestFolder) -> None:
+    mine, theirs = (connected(server.url, server.write_token) for _ in range(2))
+    assert mine.read("other") is None
+    theirs.write(make_manifest("other", 4))
+    with pytest.raises(StoreBusyError, match="another client replaced the manifest other"):
+        mine.write(make_manifest("other", 2))
+    assert folder.read("other") == make_manifest("other", 4)
+    assert theirs.read("other") is not None
+    mine.write(make_manifest("other", 2))
+    theirs.write(make_manifest("other", 2))  # equal: as when ranks end together
+    assert folder.read("other") == make_manifest("other", 2)
+
+
+def test_a_reading_token_writes_no_manifest(server: RunningServer) -> None:
+    manifests = connected(server.url, server.token)
+    for call in (lambda: manifests.write(make_manifest("other", 2)), lambda: manifests.begin("other")):
+        with pytest.raises(ReadOnlyError, match="writing token"):
+            call()
+
+
+def test_a_damaged_transfer_of_a_manifest_is_fetched_again(relay: Relay, server: RunningServer) -> None:
+    manifests = connected(relay.url, server.token)
+    faults = [True]
+    relay.change = lambda path, status, data: (
+        data.replace(b"caption 3", b"caption 4") if faults and faults.pop() else data
+    )
+    assert manifests.read("served") == make_manifest()
+    assert relay.routes() == ["manifests/served"] * 2
+    relay.change = lambda path, status, data: data.replace(b"caption 3", b"caption 4")
+    with pytest.raises(DatasetError, match="its digest differs"):
+        manifests.read("served")
+
+
+def test_a_damaged_manifest_of_the_server_is_an_error_and_is_replaced(
+    server: RunningServer, folder: ManifestFolder
+) -> None:
+    folder.write(make_manifest("odd", 2))
+    path = folder.path / "odd.jsonl"
+    path.write_bytes(path.read_bytes().replace(b"caption 0", b"caption 9"))
+    manifests = connected(server.url, server.write_token)
+    with pytest.raises(DatasetError):
+        manifests.read("odd")
+    manifests.write(replace(make_manifest("odd", 4)))
+    assert folder.read("odd") == make_manifest("odd", 4)
+
+
+def test_names_are_no_paths(server: RunningServer) -> None:
+    manifests = connected(server.url, server.write_token)
+    for name in ("../served", "a/b", "", ".", "%2e%2e"):
+        try:
+            assert manifests.read(name) is None
+        except Exception as error:
+            assert type(error).__module__ == "latentcache.errors", name
