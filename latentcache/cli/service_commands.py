@@ -7,11 +7,12 @@ import logging
 from pathlib import Path
 
 from latentcache.cli.options import CACHE_DEFAULTS, OfCache, Target
+from latentcache.config import load_config
 
 logger = logging.getLogger("latentcache")
 
 
-def serve(
+def serve(  # noqa: PLR0913 - each is a flag
     target: Target = None,
     /,
     *,
@@ -21,6 +22,8 @@ def serve(
     write_token_file: Path | None = None,
     ssl_certfile: Path | None = None,
     ssl_keyfile: Path | None = None,
+    encode: Path | None = None,
+    idle_s: float = 300.0,
     options: OfCache = CACHE_DEFAULTS,
 ) -> int:
     """Serve a cache over HTTP: several trainers, on one machine or many, share it. It runs until Ctrl-C or SIGTERM.
@@ -35,6 +38,8 @@ def serve(
             Without it nobody writes.
         ssl_certfile: A certificate (PEM): the server then speaks TLS.
         ssl_keyfile: The certificate's private key (PEM).
+        encode: A config: prompts and images that are not cached are encoded with its models, and stored.
+        idle_s: After so many seconds without a miss these models leave the device.
     """
     from latentcache.service.access import token_from
     from latentcache.service.context import ServiceSettings
@@ -54,7 +59,13 @@ def serve(
             print(json.dumps({"url": url}), flush=True)
         logger.info("%s is served at %s", path, url)
 
-    settings = ServiceSettings(cache=path, access=access, writes=writing is not None)
+    settings = ServiceSettings(
+        cache=path,
+        access=access,
+        writes=writing is not None or encode is not None,
+        encode=None if encode is None else load_config(encode),
+        idle_s=idle_s,
+    )
     return 128 + run_server(settings, address, announce)
 
 

@@ -11,6 +11,7 @@ import anyio
 from anyio import CapacityLimiter
 from fastapi import Request
 
+from latentcache.config import Config
 from latentcache.dataset.manifest import ManifestFolder
 from latentcache.errors import EntryDamagedError, EntryMissingError
 from latentcache.service.access import Access, Role
@@ -33,6 +34,10 @@ class ServiceSettings:
     limits: Limits = field(default_factory=Limits)
     writes: bool = False
     """Whether the cache is opened for writing: it is needed for uploads, and for encoding."""
+    encode: Config | None = None
+    """With whose models prompts and images are encoded that are not cached. None: they are not."""
+    idle_s: float = 300.0
+    """After so many seconds without such a miss the models leave the device."""
 
 
 class ServiceContext:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import numpy as np
@@ -108,7 +108,7 @@ def entry_router(context: ServiceContext) -> APIRouter:
     @router.get("/entries/{key}/payload", response_class=Response, responses={**_PACK, **problems(409)})
     async def payload(key: KeyInPath) -> Response:
         """The entry as a pack of its own."""
-        return await _packed(context, [key])
+        return await pack_answer(context, [key])
 
     @router.post("/entries:find", responses=problems())
     async def find(request: KeyList) -> FoundKeys:
@@ -130,7 +130,7 @@ def entry_router(context: ServiceContext) -> APIRouter:
         """
         _check_number(context, request.keys)
         if request.fields is None:
-            return await _packed(context, list(dict.fromkeys(request.keys)))
+            return await pack_answer(context, list(dict.fromkeys(request.keys)))
         data = await context.call(_columns, context, request.keys, request.fields)
         context.telemetry.hits.inc(len(request.keys))
         return BytesResponse(data)
@@ -175,10 +175,13 @@ def _record(context: ServiceContext, key: str) -> Response:
     return Response(json.dumps(document), media_type="application/json")
 
 
-async def _packed(context: ServiceContext, keys: Sequence[str]) -> Response:
+async def pack_answer(
+    context: ServiceContext, keys: Sequence[str], headers: Mapping[str, str] | None = None
+) -> Response:
+    """The entries of these distinct keys as a pack. EntryMissingError, EntryDamagedError, RequestRefused."""
     data = await context.call(_pack, context, keys)
     context.telemetry.hits.inc(len(keys))
-    return BytesResponse(data)
+    return BytesResponse(data, headers)
 
 
 def _read(context: ServiceContext, keys: Sequence[str]) -> list[StoredEntry]:

@@ -25,7 +25,6 @@ from latentcache.errors import (
     ImageRefused,
     LatentCacheError,
     ReadOnlyError,
-    SampleError,
     StoreError,
 )
 from latentcache.identity import digest, short
@@ -142,14 +141,13 @@ class MissEncoder:
     # What is requested
 
     def prompt(self, text: str, *, negative: bool = False) -> TextTask:
-        """The entry of a prompt, as it is, or of a negative prompt. SampleError for what is not Unicode text."""
-        task = prompt_task(text, self.encodings, self._salt, negative=negative)
+        """The entry of a prompt, as it is, or of a negative prompt. EncodeError for what is not Unicode text."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            reason = f"bad-caption: it is not Unicode text ({error.reason} at character {error.start})"
-            raise SampleError(task.sample_id, reason, "send text without halves of surrogate pairs") from error
-        return task
+            detail = f"prompt {text!r:.80} is not Unicode text ({error.reason} at character {error.start})"
+            raise EncodeError(detail, part="tokenizer", problem="bad-caption") from error
+        return prompt_task(text, self.encodings, self._salt, negative=negative)
 
     def image(self, data: bytes, *, dataset: str | None = None, name: str = "") -> list[tuple[ImageRef, ImageTask]]:
         """The entries of an image that is prepared as those of this dataset: it and, if that flips, its mirrored twin.

@@ -15,9 +15,12 @@ from starlette.responses import Response
 from latentcache.errors import (
     ConfigError,
     DatasetError,
+    DeviceError,
+    EncodeError,
     EncoderBusyError,
     EntryDamagedError,
     EntryMissingError,
+    ImageRefused,
     IndexDamagedError,
     LatentCacheError,
     PackError,
@@ -33,7 +36,6 @@ MEDIA_TYPE = "application/problem+json"
 SENT_FIELDS = ("key", "path", "sample_id", "reason", "met", "allowed", "next_step", "part", "problem", "offenders")
 """Attributes of errors that a document carries, where an error has them."""
 STATUSES: dict[type[LatentCacheError], int] = {
-    EncoderBusyError: 503,
     EntryMissingError: 404,
     SampleError: 404,
     EntryDamagedError: 409,
@@ -41,6 +43,10 @@ STATUSES: dict[type[LatentCacheError], int] = {
     ReadOnlyError: 403,
     PackError: 422,
     ConfigError: 422,
+    ImageRefused: 422,
+    EncodeError: 422,
+    EncoderBusyError: 503,
+    DeviceError: 503,
     StorageFullError: 507,
     StoreBusyError: 503,
     IndexDamagedError: 503,

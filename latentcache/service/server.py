@@ -111,7 +111,10 @@ def access_for(address: Address, reading_token: str | None, writing_token: str |
 
 
 def create_app(settings: ServiceSettings) -> FastAPI:
-    """The app that serves a cache. The cache is open until the app's lifespan ends. StoreError, ReadOnlyError."""
+    """The app that serves a cache. The cache is open until the app's lifespan ends. StoreError, ReadOnlyError.
+
+    With a config to encode with also ConfigError, DeviceError and ModelError.
+    """
     context = ServiceContext(settings)
 
     @contextlib.asynccontextmanager
@@ -129,7 +132,13 @@ def create_app(settings: ServiceSettings) -> FastAPI:
         lifespan=lifespan,
     )
     add_handlers(app)
-    for router in ROUTERS:
+    routers = ROUTERS
+    if settings.encode is not None:
+        # It imports diffusers, which other servers do not need.
+        from latentcache.service.encode_routes import encode_router
+
+        routers += (encode_router,)
+    for router in routers:
         app.include_router(router(context))
     app.add_middleware(Gate, access=context.access, limits=context.limits, telemetry=context.telemetry)
     app.state.context = context

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -24,7 +25,6 @@ from latentcache.errors import (
     ImageRefused,
     ModelError,
     ReadOnlyError,
-    SampleError,
     StorageFullError,
 )
 from latentcache.models.model_loader import LoadedModels, ModelLoader
@@ -224,8 +224,9 @@ def test_refusals_are_those_of_precache(
         assert (caught.value.reason, caught.value.detail) == (refusal.reason, refusal.detail)
     with pytest.raises(ImageRefused, match="wrong-suffix"):
         encoder.image(whole, name="photo.jpg")
-    with pytest.raises(SampleError, match="bad-caption: it is not Unicode text"):
+    with pytest.raises(EncodeError, match="is not Unicode text") as half:
         encoder.prompt("half \ud800 of a pair")
+    assert half.value.problem == "bad-caption"
 
 
 def test_an_output_that_cannot_be_used_is_refused(
@@ -347,7 +348,7 @@ def test_a_full_disk_reaches_those_who_wait_and_nobody_else(
         encoder = make_encoder(workspace=workspace)
         full = StorageFullError("cache", 100)
         with monkeypatch.context() as patch:
-            patch.setattr(workspace.store, "_seal", lambda entries: (_ for _ in ()).throw(full))
+            patch.setattr("latentcache.store.disk.write_pack", Mock(side_effect=full))
             [future] = encoder.submit([encoder.prompt("no room")]).values()
             with pytest.raises(StorageFullError):
                 future.result(WAIT_S)

@@ -1,0 +1,159 @@
+"""Routes that encode what is not cached, with the models of the config that the server was given."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Iterable, Sequence
+from functools import partial
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query, Request
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.responses import JSONResponse, Response
+
+from latentcache.errors import EncoderBusyError, EntryDamagedError, EntryMissingError
+from latentcache.precache.workspace import Memo, Workspace
+from latentcache.service.context import ServiceContext
+from latentcache.service.entry_routes import pack_answer
+from latentcache.service.miss_encoder import MissEncoder
+from latentcache.service.problems import problems
+from latentcache.service.responses import OCTETS
+from latentcache.service.serving_models import EntryTask
+
+MAX_PROMPTS = 32
+"""In one request. Their keys are a header of the answer."""
+MAX_CHARACTERS = 1 << 14
+"""Of a prompt. CLIP reads 77 tokens."""
+MAX_REQUESTS = 32
+"""Requests that wait for the encoder at once: others must find room on the server."""
+KEYS_HEADER, IMAGES_HEADER = "Latentcache-Keys", "Latentcache-Images"
+
+Return = Literal["pack", "keys"]
+_ANSWER: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "A pack of the distinct entries; with `return` keys, JSON.",
+        "content": {OCTETS: {}, "application/json": {}},
+    }
+}
+
+
+class PromptToEncode(BaseModel):
+    """A prompt as it is: nothing is stripped."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    text: Annotated[str, Field(max_length=MAX_CHARACTERS)]
+    negative: bool = False
+    """diffusers applies clip_skip to positive prompts only."""
+
+
+class PromptsToEncode(BaseModel):
+    """The body of `prompts:encode`."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        json_schema_extra={"examples": [{"prompts": [{"text": "a photo of an astronaut"}], "return": "keys"}]},
+    )
+
+    prompts: Annotated[list[PromptToEncode], Field(min_length=1, max_length=MAX_PROMPTS)]
+    wanted: Annotated[Return, Field(alias="return")] = "pack"
+
+
+def encode_router(context: ServiceContext) -> APIRouter:
+    """`prompts:encode` and `images:encode`, with the models of the config in the settings.
+
+    They are identified before this returns. The lifespan of the router ends with the encoder's.
+    Raises ConfigError, DeviceError, ModelError, StoreError.
+    """
+    assert context.settings.encode is not None
+    with contextlib.ExitStack() as opened:
+        memo = opened.enter_context(contextlib.closing(Memo(context.store.path / "memo")))
+        workspace = Workspace(context.store, context.manifests, memo, context.store.path)
+        encoder = MissEncoder(context.settings.encode, workspace, idle_s=context.settings.idle_s)
+        memo.flush()  # the digests of the weights, whatever becomes of this process
+        opened.enter_context(encoder)
+        to_close = opened.pop_all()
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: object) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            await asyncio.to_thread(to_close.close)
+
+    context.telemetry.watch_encoder(encoder.counts)
+    routes, router = EncodeRoutes(context, encoder), APIRouter(prefix="/v1", tags=["encode"], lifespan=lifespan)
+    options: dict[str, Any] = {"responses": {**_ANSWER, **problems(507)}, "response_class": Response}
+    router.post("/prompts:encode", **options)(routes.encode_prompts)
+    body = {"content": {"image/*": {"schema": {"type": "string", "format": "binary"}}}, "required": True}
+    router.post("/images:encode", openapi_extra={"requestBody": body}, **options)(routes.encode_image)
+    return router
+
+
+class EncodeRoutes:
+    """What the routes share: the encoder, and how many requests wait for it."""
+
+    def __init__(self, context: ServiceContext, encoder: MissEncoder):
+        self._context, self._encoder = context, encoder
+        self._num_requests = 0
+
+    async def encode_prompts(self, body: PromptsToEncode) -> Response:
+        """The entries of these prompts, as a pack. What is not cached is encoded and stored first.
+
+        The header `Latentcache-Keys` has the key of each prompt, with commas between them; equal prompts share one.
+        With `"return": "keys"` the answer is `{"entries": [{"key", "cached"}]}`, where `cached` says whether the entry
+        was there before.
+        """
+        tasks = await self._context.call(self._prompt_tasks, body.prompts)
+        return await self._answer(tasks, body.wanted, {KEYS_HEADER: ",".join(task.key for task in tasks)})
+
+    def _prompt_tasks(self, prompts: Sequence[PromptToEncode]) -> list[EntryTask]:
+        return [self._encoder.prompt(prompt.text, negative=prompt.negative) for prompt in prompts]
+
+    async def encode_image(
+        self,
+        request: Request,
+        dataset: Annotated[str | None, Query(description="The dataset as whose image it is prepared.")] = None,
+        name: Annotated[str, Query(max_length=1000, description="The image's file name, for messages.")] = "",
+        wanted: Annotated[Return, Query(alias="return")] = "pack",
+    ) -> Response:
+        """The entries of the image in the body, as a pack: it and, if the dataset flips, its mirrored twin.
+
+        The image is prepared as `precache` prepares those of the dataset, by default the only one of the config. The
+        header `Latentcache-Images` is a JSON list with the key and the geometry of each entry; with `return=keys` that
+        is the answer, as `{"entries": [...]}` with `cached` for each.
+        """
+        images = await self._context.call(
+            partial(self._encoder.image, await request.body(), dataset=dataset, name=name)
+        )
+        facts = [{"key": ref.key, **ref.geometry.to_json()} for ref, _ in images]
+        return await self._answer([task for _, task in images], wanted, {IMAGES_HEADER: json.dumps(facts)}, facts)
+
+    async def _answer(
+        self, tasks: Sequence[EntryTask], wanted: Return, headers: dict[str, str], facts: Iterable[dict[str, Any]] = ()
+    ) -> Response:
+        keys = list(dict.fromkeys(task.key for task in tasks))
+        missing = await self._encode(tasks)
+        if wanted == "keys":
+            shown = list(facts) or [{"key": task.key} for task in tasks]
+            return JSONResponse({"entries": [each | {"cached": each["key"] not in missing} for each in shown]})
+        try:
+            return await pack_answer(self._context, keys, headers)
+        except (EntryDamagedError, EntryMissingError):
+            # Reading found damage, which is a miss now; or a prune was faster.
+            await self._encode(tasks)
+            return await pack_answer(self._context, keys, headers)
+
+    async def _encode(self, tasks: Sequence[EntryTask]) -> set[str]:
+        """Wait until all entries are there. Returns the keys of those that were not."""
+        futures = await self._context.call(self._encoder.submit, tasks)
+        if futures and self._num_requests >= MAX_REQUESTS:
+            raise EncoderBusyError(f"{self._num_requests} requests wait for the encoder", retry_after_s=1)
+        self._num_requests += 1
+        try:
+            await asyncio.gather(*map(asyncio.wrap_future, futures.values()))
+        finally:
+            self._num_requests -= 1
+        return set(futures)

@@ -1,0 +1,233 @@
+"""Encoding on a miss over HTTP, by requests to a real server with the tiny SDXL."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.pack_damage import damage
+from helpers.photo_files import write_photo
+from helpers.serving import Answer, RunningServer, serving
+
+from latentcache import LatentCache
+from latentcache.config import Config, load_config
+from latentcache.models.tiny import save_diffusers_folder, tiny_sdxl
+from latentcache.precache.run import run_precache
+from latentcache.precache.workspace import Workspace
+from latentcache.store import DiskStore
+from latentcache.store.pack import read_entry, read_pack_bytes, verified_arrays
+
+
+@pytest.fixture(scope="module")
+def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A config of two photos, one of which is cached mirrored too, and the tiny model in a folder."""
+    folder = tmp_path_factory.mktemp("encode")
+    for number, size in enumerate([(80, 144), (144, 80)]):
+        write_photo(folder / "photos" / f"{number}.png", number, size).with_suffix(".txt").write_text(f"photo {number}")
+    settings = {
+        "cache": {"path": str(folder / "cache")},
+        "datasets": [
+            {
+                "name": name,
+                "source": {"kind": "folder", "path": str(folder / "photos")},
+                "buckets": {"area": 96 * 96, "step": 32},
+                "images": {"min_side": 8},
+                "flip": name == "mirrored",
+            }
+            for name in ("photos", "mirrored")
+        ],
+        "model": {"path": str(save_diffusers_folder(tiny_sdxl(), folder / "model"))},
+        "encode": {"device": "cpu", "num_workers": 1, "clip_skip": 1},
+        "validation": {"prompts": ["a validation prompt"]},
+    }
+    file = folder / "config.json"
+    file.write_text(json.dumps(settings))
+    return file
+
+
+@pytest.fixture(scope="module")
+def config(config_file: Path) -> Config:
+    return load_config(config_file)
+
+
+@pytest.fixture(scope="module")
+def precached(config: Config) -> Workspace:
+    """What precache makes of the config."""
+    workspace = Workspace()
+    run_precache(config, workspace=workspace)
+    return workspace
+
+
+@pytest.fixture(scope="module")
+def server(config: Config, config_file: Path) -> Iterator[RunningServer]:
+    """A server on an empty cache. Nobody may write."""
+    DiskStore(config.cache.path).close()
+    with serving(Path(config.cache.path), "--encode", config_file, writes=False) as running:
+        yield running
+
+
+def prompts(*texts: str, **more: Any) -> dict[str, Any]:
+    return {"prompts": [{"text": text, **more} for text in texts]}
+
+
+def encoded(answer: Answer) -> dict[str, dict[str, torch.Tensor]]:
+    """The entries of a pack, each compared with its digest and its key."""
+    assert answer.status == 200, answer.body
+    records, data = read_pack_bytes(answer.body, "answer"), np.frombuffer(answer.body, np.uint8)
+    found = {}
+    for at, key in enumerate(records.row.names()):
+        arrays = verified_arrays(data, key, records.row.location(at))
+        assert not isinstance(arrays, str), arrays
+        assert records.record(at).key == key
+        found[key] = dict(read_entry(arrays, records, records.row.location(at)).tensors)
+    return found
+
+
+def assert_precached(found: dict[str, dict[str, torch.Tensor]], precached: Workspace) -> None:
+    for key, tensors in found.items():
+        entry = precached.store.get(key)
+        assert entry.tensors.keys() == tensors.keys()
+        assert all(torch.equal(tensor, entry.tensors[name]) for name, tensor in tensors.items())
+
+
+def problem(answer: Answer, status: int, kind: str) -> dict[str, Any]:
+    assert (answer.status, answer.headers["content-type"]) == (status, "application/problem+json"), answer.body
+    document: dict[str, Any] = answer.json()
+    assert document["kind"] == kind, document
+    return document
+
+
+def metric(server: RunningServer, name: str) -> float:
+    text = server.get("/v1/metrics").body.decode()
+    [value] = re.findall(rf"^latentcache_encoder_{name} (\S+)$", text, re.MULTILINE)
+    return float(value)
+
+
+def test_prompts_are_those_of_precache(server: RunningServer, precached: Workspace) -> None:
+    body = prompts("photo 0", "a validation prompt", "photo 0", "")
+    body["prompts"].append({"text": "", "negative": True})
+    answer = server.post("/v1/prompts:encode", body)
+    found = encoded(answer)
+    assert_precached(found, precached)
+    keys = answer.headers["latentcache-keys"].split(",")
+    assert len(keys) == 5 and keys[0] == keys[2] and set(keys) == found.keys() and len(found) == 4
+
+    again = server.post("/v1/prompts:encode", {**body, "return": "keys"}).json()
+    assert again == {"entries": [{"key": key, "cached": True} for key in keys]}
+    one_new = server.post("/v1/prompts:encode", {**prompts("photo 1", "photo 0"), "return": "keys"}).json()
+    assert [entry["cached"] for entry in one_new["entries"]] == [False, True]
+
+
+@pytest.mark.parametrize("dataset", ["photos", "mirrored"])
+def test_images_are_those_of_precache(
+    server: RunningServer, precached: Workspace, config_file: Path, dataset: str
+) -> None:
+    manifest = precached.manifests.read(dataset)
+    assert manifest is not None
+    for row in manifest.rows.values():
+        data, path = Path(row.path).read_bytes(), f"/v1/images:encode?dataset={dataset}&name={row.sample_id}"
+        answer = server.post(path, data, headers={"Content-Type": "image/png"})
+        found = encoded(answer)
+        assert_precached(found, precached)
+        images = json.loads(answer.headers["latentcache-images"])
+        assert images == [{"key": ref.key, **ref.geometry.to_json()} for ref in row.images]
+        assert found.keys() == {image["key"] for image in images} and len(images) == 1 + (dataset == "mirrored")
+        answer = server.post(f"{path}&return=keys", data)
+        assert answer.json() == {"entries": [{**image, "cached": True} for image in images]}
+
+
+def test_what_cannot_be_encoded_is_a_problem_with_its_reason(server: RunningServer, config_file: Path) -> None:
+    photo = (config_file.parent / "photos" / "0.png").read_bytes()
+    image = "/v1/images:encode?dataset=photos"
+    assert problem(server.post(image, b""), 422, "ImageRefused")["reason"] == "empty"
+    assert problem(server.post(image, b"no image"), 422, "ImageRefused")["reason"] == "not-an-image"
+    assert problem(server.post(image, photo[:-100]), 422, "ImageRefused")["reason"] == "truncated"
+    document = problem(server.post(f"{image}&name=holiday.jpg", photo), 422, "ImageRefused")
+    assert (document["reason"], document["path"]) == ("wrong-suffix", "holiday.jpg")
+    broken = bytearray(photo)
+    broken[len(photo) // 2] ^= 0xFF
+    assert problem(server.post(image, bytes(broken)), 422, "ImageRefused")["reason"] == "corrupt"
+    assert "photos, mirrored" in problem(server.post("/v1/images:encode", photo), 422, "ConfigError")["detail"]
+    assert problem(server.post("/v1/images:encode?dataset=%00", photo), 422, "ConfigError")
+    for body in (
+        {"prompts": []},
+        prompts(*map(str, range(33))),
+        prompts("x" * 20_000),
+        {**prompts("x"), "more": 1},
+        {**prompts("x"), "return": "latents"},
+        prompts("x", negative="perhaps"),
+        {"prompts": [{"text": None}]},
+        b'{"prompts": [{"text": "half \\ud800 of a pair"}]}',
+        b"[" * 100_000,
+        b"\xff",
+    ):
+        sent = body if isinstance(body, bytes) else json.dumps(body).encode()
+        answer = server.post("/v1/prompts:encode", sent, headers={"Content-Type": "application/json"})
+        assert answer.status in (400, 422) and answer.headers["content-type"] == "application/problem+json"
+    odd = encoded(server.post("/v1/prompts:encode", prompts("line\u2028separator \x00 and \u202e odd ones \U0001f600")))
+    assert len(odd) == 1
+
+
+def test_a_reading_token_is_enough_and_needed(server: RunningServer) -> None:
+    for path in ("/v1/prompts:encode", "/v1/images:encode"):
+        assert server.post(path, prompts("x"), token=None).status == 401
+        assert server.post(path, prompts("x"), token="wrong" * 5).status == 401
+
+
+def test_many_clients_cause_one_encode(server: RunningServer) -> None:
+    before, together = metric(server, "entries_total"), threading.Barrier(16)
+
+    def request(number: int) -> set[str]:
+        together.wait()
+        return set(encoded(server.post("/v1/prompts:encode", prompts("many at once", f"client {number % 4}"))))
+
+    with ThreadPoolExecutor(16) as threads:
+        found = list(threads.map(request, range(16)))
+    assert len(set.intersection(*found)) == 1 and len(set.union(*found)) == 5
+    assert metric(server, "entries_total") - before == 5
+    assert metric(server, "queue") == 0 and metric(server, 'loaded{kind="text"}') == 1
+
+
+def test_the_openapi_document_describes_the_routes(server: RunningServer) -> None:
+    paths = server.get("/v1/openapi.json").json()["paths"]
+    body = paths["/v1/prompts:encode"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert body["$ref"].endswith("PromptsToEncode")
+    assert "image/*" in paths["/v1/images:encode"]["post"]["requestBody"]["content"]
+
+
+def test_damage_is_encoded_again_and_a_stop_finishes_the_batch(
+    config_file: Path, config: Config, tmp_path: Path, precached: Workspace
+) -> None:
+    cache = tmp_path / "cache"
+    on_disk = config.model_copy(update={"cache": config.cache.model_copy(update={"path": cache})})
+    run_precache(on_disk.model_copy(update={"datasets": config.datasets[:1]}))
+    with LatentCache(cache) as reader:
+        damaged = reader.prompt("a validation prompt", device="cpu")["prompt_embeds"].numpy().tobytes()[1000:1100]
+    damage(cache, damaged)
+    with serving(cache, "--encode", config_file, writes=False) as server, ThreadPoolExecutor(1) as threads:
+        assert_precached(encoded(server.post("/v1/prompts:encode", prompts("a validation prompt"))), precached)
+        assert metric(server, "entries_total") == 1
+
+        request = threads.submit(server.post, "/v1/prompts:encode", prompts(*(f"late {n}" for n in range(32))))
+        while metric(server, "queue") == 0:
+            assert not request.done(), request.result().body
+        assert server.stop() == 143
+        assert len(encoded(request.result(30))) == 32
+    with LatentCache(cache) as reader:
+        assert reader.prompt("late 31", device="cpu")["prompt_embeds"].shape == (1, 77, 72)
+
+
+def test_without_a_config_there_is_no_such_route(served: Any, tmp_path: Path, run: Any) -> None:
+    assert served.server.post("/v1/prompts:encode", prompts("x")).status == 404
+    bad = tmp_path / "bad.json"
+    bad.write_text("{}")
+    code, _, err = run("serve", served.path, "--port", "0", "--encode", bad)
+    assert code == 2 and "datasets: is required" in err
