@@ -145,7 +145,7 @@ def create_app(settings: ServiceSettings) -> FastAPI:
     return app
 
 
-class _AnnouncingServer(uvicorn.Server):
+class CacheServer(uvicorn.Server):
     """Says when it answers, and which signals stopped it."""
 
     def __init__(self, config: uvicorn.Config, announce: Callable[[], None]):
@@ -179,11 +179,22 @@ class _AnnouncingServer(uvicorn.Server):
 
 
 def serve(settings: ServiceSettings, address: Address, announce: Callable[[str], None]) -> int:
-    """Serve a cache until Ctrl-C or SIGTERM. Returns the signal's number.
-
-    `announce` is called with the URL once it answers. ConfigError if the address or the certificate cannot be used.
-    """
+    """Serve a cache until Ctrl-C or SIGTERM. Returns the signal's number. As `make_server`."""
     _allow_many_files()
+    server, listener = make_server(settings, address, announce)
+    with listener:
+        asyncio.run(server.serve(sockets=[listener]))
+    return server.caught[0] if server.caught else signal.SIGTERM
+
+
+def make_server(
+    settings: ServiceSettings, address: Address, announce: Callable[[str], None]
+) -> tuple[CacheServer, socket.socket]:
+    """A server of a cache, and the socket on which it is to listen.
+
+    `announce` is called with the URL once it answers. ConfigError if the address or the certificate cannot be used;
+    errors of `create_app`.
+    """
     app = create_app(settings)
     config = uvicorn.Config(
         app,
@@ -206,11 +217,9 @@ def serve(settings: ServiceSettings, address: Address, announce: Callable[[str],
     except (OSError, ssl.SSLError) as error:
         message = f"{address.certfile} and {address.keyfile} cannot be used for TLS: {error}"
         raise ConfigError(message, source="--ssl-certfile") from error
-    with address.listen() as listener:
-        url = address.url(listener.getsockname()[1])
-        server = _AnnouncingServer(config, lambda: announce(url))
-        asyncio.run(server.serve(sockets=[listener]))
-    return server.caught[0] if server.caught else signal.SIGTERM
+    listener = address.listen()
+    url = address.url(listener.getsockname()[1])
+    return CacheServer(config, lambda: announce(url)), listener
 
 
 def _allow_many_files() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import os
+import queue
 import secrets
 import signal
 import subprocess
@@ -17,6 +19,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+
+from latentcache.service.context import ServiceSettings
+from latentcache.service.limits import Limits
+from latentcache.service.server import Address, access_for, make_server
 
 START_S = 60.0
 
@@ -33,7 +39,7 @@ class Answer:
         return json.loads(self.body)
 
 
-@dataclass
+@dataclass(repr=False)
 class RunningServer:
     """`latentcache serve` as a process. `token` may read, `write_token` may write too; None where there is none."""
 
@@ -141,3 +147,22 @@ def serving(
             process.stdout.close()
             process.stderr.close()
             print("".join(log), file=sys.stderr)
+
+
+@contextmanager
+def serving_here(cache: Path, limits: Limits, *, writes: bool = True) -> Iterator[RunningServer]:
+    """The same by a thread of this process, with limits of a test's own. It has no token but the writing one."""
+    write_token = secrets.token_urlsafe(24) if writes else None
+    address = Address(port=0)
+    settings = ServiceSettings(cache=cache, access=access_for(address, None, write_token), limits=limits, writes=writes)
+    urls: queue.Queue[str] = queue.Queue()
+    server, listener = make_server(settings, address, urls.put)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
+    with listener:
+        thread.start()
+        try:
+            yield RunningServer(None, urls.get(timeout=START_S), None, write_token)  # type: ignore[arg-type]
+        finally:
+            server.should_exit = True
+            thread.join(60)
+            assert not thread.is_alive()

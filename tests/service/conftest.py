@@ -45,7 +45,7 @@ def manifest(name: str, entries: list[Entry]) -> Manifest:
     return Manifest(name, "train", 1, common, rows)
 
 
-@dataclass
+@dataclass(repr=False)
 class ServedCache:
     """A running server, and what its cache holds."""
 
