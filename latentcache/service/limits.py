@@ -185,5 +185,5 @@ class _GuardedRequest:
         """Answer with the error, if no answer began."""
         if self.status:
             raise error
-        self._refusal = None
+        self._refusal = self._timer = None
         await problem_of(error)(self._scope, self._receive, self.send)

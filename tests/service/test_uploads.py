@@ -222,6 +222,7 @@ def test_a_killed_server_and_a_client_that_goes_away_lose_nothing(tmp_path):
     name, data = pack([entry(number) for number in range(600, 640)])
     head = "PUT /v1/packs/{} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {}\r\nContent-Length: {}\r\n\r\n"
     with serving(cache.path) as server:
+
         def half():
             client = socket.create_connection(server.address)
             client.sendall(head.format(name, server.write_token, len(data)).encode() + data[: len(data) // 2])

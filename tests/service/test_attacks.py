@@ -1,0 +1,255 @@
+"""Requests of somebody who wants more than he may have."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from latentcache.errors import ConfigError
+from latentcache.service.access import Access, Role, bearer_token
+
+READS = ["status", "stats", "damaged", "metrics", "keys", "packs", "manifests", f"entries/{'0' * 64}", "none"]
+
+
+@pytest.mark.parametrize("path", READS)
+def test_without_the_token_nothing_is_read(served, path):
+    for token in (None, "x" * 32, served.server.token[:-1], served.server.token + "x", ""):
+        headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        answer = served.server.get(f"/v1/{path}", token=None, headers=headers)
+        assert answer.status == 401 and answer.headers["www-authenticate"] == "Bearer"
+        assert answer.json()["kind"] == "RequestRefused" and served.server.token not in answer.body.decode()
+    for scheme in ("Basic", "Token", "bearerx"):
+        answer = served.server.get(
+            f"/v1/{path}", token=None, headers={"Authorization": f"{scheme} {served.server.token}"}
+        )
+        assert answer.status == 401
+
+
+def test_the_body_of_a_stranger_is_not_read(served):
+    with socket.create_connection(served.server.address, timeout=20) as client:
+        client.sendall(b"POST /v1/entries:find HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000000\r\n\r\n")
+        assert client.recv(1000).startswith(b"HTTP/1.1 4")
+
+
+def test_the_scheme_of_a_token_has_no_case(served):
+    assert (
+        served.server.get("/v1/stats", token=None, headers={"Authorization": f"bearer {served.server.token}"}).status
+        == 200
+    )
+
+
+def test_health_and_the_description_are_for_all(served):
+    assert served.server.get("/v1/healthz", token=None).json()["status"] == "ok"
+    assert served.server.get("/v1/openapi.json", token=None).json()["info"]["title"] == "latentcache"
+
+
+def test_a_session_may_read_and_not_write(served):
+    access = Access(reading_token=served.server.token, writing_token=served.server.write_token, is_open=False)
+    for token in (served.server.token, served.server.write_token):
+        session = access.session_of(token)
+        assert session is not None and token not in session
+        cookie = {"Cookie": f"other=1; latentcache_session={session}"}
+        assert served.server.get("/v1/stats", token=None, headers=cookie).status == 200
+        answer = served.server.request("POST", "/v1/entries:remove", {"keys": []}, token=None, headers=cookie)
+        assert answer.status == 403
+    assert access.session_of("x" * 32) is None
+    cookie = {"Cookie": f"latentcache_session={'0' * 64}"}
+    assert served.server.get("/v1/stats", token=None, headers=cookie).status == 401
+
+
+def test_roles_and_secrets():
+    access = Access(reading_token="r" * 16, writing_token="w" * 16, is_open=False)
+    assert [access.role(token) for token in (None, "", "x", "r" * 16, "w" * 16)] == [
+        *[Role.NOTHING] * 3,
+        Role.READ,
+        Role.WRITE,
+    ]
+    assert "r" * 16 not in repr(access) and "w" * 16 not in repr(access)
+    assert access.role("ü" * 16) == Role.NOTHING
+    assert bearer_token(None) is None and bearer_token("Bearer") == "" and bearer_token("Basic x") is None
+    with pytest.raises(ConfigError, match="equal"):
+        Access(reading_token="a" * 16, writing_token="a" * 16)
+
+
+PATHS = [
+    "packs/../CACHE.json",
+    "packs/..%2FCACHE.json",
+    "packs/%2e%2e%2f%2e%2e%2fCACHE.json",
+    "packs/%2Fetc%2Fpasswd",
+    "packs//etc/passwd",
+    "packs/" + "a" * 31,
+    "packs/" + "a" * 31 + "%00",
+    "packs/" + "A" * 32,
+    "packs/" + "%C3%BC" * 32,
+    "manifests/..%2FCACHE.json",
+    "manifests/..",
+    "manifests/.photos",
+    "manifests/%2e%2e%5cphotos",
+    "manifests/photos%00",
+    "manifests/photos%0a",
+    "manifests/" + "a" * 300,
+    "manifests/..%2F..%2Fetc%2Fpasswd/samples",
+    "entries/..%2F..%2Fetc%2Fpasswd",
+    "entries/" + "g" * 64,
+    "entries/" + "0" * 64 + "%0a",
+    "../CACHE.json",
+    "..%2f..%2fetc%2fpasswd",
+]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_path_in_an_id_leads_nowhere(served, path):
+    before = sorted(map(str, served.path.rglob("*")))
+    for method, token in (
+        ("GET", served.server.token),
+        ("HEAD", served.server.token),
+        ("PUT", served.server.write_token),
+    ):
+        connection = http.client.HTTPConnection(*served.server.address, timeout=20)
+        # As it is: neither client nor library may clean it up.
+        connection.putrequest(method, f"/v1/{path}", skip_accept_encoding=True)
+        connection.putheader("Authorization", f"Bearer {token}")
+        connection.putheader("Content-Length", "0")
+        connection.endheaders()
+        answer = connection.getresponse()
+        body = answer.read()
+        connection.close()
+        assert answer.status in (404, 405, 422), (method, answer.status, body)
+        assert b"root:" not in body and b'"schema"' not in body
+    assert sorted(map(str, served.path.rglob("*"))) == before
+
+
+def ranges(served):
+    [pack, *_] = served.server.get("/v1/packs").json()["packs"]
+    data = (served.path / "packs" / pack["id"][:2] / f"{pack['id']}.safetensors").read_bytes()
+    return f"/v1/packs/{pack['id']}", data
+
+
+def test_ranges(served):
+    path, data = ranges(served)
+    size = len(data)
+    for text, (first, end) in {
+        "bytes=0-0": (0, 1),
+        "bytes=0-": (0, size),
+        "bytes=10-19": (10, 20),
+        f"bytes={size - 1}-": (size - 1, size),
+        f"bytes=5-{10 * size}": (5, size),
+        "bytes=-7": (size - 7, size),
+        f"bytes=-{10 * size}": (0, size),
+        "bytes= 1 - 2 ": (1, 3),
+    }.items():
+        answer = served.server.get(path, headers={"Range": text})
+        assert answer.status == 206 and answer.body == data[first:end], text
+        assert answer.headers["content-range"] == f"bytes {first}-{end - 1}/{size}"
+        assert served.server.request("HEAD", path, headers={"Range": text}).headers["content-length"] == str(
+            end - first
+        )
+    for text in (f"bytes={size}-", f"bytes={10**17}-", "bytes=-0"):
+        answer = served.server.get(path, headers={"Range": text})
+        assert answer.status == 416 and answer.headers["content-range"] == f"bytes */{size}", text
+    # No range, several, or none that a server must understand: the whole file, once.
+    many = "bytes=" + ",".join(["0-"] * 200)
+    for text in (
+        "",
+        "bytes",
+        "bytes=",
+        "bytes=-",
+        "bytes=5-2",
+        "bytes=a-b",
+        "rows=0-1",
+        "bytes=0-1,3-4",
+        many,
+        "bytes=--1",
+    ):
+        answer = served.server.get(path, headers={"Range": text})
+        assert answer.status == 200 and answer.body == data, text
+    assert served.server.get(path, headers={"Range": "bytes=" + "9" * 19 + "-"}).status == 200
+
+
+def test_a_range_counts_for_the_version_that_the_client_has(served):
+    path, _ = ranges(served)
+    etag = served.server.get(path).headers["etag"]
+    for tag, status in ((etag, 206), ('"other"', 200), ("Sun, 22 Nov 2026 00:00:00 GMT", 200)):
+        assert served.server.get(path, headers={"Range": "bytes=0-3", "If-Range": tag}).status == status
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=60))
+def test_no_range_header_breaks_it(served, text):
+    path, data = ranges(served)
+    answer = served.server.get(path, headers={"Range": "bytes=" + text})
+    assert answer.status in (200, 206, 416)
+    if answer.status == 206:
+        first, _, rest = answer.headers["content-range"].removeprefix("bytes ").partition("-")
+        assert answer.body == data[int(first) : int(rest.partition("/")[0]) + 1]
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20) | st.just("0" * 64),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(["keys", "fields", "x"]), inner, max_size=3)
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.sampled_from(["entries:find", "entries:read", "entries:remove"]), json_values | st.binary(max_size=60))
+def test_no_body_breaks_it(served, route, value):
+    body = value if isinstance(value, bytes) else json.dumps(value).encode()
+    answer = served.server.post(
+        f"/v1/{route}", body, token=served.server.write_token, headers={"Content-Type": "application/json"}
+    )
+    assert answer.status in (200, 400, 404, 413, 422), answer.body
+    if answer.status != 200:
+        assert answer.headers["content-type"] == "application/problem+json" and answer.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"[" * 100_000,
+        b'{"keys":' + b"[" * 50_000 + b"]" * 50_000 + b"}",
+        b'{"keys":[' + b"9" * 10_000 + b"]}",
+        b"\xff\xfe{}",
+        b"NaN",
+    ],
+    ids=["deep", "deep keys", "long number", "no UTF-8", "NaN"],
+)
+def test_odd_json_is_refused(served, body):
+    answer = served.server.post("/v1/entries:find", body, headers={"Content-Type": "application/json"})
+    assert answer.status in (400, 422) and answer.json()["kind"] == "RequestRefused"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\0" * 200,
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"GET /v1/stats HTTP/1.1\r\n\r\n",
+        b"GET /v1/stats HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\n" + b"X: y\r\n" * 20_000 + b"\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    ],
+    ids=["TLS", "version", "no host", "negative", "smuggling", "long path", "many headers", "HTTP/2"],
+)
+def test_what_is_no_request_is_refused(served, data):
+    with socket.create_connection(served.server.address, timeout=20) as client:
+        client.settimeout(20)
+        answer = b""
+        try:
+            client.sendall(data)
+            client.shutdown(socket.SHUT_WR)
+            while part := client.recv(1 << 16):
+                answer += part
+        except ConnectionError:
+            pass  # closed before all was sent
+    assert answer == b"" or answer.startswith(b"HTTP/1.1 4"), answer
+    assert served.server.get("/v1/healthz").status == 200

@@ -1,0 +1,201 @@
+"""Each limit is a clear answer, and a client that takes its time takes it from nobody else."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from contextlib import ExitStack
+
+import pytest
+from conftest import entry, fill
+from helpers.serving import serving_here
+
+from latentcache.service.limits import Limits
+from latentcache.store import DiskStore
+
+LIMITS = Limits(
+    max_body_bytes=4096,
+    max_upload_bytes=100_000,
+    max_answer_bytes=3000,
+    max_keys=20,
+    max_requests=4,
+    max_uploads=1,
+    answer_s=2.0,
+    stall_s=1.0,
+    header_s=1.0,
+    idle_s=3.0,
+)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return fill(tmp_path_factory.mktemp("limits") / "cache")
+
+
+@pytest.fixture(scope="module")
+def server(cache):
+    with serving_here(cache.path, LIMITS) as server:
+        yield server
+
+
+def raw(server, data, *, then=b"", wait=0.0):
+    """Send bytes, and return what comes until the server closes."""
+    with socket.create_connection(server.address, timeout=20) as client:
+        client.sendall(data)
+        time.sleep(wait)
+        if then:
+            client.sendall(then)
+        return read(client)
+
+
+def read(client):
+    answer = b""
+    while part := client.recv(1 << 16):
+        answer += part
+    return answer
+
+
+def problem_in(answer):
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert b"application/problem+json" in head, answer
+    return int(head.split()[1]), json.loads(body)
+
+
+POST = b"POST /v1/entries:find HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
+
+def test_a_large_body_is_refused_by_its_length_and_by_its_bytes(server):
+    body = b'{"keys":["' + b"0" * 5000 + b'"]}'
+    answer = server.post("/v1/entries:find", body, headers={"Content-Type": "application/json"})
+    assert answer.status == 413 and answer.json()["allowed"] == 4096 and answer.json()["met"] == len(body)
+    chunked = b"Transfer-Encoding: chunked\r\n\r\n" + b"%x\r\n%b\r\n" % (len(body), body)
+    status, problem = problem_in(raw(server, POST + chunked))  # without the end: it is not waited for
+    assert status == 413 and problem["allowed"] == 4096 and "Send less" in problem["next_step"]
+    answer = server.put("/v1/packs/" + "0" * 32, b"0" * 100_001)
+    assert answer.status == 413 and answer.json()["allowed"] == 100_000
+
+
+def test_many_keys_and_large_answers_are_refused(server, cache):
+    for route in ("entries:find", "entries:read"):
+        answer = server.post(f"/v1/{route}", {"keys": ["0" * 64] * 21})
+        assert answer.status == 413 and (answer.json()["met"], answer.json()["allowed"]) == (21, 20)
+    answer = server.post("/v1/entries:read", {"keys": cache.keys[:12]})
+    assert answer.status == 413 and answer.json()["allowed"] == 3000 and "several parts" in answer.json()["next_step"]
+    assert server.post("/v1/entries:read", {"keys": cache.keys[:11]}).status == 200
+
+
+def test_a_body_that_stalls_is_a_408(server):
+    start = time.monotonic()
+    status, problem = problem_in(raw(server, POST + b"Content-Length: 20\r\n\r\n{"))
+    assert status == 408 and problem["allowed"] == 1.0 and 0.9 < time.monotonic() - start < 10
+
+
+def test_an_upload_that_stalls_leaves_nothing(server, cache):
+    path = cache.path / "packs" / "ef" / f"{'ef' * 16}.safetensors"
+    head = f"PUT /v1/packs/{'ef' * 16} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {server.write_token}\r\n"
+    status, _ = problem_in(raw(server, head.encode() + b"Content-Length: 2000\r\n\r\n123"))
+    assert status == 408
+    deadline = time.monotonic() + 10
+    while list(path.parent.iterdir()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("slow", [b"", b"G", b"GET /v1/stats HTTP/1.1\r\nHost: localhost\r\n"])
+def test_headers_that_come_slowly_are_a_408(server, slow):
+    """A byte now and then does not help: the time counts from the first byte."""
+    with socket.create_connection(server.address, timeout=20) as client:
+        client.sendall(slow)
+        start, answer = time.monotonic(), b""
+        client.settimeout(0.3)
+        while time.monotonic() - start < 15:
+            try:
+                part = client.recv(1 << 16)
+                answer += part
+                if not part:
+                    break
+            except TimeoutError:
+                if slow:
+                    client.sendall(b"X")
+            except ConnectionError:
+                break
+        taken = time.monotonic() - start
+    if slow:
+        assert problem_in(answer)[0] == 408 and taken < 10
+    else:
+        assert answer == b"" and 2.5 < taken < 10  # nothing came at all: closed without a word
+
+
+def test_requests_and_uploads_at_once_are_bounded(server):
+    head = f"PUT /v1/packs/{'aa' * 16} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {server.write_token}\r\n"
+    with ExitStack() as stack:
+
+        def start(data):
+            client = stack.enter_context(socket.create_connection(server.address, timeout=20))
+            client.sendall(data)
+            time.sleep(0.1)
+            return client
+
+        first = start(head.encode() + b"Content-Length: 2000\r\n\r\n123")
+        second = server.put("/v1/packs/" + "ab" * 16, b"123")
+        assert second.status == 503 and "uploads at once" in second.json()["detail"]
+        waiting = [start(POST + b"Content-Length: 20\r\n\r\n{") for _ in range(3)]
+        busy = server.get("/v1/stats")
+        assert busy.status == 503 and busy.headers["retry-after"] == "1" and busy.json()["allowed"] == 4
+        assert server.get("/v1/healthz").status == 200
+        for client in (first, *waiting):
+            read(client)
+    assert server.get("/v1/stats").status == 200
+
+
+def test_a_store_that_does_not_answer_is_a_503(server, monkeypatch):
+    wait = threading.Event()
+    monkeypatch.setattr(DiskStore, "stats", lambda self: wait.wait(20))
+    start = time.monotonic()
+    try:
+        answer = server.get("/v1/stats")
+        assert answer.status == 503 and answer.json()["allowed"] == 2.0 and answer.headers["retry-after"]
+        assert time.monotonic() - start < 10
+        assert server.post("/v1/entries:find", {"keys": []}).status == 200  # other threads go on
+    finally:
+        wait.set()
+
+
+def test_a_slow_reader_is_dropped_and_delays_nobody(tmp_path):
+    entries = [entry(1000 + number, length=200_000) for number in range(6)]  # 2.4 MB each
+    with DiskStore(tmp_path / "cache") as store:
+        store.add(entries)
+    keys = [each.record.key for each in entries]
+    body = json.dumps({"keys": keys}).encode()
+    with (
+        serving_here(tmp_path / "cache", Limits(stall_s=1.0)) as server,
+        socket.socket() as slow,
+    ):
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.settimeout(20)
+        slow.connect(server.address)
+        head = b"POST /v1/entries:read HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        slow.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        start = time.monotonic()
+        assert server.post("/v1/entries:read", {"keys": keys}).status == 200
+        assert time.monotonic() - start < 10
+        time.sleep(2.0)
+        received = 0
+        with pytest.raises(ConnectionError):  # reset: it was not all
+            while part := slow.recv(1 << 20):
+                received += len(part)
+            raise ConnectionError("closed")
+        assert received < sum(each.num_bytes for each in entries)
+
+
+def test_idle_connections_hurt_nobody(tmp_path):
+    cache = fill(tmp_path / "cache")
+    with ExitStack() as stack, serving_here(cache.path, Limits()) as server:
+        for _ in range(300):
+            stack.enter_context(socket.create_connection(server.address, timeout=20))
+        start = time.monotonic()
+        for _ in range(5):
+            assert server.post("/v1/entries:read", {"keys": cache.keys}).status == 200
+        assert time.monotonic() - start < 10
