@@ -1,7 +1,8 @@
 """Check and test the project: makes .venv if needed, runs ruff and mypy, then each lane of tests in its own process.
 
 Lanes: `default`; `sim`, the tests that need a second device, on a simulated one; `bench`, the benchmarks at a tiny
-size; `soak`, the soak programs at a short size; `cuda`, the tests of `sim` on a CUDA device where there is one.
+size; `soak`, the soak programs at a short size; `page`, the service's page in Chromium, which is installed if it is
+missing (Debian, as root); `cuda`, the tests of `sim` on a CUDA device where there is one.
 `--lane NAME` runs this lane alone, without the checks, and may come several times. Two lanes run only so: `deepspeed`,
 which installs DeepSpeed into .venv and needs a C++ compiler; `onetrainer-pins`, in an environment of its own with the
 releases that OneTrainer pins. Extra arguments go to pytest: in the default lane, or in all that `--lane` names.
@@ -29,14 +30,15 @@ NUM_WORKERS = str(min(4, os.cpu_count() or 1))
 MEMORY = Path("/dev/shm")
 """Linux' file system in memory. The suite writes thousands of small files durably: a disk takes half of its time."""
 MEMORY_BYTES = 2 << 30
-LANES = ("default", "sim", "bench", "soak", "cuda", "deepspeed", "onetrainer-pins")
+LANES = ("default", "sim", "bench", "soak", "page", "cuda", "deepspeed", "onetrainer-pins")
 OPT_IN = ("deepspeed", "onetrainer-pins")
-IN_MEMORY = ("default", "sim", "onetrainer-pins")
+IN_MEMORY = ("default", "sim", "page", "onetrainer-pins")
 PINS = bootstrap.Environment(".venv-onetrainer-pins", "constraints-onetrainer.txt", "test")
 PINS_TESTS = (
     *("tests/integrations", "tests/models", "tests/families"),
     *("tests/precache/test_run.py", "tests/precache/test_staleness.py", "tests/loading/test_cache.py"),
 )
+CHROMIUM = Path("/usr/bin/chromium")
 CUDA_IS_HERE = "import sys, torch; sys.exit(not torch.cuda.is_available())"
 
 
@@ -73,6 +75,16 @@ def install_deepspeed() -> bool:
     print("installing DeepSpeed into .venv ...", file=sys.stderr, flush=True)
     options = ["--quiet", "--disable-pip-version-check", "-c", "constraints.txt"]
     return run(sys.executable, "-m", "pip", "install", *options, "-e", ".[test,docs,deepspeed]") == 0
+
+
+def install_chromium() -> None:
+    """Install Chromium where that can be done. Where it cannot, the tests that need it fail, and say so."""
+    if CHROMIUM.exists() or shutil.which("apt-get") is None or os.geteuid() != 0:
+        return
+    print("installing Chromium ...", file=sys.stderr, flush=True)
+    with patch.dict(os.environ, DEBIAN_FRONTEND="noninteractive"):
+        run("apt-get", "-qq", "update")
+        run("apt-get", "-qq", "install", "--yes", "--no-install-recommends", "chromium")
 
 
 def lane_with_pins(*arguments: str) -> bool:
@@ -122,6 +134,9 @@ def run_lane(name: str, for_pytest: Sequence[str]) -> bool:
             return lane(name, *shared, "-m", "bench", *benchmarks, *for_pytest)
         case "soak":
             return lane(name, "-n", "2", "--dist", "worksteal", "-m", "soak", "tests/soak", *for_pytest)
+        case "page":
+            install_chromium()
+            return lane(name, *shared, "-m", "page", "tests/service", *for_pytest)
         case "cuda":
             return lane(name, "-m", "sim and cuda", "tests/sim", *for_pytest)
         case "deepspeed":

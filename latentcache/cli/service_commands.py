@@ -1,15 +1,35 @@
-"""The command that serves a cache to other processes and machines."""
+"""The commands that serve a cache: to other processes and machines, and to a browser on this one."""
 
 from __future__ import annotations
 
 import json
 import logging
+import threading
+import webbrowser
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from latentcache.cli.options import CACHE_DEFAULTS, OfCache, Target
-from latentcache.config import load_config
+from cyclopts import Parameter
+
+from latentcache.cli.options import CACHE_DEFAULTS, CacheOptions, OfCache, Switch, Target
+from latentcache.config import Config, load_config
 
 logger = logging.getLogger("latentcache")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageOptions:
+    """What the page of a server shows beyond the cache."""
+
+    photos: Switch = False
+    """Show the photos on the page too, where their files are on this machine."""
+    validation: Path | None = None
+    """A folder of validation results, for the page. Default: that of the config."""
+
+
+OfPage = Annotated[PageOptions, Parameter(name="*")]
+PAGE_DEFAULTS = PageOptions()
 
 
 def serve(  # noqa: PLR0913 - each is a flag
@@ -24,6 +44,7 @@ def serve(  # noqa: PLR0913 - each is a flag
     ssl_keyfile: Path | None = None,
     encode: Path | None = None,
     idle_s: float = 300.0,
+    page: OfPage = PAGE_DEFAULTS,
     options: OfCache = CACHE_DEFAULTS,
 ) -> int:
     """Serve a cache over HTTP: several trainers, on one machine or many, share it. It runs until Ctrl-C or SIGTERM.
@@ -43,6 +64,7 @@ def serve(  # noqa: PLR0913 - each is a flag
     """
     from latentcache.service.access import token_from
     from latentcache.service.context import ServiceSettings
+    from latentcache.service.page_settings import PageSettings
     from latentcache.service.server import Address, access_for
     from latentcache.service.server import serve as run_server
 
@@ -59,14 +81,60 @@ def serve(  # noqa: PLR0913 - each is a flag
             print(json.dumps({"url": url}), flush=True)
         logger.info("%s is served at %s", path, url)
 
+    config = _named_config(target, options) if encode is None else load_config(encode)
     settings = ServiceSettings(
         cache=path,
         access=access,
         writes=writing is not None or encode is not None,
-        encode=None if encode is None else load_config(encode),
+        encode=None if encode is None else config,
         idle_s=idle_s,
+        page=PageSettings(config=config, validation=page.validation, show_photos=page.photos),
     )
     return 128 + run_server(settings, address, announce)
 
 
-SERVICE_COMMANDS = (serve,)
+def browse(
+    target: Target = None,
+    /,
+    *,
+    port: int = 0,
+    validation: Path | None = None,
+    no_open: Switch = False,
+    options: OfCache = CACHE_DEFAULTS,
+) -> int:
+    """Look into a cache in a browser: its samples, buckets, validations and damage. It runs until Ctrl-C.
+
+    Only this machine reaches the page, and nothing is written. With --json the first line of stdout is {"url": ...}.
+
+    Args:
+        port: The port to listen on; 0 takes a free one.
+        validation: A folder of validation results. Default: that of the config.
+        no_open: Open no browser: only say where the page is.
+    """
+    from latentcache.service.context import ServiceSettings
+    from latentcache.service.page_settings import PageSettings
+    from latentcache.service.server import Address, access_for
+    from latentcache.service.server import serve as run_server
+
+    address, path = Address(port=port), options.path(target)
+
+    def announce(url: str) -> None:
+        if options.as_json:
+            print(json.dumps({"url": url}), flush=True)
+        logger.info("look at %s; Ctrl-C ends it", url)
+        if not no_open:
+            # In a thread: a browser in the terminal would keep the server from answering it.
+            threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()
+
+    page = PageSettings(config=_named_config(target, options), validation=validation, show_photos=True)
+    settings = ServiceSettings(cache=path, access=access_for(address, None, None), page=page)
+    return 128 + run_server(settings, address, announce)
+
+
+def _named_config(target: str | None, options: CacheOptions) -> Config | None:
+    """The config that the command names, if it names one."""
+    file = options.config if target is None or Path(target).is_dir() else Path(target)
+    return None if file is None else load_config(file)
+
+
+SERVICE_COMMANDS = (serve, browse)

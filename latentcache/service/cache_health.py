@@ -35,7 +35,7 @@ class LackingSample:
 
 
 @dataclass(frozen=True, slots=True)
-class Health:
+class CacheHealth:
     """What is wrong with a cache. The lists have LISTED rows at most, the numbers count all.
 
     `num_unused` counts entries that no manifest refers to, `unused_damage` those of them that are damaged.
@@ -56,7 +56,7 @@ class Health:
         return not (self.num_lacking or self.num_damaged or self.problems)
 
 
-def health(store: DiskStore, views: ManifestViews) -> Health:
+def health(store: DiskStore, views: ManifestViews) -> CacheHealth:
     """Look at every key of every manifest, prompts too. Reads no payload."""
     damaged = store.damaged()
     lacking: list[LackingSample] = []
@@ -85,7 +85,7 @@ def health(store: DiskStore, views: ManifestViews) -> Health:
                     lacking.append(LackingSample(name, row.sample_id, key, damaged.get(key, "the entry is not there")))
     unused_damage = [(key, reason) for key, reason in damaged.items() if key not in used]
     num_entries = sum(store.stats().num_entries.values())
-    return Health(
+    return CacheHealth(
         lacking=tuple(lacking),
         num_lacking=num_lacking,
         num_damaged=len(damaged),

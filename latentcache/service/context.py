@@ -16,6 +16,7 @@ from latentcache.dataset.manifest import ManifestFolder
 from latentcache.errors import EntryDamagedError, EntryMissingError
 from latentcache.service.access import Access, Role
 from latentcache.service.limits import Limits
+from latentcache.service.page_settings import PageSettings
 from latentcache.service.telemetry import Telemetry
 from latentcache.store.disk import DiskStore
 from latentcache.store.exchange import StoredEntries
@@ -38,6 +39,7 @@ class ServiceSettings:
     """With whose models prompts and images are encoded that are not cached. None: they are not."""
     idle_s: float = 300.0
     """After so many seconds without such a miss the models leave the device."""
+    page: PageSettings = field(default_factory=PageSettings)
 
 
 class ServiceContext:

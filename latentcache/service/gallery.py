@@ -171,7 +171,7 @@ class Gallery:
         return tuple(_tile(source, row, state) for (source, row), state in zip(shown, lacking, strict=True))
 
     def sample(self, dataset: str, sample_id: str) -> tuple[ManifestView, Row]:
-        """One sample. StoreError for an unknown dataset, SampleError for an unknown sample."""
+        """One sample. RequestRefused for an unknown dataset, SampleError for an unknown sample."""
         view = self.views.view(dataset)
         row = view.manifest.rows.get(sample_id)
         if row is None:

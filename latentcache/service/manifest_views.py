@@ -14,7 +14,7 @@ from typing import Any
 
 from latentcache.config import PROMPTS_PREFIX
 from latentcache.dataset.manifest import MAX_BYTES, REMEDY, Manifest, ManifestFolder, Row
-from latentcache.errors import StoreError
+from latentcache.errors import RequestRefused, StoreError
 from latentcache.types import Size
 from latentcache.utils.durable_files import regular_file
 
@@ -95,7 +95,7 @@ class ManifestViews:
         return [name for name in self.manifests.names() if not name.startswith(PROMPTS_PREFIX)]
 
     def state(self, name: str) -> FileState:
-        """The state of a manifest's file now. StoreError if there is none of this name."""
+        """The state of a manifest's file now. RequestRefused if there is none of this name."""
         # The name comes from a request: only what the folder lists may become a path.
         if name not in self.manifests.names():
             raise _unknown(name, self.dataset_names())
@@ -149,7 +149,6 @@ class ManifestViews:
             return view
 
 
-def _unknown(name: str, known: list[str]) -> StoreError:
-    return StoreError(
-        f"no dataset {name!r:.100}; there are: {', '.join(known) or 'none yet: run latentcache precache'}"
-    )
+def _unknown(name: str, known: list[str]) -> RequestRefused:
+    there = ", ".join(known) or "none yet: run latentcache precache"
+    return RequestRefused(f"no dataset {name!r:.100}; there are: {there}", status=404)

@@ -6,7 +6,7 @@ import json
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from itertools import accumulate
 from typing import Any
 
@@ -110,7 +110,7 @@ class GrowthReader:
 
     def __init__(self, store: DiskStore):
         self._store = store
-        self._created: dict[str, str | None] = {}
+        self._created: dict[str, datetime | None] = {}
         self._lock = threading.Lock()
 
     def growth(self) -> Growth | None:
@@ -124,23 +124,23 @@ class GrowthReader:
                 if (created := self._time_of(group[-1].id)) is not None:
                     points.append((created, sum(pack.file_bytes for pack in group)))
         points.sort()
-        times = [datetime.fromisoformat(created).timestamp() for created, _ in points]
+        times = [created.timestamp() for created, _ in points]
         sizes = list(accumulate(num_bytes for _, num_bytes in points))
         curve = curve_of(times, sizes, from_zero=True)
-        return None if curve is None else Growth(curve, points[0][0], points[-1][0], sizes[-1])
+        return None if curve is None else Growth(curve, points[0][0].isoformat(), points[-1][0].isoformat(), sizes[-1])
 
-    def _time_of(self, pack: str) -> str | None:
+    def _time_of(self, pack: str) -> datetime | None:
         if pack not in self._created:
             self._created[pack] = _created(self._store, pack)
         return self._created[pack]
 
 
-def _created(store: DiskStore, pack: str) -> str | None:
+def _created(store: DiskStore, pack: str) -> datetime | None:
     """When the first entry of a pack was made, in UTC; None where its record does not say, or cannot be read."""
     try:
         records = read_records(store.directory.pack_path(pack))
         created = json.loads(records.json(0))["provenance"]["created"]
         time = datetime.fromisoformat(created)
-        return created if time.tzinfo is not None else None
+        return time.astimezone(UTC) if time.tzinfo is not None else None
     except (PackError, OSError, ValueError, LookupError, TypeError):
         return None

@@ -3,34 +3,33 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Request, Response
-from fastapi.concurrency import run_in_threadpool
+from fastapi import APIRouter, Query, Request, Response
 
 import latentcache
 from latentcache.dataset.manifest import ManifestFolder
-from latentcache.errors import ConfigError, EntryMissingError, LatentCacheError, SampleError, StoreError
+from latentcache.errors import ConfigError, LatentCacheError, RequestRefused
 from latentcache.service import page_text
+from latentcache.service.access import COOKIE, Role
 from latentcache.service.cache_health import health, running
 from latentcache.service.charts import aspect_bars, bucket_bars, curve_of
+from latentcache.service.context import ServiceContext
+from latentcache.service.entry_routes import KeyInPath
 from latentcache.service.gallery import STATES, Filters, Gallery, GalleryPage
 from latentcache.service.manifest_views import ManifestViews
 from latentcache.service.overview import GrowthReader, model_origins, overview
+from latentcache.service.page_settings import PageSettings
 from latentcache.service.page_text import query_of, rendered, url
 from latentcache.service.photos import photo_webp
+from latentcache.service.problems import problem_of, problems
 from latentcache.service.sample_details import explained, sample_details
-from latentcache.service.thumbnails import DEFAULT_SIDE, Decoder, Thumbnails
+from latentcache.service.thumbnails import DEFAULT_SIDE, SIDES, Thumbnails
 from latentcache.service.validation_runs import validation_picture, validation_steps
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from latentcache.config import Config
-    from latentcache.store.disk import DiskStore
+from latentcache.store.disk import DiskStore
 
 PAGES = (
     ("/", "Overview"),
@@ -56,19 +55,12 @@ NOT_KEPT = "no-store"
 
 @dataclass(frozen=True)
 class PageSource:
-    """What the page is about. Threads share it.
-
-    `config` gives the reasons of hits and misses, and the places of validations; `validation` is that folder if there
-    is no config. `show_photos` reads the photos' files on this machine. `decoder` decodes thumbnails; None: the linear
-    approximation.
-    """
+    """What the page is about. Threads share it."""
 
     store: DiskStore
     manifests: ManifestFolder
-    config: Config | None = None
-    validation: Path | None = None
-    show_photos: bool = False
-    decoder: Decoder | None = None
+    settings: PageSettings
+    thumbnails: Thumbnails
 
     @cached_property
     def views(self) -> ManifestViews:
@@ -81,69 +73,104 @@ class PageSource:
         return Gallery(self.store, self.views)
 
     @cached_property
-    def thumbnails(self) -> Thumbnails:
-        """Their pictures."""
-        return Thumbnails(self.store, self.decoder)
-
-    @cached_property
     def growth(self) -> GrowthReader:
         """When packs were made."""
         return GrowthReader(self.store)
 
-    @property
-    def validation_folder(self) -> Path | None:
-        """Where the results of validations are, if that is known."""
-        if self.validation is not None:
-            return self.validation
-        return None if self.config is None else self.config.validation.path
+
+Fields = Mapping[str, str]
+Side = Annotated[int, Query(ge=SIDES.start, lt=SIDES.stop, description="Of the longer side, in pixels, at most.")]
+View = Callable[[PageSource, Fields], Response]
 
 
-Query = Mapping[str, str]
-View = Callable[[PageSource, Query], Response]
+def page_router(context: ServiceContext) -> APIRouter:
+    """The pages, their parts, and the thumbnails that they show.
 
+    Each is made in a thread. Errors are a page too, with the error's own words. Where reading needs a token, a form
+    takes it, and a cookie that no script can read remembers it.
+    """
+    settings, decoder = context.settings.page, None
+    if settings.config is not None:
+        # Whatever the config says, this is the cache that is served.
+        cache = settings.config.cache.model_copy(update={"path": context.store.path})
+        config = settings.config.model_copy(update={"cache": cache})
+        settings = replace(settings, config=config)
+        from latentcache.service.vae_decoder import decoder_of  # imports diffusers
 
-def page_router(source: PageSource) -> APIRouter:
-    """The pages and their parts. Each is made in a thread; errors are a page too, with the error's own words."""
-    router = APIRouter(include_in_schema=False)
-
-    def add(path: str, view: View) -> None:
-        async def answer(request: Request) -> Response:
-            try:
-                query = query_of(request.scope["query_string"]) | request.path_params
-                return await run_in_threadpool(view, source, query)
-            except LatentCacheError as error:
-                return await run_in_threadpool(_problem, source, error)
-
-        router.add_api_route(path, answer, methods=["GET", "HEAD"])
-
+        decoder = decoder_of(config)
+    source = PageSource(context.store, context.manifests, settings, Thumbnails(context.store, decoder))
+    router = APIRouter()
     for path, view in VIEWS.items():
-        add(path, view)
+        router.add_api_route(path, _answering(context, source, view), methods=["GET", "HEAD"], include_in_schema=False)
+    router.include_router(_login_router(context, source))
+
+    @router.get(
+        "/v1/thumbnails/{key}.webp",
+        tags=["entries"],
+        response_class=Response,
+        responses={200: {"content": {"image/webp": {}}, "description": "A picture."}, **problems(404, 409)},
+    )
+    async def thumbnail(key: KeyInPath, side: Side = DEFAULT_SIDE) -> Response:
+        """The cached image, decoded, as WebP of at most `side` pixels."""
+        return _webp(await context.call(source.thumbnails.webp, key, side))
+
     return router
 
 
-def static_router() -> APIRouter:
+def _answering(context: ServiceContext, source: PageSource, view: View) -> Callable[[Request], Awaitable[Response]]:
+    async def answer(request: Request) -> Response:
+        if request.scope["latentcache.role"] < Role.READ:
+            return _login_form(source, 401)
+        try:
+            query = query_of(request.scope["query_string"]) | request.path_params
+            return await context.call(view, source, query)
+        except LatentCacheError as error:
+            return _problem(source, error)
+
+    return answer
+
+
+def _login_router(context: ServiceContext, source: PageSource) -> APIRouter:
+    router = APIRouter(include_in_schema=False)
+
+    @router.get("/login")
+    async def form() -> Response:
+        return _login_form(source, 200)
+
+    @router.post("/login")
+    async def login(request: Request) -> Response:
+        try:
+            token = query_of(await request.body()).get("token", "").strip()
+        except ConfigError:
+            token = ""
+        session = context.access.session_of(token)
+        if session is None:
+            return _login_form(source, 403, problem="This is not the token of this server.")
+        answer = Response(status_code=303, headers={"Location": "/", "Cache-Control": NOT_KEPT})
+        is_secure = request.url.scheme == "https"
+        answer.set_cookie(COOKIE, session, path="/", httponly=True, samesite="strict", secure=is_secure)
+        return answer
+
+    return router
+
+
+def _login_form(source: PageSource, status: int, problem: str = "") -> Response:
+    return _page(source, "login.html", status=status, problem=problem)
+
+
+def static_router(context: ServiceContext) -> APIRouter:
     """The page's style, script and icon: anyone may have them."""
     router = APIRouter(include_in_schema=False)
 
-    async def static(name: str) -> Response:
+    @router.get("/static/{name}")
+    async def static(name: str, request: Request) -> Response:
         data = page_text.static_files().get(name)
         if data is None:
             return Response(status_code=404)
-        media_type = page_text.MEDIA_TYPES[f".{name.rpartition('.')[2]}"]
-        return Response(data, media_type=media_type, headers={**HEADERS, "Cache-Control": FOR_EVER})
-
-    router.add_api_route("/static/{name}", static, methods=["GET", "HEAD"])
-    return router
-
-
-def thumbnail_router(source: PageSource) -> APIRouter:
-    """Pictures of cached images. Errors are raised: they are those of the service's other routes."""
-    router = APIRouter(tags=["entries"])
-
-    @router.get("/v1/thumbnails/{key}.webp", response_class=Response, responses={200: {"content": {"image/webp": {}}}})
-    async def thumbnail(key: str, side: int = DEFAULT_SIDE) -> Response:
-        """The cached image, decoded, as WebP of at most `side` pixels."""
-        return _webp(await run_in_threadpool(source.thumbnails.webp, key, side))
+        headers = {**HEADERS, "Cache-Control": FOR_EVER, "Vary": "Accept-Encoding"}
+        if "gzip" in request.headers.get("accept-encoding", ""):
+            data, headers["Content-Encoding"] = page_text.compressed(name), "gzip"
+        return Response(data, 200, headers, page_text.MEDIA_TYPES[f".{name.rpartition('.')[2]}"])
 
     return router
 
@@ -168,15 +195,12 @@ def _page(source: PageSource, template: str, page: str = "", status: int = 200, 
 
 
 def _problem(source: PageSource, error: LatentCacheError) -> Response:
-    status, title = 500, "This cannot be shown"
-    if isinstance(error, ConfigError):
-        status, title = 400, "This address makes no sense"
-    elif isinstance(error, SampleError | EntryMissingError) or type(error) is StoreError:
-        status, title = 404, "Not found"
+    status = problem_of(error).status_code
+    title = {404: "Not found", 422: "This address makes no sense"}.get(status, "This cannot be shown")
     return _page(source, "problem.html", status=status, title=title, detail=str(error))
 
 
-def _filters(query: Query) -> tuple[Filters, int]:
+def _filters(query: Fields) -> tuple[Filters, int]:
     """The filters and the first sample's number. ConfigError."""
     start = query.get("start", "0")
     if not start.isdecimal() or len(start) > 12:
@@ -184,7 +208,7 @@ def _filters(query: Query) -> tuple[Filters, int]:
     return Filters(**{name: query.get(name, "") for name in Filters.__slots__}), int(start)
 
 
-def _overview(source: PageSource, query: Query) -> Response:
+def _overview(source: PageSource, query: Fields) -> Response:
     found = overview(source.store, source.views)
     readable = [dataset.name for dataset in found.datasets if dataset.head is not None]
     strip: tuple[Any, ...] = ()
@@ -202,15 +226,15 @@ def _overview(source: PageSource, query: Query) -> Response:
     )
 
 
-def _running(source: PageSource, query: Query) -> Response:
+def _running(source: PageSource, query: Fields) -> Response:
     return _page(source, "running.html", running=running(source.store, source.manifests))
 
 
-def _growth(source: PageSource, query: Query) -> Response:
+def _growth(source: PageSource, query: Fields) -> Response:
     return _page(source, "growth.html", growth=source.growth.growth())
 
 
-def _models(source: PageSource, query: Query) -> Response:
+def _models(source: PageSource, query: Fields) -> Response:
     datasets = overview(source.store, source.views).datasets
     origins = model_origins(source.store, datasets)
     names: dict[str, set[str]] = {}
@@ -221,51 +245,51 @@ def _models(source: PageSource, query: Query) -> Response:
     return _page(source, "models.html", models=models)
 
 
-def _gallery(source: PageSource, query: Query) -> Response:
+def _gallery(source: PageSource, query: Fields) -> Response:
     filters, start = _filters(query)
     page, names = source.gallery.page(filters, start), source.views.dataset_names()
     return _page(source, "gallery.html", "/gallery", gallery=page, filters=filters, datasets=names)
 
 
-def _results(source: PageSource, query: Query) -> Response:
+def _results(source: PageSource, query: Fields) -> Response:
     filters, start = _filters(query)
     response = _page(source, "results.html", gallery=source.gallery.page(filters, start), filters=filters)
     response.headers["HX-Replace-Url"] = url("/gallery", **filters.to_query())
     return response
 
 
-def _tiles(source: PageSource, query: Query) -> Response:
+def _tiles(source: PageSource, query: Fields) -> Response:
     filters, start = _filters(query)
     return _page(source, "tiles.html", gallery=source.gallery.page(filters, start), filters=filters)
 
 
-def _bucket_options(source: PageSource, query: Query) -> Response:
+def _bucket_options(source: PageSource, query: Fields) -> Response:
     filters, _ = _filters(query)
     counts = sorted(source.gallery.buckets(filters.dataset).items())
     return _page(source, "bucket_options.html", buckets=counts, filters=filters)
 
 
-def _sample(source: PageSource, query: Query) -> Response:
+def _sample(source: PageSource, query: Fields) -> Response:
     dataset, sample_id = _named(query)
-    details = sample_details(source.gallery, dataset, sample_id, show_photo=source.show_photos)
-    return _page(source, "sample.html", "/gallery", sample=details, explains=source.config is not None)
+    details = sample_details(source.gallery, dataset, sample_id, show_photo=source.settings.show_photos)
+    return _page(source, "sample.html", "/gallery", sample=details, explains=source.settings.config is not None)
 
 
-def _reasons(source: PageSource, query: Query) -> Response:
+def _reasons(source: PageSource, query: Fields) -> Response:
     _, row = source.gallery.sample(*_named(query))
-    if source.config is None:
+    if source.settings.config is None:
         raise ConfigError("why a sample is a hit or a miss is known with a config: start the service with --encode")
-    return _page(source, "reasons.html", reasons=explained(source.config, row))
+    return _page(source, "reasons.html", reasons=explained(source.settings.config, row))
 
 
-def _photo(source: PageSource, query: Query) -> Response:
-    if not source.show_photos:
-        raise StoreError("this service does not show photos: start it with --photos")
+def _photo(source: PageSource, query: Fields) -> Response:
+    if not source.settings.show_photos:
+        raise RequestRefused("this server shows no photos", status=403, next_step="Start it with --photos")
     _, row = source.gallery.sample(*_named(query))
     return _webp(photo_webp(row))
 
 
-def _named(query: Query) -> tuple[str, str]:
+def _named(query: Fields) -> tuple[str, str]:
     """Dataset and sample_id. ConfigError if one is not given."""
     if "dataset" not in query or "id" not in query:
         raise ConfigError("the address of a sample has a dataset and an id")
@@ -276,7 +300,7 @@ def _webp(data: bytes) -> Response:
     return Response(data, 200, {**HEADERS, "Cache-Control": FOR_AN_HOUR}, "image/webp")
 
 
-def _buckets(source: PageSource, query: Query) -> Response:
+def _buckets(source: PageSource, query: Fields) -> Response:
     views = [source.views.view(name) for name in source.views.dataset_names()]
     charts = [
         (view.name, bucket_bars(view.buckets), aspect_bars(view.original_sizes), view.buckets.total()) for view in views
@@ -284,8 +308,8 @@ def _buckets(source: PageSource, query: Query) -> Response:
     return _page(source, "buckets.html", "/buckets", charts=charts)
 
 
-def _validation(source: PageSource, query: Query) -> Response:
-    folder = source.validation_folder
+def _validation(source: PageSource, query: Fields) -> Response:
+    folder = source.settings.validation_folder
     steps = [] if folder is None else validation_steps(folder)
     measured = [(step.step, step.metrics.loss) for step in steps if step.metrics and step.metrics.measurement_settings]
     curve = curve_of([step for step, _ in measured], [loss for _, loss in measured], from_zero=False)
@@ -293,15 +317,15 @@ def _validation(source: PageSource, query: Query) -> Response:
     return _page(source, "validation.html", "/validation", folder=shown, steps=steps, curve=curve)
 
 
-def _validation_picture(source: PageSource, query: Query) -> Response:
-    folder, step = source.validation_folder, query["step"]
+def _validation_picture(source: PageSource, query: Fields) -> Response:
+    folder, step = source.settings.validation_folder, query["step"]
     if folder is None or not step.isdecimal() or len(step) > 18:
-        raise StoreError("there is no such validation")
+        raise RequestRefused(f"no validation of step {step:.40}", status=404)
     data = validation_picture(folder, int(step), query["name"])
     return Response(data, 200, {**HEADERS, "Cache-Control": NOT_KEPT}, "image/png")
 
 
-def _health(source: PageSource, query: Query) -> Response:
+def _health(source: PageSource, query: Fields) -> Response:
     found = health(source.store, source.views)
     return _page(source, "health.html", "/health", health=found, running=running(source.store, source.manifests))
 

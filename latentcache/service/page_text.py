@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from datetime import UTC, datetime
 from functools import cache
 from hashlib import sha256
@@ -88,6 +89,12 @@ def capitalize_first(text: str) -> str:
 def static_files() -> dict[str, bytes]:
     """The files that the page's style, script and icon are, by name."""
     return {path.name: path.read_bytes() for path in STATIC.iterdir() if path.suffix in MEDIA_TYPES}
+
+
+@cache
+def compressed(name: str) -> bytes:
+    """A static file, compressed with gzip."""
+    return gzip.compress(static_files()[name], mtime=0)
 
 
 @cache

@@ -13,7 +13,7 @@ from typing import Literal
 from latentcache.config import ImagesConfig
 from latentcache.dataset.images import decode
 from latentcache.dataset.manifest import Row
-from latentcache.errors import ImageRefused, StoreError
+from latentcache.errors import ImageRefused, RequestRefused, StoreError
 from latentcache.identity import digest
 from latentcache.service.thumbnails import webp_of
 
@@ -51,22 +51,24 @@ def examine_photo(row: Row) -> Photo:
 
 
 def photo_webp(row: Row) -> bytes:
-    """The photo upright, in sRGB, at most PHOTO_SIDE pixels high and wide. StoreError if it cannot be shown."""
+    """The photo upright, in sRGB, at most PHOTO_SIDE pixels high and wide. RequestRefused if it cannot be shown."""
     try:
         return webp_of(decode(_read(row.path), row.path, _ANY_IMAGE), PHOTO_SIDE)
     except ImageRefused as error:
-        raise StoreError(str(error)) from error
+        # Not its detail: that may have bytes of a file that is no photo.
+        raise RequestRefused(f"{row.path}: cannot be shown: {error.reason}", status=404) from error
+    except StoreError as error:
+        raise RequestRefused(str(error), status=404) from error
 
 
 def _read(path: str) -> bytes:
     """The bytes of a regular file. A pipe or a device is never waited for."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        status = os.stat(path)
+        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_PHOTO_BYTES:
+            raise StoreError(f"{path}: is no regular file of at most {MAX_PHOTO_BYTES:,} bytes")
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            return file.read(MAX_PHOTO_BYTES)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise StoreError(f"{path}: cannot be read on this machine: {reason}") from error
-    with open(fd, "rb") as file:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_PHOTO_BYTES:
-            raise StoreError(f"{path}: is no regular file of at most {MAX_PHOTO_BYTES:,} bytes")
-        return file.read(MAX_PHOTO_BYTES)

@@ -77,11 +77,11 @@ class SampleDetails:
 def sample_details(gallery: Gallery, dataset: str, sample_id: str, *, show_photo: bool) -> SampleDetails:
     """All about one sample. With `show_photo` the photo's file is read, if it is on this machine.
 
-    StoreError for an unknown dataset, SampleError for an unknown sample.
+    RequestRefused for an unknown dataset, SampleError for an unknown sample.
     """
     view, row = gallery.sample(dataset, sample_id)
     before, after = gallery.neighbours(view, row)
-    photo = Photo("not shown", "this service does not show photos: start it with --photos") if not show_photo else None
+    photo = Photo("not shown", "this server shows no photos: start it with --photos") if not show_photo else None
     return SampleDetails(
         dataset=dataset,
         row=row,

@@ -29,6 +29,7 @@ from latentcache.service.entry_routes import entry_router
 from latentcache.service.limits import Gate
 from latentcache.service.manifest_routes import manifest_router
 from latentcache.service.pack_routes import pack_router
+from latentcache.service.page_routes import page_router, static_router
 from latentcache.service.problems import add_handlers
 
 ROUTERS: tuple[Callable[[ServiceContext], APIRouter], ...] = (
@@ -36,6 +37,8 @@ ROUTERS: tuple[Callable[[ServiceContext], APIRouter], ...] = (
     entry_router,
     pack_router,
     manifest_router,
+    page_router,
+    static_router,
 )
 """Each gives the routes of one subject. A router with a lifespan is entered before the first request."""
 _GRACE_S = 30

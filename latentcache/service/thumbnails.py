@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from latentcache.errors import StoreError
+from latentcache.errors import RequestRefused
 from latentcache.families import sdxl
 from latentcache.loading.batch import Scaling
 from latentcache.store.base import Store
@@ -49,19 +49,22 @@ class Thumbnails:
     def webp(self, key: str, side: int = DEFAULT_SIDE) -> bytes:
         """The entry's picture, at most `side` pixels high and wide; never larger than what was decoded.
 
-        EntryMissingError, EntryDamagedError; StoreError for an entry that has no latents, and a side not in SIDES.
+        EntryMissingError, EntryDamagedError; RequestRefused for an entry that has no latents, and a side not in SIDES.
         """
         if side not in SIDES:
-            raise StoreError(f"a side of {side!r:.40}: a thumbnail has {SIDES.start} to {SIDES.stop - 1} pixels")
+            allowed = f"{SIDES.start} to {SIDES.stop - 1}"
+            raise RequestRefused("a thumbnail has no such side", status=422, met=side, allowed=allowed)
         entry = self.store.get(key)
         latents = scaled_latents(entry)
-        return webp_of((self.decoder or linear_pixels)(latents), side)
+        if self.decoder is None:
+            return webp_of(linear_pixels(latents), side)
+        return webp_of(self.decoder(_shrunk(latents, side)), side)
 
 
 def scaled_latents(entry: Entry) -> torch.Tensor:
     """The mean latents of an image entry, scaled as the denoiser sees them: float32 [C, h, w].
 
-    StoreError if it has none.
+    RequestRefused if it has none.
     """
     tensors, key = entry.tensors, entry.record.key
     if "moments" in tensors:
@@ -69,10 +72,12 @@ def scaled_latents(entry: Entry) -> torch.Tensor:
     elif "latents" in tensors:
         latents = tensors["latents"]
     else:
-        raise StoreError(f"entry {key} is of kind {entry.record.kind}: only entries with latents have a thumbnail")
+        detail = f"entry {key} is of kind {entry.record.kind}: only entries with latents have a thumbnail"
+        raise RequestRefused(detail, status=404)
     if latents.ndim != 3 or len(latents) != sdxl.LATENT_CHANNELS:
         expected = f"[{sdxl.LATENT_CHANNELS}, h, w]"
-        raise StoreError(f"entry {key} has latents {list(latents.shape)}: a thumbnail needs {expected}")
+        detail = f"entry {key} has latents {list(latents.shape)}: a thumbnail needs {expected}"
+        raise RequestRefused(detail, status=404)
     return scaling_of(entry.record.identity).apply(latents.float())
 
 
@@ -84,6 +89,13 @@ def scaling_of(identity: Mapping[str, Any]) -> Scaling:
         if isinstance(factor, (int, float)) and isinstance(shift, (int, float, type(None))):
             return Scaling(float(factor), shift)
     return Scaling(sdxl.SCALING_FACTOR, None)
+
+
+def _shrunk(latents: torch.Tensor, side: int) -> torch.Tensor:
+    """The latents, halved as long as their picture stays larger than `side`: decoding costs the square of the side."""
+    while max(latents.shape[1:]) * sdxl.DOWNSCALE_FACTOR >= 2 * side and min(latents.shape[1:]) >= 2:
+        latents = torch.nn.functional.avg_pool2d(latents, 2)
+    return latents
 
 
 def linear_pixels(latents: torch.Tensor) -> np.ndarray:

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from latentcache.errors import MetricsError, StoreError
+from latentcache.errors import MetricsError, RequestRefused, StoreError
 from latentcache.utils.durable_files import read_regular
 from latentcache.validation.metrics import GRID_NAME, METRICS_NAME, PLOT_NAME, Metrics, step_folder
 
@@ -49,13 +49,14 @@ def _step(folder: Path, step: int) -> ValidationStep:
 
 
 def validation_picture(folder: Path, step: int, name: str) -> bytes:
-    """A PNG of a step: its grid, its plot, or one of its images. StoreError for any other name, or if it is not there.
+    """A PNG of a step: its grid, its plot, or one of its images. RequestRefused for any other name, or one not there.
 
     Nothing but pictures of ours is read: no link, and no path.
     """
     if step < 0 or not _PICTURE.fullmatch(name):
-        raise StoreError(f"step {step} has no picture {name!r:.40}: ask for {GRID_NAME}, {PLOT_NAME} or sample-NN.png")
+        detail = f"step {step} has no picture {name!r:.40}: ask for {GRID_NAME}, {PLOT_NAME} or sample-NN.png"
+        raise RequestRefused(detail, status=404)
     try:
         return read_regular(folder / step_folder(step) / name, MAX_PICTURE_BYTES, "run that validation again")
     except FileNotFoundError as error:
-        raise StoreError(f"step {step} has no {name} in {folder}") from error
+        raise RequestRefused(f"step {step} has no {name} in {folder}", status=404) from error

@@ -93,26 +93,20 @@ def write_cache(
     buckets: BucketsConfig = BUCKETS,
 ) -> Manifest:
     """A cache of these photos (sample_id -> file), and its manifest `name`. Refused samples come last."""
-    rule, rows = BucketRule(buckets), dict[str, Row]()
+    rule, rows, entries = BucketRule(buckets), dict[str, Row](), list[Entry]()
+    for sample_id, path in photos.items():
+        pixels = np.asarray(Image.open(path).convert("RGB"))
+        geometry = rule.geometry(Size(*pixels.shape[:2]))
+        assert geometry is not None
+        source = digest(path.read_bytes())
+        image = image_entry(sample_id, path, pixels, source, geometry)
+        texts = {caption: text_entry(sample_id, caption, len(caption.split()) + 2) for caption in captions[sample_id]}
+        entries += [image, *texts.values()]
+        refs = tuple(CaptionRef(caption, text.record.key) for caption, text in texts.items())
+        rows[sample_id] = Row(sample_id, str(path), source, (ImageRef(image.record.key, geometry),), refs)
     with DiskStore(cache) as store:
-        for sample_id, path in photos.items():
-            pixels = np.asarray(Image.open(path).convert("RGB"))
-            geometry = rule.geometry(Size(*pixels.shape[:2]))
-            assert geometry is not None
-            source = digest(path.read_bytes())
-            image = image_entry(sample_id, path, pixels, source, geometry)
-            texts = [text_entry(sample_id, caption, len(caption.split()) + 2) for caption in captions[sample_id]]
-            store.add([image, *texts])
-            rows[sample_id] = Row(
-                sample_id,
-                str(path),
-                source,
-                (ImageRef(image.record.key, geometry),),
-                tuple(
-                    CaptionRef(caption, text.record.key)
-                    for caption, text in zip(captions[sample_id], texts, strict=True)
-                ),
-            )
+        for kind in ("image", "text"):
+            store.add([entry for entry in entries if entry.record.kind == kind])
     for refusal in refused:
         rows[refusal.sample_id] = Row(refusal.sample_id, refusal.path, None, (), (), refusal)
     manifest = Manifest(name, role, 1, COMMON, rows)

@@ -12,7 +12,7 @@ from helpers.page_caches import COMMON, write_cache
 from helpers.photo_files import write_photo
 
 from latentcache.dataset.manifest import Manifest, ManifestFolder
-from latentcache.errors import ConfigError, DatasetError, SampleError, StoreError
+from latentcache.errors import ConfigError, DatasetError, RequestRefused, SampleError
 from latentcache.service.cache_health import health
 from latentcache.service.gallery import PAGE_SIZE, Filters, Gallery
 from latentcache.service.manifest_views import ManifestViews
@@ -86,7 +86,7 @@ def test_filters_by_dataset_and_bucket(gallery: Gallery) -> None:
         assert len(ids(gallery, dataset="photos", bucket=str(size))) == number
     assert gallery.buckets("").total() == NUM_PHOTOS + 2
     assert ids(gallery, dataset="held-out") == ["00.png", "01.png"]
-    with pytest.raises(StoreError, match=r"no dataset '\.\./x'; there are: held-out, photos"):
+    with pytest.raises(RequestRefused, match=r"no dataset '\.\./x'; there are: held-out, photos"):
         gallery.page(Filters(dataset="../x"))
     with pytest.raises(ConfigError, match="HxW"):
         Filters(bucket="64")

@@ -15,7 +15,7 @@ from PIL import Image
 from latentcache.config import ImagesConfig
 from latentcache.dataset.buckets import fit
 from latentcache.dataset.images import decode
-from latentcache.errors import EntryMissingError, StoreError
+from latentcache.errors import EntryMissingError, RequestRefused, StoreError
 from latentcache.families import sdxl
 from latentcache.identity import digest, key_of
 from latentcache.service.thumbnails import Thumbnails, linear_pixels, scaled_latents
@@ -97,9 +97,9 @@ def test_what_has_no_thumbnail_is_refused() -> None:
         thumbnails.webp("0" * 64)
     with pytest.raises(StoreError, match="not a key"):
         thumbnails.webp("../../etc/passwd")
-    with pytest.raises(StoreError, match="of kind text"):
+    with pytest.raises(RequestRefused, match="of kind text"):
         thumbnails.webp(text.record.key)
-    with pytest.raises(StoreError, match=r"\[4, h, w\]"):
+    with pytest.raises(RequestRefused, match=r"\[4, h, w\]"):
         thumbnails.webp(wide.record.key)
-    with pytest.raises(StoreError, match="32 to 2048"):
+    with pytest.raises(RequestRefused, match="no such side"):
         thumbnails.webp(wide.record.key, 10**9)

@@ -1,0 +1,54 @@
+"""Pictures by the VAE of a config: loaded for the first one, on its device only while it decodes."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import torch
+
+from latentcache.config import Config
+from latentcache.devices.placement import device_named, placed
+from latentcache.models.model_files import TINY
+from latentcache.models.model_loader import Models
+from latentcache.models.vae import decode_fitting, vae_dtype
+from latentcache.precache.encodings import load_models
+
+
+def decoder_of(config: Config) -> VaeDecoder | None:
+    """The decoder of a config's VAE where it is quick: on an accelerator, or for the tiny model. Nothing is loaded yet.
+
+    On a CPU SDXL's VAE takes seconds for a picture, and the linear approximation a millisecond. DeviceError.
+    """
+    is_tiny = config.model.path == TINY and config.model.vae is None
+    if device_named(config.encode.device).type == "cpu" and not is_tiny:
+        return None
+    return VaeDecoder(config, load_models(config.model, {}))
+
+
+class VaeDecoder:
+    """Decodes latents with the VAE of a config: a `thumbnails.Decoder`. Threads may share it; one decodes at a time.
+
+    The models must be its own, since they are moved.
+    """
+
+    def __init__(self, config: Config, models: Models):
+        self._config, self._models = config, models
+        self._lock = threading.Lock()
+        self._vae: torch.nn.Module | None = None
+
+    def __call__(self, latents: torch.Tensor) -> np.ndarray:
+        """Pixels uint8 [H, W, 3] of scaled latents [C, h, w]. ModelError, DeviceError."""
+        with self._lock:
+            vae = self._loaded()
+            with placed(vae, device_named(self._config.encode.device)):
+                images, _ = decode_fitting(vae, latents[None])
+        pixels: np.ndarray = images[0]
+        return pixels
+
+    def _loaded(self) -> torch.nn.Module:
+        if self._vae is None:
+            device = device_named(self._config.encode.device)
+            dtype, _ = vae_dtype(self._config.encode.vae_dtype, self._models.vae_config(), device)
+            self._vae = self._models.vae(dtype)
+        return self._vae

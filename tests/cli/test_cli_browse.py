@@ -1,0 +1,51 @@
+"""`latentcache browse`: it opens the browser at the page, and ends with Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+from helpers.page_server import photo_cache
+
+
+def test_browse_opens_the_page_in_the_browser(tmp_path: Path) -> None:
+    photo_cache(tmp_path, 3)
+    opened = tmp_path / "opened"
+    browser = tmp_path / "browser"
+    browser.write_text(f'#!/bin/sh\necho "$1" > {opened}.part && mv {opened}.part {opened}\n', encoding="ascii")
+    browser.chmod(0o755)
+    command = [sys.executable, "-m", "latentcache.cli.app", "browse", str(tmp_path / "cache"), "--json"]
+    environment = {**os.environ, "BROWSER": f"{browser} %s"}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            url = json.loads(process.stdout.readline())["url"]
+            assert url.startswith("http://127.0.0.1:")
+            for _ in range(300):
+                if opened.exists():
+                    break
+                time.sleep(0.1)
+            assert opened.read_text(encoding="ascii").strip() == url
+            with urllib.request.urlopen(f"{url}/photo?dataset=photos&id=000.png") as answer:
+                assert answer.headers["Content-Type"] == "image/webp"
+            other = urllib.request.Request(url, headers={"Host": "elsewhere.example"})
+            with pytest.raises(urllib.error.HTTPError, match="421"):
+                urllib.request.urlopen(other)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(30) == 130
+        finally:
+            process.kill()
+
+
+def test_browse_needs_a_cache(run: object, tmp_path: Path) -> None:
+    code, _, err = run("browse", tmp_path / "none", "--no-open")  # type: ignore[operator]  # a fixture's function
+    assert code == 2
+    assert "no such cache directory and no such config" in err

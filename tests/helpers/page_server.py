@@ -1,0 +1,55 @@
+"""The app of a service in a thread of this process, for tests that look at its page."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from helpers.page_caches import write_cache
+from helpers.photo_files import write_photo
+
+from latentcache.dataset.manifest import Manifest
+from latentcache.service.access import Access
+from latentcache.service.context import ServiceSettings
+from latentcache.service.page_settings import PageSettings
+from latentcache.service.server import Address, create_app
+from latentcache.types import Refusal
+
+REFUSED = Refusal("broken.jpg", "/nowhere/broken.jpg", "truncated", "the JPEG data ends after 12,345 bytes")
+LONG_CAPTION = " ".join(f"word{number}" for number in range(90))
+
+
+@contextmanager
+def page_of(cache: Path, *, access: Access | None = None, **page: Any) -> Iterator[str]:
+    """Serve a cache for the block. Returns the URL. `page` are fields of PageSettings."""
+    settings = ServiceSettings(cache=cache, access=access or Access(), page=PageSettings(**page))
+    server = uvicorn.Server(uvicorn.Config(create_app(settings), log_config=None, lifespan="on"))
+    address = Address(port=0)
+    with address.listen() as listener:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+        thread.start()
+        try:
+            yield address.url(listener.getsockname()[1])
+        finally:
+            server.should_exit = True
+            thread.join(30)
+            assert not thread.is_alive()
+
+
+def photo_cache(folder: Path, num_photos: int = 40) -> Manifest:
+    """`folder/cache` of photos in two buckets, one refused file and one caption that is too long; a validation set."""
+    names = [f"{number:03d}.png" for number in range(num_photos)]
+    sizes = [(192, 128), (128, 192), (130, 192)]
+    photos = {
+        name: write_photo(folder / "photos" / name, number, sizes[number % 3]) for number, name in enumerate(names)
+    }
+    captions = {name: [f"a red house, number {int(name[:3])}"] for name in photos}
+    captions["001.png"] = [LONG_CAPTION, "a street at night"]
+    manifest = write_cache(folder / "cache", "photos", photos, captions, refused=[REFUSED])
+    held_out = {name: photos[name] for name in names[:2]}
+    write_cache(folder / "cache", "held-out", held_out, captions, role="validation")
+    return manifest

@@ -1,0 +1,451 @@
+"""The page over HTTP: what it answers, what it escapes, whom it lets in, and how large the first view is."""
+
+from __future__ import annotations
+
+import http.client
+import io
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode, urlsplit
+
+import pytest
+from helpers.hostile_texts import HOSTILE
+from helpers.page_caches import COMMON, write_cache
+from helpers.page_server import LONG_CAPTION, page_of, photo_cache
+from PIL import Image
+
+from latentcache.dataset.manifest import CaptionRef, Manifest, ManifestFolder, Row
+from latentcache.precache.progress_note import write_note
+from latentcache.precache.workspace import Memo, Workspace
+from latentcache.service.access import Access
+from latentcache.service.page_text import byte_size, duration, environment, query_of, static, url
+from latentcache.store import DiskStore
+from latentcache.types import Refusal
+
+TOKEN, OTHER = "read-" * 5, "write" * 5
+PAGES = ("/", "/gallery", "/buckets", "/validation", "/health", "/growth", "/models", "/running", "/login")
+
+
+@dataclass
+class Page:
+    """An answer, parsed."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+    text: str = ""
+    """What a reader sees."""
+    elements: list[tuple[str, dict[str, str | None]]] = field(default_factory=list)
+
+
+class _Parser(HTMLParser):
+    def __init__(self, page: Page):
+        super().__init__()
+        self._page = page
+        self.feed(page.body.decode())
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._page.elements.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self._page.text += data
+
+
+def fetch(base: str, path: str, method: str = "GET", body: bytes | None = None, **headers: str) -> Page:
+    parts = urlsplit(base)
+    connection = http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=60)
+    try:
+        connection.request(method, path, body, headers)
+        answer = connection.getresponse()
+        page = Page(answer.status, {k.lower(): v for k, v in answer.getheaders()}, answer.read())
+    finally:
+        connection.close()
+    if page.headers.get("content-type", "").startswith("text/html") and method != "HEAD":
+        _Parser(page)
+    return page
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("page")
+    photo_cache(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def base(folder: Path) -> Iterator[str]:
+    with page_of(folder / "cache", show_photos=True, validation=folder / "validation") as url:
+        yield url
+
+
+def test_every_page_is_whole_and_allows_nothing_from_elsewhere(base: str) -> None:
+    sample = url("/sample", dataset="photos", id="001.png")
+    for path in (*PAGES, sample, "/gallery/results?search=red", "/gallery/tiles?start=24", "/gallery/buckets"):
+        page = fetch(base, path)
+        assert page.status == 200, path
+        assert page.headers["content-security-policy"].startswith("default-src 'self'; object-src 'none'"), path
+        assert page.headers["x-content-type-options"] == "nosniff", path
+        assert page.headers["cache-control"] == "no-store", path
+        assert_inert(page)
+        assert fetch(base, path, "HEAD").body == b""
+
+
+def assert_inert(page: Page) -> None:
+    """No script but ours, no style or script in the page itself, no address but ours."""
+    for tag, attributes in page.elements:
+        assert tag not in {"style", "iframe", "object", "embed", "base", "template"}
+        assert not any(name.startswith("on") or name in {"style", "srcdoc"} for name in attributes), (tag, attributes)
+        assert not any(name.startswith(("hx-on", "data-hx")) for name in attributes), (tag, attributes)
+        for name in ("href", "src", "action", "hx-get", "xlink:href"):
+            value = attributes.get(name)
+            if value is not None:
+                assert value.startswith(("/", "#")) and not value.startswith("//"), (tag, value)
+        if tag == "script":
+            assert str(attributes["src"]).startswith("/static/htmx.min.js?v=")
+
+
+def test_the_overview_says_what_the_cache_holds(base: str) -> None:
+    text = fetch(base, "/").text
+    for shown in ("Samples43", "photos", "held-out", "validation", "Image entries40", "Damaged entries0"):
+        assert shown in text.replace("\n", ""), shown
+    models = fetch(base, "/models").text
+    assert "AutoencoderKL" in models
+    assert "stabilityai/stable-diffusion-xl-base-1.0" in models
+    assert "polyline" in {tag for tag, _ in fetch(base, "/growth").elements}
+
+
+def test_the_gallery_is_paged_searched_and_filtered(base: str) -> None:
+    page = fetch(base, "/gallery")
+    assert len([tag for tag, attributes in page.elements if attributes.get("class") == "tile"]) == 24
+    assert "43 samples" in page.text
+    more = next(attributes for _, attributes in page.elements if attributes.get("class") == "more")
+    rest = fetch(base, str(more["hx-get"]))
+    assert len([tag for tag, attributes in rest.elements if attributes.get("class") == "tile"]) == 19
+    found = fetch(base, "/gallery/results?search=number+17&dataset=photos&bucket=&state=")
+    assert found.headers["hx-replace-url"] == "/gallery?search=number%2017&dataset=photos"
+    assert "1 sample" in found.text
+    assert "017.png" in found.text
+    refused = fetch(base, "/gallery?state=refused")
+    assert "broken.jpg" in refused.text
+    assert "truncated: the JPEG data ends" in refused.text
+    options = [attributes["value"] for tag, attributes in fetch(base, "/gallery/buckets").elements if tag == "option"]
+    assert len(options) == 3
+    bucket = fetch(base, url("/gallery", bucket=str(options[1])))
+    assert 0 < len([tag for tag, _ in bucket.elements if tag == "figure" or tag == "img"]) - 1 <= 24
+
+
+def test_a_sample_shows_photo_crop_captions_and_records(base: str) -> None:
+    page = fetch(base, url("/sample", dataset="photos", id="001.png"))
+    assert LONG_CAPTION in page.text
+    assert "92 tokens with begin and end" in page.text
+    assert "the last 15 tokens cut off" in page.text
+    assert "a street at night" in page.text
+    assert "The file has the bytes that were encoded" in page.text
+    assert '"provenance"' in page.text
+    image = next(attributes for tag, attributes in page.elements if tag == "image")
+    shown = Image.open(io.BytesIO(fetch(base, str(image["href"])).body))
+    assert (shown.format, shown.size) == ("WEBP", (192, 128))
+    crop = [attributes for tag, attributes in page.elements if attributes.get("class") == "crop"]
+    assert [float(str(crop[0][name])) for name in ("x", "y", "width", "height")] == [0.0, 6.0, 192.0, 115.4]
+    refused = fetch(base, url("/sample", dataset="photos", id="broken.jpg")).text
+    assert "Refused: truncated" in refused
+    assert "latentcache precache CONFIG" in refused
+
+
+def test_a_photo_that_changed_or_went_is_said_so(tmp_path: Path) -> None:
+    photo_cache(tmp_path, 3)
+    (tmp_path / "photos" / "002.png").unlink()
+    other = tmp_path / "photos" / "000.png"
+    other.write_bytes((tmp_path / "photos" / "001.png").read_bytes())
+    with page_of(tmp_path / "cache", show_photos=True) as base:
+        changed = fetch(base, url("/sample", dataset="photos", id="000.png"))
+        assert "The file has other bytes than those that were encoded" in changed.text
+        gone = fetch(base, url("/sample", dataset="photos", id="002.png"))
+        assert "No such file" in gone.text
+        assert "image" not in {tag for tag, _ in gone.elements}
+        assert fetch(base, url("/photo", dataset="photos", id="002.png")).status == 404
+
+
+def test_photos_are_images_and_only_with_the_setting(tmp_path: Path) -> None:
+    """A client that may write manifests chooses the paths."""
+    secret, pipe = tmp_path / "secret.png", tmp_path / "pipe.png"
+    secret.write_text("a secret", encoding="ascii")
+    import os
+
+    os.mkfifo(pipe)
+    rows = {
+        name: Row(name, str(path), None, (), ())
+        for name, path in {"a": secret, "b": pipe, "c": Path("/dev/zero"), "d": tmp_path, "e": Path("x\0y")}.items()
+    }
+    with DiskStore(tmp_path / "cache") as store:
+        ManifestFolder(store.path / "manifests").write(Manifest("photos", "train", 1, COMMON, rows))
+    with page_of(tmp_path / "cache", show_photos=True) as base:
+        for name in rows:
+            answer = fetch(base, url("/photo", dataset="photos", id=name))
+            assert answer.status == 404, name
+            assert b"a secret" not in answer.body
+            assert fetch(base, url("/sample", dataset="photos", id=name)).status == 200
+    with page_of(tmp_path / "cache") as base:
+        assert fetch(base, url("/photo", dataset="photos", id="a")).status == 403
+        assert "shows no photos" in fetch(base, url("/sample", dataset="photos", id="a")).text
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, list[str]]]:
+    """A cache whose sample_ids, captions, paths and refusals do harm where they are not escaped."""
+    folder = tmp_path_factory.mktemp("hostile")
+    clean = photo_cache(folder, 1)
+    row = clean.rows["000.png"]
+    rows = {}
+    for number, text in enumerate(HOSTILE):
+        captions = (CaptionRef(text, row.captions[0].key), CaptionRef("", row.captions[0].key))
+        refusal = Refusal(text, text, "corrupt", text) if number % 5 == 4 else None
+        rows[text] = Row(text, text, row.source, row.images, captions, refusal)
+    ManifestFolder(folder / "cache" / "manifests").write(Manifest("photos", "train", 1, COMMON, rows))
+    with page_of(folder / "cache", show_photos=True) as base:
+        yield base, list(rows)
+
+
+def test_hostile_texts_are_shown_and_do_nothing(hostile: tuple[str, list[str]]) -> None:
+    base, texts = hostile
+    assert len(texts) >= 50
+    shown = ""
+    for start in range(0, len(texts), 24):
+        page = fetch(base, url("/gallery/tiles", start=start, dataset="photos"))
+        assert_inert(page)
+        shown += page.text
+    for text in texts:
+        page = fetch(base, url("/sample", dataset="photos", id=text))
+        assert page.status == 200, text
+        assert_inert(page)
+        visible = text.encode("utf-8", "backslashreplace").decode().replace("\r\n", "\n").replace("\0", "\ufffd")
+        assert visible in page.text.replace("\0", "\ufffd").replace("\r\n", "\n"), text
+        assert {tag for tag, _ in page.elements} <= {
+            *("html", "head", "meta", "title", "link", "script", "body", "a", "header", "img", "nav", "main", "div"),
+            *("h1", "h2", "p", "bdi", "span", "section", "figure", "svg", "image", "path", "rect", "figcaption", "ul"),
+            *("li", "blockquote", "dl", "dt", "dd", "code", "details", "summary", "pre", "footer"),
+        }
+    for text in texts:
+        found = fetch(base, url("/gallery", search=text[:200]))
+        assert found.status == 200
+        assert_inert(found)
+    assert "<script>" in shown
+
+
+def test_wrong_addresses_are_pages_with_a_reason(base: str) -> None:
+    for path, status, reason in [
+        ("/gallery?dataset=../../etc", 404, "no dataset '../../etc'"),
+        ("/sample?dataset=photos&id=nope", 404, "is not in dataset photos"),
+        ("/sample?dataset=photos", 422, "has a dataset and an id"),
+        ("/gallery?state=lost", 422, "one of refused"),
+        ("/gallery?bucket=1x", 422, "HxW"),
+        ("/gallery?start=-1", 422, "the number of a sample"),
+        ("/gallery?search=%ff", 422, "not UTF-8"),
+        ("/gallery?" + "a=b&" * 50, 422, "too long"),
+        (f"/gallery?search={'x' * 600}", 422, "at most 500"),
+        ("/validation/000001/samples.png", 404, "has no samples.png"),
+        ("/validation/1/..%2fmetrics.json", 404, ""),
+        ("/validation/1/metrics.json", 404, "has no picture"),
+        ("/validation/x/samples.png", 404, "no validation of step"),
+        ("/sample/reasons?dataset=photos&id=001.png", 422, "known with a config"),
+    ]:
+        page = fetch(base, path)
+        assert page.status == status, path
+        assert reason in page.text, path
+        if page.elements:
+            assert_inert(page)
+    assert fetch(base, "/gallery?start=999999").text.count("no samples") == 0
+    assert fetch(base, "/static/..%2fpage_text.py").status == 404
+    assert fetch(base, "/static/page.py").status == 404
+    for path in (
+        "/v1/thumbnails/xyz.webp",
+        f"/v1/thumbnails/{'0' * 64}.webp",
+        f"/v1/thumbnails/{'0' * 64}.webp?side=9",
+    ):
+        answer = fetch(base, path)
+        assert answer.status in (404, 422)
+        assert answer.headers["content-type"] == "application/problem+json"
+
+
+def test_static_files_are_kept_and_compressed(base: str) -> None:
+    for name in ("page.css", "htmx.min.js", "favicon.svg"):
+        plain = fetch(base, static(name))
+        packed = fetch(base, static(name), **{"Accept-Encoding": "gzip"})
+        assert plain.status == packed.status == 200
+        assert "immutable" in plain.headers["cache-control"]
+        assert packed.headers["content-encoding"] == "gzip"
+        assert len(packed.body) < len(plain.body)
+
+
+def test_a_server_with_a_token_asks_for_it(folder: Path) -> None:
+    access = Access(reading_token=TOKEN, writing_token=OTHER, is_open=False)
+    with page_of(folder / "cache", access=access) as base:
+        for path in ("/", "/gallery", "/sample?dataset=photos&id=001.png", "/photo?dataset=photos&id=001.png"):
+            page = fetch(base, path)
+            assert page.status == 401
+            assert "Log in" in page.text
+            assert "photos" not in page.text
+        assert fetch(base, "/v1/stats").status == 401
+        assert fetch(base, static("page.css")).status == 200
+        for wrong in (b"token=wrong", b"token=", b"", b"\xff", b"token=" + b"x" * 9000):
+            assert fetch(base, "/login", "POST", wrong).status == 403
+        answer = fetch(base, "/login", "POST", urlencode({"token": f" {TOKEN} "}).encode())
+        cookie = answer.headers["set-cookie"]
+        assert (answer.status, answer.headers["location"]) == (303, "/")
+        assert "HttpOnly" in cookie
+        assert "SameSite=strict" in cookie
+        assert TOKEN not in cookie
+        logged_in = {"Cookie": cookie.partition(";")[0]}
+        assert "held-out" in fetch(base, "/", **logged_in).text
+        assert fetch(base, "/v1/stats", **logged_in).status == 200
+        assert fetch(base, "/", Authorization=f"Bearer {TOKEN}").status == 200
+        assert fetch(base, "/login", "POST", b"token=x", Origin="http://elsewhere.example").status == 403
+
+
+def test_damage_has_the_command_that_fixes_it(tmp_path: Path) -> None:
+    manifest = photo_cache(tmp_path, 4)
+    with page_of(tmp_path / "cache") as base:
+        assert "Nothing to fix" in fetch(base, "/health").text
+    with DiskStore(tmp_path / "cache") as store:
+        key = manifest.rows["002.png"].images[0].key
+        location = store.catalog.look_up([key])[0]
+        assert location is not None
+        store.mark_damaged({key: (location, "a bit <b>flipped</b>")})
+        store.remove([manifest.rows["003.png"].captions[0].key])
+    with page_of(tmp_path / "cache") as base:
+        page = fetch(base, "/health")
+        assert "a bit <b>flipped</b>" in page.text
+        assert "the entry is not there" in page.text
+        assert "latentcache precache CONFIG" in page.text
+        assert "Nothing to fix" not in page.text
+        assert "Damaged entries1" in fetch(base, "/").text.replace("\n", "")
+        assert "damaged" in fetch(base, "/gallery?state=damaged").text
+
+
+def test_a_precache_that_runs_shows_how_far_it_is(tmp_path: Path) -> None:
+    photo_cache(tmp_path, 4)
+    cache = tmp_path / "cache"
+    ManifestFolder(cache / "manifests").begin("photos")
+    with page_of(cache) as base:
+        unknown = fetch(base, "/running").text
+        assert "A precache is running" in unknown
+        assert "is known on the machine that runs it" in unknown
+        with DiskStore(cache) as store:
+            workspace = Workspace(store, memo=Memo(cache / "memo"))
+            write_note(workspace, 8)
+            workspace.memo.close()  # type: ignore[attr-defined]  # it is a Memo
+            assert "0 of 8 entries (0.0 %)" in fetch(base, "/running").text
+        few = {name: tmp_path / "photos" / "000.png" for name in ("x.png", "y.png")}
+        write_cache(cache, "other", few, {name: [f"a new caption of {name}"] for name in few})
+        page = fetch(base, "/running")
+        assert "2 of 8 entries (25.0 %)" in page.text
+        assert " left; datasets photos, begun " in page.text
+        assert next(attributes["value"] for tag, attributes in page.elements if tag == "progress") == "25.0"
+        memo = Memo(cache / "memo")
+        name = "progress/1"
+        memo[name] = json.dumps({**json.loads(memo[name]), "pid": 2**22 + 1})
+        memo.close()
+        ended = fetch(base, "/running").text
+        assert "ended in the middle" in ended
+        assert "Run the same command again" in ended
+        (cache / "manifests" / "photos.unfinished").unlink()
+        assert fetch(base, "/running").text.strip() == ""
+
+
+def test_validations_are_shown_with_their_pictures(folder: Path, base: str) -> None:
+    assert "There is no validation" in fetch(base, "/validation").text
+    for step, loss in ((10, 0.5), (20, 0.25)):
+        write_validation(folder / "validation", step, loss)
+    (folder / "validation" / "000030").mkdir()
+    (folder / "validation" / "000030" / "metrics.json").write_text("{}", encoding="ascii")
+    page = fetch(base, "/validation")
+    assert "Step 20" in page.text
+    assert "0.25 ± 0.01" in page.text
+    assert "a prompt <b>of mine</b>" in page.text
+    assert "is no metrics.json of a validation" in page.text
+    pictures = [str(attributes["src"]) for tag, attributes in page.elements if tag == "img"][1:]
+    assert pictures == ["/validation/20/samples.png", "/validation/10/samples.png"]
+    assert Image.open(io.BytesIO(fetch(base, pictures[0]).body)).format == "PNG"
+    assert "polyline" in {tag for tag, _ in page.elements}
+    assert_inert(page)
+
+
+def write_validation(folder: Path, step: int, loss: float) -> None:
+    """A step's metrics.json and grid, as a run of validation leaves them."""
+    path = folder / f"{step:06d}"
+    path.mkdir(parents=True)
+    settings: dict[str, Any] = {
+        "prediction_type": "epsilon",
+        "schedule": "0" * 64,
+        "num_train_timesteps": 1000,
+        "num_timesteps": 8,
+        "seed": 0,
+        "snr_gamma": None,
+        "dtype": "float32",
+        "autocast": None,
+        "datasets": {},
+    }
+    image = {"prompt": "a prompt <b>of mine</b>", "negative_prompt": "", "seed": 0, "path": "x", "tiled": False}
+    document = {
+        "step": step,
+        "folder": None,
+        "loss": loss,
+        "loss_standard_error": 0.01,
+        "loss_by_timestep": [],
+        "loss_by_dataset": {},
+        "num_samples": 2,
+        "images": [image],
+        "skipped": [],
+        "loss_by_sample": {},
+        "measurement_settings": settings,
+        "num_filled": 0,
+        "placement": {},
+        "seconds": {},
+        "notes": [],
+    }
+    (path / "metrics.json").write_text(json.dumps(document), encoding="utf-8")
+    Image.new("RGB", (8, 8)).save(path / "samples.png")
+
+
+def test_the_first_view_of_a_large_cache_is_small_and_reads_no_whole_manifest(tmp_path: Path) -> None:
+    num_samples = 20_000
+    clean = photo_cache(tmp_path, 1)
+    row = clean.rows["000.png"]
+    rows = {f"{n:06d}.png": replace(row, sample_id=f"{n:06d}.png") for n in range(num_samples)}
+    ManifestFolder(tmp_path / "cache" / "manifests").write(Manifest("photos", "train", 1, COMMON, rows))
+    with page_of(tmp_path / "cache") as base:
+        fetch(base, "/static/page.css")
+        seconds = {}
+        for path in ("/", "/gallery"):
+            start = time.monotonic()
+            page = fetch(base, path)
+            seconds[path] = time.monotonic() - start
+            assert len(page.body) < 32_000
+            assert f"{num_samples + 1:,}" in page.text
+        start = time.monotonic()
+        assert "1 sample" in fetch(base, "/gallery?search=012345").text
+        whole = time.monotonic() - start
+    assert max(seconds.values()) < max(whole, 0.3), (seconds, whole)
+
+
+def test_queries_carry_every_text() -> None:
+    for text in HOSTILE:
+        address = url("/sample", dataset="a b&c", id=text)
+        assert query_of(address.partition("?")[2].encode("ascii")) == {"dataset": "a b&c", "id": text}
+
+
+def test_numbers_are_worded() -> None:
+    assert [byte_size(n) for n in (0, 1023, 1536, 5 << 30, 3 << 50)] == [
+        *("0 bytes", "1023 bytes", "1.5 KiB", "5.0 GiB", "3,072.0 TiB"),
+    ]
+    assert [duration(n) for n in (0.4, 89, 300, 7500)] == ["0 s", "89 s", "5 min", "2 h 5 min"]
+    template = environment().from_string(
+        "{{ 'x' | time }} {{ '2026-11-05T14:03:00+01:00' | time }} {{ 1 | plural('a') }}"
+    )
+    assert template.render() == "x 2026-11-05 13:03 UTC 1 a"
