@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from helpers.pipeline_host import host
+from helpers.serving import serving
 
 from latentcache import load_config, run_precache
 from latentcache.cli.app import app
@@ -119,6 +120,17 @@ def onetrainer(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return SimpleNamespace(calls=calls, loaders=loaders, own=own)
 
 
+def test_the_remote_example_runs(
+    in_quickstart: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving(in_quickstart / "cache" / "quickstart", writes=False) as server:
+        monkeypatch.setenv("LATENTCACHE_TOKEN", str(server.token))
+        monkeypatch.setattr(sys, "argv", ["remote_trainer.py", server.url])
+        runpy.run_path(str(ROOT / "examples" / "remote_trainer.py"), run_name="__main__")
+    assert re.search(r"epoch 1: loss of its last batch \d", capsys.readouterr().out)
+    assert list((in_quickstart / "cache" / "remote-tier").glob("packs/*/*.safetensors"))
+
+
 def test_the_onetrainer_example_runs(
     onetrainer: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -134,7 +146,7 @@ def test_the_onetrainer_example_runs(
 
 def test_every_example_is_run() -> None:
     names = {path.stem for path in (ROOT / "examples").glob("*.py")}
-    assert names == {"own_trainer", "diffusers_sdxl", "validate_in_loop", "onetrainer_install"}
+    assert names == {"own_trainer", "diffusers_sdxl", "validate_in_loop", "onetrainer_install", "remote_trainer"}
 
 
 def test_a_trainer_of_ones_own_takes_ten_lines() -> None:

@@ -100,6 +100,7 @@ def serving(
     *arguments: object,
     tokens: bool = True,
     writes: bool = True,
+    port: int = 0,
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[RunningServer]:
     """Serve a cache directory by a process of its own for the block. `arguments` go to `latentcache serve`.
@@ -108,7 +109,7 @@ def serving(
     printed, so that pytest shows it where a test fails.
     """
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "latentcache.cli.app", "serve", str(cache), "--port", "0", "--json"]
+        command = [sys.executable, "-m", "latentcache.cli.app", "serve", str(cache), "--port", str(port), "--json"]
         token = secrets.token_urlsafe(24) if tokens else None
         write_token = secrets.token_urlsafe(24) if writes else None
         for flag, text in (("--token-file", token), ("--write-token-file", write_token)):

@@ -1,0 +1,121 @@
+"""What a cache behind HTTP costs a training loop: a LatentLoader on a service, with and without the local tier.
+
+    python scripts/bench_remote.py              # a table; a minute or two, 1 GB of disk
+    python scripts/bench_remote.py --json       # one document
+    python scripts/bench_remote.py --tiny       # for correctness only
+
+Server and clients are on one machine, and the clients take turns: an epoch of each in each round. The samples are those
+of 1024x1024, in float16. Before the first round the local tier has all of them, and every reader is warm. Ratios are
+those of a round; the goal is that the tier takes at most 1.1 times as long as the local cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_loader import make_cache
+from benchmarking import add_arguments, emit, environment, in_turns, parse, ratios, spread
+from served_cache import served
+
+from latentcache import BucketBatchSampler, LatentDataset, LatentLoader
+
+METHODS = {
+    "local_cache": "the cache's own directory",
+    "local_tier": "the service, with a warm local tier",
+    "service": "the service, without a local tier",
+}
+WANTED_RATIO = 1.1
+WARM_EPOCHS = 4
+
+
+def epoch(loader: LatentLoader) -> None:
+    """Read one epoch, always the same."""
+    loader.set_epoch(0)
+    for batch in loader:
+        del batch
+
+
+def loader_of(where: Any, options: argparse.Namespace, **more: Any) -> LatentLoader:
+    sampler = BucketBatchSampler(LatentDataset(where, **more), options.batch_size, seed=0)
+    return LatentLoader(sampler, device="cpu", output="moments", prefetch=options.prefetch)
+
+
+def run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    cache = folder / "cache"
+    make_cache(cache, options.num_samples, options.scale)
+    with served(cache, log=folder / "server.log") as (url, _):
+        loaders = {
+            "local_cache": loader_of(cache, options),
+            "local_tier": loader_of(url, options, local=folder / "local"),
+            "service": loader_of(url, options),
+        }
+        stores = {name: loader.dataset.cache.store for name, loader in loaders.items()}
+        for loader in loaders.values():
+            for _ in range(WARM_EPOCHS):
+                epoch(loader)
+        while stores["local_tier"].generation is None:  # a thread writes the last pack meanwhile
+            epoch(loaders["local_tier"])
+        calls: dict[str, Callable[[], None]] = {name: partial(epoch, loader) for name, loader in loaders.items()}
+        seconds = in_turns(calls, options.repetitions)
+        batch = next(iter(loaders["local_cache"]))
+        batch_bytes = sum(value.nbytes for value in batch.values() if isinstance(value, torch.Tensor))
+        num_batches = len(loaders["local_cache"])
+        for loader in loaders.values():
+            loader.close()
+            loader.dataset.cache.close()
+    return {
+        "num_batches": num_batches,
+        "batch_bytes": batch_bytes,
+        "epoch_s": {name: spread(taken) for name, taken in seconds.items()},
+        "gb_per_s": {n: num_batches * batch_bytes / spread(taken)["median"] / 1e9 for n, taken in seconds.items()},
+        "ratio": {name: ratios(taken, seconds["local_cache"]) for name, taken in seconds.items()},
+        "wanted_ratio": WANTED_RATIO,
+        "environment": environment("cpu", folder),
+    }
+
+
+def to_text(result: Mapping[str, Any]) -> str:
+    settings = result["settings"]
+    lines = [
+        f"{result['num_batches']} batches of {settings['batch_size']} samples, {result['batch_bytes']:,} bytes each",
+        f"{'':40}{'epoch [s]':>10}{'GB/s':>8}{'of the local cache':>20}{'min..max':>14}",
+    ]
+    for name, label in METHODS.items():
+        ratio = result["ratio"][name]
+        lines.append(
+            f"{label:40}{result['epoch_s'][name]['median']:>10.3f}{result['gb_per_s'][name]:>8.2f}"
+            f"{ratio['median']:>20.2f}{ratio['min']:>8.2f}..{ratio['max']:.2f}"
+        )
+    lines.append(f"wanted: {METHODS['local_tier']} at most {WANTED_RATIO} times the local cache")
+    return "\n".join(lines)
+
+
+def options_from(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    parser.add_argument("--batch_size", type=int, default=16)
+    parser.add_argument("--num_samples", type=int, default=512)
+    parser.add_argument("--prefetch", type=int, default=2, help="batches that the loader reads ahead")
+    options = parse(parser, arguments)
+    options.scale = 1
+    if options.tiny:
+        options.scale, options.batch_size, options.num_samples = 16, 2, 16
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = options_from(arguments)
+    with tempfile.TemporaryDirectory(prefix="latentcache-bench-", dir=options.folder) as folder:
+        emit(run(Path(folder), options), options, to_text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,297 @@
+"""A service in place of a path: batches, commands, precache, import and export, and a server that dies."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.kohya_files import dialect_a, latents_name, text_of, write_npz
+from helpers.relay import Relay
+from helpers.serving import RunningServer, serving
+from remote_samples import make_cache, make_manifest
+from torch.utils.data import DataLoader
+
+from latentcache import BucketBatchSampler, Config, DiskStore, LatentCache, LatentDataset, LatentDatasets, LatentLoader
+from latentcache.cache_config import CacheConfig
+from latentcache.dataset.manifest import ManifestFolder
+from latentcache.errors import ConfigError, ReadOnlyError, RemoteError, SampleError, StoreError
+from latentcache.precache.run import run_precache
+
+BATCH = 4
+
+
+def plain(batch: dict[str, Any]) -> dict[str, Any]:
+    """The batch with its tensors as bytes: equal ones are equal to the last bit."""
+    return {n: v.numpy().tobytes() if isinstance(v, torch.Tensor) else v for n, v in batch.items()}
+
+
+def epochs(where: Any, num: int = 1, **options: Any) -> list[dict[str, Any]]:
+    """All batches of some epochs of a loader."""
+    sampler = BucketBatchSampler(LatentDataset(where, **options), BATCH, seed=3)
+    found = []
+    with LatentLoader(sampler, device="cpu", scaled=True) as loader:
+        for epoch in range(num):
+            loader.set_epoch(epoch)
+            found += [plain(batch) for batch in loader]
+    sampler.dataset.cache.close()  # type: ignore[attr-defined]
+    return found
+
+
+@pytest.fixture
+def token(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The reading token, also in the environment."""
+    assert server.token is not None
+    monkeypatch.setenv("LATENTCACHE_TOKEN", server.token)
+    return server.token
+
+
+def test_batches_are_those_of_the_local_cache(
+    server: RunningServer, served_cache: Path, token: str, tmp_path: Path
+) -> None:
+    expected = epochs(served_cache, 3)
+    assert epochs(server.url, 3, token=token) == expected
+    section = CacheConfig(path=server.url, local=tmp_path / "local", local_max_bytes=10**9)
+    assert epochs(section, 3) == expected
+    assert epochs(section, 3) == expected, "from the local tier"
+    with LatentCache(server.url) as far, LatentCache(served_cache) as near:
+        ids = near.sample_ids()[:8:2]
+        assert far.sample_ids() == near.sample_ids() and far.text_widths() == near.text_widths()
+        for options in ({}, {"output": "moments"}, {"scaled": True, "dtype": torch.bfloat16}):
+            left, right = (cache.batch(ids, device="cpu", **options) for cache in (far, near))
+            assert left.keys() == right.keys()
+            assert all(
+                torch.equal(left[n], v) if isinstance(v, torch.Tensor) else left[n] == v for n, v in right.items()
+            )
+        with pytest.raises(SampleError, match="is in no manifest"):
+            far.batch(["absent.png"], device="cpu")
+    datasets = LatentDatasets([LatentDataset(section, "served")])
+    assert datasets.bucket(0) == LatentDataset(served_cache).bucket(0)
+
+
+def test_the_second_epoch_of_a_loader_needs_no_server(
+    relay: Relay, served_cache: Path, token: str, tmp_path: Path
+) -> None:
+    dataset = LatentDataset(relay.url, local=tmp_path / "local")
+    expected = epochs(served_cache, 8)
+    with LatentLoader(BucketBatchSampler(dataset, BATCH, seed=3), device="cpu", scaled=True) as loader:
+        found = [plain(batch) for batch in loader]
+        num_requests = len(relay.requests)
+        relay.change = lambda path, status, data: None  # from here on it is gone
+        for epoch in range(1, 8):
+            loader.set_epoch(epoch)
+            found += [plain(batch) for batch in loader]
+    assert found == expected and len(relay.requests) == num_requests
+    dataset.cache.close()
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_workers_of_a_data_loader_read_from_the_service(server: RunningServer, served_cache: Path, token: str) -> None:
+    def read(where: Any, **options: Any) -> list[dict[str, Any]]:
+        dataset = LatentDataset(where)
+        loader = DataLoader(dataset, batch_sampler=BucketBatchSampler(dataset, BATCH, seed=3), **options)
+        return [plain(batch) for batch in loader]
+
+    workers = {"num_workers": 2, "multiprocessing_context": "fork", "generator": torch.Generator()}
+    assert repr(read(server.url, **workers)) == repr(read(served_cache))
+
+
+TRAINER = """
+import sys
+import time
+from latentcache import BucketBatchSampler, LatentDataset, LatentLoader
+dataset = LatentDataset(sys.argv[1], token=sys.argv[2], local=sys.argv[3])
+with LatentLoader(BucketBatchSampler(dataset, 4, seed=5), device="cpu", scaled=True) as loader:
+    for batch in loader.forever():
+        print("batch", flush=True)
+"""
+
+
+def test_trainers_get_the_batches_that_they_get_alone(server: RunningServer, token: str, tmp_path: Path) -> None:
+    """Two in threads, which share a local tier with a third one that is killed meanwhile."""
+    local = tmp_path / "local"
+    alone = epochs(server.url, 3)
+    command = [sys.executable, "-c", TRAINER, server.url, token, str(local)]
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as killed,
+        ThreadPoolExecutor(2) as threads,
+    ):
+        assert killed.stdout is not None and killed.stdout.readline() == "batch\n"
+        together = [threads.submit(epochs, server.url, 3, local=local) for _ in range(2)]
+        time.sleep(0.1)
+        killed.kill()
+        assert [future.result(60) for future in together] == [alone] * 2
+    assert epochs(server.url, 3, local=local) == alone
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def test_an_epoch_outlives_a_server_that_is_killed(tmp_path: Path, served_cache: Path) -> None:
+    cache, port = make_cache(tmp_path / "cache"), free_port()
+    expected = epochs(served_cache, 2)
+    with serving(cache, tokens=False, writes=False, port=port) as first:
+        dataset = LatentDataset(first.url, retry_s=60.0)
+        loader = LatentLoader(BucketBatchSampler(dataset, BATCH, seed=3), device="cpu", scaled=True)
+        batches = iter(loader)
+        found = [plain(next(batches)) for _ in range(3)]
+        first.stop(signal.SIGKILL)
+    with serving(cache, tokens=False, writes=False, port=port) as second:
+        assert second.url == first.url
+        found += [plain(batch) for batch in batches]
+        loader.set_epoch(1)
+        found += [plain(batch) for batch in loader]
+        assert found == expected
+        dataset.cache.close()
+    with pytest.raises(RemoteError, match="does not answer"):
+        LatentDataset(first.url, retry_s=0.5)
+
+
+# Commands
+
+
+def test_commands_read_from_a_service(
+    server: RunningServer, served_cache: Path, token: str, run: Callable[..., Any], run_json: Callable[..., Any]
+) -> None:
+    code, far = run_json("status", server.url)
+    assert code == 0 and far.pop("path") == server.url
+    near = run_json("status", served_cache)[1]
+    near.pop("path")
+    assert far == near and far["manifests"][0]["num_samples"] == 48
+    key = next(iter(make_manifest().rows["0.png"].keys()))
+    assert run_json("show", "0.png", server.url) == run_json("show", "0.png", served_cache)
+    assert run_json("show", key[:12], "--cache.path", server.url) == run_json("show", key[:12], served_cache)
+    assert server.url in run("status", server.url)[1]
+    code, report = run_json("verify", server.url)
+    assert code == 0 and report["ok"] and (report["num_entries"], report["num_packs"]) == (54, 3)
+    parts = [run_json("verify", server.url, "--subset", f"{part}/3")[1]["num_packs"] for part in (1, 2, 3)]
+    assert sum(parts) == 3
+    code, diagnosis = run_json("doctor", "--cache.path", server.url)
+    assert f"{server.url} is a service" in json.dumps(diagnosis)
+
+
+@pytest.mark.parametrize("command", ["prune", "compact", "rebuild"])
+def test_commands_about_a_directory_say_so(run: Callable[..., Any], command: str) -> None:
+    code, _, err = run(command, "http://127.0.0.1:9")
+    assert code == 2 and "works on the cache's own directory" in err and "on the machine that serves" in err
+
+
+def test_verify_finds_damage_over_http(
+    tmp_path: Path, run_json: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = make_cache(tmp_path / "cache", num_samples=16)
+    (pack,) = cache.glob("packs/*/*.safetensors")
+    with serving(cache) as server:
+        monkeypatch.setenv("LATENTCACHE_TOKEN", str(server.token))
+        assert run_json("verify", server.url)[1]["ok"]
+        data = bytearray(pack.read_bytes())
+        with DiskStore(cache, read_only=True) as disk:
+            key = next(iter(make_manifest().rows["2.png"].keys()))
+            data[data.index(disk.get(key).tensors["moments"].numpy().tobytes()) + 7] ^= 1
+        pack.write_bytes(data)
+        code, report = run_json("verify", server.url)
+        assert code == 1 and report["damaged"].keys() == {key}
+        monkeypatch.setenv("LATENTCACHE_TOKEN", str(server.write_token))
+        assert run_json("verify", server.url)[1]["damaged"].keys() == {key}
+        assert run_json("status", server.url)[1]["num_lost"] == 1, "it is a miss now: precache makes it again"
+        pack.write_bytes(b"no pack")
+        code, report = run_json("verify", server.url)
+        assert code == 1 and len(report["unreadable"]) == 1 and len(report["damaged"]) == 17
+
+
+# Filling it
+
+
+@pytest.fixture
+def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningServer]:
+    """A server of an empty cache, whose writing token is in the environment."""
+    DiskStore(tmp_path / "remote").close()
+    with serving(tmp_path / "remote") as server:
+        monkeypatch.setenv("LATENTCACHE_TOKEN", str(server.write_token))
+        yield server
+
+
+def test_precache_fills_a_service(
+    empty: RunningServer,
+    make_config: Callable[..., Config],
+    photos: Path,
+    tmp_path: Path,
+    run_json: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    near, far = make_config(), make_config(**{"cache.path": empty.url})
+    expected = run_precache(near)
+    dry = run_precache(far, dry_run=True)
+    assert dry.num_misses == expected.num_misses and dry.num_encoded == 0
+    report = run_precache(far)
+    assert (report.num_encoded, report.num_misses) == (expected.num_encoded, expected.num_misses)
+    assert report.cache["path"] == empty.url and report.cache["num_entries"] == expected.cache["num_entries"]
+    folder = ManifestFolder(tmp_path / "remote" / "manifests")
+    assert folder.unfinished() == {} and len(folder.names()) == 2
+    for name in folder.names():
+        left, right = folder.read(name), ManifestFolder(near.cache.path / "manifests").read(name)
+        assert left == right
+    again = run_precache(far)
+    assert again.num_misses == again.num_encoded == 0 and again.num_hits == report.num_misses
+    assert list((tmp_path / "xdg" / "latentcache").glob("*/memo")), "files that did not change are not read again"
+    assert epochs(far.cache) == epochs(near.cache)
+    with LatentCache(far.cache) as cache, LatentCache(near.cache) as local:
+        left, right = (each.prompt("a validation prompt", device="cpu") for each in (cache, local))
+        assert left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+    monkeypatch.setenv("LATENTCACHE_TOKEN", str(empty.token))
+    (photos / "b.txt").write_text("another caption\n")
+    assert run_precache(far, dry_run=True).num_misses == 1
+    with pytest.raises(ReadOnlyError, match="writing token"):
+        run_precache(far)
+
+
+def test_import_and_export_use_a_service(
+    empty: RunningServer, photos: Path, tmp_path: Path, run_json: Callable[..., Any]
+) -> None:
+    for seed, (stem, width, height, bucket) in enumerate([("a", 144, 80, (128, 64)), ("c", 80, 144, (64, 128))]):
+        write_npz(photos / latents_name(stem, width, height), dialect_a(seed, width, height, bucket))
+        write_npz(photos / f"{stem}_te_outputs.npz", text_of(seed))
+    reports = [run_json("import", photos, "--from", "kohya", "--cache", c) for c in (empty.url, tmp_path / "near")]
+    for _, report in reports:
+        assert report["num_samples"] == 2 and report.pop("cache") and report.pop("seconds")
+        report.pop("bytes_written")
+    assert reports[0] == reports[1]
+    written = []
+    for cache in (empty.url, tmp_path / "near"):
+        out = tmp_path / re.sub("[^a-z]", "", str(cache))[-8:]
+        code, report = run_json("export", out, "--to", "kohya", "--cache", cache, "--unverified")
+        assert code == 0 and report["num_files"] == 4
+        written.append({path.relative_to(out): path.read_bytes() for path in out.rglob("*.npz")})
+    assert written[0].keys() == written[1].keys() and len(written[0]) == 4
+
+
+def test_locations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert CacheConfig(path="https://host/a/").path == "https://host/a"
+    assert CacheConfig(path="~/x").path == Path.home() / "x"
+    with pytest.raises(ValueError, match="s3://bucket"):
+        CacheConfig(path="s3://bucket/a")
+    with pytest.raises(StoreError, match="s3://bucket"):
+        LatentCache("s3://bucket/a")
+    with pytest.raises(StoreError, match="give the URL of a service as text"):
+        LatentCache(Path("http://host:1"))
+    from latentcache.config import parse_config
+
+    datasets = [{"name": "a", "source": {"path": "x"}}]
+    with pytest.raises(ConfigError, match=r"cache\.path: 's3://b': a cache is a directory, or a service"):
+        parse_config({"cache": {"path": "s3://b"}, "datasets": datasets})
+    config = parse_config({"cache": {"path": "http://h:1", "local": "~/l", "retry_s": 3}, "datasets": datasets})
+    assert Config.model_validate_json(config.model_dump_json()) == config
+    assert config.cache.remote_options() == {"local": Path.home() / "l", "local_max_bytes": None, "retry_s": 3.0}
