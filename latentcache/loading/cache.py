@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from typing_extensions import Unpack
@@ -16,6 +16,7 @@ from latentcache.config import PROMPTS_PREFIX
 from latentcache.dataset.manifest import Manifest, ManifestFolder, Manifests, Row, prompts_name
 from latentcache.devices.placement import DeviceLike, device_of, dtype_of
 from latentcache.errors import EntryDamagedError, EntryMissingError, SampleError, StoreError
+from latentcache.identity import caption_digest, key_of
 from latentcache.loading.batch import IMAGE_FIELDS, TEXT_FIELDS, Scaling, copy_into, is_cpu, to_device
 from latentcache.loading.sample import DESCRIPTION, PRECACHE, SampleMemory, SampleReader, SampleRef
 from latentcache.store.base import DTYPES, Closing, Store
@@ -23,6 +24,9 @@ from latentcache.store.direct import Io
 from latentcache.store.disk import DiskStore
 from latentcache.types import Batch, Entry, prompt_id
 from latentcache.utils.locks import ReadersLock
+
+if TYPE_CHECKING:
+    from latentcache.remote.remote_store import RemoteStore
 
 
 class SampleIndex:
@@ -161,13 +165,14 @@ class LatentCache(SampleIndex, Closing):
             options, unverified = {**path.remote_options(), **options}, unverified or path.unverified
         location = None if path is None else location_of(path)
         self._reading: ReadersLock | None = None
+        self._service: RemoteStore | None = None
         if isinstance(location, str):
             # These import urllib3, which only a service needs.
             from latentcache.remote.remote_manifests import RemoteManifests
             from latentcache.remote.remote_store import RemoteStore
 
-            store = remote = RemoteStore(location, read_only=read_only, **options)
-            manifests = RemoteManifests(remote.http)
+            store = self._service = RemoteStore(location, read_only=read_only, **options)
+            manifests = RemoteManifests(self._service.http)
         elif location is not None:
             if read_only is None:
                 # A reader that may write marks damage at once, so that the next precache fixes it.
@@ -233,14 +238,36 @@ class LatentCache(SampleIndex, Closing):
         """`prompt_embeds` [1, T, D] and `pooled_prompt_embeds` [1, P] of a cached validation prompt.
 
         They come from the text encoders of this cache's datasets; if these differ, say which with
-        `LatentCache(path, manifest=NAME)`. The empty prompt is always there. SampleError names a prompt that is not
-        cached.
+        `LatentCache(path, manifest=NAME)`. The empty prompt is always there. A service that encodes makes a prompt that
+        is not cached, whatever it is; elsewhere SampleError names it. StoreError if the service has other encoders.
         """
-        ref = self.prompt_ref(text, negative=negative)
         try:
-            return _moved(self.reader.entries([ref]), device, dtype)
+            ref = self.prompt_ref(text, negative=negative)
+            tensors = self._prompt(ref)
+        except SampleError as missing:
+            ref = self._encoded_prompt(text, negative, missing)
+            tensors = self._prompt(ref)
+        return _moved(tensors, device, dtype)
+
+    def _prompt(self, ref: SampleRef) -> Mapping[str, torch.Tensor]:
+        try:
+            return self.reader.entries([ref])
         except (EntryMissingError, EntryDamagedError) as error:
             raise self.reader.sample_error(error, [ref]) from error
+
+    def _encoded_prompt(self, text: str, negative: bool, missing: SampleError) -> SampleRef:
+        """A prompt that the service has encoded now. `missing` is raised if it encodes nothing."""
+        keys = None if self._service is None else self._service.encode_prompts([(text, negative)])
+        if keys is None:
+            raise missing
+        manifests = [manifest for manifest in self.datasets() if manifest.imported_from is None]
+        if any(_prompt_key(manifest.common, text, negative=negative) != keys[0] for manifest in manifests):
+            names = ", ".join(manifest.name for manifest in manifests)
+            raise StoreError(
+                f"{self.path}: the service encodes prompts with other text encoders, or another clip_skip, dtype or "
+                f"salt, than {names} was cached with. Start it with the config of that dataset: serve --encode CONFIG"
+            ) from missing
+        return SampleRef(missing.sample_id, (keys[0],))
 
     def batch(  # noqa: PLR0913 - one call is the whole request, by keyword
         self,
@@ -301,6 +328,13 @@ class LatentCache(SampleIndex, Closing):
                 known[sample_id] = ref
             refs.append(ref)
         return refs
+
+
+def _prompt_key(common: Mapping[str, Any], text: str, *, negative: bool) -> str:
+    """The key of a prompt that is encoded as the captions of datasets with this `common` are."""
+    encoding = {**common["text_encoding"], **({"clip_skip": 0} if negative else {})}
+    parts = {"salt": common["salt"], "schema": common["schema"], "kind": "text"}
+    return key_of({"source": caption_digest(text), "encoding": encoding, **parts})
 
 
 def _moved(

@@ -87,11 +87,13 @@ class ServiceConnection:
         body: MakeBody | None = None,
         headers: Mapping[str, str] | None = None,
         also: Iterable[int] = (),
+        answer_s: float = 0.0,
     ) -> ServiceAnswer:
         """The answer to a request of `/v1/<route>`. An error's is raised, but for those with a status in `also`.
 
-        `document` is sent as JSON, and `body` as bytes, whose Content-Length is then among the headers. RemoteError;
-        EntryMissingError, EntryDamagedError, ReadOnlyError and StorageFullError as the service says them.
+        `document` is sent as JSON, and `body` as bytes, whose Content-Length is then among the headers. The service may
+        take `answer_s` to answer, where that is more than `retry_s`. RemoteError; EntryMissingError, EntryDamagedError,
+        ReadOnlyError and StorageFullError as the service says them.
         """
         self.check_open()
         all_headers = {"Accept-Encoding": "identity", **(headers or {})}
@@ -101,13 +103,13 @@ class ServiceConnection:
             content = to_bytes(document)
             all_headers |= {"Content-Type": "application/json", "Content-Length": str(len(content))}
             body = lambda: [content]  # noqa: E731 - as any other body
-        answer = self._until_answered(method, f"{self.url}/v1/{route}", body, all_headers)
+        answer = self._until_answered(method, f"{self.url}/v1/{route}", body, all_headers, answer_s)
         if answer.status < 300 or answer.status in also:
             return answer
         self._refused(answer)
 
     def _until_answered(
-        self, method: str, url: str, body: MakeBody | None, headers: Mapping[str, str]
+        self, method: str, url: str, body: MakeBody | None, headers: Mapping[str, str], answer_s: float
     ) -> ServiceAnswer:
         """The first answer that is not a passing fault."""
         start = time.monotonic()
@@ -116,7 +118,7 @@ class ServiceConnection:
             left = start + self.retry_s - time.monotonic()
             problem, wait_s = "", 0.0
             try:
-                answer = self._once(method, url, body, headers, max(left, 1.0))
+                answer = self._once(method, url, body, headers, max(left, answer_s, 1.0))
                 if answer.status not in _PASSING:
                     return answer
                 problem = f"answers with {answer.status}: {_problem_of(answer).get('detail', 'no reason')!s:.300}"

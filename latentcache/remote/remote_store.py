@@ -28,9 +28,13 @@ FIND_KEYS = 4096
 """In one request that needs no entry's bytes."""
 LISTED_KEYS = 1 << 16
 """In one page of all keys, of 2 MiB."""
+ENCODED_PROMPTS = 32
+"""In one request that encodes prompts: as many as a service takes."""
+ENCODE_S = 600.0
+"""How long a service may take to encode them: it loads its models first."""
 SETTLED_READS = 8
 """After so many reads in turn that the local tier served alone, what it gives is remembered."""
-_CREATED, _UNAUTHORIZED, _TOO_LARGE = 201, 401, 413
+_CREATED, _UNAUTHORIZED, _NOT_FOUND, _TOO_LARGE = 201, 401, 404, 413
 _ADD_CHUNK = 1024
 
 logger = logging.getLogger("latentcache")
@@ -123,6 +127,28 @@ class RemoteStore(Store):
         if self.tier is not None:
             self.tier.forget(wanted)
         return num_removed
+
+    def encode_prompts(self, prompts: Sequence[tuple[str, bool]]) -> list[str] | None:
+        """The keys of prompts: pairs of a text and whether it is negative. The service encodes those that it lacks.
+
+        None: it encodes nothing (`latentcache serve --encode`). RemoteError, also for a prompt that it refuses.
+        """
+        keys: list[str] = []
+        for start in range(0, len(prompts), ENCODED_PROMPTS):
+            asked = [
+                {"text": text, "negative": negative} for text, negative in prompts[start : start + ENCODED_PROMPTS]
+            ]
+            document = {"prompts": asked, "return": "keys"}
+            answer = self.http.request(
+                "POST", "prompts:encode", document=document, also=[_NOT_FOUND], answer_s=ENCODE_S
+            )
+            if answer.status == _NOT_FOUND:
+                return None
+            with understood(answer) as found:
+                keys += [check_key(entry["key"]) for entry in found["entries"]]
+        if len(keys) != len(prompts):
+            raise strange_answer(self.url, f"{len(keys)} keys of {len(prompts)} prompts")
+        return keys
 
     # Looking up
 

@@ -19,11 +19,14 @@ from helpers.serving import Answer, RunningServer, serving
 
 from latentcache import LatentCache
 from latentcache.config import Config, load_config
-from latentcache.models.tiny import save_diffusers_folder, tiny_sdxl
+from latentcache.errors import RemoteError, StoreError
+from latentcache.models.tiny import save_diffusers_folder, tiny_pipeline, tiny_sdxl
 from latentcache.precache.run import run_precache
 from latentcache.precache.workspace import Workspace
+from latentcache.remote.remote_store import RemoteStore
 from latentcache.store import DiskStore
 from latentcache.store.pack import read_entry, read_pack_bytes, verified_arrays
+from latentcache.validation.sample_images import prompt_embeddings
 
 
 @pytest.fixture(scope="module")
@@ -203,30 +206,82 @@ def test_the_openapi_document_describes_the_routes(server: RunningServer) -> Non
     assert "image/*" in paths["/v1/images:encode"]["post"]["requestBody"]["content"]
 
 
-def test_damage_is_encoded_again_and_a_stop_finishes_the_batch(
-    config_file: Path, config: Config, tmp_path: Path, precached: Workspace
-) -> None:
-    cache = tmp_path / "cache"
-    on_disk = config.model_copy(update={"cache": config.cache.model_copy(update={"path": cache})})
-    run_precache(on_disk.model_copy(update={"datasets": config.datasets[:1]}))
-    with LatentCache(cache) as reader:
-        damaged = reader.prompt("a validation prompt", device="cpu")["prompt_embeds"].numpy().tobytes()[1000:1100]
-    damage(cache, damaged)
-    with serving(cache, "--encode", config_file, writes=False) as server, ThreadPoolExecutor(1) as threads:
-        assert_precached(encoded(server.post("/v1/prompts:encode", prompts("a validation prompt"))), precached)
-        assert metric(server, "entries_total") == 1
+@pytest.fixture(scope="module")
+def filled(config: Config, config_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """A server on a cache of the photos, and of a dataset `other` that has another clip_skip. One prompt is damaged."""
+    cache = config.cache.model_copy(update={"path": tmp_path_factory.mktemp("filled") / "cache"})
+    dataset = config.datasets[0]
+    run_precache(config.model_copy(update={"cache": cache, "datasets": (dataset,)}))
+    other, encode = dataset.model_copy(update={"name": "other"}), config.encode.model_copy(update={"clip_skip": 0})
+    run_precache(config.model_copy(update={"cache": cache, "datasets": (other,), "encode": encode}))
+    with LatentCache(cache.path, manifest="photos") as reader:
+        bytes_of = reader.prompt("a validation prompt", device="cpu")["prompt_embeds"].numpy().tobytes()
+    damage(Path(cache.path), bytes_of[1000:1100])
+    with serving(Path(cache.path), "--encode", config_file, writes=False) as running:
+        yield running
 
-        request = threads.submit(server.post, "/v1/prompts:encode", prompts(*(f"late {n}" for n in range(32))))
-        while metric(server, "queue") == 0:
+
+def expected(config: Config, text: str, *, negative: bool = False) -> dict[str, torch.Tensor]:
+    """What SDXL's own pipeline gives for a prompt."""
+    embeds, negative_embeds, pooled, negative_pooled = tiny_pipeline(tiny_sdxl()).encode_prompt(
+        "" if negative else text, negative_prompt=text, clip_skip=config.encode.clip_skip, device="cpu"
+    )
+    tensors = (negative_embeds, negative_pooled) if negative else (embeds, pooled)
+    return dict(zip(("prompt_embeds", "pooled_prompt_embeds"), tensors, strict=True))
+
+
+def assert_equal(found: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == tensors.keys() and all(torch.equal(found[name], tensors[name]) for name in found)
+
+
+def test_a_damaged_entry_is_encoded_again(filled: RunningServer, precached: Workspace, config: Config) -> None:
+    with LatentCache(filled.url, token=filled.token, manifest="photos") as cache:
+        found = cache.prompt("a validation prompt", device="cpu")
+    assert_equal(found, expected(config, "a validation prompt"))
+    assert metric(filled, "entries_total") == 1
+    assert_precached(encoded(filled.post("/v1/prompts:encode", prompts("a validation prompt"))), precached)
+
+
+def test_a_client_needs_no_encoder_for_new_prompts(filled: RunningServer, config: Config, tmp_path: Path) -> None:
+    """The client's own tier on disk has them afterwards."""
+    with LatentCache(filled.url, token=filled.token, local=tmp_path / "tier", manifest="photos") as cache:
+        assert_equal(cache.prompt("new to all", device="cpu"), expected(config, "new to all"))
+        negative = cache.prompt("new to all", negative=True, device="cpu")
+        assert_equal(negative, expected(config, "new to all", negative=True))
+        num_encoded = metric(filled, "entries_total")
+        images = prompt_embeddings(cache, ["one prompt", "new to all"], "ugly", device="cpu")
+        assert [image.prompt for image in images] == ["one prompt", "new to all"]
+        assert torch.equal(images[1].prompt_embeds, expected(config, "new to all")["prompt_embeds"])
+        assert metric(filled, "entries_total") == num_encoded + 2, "one of three is known"
+        with pytest.raises(RemoteError, match="as a unicode string"):
+            cache.prompt("half \ud800 of a pair", device="cpu")
+
+
+def test_prompts_of_other_encoders_are_refused(filled: RunningServer) -> None:
+    with LatentCache(filled.url, token=filled.token, manifest="other") as cache:
+        assert cache.prompt("a validation prompt", device="cpu"), "precache made this one"
+        with pytest.raises(StoreError, match=r"other text encoders, or another clip_skip.* than other was cached with"):
+            cache.prompt("never seen", device="cpu")
+        assert cache.prompt("never seen", negative=True, device="cpu"), "clip_skip does not count for negative ones"
+
+
+def test_a_stop_finishes_the_batch_and_prompts_are_in_the_manifest(filled: RunningServer, config: Config) -> None:
+    """The last test of this server."""
+    cache = filled.get("/v1/status").json()["path"]
+    with ThreadPoolExecutor(1) as threads:
+        request = threads.submit(filled.post, "/v1/prompts:encode", prompts(*(f"late {n}" for n in range(32))))
+        while metric(filled, "queue") == 0:
             assert not request.done(), request.result().body
-        assert server.stop() == 143
+        assert filled.stop() == 143
         assert len(encoded(request.result(30))) == 32
-    with LatentCache(cache) as reader:
-        assert reader.prompt("late 31", device="cpu")["prompt_embeds"].shape == (1, 77, 72)
+    with LatentCache(cache, manifest="photos") as reader:
+        assert_equal(reader.prompt("late 31", device="cpu"), expected(config, "late 31"))
 
 
 def test_without_a_config_there_is_no_such_route(served: Any, tmp_path: Path, run: Any) -> None:
     assert served.server.post("/v1/prompts:encode", prompts("x")).status == 404
+    with RemoteStore(served.server.url, token=served.server.token) as store:
+        assert store.encode_prompts([("x", False)]) is None
     bad = tmp_path / "bad.json"
     bad.write_text("{}")
     code, _, err = run("serve", served.path, "--port", "0", "--encode", bad)
