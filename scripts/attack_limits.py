@@ -173,10 +173,9 @@ PLANTS: Mapping[str, Plant] = {
 
 
 def make_outside(folder: Path) -> Path:
-    """A folder that no attack may change: what links out of a cache or a dataset lead to."""
-    (folder / "folder" / "deeper").mkdir(parents=True)
+    """A folder that no attack may change: what links out of a cache or a dataset lead to. It looks like a cache's."""
+    (folder / "folder" / "00").mkdir(parents=True)
     (folder / "file").write_bytes(b"precious")
-    (folder / "folder" / "file").write_bytes(b"precious too")
-    (folder / "folder" / ".half.tmp").write_bytes(b"of somebody else")
-    (folder / "folder" / "deeper" / "file").write_bytes(b"precious as well")
+    for name in ("file", "00/file", ".half.tmp", "00/.half.tmp", f"00/{'00' * 16}.safetensors", "photos.jsonl"):
+        (folder / "folder" / name).write_bytes(b"of somebody else")
     return folder

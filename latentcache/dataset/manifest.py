@@ -307,6 +307,8 @@ class ManifestFolder:
     def _write(self, name: str, parts: list[bytes]) -> None:
         with typed_errors(self.path, 0):
             make_folder(self.path)
+            if self.path.is_symlink():
+                raise UnsafeStoreError(self.path, f"is a link; remove it, then {REMEDY}")
         write_sealed(self.path / name, b"".join(parts))
 
 

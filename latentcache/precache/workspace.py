@@ -16,7 +16,7 @@ import xxhash
 
 from latentcache.cache_config import CacheConfig
 from latentcache.dataset.manifest import ManifestFolder, ManifestMemory, Manifests, keys_in_use
-from latentcache.errors import DatasetError, IndexDamagedError, StoreError
+from latentcache.errors import DatasetError, IndexDamagedError, ReadOnlyError, StoreError
 from latentcache.identity import digest
 from latentcache.store.base import Store
 from latentcache.store.disk import DiskStore
@@ -143,7 +143,7 @@ class Memo(MutableMapping[str, str]):
             return
         try:
             self._index = Index(path, read_only=read_only)
-        except IndexDamagedError as error:
+        except (IndexDamagedError, ReadOnlyError) as error:
             self._replace(error)
         self._rows = _texts(self._using(lambda index: index.items()) or {})
 
@@ -204,14 +204,17 @@ class Memo(MutableMapping[str, str]):
                 return None
             try:
                 return use(self._index)
-            except IndexDamagedError as error:
+            except (IndexDamagedError, ReadOnlyError) as error:
                 self._replace(error, unless_replaced=is_first)
         return None if self._index is None else use(self._index)
 
-    def _replace(self, error: IndexDamagedError, *, unless_replaced: bool = True) -> None:
+    def _replace(self, error: IndexDamagedError | ReadOnlyError, *, unless_replaced: bool = True) -> None:
         if self._read_only:
-            logger.warning("memo of digests not used: %s: %s", error.path, error.detail)
+            # Also where a dead writer's change waits to be rolled back, which would be a write.
+            logger.warning("memo of digests not used: %s", error)
             self._index = None
+        elif isinstance(error, ReadOnlyError):
+            raise error
         else:
             self._index = _replaced(self._path, error, unless_replaced)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -16,6 +17,7 @@ from latentcache.errors import ReadOnlyError, SchemaError, StoreError, UnsafeSto
 from latentcache.identity import canonical_json, digest
 from latentcache.store.base import PACK_SUFFIX, is_pack_id
 from latentcache.utils.durable_files import (
+    REBUILD,
     make_folder,
     open_regular,
     read_regular,
@@ -233,10 +235,14 @@ class CacheDirectory:
 
     def _pack_folders(self) -> list[Path]:
         try:
+            if self.packs.is_symlink():
+                raise NotADirectoryError(errno.ENOTDIR, "it is a link")
             with os.scandir(self.packs) as entries:
                 return [self.packs / e.name for e in entries if len(e.name) == 2 and e.is_dir(follow_symlinks=False)]
         except FileNotFoundError:
             return []
+        except NotADirectoryError as error:
+            raise UnsafeStoreError(self.packs, f"is no folder; remove it, then {REBUILD}") from error
         except OSError as error:
             raise unreadable(self.packs, error) from error
 

@@ -199,7 +199,7 @@ class Index:
         """Held during each call. Hold it to make one step of several calls, and of what memory keeps of them."""
         self._closed = False
         self._cache: diskcache.Cache | None = None
-        if os.path.lexists(self.path) and not self.path.is_dir():
+        if self.path.is_symlink() or (os.path.lexists(self.path) and not self.path.is_dir()):
             raise IndexDamagedError(self.path, "it is no folder")
         if read_only:
             with self._typed_errors():

@@ -197,7 +197,7 @@ class MappedReader(ReadAhead, Reader):
         data = self._maps.get(pack.id)
         try:
             if data is None:
-                data = self._maps.setdefault(pack.id, map_pack(path, end))
+                data = self._maps.setdefault(pack.id, map_pack(path, end, pack.file_bytes))
             elif min(data.size, path.stat().st_size) < end:
                 # Touching mapped bytes that a truncation took away would kill the process.
                 return None, f"its pack was cut short: {path}"

@@ -297,20 +297,21 @@ def _read_row(pack_id: str, source: FileBytes | MemoryBytes) -> tuple[PackRow, M
     return PackRow.new(pack, keys, digests), starts, metadata
 
 
-def map_pack(path: Path, min_bytes: int) -> np.ndarray:
-    """The whole file as a mapped, flat uint8 array. It must not be written to.
+def map_pack(path: Path, min_bytes: int, max_bytes: int = 0) -> np.ndarray:
+    """The first bytes of the file as a mapped, flat uint8 array, which must not be written to.
 
+    They are `min_bytes`, or as many as there are up to `max_bytes`: what follows a pack's own bytes may be endless.
     PackError if it is shorter than `min_bytes`: touching what is missing would kill the process (SIGBUS).
     UnsafeStoreError, FileNotFoundError and StoreError as for `read_row`.
     """
     fd = open_regular(path)
     try:
-        return map_open_pack(path, fd, min_bytes)
+        return map_open_pack(path, fd, min_bytes, max_bytes)
     finally:
         os.close(fd)
 
 
-def map_open_pack(path: Path, fd: int, min_bytes: int) -> np.ndarray:
+def map_open_pack(path: Path, fd: int, min_bytes: int, max_bytes: int = 0) -> np.ndarray:
     """As `map_pack`, of an open file, which may be closed afterwards. `path` names it in errors."""
     try:
         file_bytes = os.fstat(fd).st_size
@@ -318,7 +319,8 @@ def map_open_pack(path: Path, fd: int, min_bytes: int) -> np.ndarray:
             raise PackError(path, f"has {file_bytes:,} bytes, its entries need {min_bytes:,}")
         # Not mmap.mmap: it keeps a descriptor per pack open, and a large cache has more packs than descriptors.
         # The mapping is private, so a stray write could not reach the file.
-        mapped = torch.from_file(f"/dev/fd/{fd}", shared=False, size=file_bytes, dtype=torch.uint8, device="cpu")
+        num_bytes = max(min_bytes, min(max_bytes, file_bytes))
+        mapped = torch.from_file(f"/dev/fd/{fd}", shared=False, size=num_bytes, dtype=torch.uint8, device="cpu")
         return mapped.numpy()
     except (RuntimeError, OSError, MemoryError) as error:
         raise unreadable(path, error) from error
