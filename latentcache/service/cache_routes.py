@@ -31,7 +31,7 @@ def cache_router(context: ServiceContext) -> APIRouter:
     """The routes `healthz`, `status`, `stats`, `damaged` and `metrics`."""
     router = APIRouter(prefix="/v1", tags=["cache"])
 
-    @router.get("/healthz", responses=problems())
+    @router.get("/healthz", responses=problems(), openapi_extra={"security": []})
     async def healthz() -> ServerHealth:
         """Whether the server answers. It needs no token."""
         return ServerHealth(status="ok", version=latentcache.__version__)

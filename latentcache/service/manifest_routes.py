@@ -13,7 +13,7 @@ from latentcache.errors import DatasetError, RequestRefused
 from latentcache.service.context import ServiceContext
 from latentcache.service.manifest_files import NAME_PATTERN, ManifestFacts, ManifestFiles
 from latentcache.service.problems import problems
-from latentcache.service.responses import file_answer
+from latentcache.service.responses import OCTETS, file_answer
 from latentcache.service.uploads import body_chunks, length_of
 
 LINES = "application/jsonl"
@@ -72,7 +72,7 @@ def manifest_router(context: ServiceContext) -> APIRouter:
     @router.put(
         "/manifests/{name}",
         dependencies=writes,
-        openapi_extra={"requestBody": {"required": True, "content": {LINES: {}}}},
+        openapi_extra={"requestBody": {"required": True, "content": {OCTETS: {}}}},
         responses={201: {"model": ManifestLine, "description": "It is new."}, **problems(412, 507)},
     )
     async def put(name: Name, request: Request, response: Response) -> ManifestLine:

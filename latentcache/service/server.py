@@ -14,6 +14,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 from fastapi import APIRouter, FastAPI
@@ -113,6 +114,20 @@ def access_for(address: Address, reading_token: str | None, writing_token: str |
     return Access(reading_token=reading_token, writing_token=writing_token, is_open=False)
 
 
+class _DescribedApp(FastAPI):
+    """Its OpenAPI document says that requests need a token."""
+
+    @override
+    def openapi(self) -> dict[str, Any]:
+        if self.openapi_schema is None:
+            document = super().openapi()
+            scheme = {"type": "http", "scheme": "bearer", "description": "The reading or the writing token."}
+            document["components"]["securitySchemes"] = {"token": scheme}
+            document["security"] = [{"token": []}]
+        assert self.openapi_schema is not None
+        return self.openapi_schema
+
+
 def create_app(settings: ServiceSettings) -> FastAPI:
     """The app that serves a cache. The cache is open until the app's lifespan ends. StoreError, ReadOnlyError.
 
@@ -125,7 +140,7 @@ def create_app(settings: ServiceSettings) -> FastAPI:
         with contextlib.closing(context):
             yield
 
-    app = FastAPI(
+    app = _DescribedApp(
         title="latentcache",
         version=latentcache.__version__,
         description="One cache of VAE latents and text embeddings for several trainers and machines.",

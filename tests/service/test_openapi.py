@@ -1,0 +1,64 @@
+"""The server does what its OpenAPI document says: schemathesis makes requests of it, and no answer is a 500."""
+
+from __future__ import annotations
+
+import pytest
+import schemathesis
+from conftest import fill
+from helpers.serving import serving_here
+from hypothesis import HealthCheck, given, settings
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from latentcache.service.limits import Limits
+
+CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
+NUM_EXAMPLES = 5
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    cache = fill(tmp_path_factory.mktemp("openapi") / "cache")
+    with serving_here(cache.path, Limits(max_keys=50)) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def description(server):
+    return schemathesis.openapi.from_url(server.url + "/v1/openapi.json").exclude(path_regex=":encode$")
+
+
+def test_every_route_does_what_it_says(server, description):
+    headers = {"Authorization": f"Bearer {server.write_token}"}
+    seen = set()
+    for result in description.get_all_operations():
+        operation = result.ok()
+
+        @settings(max_examples=NUM_EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+        @given(operation.as_strategy())
+        def check(case):
+            answer = case.call_and_validate(base_url=server.url, headers=headers, checks=CHECKS, timeout=30)
+            seen.add(answer.status_code)
+
+        check()
+    assert {200, 404, 422} <= seen and not {401, 403} & seen, seen
+
+
+def test_routes_are_described_with_examples(server):
+    document = server.get("/v1/openapi.json").json()
+    described = {f"{method} {path}" for path, methods in document["paths"].items() for method in methods}
+    assert {"get /v1/keys", "post /v1/entries:read", "put /v1/packs/{pack}", "put /v1/manifests/{name}"} <= described
+    for path, methods in document["paths"].items():
+        for method, route in methods.items():
+            assert route.get("description"), (method, path)
+            for parameter in route.get("parameters", []):
+                assert parameter["in"] == "query" or parameter["schema"].get("examples"), (path, parameter["name"])
+            assert ("security" in route) == (path == "/v1/healthz"), path
+    assert document["security"] == [{"token": []}]
+    for name in ("KeyList", "ReadRequest"):
+        assert document["components"]["schemas"][name]["examples"]
+    assert document["components"]["securitySchemes"]["token"]["scheme"] == "bearer"
