@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
 import numpy as np
@@ -25,6 +25,7 @@ KEY = "0c9ba9e9ba9be1f9ef6ab1bb9ce9a7bbb9ba4cd3c4a4ba7d9e0ff3a7f1d2c3b4"  # an e
 Key = Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]
 KeyInPath = Annotated[str, Path(pattern="^[0-9a-f]{64}$", description="The entry's key.", examples=[KEY])]
 MAX_PAGE_KEYS = 1 << 16
+_PAGE_BYTES = 4096
 _MAX_FIELDS = 100
 
 
@@ -98,7 +99,7 @@ def entry_router(context: ServiceContext) -> APIRouter:
         """The keys of all entries, ascending, a page at a time. `Latentcache-More: 1` says that there are more."""
         found = await context.call(_keys_after, context, after, limit + 1)
         more = {"Latentcache-More": "1"} if len(found) > limit else {}
-        return BytesResponse(memoryview(found[:limit].tobytes()), more)
+        return BytesResponse([found[:limit].tobytes()], more)
 
     @router.get("/entries/{key}", response_model=EntryRecord, responses=problems(409))
     async def entry(key: KeyInPath) -> Response:
@@ -195,19 +196,20 @@ def _read(context: ServiceContext, keys: Sequence[str]) -> list[StoredEntry]:
     return context.entries.read(keys)
 
 
-def _pack(context: ServiceContext, keys: Sequence[str]) -> memoryview:
-    _, num_bytes, buffers = pack_buffers(new_pack_id(), _read(context, keys))
-    return _joined(num_bytes, list(buffers))
+def _pack(context: ServiceContext, keys: Sequence[str]) -> list[bytes | memoryview]:
+    return _in_memory(pack_buffers(new_pack_id(), _read(context, keys))[2])
 
 
-def _joined(num_bytes: int, buffers: Sequence[bytes | memoryview]) -> memoryview:
-    # Not b"".join: numpy copies without the interpreter's lock, and asks for huge pages.
-    data = np.empty(num_bytes, np.uint8)
-    np.concatenate([np.frombuffer(buffer, np.uint8) for buffer in buffers], out=data)
-    return data.data
+def _in_memory(buffers: Iterable[bytes | memoryview]) -> list[bytes | memoryview]:
+    """The buffers, of which each page was touched: they are views of mapped packs, and the event loop may not wait."""
+    found = list(buffers)
+    for buffer in found:
+        if len(buffer) > _PAGE_BYTES:
+            np.frombuffer(buffer, np.uint8)[::_PAGE_BYTES].max()
+    return found
 
 
-def _columns(context: ServiceContext, keys: Sequence[str], fields: Sequence[str]) -> memoryview:
+def _columns(context: ServiceContext, keys: Sequence[str], fields: Sequence[str]) -> list[bytes | memoryview]:
     entries = _read(context, keys)
     ragged = set().union(*(entry.location.group.ragged for entry in entries)) & set(fields)
     try:
@@ -224,7 +226,7 @@ def _columns(context: ServiceContext, keys: Sequence[str], fields: Sequence[str]
         tensors.append(NamedTensor(f"{name}/values", dtype, (int(offsets[-1]), *shape), values))
         tensors.append(NamedTensor(f"{name}/offsets", "int64", offsets.shape, [offsets]))
     document = TensorDocument.of({"latentcache": "partial", "fields": ",".join(chosen)}, aligned(tensors))
-    return _joined(document.num_bytes, list(document.buffers()))
+    return _in_memory(document.buffers())
 
 
 def _without_lengths(entry: StoredEntry) -> Description:
