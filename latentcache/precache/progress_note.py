@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field, TypeAdapter
 
-from latentcache.precache.workspace import Memo, Workspace
+from latentcache.precache.workspace import Memo, Workspace, look_up
 from latentcache.provenance import now
 from latentcache.utils.json_document import recalled
 
@@ -63,9 +63,10 @@ def write_note(workspace: Workspace, num_misses: int) -> None:
         workspace.memo.flush()
 
 
-def read_note(memo: Mapping[str, str]) -> RunNote | None:
-    """The note of the last run, if there is one."""
-    return recalled(memo, _NAME, _parse)
+def read_note(path: Path) -> RunNote | None:
+    """The note of the last run in the memo at `path`, if there is one."""
+    text = look_up(path, _NAME)
+    return None if text is None else recalled({_NAME: text}, _NAME, _parse)
 
 
 def _parse(text: str) -> RunNote:

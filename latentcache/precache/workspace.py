@@ -219,6 +219,16 @@ class Memo(MutableMapping[str, str]):
             self._index = _replaced(self._path, error, unless_replaced)
 
 
+def look_up(path: Path, name: str) -> str | None:
+    """What the memo at `path` has by this name now; None too where it cannot be read. Nothing else of it is read."""
+    row = _row_of(name)
+    try:
+        return _texts(Index(path, read_only=True).get_many([row])).get(row)
+    except (IndexDamagedError, ReadOnlyError) as error:
+        logger.debug("memo not read: %s", error)
+        return None
+
+
 def _replaced(path: Path, error: IndexDamagedError, unless_replaced: bool) -> Index:
     """A new memo in place of a damaged one, or the one that another process put there meanwhile."""
     with locked(path.with_name(f"{path.name}.lock"), "replacing a damaged memo", shared=False, wait=True):

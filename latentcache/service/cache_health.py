@@ -10,7 +10,6 @@ from latentcache.config import PROMPTS_PREFIX
 from latentcache.dataset.manifest import ManifestFolder
 from latentcache.errors import LatentCacheError
 from latentcache.precache.progress_note import RunNote, read_note
-from latentcache.precache.workspace import Memo
 from latentcache.service.charts import percent_of
 from latentcache.service.manifest_views import ManifestViews
 from latentcache.store.disk import DiskStore
@@ -118,11 +117,7 @@ def running(store: DiskStore, manifests: ManifestFolder) -> Running | None:
     begun = manifests.unfinished()
     if not begun:
         return None
-    memo = Memo(store.path / "memo", read_only=True)
-    try:
-        note = read_note(memo)
-    finally:
-        memo.close()
+    note = read_note(store.path / "memo")
     first = min(begun.values())
     if note is None:
         return Running(tuple(begun), first, None, 0, 0.0, 0.0, None)

@@ -99,6 +99,7 @@ def page_router(context: ServiceContext) -> APIRouter:
 
         decoder = decoder_of(config)
     source = PageSource(context.store, context.manifests, settings, Thumbnails(context.store, decoder))
+    page_text.environment()
     router = APIRouter()
     for path, view in VIEWS.items():
         router.add_api_route(path, _answering(context, source, view), methods=["GET", "HEAD"], include_in_schema=False)

@@ -110,6 +110,7 @@ def environment() -> Environment:
         loader=FileSystemLoader(TEMPLATES),
         autoescape=True,
         undefined=StrictUndefined,
+        auto_reload=False,
         trim_blocks=True,
         lstrip_blocks=True,
     )
@@ -124,6 +125,8 @@ def environment() -> Environment:
         "json": lambda value: to_bytes(value).decode(),
     }
     found.globals |= {"url": url, "static": static}
+    for name in found.list_templates():
+        found.get_template(name)  # compiled now, and not for the first view
     return found
 
 

@@ -134,7 +134,8 @@ def explained(config: Config, row: Row) -> Reasons:
 
 def cut_caption(tokenizer: Any, text: str) -> CutCaption:
     """Where a fast tokenizer cuts a caption: begin and end take two of its places."""
-    offsets = tokenizer(text, truncation=False, return_offsets_mapping=True, verbose=False)["offset_mapping"]
+    readable = text.encode("utf-8", "replace").decode()  # a lone surrogate is one character, as is its stand-in
+    offsets = tokenizer(readable, truncation=False, return_offsets_mapping=True, verbose=False)["offset_mapping"]
     content = offsets[1:-1]
     num_read = tokenizer.model_max_length - 2
     if len(content) <= num_read:

@@ -15,7 +15,7 @@ from latentcache.config import Config
 from latentcache.dataset.manifest import ManifestFolder
 from latentcache.precache import workspace as memo_module
 from latentcache.precache.run import run_precache
-from latentcache.precache.workspace import FLUSH_ROWS, Memo, Workspace
+from latentcache.precache.workspace import FLUSH_ROWS, Memo, Workspace, look_up
 
 
 def test_what_was_remembered_is_there_next_time(tmp_path: Path) -> None:
@@ -187,3 +187,17 @@ def test_a_row_that_is_no_value_is_found_out_anew(make_config: Callable[..., Con
     assert report.num_encoded == clean.num_encoded
     assert before is not None and after is not None and before.rows == after.rows
     assert memo.names == {"image/1", "rate", "text"}
+
+
+def test_one_row_is_looked_up_without_the_others(tmp_path: Path) -> None:
+    path = tmp_path / "memo"
+    assert look_up(path, "a") is None
+    memo = Memo(path)
+    memo["a"], memo["b"] = "1", "2"
+    memo.flush()
+    assert (look_up(path, "a"), look_up(path, "c")) == ("1", None)
+    memo["a"] = "3"
+    memo.close()
+    assert look_up(path, "a") == "3"
+    (path / "cache.db").write_bytes(b"no database")
+    assert look_up(path, "a") is None

@@ -1,0 +1,80 @@
+"""What the page knows with a config: why a sample is a hit or a miss, where captions are cut, the VAE's pictures."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from urllib.request import urlopen
+
+import numpy as np
+from helpers.page_server import page_of
+from PIL import Image
+
+from latentcache.config import Config
+from latentcache.models.model_loader import ModelLoader
+from latentcache.models.vae import decode_latents
+from latentcache.precache.run import run_precache
+from latentcache.service.page_text import url
+from latentcache.service.sample_details import cut_caption
+from latentcache.service.thumbnails import scaled_latents, webp_of
+from latentcache.service.vae_decoder import decoder_of
+from latentcache.store import DiskStore
+
+LONG = "a red house " * 40
+
+
+def fetch(base: str, path: str) -> bytes:
+    with urlopen(base + path) as answer:
+        data: bytes = answer.read()
+        return data
+
+
+def test_reasons_cut_captions_and_the_vae_s_pictures(make_config: Callable[..., Config], photos: Path) -> None:
+    (photos / "b.txt").write_text(LONG, encoding="utf-8")
+    config = make_config()
+    run_precache(config)
+    changed = make_config(**{"encode.clip_skip": 1})
+    (photos / "c.txt").write_text("another caption\n", encoding="utf-8")
+    path = url("/sample/reasons", dataset="photos", id="c.png")
+    with page_of(config.cache.path, config=config) as base:
+        reasons = fetch(base, path).decode()
+        assert "caption changed" in reasons
+        assert reasons.count(">hit<") == 1
+        reasons = fetch(base, url("/sample/reasons", dataset="photos", id="b.png")).decode()
+        assert reasons.count(">hit<") == 2
+        cut = reasons.partition('<s class="cut">')[2].partition("</s>")[0]
+        # 77 tokens, of which two are begin and end: 25 times "a red house", one token a word or more.
+        assert cut and LONG.strip().endswith(cut)
+        assert len(cut) < len(LONG) - 75
+        assert "decoded by the VAE" in fetch(base, url("/sample", dataset="photos", id="b.png")).decode()
+        with DiskStore(config.cache.path, create=False) as store:
+            entry = next(entry for key in store.keys() if (entry := store.get(key)).record.kind == "image")
+        shown = Image.open(io.BytesIO(fetch(base, f"/v1/thumbnails/{entry.record.key}.webp")))
+        vae = ModelLoader("tiny").vae(entry.tensors["moments"].float().dtype)
+        pixels = decode_latents(vae, scaled_latents(entry)[None])[0]  # type: ignore[arg-type]
+        expected = Image.open(io.BytesIO(webp_of(pixels, 256)))
+        assert shown.size == expected.size == pixels.shape[1::-1]
+        assert np.array_equal(np.asarray(shown), np.asarray(expected))
+    with page_of(config.cache.path, config=changed) as base:
+        assert (
+            "clip skip changed (0 -&gt; 1)"
+            in fetch(base, url("/sample/reasons", dataset="photos", id="a.png")).decode()
+        )
+
+
+def test_a_large_vae_on_a_cpu_decodes_no_thumbnails(make_config: Callable[..., Config]) -> None:
+    assert decoder_of(make_config(**{"model.path": "a/model"})) is None
+    assert decoder_of(make_config(**{"model.vae": "another/vae"})) is None
+    assert decoder_of(make_config()) is not None
+
+
+def test_captions_are_cut_where_the_tokenizer_cuts_them() -> None:
+    tokenizer = ModelLoader("tiny").tokenizers()[0]
+    for text in ("", "a cat", "Ünïcode 🐈 cat", "word " * 500, "é" * 300, "\ud800 " * 100):
+        found = cut_caption(tokenizer, text)
+        assert found.read + found.cut == text
+        read = found.read.encode("utf-8", "replace").decode()
+        assert len(tokenizer(read, verbose=False)["input_ids"]) <= tokenizer.model_max_length
+    assert cut_caption(tokenizer, "a cat").cut == ""
+    assert cut_caption(tokenizer, "word " * 500).cut != ""
