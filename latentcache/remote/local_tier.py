@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -23,7 +25,7 @@ from latentcache.utils.locks import locked
 
 PACK_AGE_S = 600.0
 """Entries are in memory until there are enough for a pack, and no longer than this: a slow epoch makes no small packs.
-They are lost with the process, and are then fetched again."""
+They are lost where a process is killed, and are then fetched again."""
 
 T = TypeVar("T")
 logger = logging.getLogger("latentcache")
@@ -45,8 +47,9 @@ class LocalTier:
                 "that holds nothing else"
             )
         self.disk = DiskStore(self.path)
-        self._is_broken = False
+        self._is_broken = self._is_closed = False
         self._begin()
+        _open_tiers.add(self)
 
     def _begin(self) -> None:
         self._pid = os.getpid()
@@ -172,6 +175,22 @@ class LocalTier:
     def close(self) -> None:
         """Put what is in memory on the disk, and release all."""
         self._check_process()
-        with self._adding, self._open:
-            self._start_sealing()
-        self.disk.close()
+        if not self._is_closed:
+            with self._adding, self._open:
+                self._start_sealing()
+            self._is_closed = True
+            self.disk.close()
+
+    def keep_at_exit(self) -> None:
+        """Put on the disk what a process has in memory that ends without having closed this. Its threads have ended."""
+        if self._pid == os.getpid() and not self._is_closed and not self._is_broken and self._buffer.entries:
+            self._seal(list(self._buffer.entries.values()))
+
+
+_open_tiers: weakref.WeakSet[LocalTier] = weakref.WeakSet()
+
+
+@atexit.register
+def _keep_all() -> None:
+    for tier in list(_open_tiers):
+        tier.keep_at_exit()

@@ -16,16 +16,28 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import DDPMScheduler
 from helpers.kohya_files import dialect_a, latents_name, text_of, write_npz
 from helpers.relay import Relay
+from helpers.runner_runs import precache_training_set, validation_config
 from helpers.serving import RunningServer, serving
 from remote_samples import make_cache, make_manifest
 from torch.utils.data import DataLoader
 
-from latentcache import BucketBatchSampler, Config, DiskStore, LatentCache, LatentDataset, LatentDatasets, LatentLoader
+from latentcache import (
+    BucketBatchSampler,
+    Config,
+    DiskStore,
+    LatentCache,
+    LatentDataset,
+    LatentDatasets,
+    LatentLoader,
+    ValidationRunner,
+)
 from latentcache.cache_config import CacheConfig
 from latentcache.dataset.manifest import ManifestFolder
 from latentcache.errors import ConfigError, ReadOnlyError, RemoteError, SampleError, StoreError
+from latentcache.models.tiny import tiny_sdxl, tiny_unet
 from latentcache.precache.run import run_precache
 
 BATCH = 4
@@ -276,6 +288,22 @@ def test_import_and_export_use_a_service(
         assert code == 0 and report["num_files"] == 4
         written.append({path.relative_to(out): path.read_bytes() for path in out.rglob("*.npz")})
     assert written[0].keys() == written[1].keys() and len(written[0]) == 4
+
+
+def test_validation_reads_from_a_service_and_fills_it(
+    empty: RunningServer, make_config: Callable[..., Config], photos: Path, tmp_path: Path
+) -> None:
+    losses = []
+    for number, path in enumerate((tmp_path / "near", empty.url)):
+        config = validation_config(make_config, photos, prompts=(), path=tmp_path / f"validation-{number}")
+        config = config.model_copy(update={"cache": CacheConfig(path=path)})
+        precache_training_set(config)
+        parts = tiny_sdxl() | {"unet": tiny_unet(), "scheduler": DDPMScheduler()}
+        with LatentCache(config.cache) as cache:
+            report = ValidationRunner(parts, cache, config).run(1)
+            assert report is not None and report.loss is not None and "held-out" in cache.manifests.names()
+        losses.append(report.loss.loss)
+    assert losses[0] == losses[1]
 
 
 def test_locations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

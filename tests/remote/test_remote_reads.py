@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
+import subprocess
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -206,26 +207,6 @@ def test_a_tier_that_cannot_be_written_leaves_reading_as_it_is(
         assert "no space left" in caplog.text
 
 
-def _read_in_process(url: str, token: str, local: str, queue: object) -> None:
-    with RemoteStore(url, token=token, local=local) as store:
-        good = all(read(store, start, start + 4) for _ in range(3) for start in range(0, 24, 4))
-    queue.put(good)  # type: ignore[attr-defined]
-
-
-def test_processes_share_a_tier(server: RunningServer, tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    options = (server.url, server.token, str(tmp_path / "local"), queue)
-    processes = [context.Process(target=_read_in_process, args=options) for _ in range(2)]
-    for process in processes:
-        process.start()
-    assert [queue.get(timeout=90) for _ in processes] == [True, True]
-    for process in processes:
-        process.join(30)
-    with DiskStore(tmp_path / "local", read_only=True) as disk:
-        assert disk.find(KEYS) == set(KEYS) and disk.damaged() == {}
-
-
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 @pytest.mark.parametrize("with_tier", [False, True])
 def test_a_fork_reads_on(server: RunningServer, tmp_path: Path, with_tier: bool) -> None:
@@ -250,3 +231,18 @@ def test_reads_settle_only_after_some(server: RunningServer, tmp_path: Path) -> 
             assert store.generation is None, number
             assert read(store, 0, 4)
         assert store.generation is not None
+
+
+def test_processes_share_a_tier_also_with_one_that_ends_without_closing(
+    relay: Relay, server: RunningServer, tmp_path: Path
+) -> None:
+    program = (
+        "import sys; from latentcache.remote.remote_store import RemoteStore\n"
+        "RemoteStore(sys.argv[1], token=sys.argv[2], local=sys.argv[3]).rows(sys.argv[4:])"
+    )
+    command = [sys.executable, "-c", program, server.url, str(server.token), str(tmp_path / "local"), *KEYS[:3]]
+    with RemoteStore(relay.url, token=server.token, local=tmp_path / "local") as store:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+        assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+        assert read(store, 0, 3) and relay.requests == []
+        assert read(store, 0, 4) and len(relay.requests) == 1
