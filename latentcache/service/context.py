@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,13 +14,16 @@ from fastapi import Request
 
 from latentcache.config import Config
 from latentcache.dataset.manifest import ManifestFolder
-from latentcache.errors import EntryDamagedError, EntryMissingError
+from latentcache.errors import EntryDamagedError, EntryMissingError, StoreError
 from latentcache.service.access import Access, Role
 from latentcache.service.limits import Limits
 from latentcache.service.page_settings import PageSettings
 from latentcache.service.telemetry import Telemetry
 from latentcache.store.disk import DiskStore
 from latentcache.store.exchange import StoredEntries
+
+_RELEASE_S = 60.0
+logger = logging.getLogger("latentcache")
 
 _Result = TypeVar("_Result")
 _Arguments = TypeVarTuple("_Arguments")
@@ -72,6 +76,15 @@ class ServiceContext:
     async def may_write(self, request: Request) -> None:
         """A dependency of routes that change the cache. RequestRefused without the writing token."""
         self.access.check(request.scope["latentcache.role"], Role.WRITE)
+
+    async def release_packs(self) -> None:
+        """Release packs that were removed meanwhile, as long as the server runs."""
+        while True:
+            try:
+                await self.call(self.entries.release)
+            except StoreError as error:
+                logger.warning("%s", error)
+            await anyio.sleep(_RELEASE_S)
 
     def close(self) -> None:
         """Close the cache."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ from latentcache.store.pack import (
 )
 from latentcache.utils.durable_files import sealed_file, write_all
 
-_MAX_MAPPED = 1 << 12
 _WRITE_BYTES = 1 << 20
 _RECORD_FRAME_BYTES = 64  # of a record's JSON, around identity and provenance
 
@@ -70,7 +68,8 @@ class StoredEntries:
 
     def __init__(self, store: DiskStore):
         self._store = store
-        self._records = lru_cache(_MAX_MAPPED)(_mapped_records)
+        self._records: dict[str, PackRecords] = {}
+        self._seen = frozenset[str]()
 
     def read(self, keys: Sequence[str]) -> list[StoredEntry]:
         """The entries, in the order of the keys. EntryMissingError, EntryDamagedError."""
@@ -86,9 +85,27 @@ class StoredEntries:
         """About how many bytes the values of these entries have. Those that are not there count nothing."""
         return sum([location.group.mean_bytes for location in self._store.catalog.look_up(keys) if location])
 
+    def release(self) -> set[str]:
+        """Release packs that were removed since the last call, by this process or another, and return their ids.
+
+        A mapped file takes space after its name is gone: a process that reads for months calls this now and then.
+        """
+        self._store.catalog.reload()
+        there = frozenset(self._store.catalog.table.packs.copy())
+        gone = set(self._seen - there)
+        self._seen = there
+        self._store.release(gone)
+        for pack in gone:
+            self._records.pop(pack, None)
+        return gone
+
+    def _map(self, pack: str) -> PackRecords:
+        data = map_pack(self._store.directory.pack_path(pack), 0).data
+        return self._records.setdefault(pack, read_pack_bytes(data, pack))
+
     def _record(self, key: str, location: Location) -> bytes:
         try:
-            records = self._records(self._store.directory.pack_path(location.pack.id))
+            records = self._records.get(location.pack.id) or self._map(location.pack.id)
             if records.is_at(key, location):
                 return bytes(records.json(location.row))
         except (StoreError, FileNotFoundError):
@@ -96,10 +113,6 @@ class StoredEntries:
         record = self._store.record(key)
         parts = canonical_json(record.identity), canonical_json(record.provenance)
         return b'{"identity":%b,"provenance":%b}' % parts
-
-
-def _mapped_records(path: Path) -> PackRecords:
-    return read_pack_bytes(map_pack(path, 0).data, path.stem)
 
 
 def take_pack(store: DiskStore, pack: str, chunks: Iterable[bytes], num_bytes: int) -> int:

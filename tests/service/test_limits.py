@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import socket
 import threading
 import time
@@ -190,12 +191,19 @@ def test_a_slow_reader_is_dropped_and_delays_nobody(tmp_path):
         assert received < sum(each.num_bytes for each in entries)
 
 
-def test_idle_connections_hurt_nobody(tmp_path):
-    cache = fill(tmp_path / "cache")
-    with ExitStack() as stack, serving_here(cache.path, Limits()) as server:
-        for _ in range(300):
-            stack.enter_context(socket.create_connection(server.address, timeout=20))
-        start = time.monotonic()
-        for _ in range(5):
-            assert server.post("/v1/entries:read", {"keys": cache.keys}).status == 200
-        assert time.monotonic() - start < 10
+def test_a_thousand_idle_connections_hurt_nobody(served):
+    """Also where the server started with the usual limit of 1,024 open files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    try:
+        with ExitStack() as stack:
+            for number in range(1100):
+                client = stack.enter_context(socket.create_connection(served.server.address, timeout=20))
+                if number % 3 == 0:
+                    client.sendall(b"GET /v1/st")
+            start = time.monotonic()
+            for _ in range(5):
+                assert served.server.post("/v1/entries:read", {"keys": served.keys}).status == 200
+            assert time.monotonic() - start < 10
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -166,3 +166,27 @@ def test_samples_come_in_pages_and_can_be_searched(served):
     assert page("search=photo7.jpg")["samples"] == [rows[7]]
     assert page("search=m%C3%BCLLER")["total"] == 12
     assert page("search=/photos/") == {"total": 0, "offset": 0, "samples": []}  # a path is no caption
+
+
+def test_metrics_count(served):
+    def value(name):
+        lines = served.server.get("/v1/metrics").body.decode().splitlines()
+        [found] = [line.rpartition(" ")[2] for line in lines if line.rpartition(" ")[0] == name] or ["0"]
+        return float(found)
+
+    names = {
+        "hits": "latentcache_hits_total",
+        "misses": "latentcache_misses_total",
+        "sent": "latentcache_sent_bytes_total",
+        "read": 'latentcache_requests_total{method="POST",route="/v1/entries:read",status="200"}',
+        "missing": 'latentcache_requests_total{method="POST",route="/v1/entries:read",status="404"}',
+    }
+    before = {name: value(series) for name, series in names.items()}
+    num_bytes = len(served.server.post("/v1/entries:read", {"keys": served.keys[:3]}).body)
+    served.server.post("/v1/entries:read", {"keys": ["0" * 64]})
+    served.server.post("/v1/entries:find", {"keys": [*served.keys[:2], "0" * 64]})
+    added = {name: value(series) - before[name] for name, series in names.items()}
+    assert added.pop("sent") > num_bytes
+    assert added == {"hits": 5, "misses": 2, "read": 1, "missing": 1}
+    served.server.request("BREW", "/v1/pot")
+    assert value('latentcache_requests_total{method="other",route="none",status="404"}') >= 1
