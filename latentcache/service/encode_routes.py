@@ -28,6 +28,8 @@ MAX_CHARACTERS = 1 << 14
 """Of a prompt. CLIP reads 77 tokens."""
 MAX_REQUESTS = 32
 """Requests that wait for the encoder at once: others must find room on the server."""
+MAX_IMAGES = 8
+"""Images that are being received at once: each may be large, and is in memory."""
 KEYS_HEADER, IMAGES_HEADER = "Latentcache-Keys", "Latentcache-Images"
 
 Return = Literal["pack", "keys"]
@@ -42,7 +44,7 @@ _ANSWER: dict[int | str, dict[str, Any]] = {
 class PromptToEncode(BaseModel):
     """A prompt as it is: nothing is stripped."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     text: Annotated[str, Field(max_length=MAX_CHARACTERS)]
     negative: bool = False
@@ -54,6 +56,7 @@ class PromptsToEncode(BaseModel):
 
     model_config = ConfigDict(
         extra="forbid",
+        strict=True,
         json_schema_extra={"examples": [{"prompts": [{"text": "a photo of an astronaut"}], "return": "keys"}]},
     )
 
@@ -97,7 +100,7 @@ class EncodeRoutes:
 
     def __init__(self, context: ServiceContext, encoder: MissEncoder):
         self._context, self._encoder = context, encoder
-        self._num_requests = 0
+        self._num_requests = self._num_images = 0
 
     async def encode_prompts(self, body: PromptsToEncode) -> Response:
         """The entries of these prompts, as a pack. What is not cached is encoded and stored first.
@@ -125,9 +128,14 @@ class EncodeRoutes:
         header `Latentcache-Images` is a JSON list with the key and the geometry of each entry; with `return=keys` that
         is the answer, as `{"entries": [...]}` with `cached` for each.
         """
-        images = await self._context.call(
-            partial(self._encoder.image, await request.body(), dataset=dataset, name=name)
-        )
+        if self._num_images >= MAX_IMAGES:
+            raise EncoderBusyError(f"{self._num_images} images are being received", retry_after_s=1)
+        self._num_images += 1
+        try:
+            data = await request.body()
+        finally:
+            self._num_images -= 1
+        images = await self._context.call(partial(self._encoder.image, data, dataset=dataset, name=name))
         facts = [{"key": ref.key, **ref.geometry.to_json()} for ref, _ in images]
         return await self._answer([task for _, task in images], wanted, {IMAGES_HEADER: json.dumps(facts)}, facts)
 

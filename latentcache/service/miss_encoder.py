@@ -116,6 +116,7 @@ class MissEncoder:
         if not idle_s > 0:
             raise ConfigError(f"--idle-s is {idle_s}; give a number of seconds above 0")
         self._config, self._workspace, self._idle_s = config, workspace, idle_s
+        logger.info("identifying the models of %s; this reads them where nothing is known of them", config.model.path)
         self._models = ServingModels(config, models or load_models(config.model, workspace.memo), workspace.memo)
         self.encodings, self._salt = self._models.encodings, config.cache.salt
         self._datasets = {each.name: each for each in config.datasets}

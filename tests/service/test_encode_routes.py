@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,6 @@ from latentcache.models.tiny import save_diffusers_folder, tiny_pipeline, tiny_s
 from latentcache.precache.run import run_precache
 from latentcache.precache.workspace import Workspace
 from latentcache.remote.remote_store import RemoteStore
-from latentcache.store import DiskStore
 from latentcache.store.pack import read_entry, read_pack_bytes, verified_arrays
 from latentcache.validation.sample_images import prompt_embeddings
 
@@ -61,19 +63,30 @@ def config(config_file: Path) -> Config:
     return load_config(config_file)
 
 
+NEW = ("not in the cache", "nor this one")
+
+
 @pytest.fixture(scope="module")
 def precached(config: Config) -> Workspace:
-    """What precache makes of the config."""
+    """What precache makes of the config, with two prompts more."""
     workspace = Workspace()
-    run_precache(config, workspace=workspace)
+    validation = config.validation.model_copy(update={"prompts": (*config.validation.prompts, *NEW)})
+    run_precache(config.model_copy(update={"validation": validation}), workspace=workspace)
     return workspace
 
 
 @pytest.fixture(scope="module")
-def server(config: Config, config_file: Path) -> Iterator[RunningServer]:
-    """A server on an empty cache. Nobody may write."""
-    DiskStore(config.cache.path).close()
-    with serving(Path(config.cache.path), "--encode", config_file, writes=False) as running:
+def server(config: Config, config_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """A server on a cache of the photos, and of a dataset `other` that has another clip_skip. One prompt is damaged."""
+    cache = config.cache.model_copy(update={"path": tmp_path_factory.mktemp("server") / "cache"})
+    dataset = config.datasets[0]
+    run_precache(config.model_copy(update={"cache": cache, "datasets": (dataset,)}))
+    other, encode = dataset.model_copy(update={"name": "other"}), config.encode.model_copy(update={"clip_skip": 0})
+    run_precache(config.model_copy(update={"cache": cache, "datasets": (other,), "encode": encode}))
+    with LatentCache(cache.path, manifest="photos") as reader:
+        bytes_of = reader.prompt("a validation prompt", device="cpu")["prompt_embeds"].numpy().tobytes()
+    damage(Path(cache.path), bytes_of[1000:1100])
+    with serving(Path(cache.path), "--encode", config_file, writes=False) as running:
         yield running
 
 
@@ -115,18 +128,21 @@ def metric(server: RunningServer, name: str) -> float:
 
 
 def test_prompts_are_those_of_precache(server: RunningServer, precached: Workspace) -> None:
-    body = prompts("photo 0", "a validation prompt", "photo 0", "")
+    before = metric(server, "entries_total")
+    body = prompts(NEW[0], "photo 0", NEW[0], "")
     body["prompts"].append({"text": "", "negative": True})
     answer = server.post("/v1/prompts:encode", body)
     found = encoded(answer)
     assert_precached(found, precached)
     keys = answer.headers["latentcache-keys"].split(",")
     assert len(keys) == 5 and keys[0] == keys[2] and set(keys) == found.keys() and len(found) == 4
+    assert metric(server, "entries_total") - before == 1
 
     again = server.post("/v1/prompts:encode", {**body, "return": "keys"}).json()
     assert again == {"entries": [{"key": key, "cached": True} for key in keys]}
-    one_new = server.post("/v1/prompts:encode", {**prompts("photo 1", "photo 0"), "return": "keys"}).json()
+    one_new = server.post("/v1/prompts:encode", {**prompts(NEW[1], NEW[0]), "return": "keys"}).json()
     assert [entry["cached"] for entry in one_new["entries"]] == [False, True]
+    assert_precached(encoded(server.post("/v1/prompts:encode", prompts(*NEW))), precached)
 
 
 @pytest.mark.parametrize("dataset", ["photos", "mirrored"])
@@ -167,6 +183,7 @@ def test_what_cannot_be_encoded_is_a_problem_with_its_reason(server: RunningServ
         {**prompts("x"), "more": 1},
         {**prompts("x"), "return": "latents"},
         prompts("x", negative="perhaps"),
+        prompts("x", negative=0),
         {"prompts": [{"text": None}]},
         b'{"prompts": [{"text": "half \\ud800 of a pair"}]}',
         b"[" * 100_000,
@@ -199,26 +216,41 @@ def test_many_clients_cause_one_encode(server: RunningServer) -> None:
     assert metric(server, "queue") == 0 and metric(server, 'loaded{kind="text"}') == 1
 
 
+def test_a_client_that_goes_away_costs_nobody_anything(server: RunningServer) -> None:
+    """Whether it had been heard or not."""
+    body = json.dumps(prompts("of one that went away", "of both")).encode()
+    head = f"POST /v1/prompts:encode HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {server.token}\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    with socket.create_connection(server.address) as gone:
+        gone.sendall(head.encode() + body)
+    assert len(encoded(server.post("/v1/prompts:encode", prompts("of both", "of another")))) == 2
+    answer = server.post("/v1/prompts:encode", {**prompts("of one that went away", "of both"), "return": "keys"})
+    assert answer.json()["entries"][1]["cached"]
+    assert metric(server, "queue") == 0
+
+
+def test_only_some_images_are_received_at_once(server: RunningServer) -> None:
+    """Each may have 128 MiB, and they are in memory."""
+    head = f"POST /v1/images:encode?dataset=photos HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {server.token}\r\n"
+    with ExitStack() as stack:
+        for _ in range(8):
+            slow = stack.enter_context(socket.create_connection(server.address))
+            slow.sendall(head.encode() + b"Content-Length: 1000\r\n\r\n" + b"x" * 10)
+        until, answer = time.monotonic() + 10, None
+        while answer is None or (answer.status != 503 and time.monotonic() < until):
+            answer = server.post("/v1/images:encode?dataset=photos", b"x")
+        assert problem(answer, 503, "EncoderBusyError") and answer.headers["retry-after"] == "1"
+    until = time.monotonic() + 10
+    while answer.status == 503 and time.monotonic() < until:
+        answer = server.post("/v1/images:encode?dataset=photos", b"x")
+    assert answer.status == 422, "they went away"
+
+
 def test_the_openapi_document_describes_the_routes(server: RunningServer) -> None:
     paths = server.get("/v1/openapi.json").json()["paths"]
     body = paths["/v1/prompts:encode"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert body["$ref"].endswith("PromptsToEncode")
     assert "image/*" in paths["/v1/images:encode"]["post"]["requestBody"]["content"]
-
-
-@pytest.fixture(scope="module")
-def filled(config: Config, config_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """A server on a cache of the photos, and of a dataset `other` that has another clip_skip. One prompt is damaged."""
-    cache = config.cache.model_copy(update={"path": tmp_path_factory.mktemp("filled") / "cache"})
-    dataset = config.datasets[0]
-    run_precache(config.model_copy(update={"cache": cache, "datasets": (dataset,)}))
-    other, encode = dataset.model_copy(update={"name": "other"}), config.encode.model_copy(update={"clip_skip": 0})
-    run_precache(config.model_copy(update={"cache": cache, "datasets": (other,), "encode": encode}))
-    with LatentCache(cache.path, manifest="photos") as reader:
-        bytes_of = reader.prompt("a validation prompt", device="cpu")["prompt_embeds"].numpy().tobytes()
-    damage(Path(cache.path), bytes_of[1000:1100])
-    with serving(Path(cache.path), "--encode", config_file, writes=False) as running:
-        yield running
 
 
 def expected(config: Config, text: str, *, negative: bool = False) -> dict[str, torch.Tensor]:
@@ -234,45 +266,46 @@ def assert_equal(found: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor
     assert found.keys() == tensors.keys() and all(torch.equal(found[name], tensors[name]) for name in found)
 
 
-def test_a_damaged_entry_is_encoded_again(filled: RunningServer, precached: Workspace, config: Config) -> None:
-    with LatentCache(filled.url, token=filled.token, manifest="photos") as cache:
+def test_a_damaged_entry_is_encoded_again(server: RunningServer, precached: Workspace, config: Config) -> None:
+    before = metric(server, "entries_total")
+    with LatentCache(server.url, token=server.token, manifest="photos") as cache:
         found = cache.prompt("a validation prompt", device="cpu")
     assert_equal(found, expected(config, "a validation prompt"))
-    assert metric(filled, "entries_total") == 1
-    assert_precached(encoded(filled.post("/v1/prompts:encode", prompts("a validation prompt"))), precached)
+    assert metric(server, "entries_total") - before == 1
+    assert_precached(encoded(server.post("/v1/prompts:encode", prompts("a validation prompt"))), precached)
 
 
-def test_a_client_needs_no_encoder_for_new_prompts(filled: RunningServer, config: Config, tmp_path: Path) -> None:
+def test_a_client_needs_no_encoder_for_new_prompts(server: RunningServer, config: Config, tmp_path: Path) -> None:
     """The client's own tier on disk has them afterwards."""
-    with LatentCache(filled.url, token=filled.token, local=tmp_path / "tier", manifest="photos") as cache:
+    with LatentCache(server.url, token=server.token, local=tmp_path / "tier", manifest="photos") as cache:
         assert_equal(cache.prompt("new to all", device="cpu"), expected(config, "new to all"))
         negative = cache.prompt("new to all", negative=True, device="cpu")
         assert_equal(negative, expected(config, "new to all", negative=True))
-        num_encoded = metric(filled, "entries_total")
+        num_encoded = metric(server, "entries_total")
         images = prompt_embeddings(cache, ["one prompt", "new to all"], "ugly", device="cpu")
         assert [image.prompt for image in images] == ["one prompt", "new to all"]
         assert torch.equal(images[1].prompt_embeds, expected(config, "new to all")["prompt_embeds"])
-        assert metric(filled, "entries_total") == num_encoded + 2, "one of three is known"
+        assert metric(server, "entries_total") == num_encoded + 2, "one of three is known"
         with pytest.raises(RemoteError, match="as a unicode string"):
             cache.prompt("half \ud800 of a pair", device="cpu")
 
 
-def test_prompts_of_other_encoders_are_refused(filled: RunningServer) -> None:
-    with LatentCache(filled.url, token=filled.token, manifest="other") as cache:
+def test_prompts_of_other_encoders_are_refused(server: RunningServer) -> None:
+    with LatentCache(server.url, token=server.token, manifest="other") as cache:
         assert cache.prompt("a validation prompt", device="cpu"), "precache made this one"
         with pytest.raises(StoreError, match=r"other text encoders, or another clip_skip.* than other was cached with"):
             cache.prompt("never seen", device="cpu")
         assert cache.prompt("never seen", negative=True, device="cpu"), "clip_skip does not count for negative ones"
 
 
-def test_a_stop_finishes_the_batch_and_prompts_are_in_the_manifest(filled: RunningServer, config: Config) -> None:
+def test_a_stop_finishes_the_batch_and_prompts_are_in_the_manifest(server: RunningServer, config: Config) -> None:
     """The last test of this server."""
-    cache = filled.get("/v1/status").json()["path"]
+    cache = server.get("/v1/status").json()["path"]
     with ThreadPoolExecutor(1) as threads:
-        request = threads.submit(filled.post, "/v1/prompts:encode", prompts(*(f"late {n}" for n in range(32))))
-        while metric(filled, "queue") == 0:
+        request = threads.submit(server.post, "/v1/prompts:encode", prompts(*(f"late {n}" for n in range(32))))
+        while metric(server, "queue") == 0:
             assert not request.done(), request.result().body
-        assert filled.stop() == 143
+        assert server.stop() == 143
         assert len(encoded(request.result(30))) == 32
     with LatentCache(cache, manifest="photos") as reader:
         assert_equal(reader.prompt("late 31", device="cpu"), expected(config, "late 31"))
