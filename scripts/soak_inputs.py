@@ -295,6 +295,11 @@ def draw_name(dice: random.Random) -> str:
     return ("x" + name if name.startswith(".") or not name else name) + ".png"
 
 
+def stem_of(name: str) -> str:
+    """The name without its suffix."""
+    return name[: -len(".png")]
+
+
 @contextmanager
 def nothing_outside(folder: Path, *writable: str) -> Iterator[None]:
     """What lies in the folder, but for these folders, is the same before and after."""
@@ -322,15 +327,16 @@ def names(soak: soaking.Soak) -> None:
     victim = base / "victim.png"
     victim.write_bytes(png(noise(12345)))
     secret = digest(victim.read_bytes())
-    wanted = list(ODD_NAMES)[: soak.n]
+    wanted = {stem_of(name): name for name in ODD_NAMES[: soak.n]}  # one for each stem: two would share a caption
     while len(wanted) < max(1, soak.n // 2 - len(LEADING_OUT)):
-        wanted.append(draw_name(soak.random))
+        name = draw_name(soak.random)
+        wanted.setdefault(stem_of(name), name)
     made = {}
-    for number, name in enumerate(dict.fromkeys(wanted)):
+    for number, (stem, name) in enumerate(wanted.items()):
         path = folder / name
         try:
             path.write_bytes(png(noise(number % 7)))
-            path.with_name(name[:-4] + ".txt").write_text(f"caption {number}")
+            path.with_name(stem + ".txt").write_text(f"caption {number}")
         except (OSError, ValueError):
             goal.count("num_names_that_the_file_system_refuses")
             continue

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.photo_files import write_photo
+from hypothesis import settings
 
 from latentcache.cli.app import main
 from latentcache.config import Config, parse_config
@@ -19,6 +20,10 @@ from latentcache.errors import StoreError
 from latentcache.identity import key_of
 from latentcache.store import DiskStore
 from latentcache.types import Entry, Record
+
+# A machine that does other work too takes longer for an example now and then: that says nothing about the code.
+settings.register_profile("any-machine", deadline=None)
+settings.load_profile("any-machine")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # the shell of a background job passes this on
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -43,11 +43,17 @@ class SampleIndex:
 
     def manifest(self, name: str) -> Manifest:
         """The manifest of this name. StoreError naming those that there are."""
+        manifest = self._find(name)
+        if manifest is None:
+            known = ", ".join(self.manifests.names()) or "none yet: run latentcache precache first"
+            raise StoreError(f"{self.path or 'cpu store'}: no manifest {name!r}; there are: {known}")
+        return manifest
+
+    def _find(self, name: str) -> Manifest | None:
         if name not in self._loaded:
             manifest = self.manifests.read(name)
             if manifest is None:
-                known = ", ".join(self.manifests.names()) or "none yet: run latentcache precache first"
-                raise StoreError(f"{self.path or 'cpu store'}: no manifest {name!r}; there are: {known}")
+                return None
             self._loaded[name] = manifest
         return self._loaded[name]
 
@@ -116,7 +122,8 @@ class SampleIndex:
         if not datasets:
             raise StoreError(f"{self.path or 'cpu store'}: no dataset is cached yet; {PRECACHE}")
         sample_id = prompt_id(text, negative=negative)
-        row = self.manifest(names.pop()).rows.get(sample_id) if names else None
+        prompts = self._find(names.pop()) if names else None
+        row = None if prompts is None else prompts.rows.get(sample_id)
         if row is None:
             remedy = f"add it to validation.{'negative_prompt' if negative else 'prompts'} and {PRECACHE}"
             raise SampleError(sample_id, "is not cached", remedy)

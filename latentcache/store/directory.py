@@ -24,6 +24,7 @@ from latentcache.utils.durable_files import (
     remove_whole,
     sweep_temporaries,
     sync_folder,
+    system_errors,
     typed_errors,
     unreadable,
     write_sealed,
@@ -197,9 +198,10 @@ class CacheDirectory:
     def index_bytes(self) -> int:
         """Bytes of the index's files."""
         num_bytes = 0
-        for file in self.index.glob("cache.db*"):
-            with suppress(FileNotFoundError):  # SQLite's journals come and go
-                num_bytes += file.lstat().st_size
+        with system_errors(self.index):
+            for file in self.index.glob("cache.db*"):
+                with suppress(FileNotFoundError):  # SQLite's journals come and go
+                    num_bytes += file.lstat().st_size
         return num_bytes
 
     def remove_pack(self, pack: str) -> None:

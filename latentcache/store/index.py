@@ -287,7 +287,10 @@ class Index:
     def _open_cache(self) -> diskcache.Cache:
         # As late as possible: opening one writes all its settings, row by row.
         if self._cache is None:
-            self._cache = _Cache(str(self.path), timeout=TIMEOUT_S, disk=_BytesDisk, **_SETTINGS)
+            try:
+                self._cache = _Cache(str(self.path), timeout=TIMEOUT_S, disk=_BytesDisk, **_SETTINGS)
+            except ValueError as error:  # diskcache looks up each setting, and takes it for granted that it is there
+                raise IndexDamagedError(self.path, f"a setting cannot be found: {error}") from error
         return self._cache
 
     @contextmanager

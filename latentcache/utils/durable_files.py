@@ -276,12 +276,18 @@ def regular_file(path: Path, max_bytes: int, remedy: str = REBUILD) -> Iterator[
 
     An OSError of the block is a plain StoreError: the file cannot be read now.
     """
-    with open(open_regular(path, remedy), "rb") as file:
-        num_bytes = os.fstat(file.fileno()).st_size
-        if num_bytes > max_bytes:
-            detail = f"has {num_bytes:,} bytes, {max_bytes:,} are allowed; remove it, then {remedy}"
-            raise UnsafeStoreError(path, detail)
+    fd = open_regular(path, remedy)
+    try:
+        file = open(fd, "rb")  # noqa: SIM115 - the block below closes it
+    except OSError as error:  # it asks the system what kind of file it is
+        os.close(fd)
+        raise unreadable(path, error) from error
+    with file:
         try:
+            num_bytes = os.fstat(fd).st_size
+            if num_bytes > max_bytes:
+                detail = f"has {num_bytes:,} bytes, {max_bytes:,} are allowed; remove it, then {remedy}"
+                raise UnsafeStoreError(path, detail)
             yield file
         except OSError as error:
             raise unreadable(path, error) from error

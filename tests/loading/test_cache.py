@@ -14,7 +14,7 @@ from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from helpers.pack_damage import damage
 
 from latentcache import LatentCache
-from latentcache.config import Config
+from latentcache.config import PROMPTS_PREFIX, Config
 from latentcache.errors import EntryDamagedError, EntryMissingError, SampleError, StoreError
 from latentcache.loading.sample import layout_of, metadata_of
 from latentcache.precache.run import run_precache
@@ -177,6 +177,18 @@ def test_removed_entries_are_missing(config: Config) -> None:
         with pytest.raises(SampleError, match=r"'b\.png': has no entry: no such entry.*latentcache precache"):
             cache.batch(["b.png"], device="cpu")
     assert run_precache(config).misses_by_reason == {"entry lost": 1}
+
+
+def test_prompts_whose_manifest_is_gone_are_not_cached(config: Config) -> None:
+    (manifest,) = (config.cache.path / "manifests").glob(f"{PROMPTS_PREFIX}*")
+    manifest.unlink()
+    with LatentCache(config.cache.path) as cache:
+        with pytest.raises(SampleError, match=r"is not cached.*validation\.prompts.*run `latentcache precache CONFIG`"):
+            cache.prompt("", device="cpu")
+        assert cache.sample_ids()
+    run_precache(config)
+    with LatentCache(config.cache.path) as cache:
+        assert cache.prompt("", device="cpu")["prompt_embeds"].isfinite().all()
 
 
 def test_what_another_process_caches_is_seen_after_a_refresh(

@@ -6,6 +6,7 @@ import shutil
 import sqlite3
 import threading
 import time
+from contextlib import closing
 
 import diskcache
 import pytest
@@ -268,6 +269,27 @@ def test_damage_is_a_typed_error_and_never_a_wrong_row(index):
             # SQLite has no checksums: a flip inside a value goes through. Rows have checksums of their own.
             assert all(type(key) is str and type(value) is bytes for key, value in found.items())
     assert num_refused > 20
+
+
+def test_a_setting_that_cannot_be_found_is_damage(index):
+    """diskcache looks up each of its settings, and ends in a ValueError of its own where it does not find one."""
+    add(index, {"a": b"1"})
+    database = index.path / "cache.db"
+    with closing(sqlite3.connect(database)) as connection:
+        query = "SELECT rootpage FROM sqlite_master WHERE name = 'sqlite_autoindex_Settings_1'"
+        [[page]], [[page_bytes]] = connection.execute(query), connection.execute("PRAGMA page_size")
+    clean = database.read_bytes()
+    cells = clean[(page - 1) * page_bytes + 64 : page * page_bytes].lstrip(b"\0")
+    num_refused = 0
+    for at in range(page * page_bytes - len(cells), page * page_bytes - 16, 4):
+        database.write_bytes(clean[:at] + bytes(16) + clean[at + 16 :])
+        try:
+            other = Index(index.path)
+            other.replace_many({"b": b"2"})
+            assert other.items() == {"a": b"1", "b": b"2"}, f"byte {at}"
+        except IndexDamagedError:
+            num_refused += 1
+    assert num_refused > 0
 
 
 @pytest.mark.parametrize("data", [b"", b"not a database" * 500, bytes(8192)], ids=["empty", "garbage", "zeros"])

@@ -12,7 +12,7 @@ from helpers.other_users import open_to_others
 from store_samples import key, mark, pack_of, packs, run, same, sample, samples, where
 
 from latentcache.errors import EntryDamagedError, StorageFullError, StoreError
-from latentcache.store import DiskStore, catalog, pack, recovery
+from latentcache.store import DiskStore, catalog, pack, recovery, tensor_file
 from latentcache.store.base import own_entry
 from latentcache.store.pack import new_pack_id, write_pack
 from latentcache.store.stacking import read_batch
@@ -126,7 +126,7 @@ def test_a_pack_that_cannot_be_mapped_now_is_not_damaged(root, monkeypatch, erro
 def test_a_header_that_cannot_be_read_now_is_not_damaged(root, monkeypatch, error):
     with DiskStore(root) as store:
         store.add(samples(0, 1))
-        monkeypatch.setattr(pack, "safe_open", lambda *_, **__: (_ for _ in ()).throw(error))
+        monkeypatch.setattr(tensor_file, "safe_open", lambda *_, **__: (_ for _ in ()).throw(error))
         with pytest.raises(StoreError, match="cannot be read now"):
             store.record(key(0))
         assert not verify(store).ok
@@ -273,6 +273,22 @@ def test_an_index_that_cannot_be_opened_leaves_nothing_open(root, monkeypatch):
             store.add(samples(0))
         names = [os.path.realpath(f"/dev/fd/{fd}") for fd in os.listdir("/dev/fd")]
         assert caught.value and not [name for name in names if name.endswith("cache.db")]
+
+
+def test_an_index_whose_folder_cannot_be_listed_now_has_no_size(root, monkeypatch):
+    with DiskStore(root) as store:
+        real = os.scandir
+
+        def refuse(path):
+            if str(path) == str(root / "index"):
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            return real(path)
+
+        monkeypatch.setattr(os, "scandir", refuse)
+        with pytest.raises(StoreError, match=r"index: cannot be read now: .*Too many open files"):
+            store.stats()
+        monkeypatch.undo()
+        assert store.stats().index_bytes > 0
 
 
 def test_an_error_of_the_system_at_the_opening_is_a_typed_error(root, monkeypatch):

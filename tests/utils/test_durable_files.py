@@ -7,12 +7,13 @@ import fcntl
 import os
 import random
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
-from latentcache.errors import ReadOnlyError, StorageFullError
+from latentcache.errors import ReadOnlyError, StorageFullError, StoreError
 from latentcache.utils import durable_files as files
-from latentcache.utils.durable_files import sealed_file, sweep_temporaries, write_past_cache, write_sealed
+from latentcache.utils.durable_files import regular_file, sealed_file, sweep_temporaries, write_past_cache, write_sealed
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
@@ -123,3 +124,25 @@ def test_a_disk_that_fills_up_while_a_file_is_written_leaves_nothing(
     with pytest.raises(StorageFullError), sealed_file(tmp_path / "file", 40_000) as fd:
         write_past_cache(fd, [bytes(40_000)])
     assert num_calls == 3 and os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])
+def test_a_file_whose_kind_cannot_be_asked_for_is_closed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """`open` asks for it by a call of its own, and leaves the descriptor open when that is refused."""
+    path, opened = tmp_path / "file", []
+    path.write_bytes(b"data")
+
+    def refuse(fd: int, mode: str) -> BinaryIO:
+        opened.append(fd)
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(files, "open", refuse, raising=False)
+    with pytest.raises(StoreError, match="file: cannot be read now"), regular_file(path, 100):
+        pass
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(opened[0])
+    monkeypatch.undo()
+    with regular_file(path, 100) as file:
+        assert file.read() == b"data"
