@@ -5,9 +5,10 @@
     python scripts/bench_page.py --tiny        # for correctness only
 
 A server is started for each repetition, so that it has read nothing yet; it and Chromium share the machine. `first` is
-that view: until all that is on it has arrived. `again` is the same page once more, from a browser without a cache.
-`search` is a search through all captions, the first one of the server, which reads the manifest. The latents are those
-of 1024x1024 photos, smooth ones; many samples share one entry, so that the disk has room for them.
+that view: until all that it shows has arrived (the choices of the list of buckets, which need the whole manifest, are
+loaded 1.5 s later). `again` is the same page once more, from a browser without a cache. `search` is a search through
+all captions, which needs the manifest too. The latents are those of 1024x1024 photos, smooth ones; many samples share
+one entry, so that the disk has room for them.
 """
 
 from __future__ import annotations

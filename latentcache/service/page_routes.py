@@ -16,7 +16,7 @@ from latentcache.errors import ConfigError, LatentCacheError, RequestRefused
 from latentcache.service import page_text
 from latentcache.service.access import COOKIE, Role
 from latentcache.service.cache_health import health, running
-from latentcache.service.charts import aspect_bars, bucket_bars, curve_of
+from latentcache.service.charts import aspect_bars, bucket_bars
 from latentcache.service.context import ServiceContext
 from latentcache.service.entry_routes import KeyInPath
 from latentcache.service.gallery import STATES, Filters, Gallery, GalleryPage
@@ -28,7 +28,7 @@ from latentcache.service.photos import photo_webp
 from latentcache.service.problems import problem_of, problems
 from latentcache.service.sample_details import explained, sample_details
 from latentcache.service.thumbnails import DEFAULT_SIDE, SIDES, Thumbnails
-from latentcache.service.validation_runs import validation_picture, validation_steps
+from latentcache.service.validation_runs import loss_curve, validation_picture, validation_steps
 from latentcache.store.disk import DiskStore
 
 PAGES = (
@@ -312,10 +312,8 @@ def _buckets(source: PageSource, query: Fields) -> Response:
 def _validation(source: PageSource, query: Fields) -> Response:
     folder = source.settings.validation_folder
     steps = [] if folder is None else validation_steps(folder)
-    measured = [(step.step, step.metrics.loss) for step in steps if step.metrics and step.metrics.measurement_settings]
-    curve = curve_of([step for step, _ in measured], [loss for _, loss in measured], from_zero=False)
     shown = None if folder is None else str(folder)
-    return _page(source, "validation.html", "/validation", folder=shown, steps=steps, curve=curve)
+    return _page(source, "validation.html", "/validation", folder=shown, steps=steps, loss=loss_curve(steps))
 
 
 def _validation_picture(source: PageSource, query: Fields) -> Response:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from latentcache.errors import MetricsError, RequestRefused, StoreError
+from latentcache.service.charts import Curve, curve_of
 from latentcache.utils.durable_files import read_regular
 from latentcache.validation.metrics import GRID_NAME, METRICS_NAME, PLOT_NAME, Metrics, step_folder
 
@@ -46,6 +48,30 @@ def _step(folder: Path, step: int) -> ValidationStep:
     except MetricsError as error:
         problem = str(error)
     return ValidationStep(step, metrics, problem, (files / GRID_NAME).is_file(), (files / PLOT_NAME).is_file())
+
+
+@dataclass(frozen=True, slots=True)
+class LossCurve:
+    """The loss from the step `first` to the step `last`."""
+
+    curve: Curve
+    first: int
+    last: int
+
+
+def loss_curve(steps: Sequence[ValidationStep]) -> LossCurve | None:
+    """The loss over the steps, which go backwards: of those that were measured with the settings of the last one.
+
+    Only losses with equal settings may be compared. None of fewer than two.
+    """
+    measured = [(each.step, each.metrics) for each in steps if each.metrics and each.metrics.measurement_settings]
+    curve = [
+        (step, metrics.loss)
+        for step, metrics in reversed(measured)
+        if metrics.measurement_settings == measured[0][1].measurement_settings
+    ]
+    line = curve_of([step for step, _ in curve], [loss for _, loss in curve], from_zero=False)
+    return None if line is None else LossCurve(line, curve[0][0], curve[-1][0])
 
 
 def validation_picture(folder: Path, step: int, name: str) -> bytes:

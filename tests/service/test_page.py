@@ -372,11 +372,16 @@ def test_validations_are_shown_with_their_pictures(folder: Path, base: str) -> N
     pictures = [str(attributes["src"]) for tag, attributes in page.elements if tag == "img"][1:]
     assert pictures == ["/validation/20/samples.png", "/validation/10/samples.png"]
     assert Image.open(io.BytesIO(fetch(base, pictures[0]).body)).format == "PNG"
-    assert "polyline" in {tag for tag, _ in page.elements}
+    line = next(attributes for tag, attributes in page.elements if tag == "polyline")
+    assert line["points"] == "0.0,0.0 100.0,100.0"
     assert_inert(page)
+    write_validation(folder / "validation", 40, 9.0, seed=1)
+    write_validation(folder / "validation", 50, 8.0, seed=1)
+    page = fetch(base, "/validation")
+    assert "8 to 9" in page.text  # losses with other settings are not on the same line
 
 
-def write_validation(folder: Path, step: int, loss: float) -> None:
+def write_validation(folder: Path, step: int, loss: float, seed: int = 0) -> None:
     """A step's metrics.json and grid, as a run of validation leaves them."""
     path = folder / f"{step:06d}"
     path.mkdir(parents=True)
@@ -385,7 +390,7 @@ def write_validation(folder: Path, step: int, loss: float) -> None:
         "schedule": "0" * 64,
         "num_train_timesteps": 1000,
         "num_timesteps": 8,
-        "seed": 0,
+        "seed": seed,
         "snr_gamma": None,
         "dtype": "float32",
         "autocast": None,

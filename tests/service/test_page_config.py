@@ -14,6 +14,7 @@ from PIL import Image
 from latentcache.config import Config
 from latentcache.models.model_loader import ModelLoader
 from latentcache.models.vae import decode_latents
+from latentcache.precache.progress_note import read_note
 from latentcache.precache.run import run_precache
 from latentcache.service.page_text import url
 from latentcache.service.sample_details import cut_caption
@@ -33,7 +34,11 @@ def fetch(base: str, path: str) -> bytes:
 def test_reasons_cut_captions_and_the_vae_s_pictures(make_config: Callable[..., Config], photos: Path) -> None:
     (photos / "b.txt").write_text(LONG, encoding="utf-8")
     config = make_config()
-    run_precache(config)
+    report = run_precache(config)
+    note = read_note(config.cache.path / "memo")
+    assert note is not None
+    assert note.num_misses == report.num_misses == note.num_done(report.num_encoded)
+    assert note.is_alive()
     changed = make_config(**{"encode.clip_skip": 1})
     (photos / "c.txt").write_text("another caption\n", encoding="utf-8")
     path = url("/sample/reasons", dataset="photos", id="c.png")
