@@ -38,7 +38,9 @@ from latentcache.cache_config import CacheConfig
 from latentcache.dataset.manifest import ManifestFolder
 from latentcache.errors import ConfigError, ReadOnlyError, RemoteError, SampleError, StoreError
 from latentcache.models.tiny import tiny_sdxl, tiny_unet
+from latentcache.precache.plan import Shard
 from latentcache.precache.run import run_precache
+from latentcache.remote.remote_store import RemoteStore
 
 BATCH = 4
 
@@ -227,21 +229,33 @@ def test_verify_finds_damage_over_http(
 # Filling it
 
 
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningServer, Path]]:
+    """A server that tests fill, and its directory."""
+    cache = tmp_path_factory.mktemp("filled") / "remote"
+    DiskStore(cache).close()
+    with serving(cache) as server:
+        yield server, cache
+
+
 @pytest.fixture
-def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningServer]:
+def empty(filled: tuple[RunningServer, Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningServer]:
     """A server of an empty cache, whose writing token is in the environment."""
-    DiskStore(tmp_path / "remote").close()
-    with serving(tmp_path / "remote") as server:
-        monkeypatch.setenv("LATENTCACHE_TOKEN", str(server.write_token))
-        yield server
+    server, cache = filled
+    monkeypatch.setenv("LATENTCACHE_TOKEN", str(server.write_token))
+    with RemoteStore(server.url) as store:
+        store.remove(store.keys())
+    for manifest in cache.glob("manifests/*"):
+        manifest.unlink()
+    yield server
 
 
 def test_precache_fills_a_service(
     empty: RunningServer,
+    filled: tuple[RunningServer, Path],
     make_config: Callable[..., Config],
     photos: Path,
     tmp_path: Path,
-    run_json: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     near, far = make_config(), make_config(**{"cache.path": empty.url})
@@ -251,7 +265,7 @@ def test_precache_fills_a_service(
     report = run_precache(far)
     assert (report.num_encoded, report.num_misses) == (expected.num_encoded, expected.num_misses)
     assert report.cache["path"] == empty.url and report.cache["num_entries"] == expected.cache["num_entries"]
-    folder = ManifestFolder(tmp_path / "remote" / "manifests")
+    folder = ManifestFolder(filled[1] / "manifests")
     assert folder.unfinished() == {} and len(folder.names()) == 2
     for name in folder.names():
         left, right = folder.read(name), ManifestFolder(near.cache.path / "manifests").read(name)
@@ -268,6 +282,18 @@ def test_precache_fills_a_service(
     assert run_precache(far, dry_run=True).num_misses == 1
     with pytest.raises(ReadOnlyError, match="writing token"):
         run_precache(far)
+
+
+def test_ranks_share_a_service(
+    empty: RunningServer, filled: tuple[RunningServer, Path], make_config: Callable[..., Config]
+) -> None:
+    config, folder = make_config(**{"cache.path": empty.url}), ManifestFolder(filled[1] / "manifests")
+    first, last = (run_precache(config, shard=Shard(rank, 2)) for rank in range(2))
+    assert first.manifests_waiting and not last.manifests_waiting
+    assert first.num_encoded and last.num_encoded and len(folder.names()) == 2 and folder.unfinished() == {}
+    with LatentCache(config.cache) as cache:
+        assert len(cache.batch(cache.sample_ids()[:1], device="cpu")["sample_id"]) == 1
+        assert cache.store.find(cache.manifest("photos").keys()) == cache.manifest("photos").keys()
 
 
 def test_import_and_export_use_a_service(
