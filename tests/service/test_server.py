@@ -7,6 +7,7 @@ import socket
 import subprocess
 import time
 
+from conftest import entry
 from helpers.serving import serving
 
 from latentcache.store import DiskStore
@@ -81,6 +82,14 @@ def test_an_open_server_answers_to_its_own_names_only(tmp_path):
         assert server.get("/v1/stats", headers={"Origin": own}).status == 200
         for origin in ("http://evil.example", "null", own + "0"):
             assert server.get("/v1/stats", headers={"Origin": origin}).status == 403, origin
+        # What other processes add is found, by a server that only reads too.
+        new = entry(1)
+        find = {"keys": [new.record.key]}
+        assert server.post("/v1/entries:find", find).json() == {"found": []}
+        with DiskStore(tmp_path / "cache") as store:
+            store.add([new])
+        assert server.post("/v1/entries:find", find).json() == {"found": [new.record.key]}
+        assert server.post("/v1/entries:read", find).status == 200
         # Nobody has a writing token.
         answer = server.request("POST", "/v1/entries:remove", {"keys": []})
         assert answer.status == 403 and "--write-token-file" in answer.json()["next_step"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -13,12 +14,13 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import entry, fill, manifest
-from helpers.serving import serving
+from helpers.serving import serving, serving_here
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from latentcache.dataset.manifest import ManifestFolder, manifest_lines
 from latentcache.identity import canonical_json
+from latentcache.service.limits import Limits
 from latentcache.store import DiskStore
 from latentcache.store.base import OwnedEntry, own_entry
 from latentcache.store.pack import new_pack_id, pack_buffers
@@ -152,6 +154,47 @@ def test_shapes_that_claim_much_are_refused_at_once(server, data):
     start = time.monotonic()
     answer = server.put(f"/v1/packs/{new_pack_id()}", data)
     assert answer.status == 422 and answer.json()["kind"] == "PackError" and time.monotonic() - start < 5
+
+
+def test_a_damaged_entry_is_a_409_until_it_is_there_again(cache, server):
+    """Its bytes change while the server runs; another process writes it again."""
+    whole = entry(900)
+    key = whole.record.key
+    name, data = pack([whole])
+    assert server.put(f"/v1/packs/{name}", data).status == 201
+    path = cache.path / "packs" / name[:2] / f"{name}.safetensors"
+    at = data.index(whole.tensors["moments"].numpy().tobytes())
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(bytes([data[at] ^ 1]))
+    for _ in range(2):
+        answer = server.post("/v1/entries:read", {"keys": [key]})
+        assert answer.status == 409 and answer.json()["kind"] == "EntryDamagedError" and answer.json()["key"] == key
+    assert server.get("/v1/damaged").json()["damaged"].keys() == {key}
+    assert server.post("/v1/entries:find", {"keys": [key]}).json() == {"found": []}
+    with DiskStore(cache.path) as store:
+        assert store.add([whole]) == 1
+    assert server.post("/v1/entries:read", {"keys": [key]}).status == 200
+    assert server.get("/v1/damaged").json() == {"damaged": {}}
+
+
+def test_a_full_disk_is_a_507(tmp_path, monkeypatch):
+    def full(fd, data):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    cache = fill(tmp_path / "cache")
+    before = files(cache.path)
+    monkeypatch.setattr("latentcache.store.exchange.write_all", full)
+    monkeypatch.setattr("latentcache.service.manifest_files.write_all", full)
+    name, data = pack([entry(1)])
+    with serving_here(cache.path, Limits()) as server:
+        for path, body in (
+            (f"/v1/packs/{name}", data),
+            ("/v1/manifests/new", b"".join(manifest_lines(cache.manifest))),
+        ):
+            answer = server.put(path, body)
+            assert answer.status == 507 and answer.json()["kind"] == "StorageFullError", path
+    assert files(cache.path) == before
 
 
 def test_a_reading_token_may_not_write(cache, server):
