@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
@@ -260,15 +260,15 @@ class ManifestFolder:
         except OSError as error:
             raise unreadable(self.path, error) from error
 
-    def read(self, name: str) -> Manifest | None:
-        """The manifest, or None if there is none. DatasetError names the file and the line that is not one's.
+    def read(self, name: str, each: Callable[[Row], None] | None = None) -> Manifest | None:
+        """The manifest, or None if there is none; `each` as in `read_manifest`. DatasetError names file and line.
 
         StoreError: it cannot be read now.
         """
         file = self.path / f"{name}.jsonl"
         try:
             with regular_file(file, MAX_BYTES, REMEDY) as opened:
-                return read_manifest(opened, name, file)
+                return read_manifest(opened, name, file, each)
         except FileNotFoundError:
             return None
         except UnsafeStoreError as error:
@@ -356,12 +356,19 @@ def _line(name: str, row: Row) -> bytes:
     return line
 
 
-def read_manifest(opened: BinaryIO, name: str, source: str | Path) -> Manifest:
-    """The manifest `name` in what `manifest_lines` wrote. DatasetError names the `source` and the wrong line."""
+def read_manifest(
+    opened: BinaryIO, name: str, source: str | Path, each: Callable[[Row], None] | None = None
+) -> Manifest:
+    """The manifest `name` in what `manifest_lines` wrote. DatasetError names the `source` and the wrong line.
+
+    With `each` the rows go there, one by one before the digest is compared, and the manifest has none: a million rows
+    take more than a gigabyte.
+    """
     number = 1
     try:
         with collector_paused():
             rows: dict[str, Row] = {}
+            seen: set[int] = set()
             readline = partial(opened.readline, _MAX_LINE_BYTES)
             header = json.loads(_whole(readline()))
             stored = header.pop("digest", None)
@@ -372,13 +379,18 @@ def read_manifest(opened: BinaryIO, name: str, source: str | Path) -> Manifest:
             for number, line in enumerate(iter(readline, b""), 2):  # noqa: B007 - the errors below name it
                 hasher.update(line)
                 row = Row.from_json(json.loads(_whole(line)))
-                rows[row.sample_id] = row
+                if each is None:
+                    rows[row.sample_id] = row
+                else:
+                    each(row)
+                    seen.add(hash(row.sample_id))
+        num_distinct = len(rows) if each is None else len(seen)
         num_rows, number = number - 1, 1
         if stored != hasher.hexdigest():
             raise ValueError(f"its digest differs: {stored!r:.80}. It is damaged, or was edited")
-        if checked.name != name or not checked.num_samples == len(rows) == num_rows:
+        if checked.name != name or not checked.num_samples == num_distinct == num_rows:
             facts = f"{checked.num_samples:,} samples of {checked.name!r:.80}"
-            raise ValueError(f"it says that there are {facts}, but here are {len(rows):,} of {name!r}")
+            raise ValueError(f"it says that there are {facts}, but here are {num_distinct:,} of {name!r}")
         return Manifest(name, checked.role, checked.repeats, header["common"], rows)
     except ValidationError as error:
         raise DatasetError(source, f"is no manifest: line 1: {first_fault(error)[2]}; {REMEDY}") from error

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from latentcache.cache_config import CacheConfig, RemoteOptions, location_of
+from latentcache.dataset.manifest import ManifestFolder, Manifests, Row
 from latentcache.errors import EntryDamagedError, EntryMissingError, StoreError
 from latentcache.loading.cache import LatentCache
 from latentcache.store import upkeep
+from latentcache.store.base import Store
 from latentcache.store.disk import DiskStore
 from latentcache.store.upkeep import Progress, VerifyReport
 
@@ -76,34 +78,62 @@ class Status:
 def status(path: str | Path | CacheConfig) -> Status:
     """Count what the cache at `path` (see `LatentCache`) holds. Reads the index and the manifests, no payload."""
     with LatentCache(path, read_only=True) as cache:
-        present = set(cache.store.keys())
-        used: set[str] = set()
-        manifests = []
-        for name in cache.manifests.names():
-            manifest = cache.manifest(name)
-            used |= manifest.keys()
-            whole = [row for row in manifest.rows.values() if row.refusal is None]
-            manifests.append(
-                ManifestStatus(
-                    name=name,
-                    role=manifest.role,
-                    num_samples=len(manifest.rows),
-                    num_refused=len(manifest.rows) - len(whole),
-                    num_lost=sum(not present.issuperset(row.keys()) for row in whole),
-                    num_unverified=sum(not row.is_verified for row in whole),
-                    imported_from=manifest.imported_from,
-                )
+        return status_of(cache.store, cache.manifests, cache.path)
+
+
+def status_of(store: Store, manifests: Manifests, path: Path | str | None) -> Status:
+    """The same of a store and manifests that are open, which `path` names."""
+    present = set(store.keys())
+    unused = set(present)
+    counted = []
+    for name in manifests.names():
+        count = _Count(present, unused)
+        # A whole manifest takes more than a gigabyte for a million samples.
+        manifest = manifests.read(name, count.add) if isinstance(manifests, ManifestFolder) else manifests.read(name)
+        if manifest is None:
+            continue  # it is gone since it was listed
+        for row in manifest.rows.values():
+            count.add(row)
+        counted.append(
+            ManifestStatus(
+                name=name,
+                role=manifest.role,
+                num_samples=count.num_samples,
+                num_refused=count.num_refused,
+                num_lost=count.num_lost,
+                num_unverified=count.num_unverified,
+                imported_from=manifest.imported_from,
             )
-        store = cache.store.stats().to_json()
-        return Status(
-            str(cache.path),
-            store,
-            num_unused=len(present - used),
-            num_damaged=int(store["num_damaged"]),
-            num_lost=sum(manifest.num_lost for manifest in manifests),
-            num_refused=sum(manifest.num_refused for manifest in manifests),
-            manifests=tuple(manifests),
         )
+    stats = store.stats().to_json()
+    return Status(
+        str(path),
+        stats,
+        num_unused=len(unused),
+        num_damaged=int(stats["num_damaged"]),
+        num_lost=sum(manifest.num_lost for manifest in counted),
+        num_refused=sum(manifest.num_refused for manifest in counted),
+        manifests=tuple(counted),
+    )
+
+
+class _Count:
+    """Counts the samples of a manifest, and takes the keys that it refers to from `unused`."""
+
+    def __init__(self, present: set[str], unused: set[str]):
+        self._present, self._unused = present, unused
+        self.num_samples = self.num_refused = self.num_lost = self.num_unverified = 0
+
+    def add(self, row: Row) -> None:
+        """Count a sample."""
+        keys = list(row.keys())
+        self._unused.difference_update(keys)
+        self.num_samples += 1
+        if row.refusal is not None:
+            self.num_refused += 1
+            return
+        self.num_lost += not self._present.issuperset(keys)
+        self.num_unverified += not row.is_verified
 
 
 def show(path: str | Path | CacheConfig, key_or_sample: str) -> dict[str, Any]:

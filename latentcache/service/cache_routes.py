@@ -9,7 +9,7 @@ from fastapi.responses import Response
 from pydantic import BaseModel
 
 import latentcache
-from latentcache.loading.status import status as cache_status
+from latentcache.loading.status import status_of
 from latentcache.service.context import ServiceContext
 from latentcache.service.problems import problems
 
@@ -39,7 +39,7 @@ def cache_router(context: ServiceContext) -> APIRouter:
     @router.get("/status", responses=problems(409))
     async def status() -> dict[str, Any]:
         """What `latentcache status --json` prints: entries, bytes, manifests and damage."""
-        return (await context.call(cache_status, context.store.path)).to_json()
+        return (await context.call(status_of, context.store, context.manifests, context.store.path)).to_json()
 
     @router.get("/stats", responses=problems())
     async def stats() -> dict[str, Any]:

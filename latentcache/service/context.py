@@ -21,6 +21,7 @@ from latentcache.service.page_settings import PageSettings
 from latentcache.service.telemetry import Telemetry
 from latentcache.store.disk import DiskStore
 from latentcache.store.exchange import StoredEntries
+from latentcache.utils.locks import ReadersLock
 
 _RELEASE_S = 60.0
 logger = logging.getLogger("latentcache")
@@ -52,6 +53,8 @@ class ServiceContext:
     def __init__(self, settings: ServiceSettings):
         self.settings, self.access, self.limits = settings, settings.access, settings.limits
         self.store = DiskStore(settings.cache, read_only=not settings.writes, create=settings.writes)
+        # Its clients are readers: `prune --max-bytes` may not remove what they may need.
+        self._reading = None if self.store.read_only else ReadersLock(self.store.directory.readers)
         self.entries = StoredEntries(self.store)
         self.manifests = ManifestFolder(self.store.path / "manifests")
         self.telemetry = Telemetry()
@@ -89,3 +92,5 @@ class ServiceContext:
     def close(self) -> None:
         """Close the cache."""
         self.store.close()
+        if self._reading is not None:
+            self._reading.close()

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from latentcache.dataset.manifest import MAX_BYTES, REMEDY, UNFINISHED, ManifestFolder, read_manifest
+from latentcache.dataset.manifest import MAX_BYTES, REMEDY, UNFINISHED, ManifestFolder, Row, read_manifest
 from latentcache.errors import DatasetError, RequestRefused
 from latentcache.utils.durable_files import (
     make_folder,
@@ -109,7 +109,7 @@ class ManifestFiles:
                 with os.fdopen(os.dup(fd), "rb") as file:
                     file.seek(0)
                     try:
-                        read_manifest(file, name, name)
+                        read_manifest(file, name, name, _ignore)
                     except DatasetError as error:
                         raise RequestRefused(str(error), status=422) from error
                     file.seek(0)
@@ -169,7 +169,7 @@ class ManifestFiles:
             status = os.fstat(file.fileno())
             version = (name, status.st_ino, status.st_mtime_ns)
             if version not in self._lines:
-                read_manifest(file, name, path)
+                read_manifest(file, name, path, _ignore)
                 file.seek(0)
                 lengths = np.fromiter(map(len, file), np.int64)
                 starts = np.cumsum(lengths)[:-1]
@@ -179,6 +179,10 @@ class ManifestFiles:
                         self._lines.popitem(last=False)
                 return starts
             return self._lines[version]
+
+
+def _ignore(row: Row) -> None:
+    """A manifest that is only checked is not kept."""
 
 
 def _row_at(file: Any, start: int) -> dict[str, Any]:

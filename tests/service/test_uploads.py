@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from blake3 import blake3
 from conftest import entry, fill, manifest
 from helpers.serving import serving, serving_here
 from hypothesis import given, settings
@@ -239,7 +240,13 @@ def test_manifests_are_replaced_whole_and_guarded(cache, server):
     assert server.get(f"{path}/samples").json()["total"] == 3
     stale = server.put(path, lines(4), headers={"If-Match": first.headers["etag"]})
     assert stale.status == 412 and stale.json()["met"] == second.headers["etag"]
-    for wrong in (b"", b"{}", lines(3)[:-1], lines(3).replace(b"number 1", b"number 7"), lines(2) + lines(2)):
+    twice = replace(cache.manifest, name="uploaded", rows=dict(list(cache.manifest.rows.items())[:1]))
+    head, row = manifest_lines(twice)
+    header = json.loads(head) | {"num_samples": 2}
+    del header["digest"]
+    header["digest"] = blake3(canonical_json(header) + row + row).hexdigest()
+    doubled = json.dumps(header).encode() + b"\n" + row + row  # its digest fits, and a sample is there twice
+    for wrong in (doubled, b"", b"{}", lines(3)[:-1], lines(3).replace(b"number 1", b"number 7"), lines(2) + lines(2)):
         answer = server.put(path, wrong)
         assert answer.status == 422 and "uploaded" in answer.json()["detail"], wrong[:50]
     assert server.put("/v1/manifests/other-name", lines(3)).status == 422
