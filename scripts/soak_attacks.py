@@ -27,7 +27,7 @@ from pathlib import Path
 
 import soaking
 import torch
-from attack_limits import PLANTS, make_outside, sparse, unchanged, within_limits
+from attack_limits import MAX_S, PLANTS, make_outside, sparse, unchanged, within_limits
 from soak_operations import Precache
 
 from latentcache.cli.app import main as command_line
@@ -186,7 +186,7 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def run_case(scene: Scene, case: Case) -> str:
+def run_case(scene: Scene, case: Case, max_wait_s: float = MAX_S) -> str:
     """Attack and call. Returns the message; AssertionError if anything is not as it shall be."""
     place = scene.place(case.target)
     before = place.read_bytes() if place.is_file() else b""
@@ -196,7 +196,7 @@ def run_case(scene: Scene, case: Case) -> str:
         sparse(place, before)
     else:
         PLANTS[case.plant](place, scene.outside)
-    with unchanged(scene.outside), within_limits():
+    with unchanged(scene.outside), within_limits(max_wait_s=max_wait_s):
         return scene.call(case.command)
 
 

@@ -49,7 +49,7 @@ def test_errors_are_typed_and_nothing_else_changes(scene: Scene, target: str) ->
     plants, commands = [*PLANTS, GROWN], [*scene.commands, "batch"]
     for turn in range(first, first + PER_TARGET):
         plant, command = plants[turn % len(plants)], commands[(turn + turn // len(plants)) % len(commands)]
-        run_case(scene, Case(target, plant, command))
+        run_case(scene, Case(target, plant, command), max_wait_s=60)
         scene.restore()
 
 
