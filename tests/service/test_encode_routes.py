@@ -20,10 +20,10 @@ from helpers.pack_damage import damage
 from helpers.photo_files import write_photo
 from helpers.serving import Answer, RunningServer, serving
 
-from latentcache import LatentCache
+from latentcache import LatentCache, ValidationRunner
 from latentcache.config import Config, load_config
 from latentcache.errors import RemoteError, StoreError
-from latentcache.models.tiny import save_diffusers_folder, tiny_pipeline, tiny_sdxl
+from latentcache.models.tiny import save_diffusers_folder, tiny_pipeline, tiny_sdxl, tiny_unet
 from latentcache.precache.run import run_precache
 from latentcache.precache.workspace import Workspace
 from latentcache.remote.remote_store import RemoteStore
@@ -288,6 +288,20 @@ def test_a_client_needs_no_encoder_for_new_prompts(server: RunningServer, config
         assert metric(server, "entries_total") == num_encoded + 2, "one of three is known"
         with pytest.raises(RemoteError, match="as a unicode string"):
             cache.prompt("half \ud800 of a pair", device="cpu")
+
+
+def test_validation_samples_a_new_prompt_without_any_encoder(
+    server: RunningServer, config: Config, tmp_path: Path
+) -> None:
+    settings = {"prompts": ("brand new",), "negative_prompt": "never heard", "path": tmp_path / "validation"}
+    settings |= {"height": 64, "width": 64, "num_inference_steps": 1}
+    validation = config.validation.model_copy(update=settings)
+    parts = {"unet": tiny_unet(), "vae": tiny_sdxl()["vae"], "scheduler": tiny_pipeline().scheduler}
+    with LatentCache(server.url, token=server.token) as cache:
+        runner = ValidationRunner(parts, cache, config.model_copy(update={"validation": validation}))
+        report = runner.run(step=1)
+    assert report is not None and [image.prompt for image in report.images] == ["brand new"]
+    assert report.num_filled == 0, "nothing is encoded in this process"
 
 
 def test_prompts_of_other_encoders_are_refused(server: RunningServer) -> None:
