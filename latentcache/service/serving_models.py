@@ -61,6 +61,14 @@ class ServingModels:
         other ones by now than those from which the keys follow.
         """
         kind = kind_of(tasks[0])
+        crowded: set[str] = set()
+
+        def refuse(key: str, failure: Failure) -> None:
+            if failure.reason == "out-of-memory" and len(self._placed) > 1:
+                crowded.add(key)
+            else:
+                fail(key, failure)
+
         try:
             encodings = self._on_device(kind)
         except DeviceError:
@@ -69,13 +77,16 @@ class ServingModels:
             self.unload()  # the encoders of the other kind leave the device
             encodings = self._on_device(kind)
         context = RunContext(
-            self._config.encode, encodings, self._models, store, fail, Report(), Progress(), stop=threading.Event()
+            self._config.encode, encodings, self._models, store, refuse, Report(), Progress(), stop=threading.Event()
         )
         groups: dict[Hashable, list[EntryTask]] = {}
         for task in tasks:
             groups.setdefault(_group_of(task), []).append(task)
         stage = TextStage(context) if kind == "text" else ImageStage(context)
         stage.run(list(groups.values()))  # type: ignore[arg-type]  # the tasks are of one kind
+        if crowded:
+            self.unload()  # as above
+            self.encode([task for task in tasks if task.key in crowded], store, fail)
 
     def unload(self) -> None:
         """Free the memory of all that was loaded. The next `encode` loads it again."""

@@ -299,6 +299,31 @@ def test_the_encoders_that_are_there_make_room(
     assert loaded[0] == {"text"} and loaded[2] == frozenset() and encoder.counts().loaded == {"image"}
 
 
+def test_an_image_that_does_not_fit_alone_gets_the_room_of_the_text_encoders(
+    make_encoder: Callable[..., MissEncoder], parts: dict[str, Any]
+) -> None:
+    loaded = []
+
+    def refuse(module: torch.nn.Module, inputs: Any) -> None:
+        loaded.append(encoder.counts().loaded)
+        if len(loaded) != 2:
+            raise torch.OutOfMemoryError("injected")
+
+    encoder = make_encoder()
+    parts["vae"].encoder.register_forward_pre_hook(refuse)
+    for seed, is_made in ((0, True), (1, False)):
+        [text] = encoder.submit([encoder.prompt(f"text {seed} first")]).values()
+        text.result(WAIT_S)
+        [(_, task)] = encoder.image(png(seed=seed))
+        [future] = encoder.submit([task]).values()
+        if is_made:
+            future.result(WAIT_S)
+        else:
+            with pytest.raises(ImageRefused, match="out-of-memory"):
+                future.result(WAIT_S)
+    assert loaded == [{"text", "image"}, {"image"}] * 2
+
+
 def test_the_queue_has_an_end(
     make_encoder: Callable[..., MissEncoder], gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
