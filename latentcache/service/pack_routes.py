@@ -13,7 +13,7 @@ from latentcache.service.context import ServiceContext
 from latentcache.service.problems import problems
 from latentcache.service.responses import OCTETS, file_answer
 from latentcache.service.uploads import body_chunks, length_of
-from latentcache.store.exchange import take_pack
+from latentcache.store.exchange import take_pack, take_sealed
 from latentcache.utils.durable_files import open_regular
 
 PackId = Annotated[
@@ -72,12 +72,11 @@ def pack_router(context: ServiceContext) -> APIRouter:
     )
     async def put(pack: PackId, request: Request, response: Response) -> Taken:
         """Add a pack. It is checked whole before it is sealed: format, digests, keys that follow from identities."""
-        num_added = await context.change(_take, context, pack, request)
-        if num_added is None:
+        num_added, is_new = await context.change(_take, context, pack, request)
+        if not is_new:
             response.status_code = 200
-        else:
-            context.telemetry.added.inc(num_added)
-        return Taken(num_added=num_added or 0)
+        context.telemetry.added.inc(num_added)
+        return Taken(num_added=num_added)
 
     return router
 
@@ -102,11 +101,14 @@ def _open(context: ServiceContext, pack: str) -> int:
         raise RequestRefused(f"there is no pack {pack}", status=404, met=pack, next_step=step) from None
 
 
-def _take(context: ServiceContext, pack: str, request: Request) -> int | None:
-    """Add a pack; None if it was there, and the body is read to its end: a client sends it before it listens."""
+def _take(context: ServiceContext, pack: str, request: Request) -> tuple[int, bool]:
+    """Add a pack: how many entries are new, and whether its file is.
+
+    If it was there the body is read to its end all the same: a client sends it before it listens.
+    """
     chunks = body_chunks(request)
     if context.store.directory.pack_size(pack) is not None:
         for _ in chunks:
             pass
-        return None
-    return take_pack(context.store, pack, chunks, length_of(request))
+        return take_sealed(context.store, pack), False
+    return take_pack(context.store, pack, chunks, length_of(request)), True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from latentcache.store.pack import (
     read_pack_bytes,
     verified_arrays,
 )
-from latentcache.utils.durable_files import sealed_file, write_all
+from latentcache.utils.durable_files import open_regular, sealed_file, write_all
 
 _WRITE_BYTES = 1 << 20
 _RECORD_FRAME_BYTES = 64  # of a record's JSON, around identity and provenance
@@ -130,6 +131,24 @@ def take_pack(store: DiskStore, pack: str, chunks: Iterable[bytes], num_bytes: i
             row = checked_pack(path, fd).row
             # From here on upkeep must not see a pack that the index does not know.
             held.enter_context(store.lock("taking a pack", shared=True))
+        return store.catalog.seal(row)
+
+
+def take_sealed(store: DiskStore, pack: str) -> int:
+    """Take in a pack that lies in the cache, and that the index may not know: an error came between the two.
+
+    Returns how many entries are new. Errors as for `take_pack`; FileNotFoundError: there is no such pack.
+    """
+    store.catalog.reload()
+    if pack in store.catalog.table.packs:
+        return 0
+    path = store.directory.pack_path(pack)
+    with store.lock("taking a pack", shared=True):
+        fd = open_regular(path)
+        try:
+            row = checked_pack(path, fd).row
+        finally:
+            os.close(fd)
         return store.catalog.seal(row)
 
 

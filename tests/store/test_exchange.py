@@ -9,10 +9,17 @@ import pytest
 import torch
 from store_samples import flip, key, same, sample, samples
 
-from latentcache.errors import EntryDamagedError, EntryMissingError, PackError, ReadOnlyError, StoreBusyError
+from latentcache.errors import (
+    EntryDamagedError,
+    EntryMissingError,
+    PackError,
+    ReadOnlyError,
+    StoreBusyError,
+    StoreError,
+)
 from latentcache.store import DiskStore
 from latentcache.store.base import own_entry
-from latentcache.store.exchange import StoredEntries, take_pack
+from latentcache.store.exchange import StoredEntries, take_pack, take_sealed
 from latentcache.store.pack import new_pack_id, pack_buffers
 from latentcache.store.upkeep import compact, verify
 
@@ -89,6 +96,20 @@ def test_a_pack_is_refused_while_upkeep_works_and_by_readers(store, tmp_path):
         take_pack(store, pack, interrupted(), len(data))
     assert not list((store.path / "packs").rglob(f"*{pack}*")) and store.find([key(7)]) == set()
     assert take_pack(store, pack, [data], len(data)) == 1
+
+
+def test_a_pack_that_the_index_missed_is_taken_in(store, monkeypatch):
+    pack, data = packed([own_entry(sample(8))])
+
+    def fails(row):
+        raise StoreError("the index cannot be written now")
+
+    with monkeypatch.context() as patched, pytest.raises(StoreError, match="cannot be written now"):
+        patched.setattr(store.catalog, "seal", fails)
+        take_pack(store, pack, [data], len(data))
+    assert store.directory.pack_size(pack) == len(data) and store.find([key(8)]) == set()
+    assert take_sealed(store, pack) == 1 and store.find([key(8)]) == {key(8)}
+    assert take_sealed(store, pack) == 0
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="only Linux says what is mapped")
