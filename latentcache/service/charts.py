@@ -96,7 +96,8 @@ def curve_of(xs: Sequence[float], ys: Sequence[float], *, from_zero: bool) -> Cu
 
 
 def _place(value: float, low: float, high: float) -> float:
-    return round(100 * (value - low) / (high - low), 2) if high > low else 50.0
+    span = high / 2 - low / 2  # halved: the difference of two floats may be no float
+    return round((value / 2 - low / 2) / span * 100, 2) if span > 0 else 50.0
 
 
 def crop_box(geometry: Mapping[str, Any]) -> dict[str, float]:

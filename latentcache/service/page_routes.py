@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
@@ -53,29 +52,14 @@ FOR_AN_HOUR = "private, max-age=3600"
 NOT_KEPT = "no-store"
 
 
-@dataclass(frozen=True)
 class PageSource:
     """What the page is about. Threads share it."""
 
-    store: DiskStore
-    manifests: ManifestFolder
-    settings: PageSettings
-    thumbnails: Thumbnails
-
-    @cached_property
-    def views(self) -> ManifestViews:
-        """The manifests."""
-        return ManifestViews(self.manifests)
-
-    @cached_property
-    def gallery(self) -> Gallery:
-        """The samples."""
-        return Gallery(self.store, self.views)
-
-    @cached_property
-    def growth(self) -> GrowthReader:
-        """When packs were made."""
-        return GrowthReader(self.store)
+    def __init__(self, store: DiskStore, manifests: ManifestFolder, settings: PageSettings, thumbnails: Thumbnails):
+        self.store, self.manifests, self.settings, self.thumbnails = store, manifests, settings, thumbnails
+        self.views = ManifestViews(manifests)
+        self.gallery = Gallery(store, self.views)
+        self.growth = GrowthReader(store)
 
 
 Fields = Mapping[str, str]
@@ -214,6 +198,8 @@ def _overview(source: PageSource, query: Fields) -> Response:
     readable = [dataset.name for dataset in found.datasets if dataset.head is not None]
     strip: tuple[Any, ...] = ()
     for name in readable:
+        if len(strip) == STRIP:
+            break
         strip += source.gallery.page(Filters(dataset=name)).tiles[: STRIP - len(strip)]
     return _page(
         source,

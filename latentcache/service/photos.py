@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import stat
+import threading
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,6 +23,9 @@ MAX_PHOTO_BYTES = 1 << 28
 PHOTO_SIDE = 1024
 """The longer side of a photo that is shown, in pixels, at most."""
 _ANY_IMAGE = ImagesConfig(animated="first-frame", max_aspect=1e6, min_side=1)
+
+_decoding = threading.Semaphore(2)
+"""Photos are decoded two at a time: one of 100 megapixels takes 300 MB meanwhile."""
 
 PhotoState = Literal["same", "changed", "unreadable", "not shown"]
 
@@ -53,7 +57,8 @@ def examine_photo(row: Row) -> Photo:
 def photo_webp(row: Row) -> bytes:
     """The photo upright, in sRGB, at most PHOTO_SIDE pixels high and wide. RequestRefused if it cannot be shown."""
     try:
-        return webp_of(decode(_read(row.path), row.path, _ANY_IMAGE), PHOTO_SIDE)
+        with _decoding:
+            return webp_of(decode(_read(row.path), row.path, _ANY_IMAGE), PHOTO_SIDE)
     except ImageRefused as error:
         # Not its detail: that may have bytes of a file that is no photo.
         raise RequestRefused(f"{row.path}: cannot be shown: {error.reason}", status=404) from error
