@@ -84,6 +84,8 @@ def location_of(value: str | os.PathLike[str] | CacheConfig) -> Path | str:
     text = os.fspath(value)
     if _COLLAPSED.match(text):
         raise StoreError(f"{text}: a path has one slash after its colon; give the URL of a service as text")
+    if _SCHEME.match(text) is None:
+        return Path(text).expanduser()
     try:
         return cache_location(text)
     except ValueError as error:
