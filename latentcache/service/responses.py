@@ -44,11 +44,12 @@ def _parts(buffers: Sequence[bytes | memoryview]) -> Iterator[bytes | memoryview
     """The same bytes: small buffers are joined, and large ones are cut."""
     small: list[bytes | memoryview] = []
     num_small = 0
-    for buffer in buffers:
-        if num_small and num_small + len(buffer) > PART_BYTES:
+    for buffer in filter(len, buffers):
+        is_small = len(buffer) < PART_BYTES // 2
+        if num_small and (not is_small or num_small + len(buffer) > PART_BYTES):
             yield b"".join(small)
             small, num_small = [], 0
-        if len(buffer) < PART_BYTES // 2:
+        if is_small:
             small.append(buffer)
             num_small += len(buffer)
             continue

@@ -10,7 +10,7 @@ from store_contract import StoreContract, make_entry, same
 from latentcache.errors import EntryMissingError
 from latentcache.remote.remote_store import RemoteStore
 from latentcache.store import DiskStore
-from latentcache.store.stacking import stack
+from latentcache.store.stacking import read_batch, stack
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +34,14 @@ class RemoteStoreContract(StoreContract):
             store.rows(keys)
         assert len(store.rows(keys[1:])) == 2 and not store.rows([])
         assert same(stack(keys, rows)["moments"], expected), "what was read stays readable"
+
+    @pytest.mark.parametrize("num_values", [60_000, 64_000, 126_464, 131_072, 400_000])
+    def test_entries_of_all_sizes_come_whole(self, store, num_values):
+        """An answer is sent in parts, and entries may be smaller or larger than these."""
+        entries = [make_entry(number, shape=(num_values,)) for number in range(3)]
+        store.add(entries)
+        batch = read_batch(store, [entry.record.key for entry in entries])
+        assert same(batch["moments"], torch.stack([entry.tensors["moments"] for entry in entries]))
 
 
 class TestRemoteStore(RemoteStoreContract):
