@@ -11,6 +11,7 @@ from pydantic import BaseModel
 import latentcache
 from latentcache.loading.status import status_of
 from latentcache.service.context import ServiceContext
+from latentcache.service.entry_routes import Damage
 from latentcache.service.problems import problems
 
 
@@ -19,12 +20,6 @@ class ServerHealth(BaseModel):
 
     status: str
     version: str
-
-
-class Damage(BaseModel):
-    """Why entries are damaged, by key."""
-
-    damaged: dict[str, str]
 
 
 def cache_router(context: ServiceContext) -> APIRouter:

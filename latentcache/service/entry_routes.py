@@ -20,6 +20,7 @@ from latentcache.store.exchange import StoredEntry
 from latentcache.store.pack import new_pack_id, pack_buffers
 from latentcache.store.stacking import common_fields
 from latentcache.store.tensor_file import NamedTensor, TensorDocument, aligned
+from latentcache.store.upkeep import verify_entries
 
 KEY = "0c9ba9e9ba9be1f9ef6ab1bb9ce9a7bbb9ba4cd3c4a4ba7d9e0ff3a7f1d2c3b4"  # an example
 Key = Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]
@@ -58,6 +59,12 @@ class Removed(BaseModel):
     """How many entries were removed."""
 
     num_removed: int
+
+
+class Damage(BaseModel):
+    """Why entries are damaged, by key."""
+
+    damaged: dict[str, str]
 
 
 class FieldType(BaseModel):
@@ -141,6 +148,15 @@ def entry_router(context: ServiceContext) -> APIRouter:
         """Remove entries. The space is free after `latentcache compact`."""
         _check_number(context, request.keys)
         return Removed(num_removed=await context.change(context.store.remove, request.keys))
+
+    @router.post("/verify", dependencies=[Depends(context.may_write)], responses=problems())
+    async def verify(request: KeyList) -> Damage:
+        """Read these entries on the server's disk, and mark those that are damaged: they are misses then.
+
+        Entries that are not there are not damaged. The answer also has those that were marked before.
+        """
+        _check_number(context, request.keys)
+        return Damage(damaged=await context.change(verify_entries, context.store, list(dict.fromkeys(request.keys))))
 
     return router
 

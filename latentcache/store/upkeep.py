@@ -38,7 +38,17 @@ from latentcache.store.recovery import Scan, scan_packs
 from latentcache.utils.durable_files import remove_whole, system_errors, typed_errors, unreadable
 from latentcache.utils.locks import locked, readers_since
 
-__all__ = ["CompactReport", "PruneReport", "RebuildReport", "VerifyReport", "compact", "prune", "rebuild", "verify"]
+__all__ = [
+    "CompactReport",
+    "PruneReport",
+    "RebuildReport",
+    "VerifyReport",
+    "compact",
+    "prune",
+    "rebuild",
+    "verify",
+    "verify_entries",
+]
 
 logger = logging.getLogger("latentcache")
 
@@ -137,6 +147,32 @@ def verify(
             unreadable=unreadable,
             orphans=tuple(pack for pack in packs if pack in sizes and pack not in disk.catalog.table.packs),
         )
+
+
+def verify_entries(disk: DiskStore, keys: Collection[str]) -> dict[str, str]:
+    """Check these entries alone, as `verify` does. Returns why those are damaged that are: they are misses now.
+
+    What is not there, or moved meanwhile, is not damaged. StoreError for what is no key, or if a pack cannot be read
+    now.
+    """
+    with nullcontext() if disk.read_only else disk.lock("verify", shared=True):
+        disk.catalog.reload()
+        places: dict[str, dict[str, Location]] = {}
+        damaged: dict[str, str] = {}
+        for key, location in zip(keys, disk.catalog.look_up(list(keys)), strict=True):
+            if location is not None:
+                places.setdefault(location.pack.id, {})[key] = location
+            elif (reason := disk.catalog.table.reason(key)) is not None:
+                damaged[key] = reason
+        found: dict[str, tuple[Location, str]] = {}
+        for pack, entries in places.items():
+            problems, pack_problem = _verify_pack(disk.directory, pack, entries)
+            if pack_problem is not None and not problems:
+                raise StoreError(pack_problem)
+            found |= {key: (entries[key], problem) for key, problem in problems.items()}
+        if found:
+            disk.mark_damaged(found)
+        return damaged | {key: problem for key, (_, problem) in found.items()}
 
 
 def _verify_pack(
