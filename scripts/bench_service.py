@@ -31,6 +31,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from bench_index import make_file, rows
 from benchmarking import add_arguments, emit, environment, in_turns, parse, ratios, spread
@@ -38,6 +39,7 @@ from benchmarking import add_arguments, emit, environment, in_turns, parse, rati
 from latentcache.identity import key_of
 from latentcache.store import DiskStore, Index
 from latentcache.store.catalog import PACK_PREFIX
+from latentcache.store.pack import read_pack_bytes, verified_arrays
 from latentcache.types import Entry, Record
 
 BATCHES = (16, 64)
@@ -175,10 +177,21 @@ def read_body(source: random.Random, num_samples: int, batch: int) -> bytes:
     return json.dumps({"keys": keys}).encode()
 
 
+def check(client: Client, body: bytes) -> None:
+    """What is timed below is right: each entry of an answer has its digest."""
+    client.connection.request("POST", "/v1/entries:read", body, {"Content-Type": "application/json"})
+    data = client.connection.getresponse().read()
+    records, array = read_pack_bytes(data, "answer"), np.frombuffer(data, np.uint8)
+    assert sorted(records.row.names()) == sorted(json.loads(body)["keys"])
+    for at, key in enumerate(records.row.names()):
+        assert not isinstance(verified_arrays(array, key, records.row.location(at)), str)
+
+
 def throughput(port: int, batch: int, num_samples: int, num_requests: int, repetitions: int) -> dict[str, Any]:
     """MB/s of batches, and of as many constant bytes."""
     client, source = Client(port), random.Random(batch)
     bodies = [read_body(source, num_samples, batch) for _ in range(num_requests)]
+    check(client, bodies[0])
     sizes = [client.post("/v1/entries:read", body) for body in bodies]  # the first reads verify
 
     def read() -> None:
