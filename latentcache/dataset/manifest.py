@@ -407,7 +407,9 @@ def keys_in_use(manifests: ManifestFolder, *, unfinished: bool = False) -> set[s
     path, names = manifests.path.parent, manifests.names()
     if not names:
         # An unfinished first run has entries but no manifest yet: everything would go.
-        raise StoreError(f"{path}: has no manifest, so prune would remove every entry; finish a precache run first")
+        raise StoreError(
+            f"{path}: has no manifest, so prune would remove every entry; run `latentcache precache CONFIG` first"
+        )
     if not unfinished and (runs := manifests.unfinished()):
         begun = ", ".join(f"{name} (begun {time})" for name, time in runs.items())
         raise StoreError(

@@ -45,7 +45,7 @@ class SampleIndex:
         """The manifest of this name. StoreError naming those that there are."""
         manifest = self._find(name)
         if manifest is None:
-            known = ", ".join(self.manifests.names()) or "none yet: run latentcache precache first"
+            known = ", ".join(self.manifests.names()) or "none yet: run `latentcache precache CONFIG` first"
             raise StoreError(f"{self.path or 'cpu store'}: no manifest {name!r}; there are: {known}")
         return manifest
 
