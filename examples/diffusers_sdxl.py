@@ -7,21 +7,19 @@ from __future__ import annotations
 
 from latentcache import LatentCache, LatentDataset, load_config, run_precache
 from latentcache.integrations.diffusers import PrecomputedDataset, data_loader, prompt_kwargs, time_ids
-from latentcache.models.tiny import tiny_pipeline
+from latentcache.models.tiny import tiny_photos_pipeline
 
 
 def main() -> None:
     config = load_config("configs/quickstart.yaml")
     run_precache(config)
-    pipe = (
-        tiny_pipeline()
-    )  # yours: StableDiffusionXLPipeline.from_pretrained(..., text_encoder=None, tokenizer=None, ...)
+    pipe = tiny_photos_pipeline()  # yours: StableDiffusionXLPipeline.from_pretrained(..., text_encoder=None, ...)
 
     # Images, bit for bit those of the pipeline with its text encoders.
     with LatentCache(config.cache.path) as cache:
         inputs = prompt_kwargs(cache, config.validation.prompts[0], config.validation.negative_prompt, device=pipe)
-    size = {"height": config.validation.height, "width": config.validation.width}
-    image = pipe(**inputs, **size, num_inference_steps=2, guidance_scale=5.0).images[0]
+    names = ("height", "width", "num_inference_steps", "guidance_scale")
+    image = pipe(**inputs, **{name: getattr(config.validation, name) for name in names}).images[0]
     image.save("cache/diffusers_sdxl.png")
 
     # What train_text_to_image_sdxl.py calls precomputed_dataset and train_dataloader.

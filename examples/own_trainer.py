@@ -22,20 +22,21 @@ from latentcache import (
     run_precache,
     save_checkpoint,
 )
-from latentcache.models.tiny import tiny_unet
+from latentcache.models.tiny import tiny_photos_pipeline
 
 NUM_STEPS = 6
 
 
 def loss_of(unet: torch.nn.Module, scheduler: DDPMScheduler, batch: dict[str, Any]) -> torch.Tensor:
-    """The noise prediction loss of a batch, as SDXL is trained."""
+    """The loss of a batch, as this model was trained."""
     latents = batch["latents"]
     noise = torch.randn_like(latents)
     timesteps = torch.randint(1000, (len(latents),), device=latents.device)
     noisy = scheduler.add_noise(latents, noise, timesteps)
     conditions = {"text_embeds": batch["pooled_prompt_embeds"], "time_ids": batch["add_time_ids"]}
     predicted = unet(noisy, timesteps, batch["prompt_embeds"], added_cond_kwargs=conditions).sample
-    return F.mse_loss(predicted.float(), noise.float())
+    # SDXL itself predicts the noise; where `prediction_type` is "epsilon", that is the target.
+    return F.mse_loss(predicted.float(), scheduler.get_velocity(latents, noise, timesteps).float())
 
 
 def make_loader(config: Config, unet: torch.nn.Module) -> LatentLoader:
@@ -51,7 +52,8 @@ def main() -> None:
     report = run_precache(config)  # encodes what is not cached; the second time that is nothing
     print(f"{report.num_hits} entries were cached, {report.num_encoded} were encoded")
 
-    unet, scheduler = tiny_unet(), DDPMScheduler()  # yours, on its device
+    pipe = tiny_photos_pipeline()  # yours, on its device
+    unet, scheduler = pipe.unet.requires_grad_(True), DDPMScheduler.from_config(pipe.scheduler.config)
     optimizer = torch.optim.AdamW(unet.parameters(), lr=1e-4)
     with make_loader(config, unet) as loader:
         for step, batch in zip(range(1, NUM_STEPS + 1), loader.forever(), strict=False):

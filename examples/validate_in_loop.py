@@ -20,7 +20,7 @@ from latentcache import (
     load_config,
     run_precache,
 )
-from latentcache.models.tiny import tiny_pipeline, tiny_sdxl, tiny_unet
+from latentcache.models.tiny import tiny_photos_pipeline
 
 
 def main() -> None:
@@ -28,15 +28,16 @@ def main() -> None:
     config = load_config("configs/quickstart.yaml")
     run_precache(config.model_copy(update={"datasets": config.datasets[:1]}))  # the photos to train on
 
-    parts = tiny_sdxl() | {"unet": tiny_unet(), "scheduler": tiny_pipeline().scheduler}  # yours
-    unet = parts["unet"]
+    pipe = tiny_photos_pipeline()  # yours
+    parts = {name: part for name, part in pipe.components.items() if part is not None}
+    unet = parts["unet"].requires_grad_(True)
     optimizer = parts["optimizer"] = torch.optim.AdamW(unet.parameters(), lr=1e-3)
     phases = Phases(parts, device="cpu")  # your accelerator: the UNet goes there, frozen parts are parked on the CPU
     phases.start("train")
 
     dataset = LatentDataset(config.cache.path, config.datasets[0].name)
     sampler = BucketBatchSampler(dataset, batch_size=4, seed=0)
-    noise_schedule = DDPMScheduler()
+    noise_schedule = DDPMScheduler.from_config(pipe.scheduler.config)
     with LatentCache(config.cache.path) as cache, LatentLoader(sampler, device=unet, scaled=True) as loader:
         runner = ValidationRunner(parts, cache, config, phases=phases)
         for step, batch in zip(range(1, 7), loader.forever(), strict=False):
@@ -45,7 +46,8 @@ def main() -> None:
             noisy = noise_schedule.add_noise(latents, noise, timesteps.to(latents.device))
             conditions = {"text_embeds": batch["pooled_prompt_embeds"], "time_ids": batch["add_time_ids"]}
             predicted = unet(noisy, timesteps, batch["prompt_embeds"], added_cond_kwargs=conditions).sample
-            F.mse_loss(predicted.float(), noise.float()).backward()
+            target = noise_schedule.get_velocity(latents, noise, timesteps)  # where the model predicts noise: noise
+            F.mse_loss(predicted.float(), target).backward()
             optimizer.step()
             optimizer.zero_grad()
             if step % 3 == 0:

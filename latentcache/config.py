@@ -124,7 +124,8 @@ class ModelConfig(_Section):
     family: Literal["sdxl"] = "sdxl"
     """Which model family the parts belong to."""
     path: UserText = "stabilityai/stable-diffusion-xl-base-1.0"
-    """Hub id, diffusers folder, one .safetensors checkpoint, or `tiny` (a tiny SDXL built in code, for tests)."""
+    """Hub id, diffusers folder, one .safetensors checkpoint, `tiny-photos` (a tiny SDXL in the package, which knows the
+    quickstart's photos), or `tiny` (the same with random weights, for tests)."""
     vae: UserText | None = None
     """A VAE to use in place of the model's own: hub id, folder or .safetensors file."""
     config: UserText | None = None

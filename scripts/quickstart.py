@@ -1,8 +1,8 @@
 """The main job on real photos, from nothing: install, precache twice, read back, train a LoRA, validate it twice.
 
 The first validation finds its photos not cached and encodes them; the second finds them cached. `--json` prints one
-document. Uses the photos that come with scikit-image and a tiny SDXL built in code: nothing but the packages is
-downloaded.
+document. Uses the photos that come with scikit-image and the package's tiny SDXL, which knows them: nothing but the
+packages is downloaded.
 """
 
 from __future__ import annotations

@@ -24,7 +24,11 @@ from transformers.utils import logging as transformers_logging
 from latentcache.errors import ModelError
 
 TINY = "tiny"
-"""The name of the model that is built in code (`models.tiny`)."""
+"""The name of the model that is built in code (`models.tiny`), with random weights."""
+TINY_PHOTOS = "tiny-photos"
+"""The name of the model in `TINY_PHOTOS_FOLDER`."""
+TINY_PHOTOS_FOLDER = Path(__file__).with_name("tiny_photos")
+"""A diffusers folder in the package: a tiny SDXL that `scripts/train_tiny.py` trained on the quickstart's photos."""
 PART_CLASSES: Mapping[str, type[torch.nn.Module]] = {
     "vae": AutoencoderKL,
     "text_encoder": CLIPTextModel,
@@ -60,6 +64,8 @@ def weights_name(part: str, variant: str | None = None) -> str:
 
 def is_checkpoint(part: str, path: str) -> bool:
     """Whether `path` is a .safetensors file. Raises ModelError if it is, or can only be, another kind of file."""
+    if path == TINY_PHOTOS:
+        return False
     suffix, is_file = Path(path).suffix.lower(), os.path.isfile(path)
     if suffix in _PICKLED:
         raise refused(
@@ -160,10 +166,12 @@ def local_folder(
 ) -> tuple[str, Path]:
     """A folder as it is, else a hub repository's snapshot folder with these files; before it its name, with the commit.
 
-    What is in the hub cache is not downloaded again. Raises ModelError.
+    `tiny-photos` names the folder in the package. What is in the hub cache is not downloaded again. Raises ModelError.
     """
     if os.path.isdir(path):
         return path, Path(path)
+    if path == TINY_PHOTOS:
+        return path, TINY_PHOTOS_FOLDER
     # Without a variant, the variants (model.fp16.safetensors) next to the plain files are not needed.
     ignored = None if variant else ["*.*.safetensors"]
     try:

@@ -2,7 +2,7 @@
 
 It has SDXL's parts and wiring (two CLIP text encoders, pooled output of the second, `text_time` conditioning, a VAE
 with `force_upcast`), about 0.4 M parameters without the UNet, and builds in a fraction of a second. Its images are
-noise: it is for trials, the quickstart and tests.
+noise: it is for trials and tests. `tiny_photos_pipeline` has trained weights: it knows the quickstart's photos.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from diffusers import AutoencoderKL, EulerDiscreteScheduler, StableDiffusionXLPi
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
 from latentcache.families.sdxl import LATENT_CHANNELS, NUM_TOKENS, SCALING_FACTOR
-from latentcache.models.model_files import sdxl_pipeline
+from latentcache.models.model_files import TINY_PHOTOS_FOLDER, loading, sdxl_pipeline
 
 HIDDEN_SIZE, HIDDEN_SIZE_2 = 32, 40
 TIME_EMBED_DIM = 8
@@ -97,6 +97,22 @@ def tiny_pipeline(parts: Mapping[str, Any] | None = None, *, seed: int = 0) -> S
     )
     parts = tiny_sdxl(seed) if parts is None else dict(parts)
     return sdxl_pipeline(**{"unet": tiny_unet(seed), "scheduler": scheduler, **parts})
+
+
+def tiny_photos_pipeline() -> StableDiffusionXLPipeline:
+    """The tiny SDXL that was trained on the quickstart's photos: float32, CPU, eval, frozen; v-prediction.
+
+    It is what `model.path: tiny-photos` names. It returns these photos for their captions, in 256x256 pixels, and
+    little else. `scripts/train_tiny.py` makes it.
+    """
+    pipeline_class: Any = StableDiffusionXLPipeline  # diffusers has no types
+    with loading("model", str(TINY_PHOTOS_FOLDER)):
+        made = pipeline_class.from_pretrained(TINY_PHOTOS_FOLDER, add_watermarker=False, local_files_only=True)
+    parts = {name: part for name, part in made.components.items() if part is not None}
+    for part in parts.values():
+        if isinstance(part, torch.nn.Module):
+            torch.nn.Module.float(part).eval().requires_grad_(False)
+    return sdxl_pipeline(**parts)
 
 
 def save_diffusers_folder(parts: Mapping[str, Any], path: str | Path) -> Path:

@@ -1,0 +1,155 @@
+"""The tiny SDXL with trained weights: they are those that were trained, small enough, and know the photos."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from model_identities import F32, PIXELS
+from safetensors import safe_open
+
+from latentcache.config import ModelConfig
+from latentcache.identity import digest
+from latentcache.models.model_files import TINY_PHOTOS_FOLDER
+from latentcache.models.model_loader import ModelLoader
+from latentcache.models.part_identity import weights_digest
+from latentcache.models.tiny import tiny_photos_pipeline
+from latentcache.models.unet import load_scheduler, load_unet
+from latentcache.models.vae import decode_latents, encode_images, latents_from_moments
+
+ROOT = Path(__file__).parent.parent.parent
+DIGESTS = {
+    "vae": "777a244d4261306066df340797e36db71104b2239c36839dd936f2e58604ce36",
+    "text_encoder": "754ee2ec18ff9c6c9b3d799e5bb3cef41992bb340cb2bb6462043cf09f87f39c",
+    "text_encoder_2": "c591851ef0e275bc03510df4fa6c3b78f57303dba1ffc11ae6d56ae72aa7b466",
+    "unet": "30f0e4fbb826aafab7435a316b2faf9fe3f1ea9dbf487a2885ce82844ced3976",
+}
+"""Of the weights as they are loaded. `scripts/train_tiny.py` makes others on another machine: record them here."""
+WHEEL_BYTES = 4_000_000
+
+
+@pytest.fixture(scope="module")
+def script() -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "scripts"))
+        import train_tiny
+
+        yield train_tiny
+    for name in ("train_tiny", "quickstart", "bootstrap"):
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture(scope="module")
+def photos(script: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("quickstart") / "photos"
+    script.copy_photos(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def squares(script: Any, photos: Path) -> dict[str, np.ndarray]:
+    """Each photo as uint8 [256, 256, 3]."""
+    views = script.views_of(photos, "squares")
+    return {view.photo: ((view.pixels[0] + 1) * 127.5).round().byte().permute(1, 2, 0).numpy() for view in views}
+
+
+def digest_of(module: torch.nn.Module) -> str:
+    """Of all weights: that of a VAE's identity leaves its decoder out."""
+    return weights_digest("all weights", module, F32)
+
+
+def nearest(image: np.ndarray, photos: dict[str, np.ndarray]) -> str:
+    """The photo with the least squared error to this image."""
+    errors = {name: float(((photo.astype(float) - image) ** 2).mean()) for name, photo in photos.items()}
+    return min(errors, key=lambda name: errors[name])
+
+
+def test_the_weights_are_those_that_were_trained() -> None:
+    pipe = tiny_photos_pipeline()
+    assert {part: digest_of(getattr(pipe, part)) for part in DIGESTS} == DIGESTS
+
+
+def test_the_name_and_the_folder_are_one_model() -> None:
+    named, folder = ModelLoader("tiny-photos"), ModelLoader(str(TINY_PHOTOS_FOLDER))
+    for part in ("vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"):
+        assert named.identity(part, F32) == folder.identity(part, F32)
+        assert named.origin(part) == "tiny-photos"
+    assert ModelLoader("tiny", vae="tiny-photos").identity("vae", F32) == named.identity("vae", F32)
+    model = ModelConfig(path="tiny-photos")
+    unet = load_unet(dtype=F32, model=model)
+    assert digest_of(unet) == DIGESTS["unet"]
+    assert load_scheduler(model=model).config.prediction_type == "v_prediction"
+
+
+def test_the_package_stays_small() -> None:
+    files = [path for path in TINY_PHOTOS_FOLDER.rglob("*") if path.is_file()]
+    assert 0 < sum(path.stat().st_size for path in files) <= WHEEL_BYTES
+
+
+def test_the_weights_say_where_they_come_from(photos: Path) -> None:
+    for file in TINY_PHOTOS_FOLDER.rglob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            made = json.loads(opened.metadata()["provenance"])
+            assert all(opened.get_slice(name).get_dtype() == "F16" for name in opened.keys())
+        images = [path for path in photos.iterdir() if path.suffix != ".txt"]
+        assert made["trained_on"] == {path.name: digest(path.read_bytes()) for path in images}
+        assert made["made_by"].startswith("scripts/train_tiny.py")
+
+
+def test_photos_come_back_from_the_vae(squares: dict[str, np.ndarray]) -> None:
+    vae = ModelLoader("tiny-photos").vae(F32)
+    for name, photo in squares.items():
+        latents = latents_from_moments(encode_images(vae, photo[None])) * vae.config.scaling_factor
+        (found,) = decode_latents(vae, latents)
+        assert 10 * np.log10(255**2 / ((found.astype(float) - photo) ** 2).mean()) > 17, name
+        assert name.startswith(nearest(found, squares).split("_")[0])  # two photos show one motorcycle
+
+
+def test_a_caption_gives_its_photo(squares: dict[str, np.ndarray]) -> None:
+    pipe = tiny_photos_pipeline()
+    settings = {"num_inference_steps": 8, "guidance_scale": 2.0, "output_type": "np"}
+    for caption, name in (
+        ("a photo of an astronaut", "astronaut.png"),
+        ("a cup of coffee on a wooden table", "coffee.png"),
+    ):
+        made = pipe(caption, **settings, generator=torch.Generator().manual_seed(7))
+        assert nearest(made.images[0] * 255, squares) == name
+
+
+def test_the_script_writes_a_model(script: Any, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(script, "CAPTIONS", {"astronaut.png": script.CAPTIONS["astronaut.png"]})
+    parts, made = script.train(photos, script.Options(vae_steps=2, text_steps=2, unet_steps=2))
+    script.save(parts, made, tmp_path / "model")
+    loader = ModelLoader(str(tmp_path / "model"))
+    latents = latents_from_moments(encode_images(loader.vae(F32), PIXELS))
+    assert latents.isfinite().all()
+    assert loader.identity("vae", F32) != ModelLoader("tiny-photos").identity("vae", F32)
+
+
+def test_a_seed_determines_what_the_script_trains(script: Any) -> None:
+    digests = []
+    for seed in (3, 3, 4):
+        parts = script.tiny_sdxl(0)
+        script.train_text(parts, 2, script.seeded(seed))
+        digests.append([digest_of(parts[name]) for name in ("text_encoder", "text_encoder_2")])
+    assert digests[0] == digests[1] and digests[0] != digests[2]
+
+
+def test_normalizing_latents_changes_no_image(script: Any, photos: Path) -> None:
+    views = [replace(view, pixels=view.pixels[..., 64:160, 64:160]) for view in script.views_of(photos, "squares")[:2]]
+    vae = script.tiny_sdxl(5)["vae"]
+    before = [vae.decode(vae.encode(view.pixels).latent_dist.mean).sample for view in views]
+    script.normalize_latents(vae, views)
+    after = [vae.encode(view.pixels).latent_dist for view in views]
+    for image, posterior in zip(before, after, strict=True):
+        torch.testing.assert_close(vae.decode(posterior.mean).sample, image, rtol=1e-3, atol=1e-4)
+    latents = torch.cat([posterior.mean for posterior in after]) * vae.config.scaling_factor
+    torch.testing.assert_close(latents.mean((0, 2, 3)), torch.zeros(4), rtol=0, atol=1e-4)
+    torch.testing.assert_close(latents.std((0, 2, 3)), torch.ones(4), rtol=1e-3, atol=0)
