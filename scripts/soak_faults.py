@@ -1,6 +1,6 @@
 """The k-th file operation fails, k = 1, 2, 3 ... until the operation succeeds: once, and for ever.
 
-    python scripts/soak_faults.py                        # every k: some hours
+    python scripts/soak_faults.py                        # every k: 43,000 cases, half an hour to some hours
     python scripts/soak_faults.py --n 100                # 100 evenly spread k for each operation, error and mode
     python scripts/soak_faults.py --operations add read  # some operations only
 

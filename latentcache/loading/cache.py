@@ -43,17 +43,11 @@ class SampleIndex:
 
     def manifest(self, name: str) -> Manifest:
         """The manifest of this name. StoreError naming those that there are."""
-        manifest = self._find(name)
-        if manifest is None:
-            known = ", ".join(self.manifests.names()) or "none yet: run `latentcache precache CONFIG` first"
-            raise StoreError(f"{self.path or 'cpu store'}: no manifest {name!r}; there are: {known}")
-        return manifest
-
-    def _find(self, name: str) -> Manifest | None:
         if name not in self._loaded:
             manifest = self.manifests.read(name)
             if manifest is None:
-                return None
+                known = ", ".join(self.manifests.names()) or "none yet: run `latentcache precache CONFIG` first"
+                raise StoreError(f"{self.path or 'cpu store'}: no manifest {name!r}; there are: {known}")
             self._loaded[name] = manifest
         return self._loaded[name]
 
@@ -122,8 +116,9 @@ class SampleIndex:
         if not datasets:
             raise StoreError(f"{self.path or 'cpu store'}: no dataset is cached yet; {PRECACHE}")
         sample_id = prompt_id(text, negative=negative)
-        prompts = self._find(names.pop()) if names else None
-        row = None if prompts is None else prompts.rows.get(sample_id)
+        # A manifest of prompts may be absent: no prompt was cached yet, or it was lost.
+        there = [name for name in names if name in self._loaded or name in self.manifests.names()]
+        row = self.manifest(there[0]).rows.get(sample_id) if there else None
         if row is None:
             remedy = f"add it to validation.{'negative_prompt' if negative else 'prompts'} and {PRECACHE}"
             raise SampleError(sample_id, "is not cached", remedy)
