@@ -175,11 +175,12 @@ class CacheDirectory:
         path = self.pack_path(pack)
         try:
             status = path.lstat()
+            is_ours = stat.S_ISREG(status.st_mode) and not path.parent.is_symlink()
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
             raise unreadable(path, error) from error
-        return status.st_size if stat.S_ISREG(status.st_mode) and not path.parent.is_symlink() else None
+        return status.st_size if is_ours else None
 
     def lost_packs(self, known: Mapping[str, int], sizes: Mapping[str, int]) -> set[str]:
         """Those that are gone or have another size. `known`: bytes of the packs; `sizes`: what `pack_sizes` found.
@@ -218,9 +219,9 @@ class CacheDirectory:
     def put_aside(self, pack: str) -> None:
         """Move a pack that cannot be read to the folder `damaged`."""
         folder, path = self.path / DAMAGED, self.pack_path(pack)
-        if folder.is_symlink():
-            raise UnsafeStoreError(folder, "is a link; remove it and run the same command")
         with typed_errors(folder, 0):
+            if folder.is_symlink():
+                raise UnsafeStoreError(folder, "is a link; remove it and run the same command")
             make_folder(folder)
             path.rename(folder / path.name)
             sync_folder(folder)

@@ -199,13 +199,12 @@ class Index:
         """Held during each call. Hold it to make one step of several calls, and of what memory keeps of them."""
         self._closed = False
         self._cache: diskcache.Cache | None = None
-        if self.path.is_symlink() or (os.path.lexists(self.path) and not self.path.is_dir()):
-            raise IndexDamagedError(self.path, "it is no folder")
-        if read_only:
-            with self._typed_errors():
-                self._inspect()
-            return
         with self._typed_errors():
+            if self.path.is_symlink() or (os.path.lexists(self.path) and not self.path.is_dir()):
+                raise IndexDamagedError(self.path, "it is no folder")
+            if read_only:
+                self._inspect()
+                return
             self.path.mkdir(parents=True, exist_ok=True)
             # One at a time: making the tables is not one transaction.
             with locked(self.path / "open.lock", "opening the index", shared=False, wait=True):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import random
 import shutil
@@ -7,6 +8,7 @@ import sqlite3
 import threading
 import time
 from contextlib import closing
+from pathlib import Path
 
 import diskcache
 import pytest
@@ -269,6 +271,16 @@ def test_damage_is_a_typed_error_and_never_a_wrong_row(index):
             # SQLite has no checksums: a flip inside a value goes through. Rows have checksums of their own.
             assert all(type(key) is str and type(value) is bytes for key, value in found.items())
     assert num_refused > 20
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_a_folder_that_cannot_be_examined_is_a_typed_error(index, monkeypatch, read_only):
+    def refuse(path):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "is_symlink", refuse)
+    with pytest.raises(ReadOnlyError, match="Permission denied"):
+        Index(index.path, read_only=read_only)
 
 
 def test_a_setting_that_cannot_be_found_is_damage(index):
