@@ -15,7 +15,9 @@ from latentcache.store.base import EntryArrays, OwnedEntry
 from latentcache.store.pack import PackRecords, read_entry, read_pack_bytes, verified_arrays
 
 MAX_AHEAD = 8
-"""Requests whose answers wait to be read. A loader is some batches ahead; what nobody reads goes, the oldest first."""
+"""Requests whose answers wait to be read. What comes beyond them is fetched when it is read: they are needed before."""
+MAX_READS = 32
+"""That a request outlives. A loader is some batches ahead; what was not read by then belongs to one that stopped."""
 NUM_THREADS = 4
 """Requests on their way at once."""
 
@@ -55,6 +57,8 @@ class _Request:
     """A request on its way, or its answer; and how many reads still want each of its keys."""
 
     future: Future[Mapping[str, EntryArrays]]
+    end: int
+    """The read after which it is dropped."""
     wanted: dict[str, int] = field(default_factory=dict)
 
 
@@ -72,10 +76,11 @@ class FetchAhead:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._requests: list[_Request] = []
+        self._num_reads = 0
         self._executor: ThreadPoolExecutor | None = None
 
     def start(self, keys: Iterable[str]) -> None:
-        """Begin to fetch those of the keys that are not on their way. Waits for nothing."""
+        """Begin to fetch those of the keys that are not on their way, if there is room. Waits for nothing."""
         if self._pid != os.getpid():
             self._begin()
         with self._lock:
@@ -86,14 +91,12 @@ class FetchAhead:
                     new.append(key)
                 else:
                     request.wanted[key] += 1
-            if not new:
+            if not new or len(self._requests) >= MAX_AHEAD:
                 return
             if self._executor is None:
                 self._executor = ThreadPoolExecutor(NUM_THREADS, "latentcache-fetch")
-            self._requests.append(_Request(self._executor.submit(self._fetch, new), dict.fromkeys(new, 1)))
-            for old in self._requests[:-MAX_AHEAD]:
-                old.future.cancel()
-            del self._requests[:-MAX_AHEAD]
+            future, end = self._executor.submit(self._fetch, new), self._num_reads + MAX_READS
+            self._requests.append(_Request(future, end, dict.fromkeys(new, 1)))
 
     def take(self, keys: Iterable[str]) -> dict[str, EntryArrays]:
         """The arrays of those keys that were fetched, or are on their way, for which it waits. RemoteError."""
@@ -105,7 +108,11 @@ class FetchAhead:
                 request.wanted[key] -= 1
                 if not request.wanted[key]:
                     del request.wanted[key]
-            self._requests = [request for request in self._requests if request.wanted]
+            self._num_reads += 1
+            for request in self._requests:
+                if request.end < self._num_reads:
+                    request.future.cancel()
+            self._requests = [each for each in self._requests if each.wanted and each.end >= self._num_reads]
         found = {}
         for key, request in taken.items():
             try:

@@ -17,6 +17,7 @@ from helpers.serving import RunningServer
 from remote_samples import NUM_SAMPLES, entries_of, make_cache
 
 from latentcache.errors import EntryMissingError, RemoteError, StoreError
+from latentcache.remote.fetched import MAX_AHEAD, MAX_READS
 from latentcache.remote.local_tier import LocalTier
 from latentcache.remote.remote_store import SETTLED_READS, RemoteStore
 from latentcache.store import DiskStore
@@ -103,6 +104,33 @@ def test_prefetched_batches_come_while_others_are_read(relay: Relay, server: Run
         with pytest.raises(EntryMissingError):
             store.rows([KEYS[5], "0" * 64])
         assert read(store, 5, 6)
+
+
+def test_what_is_needed_next_is_kept_where_more_is_prefetched_than_there_is_room_for(
+    relay: Relay, server: RunningServer
+) -> None:
+    num = MAX_AHEAD + 3
+    with RemoteStore(relay.url, token=server.token) as store:
+        for start in range(num):
+            store.prefetch(KEYS[start : start + 1])
+        for start in range(num):
+            assert read(store, start, start + 1)
+    assert relay.routes() == ["entries:read"] * num, "nothing is fetched twice"
+
+
+def test_what_a_loader_prefetched_that_stopped_does_not_stay(relay: Relay, server: RunningServer) -> None:
+    with RemoteStore(relay.url, token=server.token) as store:
+        for start in range(MAX_AHEAD):
+            store.prefetch(KEYS[start : start + 1])
+        for _ in range(MAX_READS + 1):
+            assert read(store, 20, 21)
+        before = len(relay.requests)
+        store.prefetch(KEYS[21:22])
+        deadline = time.monotonic() + 20
+        while len(relay.requests) == before and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert len(relay.requests) == before + 1, "there is room again"
+        assert read(store, 21, 22) and len(relay.requests) == before + 1
 
 
 def test_the_second_epoch_does_not_touch_the_network(relay: Relay, server: RunningServer, tmp_path: Path) -> None:
