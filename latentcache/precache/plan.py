@@ -69,20 +69,25 @@ class Shard:
     """Rank `rank` of `world_size` processes that share one cache.
 
     `local_rank` chooses the device among those of a machine; None leaves it to torch. `launch` distinguishes
-    one launch of the ranks from another, if the launcher names it.
+    one launch of the ranks from another, if the launcher names it. `local_world_size` of the ranks run on this machine;
+    None where nobody says.
     """
 
     rank: int = 0
     world_size: int = 1
     local_rank: int | None = None
     launch: str = ""
+    local_world_size: int | None = None
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Shard:
-        """RANK, WORLD_SIZE and LOCAL_RANK, as torchrun sets them; one process without them. Raises ConfigError."""
+        """RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, as torchrun sets them; one process without them.
+
+        Raises ConfigError.
+        """
         environ = os.environ if environ is None else environ
         numbers = {"RANK": 0, "WORLD_SIZE": 1}
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
             text = environ.get(name)
             if text is not None and not text.isdecimal():
                 raise ConfigError(f"{text!r} is not a number; torchrun sets it, or unset it", source=name)
@@ -92,7 +97,7 @@ class Shard:
         if rank >= world_size:
             raise ConfigError(f"RANK {rank} must be at least 0 and less than WORLD_SIZE {world_size}", source="RANK")
         launch = environ.get("TORCHELASTIC_RUN_ID") or environ.get("SLURM_JOB_ID") or ""
-        return cls(rank, world_size, numbers.get("LOCAL_RANK"), launch)
+        return cls(rank, world_size, numbers.get("LOCAL_RANK"), launch, numbers.get("LOCAL_WORLD_SIZE"))
 
 
 class Batches(Generic[Task]):

@@ -19,6 +19,7 @@ from pydantic import Field, TypeAdapter
 
 from latentcache.config import Config
 from latentcache.dataset.manifest import Manifest, Row
+from latentcache.errors import ConfigError
 from latentcache.models.model_loader import Models
 from latentcache.precache.encodings import Encodings, choose_encodings, dtype_name, load_models
 from latentcache.precache.image_stage import ImageStage
@@ -66,6 +67,8 @@ def run_precache(
     try:
         models = models or load_models(config.model, workspace.memo)
         shard = shard or Shard.from_environment()
+        if not dry_run:
+            _check_ranks(shard, workspace)
         report = Report(rank=shard.rank, world_size=shard.world_size, dry_run=dry_run)
         run = _Run(config, workspace, models, shard, progress or Progress(), stop or threading.Event(), report)
         with workspace.in_use():
@@ -86,6 +89,20 @@ def run_precache(
     finally:
         if opened:
             workspace.close()
+
+
+def _check_ranks(shard: Shard, workspace: Workspace) -> None:
+    """ConfigError where ranks cannot tell each other what they refused: each would wait for the others' entries."""
+    is_service = isinstance(workspace.path, str)
+    if is_service and shard.world_size > 1 and shard.local_world_size != shard.world_size:
+        here = "not set" if shard.local_world_size is None else f"{shard.local_world_size}"
+        raise ConfigError(
+            f"{shard.world_size} ranks fill the service {workspace.path}, but LOCAL_WORLD_SIZE is {here}: over a "
+            "service ranks share what they refused by a file of their machine, so all of them must run on one. Start "
+            "them with torchrun on one machine, or run on each machine a precache of its own, without RANK, one after "
+            "the other",
+            source="WORLD_SIZE",
+        )
 
 
 @dataclass(slots=True)

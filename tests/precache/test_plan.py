@@ -59,6 +59,7 @@ def test_the_environment_names_the_shard() -> None:
     assert Shard.from_environment({"RANK": "1", "WORLD_SIZE": "2"}) == Shard(1, 2)
     torchrun = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "abc"}
     assert Shard.from_environment(torchrun) == Shard(5, 8, 1, "abc")
+    assert Shard.from_environment({**torchrun, "LOCAL_WORLD_SIZE": "4"}) == Shard(5, 8, 1, "abc", 4)
 
 
 @pytest.mark.parametrize(

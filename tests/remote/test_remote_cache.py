@@ -288,12 +288,24 @@ def test_ranks_share_a_service(
     empty: RunningServer, filled: tuple[RunningServer, Path], make_config: Callable[..., Config]
 ) -> None:
     config, folder = make_config(**{"cache.path": empty.url}), ManifestFolder(filled[1] / "manifests")
-    first, last = (run_precache(config, shard=Shard(rank, 2)) for rank in range(2))
+    first, last = (run_precache(config, shard=Shard(rank, 2, local_world_size=2)) for rank in range(2))
     assert first.manifests_waiting and not last.manifests_waiting
     assert first.num_encoded and last.num_encoded and len(folder.names()) == 2 and folder.unfinished() == {}
     with LatentCache(config.cache) as cache:
         assert len(cache.batch(cache.sample_ids()[:1], device="cpu")["sample_id"]) == 1
         assert cache.store.find(cache.manifest("photos").keys()) == cache.manifest("photos").keys()
+
+
+@pytest.mark.parametrize("local", [None, 1])
+def test_ranks_of_several_machines_are_refused_by_a_precache_over_a_service(
+    empty: RunningServer, filled: tuple[RunningServer, Path], make_config: Callable[..., Config], local: int | None
+) -> None:
+    """Neither would learn which images the other refused, and each would wait for the other's entries."""
+    config = make_config(**{"cache.path": empty.url})
+    with pytest.raises(ConfigError, match=r"WORLD_SIZE: 2 ranks fill the service .* LOCAL_WORLD_SIZE is (1|not set)"):
+        run_precache(config, shard=Shard(0, 2, local_world_size=local))
+    assert ManifestFolder(filled[1] / "manifests").unfinished() == {}
+    assert run_precache(config, shard=Shard(0, 2), dry_run=True).num_misses
 
 
 def test_import_and_export_use_a_service(
