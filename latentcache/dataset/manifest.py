@@ -10,6 +10,7 @@ import errno
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
@@ -35,9 +36,12 @@ from latentcache.utils.durable_files import (
 )
 from latentcache.utils.host_memory import collector_paused
 from latentcache.utils.json_document import first_fault
+from latentcache.utils.locks import locked
 
 FORMAT = 2
 UNFINISHED = ".unfinished"
+LOCK = ".lock"
+"""A file next to the manifests, which is locked while one is replaced."""
 MAX_BYTES = 1 << 36
 """Of a manifest's file: one of a hundred million samples has about as many. It is read line by line."""
 _MAX_LINE_BYTES = 1 << 24
@@ -230,6 +234,11 @@ class ManifestMemory:
         """Replace the manifest as a whole."""
         self._manifests[manifest.name] = manifest
 
+    def update(self, make: Callable[[], Manifest | None]) -> None:
+        """Write the manifest that `make` returns, if any."""
+        if (manifest := make()) is not None:
+            self.write(manifest)
+
     def begin(self, name: str) -> None:
         """Note nothing: no unfinished run outlives this process."""
 
@@ -276,9 +285,23 @@ class ManifestFolder:
 
     def write(self, manifest: Manifest) -> None:
         """Replace the manifest's file. ReadOnlyError, StorageFullError or StoreError when that cannot be done."""
-        self._write(f"{manifest.name}.jsonl", manifest_lines(manifest))
-        with typed_errors(self.path, 0):
-            (self.path / f"{manifest.name}{UNFINISHED}").unlink(missing_ok=True)
+        self.update(lambda: manifest)
+
+    def update(self, make: Callable[[], Manifest | None]) -> None:
+        """Write the manifest that `make` returns, if any. What it reads is not replaced meanwhile. As `write`."""
+        with self.lock():
+            if (manifest := make()) is None:
+                return
+            self._write(f"{manifest.name}.jsonl", manifest_lines(manifest))
+            with typed_errors(self.path, 0):
+                (self.path / f"{manifest.name}{UNFINISHED}").unlink(missing_ok=True)
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold what each process and thread waits for before it compares and replaces a manifest of this folder."""
+        self._make()
+        with locked(self.path / LOCK, "replacing a manifest", shared=False, wait=True):
+            yield
 
     def begin(self, name: str) -> None:
         """Note that a run began to work on the manifest. `write` ends it."""
@@ -305,11 +328,14 @@ class ManifestFolder:
             raise DatasetError(file, f"does not say when a run began ({error}); {remedy}") from error
 
     def _write(self, name: str, parts: list[bytes]) -> None:
+        self._make()
+        write_sealed(self.path / name, b"".join(parts))
+
+    def _make(self) -> None:
         with typed_errors(self.path, 0):
             make_folder(self.path)
             if self.path.is_symlink():
                 raise UnsafeStoreError(self.path, f"is a link; remove it, then {REMEDY}")
-        write_sealed(self.path / name, b"".join(parts))
 
 
 class Manifests(Protocol):
@@ -323,6 +349,9 @@ class Manifests(Protocol):
 
     def write(self, manifest: Manifest) -> None:
         """Replace the manifest as a whole, and end what `begin` noted."""
+
+    def update(self, make: Callable[[], Manifest | None]) -> None:
+        """Write the manifest that `make` returns, if any. Others do not undo it, nor it theirs."""
 
     def begin(self, name: str) -> None:
         """Note that a run began to work on the manifest."""

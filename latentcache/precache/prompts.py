@@ -79,10 +79,14 @@ def add_prompts(workspace: Workspace, manifest: Manifest, *, always: bool) -> No
 
     Nothing is written where all of them are in it, unless `always`: that ends a run which has begun.
     """
-    # Read only now: another process may have cached other prompts meanwhile.
-    others = prompts_of_others(workspace.store, workspace.manifests, manifest.name)
-    if always or any(others.get(name) != row for name, row in manifest.rows.items()):
-        workspace.manifests.write(replace(manifest, rows={**others, **manifest.rows}))
+
+    def whole() -> Manifest | None:
+        # Read only now: another process may have cached other prompts meanwhile.
+        others = prompts_of_others(workspace.store, workspace.manifests, manifest.name)
+        is_new = always or any(others.get(name) != row for name, row in manifest.rows.items())
+        return replace(manifest, rows={**others, **manifest.rows}) if is_new else None
+
+    workspace.manifests.update(whole)
 
 
 def plan_prompts(

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter
@@ -315,14 +316,8 @@ def write_manifests(workspace: Workspace, manifests: Sequence[Manifest], failure
             needed = _needed(manifest.rows.values())
             absent = needed - workspace.store.find(needed)
             failures.read_others(absent)
-        # A service may have cached other prompts since the plan was made.
-        is_prompts = manifest.role == "prompts"
-        others = prompts_of_others(workspace.store, workspace.manifests, manifest.name) if is_prompts else {}
-        rows = others | {
-            name: row if (refusal := failures.refusal(row)) is None else replace(row, refusal=refusal)
-            for name, row in manifest.rows.items()
-        }
-        if absent and (absent := absent & _needed(rows.values())):
+        whole = partial(_whole, workspace, manifest, failures)
+        if absent and (absent := absent & _needed(whole().rows.values())):
             waiting.append(manifest.name)
             logger.info(
                 "manifest %s waits for %d entries of other ranks; if no rank is running, run precache again",
@@ -330,8 +325,19 @@ def write_manifests(workspace: Workspace, manifests: Sequence[Manifest], failure
                 len(absent),
             )
             continue
-        workspace.manifests.write(replace(manifest, rows=rows))
+        workspace.manifests.update(whole)
     return waiting
+
+
+def _whole(workspace: Workspace, manifest: Manifest, failures: Failures) -> Manifest:
+    """The manifest with what failed, and with prompts that a service cached since the plan was made."""
+    is_prompts = manifest.role == "prompts"
+    others = prompts_of_others(workspace.store, workspace.manifests, manifest.name) if is_prompts else {}
+    rows = others | {
+        name: row if (refusal := failures.refusal(row)) is None else replace(row, refusal=refusal)
+        for name, row in manifest.rows.items()
+    }
+    return replace(manifest, rows=rows)
 
 
 def _needed(rows: Iterable[Row]) -> set[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import suppress
 from io import BytesIO
 from urllib.parse import quote
@@ -69,6 +70,11 @@ class RemoteManifests:
             )
         self._etags.pop(name, None)
         self._http.request("DELETE", f"{_route(name)}/unfinished", also=[_MISSING])
+
+    def update(self, make: Callable[[], Manifest | None]) -> None:
+        """Write the manifest that `make` returns, if any. As `write`: the server compares what `make` read."""
+        if (manifest := make()) is not None:
+            self.write(manifest)
 
     def _has(self, name: str, lines: list[bytes]) -> bool:
         manifest = self.read(name)

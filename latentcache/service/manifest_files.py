@@ -114,8 +114,8 @@ class ManifestFiles:
                         raise RequestRefused(str(error), status=422) from error
                     file.seek(0)
                     facts = _facts(file.readline(_MAX_HEADER_BYTES), name, path)
-                # Two clients that replace the same version: only the first may.
-                held.enter_context(self._lock)
+                # Two that replace the same version, also by other processes: only the first may.
+                held.enter_context(self.folder.lock())
                 allow(self._etag(name))
             self.end(name)
         return facts

@@ -7,8 +7,11 @@ import os
 import resource
 import signal
 import stat
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from latentcache.dataset import manifest as manifest_module
-from latentcache.dataset.manifest import CaptionRef, ImageRef, Manifest, ManifestFolder, Row, prompts_name
+from latentcache.dataset.manifest import LOCK, CaptionRef, ImageRef, Manifest, ManifestFolder, Row, prompts_name
 from latentcache.errors import DatasetError, LatentCacheError, StorageFullError, StoreError
 from latentcache.types import Crop, Geometry, Refusal, Size
 
@@ -41,8 +44,37 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert folder.names() == ["photos"] and folder.read("photos") == manifest("one", "two")
     folder.write(manifest("three"))
     assert folder.read("photos") == manifest("three")
-    assert [path.name for path in folder.path.iterdir()] == ["photos.jsonl"]
+    assert sorted(path.name for path in folder.path.iterdir()) == [LOCK, "photos.jsonl"]
     assert manifest("one").keys() == {"a" * 64, "b" * 64}
+
+
+def test_no_update_undoes_another(tmp_path: Path) -> None:
+    """Two processes, and threads with folders of their own, add a sample each time."""
+    num_updates = 15
+
+    def work(who: str) -> None:
+        folder = ManifestFolder(tmp_path / "manifests")
+
+        def added(name: str) -> Manifest:
+            found = folder.read("photos")
+            time.sleep(0.002)
+            rows = {} if found is None else found.rows
+            return replace(manifest(), rows={**rows, **manifest(name).rows})
+
+        for number in range(num_updates):
+            folder.update(partial(added, f"{who}{number}"))
+
+    if (child := os.fork()) == 0:
+        work("child")
+        os._exit(0)
+    threads = [threading.Thread(target=work, args=(who,)) for who in ("one", "two")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert os.waitpid(child, 0)[1] == 0
+    found = ManifestFolder(tmp_path / "manifests").read("photos")
+    assert found is not None and len(found.rows) == 3 * num_updates + 1
 
 
 @given(st.lists(st.text(st.characters(), max_size=20), unique=True, max_size=5))
@@ -288,7 +320,7 @@ def test_a_full_disk_leaves_the_old_manifest(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)
     assert folder.read("photos") == manifest("one")
-    assert [path.name for path in tmp_path.iterdir()] == ["photos.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [LOCK, "photos.jsonl"]
 
 
 def test_a_folder_that_is_none(tmp_path: Path) -> None:

@@ -115,7 +115,11 @@ def test_no_changed_byte_is_sealed(server, cache, at, flip, cut):
     if answer.status == 201:  # only padding, of the header or of a gap, is of no account
         with DiskStore(cache.path) as store:
             assert not cut and not verify(store).damaged
-            assert store.remove([entry(300).record.key, entry(301).record.key]) == answer.json()["num_added"] == 2
+            assert (
+                store.remove([entry(300).record.key, entry(301, kind="text", length=2).record.key])
+                == answer.json()["num_added"]
+                == 2
+            )
     else:
         assert answer.status == 422 and answer.json()["kind"] == "PackError"
 
