@@ -31,6 +31,11 @@ RETRY_S = 30.0
 CONNECT_S = 5.0
 FIRST_DELAY_S, MAX_DELAY_S = 0.1, 2.0
 """Before the second attempt, and the most before any; each wait is drawn from the upper half of it."""
+ATTEMPTS = 3
+"""That fit into the time for retries, where a service accepts a connection and then says nothing: a kept connection
+may lead to a machine that is gone."""
+UPLOAD_ANSWER_S = 300.0
+"""A service checks and seals what was uploaded before it answers."""
 MAX_BYTES = 8 << 30
 """Of an answer. A pack has some 64 MiB, and the manifest of a million samples about 1 GiB."""
 MAX_CONNECTIONS = 8
@@ -66,7 +71,7 @@ class ServiceConnection:
 
     A request that does not get through is tried again for `retry_s` seconds, after waits that grow and are drawn at
     random, so that many clients do not come back at once. Then it is a RemoteError. All requests of a client may be
-    repeated: nothing is done twice. Threads share the connections; a fork makes its own.
+    repeated: what was done already is not done again. Threads share the connections; a fork makes its own.
     """
 
     def __init__(self, url: str, *, token: str | None = None, retry_s: float = RETRY_S):
@@ -91,9 +96,9 @@ class ServiceConnection:
     ) -> ServiceAnswer:
         """The answer to a request of `/v1/<route>`. An error's is raised, but for those with a status in `also`.
 
-        `document` is sent as JSON, and `body` as bytes, whose Content-Length is then among the headers. The service may
-        take `answer_s` to answer, where that is more than `retry_s`. RemoteError; EntryMissingError, EntryDamagedError,
-        ReadOnlyError and StorageFullError as the service says them.
+        `document` is sent as JSON, and `body` as bytes, whose Content-Length is then among the headers. An attempt
+        ends when no byte comes for a third of `retry_s`, or for `answer_s` where that is more. RemoteError;
+        EntryMissingError, EntryDamagedError, ReadOnlyError and StorageFullError as the service says them.
         """
         self.check_open()
         all_headers = {"Accept-Encoding": "identity", **(headers or {})}
@@ -118,7 +123,7 @@ class ServiceConnection:
             left = start + self.retry_s - time.monotonic()
             problem, wait_s = "", 0.0
             try:
-                answer = self._once(method, url, body, headers, max(left, answer_s, 1.0))
+                answer = self._once(method, url, body, headers, max(min(left, self.retry_s / ATTEMPTS), answer_s, 1.0))
                 if answer.status not in _PASSING:
                     return answer
                 problem = f"answers with {answer.status}: {_problem_of(answer).get('detail', 'no reason')!s:.300}"

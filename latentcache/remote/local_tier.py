@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from multiprocessing import util
 from pathlib import Path
 from typing import TypeVar
 
@@ -41,7 +41,8 @@ class LocalTier:
 
     def __init__(self, path: str | os.PathLike[str], max_bytes: int | None = None):
         self.path, self._max_bytes = Path(path).expanduser(), max_bytes
-        if names := ManifestFolder(self.path / "manifests").names():
+        manifests = ManifestFolder(self.path / "manifests")
+        if names := [*manifests.names(), *manifests.unfinished()]:  # also while its first run is not finished
             raise StoreError(
                 f"{self.path}: is a cache of its own, with the manifest {names[0]!r}; cache.local needs a directory "
                 "that holds nothing else"
@@ -49,7 +50,6 @@ class LocalTier:
         self.disk = DiskStore(self.path)
         self._is_broken = self._is_closed = False
         self._begin()
-        _open_tiers.add(self)
 
     def _begin(self) -> None:
         self._pid = os.getpid()
@@ -57,6 +57,8 @@ class LocalTier:
         self._buffer, self._sealing = PackBuffer(PACK_AGE_S), dict[str, OwnedEntry]()
         self._open = ExitStack()
         self._worker: BackgroundWorker | None = None
+        # Not atexit: a DataLoader's worker ends without it.
+        util.Finalize(self, _keep, (weakref.ref(self),), exitpriority=1)
 
     def _check_process(self) -> None:
         if self._pid != os.getpid():
@@ -69,15 +71,18 @@ class LocalTier:
             waiting = self._waiting(keys)
         found = {key: arrays_of(entry) for key, entry in waiting.items()}
         rest = [key for key in keys if key not in found]
-        present = self.disk.find(rest)
-        rest = [key for key in rest if key in present]
-        while rest:
-            try:
-                found |= zip(rest, self.disk.rows(rest), strict=True)
-                break
-            except (EntryMissingError, EntryDamagedError) as error:
-                # Another process has removed it, or its bytes were damaged, which is marked: it is fetched again.
-                rest.remove(error.key)
+        try:
+            present = self.disk.find(rest)
+            rest = [key for key in rest if key in present]
+            while rest:
+                try:
+                    found |= zip(rest, self.disk.rows(rest), strict=True)
+                    break
+                except (EntryMissingError, EntryDamagedError) as error:
+                    # Another process has removed it, or its bytes were damaged, which is marked: it is fetched again.
+                    rest.remove(error.key)
+        except StoreError as error:
+            self._give_up(error)
         return found, not waiting
 
     def missing(self, keys: Sequence[str]) -> list[str]:
@@ -107,7 +112,7 @@ class LocalTier:
     def add(self, pack: FetchedPack) -> None:
         """Keep the entries. Where packs are fetched faster than they are written, it waits for the disk."""
         self._check_process()
-        if self._is_broken:
+        if self._is_broken or self._is_closed:
             return
         entries = pack.owned()
         with self._adding:
@@ -144,11 +149,15 @@ class LocalTier:
                 self.disk.seal(entries)
             self._prune()
         except StoreError as error:
-            # Training goes on, as fast as the network is.
-            self._is_broken = True
-            logger.warning("%s. What is read from now on is not kept there.", error)
+            self._give_up(error)
         with self._lock:
             self._sealing = {}
+
+    def _give_up(self, error: StoreError) -> None:
+        """Training goes on, as fast as the network is."""
+        if not self._is_broken and not self._is_closed:
+            logger.warning("%s. What is read from now on is not kept there.", error)
+        self._is_broken = True
 
     def _prune(self) -> None:
         if self._max_bytes is None or sum(self.disk.directory.pack_sizes().values()) <= self._max_bytes:
@@ -187,10 +196,6 @@ class LocalTier:
             self._seal(list(self._buffer.entries.values()))
 
 
-_open_tiers: weakref.WeakSet[LocalTier] = weakref.WeakSet()
-
-
-@atexit.register
-def _keep_all() -> None:
-    for tier in list(_open_tiers):
-        tier.keep_at_exit()
+def _keep(tier: weakref.ref[LocalTier]) -> None:
+    if (alive := tier()) is not None:
+        alive.keep_at_exit()

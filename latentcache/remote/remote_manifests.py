@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 from latentcache.dataset.manifest import Manifest, manifest_lines, read_manifest
 from latentcache.errors import DatasetError, StoreBusyError
-from latentcache.remote.http import ServiceConnection, understood
+from latentcache.remote.http import UPLOAD_ANSWER_S, ServiceConnection, understood
 
 _MISSING, _CHANGED = 404, 412
 
@@ -60,7 +60,9 @@ class RemoteManifests:
         etag = self._etags.get(name, "*")
         condition = {"If-None-Match": "*"} if etag is None else {"If-Match": etag}
         headers = {"Content-Type": "application/jsonl", "Content-Length": str(sum(map(len, lines))), **condition}
-        answer = self._http.request("PUT", _route(name), body=lambda: lines, headers=headers, also=[_CHANGED])
+        answer = self._http.request(
+            "PUT", _route(name), body=lambda: lines, headers=headers, also=[_CHANGED], answer_s=UPLOAD_ANSWER_S
+        )
         # Also where a first attempt arrived, and its answer was lost: then what is there is what was sent.
         if answer.status == _CHANGED and not self._has(name, lines):
             raise StoreBusyError(
@@ -68,8 +70,7 @@ class RemoteManifests:
                 f"another client replaced the manifest {name} since this one read it. What was encoded is stored: run "
                 "the same command again",
             )
-        self._etags.pop(name, None)
-        self._http.request("DELETE", f"{_route(name)}/unfinished", also=[_MISSING])
+        self._etags.pop(name, None)  # and the service has ended what `begin` noted
 
     def update(self, make: Callable[[], Manifest | None]) -> None:
         """Write the manifest that `make` returns, if any. As `write`: the server compares what `make` read."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from latentcache.errors import PackError, StoreError
+from latentcache.errors import EntryDamagedError, EntryMissingError, PackError, RemoteError, StoreError
 from latentcache.remote.http import understood
 from latentcache.remote.remote_store import RemoteStore
 from latentcache.store.base import is_pack_id
@@ -14,12 +14,8 @@ from latentcache.store.pack import read_pack_bytes, verified_arrays
 from latentcache.store.upkeep import VerifyReport
 
 _MISSING = 404
-
-
-def pack_sizes(store: RemoteStore) -> dict[str, int]:
-    """Bytes of each pack of the service, by id."""
-    with understood(store.http.request("GET", "packs")) as document:
-        return {each["id"]: int(each["num_bytes"]) for each in document["packs"] if is_pack_id(each["id"])}
+_SUSPECTS = 1024  # in one request: the service reads each before it answers
+_CHECK_S = 300.0
 
 
 def verify_service(
@@ -27,47 +23,89 @@ def verify_service(
 ) -> VerifyReport:
     """Fetch every pack and compare its entries with their digests and records, as `upkeep.verify` does on a disk.
 
-    With a writing token damaged entries are removed from the service, so that precache makes them again. `subset` and
-    `progress` are those of `upkeep.verify`.
+    What does not fit is fetched once more: it may have been damaged on its way. With a writing token the service then
+    checks these entries on its own disk, and its verdict counts: it marks what is damaged there, so that precache makes
+    it again. `subset` and `progress` are those of `upkeep.verify`.
     """
     part, num_parts = subset or (1, 1)
     if not 1 <= part <= num_parts:
         raise StoreError(f"subset {part}/{num_parts}: give n/t with 1 <= n <= t")
     known, live = store.damaged(), set(store.keys())
-    packs = sorted([pack for pack in pack_sizes(store) if int(pack[:8], 16) % num_parts == part - 1])
-    damaged: dict[str, str] = {}
+    packs = sorted([pack for pack in _packs(store) if int(pack[:8], 16) % num_parts == part - 1])
+    suspects: dict[str, str] = {}
     unreadable: dict[str, str] = {}
-    checked, good = set[str](), set[str]()
+    checked = set[str]()
     bytes_read = 0
     for number, pack in enumerate(packs, 1):
-        answer = store.http.request("GET", f"packs/{pack}", also=[_MISSING])
-        if answer.status != _MISSING:  # else it was compacted away meanwhile
-            bytes_read += len(answer.data)
-            try:
-                keys, problems = _problems(answer.data, pack)
-                checked |= keys & live
-                good |= keys - problems.keys()
-                damaged |= problems
-            except PackError as error:
-                unreadable[pack] = str(error)
+        keys, problems, num_bytes = _checked_pack(store, pack, unreadable)
+        bytes_read += num_bytes
+        checked |= keys & live
+        suspects |= {key: problem for key, problem in problems.items() if key in live}
         if progress is not None:
             progress(number, len(packs))
-    # A pack may have an entry that lies in another one too, or that was removed.
-    damaged = {key: problem for key, problem in damaged.items() if key in live and key not in good}
     if subset is None:
-        lost = live - checked - store.damaged().keys()
-        damaged |= dict.fromkeys(lost & store.find(lost), "no pack that can be read has it")
-    if damaged and not store.read_only:
-        store.remove(damaged)
+        suspects |= dict.fromkeys(live - checked, "no pack that was fetched has it")
     return VerifyReport(
         num_entries=len(checked),
         num_packs=len(packs),
         bytes_read=bytes_read,
-        damaged=damaged,
+        damaged=_confirmed(store, suspects),
         known_damaged=known,
         unreadable=unreadable,
         orphans=(),
     )
+
+
+def _packs(store: RemoteStore) -> list[str]:
+    with understood(store.http.request("GET", "packs")) as document:
+        return [each["id"] for each in document["packs"] if is_pack_id(each["id"])]
+
+
+def _checked_pack(store: RemoteStore, pack: str, unreadable: dict[str, str]) -> tuple[set[str], dict[str, str], int]:
+    """The keys of a pack, why entries are not what was stored, and the bytes that were fetched.
+
+    Why the pack cannot be read is added to `unreadable`. Nothing of a pack that was compacted away meanwhile.
+    """
+    keys, problems, bytes_read = set[str](), dict[str, str](), 0
+    for is_last in (False, True):
+        answer = store.http.request("GET", f"packs/{pack}", also=[_MISSING])
+        if answer.status == _MISSING:
+            return set(), {}, bytes_read
+        bytes_read += len(answer.data)
+        try:
+            keys, problems = _problems(answer.data, pack)
+        except PackError as error:
+            if is_last:
+                unreadable[pack] = str(error)
+            continue
+        if not problems:
+            break
+    return keys, problems, bytes_read
+
+
+def _confirmed(store: RemoteStore, suspects: Mapping[str, str]) -> dict[str, str]:
+    """Those of the suspects that are damaged: an entry may lie in another pack too, be removed, or have moved."""
+    damaged: dict[str, str] = {}
+    keys = sorted(suspects)
+    for chunk in (keys[start : start + _SUSPECTS] for start in range(0, len(keys), _SUSPECTS)):
+        if store.read_only:
+            damaged |= {key: suspects[key] for key in chunk if not _is_readable(store, key)}
+            continue
+        answer = store.http.request("POST", "verify", document={"keys": chunk}, answer_s=_CHECK_S)
+        with understood(answer) as document:
+            damaged |= {str(key): str(reason) for key, reason in document["damaged"].items()}
+    return damaged
+
+
+def _is_readable(store: RemoteStore, key: str) -> bool:
+    """Whether an entry that is there can be read. One that was removed meanwhile is not damaged."""
+    try:
+        store.fetch([key])
+    except EntryMissingError:
+        return True
+    except (EntryDamagedError, RemoteError):
+        return False
+    return True
 
 
 def _problems(data: bytes, pack: str) -> tuple[set[str], dict[str, str]]:

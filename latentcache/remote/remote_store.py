@@ -13,7 +13,14 @@ from latentcache.cache_config import RemoteOptions
 from latentcache.errors import PackError, ReadOnlyError, RemoteError
 from latentcache.identity import key_of
 from latentcache.remote.fetched import FetchAhead, FetchedPack
-from latentcache.remote.http import RETRY_S, ServiceAnswer, ServiceConnection, strange_answer, understood
+from latentcache.remote.http import (
+    RETRY_S,
+    UPLOAD_ANSWER_S,
+    ServiceAnswer,
+    ServiceConnection,
+    strange_answer,
+    understood,
+)
 from latentcache.remote.local_tier import LocalTier
 from latentcache.store.base import Description, EntryArrays, OwnedEntry, Store, StoreStats, check_key, record_of
 from latentcache.store.disk import DiskStore
@@ -110,7 +117,8 @@ class RemoteStore(Store):
         pack = new_pack_id()
         row, num_bytes, _ = pack_buffers(pack, new)
         headers = {"Content-Type": "application/octet-stream", "Content-Length": str(num_bytes)}
-        answer = self.http.request("PUT", f"packs/{pack}", body=lambda: pack_buffers(pack, new)[2], headers=headers)
+        body = lambda: pack_buffers(pack, new)[2]  # noqa: E731 - made again for each attempt
+        answer = self.http.request("PUT", f"packs/{pack}", body=body, headers=headers, answer_s=UPLOAD_ANSWER_S)
         if answer.status != _CREATED:
             return len(row.keys), num_bytes  # a first attempt arrived, and its answer was lost
         with understood(answer) as document:
@@ -206,7 +214,7 @@ class RemoteStore(Store):
         here = None if self.tier is None else self.tier.local(check_key(key), DiskStore.get)
         if here is not None:
             return here
-        (entry,) = self._fetch([check_key(key)]).owned()
+        (entry,) = self.fetch([check_key(key)]).owned()
         return Entry(record_of(key, entry.kind, entry.record), entry.tensors, entry.ragged)
 
     @override
@@ -230,14 +238,14 @@ class RemoteStore(Store):
     def _fetch_rows(self, keys: Sequence[str]) -> Mapping[str, EntryArrays]:
         """The arrays of these entries, by one request, or by more where the service finds one too large."""
         try:
-            return self._fetch(keys).rows
+            return self.fetch(keys).rows
         except RemoteError as error:
             if error.status != _TOO_LARGE or len(keys) < 2:
                 raise
         half = len(keys) // 2
         return {**self._fetch_rows(keys[:half]), **self._fetch_rows(keys[half:])}
 
-    def _fetch(self, keys: Sequence[str]) -> FetchedPack:
+    def fetch(self, keys: Sequence[str]) -> FetchedPack:
         """The entries of one request. EntryMissingError, EntryDamagedError, RemoteError."""
         problem: PackError | None = None
         for _ in range(2):
@@ -287,8 +295,8 @@ class RemoteStore(Store):
 
     def close(self) -> None:
         """Close the connections. What the local tier has in memory goes to its disk."""
-        self.http.close()
         self._ahead.close()
+        self.http.close()
         if self.tier is not None:
             self.tier.close()
 

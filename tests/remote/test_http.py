@@ -38,13 +38,13 @@ def test_a_server_that_is_not_there_is_tried_for_the_stated_time() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
-    store = RemoteStore(url, retry_s=0.6)
+    store = RemoteStore(url, retry_s=1.0)
     start = time.monotonic()
     with pytest.raises(RemoteError, match="does not answer") as caught:
         store.find(["0" * 64])
-    assert 0.3 < time.monotonic() - start < 5
+    assert 0.25 < time.monotonic() - start < 5
     assert caught.value.url == url and "latentcache serve" in caught.value.next_step
-    assert "cache.retry_s is 0.6" in str(caught.value)
+    assert "cache.retry_s is 1" in str(caught.value)
 
 
 def test_closing_ends_the_waiting_of_other_threads() -> None:
@@ -80,6 +80,17 @@ def test_an_answer_that_is_cut_short_is_tried_again(relay: Relay, server: Runnin
     with RemoteStore(relay.url, token=server.token, retry_s=20) as store:
         assert store.get(image.record.key).tensors["moments"].equal(image.tensors["moments"])
     assert relay.routes() == ["entries:read"] * 2
+
+
+def test_a_connection_on_which_nothing_comes_is_given_up_for_another_one(relay: Relay, server: RunningServer) -> None:
+    never, hung = threading.Event(), [True]
+    relay.change = lambda path, status, data: (never.wait(20) and None) if hung and hung.pop() else data
+    key = entries_of(0)[0].record.key
+    start = time.monotonic()
+    with RemoteStore(relay.url, token=server.token, retry_s=12) as store:
+        assert store.find([key]) == {key}
+    never.set()
+    assert relay.num_connections == 2 and 3 < time.monotonic() - start < 12
 
 
 @pytest.mark.parametrize("token", [None, "wrong"])

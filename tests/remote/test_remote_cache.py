@@ -120,6 +120,44 @@ def test_workers_of_a_data_loader_read_from_the_service(server: RunningServer, s
     assert repr(read(server.url, **workers)) == repr(read(served_cache))
 
 
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_what_workers_of_a_data_loader_fetch_is_kept(
+    relay: Relay, served_cache: Path, token: str, tmp_path: Path
+) -> None:
+    dataset = LatentDataset(relay.url, local=tmp_path / "local")
+    workers = {"num_workers": 1, "multiprocessing_context": "fork", "generator": torch.Generator()}
+    loader = DataLoader(dataset, batch_sampler=BucketBatchSampler(dataset, BATCH, seed=3), **workers)
+    first = [plain(batch) for batch in loader]
+    assert "entries:read" in relay.routes() and DiskStore(tmp_path / "local", read_only=True).stats().num_packs > 0
+    relay.requests.clear()
+    assert repr([plain(batch) for batch in loader]) == repr(first), "by new workers"
+    assert "entries:read" not in relay.routes()
+    dataset.cache.close()
+
+
+def test_a_local_tier_that_cannot_be_read_ends_nothing(
+    server: RunningServer, served_cache: Path, token: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def unreadable(keys: list[str]) -> None:
+        raise StoreError("the disk has an error")
+
+    expected = epochs(server.url, 1)
+    with LatentCache(server.url, local=tmp_path / "local") as cache:
+        cache.batch(["0.png"], device="cpu")
+        cache.store.tier.disk.find = unreadable
+        ids = cache.sample_ids()[:3]
+        with LatentCache(served_cache) as near:
+            assert plain(cache.batch(ids[:1], device="cpu")) == plain(near.batch(ids[:1], device="cpu"))
+    assert expected and "is not kept there" in caplog.text
+
+
+def test_a_cache_whose_first_run_is_not_finished_is_no_local_tier(server: RunningServer, tmp_path: Path) -> None:
+    DiskStore(tmp_path / "mine").close()
+    ManifestFolder(tmp_path / "mine" / "manifests").begin("photos")
+    with pytest.raises(StoreError, match="a cache of its own, with the manifest 'photos'"):
+        LatentCache(server.url, token=server.token, local=tmp_path / "mine")
+
+
 TRAINER = """
 import sys
 import time
@@ -219,11 +257,33 @@ def test_verify_finds_damage_over_http(
         code, report = run_json("verify", server.url)
         assert code == 1 and report["damaged"].keys() == {key}
         monkeypatch.setenv("LATENTCACHE_TOKEN", str(server.write_token))
-        assert run_json("verify", server.url)[1]["damaged"].keys() == {key}
+        # The service has found it too, when it was asked for the entry, and marked it.
+        assert run_json("verify", server.url)[1]["known_damaged"].keys() == {key}
         assert run_json("status", server.url)[1]["num_lost"] == 1, "it is a miss now: precache makes it again"
         pack.write_bytes(b"no pack")
         code, report = run_json("verify", server.url)
         assert code == 1 and len(report["unreadable"]) == 1 and len(report["damaged"]) == 17
+
+
+@pytest.mark.parametrize("num_damaged", [1, 2])
+def test_what_was_damaged_on_its_way_is_not_marked(
+    relay: Relay, server: RunningServer, monkeypatch: pytest.MonkeyPatch, run_json: Callable[..., Any], num_damaged: int
+) -> None:
+    """Neither where the second transfer is good, nor where it is damaged too."""
+    left = [num_damaged]
+
+    def damage(path: str, status: int, data: bytes) -> bytes:
+        if "/packs/" not in path or not left[0]:
+            return data
+        left[0] -= 1
+        return data[:-5] + bytes([data[-5] ^ 1]) + data[-4:]
+
+    relay.change = damage
+    monkeypatch.setenv("LATENTCACHE_TOKEN", str(server.write_token))
+    code, report = run_json("verify", relay.url)
+    assert (code, report["damaged"], report["num_entries"]) == (0, {}, 54)
+    assert run_json("verify", server.url)[1]["num_entries"] == 54
+    assert relay.routes().count("entries:remove") <= 1, "which asks whether the token may write"
 
 
 # Filling it
