@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import logging
 import os
@@ -80,6 +81,9 @@ class ServiceConnection:
         self._token = token or os.environ.get(TOKEN_VARIABLE) or None
         if self._token is not None and not (self._token.isascii() and self._token.isprintable()):
             raise StoreError(f"{self.url}: the token has characters that no header can have; give it as the server has")
+        if self._token is not None and not _is_private(self.url):
+            step = "use https (the guide of the service shows a proxy), or a tunnel to the server's loopback"
+            logger.warning("%s: the token travels without encryption, and others may read it: %s", self.url, step)
         self._closed = threading.Event()
         self._pools: tuple[int, urllib3.PoolManager] | None = None
 
@@ -206,6 +210,11 @@ class ServiceConnection:
         step = str(problem.get("next_step") or "Check that client and server are of one version of latentcache.")
         raise RemoteError(self.url, detail, step, status=answer.status, kind=kind)
 
+    @property
+    def has_token(self) -> bool:
+        """Whether requests have a token, by the argument or by the environment."""
+        return self._token is not None
+
     def check_open(self) -> None:
         """StoreError if it was closed."""
         if self._closed.is_set():
@@ -233,6 +242,15 @@ def checked_url(url: str) -> str:
             f"or {TOKEN_VARIABLE}"
         )
     return url.rstrip("/")
+
+
+def _is_private(url: str) -> bool:
+    """Whether nobody on the way reads what is sent: it is encrypted, or does not leave this machine."""
+    parts = urlsplit(url)
+    try:
+        return parts.scheme == "https" or ipaddress.ip_address(str(parts.hostname)).is_loopback
+    except ValueError:
+        return parts.hostname == "localhost"
 
 
 def strange_answer(url: str, what: str) -> RemoteError:

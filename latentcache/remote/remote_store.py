@@ -76,8 +76,8 @@ class RemoteStore(Store):
             except ReadOnlyError:
                 self._read_only = True
             except RemoteError as error:
-                if error.status != _UNAUTHORIZED:
-                    raise
+                if error.status != _UNAUTHORIZED or self.http.has_token:
+                    raise  # a token that the server refuses is a mistake; without one, reading may be allowed
                 self._read_only = True
         return self._read_only
 

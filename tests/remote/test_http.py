@@ -100,7 +100,31 @@ def test_a_token_that_the_server_refuses_is_named_as_the_cause(server: RunningSe
             store.stats()
         assert caught.value.status == 401 and (token or "") in ("", "wrong")
         assert token is None or token not in str(caught.value)
-        assert store.read_only
+        if token is None:
+            assert store.read_only
+            return
+        for call in (lambda: store.read_only, store.writer):
+            with pytest.raises(RemoteError, match="refuses this token"):
+                call()
+
+
+@pytest.mark.parametrize(
+    ("url", "token", "warns"),
+    [
+        ("http://192.0.2.1:8765", "secret", True),
+        ("http://cache-host", "secret", True),
+        ("http://192.0.2.1:8765", None, False),
+        ("https://192.0.2.1", "secret", False),
+        ("http://127.0.0.1:8765", "secret", False),
+        ("http://[::1]:8765", "secret", False),
+        ("http://localhost:8765", "secret", False),
+    ],
+)
+def test_a_token_that_anyone_on_the_way_can_read_is_warned_of(
+    url: str, token: str | None, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    ServiceConnection(url, token=token).close()
+    assert ("without encryption" in caplog.text) == warns and "secret" not in caplog.text
 
 
 def test_the_token_comes_from_the_environment(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
