@@ -34,7 +34,7 @@ def cache_router(context: ServiceContext) -> APIRouter:
     @router.get("/status", responses=problems(409))
     async def status() -> dict[str, Any]:
         """What `latentcache status --json` prints: entries, bytes, manifests and damage."""
-        return (await context.call(status_of, context.store, context.manifests, context.store.path)).to_json()
+        return (await context.view(status_of, context.store, context.manifests, context.store.path)).to_json()
 
     @router.get("/stats", responses=problems())
     async def stats() -> dict[str, Any]:

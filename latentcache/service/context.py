@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar, TypeVarTuple
+from typing import Any, TypeVar, TypeVarTuple
 
 import anyio
-from anyio import CapacityLimiter
 from fastapi import Request
 
 from latentcache.config import Config
@@ -58,13 +58,20 @@ class ServiceContext:
         self.entries = StoredEntries(self.store)
         self.manifests = ManifestFolder(self.store.path / "manifests")
         self.telemetry = Telemetry()
-        self._readers = CapacityLimiter(self.limits.num_threads)
-        self._writers = CapacityLimiter(self.limits.max_uploads)
+        self._readers = asyncio.Semaphore(self.limits.num_threads)
+        self._viewers = asyncio.Semaphore(self.limits.num_view_threads)
+        self._writers = asyncio.Semaphore(self.limits.max_uploads)
+        self._running = set[asyncio.Task[Any]]()
 
-    async def call(self, function: Callable[[*_Arguments], _Result], *arguments: *_Arguments) -> _Result:
-        """Run what reads the store, in a thread. If the request is given up the thread ends by itself."""
+    async def call(
+        self,
+        function: Callable[[*_Arguments], _Result],
+        *arguments: *_Arguments,
+        discard: Callable[[_Result], None] | None = None,
+    ) -> _Result:
+        """Run what reads the store, in a thread. If the request is given up, `discard` gets what nobody waits for."""
         try:
-            return await anyio.to_thread.run_sync(function, *arguments, limiter=self._readers, abandon_on_cancel=True)
+            return await self._run(self._readers, discard, function, *arguments)
         except EntryMissingError:
             self.telemetry.misses.inc()
             raise
@@ -73,8 +80,47 @@ class ServiceContext:
             raise
 
     async def change(self, function: Callable[[*_Arguments], _Result], *arguments: *_Arguments) -> _Result:
-        """Run what changes the cache, in a thread. It is waited for in any case."""
-        return await anyio.to_thread.run_sync(function, *arguments, limiter=self._writers)
+        """Run what changes the cache, in a thread. It ends in any case."""
+        return await self._run(self._writers, None, function, *arguments)
+
+    async def view(self, function: Callable[[*_Arguments], _Result], *arguments: *_Arguments) -> _Result:
+        """Run what reads whole manifests, or is for a person: few threads, so that trainers need not wait for it."""
+        return await self._run(self._viewers, None, function, *arguments)
+
+    async def _run(
+        self,
+        threads: asyncio.Semaphore,
+        discard: Callable[[_Result], None] | None,
+        function: Callable[[*_Arguments], _Result],
+        *arguments: *_Arguments,
+    ) -> _Result:
+        """Run a function in one of the threads. The thread of a request that is given up goes on, and counts."""
+        await threads.acquire()
+
+        async def run() -> _Result:
+            try:
+                return await anyio.to_thread.run_sync(function, *arguments)
+            finally:
+                threads.release()
+
+        def end(task: asyncio.Task[_Result]) -> None:
+            nonlocal discard
+            self._running.discard(task)
+            if not task.cancelled() and task.exception() is None and given_up and discard is not None:
+                discard(task.result())
+                discard = None
+
+        given_up = False
+        task = asyncio.create_task(run())
+        self._running.add(task)
+        task.add_done_callback(end)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            given_up = True
+            if task.done():
+                end(task)
+            raise
 
     async def may_write(self, request: Request) -> None:
         """A dependency of routes that change the cache. RequestRefused without the writing token."""
@@ -87,6 +133,8 @@ class ServiceContext:
                 await self.call(self.entries.release)
             except StoreError as error:
                 logger.warning("%s", error)
+            except Exception:
+                logger.exception("removed packs were not released; it is tried again")
             await anyio.sleep(_RELEASE_S)
 
     def close(self) -> None:

@@ -156,11 +156,14 @@ class EncodeRoutes:
 
     async def _encode(self, tasks: Sequence[EntryTask]) -> set[str]:
         """Wait until all entries are there. Returns the keys of those that were not."""
-        futures = await self._context.call(self._encoder.submit, tasks)
-        if futures and self._num_requests >= MAX_REQUESTS:
-            raise EncoderBusyError(f"{self._num_requests} requests wait for the encoder", retry_after_s=1)
+        if self._num_requests >= MAX_REQUESTS:
+            # Asked before anything is submitted: what is refused takes none of the encoder's time.
+            keys = {task.key for task in tasks}
+            if len(await self._context.call(self._context.store.find, keys)) < len(keys):
+                raise EncoderBusyError(f"{self._num_requests} requests wait for the encoder", retry_after_s=1)
         self._num_requests += 1
         try:
+            futures = await self._context.call(self._encoder.submit, tasks)
             await asyncio.gather(*map(asyncio.wrap_future, futures.values()))
         finally:
             self._num_requests -= 1

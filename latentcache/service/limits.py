@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from dataclasses import dataclass
 
 from starlette.datastructures import Headers
@@ -16,6 +17,7 @@ from latentcache.service.problems import problem_of
 from latentcache.service.telemetry import Telemetry
 
 API = "/v1/"
+LOGIN = "/login"
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE"})
 PUBLIC = frozenset({"/v1/healthz", "/v1/openapi.json"})
 """Paths of the API that need no token. What lies outside of the API asks for one itself."""
@@ -36,11 +38,19 @@ class Limits:
     max_keys: int = 16384
     """In one request."""
     max_requests: int = 64
-    """Under way at once."""
+    """Under way at once, with a token or where none is needed."""
+    max_strangers: int = 16
+    """Requests under way at once that have no token: pages to log in."""
+    max_login_bytes: int = 8 << 10
+    """Of a form with a token."""
+    login_s: float = 5.0
+    """For the whole of it."""
     max_uploads: int = 4
     """Under way at once; they are requests too."""
     num_threads: int = 8
     """That read the store."""
+    num_view_threads: int = 2
+    """That make pages and pictures, search manifests, and count for `status`."""
     answer_s: float = 120.0
     """Until an answer begins. Uploads and encoding have no such limit: others hold for them."""
     stall_s: float = 30.0
@@ -52,6 +62,8 @@ class Limits:
 
     def of(self, method: str, path: str) -> tuple[int, float | None]:
         """The bytes that a request's body may have, and the time until its answer begins; None: as long as it takes."""
+        if path == LOGIN:
+            return self.max_login_bytes, self.login_s
         if method == "PUT":
             return self.max_upload_bytes, None
         if path.endswith(":encode"):
@@ -64,7 +76,7 @@ class Gate:
 
     def __init__(self, app: ASGIApp, *, access: Access, limits: Limits, telemetry: Telemetry):
         self._app, self._access, self._limits, self._telemetry = app, access, limits, telemetry
-        self._num_requests = self._num_uploads = 0
+        self._num = Counter[str]()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request, or pass on what is none."""
@@ -72,44 +84,51 @@ class Gate:
             await self._app(scope, receive, send)
             return
         request = _GuardedRequest(scope, receive, send, self._limits, self._telemetry)
-        start, is_upload = time.monotonic(), scope["method"] == "PUT"
+        start, kinds = time.monotonic(), Counter[str]()
         with self._telemetry.in_progress.track_inprogress():
-            self._num_requests += 1
-            self._num_uploads += is_upload
             try:
-                self._check(scope, is_upload)
+                kinds = self._admit(scope)
+                self._num += kinds
                 await request.run(self._app)
             except RequestRefused as error:
                 await request.refuse(error)
+            except Exception:
+                request.status = request.status or 500  # the app's outermost part answers it
+                raise
             finally:
-                self._num_requests -= 1
-                self._num_uploads -= is_upload
+                self._num -= kinds
                 # The template of the path, not the path: the number of series is bounded.
                 route = getattr(scope.get("route"), "path", "none")
                 method = scope["method"] if scope["method"] in METHODS else "other"
                 self._telemetry.requests.labels(route, method, str(request.status)).inc()
                 self._telemetry.seconds.labels(route).observe(time.monotonic() - start)
 
-    def _check(self, scope: Scope, is_upload: bool) -> None:
+    def _admit(self, scope: Scope) -> Counter[str]:
+        """What the request counts as. RequestRefused if it may not be made, or not now."""
         headers = Headers(scope=scope)
         self._access.check_host(headers.get("host"), headers.get("origin"))
         session = cookie_parser(headers.get("cookie", "")).get(COOKIE)
         role = self._access.role(bearer_token(headers.get("authorization")), session)
         scope["latentcache.role"] = role
         path = scope["path"]
-        if path.startswith(API) and path not in PUBLIC:
+        if path in PUBLIC:
+            return Counter()  # a monitor learns that a busy server is alive
+        if path.startswith(API):
             self._access.check(role, Role.READ)
-        elif path in PUBLIC:
-            return  # a monitor learns that a busy server is alive
-        for what, num, allowed in (
-            ("requests", self._num_requests, self._limits.max_requests),
-            ("uploads", self._num_uploads if is_upload else 0, self._limits.max_uploads),
-        ):
-            if num > allowed:
-                detail = f"{num} {what} at once, and {allowed} are allowed"
+        limits = self._limits
+        if role < Role.READ:
+            allowed = {"requests without a token": limits.max_strangers}
+        else:
+            allowed = {"requests": limits.max_requests}
+            if scope["method"] == "PUT":
+                allowed["uploads"] = limits.max_uploads
+        for what, most in allowed.items():
+            if (num := self._num[what] + 1) > most:
+                detail = f"{num} {what} at once, and {most} are allowed"
                 raise RequestRefused(
-                    detail, status=503, met=num, allowed=allowed, next_step="Retry a little later", retry_after_s=1
+                    detail, status=503, met=num, allowed=most, next_step="Retry a little later", retry_after_s=1
                 )
+        return Counter(allowed.keys())
 
 
 class _GuardedRequest:

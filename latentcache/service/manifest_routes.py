@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Path, Query, Request
@@ -64,7 +65,7 @@ def manifest_router(context: ServiceContext) -> APIRouter:
     )
     async def manifest(name: Name, request: Request) -> Response:
         """The file of a manifest: a header line, then one line per sample."""
-        fd, facts = await context.call(files.open, name)
+        fd, facts = await context.call(files.open, name, discard=lambda opened: os.close(opened[0]))
         answer = file_answer(context, name, fd, {"ETag": facts.etag, "Cache-Control": "no-cache"}, request.headers)
         answer.headers["Content-Type"] = LINES
         return answer
@@ -96,7 +97,7 @@ def manifest_router(context: ServiceContext) -> APIRouter:
         search: Annotated[str, Query(max_length=200, description="Part of a sample_id or a caption.")] = "",
     ) -> Response:
         """The samples of a manifest, a page at a time."""
-        total, rows = await context.call(files.page, name, offset, limit, search)
+        total, rows = await context.view(files.page, name, offset, limit, search)
         # Not by pydantic: a caption may hold lone surrogates, which JSON can say and it refuses.
         document = json.dumps({"total": total, "offset": offset, "samples": rows})
         return Response(document, media_type="application/json")

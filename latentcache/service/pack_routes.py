@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Path, Request
@@ -55,11 +56,12 @@ def pack_router(context: ServiceContext) -> APIRouter:
     @router.get("/packs/{pack}", response_class=Response, responses={**file, **problems(304, 416)})
     async def pack(pack: PackId, request: Request) -> Response:
         """The file of a pack. It never changes, so caches may keep it for ever. One Range may be requested."""
-        fd = await context.call(_open, context, pack)
+        fd = await context.call(_open, context, pack, discard=os.close)
         headers = {
             "ETag": f'"{pack}"',
             "Accept-Ranges": "bytes",
-            "Cache-Control": "public, max-age=31536000, immutable",
+            # A shared cache in between knows no tokens.
+            "Cache-Control": f"{'public' if context.access.is_open else 'private'}, max-age=31536000, immutable",
         }
         return file_answer(context, pack, fd, headers, request.headers)
 

@@ -97,7 +97,7 @@ def page_router(context: ServiceContext) -> APIRouter:
     )
     async def thumbnail(key: KeyInPath, side: Side = DEFAULT_SIDE) -> Response:
         """The cached image, decoded, as WebP of at most `side` pixels."""
-        return _webp(await context.call(source.thumbnails.webp, key, side))
+        return _webp(await context.view(source.thumbnails.webp, key, side))
 
     return router
 
@@ -108,7 +108,7 @@ def _answering(context: ServiceContext, source: PageSource, view: View) -> Calla
             return _login_form(source, 401)
         try:
             query = query_of(request.scope["query_string"]) | request.path_params
-            return await context.call(view, source, query)
+            return await context.view(view, source, query)
         except LatentCacheError as error:
             return _problem(source, error)
 

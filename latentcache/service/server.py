@@ -139,9 +139,11 @@ def create_app(settings: ServiceSettings) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         with contextlib.closing(context):
             releasing = asyncio.create_task(context.release_packs())
-            yield
-            releasing.cancel()
-            await asyncio.wait([releasing])
+            try:
+                yield
+            finally:
+                releasing.cancel()
+                await asyncio.wait([releasing])
 
     app = _DescribedApp(
         title="latentcache",

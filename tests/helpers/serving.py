@@ -151,18 +151,22 @@ def serving(
 
 
 @contextmanager
-def serving_here(cache: Path, limits: Limits, *, writes: bool = True) -> Iterator[RunningServer]:
-    """The same by a thread of this process, with limits of a test's own. It has no token but the writing one."""
+def serving_here(
+    cache: Path, limits: Limits, *, writes: bool = True, token: str | None = None
+) -> Iterator[RunningServer]:
+    """The same by a thread of this process, with limits of a test's own. Reading needs the `token`, if any."""
     write_token = secrets.token_urlsafe(24) if writes else None
     address = Address(port=0)
-    settings = ServiceSettings(cache=cache, access=access_for(address, None, write_token), limits=limits, writes=writes)
+    settings = ServiceSettings(
+        cache=cache, access=access_for(address, token, write_token), limits=limits, writes=writes
+    )
     urls: queue.Queue[str] = queue.Queue()
     server, listener = make_server(settings, address, urls.put)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
     with listener:
         thread.start()
         try:
-            yield RunningServer(None, urls.get(timeout=START_S), None, write_token)  # type: ignore[arg-type]
+            yield RunningServer(None, urls.get(timeout=START_S), token, write_token)  # type: ignore[arg-type]
         finally:
             server.should_exit = True
             thread.join(60)

@@ -131,7 +131,7 @@ def test_packs_are_files(served):
         answer = served.server.get(path)
         assert answer.status == 200 and answer.body == data and len(data) == pack["num_bytes"]
         etag = answer.headers["etag"]
-        assert answer.headers["cache-control"] == "public, max-age=31536000, immutable"
+        assert answer.headers["cache-control"] == "private, max-age=31536000, immutable"
         head = served.server.request("HEAD", path)
         assert (head.status, head.body, head.headers["content-length"]) == (200, b"", str(len(data)))
         assert served.server.get(path, headers={"If-None-Match": etag}).status == 304
