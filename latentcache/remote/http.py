@@ -32,9 +32,13 @@ RETRY_S = 30.0
 CONNECT_S = 5.0
 FIRST_DELAY_S, MAX_DELAY_S = 0.1, 2.0
 """Before the second attempt, and the most before any; each wait is drawn from the upper half of it."""
+MAX_BUSY_DELAY_S = 20.0
+"""The same where a service is busy, and each attempt sends a pack."""
 ATTEMPTS = 3
 """That fit into the time for retries, where a service accepts a connection and then says nothing: a kept connection
 may lead to a machine that is gone."""
+UPLOAD_BUSY_S = 600.0
+"""For so long an upload is tried again that a service refuses with 503: it takes nothing while `compact` works."""
 UPLOAD_ANSWER_S = 300.0
 """A service checks and seals what was uploaded before it answers."""
 MAX_BYTES = 8 << 30
@@ -43,7 +47,7 @@ MAX_CONNECTIONS = 8
 """That are kept."""
 _PASSING = {408, 429, 502, 503, 504}
 """What a service, or a proxy before it, answers while it is overloaded or starts."""
-_OK, _UNAUTHORIZED, _FORBIDDEN = 200, 401, 403
+_OK, _UNAUTHORIZED, _FORBIDDEN, _BUSY = 200, 401, 403, 503
 
 logger = logging.getLogger("latentcache")
 
@@ -97,11 +101,13 @@ class ServiceConnection:
         headers: Mapping[str, str] | None = None,
         also: Iterable[int] = (),
         answer_s: float = 0.0,
+        busy_s: float = 0.0,
     ) -> ServiceAnswer:
         """The answer to a request of `/v1/<route>`. An error's is raised, but for those with a status in `also`.
 
         `document` is sent as JSON, and `body` as bytes, whose Content-Length is then among the headers. An attempt
-        ends when no byte comes for a third of `retry_s`, or for `answer_s` where that is more. RemoteError;
+        ends when no byte comes for a third of `retry_s`, or for `answer_s` where that is more. With
+        `busy_s` a service that answers with 503 is asked for so long, if that is more than `retry_s`. RemoteError;
         EntryMissingError, EntryDamagedError, ReadOnlyError and StorageFullError as the service says them.
         """
         self.check_open()
@@ -112,26 +118,33 @@ class ServiceConnection:
             content = to_bytes(document)
             all_headers |= {"Content-Type": "application/json", "Content-Length": str(len(content))}
             body = lambda: [content]  # noqa: E731 - as any other body
-        answer = self._until_answered(method, f"{self.url}/v1/{route}", body, all_headers, answer_s)
+        answer = self._until_answered(method, f"{self.url}/v1/{route}", body, all_headers, answer_s, busy_s)
         if answer.status < 300 or answer.status in also:
             return answer
         self._refused(answer)
 
     def _until_answered(
-        self, method: str, url: str, body: MakeBody | None, headers: Mapping[str, str], answer_s: float
+        self,
+        method: str,
+        url: str,
+        body: MakeBody | None,
+        headers: Mapping[str, str],
+        answer_s: float,
+        busy_s: float,
     ) -> ServiceAnswer:
         """The first answer that is not a passing fault."""
-        start = time.monotonic()
+        start = heard_at = time.monotonic()
         delay = FIRST_DELAY_S
         while True:
-            left = start + self.retry_s - time.monotonic()
-            problem, wait_s = "", 0.0
+            left = heard_at + self.retry_s - time.monotonic()
+            problem, wait_s, is_busy = "", 0.0, False
             try:
                 answer = self._once(method, url, body, headers, max(min(left, self.retry_s / ATTEMPTS), answer_s, 1.0))
                 if answer.status not in _PASSING:
                     return answer
                 problem = f"answers with {answer.status}: {_problem_of(answer).get('detail', 'no reason')!s:.300}"
                 wait_s = _seconds(answer.headers.get("Retry-After"))
+                is_busy = answer.status == _BUSY and busy_s > 0
             except urllib3.exceptions.SSLError as error:
                 raise RemoteError(
                     self.url,
@@ -140,18 +153,21 @@ class ServiceConnection:
                 ) from error
             except urllib3.exceptions.HTTPError as error:
                 problem = f"does not answer: {_short(error)}"
-            left = start + self.retry_s - time.monotonic()
+            if is_busy:
+                heard_at = time.monotonic()
+            tried_s = time.monotonic() - start
+            left = max(self.retry_s, busy_s) - tried_s if is_busy else heard_at + self.retry_s - time.monotonic()
             wait_s = max(wait_s, delay * random.uniform(0.5, 1.0))
             if wait_s >= left:
                 raise RemoteError(
                     self.url,
-                    f"{problem} (tried for {time.monotonic() - start:.1f} s, cache.retry_s is {self.retry_s:g})",
+                    f"{problem} (tried for {tried_s:.1f} s, cache.retry_s is {self.retry_s:g})",
                     "Start the server, `latentcache serve CACHE`, or check the URL; then run the same again: nothing "
                     "that was stored is lost.",
                 )
             if delay == FIRST_DELAY_S:
                 logger.warning("%s: %s; trying again for %.0f s", self.url, problem, left)
-            delay = min(2 * delay, MAX_DELAY_S)
+            delay = min(2 * delay, MAX_BUSY_DELAY_S if is_busy else MAX_DELAY_S)
             if self._closed.wait(wait_s):
                 self.check_open()
 

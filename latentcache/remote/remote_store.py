@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from itertools import islice
+from pathlib import Path
 
 from typing_extensions import Unpack, override
 
@@ -16,6 +18,7 @@ from latentcache.remote.fetched import FetchAhead, FetchedPack
 from latentcache.remote.http import (
     RETRY_S,
     UPLOAD_ANSWER_S,
+    UPLOAD_BUSY_S,
     ServiceAnswer,
     ServiceConnection,
     strange_answer,
@@ -25,9 +28,10 @@ from latentcache.remote.local_tier import LocalTier
 from latentcache.store.base import Description, EntryArrays, OwnedEntry, Store, StoreStats, check_key, record_of
 from latentcache.store.disk import DiskStore
 from latentcache.store.layout import KEY_BYTES, description_of
-from latentcache.store.pack import new_pack_id, pack_buffers
+from latentcache.store.pack import new_pack_id, write_pack
 from latentcache.store.writer import PackWriter
 from latentcache.types import Entry, Record
+from latentcache.utils.durable_files import typed_errors
 
 READ_KEYS = 512
 """In one request that reads entries. A batch has a few for each of its samples."""
@@ -43,6 +47,7 @@ SETTLED_READS = 8
 """After so many reads in turn that the local tier served alone, what it gives is remembered."""
 _CREATED, _UNAUTHORIZED, _NOT_FOUND, _TOO_LARGE = 201, 401, 404, 413
 _ADD_CHUNK = 1024
+_SENT_BYTES = 1 << 20
 
 logger = logging.getLogger("latentcache")
 
@@ -114,15 +119,33 @@ class RemoteStore(Store):
         new = [entry for entry in entries if entry.key not in present]
         if not new:
             return 0, 0
-        pack = new_pack_id()
-        row, num_bytes, _ = pack_buffers(pack, new)
-        headers = {"Content-Type": "application/octet-stream", "Content-Length": str(num_bytes)}
-        body = lambda: pack_buffers(pack, new)[2]  # noqa: E731 - made again for each attempt
-        answer = self.http.request("PUT", f"packs/{pack}", body=body, headers=headers, answer_s=UPLOAD_ANSWER_S)
+        with ExitStack() as stack:
+            with typed_errors(Path(tempfile.gettempdir()), 0):
+                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="latentcache-"))
+            path = Path(folder) / new_pack_id()
+            row = write_pack(path, new)
+            num_bytes = row.pack.file_bytes
+            try:
+                answer = self._put(path, num_bytes)
+            except RemoteError as error:
+                again = "were encoded and not stored: the next `latentcache precache` encodes them again"
+                next_step = f"{error.next_step} The last {len(new)} entries {again}."
+                raise RemoteError(self.url, error.detail, next_step, status=error.status, kind=error.kind) from error
         if answer.status != _CREATED:
             return len(row.keys), num_bytes  # a first attempt arrived, and its answer was lost
         with understood(answer) as document:
             return int(document["num_added"]), num_bytes
+
+    def _put(self, path: Path, num_bytes: int) -> ServiceAnswer:
+        """Upload the pack that lies at `path`, whose name is its id."""
+        return self.http.request(
+            "PUT",
+            f"packs/{path.name}",
+            body=lambda: _parts_of(path),
+            headers={"Content-Type": "application/octet-stream", "Content-Length": str(num_bytes)},
+            answer_s=UPLOAD_ANSWER_S,
+            busy_s=UPLOAD_BUSY_S,
+        )
 
     @override
     def remove(self, keys: Iterable[str]) -> int:
@@ -299,6 +322,12 @@ class RemoteStore(Store):
         self.http.close()
         if self.tier is not None:
             self.tier.close()
+
+
+def _parts_of(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while part := file.read(_SENT_BYTES):
+            yield part
 
 
 def _chunks(items: Sequence[str], size: int) -> list[list[str]]:

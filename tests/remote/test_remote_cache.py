@@ -18,10 +18,10 @@ import pytest
 import torch
 from diffusers import DDPMScheduler
 from helpers.kohya_files import dialect_a, latents_name, text_of, write_npz
-from helpers.relay import Relay
+from helpers.relay import Relay, relaying
 from helpers.runner_runs import precache_training_set, validation_config
 from helpers.serving import RunningServer, serving
-from remote_samples import make_cache, make_manifest
+from remote_samples import entries_of, make_cache, make_manifest
 from torch.utils.data import DataLoader
 
 from latentcache import (
@@ -354,6 +354,57 @@ def test_ranks_share_a_service(
     with LatentCache(config.cache) as cache:
         assert len(cache.batch(cache.sample_ids()[:1], device="cpu")["sample_id"]) == 1
         assert cache.store.find(cache.manifest("photos").keys()) == cache.manifest("photos").keys()
+
+
+def test_an_upload_outlives_a_server_that_is_busy_for_longer_than_a_request_is_tried(
+    empty: RunningServer, filled: tuple[RunningServer, Path]
+) -> None:
+    entries = entries_of(700)
+    with (
+        RemoteStore(empty.url, retry_s=0.5) as store,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        with DiskStore(filled[1]) as disk, disk.lock("compact", shared=False):  # as compact does, which takes its time
+            added = thread.submit(store.add, entries)
+            time.sleep(1.5)
+            assert not added.done()
+        assert added.result(30) == 2
+        assert store.get(entries[0].record.key).tensors["moments"].equal(entries[0].tensors["moments"])
+
+
+def test_an_upload_that_fails_says_what_becomes_of_its_entries(
+    empty: RunningServer, filled: tuple[RunningServer, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("latentcache.remote.remote_store.UPLOAD_BUSY_S", 0.5)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with (
+        RemoteStore(empty.url, retry_s=0.2) as store,
+        DiskStore(filled[1]) as disk,
+        disk.lock("compact", shared=False),
+        pytest.raises(RemoteError, match=r"2 entries .* the next `latentcache precache` encodes them again") as caught,
+    ):
+        store.add(entries_of(701))
+    assert "answers with 503" in str(caught.value) and list(tmp_path.iterdir()) == []
+
+
+def test_a_pack_is_a_file_before_it_is_uploaded(
+    empty: RunningServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each attempt sends the same one, and none stays."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    files: list[str] = []
+
+    def cut_twice(path: str, status: int, data: bytes) -> bytes | None:
+        if "/packs/" not in path:
+            return data
+        files.extend(f"/v1/packs/{file.name}" for file in tmp_path.glob("latentcache-*/*"))
+        return None if len(files) < 3 else data
+
+    with relaying(empty.address) as relay, RemoteStore(relay.url) as store:
+        relay.change = cut_twice
+        assert store.add(entries_of(702)) == 2
+        assert files == [path for method, path in relay.requests if method == "PUT"] and len(set(files)) == 1
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("local", [None, 1])
