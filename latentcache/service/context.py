@@ -14,7 +14,7 @@ from fastapi import Request
 
 from latentcache.config import Config
 from latentcache.dataset.manifest import ManifestFolder
-from latentcache.errors import EntryDamagedError, EntryMissingError, StoreError
+from latentcache.errors import EntryDamagedError, EntryMissingError, RequestRefused, StoreError
 from latentcache.service.access import Access, Role
 from latentcache.service.limits import Limits
 from latentcache.service.page_settings import PageSettings
@@ -123,8 +123,10 @@ class ServiceContext:
             raise
 
     async def may_write(self, request: Request) -> None:
-        """A dependency of routes that change the cache. RequestRefused without the writing token."""
+        """A dependency of routes that change the cache. RequestRefused without the writing token, or if none can."""
         self.access.check(request.scope["latentcache.role"], Role.WRITE)
+        if self.store.read_only:
+            raise RequestRefused("this server opened the cache for reading only", status=403)
 
     async def release_packs(self) -> None:
         """Release packs that were removed meanwhile, as long as the server runs."""

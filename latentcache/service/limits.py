@@ -55,6 +55,8 @@ class Limits:
     """Until an answer begins. Uploads and encoding have no such limit: others hold for them."""
     stall_s: float = 30.0
     """For which a client may neither send nor take any byte."""
+    min_body_rate: int = 16 << 10
+    """Bytes of a body that have to come each second, after the first `stall_s`."""
     header_s: float = 20.0
     """For the line and the headers of a request, from their first byte to their last."""
     idle_s: float = 75.0
@@ -138,7 +140,7 @@ class _GuardedRequest:
         self._scope, self._receive, self._send, self._limits = scope, receive, send, limits
         self._telemetry = telemetry
         self._max_bytes, self._answer_s = limits.of(scope["method"], scope["path"])
-        self._num_bytes = 0
+        self._num_bytes, self._waited_s = 0, 0.0
         self._refusal: RequestRefused | None = None
         self._timer: asyncio.Timeout | None = None
         self.status = 0
@@ -170,6 +172,7 @@ class _GuardedRequest:
         """The next part of the body. Once a limit is reached the client is as good as gone."""
         if self._refusal is not None:
             return {"type": "http.disconnect"}
+        start = time.monotonic()
         try:
             async with asyncio.timeout(self._limits.stall_s if not self.status else None):
                 message = await self._receive()
@@ -181,6 +184,13 @@ class _GuardedRequest:
         self._telemetry.received_bytes.inc(num)
         if self._num_bytes > self._max_bytes:
             self._refusal = self._too_large(self._num_bytes)
+            return {"type": "http.disconnect"}
+        # Only while the server waited: what it does with the bytes is not the client's time.
+        self._waited_s += time.monotonic() - start
+        rate = self._limits.min_body_rate
+        if message.get("more_body") and self._num_bytes < rate * (self._waited_s - self._limits.stall_s):
+            detail = f"{self._num_bytes:,} bytes of the body came in {self._waited_s:.0f} s"
+            self._refusal = RequestRefused(detail, status=408, allowed=f"{rate:,} bytes per second")
             return {"type": "http.disconnect"}
         return message
 

@@ -11,16 +11,15 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
-from latentcache.dataset.manifest import MAX_BYTES, REMEDY, UNFINISHED, ManifestFolder, Row, read_manifest
+from latentcache.dataset.manifest import REMEDY, UNFINISHED, ManifestFolder, Row, read_manifest
 from latentcache.errors import DatasetError, RequestRefused
 from latentcache.utils.durable_files import (
     make_folder,
     open_regular,
-    regular_file,
     sealed_file,
     typed_errors,
     write_all,
@@ -144,9 +143,10 @@ class ManifestFiles:
 
         With `search` only those count whose id or one of whose captions has this text, in upper or lower case.
         """
-        path, lines = self.path(name), self._line_starts(name)
         needle = search.casefold()
-        with regular_file(path, MAX_BYTES, REMEDY) as file:
+        fd, _ = self.open(name)
+        with os.fdopen(fd, "rb") as file:
+            lines = self._line_starts(file, name)
             if not needle:
                 chosen = lines[offset : offset + limit]
                 return len(lines), [_row_at(file, start) for start in chosen.tolist()]
@@ -161,23 +161,18 @@ class ManifestFiles:
                     total += 1
             return total, found
 
-    def _line_starts(self, name: str) -> np.ndarray:
-        """Where each sample's line starts: int64 [n]. The whole manifest is checked when it is first asked for."""
-        path = self.path(name)
-        self.facts(name)  # whether it is there
-        with regular_file(path, MAX_BYTES, REMEDY) as file:
-            status = os.fstat(file.fileno())
-            version = (name, status.st_ino, status.st_mtime_ns)
+    def _line_starts(self, file: BinaryIO, name: str) -> np.ndarray:
+        """Where each sample's line starts in an open manifest: int64 [n]. It is checked whole at the first call."""
+        status = os.fstat(file.fileno())
+        version = (name, status.st_ino, status.st_mtime_ns)
+        with self._lock:  # one thread reads, others wait for it
             if version not in self._lines:
-                read_manifest(file, name, path, _ignore)
                 file.seek(0)
-                lengths = np.fromiter(map(len, file), np.int64)
-                starts = np.cumsum(lengths)[:-1]
-                with self._lock:
-                    self._lines[version] = starts
-                    while len(self._lines) > _MAX_LINES:
-                        self._lines.popitem(last=False)
-                return starts
+                read_manifest(file, name, self.path(name), _ignore)
+                file.seek(0)
+                self._lines[version] = np.cumsum(np.fromiter(map(len, file), np.int64))[:-1]
+                while len(self._lines) > _MAX_LINES:
+                    self._lines.popitem(last=False)
             return self._lines[version]
 
 

@@ -105,13 +105,11 @@ def manifest_router(context: ServiceContext) -> APIRouter:
     @router.put("/manifests/{name}/unfinished", dependencies=writes, status_code=204, responses=problems(507))
     async def begin(name: Name) -> None:
         """Note that a run began to work on the manifest: `latentcache prune` waits until it has finished."""
-        _check_writable(context)
         await context.change(files.begin, name)
 
     @router.delete("/manifests/{name}/unfinished", dependencies=writes, status_code=204, responses=problems())
     async def end(name: Name) -> None:
         """Take the note back."""
-        _check_writable(context)
         await context.change(files.end, name)
 
     return router
@@ -148,8 +146,3 @@ def _check_conditions(if_match: str | None, if_none_match: str | None, etag: str
             allowed=if_match or if_none_match,
             next_step=step,
         )
-
-
-def _check_writable(context: ServiceContext) -> None:
-    if context.store.read_only:
-        raise RequestRefused("this server opened the cache for reading only", status=403)

@@ -7,7 +7,7 @@ import resource
 import socket
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import pytest
 from conftest import entry, fill
@@ -91,6 +91,21 @@ def test_a_body_that_stalls_is_a_408(server):
     start = time.monotonic()
     status, problem = problem_in(raw(server, POST + b"Content-Length: 20\r\n\r\n{"))
     assert status == 408 and problem["allowed"] == 1.0 and 0.9 < time.monotonic() - start < 10
+
+
+def test_a_body_that_drips_is_a_408(server):
+    """A byte now and then is no stall, and would hold a place for ever."""
+    head = f"PUT /v1/packs/{'ee' * 16} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {server.write_token}\r\n"
+    with socket.create_connection(server.address, timeout=20) as client:
+        client.sendall(head.encode() + b"Content-Length: 50000\r\n\r\n")
+        client.settimeout(0.1)
+        start, answer = time.monotonic(), b""
+        while not answer and time.monotonic() - start < 10:
+            client.sendall(b"1")
+            with suppress(TimeoutError):
+                answer = client.recv(1 << 16)
+        status, problem = problem_in(answer)
+        assert status == 408 and "bytes per second" in problem["allowed"]
 
 
 def test_an_upload_that_stalls_leaves_nothing(server, cache):

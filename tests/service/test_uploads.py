@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from latentcache.dataset.manifest import ManifestFolder, manifest_lines
 from latentcache.identity import canonical_json
 from latentcache.service.limits import Limits
+from latentcache.service.manifest_files import ManifestFiles
 from latentcache.store import DiskStore
 from latentcache.store.base import OwnedEntry, own_entry
 from latentcache.store.pack import new_pack_id, pack_buffers
@@ -310,3 +311,20 @@ def test_the_identity_of_an_odd_file_name_comes_back(cache, server):
     name, data = pack([replace(odd, record=record)])
     assert server.put(f"/v1/packs/{name}", data).status == 201
     assert server.get(f"/v1/entries/{odd.record.key}").json()["provenance"] == {"path": "photos/\udcff.jpg"}
+
+
+def test_a_manifest_that_is_replaced_while_it_is_paged_stays_whole(cache, monkeypatch):
+    files, whole = ManifestFiles(ManifestFolder(cache.path / "manifests")), ManifestFiles._line_starts
+
+    def replaced(*arguments):
+        starts = whole(*arguments)
+        files.folder.write(manifest("photos", [entry(number) for number in range(700, 705)]))
+        return starts
+
+    monkeypatch.setattr(ManifestFiles, "_line_starts", replaced)
+    files.folder.write(cache.manifest)
+    total, rows = files.page("photos", 6, 3, "")
+    assert total == 12 and [row["sample_id"] for row in rows] == ["photo6.jpg", "photo7.jpg", "photo8.jpg"]
+    files.folder.write(cache.manifest)
+    assert files.page("photos", 0, 100, "house")[0] == 12
+    files.folder.write(cache.manifest)
