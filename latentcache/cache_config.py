@@ -68,7 +68,8 @@ class CacheConfig(BaseModel):
     local: UserPath | None = None
     """Where the cache is a service: a directory of this machine that keeps what was read. Processes may share it."""
     local_max_bytes: Annotated[ByteSize, Field(ge=0)] | None = None
-    """Bytes of packs in `local`, e.g. 50GB. Beyond it the longest unused go first. Default: nothing is removed."""
+    """Bytes of packs in `local`, e.g. 50GB. Beyond it the longest unused go first. Default: nothing is removed.
+    Give it the room of a whole epoch: of half an epoch's entries less than a fifth is found again in the next one."""
     retry_s: float = Field(30.0, gt=0, allow_inf_nan=False)
     """Where the cache is a service: for so many seconds a request is tried again when it does not answer."""
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -26,6 +28,8 @@ from latentcache.utils.locks import locked
 PACK_AGE_S = 600.0
 """Entries are in memory until there are enough for a pack, and no longer than this: a slow epoch makes no small packs.
 They are lost where a process is killed, and are then fetched again."""
+NOTE_S = 1800.0
+"""How often a process notes that it still uses a pack. A note is a look at its file, which is changed once an hour."""
 
 T = TypeVar("T")
 logger = logging.getLogger("latentcache")
@@ -55,6 +59,8 @@ class LocalTier:
         self._pid = os.getpid()
         self._adding, self._lock = threading.Lock(), threading.Lock()
         self._buffer, self._sealing = PackBuffer(PACK_AGE_S), dict[str, OwnedEntry]()
+        self._noted: dict[str, float] = {}
+        """When this process noted the use of a pack, by its id."""
         self._open = ExitStack()
         self._worker: BackgroundWorker | None = None
         # Not atexit: a DataLoader's worker ends without it.
@@ -81,9 +87,26 @@ class LocalTier:
                 except (EntryMissingError, EntryDamagedError) as error:
                     # Another process has removed it, or its bytes were damaged, which is marked: it is fetched again.
                     rest.remove(error.key)
+            self._note_use(rest)
         except StoreError as error:
             self._give_up(error)
         return found, not waiting
+
+    def prefetch(self, keys: Iterable[str]) -> None:
+        """These entries, which are on the disk, are read soon, or what is remembered of them is used."""
+        self._check_process()
+        keys = list(keys)
+        self._note_use(keys)
+        self.disk.prefetch(keys)
+
+    def _note_use(self, keys: Sequence[str]) -> None:
+        """Note on the disk that the packs of these entries are used: the store notes only that reading began."""
+        now = time.monotonic()
+        packs = {place.pack.id for place in self.disk.catalog.look_up(keys) if place is not None}
+        for pack in packs:
+            if now - self._noted.get(pack, -math.inf) >= NOTE_S:
+                self._noted[pack] = now
+                self.disk.directory.note_use(pack)
 
     def missing(self, keys: Sequence[str]) -> list[str]:
         """Those of the keys that are not here."""

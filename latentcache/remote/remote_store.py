@@ -300,7 +300,7 @@ class RemoteStore(Store):
         if self.tier is None:
             self._ahead.start(keys)
         elif self._num_local >= SETTLED_READS:
-            self.tier.disk.prefetch(keys)
+            self.tier.prefetch(keys)
         else:
             self._ahead.start(self.tier.missing(list(dict.fromkeys(keys))))
 

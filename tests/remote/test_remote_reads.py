@@ -189,6 +189,29 @@ def test_the_local_tier_is_bounded_and_the_longest_unused_goes(server: RunningSe
         assert read(store, 0, 24)
 
 
+@pytest.mark.parametrize("settled", [False, True])
+def test_the_use_of_a_local_pack_is_noted_again(
+    server: RunningServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settled: bool
+) -> None:
+    """Also where what was read is remembered, and only prefetching says that it is used."""
+    with RemoteStore(server.url, token=server.token, local=tmp_path / "local") as store:
+        assert read(store, 0, 4)
+    with RemoteStore(server.url, token=server.token, local=tmp_path / "local") as store:
+        for _ in range(SETTLED_READS):
+            assert read(store, 0, 4)
+        (path,) = (tmp_path / "local").glob("packs/*/*.safetensors")
+        then = time.time() - 7200
+        os.utime(path, (then, then))
+        assert read(store, 0, 4) and path.stat().st_mtime == pytest.approx(then, abs=2), "not at each read"
+        monkeypatch.setattr("latentcache.remote.local_tier.NOTE_S", 0.0)
+        if settled:
+            assert store.generation is not None
+            store.prefetch(KEYS[:4])
+        else:
+            assert read(store, 0, 4)
+        assert time.time() - path.stat().st_mtime < 600
+
+
 def test_what_is_damaged_or_gone_in_the_tier_is_fetched_again(
     relay: Relay, server: RunningServer, tmp_path: Path
 ) -> None:
