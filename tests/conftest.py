@@ -29,6 +29,18 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # the shell of a backgrou
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+SERVICE_TESTS = ("tests/service/", "tests/remote/", "tests/contract/test_remote_store.py")
+OTHER_LANES = ("page", "bench", "soak", "sim")
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What needs a server process belongs to a lane of its own: each takes seconds to start."""
+    for item in items:
+        if item.nodeid.startswith(SERVICE_TESTS) and not any(map(item.get_closest_marker, OTHER_LANES)):
+            item.add_marker("service")
+
+
 @pytest.fixture(autouse=True)
 def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     """A developer's own variables must not change what the tests see."""

@@ -153,6 +153,14 @@ def test_class_names_and_module_names_occur_once() -> None:
     assert {name: places for name, places in homes.items() if len(places) > 1} == {}
 
 
+def test_test_modules_have_names_of_their_own() -> None:
+    """pytest imports them by these names."""
+    names = [
+        path.name for path in Path(__file__).parent.rglob("*.py") if path.name not in ("conftest.py", "__init__.py")
+    ]
+    assert sorted({name for name in names if names.count(name) > 1}) == []
+
+
 def test_no_class_has_more_than_25_methods() -> None:
     for module in MODULES:
         for node in ast.walk(ast.parse((PACKAGE / module).read_text(encoding="utf-8"))):

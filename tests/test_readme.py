@@ -6,8 +6,9 @@ import json
 import re
 import runpy
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ PAGES = sorted(
     for path in (ROOT / "docs").rglob("*.md")
     if re.search(BLOCKS, path.read_text(encoding="utf-8"), flags=re.DOTALL)
 )
+SERVICE_PAGE = "docs/guide/service.md"
 
 
 @pytest.fixture(scope="module")
@@ -50,12 +52,26 @@ def in_quickstart(quickstart_folder: Path, monkeypatch: pytest.MonkeyPatch) -> P
     return quickstart_folder
 
 
-@pytest.mark.usefixtures("in_quickstart")
-@pytest.mark.parametrize("page", ["README.md", *PAGES])
-def test_python_in_docs_runs(page: str) -> None:
+def run_blocks(page: str, replaced: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Run the Python of a page, with some texts in it replaced."""
     names = {"__name__": "docs"}
     for block in re.findall(BLOCKS, (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL):
+        for shown, real in replaced.items():
+            assert shown in block
+            block = block.replace(shown, real)
         exec(compile(block, page, "exec"), names)
+
+
+@pytest.mark.usefixtures("in_quickstart")
+@pytest.mark.parametrize("page", ["README.md", *(page for page in PAGES if page != SERVICE_PAGE)])
+def test_python_in_docs_runs(page: str) -> None:
+    run_blocks(page)
+
+
+def test_python_in_the_guide_of_the_service_runs(in_quickstart: Path) -> None:
+    cache, config = in_quickstart / "cache" / "quickstart", "configs/quickstart.yaml"
+    with serving(cache, "--encode", config, writes=False) as server:
+        run_blocks(SERVICE_PAGE, {"http://encoders:8765": server.url, 'token="..."': f"token={server.token!r}"})
 
 
 def test_the_guides_show_code() -> None:
@@ -173,4 +189,4 @@ def test_every_command_is_in_the_reference() -> None:
     commands = {name for name in app if not name.startswith("-")}
     page = (ROOT / "docs" / "reference" / "cli.md").read_text(encoding="utf-8")
     assert commands == set(re.findall(r"^## latentcache ([a-z]+)$", page, flags=re.MULTILINE))
-    assert len(commands) == 12
+    assert len(commands) == 14

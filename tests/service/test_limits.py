@@ -10,8 +10,8 @@ import time
 from contextlib import ExitStack, suppress
 
 import pytest
-from conftest import entry, fill
 from helpers.serving import serving_here
+from service_samples import entry, fill
 
 from latentcache.service.limits import Limits
 from latentcache.store import DiskStore

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import schemathesis
-from conftest import fill
 from helpers.serving import serving_here
 from hypothesis import HealthCheck, given, settings
 from schemathesis.checks import not_a_server_error
@@ -13,6 +12,7 @@ from schemathesis.specs.openapi.checks import (
     response_schema_conformance,
     status_code_conformance,
 )
+from service_samples import fill
 
 from latentcache.service.limits import Limits
 

@@ -7,8 +7,8 @@ import socket
 import subprocess
 import time
 
-from conftest import entry
 from helpers.serving import serving
+from service_samples import entry
 
 from latentcache.store import DiskStore
 

@@ -14,10 +14,10 @@ from dataclasses import replace
 import pytest
 import torch
 from blake3 import blake3
-from conftest import entry, fill, manifest
 from helpers.serving import serving, serving_here
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from service_samples import entry, fill, manifest
 
 from latentcache.dataset.manifest import ManifestFolder, manifest_lines
 from latentcache.identity import canonical_json

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from conftest import fill
 from helpers.serving import serving_here
+from service_samples import fill
 
 from latentcache.service.limits import Limits
 from latentcache.store import DiskStore

@@ -9,8 +9,8 @@ import time
 from contextlib import ExitStack
 
 import pytest
-from conftest import fill
 from helpers.serving import serving_here
+from service_samples import fill
 
 from latentcache.service import pack_routes
 from latentcache.service.limits import Limits
