@@ -9,18 +9,18 @@ import torch
 
 from latentcache.config import Config
 from latentcache.devices.placement import device_named, placed
-from latentcache.models.model_files import TINY
+from latentcache.models.model_files import TINY, TINY_PHOTOS
 from latentcache.models.model_loader import Models
 from latentcache.models.vae import decode_fitting, vae_dtype
 from latentcache.precache.encodings import load_models
 
 
 def decoder_of(config: Config) -> VaeDecoder | None:
-    """The decoder of a config's VAE where it is quick: on an accelerator, or for the tiny model. Nothing is loaded yet.
+    """The decoder of a config's VAE where it is quick: on an accelerator, or for a tiny model. Nothing is loaded yet.
 
     On a CPU SDXL's VAE takes seconds for a picture, and the linear approximation a millisecond. DeviceError.
     """
-    is_tiny = config.model.path == TINY and config.model.vae is None
+    is_tiny = config.model.path in (TINY, TINY_PHOTOS) and config.model.vae is None
     if device_named(config.encode.device).type == "cpu" and not is_tiny:
         return None
     return VaeDecoder(config, load_models(config.model, {}))
