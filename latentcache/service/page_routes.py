@@ -25,7 +25,7 @@ from latentcache.service.page_settings import PageSettings
 from latentcache.service.page_text import query_of, rendered, url
 from latentcache.service.photos import photo_webp
 from latentcache.service.problems import problem_of, problems
-from latentcache.service.sample_details import explained, sample_details
+from latentcache.service.sample_details import Explainer, sample_details
 from latentcache.service.thumbnails import DEFAULT_SIDE, SIDES, Thumbnails
 from latentcache.service.validation_runs import loss_curve, validation_picture, validation_steps
 from latentcache.store.disk import DiskStore
@@ -60,6 +60,7 @@ class PageSource:
         self.views = ManifestViews(manifests)
         self.gallery = Gallery(store, self.views)
         self.growth = GrowthReader(store)
+        self.explainer = None if settings.config is None else Explainer(settings.config)
 
 
 Fields = Mapping[str, str]
@@ -264,9 +265,9 @@ def _sample(source: PageSource, query: Fields) -> Response:
 
 def _reasons(source: PageSource, query: Fields) -> Response:
     _, row = source.gallery.sample(*_named(query))
-    if source.settings.config is None:
+    if source.explainer is None:
         raise ConfigError("why a sample is a hit or a miss is known with a config: start the service with --encode")
-    return _page(source, "reasons.html", reasons=explained(source.settings.config, row))
+    return _page(source, "reasons.html", reasons=source.explainer(row))
 
 
 def _photo(source: PageSource, query: Fields) -> Response:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from latentcache.types import Record
 
 if TYPE_CHECKING:
     from latentcache.config import Config
+    from latentcache.models.model_loader import ModelLoader
     from latentcache.precache.planner import Explanation
 
 
@@ -118,18 +120,28 @@ class Reasons:
     captions: tuple[CutCaption, ...]
 
 
-def explained(config: Config, row: Row) -> Reasons:
-    """Ask the planner of precache, with the config's models: it takes seconds the first time. Writes nothing.
+class Explainer:
+    """Asks the planner of precache why a sample is a hit or a miss, with the config's models. It writes nothing.
 
-    ConfigError, DatasetError, ModelError, SampleError as for `planner.explain`.
+    Threads may share it; one is answered at a time, since the first request may read the models' files.
     """
-    from latentcache.precache.encodings import load_models
-    from latentcache.precache.planner import explain
 
-    models = load_models(config.model, {})
-    explanation = explain(config, row.sample_id, models=models)
-    tokenizer = models.tokenizers()[0]
-    return Reasons(explanation, tuple(cut_caption(tokenizer, caption.text) for caption in row.captions))
+    def __init__(self, config: Config):
+        self._config = config
+        self._lock = threading.Lock()
+        self._models: ModelLoader | None = None
+
+    def __call__(self, row: Row) -> Reasons:
+        """The reasons of a manifest's row. ConfigError, DatasetError, ModelError, SampleError of `planner.explain`."""
+        from latentcache.precache.encodings import load_models
+        from latentcache.precache.planner import explain
+
+        with self._lock:
+            if self._models is None:
+                self._models = load_models(self._config.model, {})
+            explanation = explain(self._config, row.sample_id, models=self._models)
+            tokenizer = self._models.tokenizers()[0]
+        return Reasons(explanation, tuple(cut_caption(tokenizer, caption.text) for caption in row.captions))
 
 
 def cut_caption(tokenizer: Any, text: str) -> CutCaption:

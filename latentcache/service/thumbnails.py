@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ SIDES = range(32, 2049)
 DEFAULT_SIDE = 256
 QUALITY = 70
 """Of WebP, up to 100."""
+_MAX_NUMBER = 1e30  # of a factor or a shift: what float32 holds, with room
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +87,14 @@ def scaling_of(identity: Mapping[str, Any]) -> Scaling:
     encoding = identity.get("encoding")
     if isinstance(encoding, Mapping):
         factor, shift = encoding.get("scaling_factor"), encoding.get("shift_factor")
-        if isinstance(factor, (int, float)) and isinstance(shift, (int, float, type(None))):
+        if _is_number(factor) and factor != 0 and (shift is None or _is_number(shift)):
             return Scaling(float(factor), shift)
     return Scaling(sdxl.SCALING_FACTOR, None)
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    """Whether it can be a factor or a shift: no NaN, and nothing that float32 cannot hold."""
+    return isinstance(value, (int, float)) and abs(value) < _MAX_NUMBER
 
 
 def _shrunk(latents: torch.Tensor, side: int) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from latentcache.dataset.images import decode
 from latentcache.errors import EntryMissingError, RequestRefused, StoreError
 from latentcache.families import sdxl
 from latentcache.identity import digest, key_of
-from latentcache.service.thumbnails import Thumbnails, linear_pixels, scaled_latents
+from latentcache.service.thumbnails import Thumbnails, linear_pixels, scaled_latents, scaling_of
 from latentcache.store import MemoryStore
 from latentcache.types import Bucket, Entry, Record, Size
 
@@ -103,3 +104,10 @@ def test_what_has_no_thumbnail_is_refused() -> None:
         thumbnails.webp(wide.record.key)
     with pytest.raises(RequestRefused, match="no such side"):
         thumbnails.webp(wide.record.key, 10**9)
+
+
+@pytest.mark.parametrize("factor", [10**400, float("nan"), float("inf"), 0, "x", None])
+def test_a_scaling_factor_that_is_no_factor_is_the_family_s(factor: Any) -> None:
+    assert (
+        scaling_of({"encoding": {"scaling_factor": factor, "shift_factor": None}}).scaling_factor == sdxl.SCALING_FACTOR
+    )
