@@ -26,7 +26,7 @@ columns, and few specs keep the header of a pack below 16 KiB."""
 class PackBuffer:
     """Entries that are to be one pack, by key. After `age_s` seconds they are enough for one."""
 
-    def __init__(self, age_s: float = PACK_AGE_S) -> None:
+    def __init__(self, age_s: float) -> None:
         self._age_s = age_s
         self.entries: dict[str, OwnedEntry] = {}
         self._payload_bytes = self._record_bytes = 0
@@ -79,7 +79,7 @@ class PackWriter:
         self._claims: Claims | None = None
         self._open = ExitStack()
         self._worker: BackgroundWorker | None = None
-        self._buffer = PackBuffer()
+        self._buffer = PackBuffer(PACK_AGE_S)
 
     def __enter__(self) -> PackWriter:
         self._open.enter_context(self._hold)
@@ -131,7 +131,7 @@ class PackWriter:
     def _start_sealing(self, worker: BackgroundWorker) -> None:
         worker.finish()  # before the buffer is emptied: an error of the last seal leaves it as it is
         if self._buffer.entries:
-            entries, self._buffer = list(self._buffer.entries.values()), PackBuffer()
+            entries, self._buffer = list(self._buffer.entries.values()), PackBuffer(PACK_AGE_S)
             worker.call(self._seal, entries)
 
     def _seal(self, entries: Sequence[OwnedEntry]) -> None:
