@@ -146,11 +146,11 @@ def _copies(
 
 
 def _full_packs(entries: Iterator[OwnedEntry]) -> Iterator[list[OwnedEntry]]:
-    buffer = PackBuffer()
+    buffer = PackBuffer(PACK_AGE_S)
     for entry in entries:
         buffer.add(entry)
         if buffer.is_full():
             yield list(buffer.entries.values())
-            buffer = PackBuffer()
+            buffer = PackBuffer(PACK_AGE_S)
     if buffer.entries:
         yield list(buffer.entries.values())
