@@ -18,7 +18,7 @@ from latentcache.store.layout import Location
 from latentcache.store.location_table import LocationTable
 from latentcache.store.pack import map_pack, new_pack_id, read_entry, read_records, verified_arrays, write_pack
 from latentcache.store.recovery import scan_packs
-from latentcache.store.writer import PACK_BYTES, PACK_ENTRIES, PackBuffer
+from latentcache.store.writer import PACK_AGE_S, PACK_BYTES, PACK_ENTRIES, PackBuffer
 
 MAX_DEAD_FRACTION = 0.3
 SMALL_FILE_BYTES = PACK_BYTES // 4
