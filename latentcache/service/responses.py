@@ -13,7 +13,7 @@ from latentcache.errors import RequestRefused, StoreError
 from latentcache.service.context import ServiceContext
 
 OCTETS = "application/octet-stream"
-PART_BYTES = 256 << 10
+PART_BYTES = 1 << 20
 """A client has to take so many bytes in `Limits.stall_s`."""
 _READ_BYTES = 1 << 20
 _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")

@@ -15,7 +15,7 @@ from latentcache.errors import EntryMissingError, PackError, StoreError
 from latentcache.identity import canonical_json
 from latentcache.store.base import MAX_RECORD_BYTES, EntryArrays
 from latentcache.store.disk import DiskStore
-from latentcache.store.layout import Location
+from latentcache.store.layout import Location, Pack
 from latentcache.store.pack import (
     PackRecords,
     map_open_pack,
@@ -100,13 +100,13 @@ class StoredEntries:
             self._records.pop(pack, None)
         return gone
 
-    def _map(self, pack: str) -> PackRecords:
-        data = map_pack(self._store.directory.pack_path(pack), 0).data
-        return self._records.setdefault(pack, read_pack_bytes(data, pack))
+    def _map(self, pack: Pack) -> PackRecords:
+        data = map_pack(self._store.directory.pack_path(pack.id), pack.file_bytes).data
+        return self._records.setdefault(pack.id, read_pack_bytes(data, pack.id))
 
     def _record(self, key: str, location: Location) -> bytes:
         try:
-            records = self._records.get(location.pack.id) or self._map(location.pack.id)
+            records = self._records.get(location.pack.id) or self._map(location.pack)
             if records.is_at(key, location):
                 return bytes(records.json(location.row))
         except (StoreError, FileNotFoundError):
