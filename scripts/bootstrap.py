@@ -37,7 +37,7 @@ class Environment:
         return digest.hexdigest()
 
 
-DEFAULT = Environment(".venv", "constraints.txt", "test,docs")
+DEFAULT = Environment(".venv", "constraints.txt", "test,docs,remote,ray,peers")
 
 
 def install(made: Environment = DEFAULT) -> None:

@@ -30,6 +30,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # the shell of a backgrou
 
 
 SERVICE_TESTS = ("tests/service/", "tests/remote/", "tests/contract/test_remote_store.py")
+REMOTE_TESTS = ("tests/buckets/", "tests/scaleout/")
 OTHER_LANES = ("page", "bench", "soak", "sim")
 
 
@@ -37,8 +38,12 @@ OTHER_LANES = ("page", "bench", "soak", "sim")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What needs a server process belongs to a lane of its own: each takes seconds to start."""
     for item in items:
-        if item.nodeid.startswith(SERVICE_TESTS) and not any(map(item.get_closest_marker, OTHER_LANES)):
+        if any(map(item.get_closest_marker, OTHER_LANES)):
+            continue
+        if item.nodeid.startswith(SERVICE_TESTS):
             item.add_marker("service")
+        elif item.nodeid.startswith(REMOTE_TESTS):
+            item.add_marker("remote")
 
 
 @pytest.fixture(autouse=True)
