@@ -12,6 +12,9 @@ from pydantic import AfterValidator, BaseModel, ByteSize, Field, PlainValidator
 from latentcache.bucket_config import SECTION
 from latentcache.errors import StoreError
 
+TOKEN_VARIABLE, WRITE_TOKEN_VARIABLE = "LATENTCACHE_TOKEN", "LATENTCACHE_WRITE_TOKEN"
+"""Of the environment: the token of a service that allows reading, and the one that allows writing too."""
+
 UserPath = Annotated[Path, AfterValidator(Path.expanduser)]
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _COLLAPSED = re.compile(r"https?:/(?!/)")

@@ -29,12 +29,12 @@ from pydantic import (
 )
 
 from latentcache.bucket_config import SECTION, BucketsConfig
-from latentcache.cache_config import CacheConfig, UserPath
+from latentcache.cache_config import TOKEN_VARIABLE, WRITE_TOKEN_VARIABLE, CacheConfig, UserPath
 from latentcache.errors import ConfigError, StoreError, UnsafeStoreError
 from latentcache.utils.durable_files import read_regular
 
 ENV_PREFIX = "LATENTCACHE_"
-TOKEN_VARIABLES = ("LATENTCACHE_TOKEN", "LATENTCACHE_WRITE_TOKEN")
+TOKEN_VARIABLES = (TOKEN_VARIABLE, WRITE_TOKEN_VARIABLE)
 """These are secrets, not settings: no config has them."""
 PROMPTS_PREFIX = "validation-prompts"
 """First part of the names of the manifests of cached validation prompts. No dataset's name may have it."""

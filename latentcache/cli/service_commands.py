@@ -12,6 +12,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from latentcache.cache_config import TOKEN_VARIABLE, WRITE_TOKEN_VARIABLE
 from latentcache.cli.options import CACHE_DEFAULTS, CacheOptions, OfCache, Switch, Target
 from latentcache.config import Config, load_config
 
@@ -70,8 +71,8 @@ def serve(  # noqa: PLR0913 - each is a flag
 
     address = Address(host=host, port=port, certfile=ssl_certfile, keyfile=ssl_keyfile)
     reading, writing = (
-        token_from(token_file, "LATENTCACHE_TOKEN"),
-        token_from(write_token_file, "LATENTCACHE_WRITE_TOKEN"),
+        token_from(token_file, TOKEN_VARIABLE),
+        token_from(write_token_file, WRITE_TOKEN_VARIABLE),
     )
     access = access_for(address, reading, writing)
     path = options.path(target)

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 import urllib3
 
+from latentcache.cache_config import TOKEN_VARIABLE
 from latentcache.errors import (
     DatasetError,
     EntryDamagedError,
@@ -27,7 +28,6 @@ from latentcache.errors import (
 )
 from latentcache.utils.json_document import to_bytes
 
-TOKEN_VARIABLE = "LATENTCACHE_TOKEN"
 RETRY_S = 30.0
 CONNECT_S = 5.0
 FIRST_DELAY_S, MAX_DELAY_S = 0.1, 2.0

@@ -10,7 +10,7 @@ from latentcache.errors import EntryDamagedError, EntryMissingError, PackError, 
 from latentcache.remote.http import understood
 from latentcache.remote.remote_store import RemoteStore
 from latentcache.store.base import is_pack_id
-from latentcache.store.pack import read_pack_bytes, verified_arrays
+from latentcache.store.pack import read_pack_bytes, row_problem
 from latentcache.store.upkeep import VerifyReport
 
 _MISSING = 404
@@ -115,11 +115,6 @@ def _problems(data: bytes, pack: str) -> tuple[set[str], dict[str, str]]:
     names = records.row.names()
     problems = {}
     for row, key in enumerate(names):
-        found = verified_arrays(whole, key, records.row.location(row))
-        if isinstance(found, str):
-            problems[key] = found
-        try:
-            records.record(row)
-        except ValueError as error:
-            problems[key] = str(error)
+        if (problem := row_problem(records, whole, row)) is not None:
+            problems[key] = problem
     return set(names), problems

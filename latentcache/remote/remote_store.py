@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from itertools import islice
 from pathlib import Path
+from typing import TypeVar
 
 from typing_extensions import Unpack, override
 
@@ -48,6 +49,8 @@ SETTLED_READS = 8
 _CREATED, _UNAUTHORIZED, _NOT_FOUND, _TOO_LARGE = 201, 401, 404, 413
 _ADD_CHUNK = 1024
 _SENT_BYTES = 1 << 20
+
+T = TypeVar("T")
 
 logger = logging.getLogger("latentcache")
 
@@ -208,11 +211,14 @@ class RemoteStore(Store):
     def _about(self, key: str) -> ServiceAnswer:
         return self.http.request("GET", f"entries/{check_key(key)}")
 
+    def _local(self, key: str, read: Callable[[DiskStore, str], T]) -> T | None:
+        """What `read` gives of an entry in the local tier, or None if it is not there."""
+        self.http.check_open()
+        return None if self.tier is None else self.tier.local(check_key(key), read)
+
     @override
     def describe(self, key: str) -> Description:
-        self.http.check_open()
-        here = None if self.tier is None else self.tier.local(check_key(key), DiskStore.describe)
-        if here is not None:
+        if (here := self._local(key, DiskStore.describe)) is not None:
             return here
         with understood(self._about(key)) as document:
             fields = sorted(document["fields"].items())
@@ -220,9 +226,7 @@ class RemoteStore(Store):
 
     @override
     def record(self, key: str) -> Record:
-        self.http.check_open()
-        here = None if self.tier is None else self.tier.local(check_key(key), DiskStore.record)
-        if here is not None:
+        if (here := self._local(key, DiskStore.record)) is not None:
             return here
         with understood(self._about(key)) as found:
             if key_of(found["identity"]) != key:
@@ -233,9 +237,7 @@ class RemoteStore(Store):
 
     @override
     def get(self, key: str) -> Entry:
-        self.http.check_open()
-        here = None if self.tier is None else self.tier.local(check_key(key), DiskStore.get)
-        if here is not None:
+        if (here := self._local(key, DiskStore.get)) is not None:
             return here
         (entry,) = self.fetch([check_key(key)]).owned()
         return Entry(record_of(key, entry.kind, entry.record), entry.tensors, entry.ragged)

@@ -160,12 +160,18 @@ def own_entry(entry: Entry) -> OwnedEntry:
     for name in entry.ragged:
         if tensors[name].ndim == 0:
             raise StoreError(f"entry {key}: field {name} is a scalar, and has no length that could be ragged")
-    record_json = b'{"identity":%b,"provenance":%b}' % (identity, provenance)
-    return OwnedEntry(key, record.kind, record_json, tensors, entry.ragged)
+    return OwnedEntry(key, record.kind, record_json(identity, provenance), tensors, entry.ragged)
+
+
+def record_json(identity: bytes, provenance: bytes) -> bytes:
+    """The JSON of a record, of that of its two parts."""
+    return b'{"identity":%b,"provenance":%b}' % (identity, provenance)
 
 
 def record_of(key: str, kind: str, data: bytes) -> Record:
     """The record that `own_entry` wrote. ValueError for other bytes, and if its identity gives another key."""
+    if len(data) > MAX_RECORD_BYTES + len(record_json(b"", b"")):
+        raise ValueError(f"its record has {len(data):,} bytes, {MAX_RECORD_BYTES:,} are allowed")
     try:
         value = json.loads(data.decode("utf-8", "surrogatepass"))
         identity, provenance = value["identity"], value["provenance"]

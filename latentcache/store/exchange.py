@@ -13,7 +13,7 @@ import numpy as np
 
 from latentcache.errors import EntryMissingError, PackError, StoreError
 from latentcache.identity import canonical_json
-from latentcache.store.base import MAX_RECORD_BYTES, EntryArrays
+from latentcache.store.base import EntryArrays, record_json
 from latentcache.store.disk import DiskStore
 from latentcache.store.layout import Location, Pack
 from latentcache.store.pack import (
@@ -22,12 +22,11 @@ from latentcache.store.pack import (
     map_pack,
     read_open_records,
     read_pack_bytes,
-    verified_arrays,
+    row_problem,
 )
 from latentcache.utils.durable_files import open_regular, sealed_file, write_all
 
 _WRITE_BYTES = 1 << 20
-_RECORD_FRAME_BYTES = 64  # of a record's JSON, around identity and provenance
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +111,7 @@ class StoredEntries:
         except (StoreError, FileNotFoundError):
             pass  # the store says what is wrong with the record, or finds it where it is now
         record = self._store.record(key)
-        parts = canonical_json(record.identity), canonical_json(record.provenance)
-        return b'{"identity":%b,"provenance":%b}' % parts
+        return record_json(canonical_json(record.identity), canonical_json(record.provenance))
 
 
 def take_pack(store: DiskStore, pack: str, chunks: Iterable[bytes], num_bytes: int) -> int:
@@ -168,14 +166,6 @@ def checked_pack(path: Path, fd: int) -> PackRecords:
     records = read_open_records(path, fd)
     data = map_open_pack(path, fd, records.row.pack.file_bytes)
     for at, key in enumerate(records.row.names()):
-        found = verified_arrays(data, key, records.row.location(at))
-        if isinstance(found, str):
-            raise PackError(path, f"entry {key}: {found}")
-        num_bytes = len(records.json(at))
-        if num_bytes > MAX_RECORD_BYTES + _RECORD_FRAME_BYTES:
-            raise PackError(path, f"entry {key}: its record has {num_bytes:,} bytes, {MAX_RECORD_BYTES:,} are allowed")
-        try:
-            records.record(at)
-        except ValueError as error:
-            raise PackError(path, f"entry {key}: {error}") from error
+        if (problem := row_problem(records, data, at)) is not None:
+            raise PackError(path, f"entry {key}: {problem}")
     return records

@@ -358,6 +358,18 @@ def read_entry(found: EntryArrays, records: PackRecords, location: Location) -> 
     return OwnedEntry(records.row.key(at), group.kind, records.json(at), tensors, group.ragged)
 
 
+def row_problem(records: PackRecords, data: np.ndarray, at: int) -> str | None:
+    """Why an entry is not what was stored: by its payload, which lies in `data`, or by its record. None: it is."""
+    found = verified_arrays(data, records.row.key(at), records.row.location(at))
+    if isinstance(found, str):
+        return found
+    try:
+        records.record(at)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 def verified_arrays(data: np.ndarray, key: str, location: Location) -> EntryArrays | str:
     """The entry's arrays in `data`, which `map_pack` gave and in which it ends, or why they are not what was stored."""
     try:

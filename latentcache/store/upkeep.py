@@ -33,7 +33,7 @@ from latentcache.store.disk import DISAGREE, DiskStore
 from latentcache.store.index import GENERATION, Index
 from latentcache.store.layout import Location, PackRow
 from latentcache.store.location_table import LocationTable
-from latentcache.store.pack import HEADER_BYTES, map_pack, read_records, verified_arrays
+from latentcache.store.pack import HEADER_BYTES, map_pack, read_records, row_problem
 from latentcache.store.recovery import Scan, scan_packs
 from latentcache.utils.durable_files import remove_whole, system_errors, typed_errors, unreadable
 from latentcache.utils.locks import locked, readers_since
@@ -196,13 +196,8 @@ def _verify_pack(
         if not records.is_at(key, location):
             problems[key] = f"{DISAGREE}; `latentcache rebuild` may bring it back"
             continue
-        found = verified_arrays(data, key, location)
-        try:
-            records.record(location.row)
-        except ValueError as error:
-            problems[key] = str(error)
-        if isinstance(found, str):
-            problems[key] = found
+        if (problem := row_problem(records, data, location.row)) is not None:
+            problems[key] = problem
     return problems, None
 
 

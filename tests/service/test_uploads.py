@@ -109,7 +109,7 @@ WHOLE = pack([entry(300), entry(301, kind="text", length=2)])[1]
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.one_of(st.integers(0, len(WHOLE) - 1), st.integers(0, 3000)), st.integers(1, 255), st.booleans())
+@given(st.integers(0, len(WHOLE) - 1), st.integers(1, 255), st.booleans())
 def test_no_changed_byte_is_sealed(server, cache, at, flip, cut):
     data = WHOLE[:at] if cut else WHOLE[:at] + bytes([WHOLE[at] ^ flip]) + WHOLE[at + 1 :]
     answer = server.put(f"/v1/packs/{new_pack_id()}", data)
