@@ -1,4 +1,4 @@
-"""The section `cache` of a config: where the cache is, and how a service is used."""
+"""The section `cache` of a config: where the cache is, and how one elsewhere is used."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import re
 from pathlib import Path
 from typing import Annotated, Literal, TypedDict
+from urllib.parse import unquote, urlsplit
 
 from pydantic import AfterValidator, BaseModel, ByteSize, Field, PlainValidator
 
@@ -16,34 +17,60 @@ TOKEN_VARIABLE, WRITE_TOKEN_VARIABLE = "LATENTCACHE_TOKEN", "LATENTCACHE_WRITE_T
 """Of the environment: the token of a service that allows reading, and the one that allows writing too."""
 
 UserPath = Annotated[Path, AfterValidator(Path.expanduser)]
+SERVICE_SCHEMES = ("http", "https")
+BUCKET_SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl")
+"""Of object stores, as obstore takes them."""
+ALLOWED = (
+    "a directory (also file:///PATH), a bucket (s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX or "
+    "abfss://CONTAINER@ACCOUNT.dfs.core.windows.net/PREFIX), or a service at http://HOST:PORT or https://HOST"
+)
+"""What a location may be, for messages."""
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-_COLLAPSED = re.compile(r"https?:/(?!/)")
+_COLLAPSED = re.compile(rf"(?:file|{'|'.join((*SERVICE_SCHEMES, *BUCKET_SCHEMES))}):/(?!/)")
 
 
 def is_url(value: object) -> bool:
-    """Whether the cache is a service, not a directory."""
+    """Whether the cache is named by a URL, not by a path."""
     return isinstance(value, str) and _SCHEME.match(value) is not None
 
 
 def cache_location(value: object) -> Path | str:
-    """A path, or the URL of a service as text. ValueError for anything else."""
+    """A path, or the URL of a bucket or a service as text. ValueError, which names what is allowed, for the rest."""
     if isinstance(value, Path):
         return value.expanduser()
     scheme = _SCHEME.match(value) if isinstance(value, str) else None
     if isinstance(value, str) and scheme is None:
         return Path(value).expanduser()
-    if scheme is None or scheme[1] not in ("http", "https"):
-        raise ValueError(f"{value!r:.200}: a cache is a directory, or a service at http://HOST:PORT or https://HOST")
-    return scheme.string.rstrip("/")
+    if scheme is None or scheme[1] not in ("file", *SERVICE_SCHEMES, *BUCKET_SCHEMES):
+        raise ValueError(f"{value!r:.200}: a cache is {ALLOWED}")
+    if scheme[1] in SERVICE_SCHEMES:
+        return scheme.string.rstrip("/")
+    return _of_file(scheme.string) if scheme[1] == "file" else _of_bucket(scheme.string)
+
+
+def _of_file(url: str) -> Path:
+    parts = urlsplit(url)
+    if parts.netloc not in ("", "localhost") or not parts.path.startswith("/") or parts.query or parts.fragment:
+        raise ValueError(f"{url!r:.200}: a file URL has no host and a whole path: file:///PATH")
+    return Path(unquote(parts.path))
+
+
+def _of_bucket(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.password is not None or (parts.username is not None and not parts.scheme.startswith("abfs")):
+        raise ValueError("a URL with a password: credentials of an object store come from the environment")
+    if not parts.netloc or parts.query or parts.fragment or ".." in parts.path.split("/"):
+        raise ValueError(f"{url!r:.200}: a cache is {ALLOWED}")
+    return url.rstrip("/")
 
 
 # Plain: a union would take JSON's text for neither.
 CacheLocation = Annotated[Path | str, PlainValidator(cache_location)]
-"""The directory of a cache (a Path), or the URL of a service (text)."""
+"""The directory of a cache (a Path), or the URL of a bucket or a service (text)."""
 
 
 class RemoteOptions(TypedDict, total=False):
-    """How a service is used: see `CacheConfig`. `token` is by default that of the variable LATENTCACHE_TOKEN."""
+    """How a bucket or a service is used: see `CacheConfig`. `token` is by default that of LATENTCACHE_TOKEN."""
 
     token: str | None
     local: str | Path | None
@@ -57,8 +84,8 @@ class CacheConfig(BaseModel):
     model_config = SECTION
 
     path: CacheLocation = Path("cache/sdxl")
-    """Directory of the cache, or the URL of a service (`latentcache serve`). Several datasets, models and runs may
-    share one."""
+    """Directory of the cache, the URL of a bucket (`s3://BUCKET/PREFIX`, `gs://`, `az://`), or of a service
+    (`latentcache serve`). Several datasets, models and runs may share one."""
     store: Literal["disk", "cpu"] = "disk"
     """`disk`: packs on disk. `cpu`: CPU memory of this process only; gone when it ends."""
     salt: str = ""
@@ -69,25 +96,26 @@ class CacheConfig(BaseModel):
     unverified: bool = False
     """Train and validate on imported entries too that were not verified."""
     local: UserPath | None = None
-    """Where the cache is a service: a directory of this machine that keeps what was read. Processes may share it."""
+    """Where the cache is a bucket or a service: a directory of this machine that keeps what was read. Processes may
+    share it. A bucket needs one."""
     local_max_bytes: Annotated[ByteSize, Field(ge=0)] | None = None
     """Bytes of packs in `local`, e.g. 50GB. Beyond it the longest unused go first. Default: nothing is removed.
     Give it the room of a whole epoch: of half an epoch's entries less than a fifth is found again in the next one."""
     retry_s: float = Field(30.0, gt=0, allow_inf_nan=False)
-    """Where the cache is a service: for so many seconds a request is tried again when it does not answer."""
+    """Where the cache is a bucket or a service: for so long a request is tried again that is not answered."""
 
     def remote_options(self) -> RemoteOptions:
-        """How a service is used. The token is not part of a config: it comes from the variable LATENTCACHE_TOKEN."""
+        """How a bucket or a service is used. The token is not part of a config: it comes from LATENTCACHE_TOKEN."""
         return RemoteOptions(local=self.local, local_max_bytes=self.local_max_bytes, retry_s=self.retry_s)
 
 
 def location_of(value: str | os.PathLike[str] | CacheConfig) -> Path | str:
-    """The directory (a Path) or the URL (text) that a caller gives. StoreError for a URL that can be no service's."""
+    """The directory (a Path) or the URL (text) that a caller gives. StoreError for what `cache_location` refuses."""
     if isinstance(value, CacheConfig):
         return value.path
     text = os.fspath(value)
     if _COLLAPSED.match(text):
-        raise StoreError(f"{text}: a path has one slash after its colon; give the URL of a service as text")
+        raise StoreError(f"{text}: a path has one slash after its colon; give a URL as text")
     if _SCHEME.match(text) is None:
         return Path(text).expanduser()
     try:

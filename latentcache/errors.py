@@ -26,7 +26,7 @@
         ├── UnsafeStoreError    something in the cache directory was not put there by latentcache
         ├── PackError           a pack cannot be read
         ├── IndexDamagedError   the index cannot be trusted; it can be rebuilt from the packs
-        ├── RemoteError         a service does not answer, or refuses what it was asked
+        ├── RemoteError         a service or an object store does not answer, or refuses what it was asked
         ├── EntryMissingError   there is no such entry
         ├── EntryDamagedError   the entry's bytes are not those that were stored
         └── SampleError         a sample cannot be returned; names the sample, the reason and the command that fixes it
@@ -288,7 +288,7 @@ class IndexDamagedError(StoreError):
 
 
 class RemoteError(StoreError):
-    """The service at `url` does not answer, or not as it should. `status` is that of its answer, `kind` its error's.
+    """What is at `url` does not answer, or not as it should. `status` is that of its answer, `kind` its error's.
 
     `next_step` says what to do.
     """

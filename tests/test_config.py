@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from pydantic import ValidationError
 
+from latentcache.cache_config import CacheConfig, location_of
 from latentcache.config import Config, EncodeConfig, SourceConfig, is_scalar, known_settings, load_config, parse_config
-from latentcache.errors import ConfigError
+from latentcache.errors import ConfigError, StoreError
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").iterdir())
 MINIMAL = {"datasets": [{"name": "photos", "source": {"path": "photos"}}]}
@@ -189,3 +191,44 @@ def test_a_list_is_no_flag_and_no_variable() -> None:
     annotations = {name: field.annotation for name, field in SourceConfig.model_fields.items()}
     assert [name for name, annotation in annotations.items() if not is_scalar(annotation)] == ["caption_columns"]
     assert all(is_scalar(field.annotation) for field in EncodeConfig.model_fields.values())
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("cache/sdxl", Path("cache/sdxl")),
+        ("file:///data/my%20cache", Path("/data/my cache")),
+        ("file://localhost/data", Path("/data")),
+        ("s3://bucket/sdxl/", "s3://bucket/sdxl"),
+        ("gs://bucket", "gs://bucket"),
+        ("az://container/a/b", "az://container/a/b"),
+        ("abfss://container@account.dfs.core.windows.net/a", "abfss://container@account.dfs.core.windows.net/a"),
+        ("https://host/cache/", "https://host/cache"),
+    ],
+)
+def test_a_cache_is_a_path_a_bucket_or_a_service(given: str, expected: Path | str) -> None:
+    assert location_of(given) == expected
+    assert CacheConfig(path=given).path == expected
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["ftp://host/x", "s3://", "s3://bucket/a?b=1", "s3://bucket/../x", "file://host/x", "C://x"],
+)
+def test_a_location_of_another_kind_is_refused_and_what_is_allowed_is_named(given: str) -> None:
+    with pytest.raises(StoreError, match=r"s3://BUCKET/PREFIX|file:///PATH"):
+        location_of(given)
+    with pytest.raises(ValidationError):
+        CacheConfig(path=given)
+
+
+def test_a_password_in_a_location_is_not_repeated() -> None:
+    with pytest.raises(StoreError, match="credentials of an object store come from the environment") as caught:
+        location_of("s3://key:secret@bucket/cache")
+    assert "secret" not in str(caught.value)
+
+
+def test_a_path_that_was_a_url_is_refused() -> None:
+    for url in ("s3://bucket/x", "https://host", "file:///data"):
+        with pytest.raises(StoreError, match="give a URL as text"):
+            location_of(Path(url))

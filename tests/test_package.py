@@ -56,6 +56,7 @@ OWNERS = {
     "fastapi": ("service/",),
     "jinja2": ("service/",),
     "urllib3": ("remote/",),
+    "obstore": ("remote/bucket.py",),
     "starlette": ("service/",),
     "uvicorn": ("service/",),
     "h11": ("service/connections.py",),

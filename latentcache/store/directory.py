@@ -88,7 +88,7 @@ class CacheDirectory:
             )
         with typed_errors(self.path, 0):
             make_folder(self.path)
-        write_sealed(self.path / MARK, _mark_bytes())
+        write_sealed(self.path / MARK, mark_bytes())
 
     def _repair(self) -> None:
         try:
@@ -96,29 +96,15 @@ class CacheDirectory:
         except (FileNotFoundError, UnsafeStoreError) as error:
             # Its packs say which format they have, and those of another one are not read.
             logger.warning("%s is written again: %s", MARK, error)
-            write_sealed(self.path / MARK, _mark_bytes())
+            write_sealed(self.path / MARK, mark_bytes())
 
     def _check_schema(self) -> None:
         mark = self.path.resolve() / MARK  # the directory may be a link, and the file may not
-        text = read_regular(mark, _MAX_MARK_BYTES)
-        try:
-            value = json.loads(text)
-            # An older cache has no digest. With one, a damaged file is not taken for a newer format.
-            stored, found = value.pop("digest", None), value["schema"]
-            is_whole = value["format"] == "latentcache" and stored in (None, _digest_of(value)) and type(found) is int
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            is_whole = False
-        if not is_whole:
-            expected = _mark_bytes().decode()
-            raise UnsafeStoreError(mark, f"is damaged: it is {text!r:.200}, not {expected}; run `latentcache rebuild`")
-        if found != SCHEMA:
-            raise SchemaError(self.path, found, SCHEMA)
+        check_mark(read_regular(mark, _MAX_MARK_BYTES), mark, self.path)
 
     def pack_path(self, pack: str) -> Path:
         """Where a pack lies. `pack` is an id; UnsafeStoreError for anything that could be a path."""
-        if not is_pack_id(pack):
-            raise UnsafeStoreError(self.packs, f"{pack!r:.80} is not the name of a pack")
-        return self.packs / pack[:2] / f"{pack}{PACK_SUFFIX}"
+        return self.path / pack_name(pack)
 
     def new_pack_path(self, pack: str) -> Path:
         """As `pack_path`, and its folder is there."""
@@ -250,9 +236,33 @@ class CacheDirectory:
             raise unreadable(self.packs, error) from error
 
 
-def _mark_bytes() -> bytes:
+def pack_name(pack: str) -> str:
+    """Where a pack lies in a cache, also in a bucket. `pack` is an id; UnsafeStoreError for what could be a path."""
+    if not is_pack_id(pack):
+        raise UnsafeStoreError("packs", f"{pack!r:.80} is not the name of a pack")
+    return f"packs/{pack[:2]}/{pack}{PACK_SUFFIX}"
+
+
+def mark_bytes() -> bytes:
+    """What `CACHE.json` holds."""
     value = {"format": "latentcache", "schema": SCHEMA}
     return json.dumps(value | {"digest": _digest_of(value)}).encode()
+
+
+def check_mark(text: bytes, mark: Path | str, path: Path | str) -> None:
+    """SchemaError if `text`, which lies at `mark`, is that of another format; UnsafeStoreError if it is damaged."""
+    try:
+        value = json.loads(text)
+        # An older cache has no digest. With one, a damaged file is not taken for a newer format.
+        stored, found = value.pop("digest", None), value["schema"]
+        is_whole = value["format"] == "latentcache" and stored in (None, _digest_of(value)) and type(found) is int
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        is_whole = False
+    if not is_whole:
+        expected = mark_bytes().decode()
+        raise UnsafeStoreError(mark, f"is damaged: it is {text!r:.200}, not {expected}; run `latentcache rebuild`")
+    if found != SCHEMA:
+        raise SchemaError(path, found, SCHEMA)
 
 
 def _digest_of(value: Mapping[str, Any]) -> str:

@@ -224,7 +224,7 @@ def read_row(path: Path) -> PackRow:
     """
     fd = open_regular(path)
     try:
-        return _read_row(path.stem, FileBytes(path, fd))[0]
+        return row_in(path.stem, FileBytes(path, fd))[0]
     finally:
         os.close(fd)
 
@@ -240,7 +240,7 @@ def read_records(path: Path) -> PackRecords:
 
 def read_open_records(path: Path, fd: int) -> PackRecords:
     """As `read_records`, of an open file that is to lie at `path`, and may have another name still."""
-    return _read_records(path.stem, FileBytes(path, fd))
+    return records_in(path.stem, FileBytes(path, fd))
 
 
 def read_pack_bytes(data: bytes | memoryview, name: str) -> PackRecords:
@@ -248,11 +248,12 @@ def read_pack_bytes(data: bytes | memoryview, name: str) -> PackRecords:
 
     `verified_arrays` reads its entries: it takes the bytes as `np.frombuffer(data, np.uint8)`.
     """
-    return _read_records(name, MemoryBytes(name, data))
+    return records_in(name, MemoryBytes(name, data))
 
 
-def _read_records(pack: str, source: FileBytes | MemoryBytes) -> PackRecords:
-    row, starts, metadata = _read_row(pack, source)
+def records_in(pack: str, source: FileBytes | MemoryBytes) -> PackRecords:
+    """As `read_records`, of the pack with this id, wherever its bytes are."""
+    row, starts, metadata = row_in(pack, source)
     offsets = np.frombuffer(source.read(starts[_OFFSETS], (len(row.keys) + 1) * _INT64.itemsize), _INT64)
     sizes = np.diff(offsets)
     if offsets[0] != 0 or (sizes < 0).any() or offsets[-1] > source.num_bytes - starts[_RECORDS]:
@@ -263,8 +264,8 @@ def _read_records(pack: str, source: FileBytes | MemoryBytes) -> PackRecords:
     return PackRecords(row, offsets, data)
 
 
-def _read_row(pack_id: str, source: FileBytes | MemoryBytes) -> tuple[PackRow, Mapping[str, int], Mapping[str, str]]:
-    """The row, where each tensor starts, and the metadata."""
+def row_in(pack_id: str, source: FileBytes | MemoryBytes) -> tuple[PackRow, Mapping[str, int], Mapping[str, str]]:
+    """As `read_row`, wherever the bytes are: the row, where each tensor starts, and the metadata."""
     path = source.path
 
     def check_format(metadata: Mapping[str, str]) -> None:

@@ -1,0 +1,389 @@
+"""Bucket: a cache's layout in an object store. Packs are whole or absent; what is written may be conditional."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from latentcache.errors import PackError, RemoteError, StoreError
+from latentcache.remote.http import CONNECT_S, FIRST_DELAY_S, MAX_DELAY_S, RETRY_S
+from latentcache.store.base import PACK_SUFFIX, is_pack_id
+from latentcache.store.directory import MARK, check_mark, mark_bytes, pack_name
+from latentcache.store.layout import PackRow
+from latentcache.store.pack import PackRecords, records_in, row_in
+from latentcache.store.tensor_file import MemoryBytes
+from latentcache.utils.concurrency import bounded_map
+
+if TYPE_CHECKING:
+    from obstore import PutMode
+    from obstore.store import ObjectStore
+
+NUM_THREADS = 16
+"""Requests of one call that are on their way at once."""
+HEAD_BYTES = 64 << 10
+"""Read of a pack first: its header, and the keys and digests of a thousand entries."""
+CHUNK_BYTES = 8 << 20
+"""Of a pack that is read whole, in one piece of its stream."""
+WHOLE_BYTES = 128 << 20
+"""A larger pack is sent in parts, of which several are on their way at once."""
+PART_BYTES = 16 << 20
+ATTEMPTS = 3
+"""That fit into the time for retries, where a store accepts a connection and then says nothing."""
+UPLOAD_S = 300.0
+"""An attempt to send an object, or one of its parts, ends after this."""
+PROBE = "probe-"
+_STATUS = re.compile(r"status code: (\d{3})")
+_REASON = re.compile(r"<Message>(.*?)</Message>", re.DOTALL)
+_NOT_IMPLEMENTED, _UNAUTHORIZED, _FORBIDDEN = 501, 401, 403
+_RUN_AGAIN = "then run the same again: nothing that was stored is lost."
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+logger = logging.getLogger("latentcache")
+
+_client_pid: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    """An object's bytes, and the tag of this version of it; None where the store has no tags."""
+
+    data: memoryview
+    e_tag: str | None
+
+
+class Bucket:
+    """The objects of a cache below a prefix of an object store: `url` names them. Threads may share it.
+
+    A request that fails in passing is tried again by obstore for `retry_s` seconds; then it is a RemoteError that says
+    what was met and the next step. Errors of the obstore package never get out.
+    """
+
+    def __init__(self, store: ObjectStore, url: str, *, uploads: ObjectStore | None = None):
+        self.url = url
+        self._store, self._uploads = store, uploads or store
+
+    @classmethod
+    def open(cls, url: str, *, retry_s: float = RETRY_S) -> Bucket:
+        """The bucket at a URL (`cache_config.BUCKET_SCHEMES`), with the credentials that obstore finds.
+
+        RemoteError if obstore is not installed, or if the URL or the environment lacks something. Nothing is requested.
+        """
+        try:
+            from obstore.exceptions import BaseError
+            from obstore.store import from_url
+        except ImportError as error:
+            step = "pip install 'latentcache[remote]'"
+            raise RemoteError(url, "an object store needs the package obstore", step) from error
+        backoff = {"init_backoff": timedelta(seconds=FIRST_DELAY_S), "max_backoff": timedelta(seconds=MAX_DELAY_S)}
+        retry = {"max_retries": 1000, "retry_timeout": timedelta(seconds=retry_s), "backoff": backoff}
+        # obstore takes no client options from the environment once some are given.
+        plain = any(os.environ.get(f"{owner}_ALLOW_HTTP") == "true" for owner in ("AWS", "GOOGLE", "AZURE"))
+        both = {"allow_http": plain, "connect_timeout": timedelta(seconds=CONNECT_S)}
+        # The time without a byte would also count while a body is sent, so that uploads have a whole time instead.
+        stalled = {"read_timeout": timedelta(seconds=max(retry_s / ATTEMPTS, 1.0)), "timeout": timedelta(hours=1)}
+        sending = {"timeout": timedelta(seconds=UPLOAD_S)}
+        try:
+            reading, uploads = [
+                from_url(url, retry_config=retry, client_options={**both, **more})  # type: ignore[call-overload]
+                for more in (stalled, sending)
+            ]
+        except (BaseError, ValueError) as error:
+            raise _problem(url, "cannot be opened", error) from error
+        return cls(reading, url, uploads=uploads)
+
+    @contextmanager
+    def _errors(self, what: str) -> Iterator[None]:
+        """Turn what obstore raises into RemoteError. FileNotFoundError, of an object, gets through."""
+        global _client_pid
+        from obstore.exceptions import BaseError
+
+        if _client_pid is None:
+            _client_pid = os.getpid()
+        elif _client_pid != os.getpid():
+            raise RemoteError(
+                self.url,
+                "this process was forked from one that used an object store, whose client cannot go on here",
+                "Start workers by forkserver or spawn, as in DataLoader(multiprocessing_context='forkserver'), or use "
+                "LatentLoader, which reads ahead without workers.",
+            )
+        try:
+            yield
+        except FileNotFoundError as error:
+            if "NoSuchBucket" in str(error):
+                raise _problem(self.url, what, error) from error
+            raise
+        except (BaseError, OSError, ValueError, NotImplementedError) as error:
+            raise _problem(self.url, what, error) from error
+
+    # Objects
+
+    def names(self, folder: str) -> dict[str, int]:
+        """The objects below a folder, with their bytes."""
+        import obstore
+
+        with self._errors(f"{folder} cannot be listed"):
+            chunks = obstore.list(self._store, folder, chunk_size=1000)
+            return {each["path"]: each["size"] for chunk in chunks for each in chunk}
+
+    def read(self, name: str) -> StoredObject | None:
+        """An object, or None if there is none."""
+        import obstore
+
+        with self._errors(f"{name} cannot be read"), suppress(FileNotFoundError):
+            found = obstore.get(self._store, name)
+            return StoredObject(memoryview(found.bytes()), found.meta["e_tag"])
+        return None
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write an object, in the place of one that is there."""
+        self._put(name, data, "overwrite")
+
+    def create(self, name: str, data: bytes | Path) -> bool:
+        """Write an object if there is none. Returns False if there is another one.
+
+        A store that cannot compare replaces what is there: it is for objects whose name says what they hold.
+        """
+        try:
+            return self._put(name, data, "create")
+        except NotImplementedError:
+            return self._put(name, data, "overwrite")
+
+    def replace(self, name: str, data: bytes, old: StoredObject | None) -> bool:
+        """Write an object if what is there is `old`, or nothing (None). Returns False if it is something else.
+
+        Ask `can_replace` before.
+        """
+        return self._put(name, data, "create" if old is None else {"e_tag": old.e_tag})
+
+    def _put(self, name: str, data: bytes | Path, mode: PutMode) -> bool:
+        import obstore
+        from obstore.exceptions import AlreadyExistsError, NotSupportedError, PreconditionError
+
+        unable: Exception
+        try:
+            with self._errors(f"{name} cannot be written"):
+                try:
+                    obstore.put(self._uploads, name, data, mode=mode, use_multipart=False)
+                    return True
+                except (AlreadyExistsError, PreconditionError):
+                    # It may be ours: a first attempt arrived, and its answer was lost.
+                    found = self.read(name) if isinstance(data, bytes) else None
+                    return found is not None and bytes(found.data) == data
+                except (NotImplementedError, NotSupportedError) as error:
+                    if mode == "overwrite":
+                        raise
+                    unable = error
+        except FileNotFoundError as error:
+            if mode in ("overwrite", "create"):
+                raise _problem(self.url, f"{name} cannot be written", error) from error
+            return False  # what should be replaced is gone
+        except RemoteError as error:
+            if error.status != _NOT_IMPLEMENTED or mode == "overwrite":
+                raise
+            unable = error
+        raise NotImplementedError(f"{self.url}: cannot write on a condition") from unable
+
+    @cached_property
+    def can_replace(self) -> bool:
+        """Whether the store compares before it replaces an object. It is tried out, once, on an object of its own."""
+        name = f"{PROBE}{uuid.uuid4().hex}"
+        try:
+            self.put(name, b"1")
+            first = self.read(name)
+            if first is None or first.e_tag is None or not self.replace(name, b"2", first):
+                return False
+            return not self.replace(name, b"3", first)
+        except NotImplementedError:
+            return False
+        finally:
+            self.remove([name])
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove objects. Those that are not there are none to it."""
+        import obstore
+
+        def remove(name: str) -> None:
+            with self._errors(f"{name} cannot be removed"), suppress(FileNotFoundError):
+                obstore.delete(self._store, name)
+
+        for _ in in_threads(remove, names):
+            pass
+
+    # The cache
+
+    def check(self, *, create: bool = False) -> None:
+        """StoreError if there is no cache here; `create` makes one. SchemaError, UnsafeStoreError: see `check_mark`."""
+        found = self.read(MARK)
+        if found is None:
+            if not create:
+                raise StoreError(
+                    f"{self.url}: there is no cache here (no {MARK}). `latentcache push CACHE {self.url}` makes one; "
+                    "check the URL."
+                )
+            self.create(MARK, mark_bytes())
+        else:
+            check_mark(bytes(found.data), f"{self.url}/{MARK}", self.url)
+
+    def packs(self) -> dict[str, int]:
+        """Bytes of each pack, by id."""
+        sizes = {}
+        for name, num_bytes in self.names("packs").items():
+            pack = name.rpartition("/")[2].removesuffix(PACK_SUFFIX)
+            if is_pack_id(pack) and name == pack_name(pack):
+                sizes[pack] = num_bytes
+        return sizes
+
+    def row(self, pack: str, num_bytes: int) -> PackRow:
+        """A pack's layout, keys and digests, by one or two reads. PackError; FileNotFoundError: it is not there."""
+        return row_in(pack, _PackBytes(self, pack, num_bytes))[0]
+
+    def records(self, pack: str, num_bytes: int) -> PackRecords:
+        """As `row`, with the records of the entries."""
+        return records_in(pack, _PackBytes(self, pack, num_bytes))
+
+    def rows(self, packs: Mapping[str, int]) -> Iterator[PackRow]:
+        """The rows of these packs (with their bytes), many read at once, in their order.
+
+        Those that are gone are left out, and those that cannot be used too, with a warning.
+        """
+
+        def read(pack: str) -> PackRow | None:
+            try:
+                return self.row(pack, packs[pack])
+            except FileNotFoundError:
+                return None
+            except PackError as error:
+                logger.warning("%s Its entries are missing.", error)
+                return None
+
+        return filter(None, in_threads(read, packs))
+
+    def ranges(self, pack: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
+        """The bytes of (offset, number of bytes) of a pack, by few requests: neighbours come together.
+
+        PackError if it ends before; FileNotFoundError: it is not there.
+        """
+        import obstore
+
+        starts, lengths = [start for start, _ in ranges], [num for _, num in ranges]
+        with self._errors(f"pack {pack} cannot be read"):
+            found = obstore.get_ranges(self._store, pack_name(pack), starts=starts, lengths=lengths)
+            parts = [memoryview(part) for part in found]
+        for (start, num), part in zip(ranges, parts, strict=True):
+            if len(part) != num:
+                raise PackError(
+                    self._title(pack), f"ends after {start + len(part):,} bytes, {start + num:,} are needed"
+                )
+        return parts
+
+    def chunks(self, pack: str) -> Iterator[bytes]:
+        """The bytes of a pack, one piece after the other. PackError if it ends early; FileNotFoundError."""
+        import obstore
+
+        with self._errors(f"pack {pack} cannot be read"):
+            found = obstore.get(self._store, pack_name(pack))
+            num_bytes, stream = found.meta["size"], iter(found.stream(CHUNK_BYTES))
+        while True:
+            with self._errors(f"pack {pack} cannot be read"):
+                chunk = next(stream, None)
+            if chunk is None:
+                break
+            num_bytes -= len(chunk)
+            yield bytes(chunk)
+        if num_bytes:
+            raise PackError(self._title(pack), f"came with {num_bytes:,} bytes less than it has")
+
+    def send(self, pack: str, path: Path) -> bool:
+        """Send the pack that lies at `path`: others see it whole or not at all. Returns False if it is there already.
+
+        RemoteError if there is one of this id that has another size.
+        """
+        import obstore
+
+        name, num_bytes = pack_name(pack), path.stat().st_size
+        if num_bytes <= WHOLE_BYTES:
+            is_new = self.create(name, path)
+        else:
+            is_new = self._size(name) is None
+            if is_new:
+                with self._errors(f"pack {pack} cannot be sent"):
+                    obstore.put(self._uploads, name, path, use_multipart=True, chunk_size=PART_BYTES)
+        if not is_new and (there := self._size(name) or 0) != num_bytes:
+            step = f"Remove the object {name} there, and run the same again."
+            raise RemoteError(self.url, f"pack {pack} has {there:,} bytes there, and {num_bytes:,} here", step)
+        return is_new
+
+    def _size(self, name: str) -> int | None:
+        import obstore
+
+        with self._errors(f"{name} cannot be read"), suppress(FileNotFoundError):
+            return obstore.head(self._store, name)["size"]
+        return None
+
+    def remove_packs(self, packs: Iterable[str]) -> None:
+        """Remove packs. The caller knows that nobody reads them."""
+        self.remove(map(pack_name, packs))
+
+    def _title(self, pack: str) -> str:
+        return f"{self.url}/{pack_name(pack)}"
+
+
+class _PackBytes(MemoryBytes):
+    """The bytes of a pack of which the first are read, and more when they are needed."""
+
+    def __init__(self, bucket: Bucket, pack: str, num_bytes: int):
+        self._bucket, self._pack = bucket, pack
+        super().__init__(bucket._title(pack), b"")
+        self.num_bytes = num_bytes
+        self._read_to(HEAD_BYTES)
+
+    def _read_to(self, end: int) -> None:
+        start, end = len(self._data), min(end, self.num_bytes)
+        if end > start:
+            (more,) = self._bucket.ranges(self._pack, [(start, end - start)])
+            self._data = memoryview(bytes(self._data) + bytes(more))
+
+    def read(self, offset: int, num_bytes: int) -> memoryview:
+        if offset + num_bytes > len(self._data):
+            self._read_to(offset + 2 * num_bytes)  # what comes next is about as long
+        return super().read(offset, num_bytes)
+
+
+def in_threads(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+    """What `function` returns for each of the items, in their order, by NUM_THREADS threads. Its error ends it."""
+    with ThreadPoolExecutor(NUM_THREADS, "latentcache-bucket") as executor:
+        for _, future in bounded_map(executor, function, items, 2 * NUM_THREADS):
+            yield future.result()
+
+
+def _problem(url: str, what: str, error: Exception) -> RemoteError:
+    """The error for what obstore met: its first line is for people, the rest repeats it."""
+    text = str(error)
+    met = text.partition("\n\nDebug source")[0].partition("<?xml")[0].strip(" :\n")
+    found, reason = _STATUS.search(text), _REASON.search(text)
+    status = None if found is None else int(found[1])
+    if reason is not None:
+        met = f"status {status}: {reason[1]}"
+    step = f"Check the URL, the store's endpoint (AWS_ENDPOINT_URL) and the network, {_RUN_AGAIN}"
+    if status in (_UNAUTHORIZED, _FORBIDDEN) or "169.254.169.254" in text or "Account must be specified" in text:
+        step = (
+            "Give credentials that may do this, as the store's own tools take them: AWS_ACCESS_KEY_ID and "
+            "AWS_SECRET_ACCESS_KEY, GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_NAME and "
+            f"AZURE_STORAGE_ACCOUNT_KEY, or the machine's role; {_RUN_AGAIN}"
+        )
+    elif "NoSuchBucket" in text:
+        step = "Check the URL; the store's own tools make a bucket."
+    elif "BadScheme" in text:
+        step = "Use https, or set AWS_ALLOW_HTTP=true where nobody reads what is sent."
+    return RemoteError(url, f"{what}: {met[:500]}", step, status=status)
