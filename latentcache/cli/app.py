@@ -18,6 +18,7 @@ import latentcache
 from latentcache.cli import commands
 from latentcache.cli.interop_commands import export_foreign, import_foreign
 from latentcache.cli.output import DONE, fail
+from latentcache.cli.remote_commands import REMOTE_COMMANDS
 from latentcache.cli.service_commands import SERVICE_COMMANDS
 from latentcache.errors import LatentCacheError
 
@@ -29,7 +30,7 @@ app = App(
     version=latentcache.__version__,
     result_action="return_value",
 )
-for command in (*commands.COMMANDS, *SERVICE_COMMANDS):
+for command in (*commands.COMMANDS, *SERVICE_COMMANDS, *REMOTE_COMMANDS):
     app.command(command)
 app.command(import_foreign, name="import")
 app.command(export_foreign, name="export")

@@ -10,7 +10,8 @@ from latentcache.errors import EntryDamagedError, EntryMissingError, PackError, 
 from latentcache.remote.http import understood
 from latentcache.remote.remote_store import RemoteStore
 from latentcache.store.base import is_pack_id
-from latentcache.store.pack import read_pack_bytes, row_problem
+from latentcache.store.exchange import problems_of
+from latentcache.store.pack import read_pack_bytes
 from latentcache.store.upkeep import VerifyReport
 
 _MISSING = 404
@@ -111,10 +112,4 @@ def _is_readable(store: RemoteStore, key: str) -> bool:
 def _problems(data: bytes, pack: str) -> tuple[set[str], dict[str, str]]:
     """The keys of a pack, and why entries are not what was stored. PackError."""
     records = read_pack_bytes(data, pack)
-    whole = np.frombuffer(data, np.uint8)
-    names = records.row.names()
-    problems = {}
-    for row, key in enumerate(names):
-        if (problem := row_problem(records, whole, row)) is not None:
-            problems[key] = problem
-    return set(names), problems
+    return set(records.row.names()), dict(problems_of(records, np.frombuffer(data, np.uint8)))

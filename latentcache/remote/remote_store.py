@@ -20,6 +20,7 @@ from latentcache.remote.http import (
     RETRY_S,
     UPLOAD_ANSWER_S,
     UPLOAD_BUSY_S,
+    MakeBody,
     ServiceAnswer,
     ServiceConnection,
     strange_answer,
@@ -129,7 +130,7 @@ class RemoteStore(Store):
             row = write_pack(path, new)
             num_bytes = row.pack.file_bytes
             try:
-                answer = self._put(path, num_bytes)
+                answer = self.put_pack(path.name, lambda: _parts_of(path), num_bytes)
             except RemoteError as error:
                 again = "were encoded and not stored: the next `latentcache precache` encodes them again"
                 next_step = f"{error.next_step} The last {len(new)} entries {again}."
@@ -139,12 +140,12 @@ class RemoteStore(Store):
         with understood(answer) as document:
             return int(document["num_added"]), num_bytes
 
-    def _put(self, path: Path, num_bytes: int) -> ServiceAnswer:
-        """Upload the pack that lies at `path`, whose name is its id."""
+    def put_pack(self, pack: str, body: MakeBody, num_bytes: int) -> ServiceAnswer:
+        """Upload a pack of so many bytes by its id. The service checks it whole before it seals it."""
         return self.http.request(
             "PUT",
-            f"packs/{path.name}",
-            body=lambda: _parts_of(path),
+            f"packs/{pack}",
+            body=body,
             headers={"Content-Type": "application/octet-stream", "Content-Length": str(num_bytes)},
             answer_s=UPLOAD_ANSWER_S,
             busy_s=UPLOAD_BUSY_S,

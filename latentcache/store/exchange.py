@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +20,14 @@ from latentcache.store.pack import (
     PackRecords,
     map_open_pack,
     map_pack,
+    new_pack_id,
+    pack_buffers,
     read_open_records,
     read_pack_bytes,
     row_problem,
+    verified_arrays,
 )
-from latentcache.utils.durable_files import open_regular, sealed_file, write_all
+from latentcache.utils.durable_files import open_regular, sealed_file, write_all, write_past_cache
 
 _WRITE_BYTES = 1 << 20
 
@@ -165,7 +168,42 @@ def checked_pack(path: Path, fd: int) -> PackRecords:
     """The records of an open pack that is to lie at `path`. PackError unless every byte that counts is as it was."""
     records = read_open_records(path, fd)
     data = map_open_pack(path, fd, records.row.pack.file_bytes)
+    for key, problem in problems_of(records, data):
+        raise PackError(path, f"entry {key}: {problem}")
+    return records
+
+
+def problems_of(records: PackRecords, data: np.ndarray) -> Iterator[tuple[str, str]]:
+    """The entries of a pack that are not what was stored: key and reason. `data` has the pack's bytes (uint8, flat)."""
     for at, key in enumerate(records.row.names()):
         if (problem := row_problem(records, data, at)) is not None:
-            raise PackError(path, f"entry {key}: {problem}")
-    return records
+            yield key, problem
+
+
+def part_of(records: PackRecords, data: np.ndarray, keys: Collection[str]) -> tuple[PackRecords, bytes]:
+    """A new pack, in memory, of these entries of another one, of which `problems_of` says nothing."""
+    names = {key: at for at, key in enumerate(records.row.names()) if key in keys}
+    entries = []
+    for key, at in names.items():
+        location = records.row.location(at)
+        found = verified_arrays(data, key, location)
+        if isinstance(found, str):
+            raise PackError(records.row.pack.id, f"entry {key}: {found}")
+        entries.append(StoredEntry(key, records.json(at), location, found))
+    pack = new_pack_id()
+    copy = b"".join(pack_buffers(pack, entries)[2])
+    return read_pack_bytes(copy, pack), copy
+
+
+def take_checked(store: DiskStore, records: PackRecords, data: bytes | memoryview) -> int:
+    """Write a pack that is in memory, and in which `problems_of` finds nothing, and seal it.
+
+    Returns how many entries are new. As `take_pack`.
+    """
+    path = store.directory.new_pack_path(records.row.pack.id)
+    with ExitStack() as held:
+        with sealed_file(path, len(data)) as fd:
+            write_past_cache(fd, [data])
+            # From here on upkeep must not see a pack that the index does not know.
+            held.enter_context(store.lock("taking a pack", shared=True))
+        return store.catalog.seal(records.row)

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
+from typing_extensions import override
 
 from latentcache.errors import PackError
 from latentcache.store.base import ALIGNMENT, DTYPES, flat_bytes
@@ -31,6 +32,9 @@ MAX_HEADER_BYTES = 1 << 20
 
 MAX_TENSORS = 1 << 13
 """Of a pack: each column may have its offsets, and a gap before each."""
+
+_HEAD_BYTES = 64 << 10
+"""Fetched first of a pack that is elsewhere: its header, and the keys and digests of a thousand entries."""
 
 _SAFETENSORS_DTYPES = {
     "bool": "BOOL",
@@ -166,11 +170,35 @@ class MemoryBytes:
             with tempfile.TemporaryFile() as file:
                 fd = os.dup(file.fileno())
         try:
-            write_all(fd, self._data[:head_bytes])
+            write_all(fd, self.read(0, min(head_bytes, self.num_bytes)))
             os.ftruncate(fd, self.num_bytes)
             yield f"/dev/fd/{fd}"
         finally:
             os.close(fd)
+
+
+class RangedBytes(MemoryBytes):
+    """As `MemoryBytes`, of bytes that are elsewhere: the first are fetched, and more when they are needed.
+
+    `fetch(offset, number)` brings them. PackError if it brings fewer.
+    """
+
+    def __init__(self, path: Path | str, num_bytes: int, fetch: Callable[[int, int], bytes | memoryview]):
+        super().__init__(path, b"")
+        self.num_bytes, self._fetch = num_bytes, fetch
+        self._fetch_to(_HEAD_BYTES)
+
+    def _fetch_to(self, end: int) -> None:
+        start, end = len(self._data), min(end, self.num_bytes)
+        if end > start:
+            more = _whole(self.path, bytes(self._fetch(start, end - start)), start, end - start)
+            self._data = memoryview(bytes(self._data) + more)
+
+    @override
+    def read(self, offset: int, num_bytes: int) -> memoryview:
+        if offset + num_bytes > len(self._data):
+            self._fetch_to(offset + 2 * num_bytes)  # what comes next is about as long
+        return super().read(offset, num_bytes)
 
 
 def _whole(path: Path | str, data: _Bytes, offset: int, num_bytes: int) -> _Bytes:

@@ -1,0 +1,111 @@
+"""What packs and manifests move between: the directory of a cache, or a service."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Protocol
+
+from typing_extensions import override
+
+from latentcache.cache_config import location_of
+from latentcache.dataset.manifest import ManifestFolder, ManifestMemory, Manifests
+from latentcache.errors import StoreError
+from latentcache.store.base import Closing
+from latentcache.store.disk import DiskStore
+from latentcache.store.exchange import take_checked
+from latentcache.store.pack import PackRecords, map_pack, read_row
+
+
+class Place(Closing, Protocol):
+    """Packs, and the manifests over them. `name` is how a user calls it. Threads may share it.
+
+    StoreError where something cannot be done now; RemoteError where what is far away does not answer.
+    """
+
+    name: str
+    manifests: Manifests
+
+    def packs(self) -> dict[str, int]:
+        """The bytes of each pack that is there now, by its id."""
+
+    def keys_of(self, pack: str) -> list[str]:
+        """The entries of a pack that are in use. FileNotFoundError if it is gone, PackError for what is no pack."""
+
+    def find(self, keys: Iterable[str]) -> set[str]:
+        """Those of the keys whose entries are there, and not known as damaged."""
+
+    def read(self, pack: str) -> bytes | memoryview:
+        """The bytes of a pack, unchecked. FileNotFoundError if it is gone."""
+
+    def take(self, records: PackRecords, data: bytes | memoryview) -> None:
+        """Store a pack, as a whole or not at all. The caller has compared its bytes, `data`, with its digests."""
+
+
+class DirectoryPlace(Place):
+    """The directory of a cache. `is_target`: it is written, and made if it is not there.
+
+    With `dry_run` nothing is made or written: what is not there holds nothing.
+    """
+
+    def __init__(self, path: Path, *, is_target: bool, dry_run: bool = False):
+        self.name = str(path)
+        self._store: DiskStore | None = None
+        self.manifests: Manifests = ManifestMemory()
+        if not is_target or not dry_run or path.exists():
+            self._store = DiskStore(path, read_only=dry_run or not is_target, create=is_target)
+            self.manifests = ManifestFolder(self._store.directory.manifests)
+
+    @property
+    def _disk(self) -> DiskStore:
+        if self._store is None:
+            raise StoreError(f"{self.name}: there is no cache here")
+        return self._store
+
+    @override
+    def packs(self) -> dict[str, int]:
+        if self._store is None:
+            return {}
+        self._store.catalog.reload()
+        return {pack: layout.file_bytes for pack, layout in self._store.catalog.table.packs.copy().items()}
+
+    @override
+    def keys_of(self, pack: str) -> list[str]:
+        names = read_row(self._disk.directory.pack_path(pack)).names()
+        places = self._disk.catalog.table.look_up(names)
+        return [key for key, place in zip(names, places, strict=True) if place is not None and place.pack.id == pack]
+
+    @override
+    def find(self, keys: Iterable[str]) -> set[str]:
+        return set() if self._store is None else self._store.find(keys)
+
+    @override
+    def read(self, pack: str) -> memoryview:
+        # Only what the index says: what may follow a pack's own bytes is not sent.
+        num_bytes = self._disk.catalog.table.packs[pack].file_bytes
+        return map_pack(self._disk.directory.pack_path(pack), num_bytes).data
+
+    @override
+    def take(self, records: PackRecords, data: bytes | memoryview) -> None:
+        take_checked(self._disk, records, data)
+
+    def close(self) -> None:
+        """Release the directory."""
+        if self._store is not None:
+            self._store.close()
+
+
+def open_place(location: str | Path, *, is_target: bool, dry_run: bool = False) -> Place:
+    """The place that a user names: a directory, or the URL of a service. `is_target`: packs are to be sent to it.
+
+    StoreError for what is no cache, and no place for one. ReadOnlyError for a target that cannot be written.
+    """
+    found = location_of(location)
+    if isinstance(found, Path):
+        return DirectoryPlace(found, is_target=is_target, dry_run=dry_run)
+    from latentcache.remote.service_place import ServicePlace  # this imports urllib3, which only a service needs
+
+    place = ServicePlace(found)
+    if is_target and not dry_run:
+        place.check_writable()
+    return place

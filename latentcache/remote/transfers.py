@@ -1,0 +1,304 @@
+"""Transfers: packs and manifests that one place has and another lacks. Whole packs move, and keys stay.
+
+Nothing is written before it was compared with its digests, and a manifest is written last, when all of its entries are
+there. So a transfer that died is repeated by the same command, which moves what is missing.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from latentcache.dataset.manifest import Manifest
+from latentcache.errors import (
+    DatasetError,
+    PackError,
+    ReadOnlyError,
+    RemoteError,
+    StorageFullError,
+    StoreBusyError,
+    StoreError,
+)
+from latentcache.remote.places import Place, open_place
+from latentcache.store.exchange import part_of, problems_of
+from latentcache.store.pack import read_pack_bytes
+from latentcache.utils.concurrency import bounded_map
+from latentcache.utils.progress import Progress
+
+NUM_THREADS = 8
+"""Packs on their way at once: each is in memory as a whole, some 64 MiB."""
+MANIFEST_ATTEMPTS = 8
+"""To merge a manifest, where another client replaces it in the middle each time."""
+
+Location = str | Path
+
+
+@dataclass(slots=True)
+class TransferReport:
+    """What moved from `source` to `target` or, with `dry_run`, what would. `refused`: pack or manifest -> reason."""
+
+    source: str
+    target: str
+    dry_run: bool
+    num_packs: int = 0
+    num_bytes: int = 0
+    num_there: int = 0
+    """Packs whose entries were there already: by the pack's id, or in other packs."""
+    num_left: int = 0
+    """Packs with nothing of the manifests that were chosen."""
+    manifests: list[str] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing was refused."""
+        return not self.refused
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as JSON."""
+        return asdict(self) | {"ok": self.ok}
+
+    def to_text(self) -> str:
+        """The report for people."""
+        would = "would move " if self.dry_run else "moved      "
+        lines = [
+            f"{self.source} -> {self.target}",
+            f"{would} {self.num_packs} packs, {self.num_bytes:,} bytes",
+            f"there       {self.num_there} packs",
+        ]
+        if self.num_left:
+            lines.append(f"left        {self.num_left} packs, which the manifests do not need")
+        lines.append(f"manifests   {', '.join(self.manifests) or 'none that differs'}")
+        lines += [f"refused     {name}: {reason}" for name, reason in self.refused.items()]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a pack: the bytes that were sent, 0 if none had to be; None: nothing of it is wanted."""
+
+    num_bytes: int | None
+    refused: str | None = None
+
+
+class Move:
+    """One direction between two open places. `names`: only what these manifests need; none: all that there is.
+
+    A manifest that the target has too is merged with it (`merged`), or replaced with `replace`.
+    """
+
+    def __init__(self, source: Place, target: Place, *, dry_run: bool = False, replace: bool = False):
+        self.source, self.target, self.dry_run, self.replace = source, target, dry_run, replace
+        self.report = TransferReport(source.name, target.name, dry_run)
+        self._there: dict[str, int] = {}
+
+    def run(self, names: Sequence[str] = (), progress: Progress | None = None) -> TransferReport:
+        """Move packs, then manifests. What is refused is in the report; errors of a place as a whole are raised."""
+        progress = progress or Progress()
+        manifests = self._manifests(names)
+        # After the manifests: what they name was sealed before they were written.
+        packs, self._there = self.source.packs(), self.target.packs()
+        new = sorted(packs.keys() - self._there.keys())
+        wanted = {key for manifest in manifests for key in manifest.keys()} if names else None
+        self.report.num_there = len(packs) - len(new)
+        progress.start("move packs", len(new))
+        for outcome in self._outcomes(new, packs, wanted):
+            self.report.num_left += outcome.num_bytes is None
+            self.report.num_there += outcome.num_bytes == 0 and outcome.refused is None
+            progress.advance()
+        progress.finish()
+        shared = sorted(packs.keys() & self._there.keys())
+        for manifest in manifests:
+            try:
+                self._move_manifest(manifest, shared, packs)
+            except DatasetError as error:
+                self.report.refused[manifest.name] = str(error)
+        return self.report
+
+    # Packs
+
+    def _outcomes(
+        self, chosen: Collection[str], sizes: dict[str, int], wanted: Collection[str] | None
+    ) -> Iterator[Outcome]:
+        """Move these packs, several at a time, and count what was moved and refused."""
+        move = partial(self._move, sizes, wanted)
+        with (
+            ThreadPoolExecutor(NUM_THREADS, "latentcache-transfer") as executor,
+            closing(bounded_map(executor, move, chosen, 2 * NUM_THREADS)) as moved,
+        ):
+            for pack, future in moved:
+                outcome = future.result()
+                if outcome.refused is not None:
+                    self.report.refused[pack] = outcome.refused
+                if outcome.num_bytes:
+                    self.report.num_packs += 1
+                    self.report.num_bytes += outcome.num_bytes
+                yield outcome
+
+    def _move(self, sizes: dict[str, int], wanted: Collection[str] | None, pack: str) -> Outcome:
+        """Move what is wanted of a pack and not there. Errors that other packs would have too are raised."""
+        try:
+            keys = self.source.keys_of(pack)
+            if wanted is not None:
+                keys = [key for key in keys if key in wanted]
+                if not keys:
+                    return Outcome(None)
+            missing = set(keys) - self.target.find(keys)
+            if not missing:
+                return Outcome(0)
+            return Outcome(sizes[pack]) if self.dry_run else self._send(pack, missing)
+        except (StorageFullError, ReadOnlyError, StoreBusyError):
+            raise
+        except FileNotFoundError:
+            return Outcome(0, "is gone since it was listed: run the same command again, which finds where it is now")
+        except StoreError as error:
+            if isinstance(error, RemoteError) and error.kind != PackError.__name__:
+                raise
+            return Outcome(0, str(error))
+
+    def _send(self, pack: str, missing: set[str]) -> Outcome:
+        """Send a pack whole, or a new one with what is missing: where some of it is damaged, or its id is taken."""
+        for is_last in (False, True):  # what was damaged on its way comes whole the second time
+            data = self.source.read(pack)
+            array = np.frombuffer(data, np.uint8)
+            try:
+                records = read_pack_bytes(data, pack)
+            except PackError:
+                if is_last:
+                    raise
+                continue
+            problems = dict(problems_of(records, array))
+            if not problems:
+                break
+        good = missing - problems.keys()
+        reason = None
+        if missing & problems.keys():
+            key, problem = next((key, problem) for key, problem in problems.items() if key in missing)
+            others = f" and {len(problems) - 1} others" if len(problems) > 1 else ""
+            reason = (
+                f"entry {key}{others}: {problem}. `latentcache verify {self.source.name}` marks what is damaged, and "
+                "`latentcache precache CONFIG` encodes it again; the rest of the pack was sent"
+            )
+        if not problems and pack not in self._there:
+            self.target.take(records, data)
+            return Outcome(len(data))
+        if not good:
+            return Outcome(0, reason)
+        part, copy = part_of(records, array, good)
+        self.target.take(part, copy)
+        return Outcome(len(copy), reason)
+
+    # Manifests
+
+    def _manifests(self, names: Sequence[str]) -> list[Manifest]:
+        """The source's manifests; the target notes those that will change. StoreError for a name that is unknown."""
+        known = self.source.manifests.names()
+        if unknown := sorted(set(names) - set(known)):
+            there = ", ".join(known) or "none"
+            raise StoreError(f"{self.source.name}: has no manifest {unknown[0]!r}; there are: {there}")
+        found = []
+        for name in names or known:
+            try:
+                manifest = self.source.manifests.read(name)
+                if manifest is not None:
+                    if self._changed(manifest) is not None and not self.dry_run:
+                        self.target.manifests.begin(name)
+                    found.append(manifest)
+            except DatasetError as error:
+                self.report.refused[name] = str(error)
+        return found
+
+    def _changed(self, manifest: Manifest) -> Manifest | None:
+        """What the target's manifest is to be, or None if it is that already. DatasetError if it cannot be."""
+        try:
+            theirs = self.target.manifests.read(manifest.name)
+        except DatasetError:
+            if not self.replace:
+                raise
+            theirs = None
+        new = manifest if theirs is None or self.replace else merged(theirs, manifest)
+        return None if new == theirs else new
+
+    def _move_manifest(self, manifest: Manifest, shared: Sequence[str], sizes: dict[str, int]) -> None:
+        """Bring the manifest to the target, when all of its entries are there. DatasetError if it is refused."""
+        missing = self._missing(manifest)
+        if missing and not self.dry_run:
+            # Of packs that are there, and of which the target has lost these entries.
+            for _ in self._outcomes(shared, sizes, missing):
+                pass
+            missing = self._missing(manifest)
+        if self.dry_run:
+            missing -= self.source.find(missing)
+        if missing:
+            row = next(row for row in manifest.rows.values() if not missing.isdisjoint(row.keys()))
+            raise DatasetError(
+                f"{self.source.name}, manifest {manifest.name}",
+                f"{len(missing):,} of its entries are neither here nor at {self.target.name}, one of sample "
+                f"{row.sample_id!r:.120}. `latentcache precache CONFIG` makes them; then run the same command again",
+            )
+        written: list[Manifest | None] = [self._changed(manifest)] if self.dry_run else []
+
+        def make() -> Manifest | None:
+            written[:] = [self._changed(manifest)]
+            return written[0]
+
+        for attempt in range(0 if self.dry_run else MANIFEST_ATTEMPTS):
+            try:
+                self.target.manifests.update(make)
+                break
+            except StoreBusyError:  # another client replaced it since it was read: it is merged with that one
+                if attempt == MANIFEST_ATTEMPTS - 1:
+                    raise
+                time.sleep(random.uniform(0.0, 0.05 * 2**attempt))
+        if written[0] is not None:
+            self.report.manifests.append(manifest.name)
+
+    def _missing(self, manifest: Manifest) -> set[str]:
+        keys = manifest.keys()
+        return keys - self.target.find(keys)
+
+
+def merged(theirs: Manifest, ours: Manifest) -> Manifest:
+    """The samples of both; of a sample in both ours, unless we refused what they encoded from the same image.
+
+    DatasetError where the two were made in different ways: one list cannot say both.
+    """
+    parts = {"role": "role", "repeats": "repeats", "common": "encoding"}
+    differ = [label for name, label in parts.items() if getattr(theirs, name) != getattr(ours, name)]
+    if differ:
+        raise DatasetError(
+            f"manifest {ours.name}",
+            f"the one that is there has another {' and another '.join(differ)}, and one list cannot say both. Give "
+            "--replace to put this one in its place",
+        )
+    rows = dict(theirs.rows)
+    for sample_id, row in ours.rows.items():
+        before = rows.get(sample_id)
+        if before is None or row.refusal is None or before.refusal is not None or row.source != before.source:
+            rows[sample_id] = row
+    return Manifest(theirs.name, theirs.role, theirs.repeats, theirs.common, rows)
+
+
+def transfer(
+    source: Location,
+    target: Location,
+    *,
+    manifests: Sequence[str] = (),
+    replace: bool = False,
+    dry_run: bool = False,
+    progress: Progress | None = None,
+) -> TransferReport:
+    """Move what `source` has and `target` lacks: all of it, or what these `manifests` need. Places: `open_place`."""
+    with ExitStack() as stack:
+        first = stack.enter_context(open_place(source, is_target=False))
+        second = stack.enter_context(open_place(target, is_target=True, dry_run=dry_run))
+        return Move(first, second, dry_run=dry_run, replace=replace).run(manifests, progress)

@@ -1,0 +1,263 @@
+"""Packs and manifests that move between directories: what moves, what does not, what is refused, and by which name."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.pack_damage import damage
+from remote.remote_samples import entries_of, make_manifest
+
+from latentcache.dataset.manifest import CaptionRef, Manifest, ManifestFolder
+from latentcache.errors import DatasetError, StorageFullError, StoreError
+from latentcache.identity import key_of
+from latentcache.remote.places import open_place
+from latentcache.remote.transfers import merged, transfer
+from latentcache.store import DiskStore
+from latentcache.store.upkeep import compact, rebuild, verify
+from latentcache.types import Refusal
+
+Run = Callable[..., Any]
+
+
+def fill(path: Path, numbers: range, name: str | None = "photos", per_pack: int = 8) -> Path:
+    """A cache of these samples, of so many in each pack, with a manifest of them."""
+    with DiskStore(path) as store:
+        for first in range(numbers.start, numbers.stop, per_pack):
+            store.add(entry for n in range(first, min(first + per_pack, numbers.stop)) for entry in entries_of(n))
+    if name is not None:
+        rows = make_manifest(num_samples=numbers.stop).rows
+        kept = {f"{n}.png": rows[f"{n}.png"] for n in numbers}
+        ManifestFolder(path / "manifests").write(replace(make_manifest(name), rows=kept))
+    return path
+
+
+def packs_of(path: Path) -> dict[str, bytes]:
+    return {each.stem: each.read_bytes() for each in path.glob("packs/*/*.safetensors")}
+
+
+def manifest_of(path: Path, name: str = "photos") -> Manifest | None:
+    return ManifestFolder(path / "manifests").read(name)
+
+
+def key_of_image(number: int) -> str:
+    return entries_of(number)[0].record.key
+
+
+def check(path: Path, numbers: range) -> None:
+    """The cache has these samples, to the last bit, and nothing is wrong with it."""
+    with DiskStore(path, create=False) as store:
+        for number in numbers:
+            for entry in entries_of(number):
+                found = store.get(entry.record.key)
+                assert found.record.identity == entry.record.identity
+                assert all(found.tensors[name].equal(tensor) for name, tensor in entry.tensors.items())
+    assert verify(path).ok
+
+
+def test_what_is_missing_moves_whole_and_once(tmp_path: Path) -> None:
+    source, target = fill(tmp_path / "a", range(32)), tmp_path / "b"
+    report = transfer(source, target)
+    assert report.ok and report.num_packs == 4 and report.manifests == ["photos"]
+    assert packs_of(target) == packs_of(source) and report.num_bytes == sum(map(len, packs_of(source).values()))
+    assert manifest_of(target) == manifest_of(source)
+    check(target, range(32))
+    again = transfer(source, target)
+    assert (again.num_packs, again.num_bytes, again.num_there, again.manifests) == (0, 0, 4, [])
+    assert ManifestFolder(target / "manifests").unfinished() == {}
+    fill(source, range(40))
+    more = transfer(source, target)
+    assert (more.num_packs, more.num_there, more.manifests) == (1, 4, ["photos"])
+    check(target, range(40))
+    assert rebuild(target).num_entries == 45, "the packs alone are the cache"
+
+
+def test_a_dry_run_says_so_and_makes_nothing(tmp_path: Path) -> None:
+    source, target = fill(tmp_path / "a", range(16)), tmp_path / "b"
+    planned = transfer(source, target, dry_run=True)
+    assert not target.exists()
+    done = transfer(source, target)
+    assert (planned.num_packs, planned.num_bytes, planned.manifests) == (done.num_packs, done.num_bytes, done.manifests)
+    fill(source, range(24))
+    planned, before = transfer(source, target, dry_run=True), packs_of(target)
+    assert (planned.num_packs, planned.num_there, planned.manifests) == (1, 2, ["photos"]) and packs_of(
+        target
+    ) == before
+
+
+def test_only_what_a_manifest_needs(tmp_path: Path) -> None:
+    source = fill(tmp_path / "a", range(16), "first")
+    fill(source, range(16, 32), "second")
+    report = transfer(source, tmp_path / "b", manifests=["second"])
+    assert (report.num_packs, report.num_left, report.manifests) == (2, 2, ["second"])
+    assert ManifestFolder(tmp_path / "b" / "manifests").names() == ["second"]
+    check(tmp_path / "b", range(16, 32))
+    with pytest.raises(StoreError, match=r"no manifest 'third'; there are: first, second"):
+        transfer(source, tmp_path / "b", manifests=["first", "third"])
+
+
+def test_entries_that_lie_in_other_packs_are_not_sent(tmp_path: Path) -> None:
+    source, target = fill(tmp_path / "a", range(32)), tmp_path / "b"
+    transfer(source, target)
+    compact(target)
+    assert packs_of(target).keys().isdisjoint(packs_of(source))
+    report = transfer(source, target)
+    assert (report.num_packs, report.num_there) == (0, 4)
+    assert transfer(target, source).num_packs == 0
+
+
+def test_caches_of_several_workers_become_one(tmp_path: Path, run_json: Run) -> None:
+    parts = [fill(tmp_path / f"{first}", range(first, first + 16)) for first in (0, 8, 24)]
+    code, document = run_json("merge", tmp_path / "all", *parts)
+    assert code == 0 and document["ok"]
+    assert [each["num_packs"] for each in document["transfers"]] == [2, 1, 2], "a pack that is there in another is not"
+    whole = manifest_of(tmp_path / "all")
+    assert whole is not None and set(whole.rows) == {f"{n}.png" for n in range(40)}
+    check(tmp_path / "all", range(40))
+
+
+def test_a_sample_in_both_manifests(tmp_path: Path) -> None:
+    """The later one counts, but for a refusal of what was encoded from the same image."""
+    ours, theirs = make_manifest("photos", 4), make_manifest("photos", 3)
+    changed = replace(theirs.rows["1.png"], captions=(CaptionRef("another", key_of_image(9)),))
+    refusal = Refusal("2.png", "2.png", "decode", "out of memory")
+    mine = replace(ours, rows={**ours.rows, "2.png": replace(ours.rows["2.png"], images=(), refusal=refusal)})
+    both = merged(replace(theirs, rows={**theirs.rows, "1.png": changed}), mine)
+    assert both.rows["1.png"] == ours.rows["1.png"] and both.rows["2.png"] == theirs.rows["2.png"]
+    assert set(both.rows) == {f"{n}.png" for n in range(4)}
+    other_image = replace(mine.rows["2.png"], source="0" * 64)
+    assert merged(theirs, replace(mine, rows={"2.png": other_image})).rows["2.png"] == other_image
+    with pytest.raises(DatasetError, match=r"another role.*--replace"):
+        merged(theirs, replace(ours, role="validation"))
+
+
+def test_manifests_of_other_encodings_are_not_mixed(tmp_path: Path, run: Run) -> None:
+    source, target = fill(tmp_path / "a", range(8)), fill(tmp_path / "b", range(8, 16))
+    other = replace(make_manifest("photos", 8), common={**make_manifest().common, "salt": "other"})
+    ManifestFolder(source / "manifests").write(other)
+    code, out, _ = run("push", source, target)
+    assert code == 1 and "another encoding" in out and "--replace" in out and "refused     photos" in out
+    assert manifest_of(target) == manifest_of(fill(tmp_path / "c", range(8, 16)))
+    assert run("push", source, target, "--replace")[0] == 0
+    assert manifest_of(target) == other
+
+
+def test_both_have_all_after_a_sync(tmp_path: Path, run_json: Run) -> None:
+    a, b = fill(tmp_path / "a", range(16)), fill(tmp_path / "b", range(16, 32))
+    code, document = run_json("sync", a, b)
+    assert code == 0 and [each["num_packs"] for each in document["transfers"]] == [2, 2]
+    assert packs_of(a) == packs_of(b) and manifest_of(a) is not None
+    assert manifest_of(a).rows == manifest_of(b).rows  # type: ignore[union-attr]
+    check(a, range(32))
+    code, document = run_json("sync", a, b)
+    assert [each["num_packs"] for each in document["transfers"]] == [0, 0]
+
+
+def test_a_pack_that_is_damaged_at_its_source(tmp_path: Path, run_json: Run) -> None:
+    source, target = fill(tmp_path / "a", range(32)), tmp_path / "b"
+    [image, _] = entries_of(3)
+    damage(source, image.tensors["moments"].numpy().tobytes())
+    code, report = run_json("push", source, target)
+    ((name, reason), (manifest, lacks)) = report["refused"].items()
+    assert code == 1 and name in packs_of(source) and key_of_image(3) in reason and "latentcache verify" in reason
+    assert manifest == "photos" and "1 of its entries" in lacks and "'3.png'" in lacks
+    assert report["manifests"] == [] and manifest_of(target) is None
+    with DiskStore(target) as store:
+        assert store.find([entry.record.key for n in range(32) for entry in entries_of(n)]) == {
+            entry.record.key for n in range(32) for entry in entries_of(n) if entry.record.key != key_of_image(3)
+        }
+    # What `verify` and `precache` do: the entry is marked, and encoded again.
+    assert not verify(source).ok
+    with DiskStore(source) as store:
+        store.add([image])
+    code, report = run_json("push", source, target)
+    assert code == 0 and report["num_packs"] == 1 and report["manifests"] == ["photos"]
+    check(target, range(32))
+
+
+def test_a_file_that_is_no_pack_does_not_stop_the_rest(tmp_path: Path, run_json: Run) -> None:
+    source, target = fill(tmp_path / "a", range(32)), tmp_path / "b"
+    first, *_ = packs = sorted(source.glob("packs/*/*.safetensors"))
+    first.write_bytes(first.read_bytes()[:100])
+    code, report = run_json("push", source, target)
+    assert code == 1 and first.stem in report["refused"] and report["num_packs"] == len(packs) - 1
+    assert packs_of(target).keys() == {each.stem for each in packs[1:]}
+
+
+def test_what_the_target_lost_comes_back(tmp_path: Path) -> None:
+    source, target = fill(tmp_path / "a", range(16)), tmp_path / "b"
+    transfer(source, target)
+    [image, _] = entries_of(3)
+    damage(target, image.tensors["moments"].numpy().tobytes())
+    assert verify(target).damaged.keys() == {image.record.key}
+    report = transfer(source, target)
+    assert report.ok and report.num_packs == 1 and report.num_bytes < 10_000, "that entry alone"
+    check(target, range(16))
+    assert transfer(source, target).num_packs == 0
+
+
+def test_a_full_disk_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target = fill(tmp_path / "a", range(16)), tmp_path / "b"
+    DiskStore(target).close()
+    real = os.write
+
+    def full(fd: int, data: bytes) -> int:
+        if len(data) > 4096:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(fd, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        with pytest.raises(StorageFullError, match="free some space"):
+            transfer(source, target)
+    assert packs_of(target) == {} and not list(target.rglob("*.tmp"))
+    assert transfer(source, target).ok
+    check(target, range(16))
+
+
+def test_a_source_is_not_written(tmp_path: Path) -> None:
+    source = fill(tmp_path / "a", range(8))
+    before = {path: path.stat().st_mtime_ns for path in source.rglob("*") if path.is_file()}
+    transfer(source, tmp_path / "b")
+    assert before == {path: path.stat().st_mtime_ns for path in source.rglob("*") if path.is_file()}
+    with pytest.raises(StoreError, match="there is no cache here"):
+        transfer(tmp_path / "absent", tmp_path / "b")
+
+
+def test_what_a_pack_has_beyond_its_index_stays(tmp_path: Path) -> None:
+    """An entry that was removed moves with its pack: packs move whole."""
+    source = fill(tmp_path / "a", range(8), None)
+    with DiskStore(source) as store:
+        store.remove([key_of_image(2)])
+    with open_place(source, is_target=False) as place:
+        (pack,) = place.packs()
+        assert key_of_image(2) not in place.keys_of(pack) and len(place.keys_of(pack)) == 8
+    transfer(source, tmp_path / "b")
+    with DiskStore(tmp_path / "b") as store:
+        assert store.find([key_of_image(2)])
+
+
+def test_entries_go_by_key_not_by_name(tmp_path: Path) -> None:
+    """A pack whose file was swapped for another one is what it holds, and its keys follow from its records."""
+    source, other = fill(tmp_path / "a", range(8)), fill(tmp_path / "other", range(8, 16), None)
+    (pack,), (swapped,) = source.glob("packs/*/*.safetensors"), other.glob("packs/*/*.safetensors")
+    shutil.copy(swapped, pack)
+    report = transfer(source, tmp_path / "b")
+    assert not report.ok and "photos" in report.refused and manifest_of(tmp_path / "b") is None
+    assert key_of({"kind": "image", "served": 3}) == key_of_image(3)
+
+
+def test_commands_say_what_is_wrong(tmp_path: Path, run: Run) -> None:
+    code, _, err = run("merge", tmp_path / "all")
+    assert code == 2 and "which caches?" in err
+    code, _, err = run("sync", tmp_path / "a", tmp_path / "b", "--replace")
+    assert code == 2 and "use push or pull" in err
+    fill(tmp_path / "a", range(8))
+    code, out, _ = run("pull", tmp_path / "a", tmp_path / "b", "--dry-run")
+    assert code == 0 and "would move  1 packs" in out and not (tmp_path / "b").exists()
