@@ -18,7 +18,7 @@ from packaging.version import InvalidVersion, Version
 
 from latentcache.devices.placement import device_named, free_memory
 from latentcache.doctor.deepspeed import examine_deepspeed_config
-from latentcache.doctor.diagnosis import Diagnosis, Finding
+from latentcache.doctor.diagnosis import Diagnosis, Finding, Level
 from latentcache.errors import DeviceError
 from latentcache.provenance import installed_versions
 from latentcache.store.index import JOURNAL_MODE, SQLITE_VERSION
@@ -38,13 +38,17 @@ LITTLE_BYTES = 1_000_000_000
 
 
 class BadRange(NamedTuple):
-    """Versions of a package that fail, the version to install, why they fail, and the source of that."""
+    """Versions of a package that fail, the version to install, why they fail, and the source of that.
+
+    `level` is that of the finding: a note where only some uses fail, which this cannot see.
+    """
 
     package: str
     specifier: str
     fixed: str
     reason: str
     source: str
+    level: Level = "error"
 
 
 BAD_RANGES = (
@@ -53,11 +57,13 @@ BAD_RANGES = (
         "https://github.com/pytorch/pytorch/pull/102619",
     ),
     BadRange("torch", "<2.6", "2.6", "latentcache is written for torch>=2.6", "pyproject.toml"),
-    BadRange("diffusers", "<0.42", "0.42",
-        "a pipeline whose parts lie on several devices fails, e.g. a UNet on the GPU with its text encoders on the CPU",
-        "https://github.com/huggingface/diffusers/pull/14383",
-    ),
     BadRange("diffusers", "<0.39", "0.42", "latentcache is written for diffusers>=0.39", "pyproject.toml"),
+    BadRange("diffusers", "<0.42", "0.42",
+        "works, but a pipeline of your own whose parts lie on several devices fails, e.g. a UNet on the GPU with its text "
+        "encoders on the CPU",
+        "https://github.com/huggingface/diffusers/pull/14383",
+        "note",
+    ),
     BadRange("transformers", "<5.0", "5.0",
         "latentcache reads CLIP text encoders as transformers 5 builds them (without `text_model`)",
         "pyproject.toml",
@@ -124,7 +130,7 @@ def check_versions(installed: Mapping[str, str]) -> Iterator[Finding]:
         for bad in BAD_RANGES:
             if bad.package == name and SpecifierSet(bad.specifier).contains(number, prereleases=True):
                 remedy = f"install {name}>={bad.fixed}"
-                yield Finding("error", name, f"{text}: {bad.reason} ({bad.source})", remedy)
+                yield Finding(bad.level, name, f"{text}: {bad.reason} ({bad.source})", remedy)
                 break
         else:
             yield Finding("ok", name, text)
