@@ -90,13 +90,21 @@ class GalleryPage:
 
 
 class Gallery:
-    """Finds samples. Threads may share it. Numbers of samples count through all datasets that are shown."""
+    """Finds samples. Threads may share it. Numbers of samples count through all datasets that are shown.
 
-    def __init__(self, store: Store, views: ManifestViews):
-        self.store, self.views = store, views
+    Without `sees_photos` it looks at no photo's file, so no sample is stale: whoever may write manifests chooses their
+    paths.
+    """
+
+    def __init__(self, store: Store, views: ManifestViews, *, sees_photos: bool):
+        self.store, self.views, self._sees_photos = store, views, sees_photos
+        self.states = {state: words for state, words in STATES.items() if state != "stale" or sees_photos}
+        """Those that a sample may be found in, in words."""
 
     def page(self, filters: Filters, start: int = 0) -> GalleryPage:
-        """PAGE_SIZE samples that match, from number `start` on. DatasetError, StoreError."""
+        """PAGE_SIZE samples that match, from number `start` on. ConfigError, DatasetError, StoreError."""
+        if filters.state == "stale" and not self._sees_photos:
+            raise ConfigError("which photos changed is known where they are shown: start the server with --photos")
         names = [filters.dataset] if filters.dataset else self.views.dataset_names()
         if filters.is_empty and start == 0 and not all(map(self.views.known, names)):
             return self._first_page(names)
@@ -147,7 +155,7 @@ class Gallery:
             case "unverified":
                 return ["unverified" if row.refusal is None and not row.is_verified else None for row in rows]
             case "stale":
-                return ["stale" if is_stale(row, written) else None for row in rows]
+                return ["stale" if self._is_stale(row, written) else None for row in rows]
             case "refused":
                 return ["refused" if row.refusal is not None else None for row in rows]
             case _:
@@ -168,7 +176,10 @@ class Gallery:
 
     def _tiles(self, shown: Sequence[tuple[ManifestHead | ManifestView, Row]]) -> tuple[Tile, ...]:
         lacking = self._lacking([row for _, row in shown])
-        return tuple(_tile(source, row, state) for (source, row), state in zip(shown, lacking, strict=True))
+        return tuple(
+            _tile(source.name, row, self._state(row, state, source.state))
+            for (source, row), state in zip(shown, lacking, strict=True)
+        )
 
     def sample(self, dataset: str, sample_id: str) -> tuple[ManifestView, Row]:
         """One sample. RequestRefused for an unknown dataset, SampleError for an unknown sample."""
@@ -180,7 +191,26 @@ class Gallery:
 
     def state(self, view: ManifestView, row: Row) -> State | None:
         """What is wrong with a sample, the worst first; None if nothing is."""
-        return state_of(row, self._lacking([row])[0], view.state)
+        return self._state(row, self._lacking([row])[0], view.state)
+
+    def _state(self, row: Row, lacking: State | None, written: FileState) -> State | None:
+        """What is wrong with a sample; `lacking` is what the store says of its entries."""
+        if row.refusal is not None:
+            return "refused"
+        if lacking is not None:
+            return lacking
+        if not row.is_verified:
+            return "unverified"
+        return "stale" if self._is_stale(row, written) else None
+
+    def _is_stale(self, row: Row, written: FileState) -> bool:
+        """Whether the photo's file is there and changed after the manifest was written: a look at its time, no proof."""
+        if not self._sees_photos or row.refusal is not None:
+            return False
+        try:
+            return os.stat(row.path).st_mtime_ns > written.mtime_ns
+        except (OSError, ValueError):  # it need not be on this machine, and a tar's member is no file
+            return False
 
     def neighbours(self, view: ManifestView, row: Row) -> tuple[Row | None, Row | None]:
         """The samples before and after this one in its dataset."""
@@ -194,38 +224,17 @@ class Gallery:
         return sum((self.views.view(name).buckets for name in names), Counter())
 
 
-def _tile(source: ManifestHead | ManifestView, row: Row, lacking: State | None) -> Tile:
+def _tile(dataset: str, row: Row, state: State | None) -> Tile:
     image = row.images[0] if row.images else None
     return Tile(
-        dataset=source.name,
+        dataset=dataset,
         sample_id=row.sample_id,
         caption=row.captions[0].text if row.captions else "",
         key=None if image is None else image.key,
         size=None if image is None else image.geometry.target_size,
-        state=state_of(row, lacking, source.state),
+        state=state,
         detail="" if row.refusal is None else f"{row.refusal.reason}: {row.refusal.detail}",
     )
-
-
-def state_of(row: Row, lacking: State | None, written: FileState) -> State | None:
-    """What is wrong with a sample; `lacking` is what the store says of its entries."""
-    if row.refusal is not None:
-        return "refused"
-    if lacking is not None:
-        return lacking
-    if not row.is_verified:
-        return "unverified"
-    return "stale" if is_stale(row, written) else None
-
-
-def is_stale(row: Row, written: FileState) -> bool:
-    """Whether the photo's file is there and changed after the manifest was written: a look at its time, no proof."""
-    if row.refusal is not None:
-        return False
-    try:
-        return os.stat(row.path).st_mtime_ns > written.mtime_ns
-    except (OSError, ValueError):  # it need not be on this machine, and a tar's member is no file
-        return False
 
 
 def _matches(row: Row, words: Sequence[str], bucket: Size | None) -> bool:

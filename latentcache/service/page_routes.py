@@ -18,7 +18,7 @@ from latentcache.service.cache_health import health, running
 from latentcache.service.charts import aspect_bars, bucket_bars
 from latentcache.service.context import ServiceContext
 from latentcache.service.entry_routes import KeyInPath
-from latentcache.service.gallery import STATES, Filters, Gallery, GalleryPage
+from latentcache.service.gallery import Filters, Gallery, GalleryPage
 from latentcache.service.manifest_views import ManifestViews
 from latentcache.service.overview import GrowthReader, model_origins, overview
 from latentcache.service.page_settings import PageSettings
@@ -58,7 +58,7 @@ class PageSource:
     def __init__(self, store: DiskStore, manifests: ManifestFolder, settings: PageSettings, thumbnails: Thumbnails):
         self.store, self.manifests, self.settings, self.thumbnails = store, manifests, settings, thumbnails
         self.views = ManifestViews(manifests)
-        self.gallery = Gallery(store, self.views)
+        self.gallery = Gallery(store, self.views, sees_photos=settings.show_photos)
         self.growth = GrowthReader(store)
         self.explainer = None if settings.config is None else Explainer(settings.config)
 
@@ -172,7 +172,7 @@ def _page(source: PageSource, template: str, page: str = "", status: int = 200, 
         version=latentcache.__version__,
         cache_path=str(source.store.path),
         shell_path=shlex.quote(str(source.store.path)),
-        states=STATES,
+        states=source.gallery.states,
         thumbnail=thumbnail,
         decoder=source.thumbnails.name,
         **values,

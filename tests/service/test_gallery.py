@@ -41,7 +41,7 @@ def cache(tmp_path: Path) -> Path:
 @pytest.fixture
 def gallery(cache: Path) -> Iterator[Gallery]:
     with DiskStore(cache, create=False) as store:
-        yield Gallery(store, ManifestViews(ManifestFolder(cache / "manifests")))
+        yield Gallery(store, ManifestViews(ManifestFolder(cache / "manifests")), sees_photos=True)
 
 
 def ids(gallery: Gallery, **filters: str) -> list[str]:
@@ -114,6 +114,14 @@ def test_states_of_samples(gallery: Gallery, cache: Path) -> None:
     assert [tiles[f"0{number}.png"].state for number in (2, 3, 4, 5)] == [None, "missing", "damaged", "stale"]
     view, row = gallery.sample("photos", "04.png")
     assert gallery.state(view, row) == "damaged"
+
+    # Without photos no path of a manifest is looked at.
+    blind = Gallery(store, gallery.views, sees_photos=False)
+    tiles = {tile.sample_id: tile for tile in blind.page(Filters(dataset="photos")).tiles}
+    assert [tiles[f"0{number}.png"].state for number in (3, 4, 5)] == ["missing", "damaged", None]
+    assert "stale" in gallery.states and "stale" not in blind.states
+    with pytest.raises(ConfigError, match="--photos"):
+        blind.page(Filters(state="stale"))
 
     found = health(store, gallery.views)
     assert (found.num_lacking, found.num_damaged, found.num_unused, found.is_well) == (2, 1, 0, False)
@@ -194,7 +202,7 @@ def test_the_overview_counts_and_names_the_models(gallery: Gallery) -> None:
 def test_an_empty_cache_has_an_empty_page(tmp_path: Path) -> None:
     with DiskStore(tmp_path / "empty") as store:
         views = ManifestViews(ManifestFolder(store.path / "manifests"))
-        page = Gallery(store, views).page(Filters())
+        page = Gallery(store, views, sees_photos=True).page(Filters())
         assert (page.tiles, page.next_start, page.num_found) == ((), None, 0)
         assert overview(store, views).num_samples == 0
         assert GrowthReader(store).growth() is None

@@ -192,6 +192,8 @@ def test_photos_are_images_and_only_with_the_setting(tmp_path: Path) -> None:
             assert b"a secret" not in answer.body
             assert fetch(base, url("/sample", dataset="photos", id=name)).status == 200
     with page_of(tmp_path / "cache") as base:
+        assert 'value="stale"' not in fetch(base, "/gallery").text
+        assert fetch(base, "/gallery?state=stale").status == 422
         assert fetch(base, url("/photo", dataset="photos", id="a")).status == 403
         assert "shows no photos" in fetch(base, url("/sample", dataset="photos", id="a")).text
 
