@@ -91,9 +91,14 @@ _PACK: dict[int | str, dict[str, Any]] = {
 
 
 def entry_router(context: ServiceContext) -> APIRouter:
-    """The routes below `/v1/entries` and `/v1/keys`."""
+    """The routes about entries: those that read, and those that change them."""
     router = APIRouter(prefix="/v1", tags=["entries"])
+    _add_reading(router, context)
+    _add_changing(router, context)
+    return router
 
+
+def _add_reading(router: APIRouter, context: ServiceContext) -> None:
     @router.get(
         "/keys",
         response_class=Response,
@@ -143,13 +148,17 @@ def entry_router(context: ServiceContext) -> APIRouter:
         context.telemetry.hits.inc(len(request.keys))
         return BytesResponse(data)
 
-    @router.post("/entries:remove", dependencies=[Depends(context.may_write)], responses=problems())
+
+def _add_changing(router: APIRouter, context: ServiceContext) -> None:
+    writes = [Depends(context.may_write)]
+
+    @router.post("/entries:remove", dependencies=writes, responses=problems())
     async def remove(request: KeyList) -> Removed:
         """Remove entries. The space is free after `latentcache compact`."""
         _check_number(context, request.keys)
         return Removed(num_removed=await context.change(context.store.remove, request.keys))
 
-    @router.post("/verify", dependencies=[Depends(context.may_write)], responses=problems())
+    @router.post("/verify", dependencies=writes, responses=problems())
     async def verify(request: KeyList) -> Damage:
         """Read these entries on the server's disk, and mark those that are damaged: they are misses then.
 
@@ -157,8 +166,6 @@ def entry_router(context: ServiceContext) -> APIRouter:
         """
         _check_number(context, request.keys)
         return Damage(damaged=await context.change(verify_entries, context.store, list(dict.fromkeys(request.keys))))
-
-    return router
 
 
 def _check_number(context: ServiceContext, keys: Sequence[str]) -> None:

@@ -204,7 +204,7 @@ class Gallery:
         return "stale" if self._is_stale(row, written) else None
 
     def _is_stale(self, row: Row, written: FileState) -> bool:
-        """Whether the photo's file is there and changed after the manifest was written: a look at its time, no proof."""
+        """Whether the photo's file is there and changed after the manifest was written: by its time, no proof."""
         if not self._sees_photos or row.refusal is not None:
             return False
         try:

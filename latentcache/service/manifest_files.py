@@ -116,7 +116,9 @@ class ManifestFiles:
                 # Two that replace the same version, also by other processes: only the first may.
                 held.enter_context(self.folder.lock())
                 allow(self._etag(name))
-            self.end(name)
+            note = path.with_name(f"{name}{UNFINISHED}")
+            with typed_errors(note, 0):
+                note.unlink(missing_ok=True)
         return facts
 
     def _etag(self, name: str) -> str | None:
@@ -131,12 +133,6 @@ class ManifestFiles:
         """Note that a run began to work on the manifest."""
         self.path(name)
         self.folder.begin(name)
-
-    def end(self, name: str) -> None:
-        """Take back what `begin` noted."""
-        note = self.path(name).with_name(f"{name}{UNFINISHED}")
-        with typed_errors(note, 0):
-            note.unlink(missing_ok=True)
 
     def page(self, name: str, offset: int, limit: int, search: str) -> tuple[int, list[dict[str, Any]]]:
         """How many samples there are, and `limit` of them from number `offset` on.

@@ -48,11 +48,15 @@ class SamplePage(BaseModel):
 
 
 def manifest_router(context: ServiceContext) -> APIRouter:
-    """The routes below `/v1/manifests`."""
+    """The routes below `/v1/manifests`: those that read, and those that change them."""
     router = APIRouter(prefix="/v1", tags=["manifests"])
     files = ManifestFiles(context.manifests)
-    writes = [Depends(context.may_write)]
+    _add_reading(router, context, files)
+    _add_changing(router, context, files)
+    return router
 
+
+def _add_reading(router: APIRouter, context: ServiceContext, files: ManifestFiles) -> None:
     @router.get("/manifests", responses=problems(409))
     async def manifests() -> ManifestList:
         """The manifests that there are."""
@@ -69,6 +73,23 @@ def manifest_router(context: ServiceContext) -> APIRouter:
         answer = file_answer(context, name, fd, {"ETag": facts.etag, "Cache-Control": "no-cache"}, request.headers)
         answer.headers["Content-Type"] = LINES
         return answer
+
+    @router.get("/manifests/{name}/samples", responses=problems(409))
+    async def samples(
+        name: Name,
+        offset: Annotated[int, Query(ge=0, le=1 << 40)] = 0,
+        limit: Annotated[int, Query(ge=1, le=MAX_PAGE_SAMPLES)] = 100,
+        search: Annotated[str, Query(max_length=200, description="Part of a sample_id or a caption.")] = "",
+    ) -> Response:
+        """The samples of a manifest, a page at a time."""
+        total, rows = await context.view(files.page, name, offset, limit, search)
+        # Not by pydantic: a caption may hold lone surrogates, which JSON can say and it refuses.
+        document = json.dumps({"total": total, "offset": offset, "samples": rows})
+        return Response(document, media_type="application/json")
+
+
+def _add_changing(router: APIRouter, context: ServiceContext, files: ManifestFiles) -> None:
+    writes = [Depends(context.may_write)]
 
     @router.put(
         "/manifests/{name}",
@@ -89,30 +110,10 @@ def manifest_router(context: ServiceContext) -> APIRouter:
         response.headers["ETag"] = facts.etag
         return _line(facts)
 
-    @router.get("/manifests/{name}/samples", responses=problems(409))
-    async def samples(
-        name: Name,
-        offset: Annotated[int, Query(ge=0, le=1 << 40)] = 0,
-        limit: Annotated[int, Query(ge=1, le=MAX_PAGE_SAMPLES)] = 100,
-        search: Annotated[str, Query(max_length=200, description="Part of a sample_id or a caption.")] = "",
-    ) -> Response:
-        """The samples of a manifest, a page at a time."""
-        total, rows = await context.view(files.page, name, offset, limit, search)
-        # Not by pydantic: a caption may hold lone surrogates, which JSON can say and it refuses.
-        document = json.dumps({"total": total, "offset": offset, "samples": rows})
-        return Response(document, media_type="application/json")
-
     @router.put("/manifests/{name}/unfinished", dependencies=writes, status_code=204, responses=problems(507))
     async def begin(name: Name) -> None:
         """Note that a run began to work on the manifest: `latentcache prune` waits until it has finished."""
         await context.change(files.begin, name)
-
-    @router.delete("/manifests/{name}/unfinished", dependencies=writes, status_code=204, responses=problems())
-    async def end(name: Name) -> None:
-        """Take the note back."""
-        await context.change(files.end, name)
-
-    return router
 
 
 def _listed(files: ManifestFiles) -> ManifestList:
