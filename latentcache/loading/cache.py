@@ -140,11 +140,11 @@ class LatentCache(SampleIndex, Closing):
     Give a path, the URL of a service, the section `cache` of a config, or a store and manifests (the CPU tier). For a
     service `options` are those of `cache_config.RemoteOptions`, as `token` and `local`. `manifest` restricts sample ids
     to one dataset; without it a sample_id that occurs in several datasets is an error. `read_only` writes nothing, not
-    even marks of damage; by default it is so where the directory cannot be written. `unverified` also returns samples
-    that were imported and not verified; without it they are a SampleError. The sizes of a batch are integers; its
-    tensors are on the requesting device. The cache never moves the requesting model. `io` is that of `DiskStore`, for a
-    path: "mapped" reads through the page cache, "direct" past it, "auto" past it where the packs take more than half of
-    the memory.
+    even marks of damage or what `local` would keep; by default it is so where the directory cannot be written.
+    `unverified` also returns samples that were imported and not verified; without it they are a SampleError. The sizes
+    of a batch are integers; its tensors are on the requesting device. The cache never moves the requesting model. `io`
+    is that of `DiskStore`, for a path: "mapped" reads through the page cache, "direct" past it, "auto" past it where
+    the packs take more than half of the memory.
 
     `reader` reads samples from `store`, and `memory` has those that were requested.
     """

@@ -61,8 +61,9 @@ class RemoteStore(Store):
 
     The entries of a read come in one request, and each is compared with its digest here. What was damaged on its way is
     fetched once more. The options are those of `cache_config.CacheConfig`: with `local` entries that were read are kept
-    in that directory, and read from there the next time. `read_only` None: as the token allows, which is asked when it
-    matters. RemoteError: the service does not answer within `retry_s`, or not as it should.
+    in that directory, and read from there the next time, unless `read_only`, which writes nothing at all. `read_only`
+    None: as the token allows, which is asked when it matters. RemoteError: the service does not answer within
+    `retry_s`, or not as it should.
     """
 
     def __init__(self, url: str, *, read_only: bool | None = None, **options: Unpack[RemoteOptions]):
@@ -70,7 +71,8 @@ class RemoteStore(Store):
         self.http = ServiceConnection(url, token=options.get("token"), retry_s=options.get("retry_s", RETRY_S))
         self.url = self.http.url
         local = options.get("local")
-        self.tier = None if local is None else LocalTier(local, options.get("local_max_bytes"))
+        # A store that is opened for reading alone leaves nothing on this machine either.
+        self.tier = None if local is None or read_only else LocalTier(local, options.get("local_max_bytes"))
         self._ahead = FetchAhead(self._fetch_rows)
         self._num_local = 0
         """Reads in turn that the tier's disk served alone."""

@@ -37,6 +37,7 @@ from latentcache import (
 from latentcache.cache_config import CacheConfig
 from latentcache.dataset.manifest import ManifestFolder
 from latentcache.errors import ConfigError, ReadOnlyError, RemoteError, SampleError, StoreError
+from latentcache.loading.status import show, status
 from latentcache.models.tiny import tiny_sdxl, tiny_unet
 from latentcache.precache.plan import Shard
 from latentcache.precache.run import run_precache
@@ -233,6 +234,14 @@ def test_commands_read_from_a_service(
     assert sum(parts) == 3
     code, diagnosis = run_json("doctor", "--cache.path", server.url)
     assert f"{server.url} is a service" in json.dumps(diagnosis)
+
+
+def test_what_only_looks_makes_no_local_tier(server: RunningServer, token: str, tmp_path: Path) -> None:
+    section = CacheConfig(path=server.url, local=tmp_path / "local")
+    assert status(section).num_lost == 0 and show(section, "0.png")["sample_id"] == "0.png"
+    with LatentCache(section, read_only=True) as cache:
+        cache.batch(["0.png"], device="cpu")
+    assert not (tmp_path / "local").exists()
 
 
 @pytest.mark.parametrize("command", ["prune", "compact", "rebuild"])
