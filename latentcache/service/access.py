@@ -6,7 +6,7 @@ import hashlib
 import hmac
 import os
 import re
-from collections.abc import Iterable
+import time
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
@@ -16,10 +16,13 @@ from latentcache.utils.durable_files import read_regular
 
 COOKIE = "latentcache_session"
 """The cookie of a browser that logged in. It may read."""
+SESSION_S = 24 * 3600
+"""For so long a browser stays logged in."""
 MIN_TOKEN_CHARS = 16
 _MAX_TOKEN_BYTES = 4096
+_END = re.compile(r"[0-9]{1,12}")
 _TOKEN = re.compile(r"[\x21-\x7e]{16,1024}")
-_SESSION = b"a browser that may read"
+_SESSION = "a browser that may read until"
 
 
 class Role(IntEnum):
@@ -80,17 +83,24 @@ class Access:
             return Role.WRITE
         if self.is_open or (token is not None and _is_equal(token, self.reading_token)):
             return Role.READ
-        if session is not None and any(_is_equal(session, each) for each in self._sessions()):
+        if session is not None and self._is_session(session):
             return Role.READ
         return Role.NOTHING
 
     def session_of(self, token: str) -> str | None:
-        """The cookie for a browser whose user knows this token; None for a wrong one."""
-        is_known = _is_equal(token, self.reading_token) or _is_equal(token, self.writing_token)
-        return _session_of(token) if is_known else None
+        """The cookie for a browser whose user knows this token, for SESSION_S from now; None for a wrong one.
 
-    def _sessions(self) -> Iterable[str]:
-        return [_session_of(token) for token in (self.reading_token, self.writing_token) if token is not None]
+        The server remembers none: it has its end and a signature by the token.
+        """
+        is_known = _is_equal(token, self.reading_token) or _is_equal(token, self.writing_token)
+        return _session_of(token, str(int(time.time()) + SESSION_S)) if is_known else None
+
+    def _is_session(self, session: str) -> bool:
+        end = session.partition(".")[0]
+        if not _END.fullmatch(end) or int(end) <= time.time():
+            return False
+        tokens = [token for token in (self.reading_token, self.writing_token) if token is not None]
+        return any(_is_equal(session, _session_of(token, end)) for token in tokens)
 
     def check(self, role: Role, needed: Role) -> None:
         """RequestRefused if the role may not do what needs another one."""
@@ -134,8 +144,9 @@ def _is_equal(given: str, token: str | None) -> bool:
     return hmac.compare_digest(*(hashlib.sha256(each.encode("utf-8", "replace")).digest() for each in (given, token)))
 
 
-def _session_of(token: str) -> str:
-    return hmac.new(token.encode("ascii"), _SESSION, hashlib.sha256).hexdigest()
+def _session_of(token: str, end: str) -> str:
+    signature = hmac.new(token.encode("ascii"), f"{_SESSION} {end}".encode("ascii"), hashlib.sha256)
+    return f"{end}.{signature.hexdigest()}"
 
 
 def bearer_token(authorization: str | None) -> str | None:

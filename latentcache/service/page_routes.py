@@ -10,10 +10,9 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request, Response
 
 import latentcache
-from latentcache.dataset.manifest import ManifestFolder
 from latentcache.errors import ConfigError, LatentCacheError, RequestRefused
 from latentcache.service import page_text
-from latentcache.service.access import COOKIE, Role
+from latentcache.service.access import COOKIE, SESSION_S, Role
 from latentcache.service.cache_health import health, running
 from latentcache.service.charts import aspect_bars, bucket_bars
 from latentcache.service.context import ServiceContext
@@ -28,7 +27,6 @@ from latentcache.service.problems import problem_of, problems
 from latentcache.service.sample_details import Explainer, sample_details
 from latentcache.service.thumbnails import DEFAULT_SIDE, SIDES, Thumbnails
 from latentcache.service.validation_runs import loss_curve, validation_picture, validation_steps
-from latentcache.store.disk import DiskStore
 
 PAGES = (
     ("/", "Overview"),
@@ -55,9 +53,11 @@ NOT_KEPT = "no-store"
 class PageSource:
     """What the page is about. Threads share it."""
 
-    def __init__(self, store: DiskStore, manifests: ManifestFolder, settings: PageSettings, thumbnails: Thumbnails):
-        self.store, self.manifests, self.settings, self.thumbnails = store, manifests, settings, thumbnails
-        self.views = ManifestViews(manifests)
+    def __init__(self, context: ServiceContext, settings: PageSettings, thumbnails: Thumbnails):
+        store = self.store = context.store
+        self.manifests, self.settings, self.thumbnails = context.manifests, settings, thumbnails
+        self.has_sessions = not context.access.is_open
+        self.views = ManifestViews(self.manifests)
         self.gallery = Gallery(store, self.views, sees_photos=settings.show_photos)
         self.growth = GrowthReader(store)
         self.explainer = None if settings.config is None else Explainer(settings.config)
@@ -83,7 +83,7 @@ def page_router(context: ServiceContext) -> APIRouter:
         from latentcache.service.vae_decoder import decoder_of  # imports diffusers
 
         decoder = decoder_of(config)
-    source = PageSource(context.store, context.manifests, settings, Thumbnails(context.store, decoder))
+    source = PageSource(context, settings, Thumbnails(context.store, decoder))
     page_text.environment()
     router = APIRouter()
     for path, view in VIEWS.items():
@@ -133,11 +133,21 @@ def _login_router(context: ServiceContext, source: PageSource) -> APIRouter:
         if session is None:
             return _login_form(source, 403, problem="This is not the token of this server.")
         answer = Response(status_code=303, headers={"Location": "/", "Cache-Control": NOT_KEPT})
-        is_secure = request.url.scheme == "https"
-        answer.set_cookie(COOKIE, session, path="/", httponly=True, samesite="strict", secure=is_secure)
+        answer.set_cookie(COOKIE, session, SESSION_S, **_cookie_of(request))
+        return answer
+
+    @router.post("/logout")
+    async def logout(request: Request) -> Response:
+        answer = Response(status_code=303, headers={"Location": "/login", "Cache-Control": NOT_KEPT})
+        answer.delete_cookie(COOKIE, **_cookie_of(request))
         return answer
 
     return router
+
+
+def _cookie_of(request: Request) -> dict[str, Any]:
+    """How the cookie is set. A proxy before the server says by X-Forwarded-Proto that its side is encrypted."""
+    return {"path": "/", "httponly": True, "samesite": "strict", "secure": request.url.scheme == "https"}
 
 
 def _login_form(source: PageSource, status: int, problem: str = "") -> Response:
@@ -175,6 +185,7 @@ def _page(source: PageSource, template: str, page: str = "", status: int = 200, 
         states=source.gallery.states,
         thumbnail=thumbnail,
         decoder=source.thumbnails.name,
+        can_log_out=source.has_sessions,
         **values,
     )
     return Response(html, status, {**HEADERS, "Cache-Control": NOT_KEPT}, "text/html; charset=utf-8")

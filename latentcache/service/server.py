@@ -227,7 +227,8 @@ def make_server(
         log_config=None,
         log_level=logging.WARNING,
         access_log=False,
-        proxy_headers=False,
+        # X-Forwarded-Proto, of a proxy on this machine or in FORWARDED_ALLOW_IPS: the page's cookie is Secure then.
+        proxy_headers=True,
         server_header=False,
         backlog=_BACKLOG,
         timeout_keep_alive=round(settings.limits.idle_s),

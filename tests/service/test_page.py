@@ -304,7 +304,8 @@ def test_a_server_with_a_token_asks_for_it(folder: Path) -> None:
         assert "SameSite=strict" in cookie
         assert TOKEN not in cookie
         logged_in = {"Cookie": cookie.partition(";")[0]}
-        assert "held-out" in fetch(base, "/", **logged_in).text
+        page = fetch(base, "/", **logged_in).text
+        assert "held-out" in page and "Log out" in page
         assert fetch(base, "/v1/stats", **logged_in).status == 200
         assert fetch(base, "/", Authorization=f"Bearer {TOKEN}").status == 200
         assert fetch(base, "/login", "POST", b"token=x", Origin="http://elsewhere.example").status == 403

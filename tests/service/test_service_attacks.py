@@ -5,13 +5,17 @@ from __future__ import annotations
 import http.client
 import json
 import socket
+import time
 
 import pytest
+from helpers.serving import serving_here
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from service_samples import fill
 
 from latentcache.errors import ConfigError
-from latentcache.service.access import Access, Role, bearer_token
+from latentcache.service.access import SESSION_S, Access, Role, bearer_token
+from latentcache.service.limits import Limits
 
 READS = ["status", "stats", "damaged", "metrics", "keys", "packs", "manifests", f"entries/{'0' * 64}", "none"]
 
@@ -58,8 +62,35 @@ def test_a_session_may_read_and_not_write(served):
         answer = served.server.request("POST", "/v1/entries:remove", {"keys": []}, token=None, headers=cookie)
         assert answer.status == 403
     assert access.session_of("x" * 32) is None
-    cookie = {"Cookie": f"latentcache_session={'0' * 64}"}
-    assert served.server.get("/v1/stats", token=None, headers=cookie).status == 401
+    for wrong in ("0" * 64, f"99999999999.{'0' * 64}", "", ".", "²."):
+        cookie = {"Cookie": f"latentcache_session={wrong}"}
+        assert served.server.get("/v1/stats", token=None, headers=cookie).status == 401
+
+
+def test_a_session_ends(monkeypatch):
+    access = Access(reading_token="r" * 16, is_open=False)
+    session = access.session_of("r" * 16)
+    end, _, signature = session.partition(".")
+    assert 0 < int(end) - time.time() <= SESSION_S and access.role(None, session) is Role.READ
+    later = f"{int(end) + 10**6}.{signature}"
+    assert access.role(None, later) is Role.NOTHING, "its end is signed"
+    monkeypatch.setattr(time, "time", lambda: int(end) - 1)
+    assert access.role(None, session) is Role.READ
+    monkeypatch.setattr(time, "time", lambda: int(end))
+    assert access.role(None, session) is Role.NOTHING
+
+
+def test_the_cookie_is_secure_behind_a_proxy_with_tls(tmp_path):
+    """As the guide's text for nginx sends it. What the proxy says counts where it is on this machine."""
+    fill(tmp_path / "cache")
+    with serving_here(tmp_path / "cache", Limits(), token="r" * 16) as server:
+        for path, location in (("/login", "/"), ("/logout", "/login")):
+            for scheme in ("https", "http"):
+                answer = server.post(path, b"token=rrrrrrrrrrrrrrrr", token=None, headers={"X-Forwarded-Proto": scheme})
+                assert (answer.status, answer.headers["location"]) == (303, location)
+                flags = answer.headers["set-cookie"].split("; ")
+                assert ("Secure" in flags) is (scheme == "https") and "HttpOnly" in flags
+                assert f"Max-Age={SESSION_S if path == '/login' else 0}" in flags
 
 
 def test_roles_and_secrets():
