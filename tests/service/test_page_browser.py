@@ -251,8 +251,7 @@ def test_a_token_is_asked_for_and_kept_from_scripts(open_page: OpenPage, tmp_pat
         assert page.evaluate("document.cookie") == ""
         page.get_by_role("button", name="Log out").click()
         expect(page.get_by_role("heading", level=1)).to_have_text("Log in")
-        page.goto(base + "/gallery")
-        expect(page.get_by_role("heading", level=1)).to_have_text("Log in")
+        assert page.request.get("/gallery").status == 401
 
 
 def test_the_first_view_takes_less_than_200_kb(open_page: OpenPage, base: str) -> None:
