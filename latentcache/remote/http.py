@@ -47,7 +47,9 @@ MAX_CONNECTIONS = 8
 """That are kept."""
 _PASSING = {408, 429, 502, 503, 504}
 """What a service, or a proxy before it, answers while it is overloaded or starts."""
-_OK, _UNAUTHORIZED, _FORBIDDEN, _BUSY = 200, 401, 403, 503
+_START = "Start the server, `latentcache serve CACHE`, or check the URL"
+_LATER = "Wait until the server has less to do"
+_UNAUTHORIZED, _FORBIDDEN, _BUSY = 401, 403, 503
 
 logger = logging.getLogger("latentcache")
 
@@ -137,12 +139,14 @@ class ServiceConnection:
         delay = FIRST_DELAY_S
         while True:
             left = heard_at + self.retry_s - time.monotonic()
-            problem, wait_s, is_busy = "", 0.0, False
+            problem, step, wait_s, is_busy = "", _START, 0.0, False
             try:
                 answer = self._once(method, url, body, headers, max(min(left, self.retry_s / ATTEMPTS), answer_s, 1.0))
                 if answer.status not in _PASSING:
                     return answer
-                problem = f"answers with {answer.status}: {_problem_of(answer).get('detail', 'no reason')!s:.300}"
+                detail, step = _told(answer)
+                step = step or (_LATER if detail else _START)
+                problem = f"answers with {answer.status}: {detail or 'no reason'!s:.300}"
                 wait_s = _seconds(answer.headers.get("Retry-After"))
                 is_busy = answer.status == _BUSY and busy_s > 0
             except urllib3.exceptions.SSLError as error:
@@ -162,8 +166,7 @@ class ServiceConnection:
                 raise RemoteError(
                     self.url,
                     f"{problem} (tried for {tried_s:.1f} s, cache.retry_s is {self.retry_s:g})",
-                    "Start the server, `latentcache serve CACHE`, or check the URL; then run the same again: nothing "
-                    "that was stored is lost.",
+                    f"{step}; then run the same again: nothing that was stored is lost.",
                 )
             if delay == FIRST_DELAY_S:
                 logger.warning("%s: %s; trying again for %.0f s", self.url, problem, left)
@@ -204,16 +207,16 @@ class ServiceConnection:
 
     def _refused(self, answer: ServiceAnswer) -> NoReturn:
         """Raise the error that the service answered with."""
-        problem = _problem_of(answer)
+        problem, (detail, step) = _problem_of(answer), _told(answer)
         kind, key = problem.get("kind"), problem.get("key")
-        detail = str(problem.get("detail") or problem.get("title") or f"status {answer.status}")
+        detail = detail or str(problem.get("title") or f"status {answer.status}")
         if answer.status == _UNAUTHORIZED:
             which = "refuses this token" if self._token else "wants a token"
-            step = f"Give the server's: token=... in Python, or the variable {TOKEN_VARIABLE}."
-            raise RemoteError(self.url, which, step, status=answer.status, kind=kind)
+            give = f"Give the server's: token=... in Python, or the variable {TOKEN_VARIABLE}."
+            raise RemoteError(self.url, which, give, status=answer.status, kind=kind)
         if answer.status == _FORBIDDEN or kind == "ReadOnlyError":
-            step = f"give the server's writing token: token=... in Python, or the variable {TOKEN_VARIABLE}"
-            raise ReadOnlyError(self.url, f"the service does not let this client write ({detail}); {step}")
+            give = f"give the server's writing token: token=... in Python, or the variable {TOKEN_VARIABLE}"
+            raise ReadOnlyError(self.url, f"the service does not let this client write ({detail}); {give}")
         if kind == "EntryMissingError" and isinstance(key, str):
             raise EntryMissingError(key)
         if kind == "EntryDamagedError" and isinstance(key, str):
@@ -223,7 +226,7 @@ class ServiceConnection:
             raise StorageFullError(self.url, needed if isinstance(needed, int) else 0)
         if kind in ("DatasetError", "SchemaError"):
             raise DatasetError(self.url, detail)
-        step = str(problem.get("next_step") or "Check that client and server are of one version of latentcache.")
+        step = f"{step or 'Check that client and server are of one version of latentcache'}."
         raise RemoteError(self.url, detail, step, status=answer.status, kind=kind)
 
     @property
@@ -282,6 +285,13 @@ def _problem_of(answer: ServiceAnswer) -> Mapping[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def _told(answer: ServiceAnswer) -> tuple[str, str]:
+    """What the problem is, and what to do, each without a full stop; empty where the answer does not say it."""
+    problem = _problem_of(answer)
+    detail, step = (str(problem.get(name) or "").rstrip(".") for name in ("detail", "next_step"))
+    return detail.removesuffix(step).rstrip(". "), step
 
 
 def _seconds(text: str | None) -> float:

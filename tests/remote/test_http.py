@@ -5,15 +5,17 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from helpers.relay import Relay
-from helpers.serving import RunningServer
+from helpers.serving import RunningServer, serving_here
 from remote_samples import entries_of
 
 from latentcache.errors import LatentCacheError, ReadOnlyError, RemoteError, StoreError
 from latentcache.remote.http import ServiceConnection
 from latentcache.remote.remote_store import RemoteStore
+from latentcache.service.limits import Limits
 
 
 @pytest.mark.parametrize(
@@ -91,6 +93,21 @@ def test_a_connection_on_which_nothing_comes_is_given_up_for_another_one(relay: 
         assert store.find([key]) == {key}
     never.set()
     assert relay.num_connections == 2 and 3 < time.monotonic() - start < 12
+
+
+@pytest.mark.parametrize(
+    ("limits", "status", "step"),
+    [
+        (Limits(max_keys=0), 413, "Request them in several parts"),
+        (Limits(max_requests=0), None, "Retry a little later"),
+    ],
+)
+def test_a_refusal_says_its_next_step_once(served_cache: Path, limits: Limits, status: int | None, step: str) -> None:
+    with serving_here(served_cache, limits) as server, RemoteStore(server.url, retry_s=0.3) as store:
+        with pytest.raises(RemoteError) as caught:
+            store.find(["0" * 64])
+        assert caught.value.status == status and str(caught.value).count(step) == 1
+        assert caught.value.next_step.startswith(step) and "are allowed" in caught.value.detail
 
 
 @pytest.mark.parametrize("token", [None, "wrong"])
