@@ -69,6 +69,8 @@ class Workspace:
         if not isinstance(self.store, DiskStore) or not isinstance(self.manifests, ManifestFolder):
             return
         try:
+            if sum(self.store.directory.pack_sizes().values()) <= max_bytes:
+                return  # without reading the manifests
             report = prune(self.store, partial(keys_in_use, self.manifests), max_bytes=max_bytes)
         except (StoreError, DatasetError) as error:
             logger.warning("cache.max_bytes is left to the next run: %s", error)

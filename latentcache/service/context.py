@@ -15,6 +15,7 @@ from fastapi import Request
 from latentcache.config import Config
 from latentcache.dataset.manifest import ManifestFolder
 from latentcache.errors import EntryDamagedError, EntryMissingError, RequestRefused, StoreError
+from latentcache.precache.workspace import Workspace
 from latentcache.service.access import Access, Role
 from latentcache.service.limits import Limits
 from latentcache.service.page_settings import PageSettings
@@ -53,10 +54,13 @@ class ServiceContext:
     def __init__(self, settings: ServiceSettings):
         self.settings, self.access, self.limits = settings, settings.access, settings.limits
         self.store = DiskStore(settings.cache, read_only=not settings.writes, create=settings.writes)
+        self.manifests = ManifestFolder(self.store.path / "manifests")
+        if settings.encode is not None and settings.encode.cache.max_bytes is not None:
+            # Before there are clients. Later it can only be done as long as no manifest changes.
+            Workspace(self.store, self.manifests).prune(settings.encode.cache.max_bytes)
         # Its clients are readers: `prune --max-bytes` may not remove what they may need.
         self._reading = None if self.store.read_only else ReadersLock(self.store.directory.readers)
         self.entries = StoredEntries(self.store)
-        self.manifests = ManifestFolder(self.store.path / "manifests")
         self.telemetry = Telemetry()
         self._readers = asyncio.Semaphore(self.limits.num_threads)
         self._viewers = asyncio.Semaphore(self.limits.num_view_threads)

@@ -103,8 +103,9 @@ class _Miss:
 class MissEncoder:
     """Entries of prompts and images for a cache: those that are there at once, the others when they are encoded.
 
-    Keys and bytes are those of a precache run with `config`, whose cache and sources of datasets do not count. An entry
-    is stored before it is returned; prompts join the manifest of prompts some seconds later. Images are in no manifest.
+    Keys and bytes are those of a precache run with `config`. Of its `cache` only `salt` and `max_bytes` count, which is
+    kept where nothing came for `idle_s`; the sources of its datasets do not count. An entry is stored before it is
+    returned; prompts join the manifest of prompts some seconds later. Images are in no manifest.
     `models` are by default those of the config. All methods may be called from any thread. `close` it.
 
     Raises ConfigError, DeviceError, ModelError, ReadOnlyError for a store that cannot be written.
@@ -250,6 +251,8 @@ class MissEncoder:
                 if not misses and time.monotonic() >= last_at + self._idle_s:
                     self._new_prompts.write()
                     self._models.unload()
+                    if self._config.cache.max_bytes is not None:
+                        self._workspace.prune(self._config.cache.max_bytes)
                     if self._end(None):
                         return
             self._new_prompts.write()

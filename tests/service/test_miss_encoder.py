@@ -18,6 +18,7 @@ from PIL import Image
 
 from latentcache import LatentCache
 from latentcache.config import Config
+from latentcache.dataset.manifest import ManifestFolder, keys_in_use
 from latentcache.errors import (
     ConfigError,
     EncodeError,
@@ -33,9 +34,11 @@ from latentcache.precache import planner
 from latentcache.precache.run import run_precache
 from latentcache.precache.workspace import Workspace, open_workspace
 from latentcache.service import miss_encoder
+from latentcache.service.context import ServiceContext, ServiceSettings
 from latentcache.service.miss_encoder import MissEncoder
 from latentcache.service.serving_models import EntryTask
 from latentcache.store.base import Store, as_array
+from latentcache.utils.locks import ReadersLock
 
 WAIT_S = 60
 
@@ -276,6 +279,54 @@ def test_idle_models_leave_and_come_back(make_encoder: Callable[..., MissEncoder
     [future] = encoder.submit([task]).values()
     future.result(WAIT_S)
     assert encoder.counts().loaded == {"image"}
+
+
+def settle(encoder: MissEncoder) -> None:
+    """Wait until the thread that encodes has ended, because nothing came."""
+    until = time.monotonic() + WAIT_S
+    while encoder._thread is not None and time.monotonic() < until:
+        time.sleep(0.02)
+    assert encoder._thread is None
+
+
+def test_what_is_beyond_the_size_of_the_cache_goes_when_nothing_comes(
+    make_config: Callable[..., Config], make_encoder: Callable[..., MissEncoder]
+) -> None:
+    """As after a precache: of what no manifest refers to. What may be needed by a reader stays."""
+    config = make_config(**{"cache.max_bytes": 0})
+    run_precache(config)
+    with open_workspace(config.cache) as workspace:
+        needed = set(workspace.store.keys())
+        encoder = make_encoder(config, workspace, idle_s=0.2)
+        [(_, task)] = encoder.image(png())
+        reader = ReadersLock(config.cache.path / "readers.lock")
+        (config.cache.path / "manifests" / "new").touch()
+        encoder.submit([task])[task.key].result(WAIT_S)
+        settle(encoder)
+        assert set(workspace.store.keys()) == {*needed, task.key}, "a reader began before the manifests changed"
+        reader.close()
+        [(_, other)] = encoder.image(png(seed=7))
+        encoder.submit([other])[other.key].result(WAIT_S)
+        settle(encoder)
+        assert set(workspace.store.keys()) == needed
+        encoder.submit([task])[task.key].result(WAIT_S)
+        assert workspace.store.find([task.key]), "it can be requested again"
+
+
+def test_a_service_begins_with_the_size_that_its_config_says(make_config: Callable[..., Config]) -> None:
+    config = make_config()
+    run_precache(config)
+    with open_workspace(config.cache) as workspace:
+        run_precache(make_config(**{"encode.clip_skip": 1}))
+        run_precache(config)  # so that no manifest has the others
+        assert isinstance(workspace.manifests, ManifestFolder)
+        needed = set(keys_in_use(workspace.manifests))
+        assert set(workspace.store.keys()) > needed
+    for max_bytes, is_pruned in ((10**9, False), (0, True)):
+        encode = make_config(**{"cache.max_bytes": max_bytes})
+        context = ServiceContext(ServiceSettings(cache=config.cache.path, writes=True, encode=encode))
+        assert (set(context.store.keys()) == needed) is is_pruned
+        context.close()
 
 
 def test_the_encoders_that_are_there_make_room(
