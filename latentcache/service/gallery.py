@@ -92,7 +92,7 @@ class GalleryPage:
 class Gallery:
     """Finds samples. Threads may share it. Numbers of samples count through all datasets that are shown.
 
-    Without `sees_photos` it looks at no photo's file, so no sample is stale: whoever may write manifests chooses their
+    Without `sees_photos` it looks at no photo's file, so no sample is stale: a client that may write manifests chooses their
     paths.
     """
 
