@@ -92,8 +92,8 @@ class GalleryPage:
 class Gallery:
     """Finds samples. Threads may share it. Numbers of samples count through all datasets that are shown.
 
-    Without `sees_photos` it looks at no photo's file, so no sample is stale: a client that may write manifests chooses their
-    paths.
+    Without `sees_photos` it looks at no photo's file, so no sample is stale: a client that may write manifests chooses
+    their paths.
     """
 
     def __init__(self, store: Store, views: ManifestViews, *, sees_photos: bool):
