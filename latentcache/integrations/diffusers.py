@@ -25,6 +25,7 @@ from latentcache.families import sdxl
 from latentcache.loading.batch import IMAGE_FIELDS, TEXT_FIELDS, to_device
 from latentcache.loading.cache import LatentCache
 from latentcache.loading.dataset import LatentDataset, LatentDatasets
+from latentcache.loading.pack_order import Places
 from latentcache.loading.sampler import BucketBatchSampler, Visit, seed_of
 from latentcache.models.lora import load_lora, lora_settings, save_lora
 from latentcache.models.unet import check_conditioning, load_scheduler, load_unet
@@ -92,6 +93,14 @@ class PrecomputedDataset(Dataset[Batch]):
     def identity(self) -> str:
         """A digest of the items in their order."""
         return self.dataset.identity()
+
+    def places(self) -> Places | None:
+        """Where the items' images lie, if their order is that of packs."""
+        return self.dataset.places()
+
+    def prefetch(self, indices: Sequence[int]) -> None:
+        """These items are read soon."""
+        self.dataset.prefetch(indices)
 
     def __getitem__(self, index: int) -> Batch:
         return self.__getitems__([index])[0]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -21,10 +22,14 @@ from latentcache.devices.placement import DeviceLike
 from latentcache.errors import StoreError
 from latentcache.loading.batch import Scaling, to_device
 from latentcache.loading.cache import LatentCache
+from latentcache.loading.pack_order import Places
 from latentcache.loading.sample import SIZES, SampleRef
 from latentcache.loading.sampler import Visit
 from latentcache.store.direct import Io
 from latentcache.types import Batch, Bucket
+
+Order = Literal["random", "packs"]
+ORDERS: tuple[Order, ...] = get_args(Order)
 
 
 class _OwnCache:
@@ -49,6 +54,7 @@ class SampleDataset(Dataset[Batch]):
 
     scaling: Scaling
     own_cache: _OwnCache
+    order: Order
 
     @property
     def cache(self) -> LatentCache:
@@ -58,6 +64,19 @@ class SampleDataset(Dataset[Batch]):
     def refs(self, indices: Sequence[int]) -> list[SampleRef]:
         """The samples of these items, not read yet. SampleError for one without the caption or image."""
         raise NotImplementedError
+
+    def image_keys(self) -> list[str]:
+        """The key of each item's image."""
+        raise NotImplementedError
+
+    def places(self) -> Places | None:
+        """Where the items' images lie, if their order is that of packs. StoreError if the cache does not say."""
+        return None if self.order == "random" else Places.of(self.cache.store, self.image_keys())
+
+    def prefetch(self, indices: Sequence[int]) -> None:
+        """These items are read soon: see `Store.prefetch`. What is wrong with one is raised when it is read."""
+        with suppress(StoreError):
+            self.cache.reader.prefetch(self.refs(indices))
 
     def __getitem__(self, index: int) -> Batch:
         return self.__getitems__([index])[0]
@@ -114,6 +133,9 @@ class LatentDataset(SampleDataset):
     item number draws with torch's global generator, which a DataLoader seeds for each worker. Samples that were
     imported and not verified are a SampleError at once, unless `unverified` takes them as they are. Each process opens
     the cache for itself, so fork and spawn both work. `path`, `io` and `options` are those of `LatentCache`.
+
+    `order` is what `BucketBatchSampler` follows: "random", or "packs" for a cache that is larger than memory, or far
+    away: the packs that hold the images are read whole, in random order, and their rows are mixed.
     """
 
     def __init__(
@@ -125,10 +147,13 @@ class LatentDataset(SampleDataset):
         caption: int | Literal["random"] = 0,
         unverified: bool = False,
         io: Io = "auto",
+        order: Order = "random",
         **options: Unpack[RemoteOptions],
     ):
+        if order not in ORDERS:
+            raise StoreError(f"order is {order!r}; it must be one of {', '.join(ORDERS)}")
         self.path = location_of(path)
-        self.caption = caption
+        self.caption, self.order = caption, order
         self.own_cache = _OwnCache(path, unverified=unverified, io=io, options=options)
         names = self.cache.dataset_names()
         if manifest is None and len(names) != 1:
@@ -153,6 +178,13 @@ class LatentDataset(SampleDataset):
     def bucket(self, index: int) -> Bucket:
         """The bucket of an item, without reading it."""
         return self._item(index)[0].images[0].geometry.target_size
+
+    def image_keys(self) -> list[str]:
+        """As `SampleDataset.image_keys`. Of an item without its image, which cannot be read, that of another one."""
+        once = []
+        for row, flip in self._once:
+            once.append(next((ref for ref in row.images if ref.geometry.flip == flip), row.images[0]).key)
+        return once * (self._num_items // max(1, len(once)))
 
     def identity(self) -> str:
         """A digest of the items in their order: sample_id, bucket and flip of each. 64 hexadecimal digits."""
@@ -202,7 +234,8 @@ class LatentDataset(SampleDataset):
 class LatentDatasets(SampleDataset, ConcatDataset[Batch]):
     """Several manifests of one cache as one dataset. Their latents must be scaled alike. They share one opened cache.
 
-    Raises StoreError if there is none, if they lie in several caches, or if their VAEs scale differently.
+    Raises StoreError if there is none, if they lie in several caches, have several orders, or if their VAEs scale
+    differently.
     """
 
     datasets: list[LatentDataset]  # type: ignore[assignment]  # ConcatDataset says list[Dataset]
@@ -219,7 +252,10 @@ class LatentDatasets(SampleDataset, ConcatDataset[Batch]):
         if len(scalings) > 1:
             names = ", ".join(part.manifest_name for part in parts)
             raise StoreError(f"the VAEs of {names} scale differently ({sorted(map(str, scalings))}): train them apart")
-        self.scaling, self.own_cache = parts[0].scaling, parts[0].own_cache
+        orders = {part.order for part in parts}
+        if len(orders) > 1:
+            raise StoreError(f"the datasets have the orders {', '.join(sorted(orders))}: give all the same")
+        self.scaling, self.own_cache, self.order = parts[0].scaling, parts[0].own_cache, parts[0].order
         for part in parts:
             part.own_cache = self.own_cache
 
@@ -227,6 +263,10 @@ class LatentDatasets(SampleDataset, ConcatDataset[Batch]):
         """The bucket of an item, without reading it."""
         part, inner = self._part(index)
         return part.bucket(inner)
+
+    def image_keys(self) -> list[str]:
+        """As `SampleDataset.image_keys`."""
+        return [key for part in self.datasets for key in part.image_keys()]
 
     def identity(self) -> str:
         """A digest of the items in their order."""

@@ -52,14 +52,14 @@ class _BatchMaker:
     dtype: torch.dtype | None
 
     def make_all(self, plan: Iterator[PlannedBatch]) -> Generator[_Made, None, None]:
-        """The planned batches. The samples of LOOK_AHEAD more than were yielded are prefetched."""
+        """The planned batches. The samples of LOOK_AHEAD more than were yielded are prefetched; in pack order packs."""
         window: deque[tuple[PlannedBatch, list[SampleRef] | None]] = deque()
         try:
             for planned in plan:
                 refs = None
                 try:  # not `suppress`: a small batch is copied in the time of some calls
                     refs = self._refs(planned)
-                    self.source.prefetch(refs)
+                    self.source.prefetch(refs if planned.ahead is None else self._refs_ahead(planned))
                 except StoreError:
                     pass  # it is raised again with the batch that it belongs to
                 window.append((planned, refs))
@@ -73,6 +73,9 @@ class _BatchMaker:
     def _refs(self, planned: PlannedBatch) -> list[SampleRef]:
         dataset = self.loader.dataset
         return dataset.refs(planned.items if dataset.draws else planned.numbers)
+
+    def _refs_ahead(self, planned: PlannedBatch) -> list[SampleRef]:
+        return self.loader.dataset.refs(planned.items_ahead)
 
     def _make(self, planned: PlannedBatch, refs: list[SampleRef] | None) -> _Made:
         try:

@@ -128,7 +128,7 @@ class ResidentEntries:
                     torch.index_select(tensor, 0, index, out=batch[name])
         return batch | metadata_of(*zip(*[(ref.sample_id, ref.caption, ref.layout) for ref in refs], strict=True))
 
-    def prefetch(self, refs: Iterable[SampleRef]) -> None:
+    def prefetch(self, refs: Sequence[SampleRef]) -> None:
         """All is in memory."""
 
     def _rows(self, keys: Sequence[str], refs: Sequence[SampleRef]) -> tuple[Table, list[int]]:

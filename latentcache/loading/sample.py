@@ -17,7 +17,7 @@ from latentcache.dataset.manifest import ImageRef, Row
 from latentcache.errors import EntryDamagedError, EntryMissingError, SampleError, StoreError
 from latentcache.families import sdxl
 from latentcache.loading.batch import BufferPool, Scaling
-from latentcache.store.base import Description, EntryArrays, Store
+from latentcache.store.base import MANY_KEYS, Description, EntryArrays, Store
 from latentcache.store.stacking import common_fields, stack_columns
 from latentcache.types import Batch, Geometry, Size
 
@@ -211,9 +211,10 @@ class SampleReader:
                 ref.rows = rows[ref]
         return [rows[ref] for ref in refs]
 
-    def prefetch(self, refs: Iterable[SampleRef]) -> None:
+    def prefetch(self, refs: Sequence[SampleRef]) -> None:
         """These samples are read soon: see `Store.prefetch`."""
-        self.store.prefetch(_joined(map(_KEYS, refs)))
+        keys = _joined(map(_KEYS, refs))
+        self.store.prefetch(keys if len(refs) < MANY_KEYS // 2 else list(keys))
 
     def sample_error(self, error: EntryMissingError | EntryDamagedError, refs: Iterable[SampleRef]) -> SampleError:
         """The error about the first of these samples that needs the entry, with its remedy."""

@@ -5,9 +5,10 @@ Every random choice of the training data follows from what it is for, the seed, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -15,9 +16,11 @@ from torch.utils.data import Sampler
 
 from latentcache.errors import StoreError
 from latentcache.identity import canonical_json, digest
+from latentcache.loading.pack_order import WINDOW, Places, Spot, pack_batches, spots_ahead
 from latentcache.types import Bucket
 
 STATE_VERSION = 1
+_MAX_DRAWS = 1 << 13  # batches whose draws are remembered: those of the packs that are read at the same time
 
 
 class Visit(int):
@@ -70,21 +73,50 @@ class Bucketed(Protocol):
         """A digest of what the order depends on: which items there are, in which buckets."""
 
 
+@runtime_checkable
+class Placed(Bucketed, Protocol):
+    """A dataset that can be visited in pack order."""
+
+    def places(self) -> Places | None:
+        """Where the items lie, if they are to be visited in pack order; None for random order."""
+
+    def prefetch(self, items: Sequence[int]) -> None:
+        """These items are read soon. It raises nothing."""
+
+
+@lru_cache(_MAX_DRAWS)
+def _draws(seed: int, epoch: int, position: int, num_items: int) -> list[int]:
+    generator = np.random.default_rng(seed_of("visits", seed, epoch, position))
+    return [*map(int, generator.integers(1 << 63, size=num_items))]
+
+
 class PlannedBatch(NamedTuple):
-    """One batch of a rank: its place in the epoch, its items, and the position at which all ranks have had theirs."""
+    """One batch of a rank: its place in the epoch, its items, and the position at which all ranks have had theirs.
+
+    `ahead`, in pack order: what to bring into memory now, as other batches of the rank and places in them.
+    """
 
     epoch: int
     position: int
     numbers: list[int]
     end: int
     seed: int
+    ahead: list[tuple[PlannedBatch, int]] | None = None
 
     @property
     def items(self) -> list[Visit]:
         """The items, each with a draw of its own. Making these takes as long as copying a small sample."""
-        generator = np.random.default_rng(seed_of("visits", self.seed, self.epoch, self.position))
-        draws = generator.integers(1 << 63, size=len(self.numbers)).tolist()
+        draws = _draws(self.seed, self.epoch, self.position, len(self.numbers))
         return [Visit.of(item, draw) for item, draw in zip(self.numbers, draws, strict=True)]
+
+    def visit(self, place: int) -> Visit:
+        """One of the items."""
+        return Visit.of(self.numbers[place], _draws(self.seed, self.epoch, self.position, len(self.numbers))[place])
+
+    @property
+    def items_ahead(self) -> list[Visit]:
+        """The items of `ahead`."""
+        return [batch.visit(place) for batch, place in self.ahead or ()]
 
 
 @dataclass(slots=True)
@@ -107,11 +139,15 @@ class BucketBatchSampler(Sampler[list[int]]):
     there are. Batches that cannot be shared equally at the end of an epoch are left out (`uneven="drop"`; others are
     left out in the next epoch), or the first batches of the epoch are repeated (`uneven="repeat"`).
 
+    A dataset with `order="packs"` is visited in pack order (`pack_order.pack_batches`): the packs that hold the images
+    are shuffled and dealt to the ranks, and the rows of `window` packs of a rank are mixed. It then depends on the
+    packs that there are when the sampler is made, on `window`, and on the number of ranks.
+
     `state_dict` says where the last iteration is, `load_state_dict` lets the next one begin there. A DataLoader with
     workers takes batches ahead of the loop, so with one the state is too far on: `LatentLoader` counts right.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what an order depends on, by keyword
         self,
         dataset: Bucketed,
         batch_size: int,
@@ -122,6 +158,7 @@ class BucketBatchSampler(Sampler[list[int]]):
         rank: int = 0,
         world_size: int = 1,
         uneven: Literal["drop", "repeat"] = "drop",
+        window: int = WINDOW,
     ):
         if batch_size < 1:
             raise StoreError(f"batch_size is {batch_size}; it must be at least 1")
@@ -129,6 +166,8 @@ class BucketBatchSampler(Sampler[list[int]]):
             raise StoreError(f"rank is {rank}; it must be at least 0 and less than world_size {world_size}")
         if uneven not in ("drop", "repeat"):
             raise StoreError(f"uneven is {uneven!r}; it must be drop or repeat")
+        if window < 1:
+            raise StoreError(f"window is {window}; it must be at least 1 pack")
         self.dataset = dataset
         self.batch_size, self.shuffle, self.drop_last = batch_size, shuffle, drop_last
         self.seed, self.rank, self.world_size, self.uneven = seed, rank, world_size, uneven
@@ -136,6 +175,8 @@ class BucketBatchSampler(Sampler[list[int]]):
         for index in range(len(dataset)):
             buckets.setdefault(dataset.bucket(index), []).append(index)
         self._buckets = [np.array(buckets[bucket], dtype=np.int64) for bucket in sorted(buckets)]
+        self.window, self._num_streams = window, world_size
+        self._places = dataset.places() if isinstance(dataset, Placed) else None
         self._cursor = Cursor(0)
         self._identity: str | None = None
 
@@ -169,9 +210,12 @@ class BucketBatchSampler(Sampler[list[int]]):
     def plan(self, epoch: int, position: int = 0) -> Iterator[PlannedBatch]:
         """This rank's batches of an epoch, from a position on. A position counts the batches of all ranks."""
         order = self._order(epoch)
-        for first in range(position, position + self._num_left(position) * self.world_size, self.world_size):
-            place = first + self.rank
-            yield PlannedBatch(epoch, place, order[place % len(order)], first + self.world_size, self.seed)
+        firsts = range(position, position + self._num_left(position) * self.world_size, self.world_size)
+        planned = (
+            PlannedBatch(epoch, place, order[place % len(order)], first + self.world_size, self.seed)
+            for first, place in ((first, first + self.rank) for first in firsts)
+        )
+        return planned if self._places is None else _with_ahead(list(planned), self._places)
 
     def __len__(self) -> int:
         """Batches of this rank in a whole epoch."""
@@ -183,6 +227,8 @@ class BucketBatchSampler(Sampler[list[int]]):
     def _drawn(self, cursor: Cursor) -> Iterator[list[int]]:
         for batch in self.plan(cursor.epoch, cursor.position):
             cursor.position = batch.end
+            if batch.ahead and isinstance(self.dataset, Placed):
+                self.dataset.prefetch(batch.items_ahead)
             yield [*batch.items]
 
     def state_dict(self) -> dict[str, Any]:
@@ -198,7 +244,8 @@ class BucketBatchSampler(Sampler[list[int]]):
         Raises StoreError, naming each thing that differs, for a state of another dataset, batch size, seed, shuffle,
         drop_last, uneven or world size. With `reshard` the world size may differ: what is left of the epoch is dealt
         to the ranks that there are now, so that no batch comes twice. Captions that were edited and values that were
-        re-encoded do not matter; samples that came, went or changed their bucket do.
+        re-encoded do not matter; samples that came, went or changed their bucket do. In pack order an image that lies
+        in another pack now, as after `compact`, matters too, and ranks go on with the packs as they were dealt.
         """
         epoch, position = state.get("epoch"), state.get("position")
         if type(epoch) is not int or type(position) is not int or position < 0:
@@ -207,6 +254,9 @@ class BucketBatchSampler(Sampler[list[int]]):
                 "give what state_dict() returned"
             )
         here = self._settings()
+        num_streams = state.get("num_streams")
+        if "num_streams" in here and type(num_streams) is int and num_streams > 0:
+            here["num_streams"] = num_streams  # as the packs were dealt, maybe to another number of ranks
         if reshard:
             here["world_size"] = state.get("world_size")
         differing = [
@@ -219,6 +269,7 @@ class BucketBatchSampler(Sampler[list[int]]):
                 f"or start the epoch again with set_epoch({epoch})"
                 + (hint if len(differing) == 1 and "world_size" in differing[0] else "")
             )
+        self._num_streams = here.get("num_streams", self._num_streams)
         self._cursor = Cursor(epoch, position)
 
     def _settings(self) -> dict[str, Any]:
@@ -226,6 +277,8 @@ class BucketBatchSampler(Sampler[list[int]]):
             self._identity = self.dataset.identity()
         names = ("batch_size", "shuffle", "drop_last", "uneven", "seed", "world_size")
         fixed = {"version": STATE_VERSION, "dataset": self._identity, "num_items": len(self.dataset)}
+        if self._places is not None:
+            fixed |= {"packs": self._places.identity, "window": self.window, "num_streams": self._num_streams}
         return fixed | {name: getattr(self, name) for name in names}
 
     def _num_left(self, position: int) -> int:
@@ -235,6 +288,16 @@ class BucketBatchSampler(Sampler[list[int]]):
     def _order(self, epoch: int) -> list[list[int]]:
         """The batches of an epoch, of all ranks."""
         generator = order_generator(self.seed, epoch)
+        if self._places is not None:
+            batches = pack_batches(
+                self._places,
+                self._buckets,
+                self.batch_size,
+                window=self.window,
+                num_streams=self._num_streams,
+                generator=generator if self.shuffle else None,
+            )
+            return [batch for batch in batches if self._is_kept(batch)]
         batches = [batch for items in self._buckets for batch in self._split(items, generator)]
         if self.shuffle:
             batches = [batches[i] for i in generator.permutation(len(batches)).tolist()]
@@ -245,4 +308,14 @@ class BucketBatchSampler(Sampler[list[int]]):
             items = generator.permutation(items)
         numbers = items.tolist()
         batches = [numbers[start : start + self.batch_size] for start in range(0, len(numbers), self.batch_size)]
-        return [batch for batch in batches if len(batch) == self.batch_size or not self.drop_last]
+        return [batch for batch in batches if self._is_kept(batch)]
+
+    def _is_kept(self, batch: list[int]) -> bool:
+        return len(batch) == self.batch_size or not self.drop_last
+
+
+def _with_ahead(planned: list[PlannedBatch], places: Places) -> Iterator[PlannedBatch]:
+    """The batches of a rank with what each brings into memory for later ones."""
+    ahead: dict[int, list[Spot]] = spots_ahead(places, [batch.numbers for batch in planned])
+    for number, batch in enumerate(planned):
+        yield batch._replace(ahead=[(planned[other], place) for other, place in ahead.pop(number, ())])

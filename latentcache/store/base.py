@@ -259,6 +259,8 @@ class EntryArrays:
     arrays: tuple[np.ndarray, ...]
 
 
+MANY_KEYS = 256
+"""More than a batch has: who prefetches so many at once prefetches whole packs."""
 new_generation: Callable[[], int] = itertools.count(1).__next__
 """Gives a number for `Store.generation` that no other store of this process has."""
 
@@ -323,8 +325,20 @@ class Store(Closing, Protocol):
         """These entries are read soon: a store that reads from a disk may bring them into memory meanwhile.
 
         It waits for nothing, and passes over entries that are not there. It may be called for the read that comes now
-        and for later ones. Where lately all was in memory the keys are not iterated.
+        and for later ones. Where lately all was in memory the keys are not iterated, unless they are a sequence of
+        MANY_KEYS or more: those of whole packs, which are best read by long ranges.
         """
+
+    def places(self, keys: Sequence[str]) -> tuple[list[str], np.ndarray]:
+        """Where entries lie, for who reads them in that order: ids of packs, and for each key int64 [n, 2].
+
+        That is the number of its pack in the list (an id may be there twice) and its row in the pack; -1 and -1 for an
+        entry that is not there. StoreError: the store does not say.
+        """
+        raise StoreError(
+            f"{type(self).__name__} does not say which packs its entries lie in: use order='random', or order='packs' "
+            "with a cache in a directory or an object store"
+        )
 
     def keys(self) -> Iterator[str]:
         """The keys of all entries that are there now."""

@@ -10,6 +10,7 @@ from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
 from typing_extensions import override
 
 from latentcache.errors import (
@@ -20,7 +21,16 @@ from latentcache.errors import (
     StoreError,
     UnsafeStoreError,
 )
-from latentcache.store.base import Description, EntryArrays, OwnedEntry, Store, StoreStats, check_key, new_generation
+from latentcache.store.base import (
+    MANY_KEYS,
+    Description,
+    EntryArrays,
+    OwnedEntry,
+    Store,
+    StoreStats,
+    check_key,
+    new_generation,
+)
 from latentcache.store.catalog import Catalog
 from latentcache.store.direct import IO, Io, choose_reader
 from latentcache.store.directory import CacheDirectory
@@ -141,24 +151,29 @@ class DiskStore(Store):
         return self.catalog.find(keys)
 
     @override
+    def places(self, keys: Sequence[str]) -> tuple[list[str], np.ndarray]:
+        self.catalog.reload()
+        return self.catalog.table.places(keys)
+
+    @override
     def keys(self) -> Iterator[str]:
         return iter(self.catalog.keys())
 
     @override
     def describe(self, key: str) -> Description:
-        group = self._locate([key])[0].group
+        group = _locate(self, [key])[0].group
         return dict(self.rows([key])[0].description if group.ragged else group.description)  # lengths are in the pack
 
     @override
     def get(self, key: str) -> Entry:
-        [location] = self._locate([key])
+        [location] = _locate(self, [key])
         record = self._record(key, location)
         rows = (self._reader or self._choose_reader()).rows([key], [location])
         return Entry(record, {name: tensor[0] for name, tensor in stack([key], rows).items()}, location.group.ragged)
 
     @override
     def record(self, key: str) -> Record:
-        return self._record(key, self._locate([key])[0])
+        return self._record(key, _locate(self, [key])[0])
 
     def _record(self, key: str, location: Location) -> Record:
         while True:
@@ -184,7 +199,7 @@ class DiskStore(Store):
 
     @override
     def rows(self, keys: Sequence[str]) -> list[EntryArrays]:
-        return (self._reader or self._choose_reader()).rows(keys, self._locate(keys))
+        return (self._reader or self._choose_reader()).rows(keys, _locate(self, keys))
 
     def _choose_reader(self) -> Reader:
         """The reader for the packs that there are. It is chosen once, at the first read: before, there may be none."""
@@ -196,18 +211,10 @@ class DiskStore(Store):
     @override
     def prefetch(self, keys: Iterable[str]) -> None:
         catalog, reader = self._catalog or self.catalog, self._reader or self._choose_reader()
-        if reader.should_prefetch():
-            keys = list(keys)
+        if (isinstance(keys, Sequence) and len(keys) >= MANY_KEYS) or reader.should_prefetch():
+            keys = list(dict.fromkeys(keys))
             found = [(key, place) for key, place in zip(keys, catalog.look_up(keys), strict=True) if place]
             reader.prefetch([key for key, _ in found], [place for _, place in found])
-
-    def _locate(self, keys: Sequence[str]) -> list[Location]:
-        locations = []
-        for key, location in zip(keys, self.catalog.look_up(keys), strict=True):
-            if location is None:
-                raise _absent(self, key)
-            locations.append(location)
-        return locations
 
     def _relocate(self, key: str, location: Location, problem: str) -> Location:
         """Another place for the entry if the index now has one; otherwise it is damaged, and marked so."""
@@ -263,6 +270,15 @@ class DiskStore(Store):
         self._catalog = None
         (self._reader or self._mapped).close()
         self._read_records.cache_clear()
+
+
+def _locate(store: DiskStore, keys: Sequence[str]) -> list[Location]:
+    locations = []
+    for key, location in zip(keys, store.catalog.look_up(keys), strict=True):
+        if location is None:
+            raise _absent(store, key)
+        locations.append(location)
+    return locations
 
 
 def _absent(store: DiskStore, key: str) -> StoreError:

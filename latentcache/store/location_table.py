@@ -187,6 +187,21 @@ class LocationTable:
                 found[number] = location
         return found
 
+    def places(self, keys: Sequence[str]) -> tuple[list[str], np.ndarray]:
+        """As `Store.places`."""
+        packs = [pack.id for part in self._parts for pack in part.packs]
+        found = np.full((len(keys), 2), -1, np.int64)
+        for start in range(0, len(keys), _CHUNK):
+            words, num_before = key_words(keys[start : start + _CHUNK]), 0
+            for part in self._parts:
+                positions = part.positions(words)
+                here = np.flatnonzero(positions >= 0)
+                numbers = part.starts.searchsorted(positions[here], "right") - 1
+                found[start + here, 0] = num_before + numbers
+                found[start + here, 1] = positions[here] - part.starts[numbers]
+                num_before += len(part.packs)
+        return packs, found
+
     def find(self, keys: Sequence[str]) -> set[str]:
         """Those of the keys that are here."""
         found: set[str] = set()

@@ -17,7 +17,7 @@ import numpy as np
 from typing_extensions import override
 
 from latentcache.errors import PackError, StoreError, UnsafeStoreError
-from latentcache.store.base import EntryArrays
+from latentcache.store.base import MANY_KEYS, EntryArrays
 from latentcache.store.layout import Location, Pack
 from latentcache.store.pack import arrays_in, map_pack, verified_arrays
 from latentcache.utils.durable_files import open_regular, unreadable
@@ -213,6 +213,8 @@ class MappedReader(ReadAhead, Reader):
     @override
     def prefetch(self, keys: Sequence[str], locations: Sequence[Location]) -> None:
         # In the order in which they are read: the first can be used while the others are on their way.
+        if is_many := len(locations) >= MANY_KEYS:  # of whole packs, which are read faster in their own order
+            locations = sorted(locations, key=attrgetter("place"))
         for start in range(0, len(locations), _MAX_FILES):
             with ExitStack() as files:
                 # A batch goes to and fro between packs, and on a network file system opening a file takes a request.
@@ -220,7 +222,8 @@ class MappedReader(ReadAhead, Reader):
                 for pack, together in groupby(locations[start : start + _MAX_FILES], key=attrgetter("pack.id")):
                     fd = opened(pack)
                     if fd is not None:
-                        advise(fd, [part for location in together for part in location.ranges()])
+                        ranges = [part for location in together for part in location.ranges()]
+                        advise(fd, joined(ranges) if is_many else ranges)
 
     def _opened(self, files: ExitStack, pack: str) -> int | None:
         """The pack's file, which `files` closes. None where it cannot be opened: the read that follows says why."""
@@ -246,6 +249,20 @@ class MappedReader(ReadAhead, Reader):
     def close(self) -> None:
         self._verified.flags.clear()
         self._maps.clear()
+
+
+def joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ranges (offset, number of bytes), joined where one begins at the end of another: rows that follow each other."""
+    parts: list[list[int]] = []
+    by_end: dict[int, list[int]] = {}
+    for offset, num_bytes in ranges:
+        part = by_end.pop(offset, None)
+        if part is None:
+            part = [offset, 0]
+            parts.append(part)
+        part[1] += num_bytes
+        by_end[offset + num_bytes] = part
+    return [(offset, num_bytes) for offset, num_bytes in parts]
 
 
 def advise(fd: int, ranges: Iterable[tuple[int, int]]) -> None:

@@ -1,0 +1,106 @@
+"""Pack order: packs come in random order and their rows a few packs apart, so that packs can be read whole, in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import NamedTuple
+
+import numpy as np
+from blake3 import blake3
+
+from latentcache.store.base import Store
+
+WINDOW = 16
+"""Packs that are read at the same time: those of a rank whose rows are mixed."""
+
+Spot = tuple[int, int]
+"""A visit of an epoch: the number of a rank's batch, and the place in it."""
+
+
+class Places(NamedTuple):
+    """Where the items of a dataset lie: the number of each one's pack, in the order of ids, and its row in it.
+
+    Both int64 [n], and -1 for an item whose entry is not there. `identity` is a digest of them and of the ids.
+    """
+
+    packs: np.ndarray
+    rows: np.ndarray
+    identity: str
+
+    @classmethod
+    def of(cls, store: Store, keys: Sequence[str]) -> Places:
+        """The places of these entries. StoreError as for `Store.places`."""
+        found, places = store.places(keys)
+        ids = sorted(set(found))
+        numbers = np.array([*map({pack: number for number, pack in enumerate(ids)}.get, found), -1], np.int64)
+        packs, rows = numbers[places[:, 0]], np.ascontiguousarray(places[:, 1])
+        return cls(packs, rows, blake3(" ".join(ids).encode() + packs.tobytes() + rows.tobytes()).hexdigest())
+
+
+def pack_batches(
+    places: Places,
+    buckets: Sequence[np.ndarray],
+    batch_size: int,
+    *,
+    window: int,
+    num_streams: int,
+    generator: np.random.Generator | None,
+) -> list[list[int]]:
+    """All items in batches of one bucket each. `buckets` has the items of each bucket.
+
+    Packs are shuffled and dealt to streams, whose batches take turns: batch i is of stream i modulo `num_streams`,
+    until a stream ends. A stream reads its packs in their order; a row comes up to `window` packs later than its pack
+    begins. Rows fill a batch of their bucket, which comes when it is full; the last ones of each bucket are joined, and
+    their batches come at the end, of which only one a bucket may be smaller. Without a generator nothing is shuffled.
+    """
+    _, packs = np.unique(places.packs, return_inverse=True)
+    num_packs = int(packs.max(initial=-1)) + 1
+    turns = (np.arange(num_packs) if generator is None else generator.permutation(num_packs))[packs]
+    if generator is None:
+        order = np.lexsort((places.rows, turns))
+    else:
+        order = (turns // num_streams + generator.random(len(packs)) * window).argsort()
+    bucket_of = np.zeros(len(packs), np.int64)
+    for number, items in enumerate(buckets):
+        bucket_of[items] = number
+    streams: list[list[list[int]]] = []
+    left: list[list[int]] = [[] for _ in buckets]
+    for stream in range(num_streams):
+        items = order[turns[order] % num_streams == stream]
+        streams.append(_full_batches(items, bucket_of[items], batch_size, left))
+    last = [items[at : at + batch_size] for items in left for at in range(0, len(items), batch_size)]
+    if generator is not None:
+        last = [last[number] for number in generator.permutation(len(last)).tolist()]
+    return [batch for batches in zip_longest(*streams) for batch in batches if batch is not None] + last
+
+
+def _full_batches(items: np.ndarray, buckets: np.ndarray, batch_size: int, left: list[list[int]]) -> list[list[int]]:
+    """The full batches of a stream, in the order in which they are full. The rest of each bucket is added to `left`."""
+    batches: list[tuple[int, list[int]]] = []
+    for bucket, rest in enumerate(left):
+        own = np.flatnonzero(buckets == bucket)
+        num = len(own) // batch_size * batch_size
+        full = items[own[:num]].reshape(-1, batch_size).tolist()
+        batches += zip(own[batch_size - 1 : num : batch_size].tolist(), full, strict=True)
+        rest += items[own[num:]].tolist()
+    return [batch for _, batch in sorted(batches)]
+
+
+def spots_ahead(places: Places, batches: Sequence[Sequence[int]]) -> dict[int, list[Spot]]:
+    """What to bring into memory with a rank's batch, by its number: the visits of all rows of a pack, in their order.
+
+    With the first batch that needs a pack this is the next pack that any batch needs. The first one comes at once.
+    """
+    sizes = np.array([*map(len, batches)], np.int64)
+    items = np.array([item for batch in batches for item in batch], np.int64)
+    numbers = np.repeat(np.arange(len(sizes)), sizes)
+    spots = np.stack([numbers, np.arange(len(items)) - np.repeat(sizes.cumsum() - sizes, sizes)], axis=1)
+    _, first, packs = np.unique(places.packs[items], return_index=True, return_inverse=True)
+    order = np.lexsort((places.rows[items], first[packs]))
+    starts = [*np.flatnonzero(np.diff(first[packs][order], prepend=-1)).tolist(), len(items)]
+    begins = numbers[np.sort(first)].tolist()
+    ahead: dict[int, list[Spot]] = {}
+    for begin, start, end in zip([0, *begins], starts, starts[1:], strict=False):
+        ahead.setdefault(begin, []).extend(map(tuple, spots[order[start:end]].tolist()))
+    return ahead
