@@ -9,7 +9,8 @@ from typing import NamedTuple
 import numpy as np
 from blake3 import blake3
 
-from latentcache.store.base import Store
+from latentcache.errors import StoreError
+from latentcache.store.base import PackedStore, Store
 
 WINDOW = 16
 """Packs that are read at the same time: those of a rank whose rows are mixed."""
@@ -30,7 +31,12 @@ class Places(NamedTuple):
 
     @classmethod
     def of(cls, store: Store, keys: Sequence[str]) -> Places:
-        """The places of these entries. StoreError as for `Store.places`."""
+        """The places of these entries. StoreError for a store that does not say."""
+        if not isinstance(store, PackedStore):
+            raise StoreError(
+                f"{type(store).__name__} does not say which packs its entries lie in: use order='random', or pull the "
+                "cache to a directory for order='packs'"
+            )
         found, places = store.places(keys)
         ids = sorted(set(found))
         numbers = np.array([*map({pack: number for number, pack in enumerate(ids)}.get, found), -1], np.int64)

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, runtime_checkable
 
 import numpy as np
 import torch
@@ -329,17 +329,6 @@ class Store(Closing, Protocol):
         MANY_KEYS or more: those of whole packs, which are best read by long ranges.
         """
 
-    def places(self, keys: Sequence[str]) -> tuple[list[str], np.ndarray]:
-        """Where entries lie, for who reads them in that order: ids of packs, and for each key int64 [n, 2].
-
-        That is the number of its pack in the list (an id may be there twice) and its row in the pack; -1 and -1 for an
-        entry that is not there. StoreError: the store does not say.
-        """
-        raise StoreError(
-            f"{type(self).__name__} does not say which packs its entries lie in: use order='random', or order='packs' "
-            "with a cache in a directory or an object store"
-        )
-
     def keys(self) -> Iterator[str]:
         """The keys of all entries that are there now."""
 
@@ -351,3 +340,15 @@ class Store(Closing, Protocol):
 
     def stats(self) -> StoreStats:
         """Counts and sizes."""
+
+
+@runtime_checkable
+class PackedStore(Protocol):
+    """A store that says in which packs its entries lie. A service does not."""
+
+    def places(self, keys: Sequence[str]) -> tuple[list[str], np.ndarray]:
+        """Where entries lie, for who reads them in that order: ids of packs, and for each key int64 [n, 2].
+
+        That is the number of its pack in the list (an id may be there twice) and its row in the pack; -1 and -1 for an
+        entry that is not there.
+        """

@@ -150,8 +150,8 @@ class DiskStore(Store):
     def find(self, keys: Iterable[str]) -> set[str]:
         return self.catalog.find(keys)
 
-    @override
     def places(self, keys: Sequence[str]) -> tuple[list[str], np.ndarray]:
+        """As `PackedStore.places`."""
         self.catalog.reload()
         return self.catalog.table.places(keys)
 

@@ -188,7 +188,7 @@ class LocationTable:
         return found
 
     def places(self, keys: Sequence[str]) -> tuple[list[str], np.ndarray]:
-        """As `Store.places`."""
+        """As `PackedStore.places`."""
         packs = [pack.id for part in self._parts for pack in part.packs]
         found = np.full((len(keys), 2), -1, np.int64)
         for start in range(0, len(keys), _CHUNK):

@@ -24,7 +24,7 @@ from latentcache.identity import key_of
 from latentcache.loading.dataset import LatentDatasets
 from latentcache.loading.pack_order import Places
 from latentcache.loading.sampler import Visit
-from latentcache.store import compaction, mapped
+from latentcache.store import MemoryStore, compaction, mapped
 from latentcache.store.base import MANY_KEYS
 from latentcache.types import Bucket, Crop, Entry, Geometry, Record, Size
 
@@ -247,6 +247,11 @@ def test_packs_are_read_by_long_ranges(
             assert sum(num for _, num in ranges) == num_bytes and len(ranges) <= len(columns) + pack.num_entries // 64
         else:  # samples of several packs of images share captions
             assert num_bytes <= sum(num for _, num in ranges) <= 2 * num_bytes and len(ranges) <= 8 * len(columns)
+
+
+def test_a_store_without_packs_is_refused() -> None:
+    with pytest.raises(StoreError, match=r"MemoryStore does not say which packs .* order='random'"):
+        Places.of(MemoryStore(), [])
 
 
 def test_a_resume_after_the_packs_changed_is_refused(path: Path) -> None:
