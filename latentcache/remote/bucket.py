@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -56,10 +56,11 @@ _client_pid: int | None = None
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """An object's bytes, and the tag of this version of it; None where the store has no tags."""
+    """An object's bytes, and of this version its tag (None where the store has no tags) and its time."""
 
     data: memoryview
     e_tag: str | None
+    modified: datetime
 
 
 class Bucket:
@@ -69,9 +70,12 @@ class Bucket:
     what was met and the next step. Errors of the obstore package never get out.
     """
 
-    def __init__(self, store: ObjectStore, url: str, *, uploads: ObjectStore | None = None):
+    def __init__(
+        self, store: ObjectStore, url: str, *, uploads: ObjectStore | None = None, once: ObjectStore | None = None
+    ):
+        """`uploads` and `once` are the same store: with more time for a request, and without a second attempt."""
         self.url = url
-        self._store, self._uploads = store, uploads or store
+        self._store, self._uploads, self._once = store, uploads or store, once or store
 
     @classmethod
     def open(cls, url: str, *, retry_s: float = RETRY_S) -> Bucket:
@@ -94,13 +98,13 @@ class Bucket:
         stalled = {"read_timeout": timedelta(seconds=max(retry_s / ATTEMPTS, 1.0)), "timeout": timedelta(hours=1)}
         sending = {"timeout": timedelta(seconds=UPLOAD_S)}
         try:
-            reading, uploads = [
-                from_url(url, retry_config=retry, client_options={**both, **more})  # type: ignore[call-overload]
-                for more in (stalled, sending)
+            reading, uploads, once = [
+                from_url(url, retry_config={**retry, **less}, client_options={**both, **more})  # type: ignore[call-overload]
+                for less, more in (({}, stalled), ({}, sending), ({"max_retries": 0}, stalled))
             ]
         except (BaseError, ValueError) as error:
             raise _problem(url, "cannot be opened", error) from error
-        return cls(reading, url, uploads=uploads)
+        return cls(reading, url, uploads=uploads, once=once)
 
     @contextmanager
     def _errors(self, what: str) -> Iterator[None]:
@@ -142,7 +146,7 @@ class Bucket:
 
         with self._errors(f"{name} cannot be read"), suppress(FileNotFoundError):
             found = obstore.get(self._store, name)
-            return StoredObject(memoryview(found.bytes()), found.meta["e_tag"])
+            return StoredObject(memoryview(found.bytes()), found.meta["e_tag"], found.meta["last_modified"])
         return None
 
     def put(self, name: str, data: bytes) -> None:
@@ -159,14 +163,14 @@ class Bucket:
         except NotImplementedError:
             return self._put(name, data, "overwrite")
 
-    def replace(self, name: str, data: bytes, old: StoredObject | None) -> bool:
-        """Write an object if what is there is `old`, or nothing (None). Returns False if it is something else.
+    def replace(self, name: str, data: bytes, e_tag: str | None) -> bool:
+        """Write an object if the one there has this tag, or if there is none (None). Returns False if it is not so.
 
         Ask `can_replace` before.
         """
-        return self._put(name, data, "create" if old is None else {"e_tag": old.e_tag})
+        return self._put(name, data, "create" if e_tag is None else {"e_tag": e_tag})
 
-    def _put(self, name: str, data: bytes | Path, mode: PutMode) -> bool:
+    def _put(self, name: str, data: bytes | Path, mode: PutMode, store: ObjectStore | None = None) -> bool:
         import obstore
         from obstore.exceptions import AlreadyExistsError, NotSupportedError, PreconditionError
 
@@ -174,7 +178,7 @@ class Bucket:
         try:
             with self._errors(f"{name} cannot be written"):
                 try:
-                    obstore.put(self._uploads, name, data, mode=mode, use_multipart=False)
+                    obstore.put(store or self._uploads, name, data, mode=mode, use_multipart=False)
                     return True
                 except (AlreadyExistsError, PreconditionError):
                     # It may be ours: a first attempt arrived, and its answer was lost.
@@ -201,9 +205,13 @@ class Bucket:
         try:
             self.put(name, b"1")
             first = self.read(name)
-            if first is None or first.e_tag is None or not self.replace(name, b"2", first):
+            if first is None or first.e_tag is None:
                 return False
-            return not self.replace(name, b"3", first)
+            with suppress(RemoteError):
+                # A store that cannot do it often answers as if it could later: that is not worth the time for retries.
+                self._put(name, b"2", {"e_tag": first.e_tag}, self._once)
+            self._put(name, b"2", {"e_tag": first.e_tag})
+            return not self.replace(name, b"3", first.e_tag)
         except NotImplementedError:
             return False
         finally:

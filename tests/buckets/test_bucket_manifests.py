@@ -1,0 +1,124 @@
+"""Manifests in a bucket: several writers at once lose nothing, whether the store compares or not."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from latentcache.dataset.manifest import Manifest, Row, manifest_lines
+from latentcache.errors import DatasetError, ReadOnlyError
+from latentcache.remote.bucket import Bucket
+from latentcache.remote.bucket_manifests import BucketManifests, merged_manifests
+
+COMMON = {"schema": 1, "salt": "", "text_encoding": {"name": "a"}}
+
+
+def make(*numbers: int, path: str = "", common: dict[str, object] | None = None, name: str = "photos") -> Manifest:
+    rows = {f"{number}.png": Row(f"{number}.png", f"{path}{number}.png", None, (), ()) for number in numbers}
+    return Manifest(name, "train", 1, common or COMMON, rows)
+
+
+def ids(manifest: Manifest | None) -> set[int]:
+    assert manifest is not None
+    return {int(sample_id.removesuffix(".png")) for sample_id in manifest.rows}
+
+
+def test_what_was_written_is_read_and_replaced_as_a_whole(bucket: Bucket) -> None:
+    manifests = BucketManifests(bucket)
+    assert manifests.names() == [] and manifests.read("photos") is None and manifests.unfinished() == []
+    manifests.begin("photos")
+    assert manifests.unfinished() == ["photos"] and manifests.names() == []
+    manifests.write(make(1, 2))
+    manifests.write(make(7, name="my+photos"))
+    assert manifests.unfinished() == []
+    assert BucketManifests(bucket).read("photos") == make(1, 2) and BucketManifests(bucket).names() == [
+        "my+photos",
+        "photos",
+    ]
+    manifests.write(make(2, 3))
+    assert manifests.read("photos") == make(2, 3), "1 is gone: this writer knew of it"
+    BucketManifests(bucket).write(make(4))
+    assert manifests.read("photos") == make(4)
+    assert len(bucket.names("manifests")) == 2, "what was replaced is removed"
+
+
+def test_two_writers_that_read_the_same_lose_nothing(bucket: Bucket) -> None:
+    BucketManifests(bucket).write(make(1))
+    first, second = BucketManifests(bucket), BucketManifests(bucket)
+    for writer in (first, second):
+        read = writer.read("photos")
+        assert read is not None and ids(read) == {1}
+    first.write(make(1, 2))
+    second.write(make(1, 3, path="newer/"))
+    found = BucketManifests(bucket).read("photos")
+    assert ids(found) == {1, 2, 3}
+    assert found is not None and found.rows["1.png"].path == "newer/1.png"
+    third = BucketManifests(bucket)
+    third.update(
+        lambda: replace(read, rows={"9.png": make(9).rows["9.png"]}) if (read := third.read("photos")) else None
+    )
+    assert ids(BucketManifests(bucket).read("photos")) == {9} and len(bucket.names("manifests")) == 1
+
+
+def test_many_writers_at_once_lose_nothing(bucket: Bucket) -> None:
+    """Each adds its samples one by one, as machines do that push to one place."""
+    errors: list[BaseException] = []
+
+    def add(first: int) -> None:
+        manifests = BucketManifests(bucket)
+
+        def with_one(number: int) -> Callable[[], Manifest]:
+            def made() -> Manifest:
+                there = manifests.read("photos")
+                return make(*({number} if there is None else ids(there) | {number}))
+
+            return made
+
+        try:
+            for number in range(first, first + 4):
+                manifests.update(with_one(number))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=add, args=(10 * number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert ids(BucketManifests(bucket).read("photos")) == {10 * a + b for a in range(3) for b in range(4)}
+
+
+def test_samples_of_another_encoding_are_not_merged(bucket: Bucket) -> None:
+    old, new = BucketManifests(bucket), BucketManifests(bucket)
+    for writer in (old, new):
+        assert writer.read("photos") is None
+    old.write(make(1))
+    other = {**COMMON, "salt": "other"}
+    new.write(make(2, common=other))
+    assert BucketManifests(bucket).read("photos") == make(2, common=other)
+
+
+def test_a_damaged_manifest_is_named_and_replaced(bucket: Bucket) -> None:
+    data = b"".join(manifest_lines(make(1)))
+    bucket.put("manifests/photos.jsonl", data.replace(b"1.png", b"2.png"))
+    manifests = BucketManifests(bucket)
+    with pytest.raises(DatasetError, match=r"cache.*/manifests/photos\.jsonl.*its digest differs"):
+        manifests.read("photos")
+    manifests.write(make(3))
+    assert manifests.read("photos") == make(3)
+
+
+def test_a_reader_writes_nothing(bucket: Bucket) -> None:
+    manifests = BucketManifests(bucket, read_only=True)
+    for call in (lambda: manifests.write(make(1)), lambda: manifests.begin("photos")):
+        with pytest.raises(ReadOnlyError):
+            call()
+    assert bucket.names("") == {}
+
+
+def test_merging_nothing_gives_nothing() -> None:
+    assert merged_manifests([]) is None
