@@ -141,7 +141,8 @@ def show(key_or_sample: str, target: Target = None, /, *, options: OfCache = CAC
 def verify(target: Target = None, /, *, subset: str | None = None, options: OfCache = CACHE_DEFAULTS) -> int:
     """Read every entry and compare it with its digest. Damaged entries become misses: precache encodes them again.
 
-    From a service the packs are fetched, and read here; with a writing token what is damaged is removed there.
+    From a bucket or a service the packs are fetched, and read here; a service marks what is damaged, with a writing
+    token.
 
     Args:
         subset: n/t reads the n-th of t parts, e.g. 1/7 on Mondays.

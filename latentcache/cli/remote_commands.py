@@ -38,7 +38,7 @@ def push(cache: str, url: str, /, *, options: OfTransfer = TRANSFER_DEFAULTS) ->
 
     Args:
         cache: The cache: a directory.
-        url: The place: a service (http, https), or a directory.
+        url: The place: a bucket (s3, gs, az), a service (http, https), or a directory.
     """
     return _moved([(cache, url)], options)
 
@@ -47,7 +47,7 @@ def pull(url: str, cache: str, /, *, options: OfTransfer = TRANSFER_DEFAULTS) ->
     """Fetch the packs and manifests that a cache lacks. What is there is not fetched again.
 
     Args:
-        url: The place: a service (http, https), or a directory.
+        url: The place: a bucket (s3, gs, az), a service (http, https), or a directory.
         cache: The cache: a directory, which is made if it is not there.
     """
     return _moved([(url, cache)], options)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from latentcache.cache_config import CacheConfig, RemoteOptions, location_of
+from latentcache.cache_config import CacheConfig, location_of
 from latentcache.dataset.manifest import ManifestFolder, Manifests, Row
 from latentcache.errors import EntryDamagedError, EntryMissingError, StoreError
 from latentcache.loading.cache import LatentCache
@@ -163,13 +163,12 @@ def verify(
     if isinstance(location, Path):
         with DiskStore(location, read_only=not os.access(location, os.W_OK), create=False) as disk:
             return upkeep.verify(disk, subset=subset, progress=progress)
-    from latentcache.remote.remote_packs import verify_service  # this imports urllib3, which only a service needs
-    from latentcache.remote.remote_store import RemoteStore
+    from latentcache.remote.places import open_far_place  # what is elsewhere needs packages of its own
+    from latentcache.remote.remote_packs import verify_place
 
-    # Without the local tier: what the service has is to be read.
-    options = RemoteOptions(retry_s=path.retry_s) if isinstance(path, CacheConfig) else RemoteOptions()
-    with RemoteStore(location, **options) as store:
-        return verify_service(store, subset=subset, progress=progress)
+    # Without the local tier: what is there is to be read.
+    with open_far_place(location, retry_s=path.retry_s if isinstance(path, CacheConfig) else None) as place:
+        return verify_place(place, subset=subset, progress=progress)
 
 
 def _whole_key(cache: LatentCache, prefix: str) -> str:

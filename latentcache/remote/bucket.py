@@ -21,7 +21,7 @@ from latentcache.store.base import PACK_SUFFIX, is_pack_id
 from latentcache.store.directory import MARK, check_mark, mark_bytes, pack_name
 from latentcache.store.layout import PackRow
 from latentcache.store.pack import PackRecords, records_in, row_in
-from latentcache.store.tensor_file import MemoryBytes
+from latentcache.store.tensor_file import RangedBytes
 from latentcache.utils.concurrency import bounded_map
 
 if TYPE_CHECKING:
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 NUM_THREADS = 16
 """Requests of one call that are on their way at once."""
-HEAD_BYTES = 64 << 10
-"""Read of a pack first: its header, and the keys and digests of a thousand entries."""
 CHUNK_BYTES = 8 << 20
 """Of a pack that is read whole, in one piece of its stream."""
 WHOLE_BYTES = 128 << 20
@@ -153,7 +151,7 @@ class Bucket:
         """Write an object, in the place of one that is there."""
         self._put(name, data, "overwrite")
 
-    def create(self, name: str, data: bytes | Path) -> bool:
+    def create(self, name: str, data: bytes | memoryview | Path) -> bool:
         """Write an object if there is none. Returns False if there is another one.
 
         A store that cannot compare replaces what is there: it is for objects whose name says what they hold.
@@ -170,7 +168,7 @@ class Bucket:
         """
         return self._put(name, data, "create" if e_tag is None else {"e_tag": e_tag})
 
-    def _put(self, name: str, data: bytes | Path, mode: PutMode, store: ObjectStore | None = None) -> bool:
+    def _put(self, name: str, data: bytes | memoryview | Path, mode: PutMode, store: ObjectStore | None = None) -> bool:
         import obstore
         from obstore.exceptions import AlreadyExistsError, NotSupportedError, PreconditionError
 
@@ -254,11 +252,14 @@ class Bucket:
 
     def row(self, pack: str, num_bytes: int) -> PackRow:
         """A pack's layout, keys and digests, by one or two reads. PackError; FileNotFoundError: it is not there."""
-        return row_in(pack, _PackBytes(self, pack, num_bytes))[0]
+        return row_in(pack, self._bytes_of(pack, num_bytes))[0]
 
     def records(self, pack: str, num_bytes: int) -> PackRecords:
         """As `row`, with the records of the entries."""
-        return records_in(pack, _PackBytes(self, pack, num_bytes))
+        return records_in(pack, self._bytes_of(pack, num_bytes))
+
+    def _bytes_of(self, pack: str, num_bytes: int) -> RangedBytes:
+        return RangedBytes(self._title(pack), num_bytes, lambda start, num: self.ranges(pack, [(start, num)])[0])
 
     def rows(self, packs: Mapping[str, int]) -> Iterator[PackRow]:
         """The rows of these packs (with their bytes), many read at once, in their order.
@@ -345,27 +346,6 @@ class Bucket:
 
     def _title(self, pack: str) -> str:
         return f"{self.url}/{pack_name(pack)}"
-
-
-class _PackBytes(MemoryBytes):
-    """The bytes of a pack of which the first are read, and more when they are needed."""
-
-    def __init__(self, bucket: Bucket, pack: str, num_bytes: int):
-        self._bucket, self._pack = bucket, pack
-        super().__init__(bucket._title(pack), b"")
-        self.num_bytes = num_bytes
-        self._read_to(HEAD_BYTES)
-
-    def _read_to(self, end: int) -> None:
-        start, end = len(self._data), min(end, self.num_bytes)
-        if end > start:
-            (more,) = self._bucket.ranges(self._pack, [(start, end - start)])
-            self._data = memoryview(bytes(self._data) + bytes(more))
-
-    def read(self, offset: int, num_bytes: int) -> memoryview:
-        if offset + num_bytes > len(self._data):
-            self._read_to(offset + 2 * num_bytes)  # what comes next is about as long
-        return super().read(offset, num_bytes)
 
 
 def in_threads(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:

@@ -1,19 +1,20 @@
-"""What packs and manifests move between: the directory of a cache, or a service."""
+"""What packs and manifests move between: the directory of a cache, a bucket, or a service."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
 
 from typing_extensions import override
 
-from latentcache.cache_config import location_of
 from latentcache.dataset.manifest import ManifestFolder, ManifestMemory, Manifests
 from latentcache.errors import StoreError
+from latentcache.remote.locations import kind_of, parse_location
 from latentcache.store.base import Closing
 from latentcache.store.disk import DiskStore
 from latentcache.store.exchange import take_checked
+from latentcache.store.layout import PackRow
 from latentcache.store.pack import PackRecords, map_pack, read_row
 
 
@@ -29,8 +30,8 @@ class Place(Closing, Protocol):
     def packs(self) -> dict[str, int]:
         """The bytes of each pack that is there now, by its id."""
 
-    def keys_of(self, pack: str) -> list[str]:
-        """The entries of a pack that are in use. FileNotFoundError if it is gone, PackError for what is no pack."""
+    def row(self, pack: str) -> PackRow:
+        """A pack's layout, keys and digests; live are the entries in use. FileNotFoundError: it is gone. PackError."""
 
     def find(self, keys: Iterable[str]) -> set[str]:
         """Those of the keys whose entries are there, and not known as damaged."""
@@ -40,6 +41,19 @@ class Place(Closing, Protocol):
 
     def take(self, records: PackRecords, data: bytes | memoryview) -> None:
         """Store a pack, as a whole or not at all. The caller has compared its bytes, `data`, with its digests."""
+
+
+class FarPlace(Place, Protocol):
+    """A place on another machine, which can be verified only from here."""
+
+    def damaged(self) -> dict[str, str]:
+        """Why entries are damaged, of those that it knows of."""
+
+    def live(self) -> set[str] | None:
+        """The keys of all entries. None: what its packs hold is there."""
+
+    def confirmed(self, suspects: Mapping[str, str]) -> dict[str, str]:
+        """Those of the entries that were found damaged, with the reason, which it finds so too."""
 
 
 class DirectoryPlace(Place):
@@ -70,10 +84,11 @@ class DirectoryPlace(Place):
         return {pack: layout.file_bytes for pack, layout in self._store.catalog.table.packs.copy().items()}
 
     @override
-    def keys_of(self, pack: str) -> list[str]:
-        names = read_row(self._disk.directory.pack_path(pack)).names()
-        places = self._disk.catalog.table.look_up(names)
-        return [key for key, place in zip(names, places, strict=True) if place is not None and place.pack.id == pack]
+    def row(self, pack: str) -> PackRow:
+        row = read_row(self._disk.directory.pack_path(pack))
+        places = self._disk.catalog.table.look_up(row.names())
+        row.live[:] = [place is not None and place.pack.id == pack for place in places]
+        return row
 
     @override
     def find(self, keys: Iterable[str]) -> set[str]:
@@ -95,17 +110,41 @@ class DirectoryPlace(Place):
             self._store.close()
 
 
-def open_place(location: str | Path, *, is_target: bool, dry_run: bool = False) -> Place:
-    """The place that a user names: a directory, or the URL of a service. `is_target`: packs are to be sent to it.
+def open_place(
+    location: str | Path, *, is_target: bool = False, dry_run: bool = False, near: Place | None = None
+) -> Place:
+    """The place that a user names: a directory, or the URL of a bucket or a service. `is_target`: it is sent to.
 
-    StoreError for what is no cache, and no place for one. ReadOnlyError for a target that cannot be written.
+    `near`: see `open_far_place`. StoreError for what is no cache, and no place for one. ReadOnlyError for a target that
+    cannot be written.
     """
-    found = location_of(location)
+    found = parse_location(location)[1]
     if isinstance(found, Path):
         return DirectoryPlace(found, is_target=is_target, dry_run=dry_run)
-    from latentcache.remote.service_place import ServicePlace  # this imports urllib3, which only a service needs
+    return open_far_place(found, is_target=is_target, dry_run=dry_run, near=near)
 
-    place = ServicePlace(found)
+
+def open_far_place(
+    url: str,
+    *,
+    is_target: bool = False,
+    dry_run: bool = False,
+    near: Place | None = None,
+    retry_s: float | None = None,
+) -> FarPlace:
+    """As `open_place`, of a bucket or a service.
+
+    `near` is a place from which a pack's row is read faster, where both have the pack. A request that is not answered
+    is tried again for `retry_s` seconds.
+    """
+    # These import urllib3 and obstore, which only they need.
+    if kind_of(url) == "bucket":
+        from latentcache.remote.bucket_place import BucketPlace
+
+        return BucketPlace(url, is_target=is_target, dry_run=dry_run, near=near, retry_s=retry_s)
+    from latentcache.remote.service_place import ServicePlace
+
+    place = ServicePlace(url, retry_s=retry_s)
     if is_target and not dry_run:
         place.check_writable()
     return place

@@ -28,7 +28,7 @@ from latentcache.errors import (
     StoreBusyError,
     StoreError,
 )
-from latentcache.remote.places import Place, open_place
+from latentcache.remote.places import DirectoryPlace, Place, open_place
 from latentcache.store.exchange import part_of, problems_of
 from latentcache.store.pack import read_pack_bytes
 from latentcache.utils.concurrency import bounded_map
@@ -147,7 +147,7 @@ class Move:
     def _move(self, sizes: dict[str, int], wanted: Collection[str] | None, pack: str) -> Outcome:
         """Move what is wanted of a pack and not there. Errors that other packs would have too are raised."""
         try:
-            keys = self.source.keys_of(pack)
+            keys = self.source.row(pack).live_names()
             if wanted is not None:
                 keys = [key for key in keys if key in wanted]
                 if not keys:
@@ -161,9 +161,14 @@ class Move:
         except FileNotFoundError:
             return Outcome(0, "is gone since it was listed: run the same command again, which finds where it is now")
         except StoreError as error:
-            if isinstance(error, RemoteError) and error.kind != PackError.__name__:
+            if isinstance(error, RemoteError) and not self._is_of_pack(error):
                 raise
             return Outcome(0, str(error))
+
+    def _is_of_pack(self, error: RemoteError) -> bool:
+        """Whether this pack alone cannot be had, or was found damaged: others can be had."""
+        is_refused = error.url == self.source.name and error.status is not None and 402 <= error.status < 500
+        return error.kind == PackError.__name__ or is_refused
 
     def _send(self, pack: str, missing: set[str]) -> Outcome:
         """Send a pack whole, or a new one with what is missing: where some of it is damaged, or its id is taken."""
@@ -299,6 +304,7 @@ def transfer(
 ) -> TransferReport:
     """Move what `source` has and `target` lacks: all of it, or what these `manifests` need. Places: `open_place`."""
     with ExitStack() as stack:
-        first = stack.enter_context(open_place(source, is_target=False))
-        second = stack.enter_context(open_place(target, is_target=True, dry_run=dry_run))
+        first = stack.enter_context(open_place(source))
+        near = first if isinstance(first, DirectoryPlace) else None
+        second = stack.enter_context(open_place(target, is_target=True, dry_run=dry_run, near=near))
         return Move(first, second, dry_run=dry_run, replace=replace).run(manifests, progress)

@@ -33,7 +33,7 @@ MAX_HEADER_BYTES = 1 << 20
 MAX_TENSORS = 1 << 13
 """Of a pack: each column may have its offsets, and a gap before each."""
 
-_HEAD_BYTES = 64 << 10
+HEAD_BYTES = 64 << 10
 """Fetched first of a pack that is elsewhere: its header, and the keys and digests of a thousand entries."""
 
 _SAFETENSORS_DTYPES = {
@@ -186,7 +186,7 @@ class RangedBytes(MemoryBytes):
     def __init__(self, path: Path | str, num_bytes: int, fetch: Callable[[int, int], bytes | memoryview]):
         super().__init__(path, b"")
         self.num_bytes, self._fetch = num_bytes, fetch
-        self._fetch_to(_HEAD_BYTES)
+        self._fetch_to(HEAD_BYTES)
 
     def _fetch_to(self, end: int) -> None:
         start, end = len(self._data), min(end, self.num_bytes)

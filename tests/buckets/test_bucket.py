@@ -12,11 +12,12 @@ import torch
 
 from latentcache.errors import PackError, RemoteError, SchemaError, StoreError, UnsafeStoreError
 from latentcache.identity import key_of
-from latentcache.remote.bucket import HEAD_BYTES, Bucket
+from latentcache.remote.bucket import Bucket
 from latentcache.store.base import own_entry
 from latentcache.store.directory import pack_name
 from latentcache.store.layout import PackRow
 from latentcache.store.pack import new_pack_id, read_row, write_pack
+from latentcache.store.tensor_file import HEAD_BYTES
 from latentcache.types import Entry, Record
 
 

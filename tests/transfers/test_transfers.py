@@ -235,9 +235,9 @@ def test_what_a_pack_has_beyond_its_index_stays(tmp_path: Path) -> None:
     source = fill(tmp_path / "a", range(8), None)
     with DiskStore(source) as store:
         store.remove([key_of_image(2)])
-    with open_place(source, is_target=False) as place:
+    with open_place(source) as place:
         (pack,) = place.packs()
-        assert key_of_image(2) not in place.keys_of(pack) and len(place.keys_of(pack)) == 8
+        assert key_of_image(2) not in place.row(pack).live_names() and len(place.row(pack).live_names()) == 8
     transfer(source, tmp_path / "b")
     with DiskStore(tmp_path / "b") as store:
         assert store.find([key_of_image(2)])

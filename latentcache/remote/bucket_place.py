@@ -1,0 +1,107 @@
+"""BucketPlace: a bucket that packs and manifests move to, and from."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+
+from typing_extensions import override
+
+from latentcache.dataset.manifest import Manifests
+from latentcache.errors import PackError
+from latentcache.remote.bucket import Bucket
+from latentcache.remote.bucket_manifests import BucketManifests
+from latentcache.remote.places import FarPlace, Place
+from latentcache.store.directory import pack_name
+from latentcache.store.layout import PackRow
+from latentcache.store.location_table import LocationTable
+from latentcache.store.pack import PackRecords
+
+
+class BucketPlace(FarPlace):
+    """The bucket at `url`. It has no index: what its packs hold is read from them, once, when it matters.
+
+    `near`: see `open_place`. A target is made a cache if it is none yet.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        is_target: bool = False,
+        dry_run: bool = False,
+        near: Place | None = None,
+        retry_s: float | None = None,
+    ):
+        self.bucket = Bucket.open(url) if retry_s is None else Bucket.open(url, retry_s=retry_s)
+        self.name = self.bucket.url
+        if not (is_target and dry_run):  # to which there may be nothing yet
+            self.bucket.check(create=is_target)
+        self.manifests: Manifests = BucketManifests(self.bucket, read_only=dry_run or not is_target)
+        self._near = near
+        self._sizes: dict[str, int] = {}
+        self._table: LocationTable | None = None
+        self._lock = threading.Lock()
+
+    @override
+    def packs(self) -> dict[str, int]:
+        self._sizes = self.bucket.packs()
+        return dict(self._sizes)
+
+    @override
+    def row(self, pack: str) -> PackRow:
+        return self.bucket.row(pack, self._sizes[pack])
+
+    def rows(self) -> Iterable[PackRow]:
+        """The rows of all packs. What cannot be read is left out, with a warning."""
+        sizes = self.packs()
+        if self._near is not None:
+            here = self._near.packs()
+            for pack in [pack for pack, num_bytes in sizes.items() if here.get(pack) == num_bytes]:
+                with suppress(PackError, FileNotFoundError):
+                    row = self._near.row(pack)
+                    row.live[:] = True  # in the bucket nothing of a pack is removed
+                    del sizes[pack]
+                    yield row
+        yield from self.bucket.rows(sizes)
+
+    @override
+    def find(self, keys: Iterable[str]) -> set[str]:
+        with self._lock:
+            if self._table is None:
+                self._table = LocationTable(self.rows())
+        return self._table.find(list(keys))
+
+    @override
+    def read(self, pack: str) -> memoryview:
+        found = self.bucket.read(pack_name(pack))
+        if found is None:
+            raise FileNotFoundError(pack)
+        return found.data
+
+    @override
+    def take(self, records: PackRecords, data: bytes | memoryview) -> None:
+        self.bucket.create(pack_name(records.row.pack.id), data)
+        with self._lock:
+            if self._table is not None:
+                self._table.add([records.row])
+
+    # Verifying
+
+    @override
+    def damaged(self) -> dict[str, str]:
+        """Nothing: a bucket has no marks."""
+        return {}
+
+    @override
+    def live(self) -> None:
+        """None: what its packs hold is there."""
+
+    @override
+    def confirmed(self, suspects: Mapping[str, str]) -> dict[str, str]:
+        """All of them: nobody else can look."""
+        return dict(suspects)
+
+    def close(self) -> None:
+        """Nothing is open between calls."""

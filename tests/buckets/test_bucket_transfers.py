@@ -1,0 +1,263 @@
+"""Packs and manifests that move to a bucket of a real S3 server and from it: also where the network fails."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import obstore
+import pytest
+from helpers.pack_damage import damage
+from helpers.relay import Relay, relaying
+from helpers.swift_server import SwiftServer
+from remote.remote_samples import entries_of
+from transfers.test_transfers import check, fill, key_of_image, manifest_of, packs_of
+
+from latentcache.errors import RemoteError, StorageFullError, StoreError
+from latentcache.remote.bucket import Bucket
+from latentcache.remote.places import open_far_place, open_place
+from latentcache.remote.transfers import Move, TransferReport, transfer
+from latentcache.store import DiskStore
+from latentcache.store.directory import pack_name
+from latentcache.store.upkeep import rebuild
+
+Run = Callable[..., Any]
+RETRY_S = 3.0
+
+
+@pytest.fixture
+def relay(swift: SwiftServer, s3_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Relay]:
+    """A relay before the server, to which `s3_url` leads from here on."""
+    with relaying(swift.address) as relay:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", relay.url)
+        yield relay
+
+
+def move(source: Path | str, target: Path | str) -> TransferReport:
+    """As `transfer`, and requests are tried again for RETRY_S only."""
+    is_push = isinstance(source, Path)
+    near, url = (source, target) if is_push else (target, source)
+    with (
+        open_place(near, is_target=not is_push) as here,
+        open_far_place(str(url), is_target=is_push, retry_s=RETRY_S) as there,
+    ):
+        return (Move(here, there) if is_push else Move(there, here)).run()
+
+
+def packs_in(url: str) -> dict[str, bytes]:
+    bucket = Bucket.open(url)
+    return {pack: b"".join(bucket.chunks(pack)) for pack in bucket.packs()}
+
+
+def test_push_and_pull_give_the_same_cache(tmp_path: Path, s3_url: str, run_json: Run) -> None:
+    here, back = fill(tmp_path / "here", range(32)), tmp_path / "back"
+    code, planned = run_json("push", here, s3_url, "--dry-run")
+    assert code == 0 and planned["num_packs"] == 4 and packs_in(s3_url) == {}
+    code, report = run_json("push", here, s3_url)
+    assert code == 0 and report["num_packs"] == 4 and report["manifests"] == ["photos"]
+    assert packs_in(s3_url) == packs_of(here)
+    code, report = run_json("push", here, s3_url)
+    assert code == 0 and (report["num_packs"], report["num_there"], report["manifests"]) == (0, 4, [])
+    fill(here, range(40))
+    assert transfer(here, s3_url).num_packs == 1
+    code, report = run_json("pull", s3_url, back)
+    assert code == 0 and report["num_packs"] == 5 and packs_of(back) == packs_of(here)
+    assert manifest_of(back) == manifest_of(here)
+    check(back, range(40))
+    assert run_json("pull", s3_url, back)[1]["num_packs"] == 0
+
+
+def test_only_what_a_manifest_needs(tmp_path: Path, s3_url: str) -> None:
+    here = fill(tmp_path / "here", range(16), "first")
+    fill(here, range(16, 32), "second")
+    assert transfer(here, s3_url, manifests=["first"]).num_left == 2
+    assert transfer(here, s3_url).num_packs == 2
+    report = transfer(s3_url, tmp_path / "b", manifests=["second"])
+    assert (report.num_packs, report.num_left, report.manifests) == (2, 2, ["second"])
+    check(tmp_path / "b", range(16, 32))
+    other = fill(tmp_path / "c", range(16, 32), "second", per_pack=16)
+    assert transfer(other, s3_url).num_packs == 0, "its entries are there in other packs"
+
+
+def test_copied_by_other_tools_it_is_a_cache(tmp_path: Path, s3_url: str, swift: SwiftServer) -> None:
+    """As `aws s3 sync` of the bucket, and `latentcache rebuild`."""
+    transfer(fill(tmp_path / "here", range(16)), s3_url)
+    prefix = s3_url.removeprefix("s3://").partition("/")[2] + "/"
+    for name in swift.names("tests"):
+        if name.startswith(prefix):
+            path = tmp_path / "copy" / name.removeprefix(prefix)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(bytes(obstore.get(swift.store("tests"), name).bytes()))
+    assert rebuild(tmp_path / "copy").num_entries == 18
+    check(tmp_path / "copy", range(16))
+
+
+def test_two_caches_push_at_once(tmp_path: Path, s3_url: str) -> None:
+    """Nothing is lost, and their manifests are merged: the server cannot compare before it replaces."""
+    parts = [fill(tmp_path / f"{n}", range(16 * n, 16 * n + 24), per_pack=4) for n in range(3)]
+    reports: list[TransferReport] = []
+    threads = [threading.Thread(target=lambda part=part: reports.append(transfer(part, s3_url))) for part in parts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert len(reports) == 3 and all(report.ok for report in reports)
+    transfer(s3_url, tmp_path / "all")
+    merged = manifest_of(tmp_path / "all")
+    assert merged is not None and set(merged.rows) == {f"{n}.png" for n in range(56)}
+    check(tmp_path / "all", range(56))
+
+
+@pytest.mark.parametrize("direction", ["push", "pull"])
+def test_killed_in_the_middle_and_then_again(
+    tmp_path: Path, s3_url: str, relay: Relay, run_json: Run, direction: str
+) -> None:
+    full = fill(tmp_path / "full", range(80), per_pack=2)
+    here = full if direction == "push" else tmp_path / "here"
+    if direction == "pull":
+        transfer(full, s3_url)
+        DiskStore(here).close()
+    method = "PUT" if direction == "push" else "GET"
+    relay.answer = lambda each, path: time.sleep(0.3) if "/packs/" in path and each == method else None
+    way = (here, s3_url) if direction == "push" else (s3_url, here)
+
+    def num_there() -> int:
+        return len(Bucket.open(s3_url).packs() if direction == "push" else packs_of(here))
+
+    process = subprocess.Popen([sys.executable, "-m", "latentcache.cli.app", direction, *map(str, way)])
+    while num_there() < 8:
+        assert process.poll() is None, "it ended before it could be killed"
+        time.sleep(0.02)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    time.sleep(0.5)
+    relay.answer = None
+    before = num_there()
+    assert 8 <= before < 40 and (direction == "push" or manifest_of(here) is None)
+    relay.requests.clear()
+    code, report = run_json(direction, *way)
+    assert code == 0 and (report["num_packs"], report["num_there"]) == (40 - before, before)
+    if direction == "push":
+        assert len([path for each, path in relay.requests if each == method and "/packs/" in path]) == 40 - before
+        assert packs_in(s3_url) == packs_of(here)
+    else:
+        assert packs_of(here) == packs_of(full) and not list(here.rglob("*.tmp"))
+        check(here, range(80))
+
+
+def first_times(what: str) -> Callable[[str, int, bytes], bytes | None]:
+    """A fault at the first answer about each pack's object: none, half of it, another bit, or a late one."""
+    seen: set[str] = set()
+
+    def change(path: str, status: int, data: bytes) -> bytes | None:
+        if "/packs/" not in path or path in seen:
+            return data
+        seen.add(path)
+        if what == "stall":
+            time.sleep(0.6 * RETRY_S)
+        if what in ("drop", "stall") or not data:
+            return None
+        return data[: len(data) // 2] if what == "half" else data[:-300] + bytes([data[-300] ^ 1]) + data[-299:]
+
+    return change
+
+
+@pytest.mark.parametrize("what", ["drop", "half", "other", "stall", "busy"])
+def test_faults_that_pass(tmp_path: Path, s3_url: str, relay: Relay, what: str) -> None:
+    here = fill(tmp_path / "here", range(16))
+    seen: set[tuple[str, str]] = set()
+
+    def busy(method: str, path: str) -> int | None:
+        is_first = (method, path) not in seen
+        seen.add((method, path))
+        return 503 if is_first and what == "busy" else None
+
+    relay.answer, relay.change = busy, None if what == "busy" else first_times(what)
+    assert move(here, s3_url).ok, "an answer that was lost is requested again, and finds the pack there"
+    assert packs_in(s3_url) == packs_of(here)
+    relay.answer, relay.change = busy, None if what == "busy" else first_times(what)
+    seen.clear()
+    assert move(s3_url, tmp_path / "back").ok
+    check(tmp_path / "back", range(16))
+
+
+@pytest.mark.parametrize("what", ["503", "drop"])
+def test_faults_that_stay_are_errors_with_a_next_step(tmp_path: Path, s3_url: str, relay: Relay, what: str) -> None:
+    here = fill(tmp_path / "here", range(16))
+    relay.answer = lambda method, path: 503 if "/packs/" in path and what == "503" else None
+    relay.change = lambda path, status, data: None if "/packs/" in path and what == "drop" else data
+    with pytest.raises(RemoteError) as caught:
+        move(here, s3_url)
+    assert "run the same again" in caught.value.next_step
+    relay.answer = relay.change = None
+    assert set(Bucket.open(s3_url).names("manifests")) == {"manifests/photos.unfinished"}
+    assert move(here, s3_url).ok
+    move(s3_url, tmp_path / "back")
+    check(tmp_path / "back", range(16))
+
+
+def test_a_pack_that_cannot_be_had_does_not_stop_the_rest(tmp_path: Path, s3_url: str, relay: Relay) -> None:
+    """One in an archive, from which a store gives nothing at once; and one whose object is damaged."""
+    here = fill(tmp_path / "here", range(32))
+    transfer(here, s3_url)
+    archived, damaged, *_ = sorted(packs_of(here))
+    relay.answer = lambda method, path: 403 if archived in path and method == "GET" else None
+    bucket = Bucket.open(s3_url)
+    data = packs_of(here)[damaged]
+    bucket.put(pack_name(damaged), data[:-100] + bytes(100))
+    report = transfer(s3_url, tmp_path / "back")
+    assert set(report.refused) == {archived, damaged, "photos"} and "403" in report.refused[archived]
+    with DiskStore(tmp_path / "back") as store:
+        assert len(list(store.keys())) >= 16
+    relay.answer = None
+    bucket.put(pack_name(damaged), data)
+    assert transfer(s3_url, tmp_path / "back").ok
+    check(tmp_path / "back", range(32))
+
+
+def test_verify_reads_a_bucket(tmp_path: Path, s3_url: str, run: Run, run_json: Run) -> None:
+    here = fill(tmp_path / "here", range(32))
+    transfer(here, s3_url)
+    code, report = run_json("verify", s3_url)
+    assert code == 0 and report["ok"] and (report["num_entries"], report["num_packs"]) == (36, 4)
+    damage(here, entries_of(3)[0].tensors["moments"].numpy().tobytes())
+    (pack, data) = next((pack, data) for pack, data in packs_of(here).items() if data != packs_in(s3_url)[pack])
+    Bucket.open(s3_url).put(pack_name(pack), data)
+    code, report = run_json("verify", s3_url)
+    assert code == 1 and report["damaged"].keys() == {key_of_image(3)}
+    # What is whole in another pack is not damaged.
+    bucket = Bucket.open(s3_url)
+    for name, content in packs_of(fill(tmp_path / "more", range(4), None)).items():
+        bucket.put(pack_name(name), content)
+    assert run_json("verify", s3_url)[0] == 0
+
+
+def test_what_is_no_cache_and_what_is_not_there(tmp_path: Path, s3_url: str, run: Run) -> None:
+    code, _, err = run("pull", s3_url, tmp_path / "b")
+    assert code == 2 and "there is no cache here" in err and "latentcache push" in err
+    code, _, err = run("push", fill(tmp_path / "a", range(8)), "s3://no-such-bucket/x")
+    assert code == 2 and "Check the URL" in err
+    with pytest.raises(StoreError):
+        transfer(tmp_path / "absent", s3_url)
+
+
+def test_a_full_disk_is_a_clear_error(tmp_path: Path, s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, back = fill(tmp_path / "here", range(16)), tmp_path / "back"
+    transfer(here, s3_url)
+    DiskStore(back).close()
+
+    def full(fd: int, buffers: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("latentcache.store.exchange.write_past_cache", full)
+        with pytest.raises(StorageFullError, match="free some space"):
+            transfer(s3_url, back)
+    assert packs_of(back) == {} and not list(back.rglob("*.tmp"))
+    assert transfer(s3_url, back).ok
