@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
@@ -93,28 +92,6 @@ class Geometry:
             "target_size": list(self.target_size),
             "flip": self.flip,
         }
-
-    @classmethod
-    def from_json(cls, value: Json) -> Geometry:
-        """The geometry that `to_json` gave. Raises KeyError, TypeError or ValueError for any other value."""
-        pairs = [value[name] for name in ("original_size", "resized_size", "crop_top_left", "target_size")]
-        if any(type(pair) is not list or len(pair) != 2 for pair in pairs):
-            raise ValueError(f"the sizes are {pairs!r:.200}, where four lists of two are needed")
-        original, resized, crop, target = pairs
-        return _geometry(*original, *resized, *crop, *target, value["flip"])
-
-
-# A manifest may have millions of them, most of which are equal: one value in memory for all of those. typed: 64.0 and
-# True are equal to 64 and 1, and are no sizes.
-@lru_cache(1 << 16, typed=True)
-def _geometry(*values: Any) -> Geometry:
-    *sides, flip = values
-    crop = sides[4:6]
-    is_size = all(type(side) is int and 0 <= side <= MAX_SIDE for side in sides) and all(sides[:4]) and all(sides[6:])
-    if not is_size or type(flip) is not bool:
-        allowed = f"sizes from 1 to {MAX_SIDE:,}, a crop from 0, all whole, and a flip that is true or false"
-        raise ValueError(f"sizes, crop and flip are {values!r:.200}, where {allowed} are needed")
-    return Geometry(Size(*sides[:2]), Size(*sides[2:4]), Crop(*crop), Size(*sides[6:]), flip)
 
 
 @dataclass(frozen=True, slots=True)

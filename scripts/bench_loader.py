@@ -30,7 +30,9 @@ from benchmarking import add_arguments, emit, environment, in_turns, parse, rati
 from torch.utils.data import DataLoader
 
 from latentcache import LatentDataset
-from latentcache.dataset.manifest import CaptionRef, ImageRef, Manifest, ManifestFolder, Row
+from latentcache.dataset.manifest import Manifest
+from latentcache.dataset.manifest_folder import ManifestFolder
+from latentcache.dataset.manifest_row import CaptionRef, ImageRef, Row
 from latentcache.devices.transfer import transfer_to
 from latentcache.families.sdxl import SCALING_FACTOR
 from latentcache.identity import key_of

@@ -26,7 +26,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from benchmarking import add_arguments, emit, environment, parse, spread
 
-from latentcache.dataset.manifest import CaptionRef, ImageRef, Manifest, ManifestFolder, Row
+from latentcache.dataset.manifest import Manifest
+from latentcache.dataset.manifest_folder import ManifestFolder
+from latentcache.dataset.manifest_row import CaptionRef, ImageRef, Row
 from latentcache.families.sdxl import SCALING_FACTOR
 from latentcache.identity import key_of
 from latentcache.store import DiskStore

@@ -29,7 +29,7 @@ from benchmarking_samples import (
 )
 
 from latentcache import LatentCache, LatentDataset, LatentLoader
-from latentcache.dataset.manifest import ManifestFolder
+from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.loading.sampler import BucketBatchSampler
 from latentcache.store import DiskStore
 from latentcache.store.mapped import ReadAhead

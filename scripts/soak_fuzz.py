@@ -25,7 +25,7 @@ import soaking
 from blake3 import blake3
 
 from latentcache import LatentCache
-from latentcache.dataset.manifest import ManifestFolder
+from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.errors import LatentCacheError
 from latentcache.identity import canonical_json, digest
 from latentcache.store.pack import read_records, read_row

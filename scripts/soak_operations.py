@@ -21,7 +21,7 @@ from PIL import Image
 from soaking import GEOMETRY, clone, entry_digest, leftovers, sample_entries, text_entry, write_manifest
 
 from latentcache.config import Config, parse_config
-from latentcache.dataset.manifest import ManifestFolder
+from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.errors import EntryDamagedError
 from latentcache.interop.importing import import_cache
 from latentcache.interop.readers import ForeignImage, ForeignItem, ForeignText

@@ -189,7 +189,7 @@ def prune(
         dry_run: Report how many entries and bytes; remove nothing.
         unfinished: Also remove what runs that did not finish have encoded. Without it, prune waits until they have.
     """
-    from latentcache.dataset.manifest import ManifestFolder, keys_in_use
+    from latentcache.dataset.manifest_folder import ManifestFolder, keys_in_use
     from latentcache.store.upkeep import prune as prune_store
 
     path = options.path(target)

@@ -16,7 +16,8 @@ from latentcache.bucket_config import RULES, BucketsConfig, settings_of
 from latentcache.config import parse_buckets
 from latentcache.dataset.bucket_rules import BucketRule
 from latentcache.dataset.images import IMAGE_SUFFIXES
-from latentcache.dataset.manifest import ImageRef, Manifest
+from latentcache.dataset.manifest import Manifest
+from latentcache.dataset.manifest_row import ImageRef
 from latentcache.errors import ConfigError, EntryDamagedError, EntryMissingError, StoreError
 from latentcache.identity import digest
 from latentcache.interop.reports import ExportReport

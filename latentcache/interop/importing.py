@@ -13,7 +13,8 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from latentcache.config import PROMPTS_PREFIX, Name
-from latentcache.dataset.manifest import CaptionRef, ImageRef, Manifest, Row
+from latentcache.dataset.manifest import Manifest
+from latentcache.dataset.manifest_row import CaptionRef, ImageRef, Row, check_geometry
 from latentcache.errors import ConfigError, DatasetError, ForeignFileRefused, StoreError
 from latentcache.families.sdxl import SCALING_FACTOR
 from latentcache.identity import SCHEMA, canonical_json, caption_digest, digest, key_of
@@ -26,7 +27,7 @@ from latentcache.precache.prompts import last_manifest
 from latentcache.precache.workspace import Workspace
 from latentcache.provenance import now, provenance_json
 from latentcache.store.base import Writer, dtype_name, flat_bytes
-from latentcache.types import Entry, Geometry, Kind, Record, Refusal
+from latentcache.types import Entry, Kind, Record, Refusal
 from latentcache.utils.progress import Progress
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -215,7 +216,7 @@ class _Import:
                 item.path, f"its latents have the shape {list(shape)}, which does not fit a bucket of {target}"
             )
         try:
-            Geometry.from_json(item.geometry.to_json())
+            check_geometry(item.geometry)
         except ValueError as error:
             raise corrupt(item.path, str(error)) from error
         row = self._rows.get(item.sample_id)

@@ -15,7 +15,7 @@ import torch
 from latentcache.config import Config, DatasetConfig
 from latentcache.dataset.bucket_rules import BucketRule, filter_of_trainer
 from latentcache.dataset.images import preparation_policy, probe, with_filter
-from latentcache.dataset.manifest import CaptionRef, ImageRef, Row
+from latentcache.dataset.manifest_row import CaptionRef, ImageRef, Row
 from latentcache.dataset.samples import Sample
 from latentcache.dataset.sources import CaptionFileSource
 from latentcache.errors import ConfigError, ImageRefused

@@ -13,7 +13,9 @@ from typing_extensions import Unpack
 
 from latentcache.cache_config import CacheConfig, RemoteOptions, location_of
 from latentcache.config import PROMPTS_PREFIX
-from latentcache.dataset.manifest import Manifest, ManifestFolder, Manifests, Row, prompts_name
+from latentcache.dataset.manifest import Manifest, prompts_name
+from latentcache.dataset.manifest_folder import ManifestFolder, Manifests
+from latentcache.dataset.manifest_row import Row
 from latentcache.devices.placement import DeviceLike, device_of, dtype_of
 from latentcache.errors import EntryDamagedError, EntryMissingError, SampleError, StoreError
 from latentcache.identity import caption_digest, key_of

@@ -17,13 +17,13 @@ from torch.utils.data import ConcatDataset, Dataset
 from typing_extensions import Unpack
 
 from latentcache.cache_config import CacheConfig, RemoteOptions, location_of
-from latentcache.dataset.manifest import Row
+from latentcache.dataset.row_table import RowTable
 from latentcache.devices.placement import DeviceLike
-from latentcache.errors import StoreError
+from latentcache.errors import SampleError, StoreError
 from latentcache.loading.batch import Scaling, to_device
 from latentcache.loading.cache import LatentCache
 from latentcache.loading.pack_order import Places
-from latentcache.loading.sample import SIZES, SampleRef
+from latentcache.loading.sample import PRECACHE, SIZES, SampleRef
 from latentcache.loading.sampler import Visit
 from latentcache.store.direct import Io
 from latentcache.types import Batch, Bucket
@@ -161,37 +161,49 @@ class LatentDataset(SampleDataset):
         self.manifest_name = manifest or names[0]
         read = self.cache.manifest(self.manifest_name)
         self.scaling = self.cache.scaling(read)
-        rows = [row for row in read.rows.values() if row.refusal is None]
-        for row in rows:
-            self.cache.check_trust(read, row)
-        self._once: list[tuple[Row, bool]] = [(row, flip) for flip in (False, True)[: 1 + flips] for row in rows]
-        self._num_items = len(self._once) * read.repeats
+        self._rows = RowTable.of(read.rows)
+        self._usable = self._rows.usable()
+        for number in np.intersect1d(self._usable, self._rows.unverified())[:1].tolist():
+            self.cache.check_trust(read, self._rows.row(number))
+        self._bucket_of = self._rows.first_geometries()
+        self._num_once = len(self._usable) * (1 + flips)
+        self._num_items = self._num_once * read.repeats
 
     def __len__(self) -> int:
         return self._num_items
 
-    def _item(self, index: int) -> tuple[Row, bool]:
+    def _item(self, index: int) -> tuple[int, bool]:
+        """The number of the item's row, and whether it is the mirrored image."""
         if not -self._num_items <= index < self._num_items:
             raise IndexError(f"item {index} of {self._num_items}")
-        return self._once[index % len(self._once)]
+        flip, place = divmod(int(index) % self._num_once, len(self._usable))
+        return self._usable.item(place), bool(flip)
 
     def bucket(self, index: int) -> Bucket:
         """The bucket of an item, without reading it."""
-        return self._item(index)[0].images[0].geometry.target_size
+        return self._bucket(self._item(index)[0])
+
+    def _bucket(self, number: int) -> Bucket:
+        geometry: int = self._bucket_of.item(number)
+        if geometry < 0:
+            raise SampleError(self._rows.sample_id(number), "has no image entry", PRECACHE)
+        return self._rows.geometries[geometry].target_size
 
     def image_keys(self) -> list[str]:
         """As `SampleDataset.image_keys`. Of an item without its image, which cannot be read, that of another one."""
+        for number in self._usable[self._bucket_of[self._usable] < 0][:1].tolist():
+            self._bucket(number)  # it raises the error of a sample without images
         once = []
-        for row, flip in self._once:
-            once.append(next((ref for ref in row.images if ref.geometry.flip == flip), row.images[0]).key)
+        for flip in (False, True)[: self._num_once // max(1, len(self._usable))]:
+            once += self._rows.image_keys(self._usable, flip=flip)
         return once * (self._num_items // max(1, len(once)))
 
     def identity(self) -> str:
         """A digest of the items in their order: sample_id, bucket and flip of each. 64 hexadecimal digits."""
         hasher = blake3()
-        for row, flip in map(self._item, range(len(self))):
-            bucket = row.images[0].geometry.target_size
-            hasher.update(f"{len(row.sample_id)} {row.sample_id} {bucket} {flip}\n".encode("utf-8", "surrogatepass"))
+        for number, flip in map(self._item, range(len(self))):
+            sample_id, bucket = self._rows.sample_id(number), self._bucket(number)
+            hasher.update(f"{len(sample_id)} {sample_id} {bucket} {flip}\n".encode("utf-8", "surrogatepass"))
         return hasher.hexdigest()
 
     @property
@@ -210,12 +222,12 @@ class LatentDataset(SampleDataset):
         return [self._ref(index) for index in indices]
 
     def _ref(self, index: int) -> SampleRef:
-        row, flip = self._item(index)
-        number = self.caption
+        place, flip = self._item(index)
+        row, number = self._rows.row(place), self.caption
         if number == "random":
             num = len(row.captions)
             number = index.draw % num if isinstance(index, Visit) else int(torch.randint(num, (), device="cpu"))
-        memory, name, first = self.cache.memory, ("items", self.manifest_name, number), int(index) % len(self._once)
+        memory, name, first = self.cache.memory, ("items", self.manifest_name, number), int(index) % self._num_once
         ref = memory.table(*name).get(first)
         if ref is None:
             ref = SampleRef.of(row, caption=number, flip=flip)
@@ -226,7 +238,8 @@ class LatentDataset(SampleDataset):
 
     def all_refs(self) -> Iterator[SampleRef]:
         """The samples of all items, with each caption that may be drawn. No item repeats."""
-        for row, flip in self._once:
+        for place, flip in map(self._item, range(self._num_once)):
+            row = self._rows.row(place)
             for number in range(len(row.captions)) if self.caption == "random" else [self.caption]:
                 yield SampleRef.of(row, caption=number, flip=flip)
 

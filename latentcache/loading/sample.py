@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import torch
 
-from latentcache.dataset.manifest import ImageRef, Row
+from latentcache.dataset.manifest_row import ImageRef, Row
 from latentcache.errors import EntryDamagedError, EntryMissingError, SampleError, StoreError
 from latentcache.families import sdxl
 from latentcache.loading.batch import BufferPool, Scaling

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from latentcache.cache_config import CacheConfig, location_of
-from latentcache.dataset.manifest import ManifestFolder, Manifests, Row
+from latentcache.dataset.manifest_folder import Manifests
+from latentcache.dataset.manifest_row import Row
 from latentcache.errors import EntryDamagedError, EntryMissingError, StoreError
 from latentcache.loading.cache import LatentCache
 from latentcache.store import upkeep
@@ -88,8 +89,7 @@ def status_of(store: Store, manifests: Manifests, path: Path | str | None) -> St
     counted = []
     for name in manifests.names():
         count = _Count(present, unused)
-        # A whole manifest takes more than a gigabyte for a million samples.
-        manifest = manifests.read(name, count.add) if isinstance(manifests, ManifestFolder) else manifests.read(name)
+        manifest = manifests.read(name)
         if manifest is None:
             continue  # it is gone since it was listed
         for row in manifest.rows.values():

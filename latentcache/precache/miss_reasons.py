@@ -6,7 +6,9 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
-from latentcache.dataset.manifest import CaptionRef, ImageRef, Manifest, Row
+from latentcache.dataset.manifest import Manifest
+from latentcache.dataset.manifest_row import CaptionRef, ImageRef, Row
+from latentcache.dataset.row_table import RowTable
 from latentcache.identity import PartIdentity
 
 NEW = "new"
@@ -42,8 +44,7 @@ class History:
     @property
     def sources(self) -> set[str]:
         """Digests of all images that the last manifest lists."""
-        rows = () if self._manifest is None else self._manifest.rows.values()
-        return {row.source for row in rows if row.source is not None}
+        return set() if self._manifest is None else set(RowTable.of(self._manifest.rows).sources())
 
     def row(self, sample_id: str, source: str | None) -> Row | None:
         """The sample's last row, or that of a sample with the same image; None for a new one."""

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from latentcache.config import ImagesConfig
-from latentcache.dataset.manifest import CaptionRef, ImageRef, Manifest, Row
+from latentcache.dataset.manifest import Manifest
+from latentcache.dataset.manifest_row import CaptionRef, ImageRef, Row
 from latentcache.dataset.samples import Sample, SampleSource
 from latentcache.errors import ConfigError
 from latentcache.identity import ImageIdentity, TextEncoding, TextIdentity, caption_digest

@@ -18,7 +18,8 @@ from pydantic import Field, PositiveInt, TypeAdapter
 
 from latentcache.config import Config, DatasetConfig
 from latentcache.dataset.images import probe
-from latentcache.dataset.manifest import CaptionRef, ImageRef, Manifest, Row, prompts_name
+from latentcache.dataset.manifest import Manifest, prompts_name
+from latentcache.dataset.manifest_row import CaptionRef, ImageRef, Row
 from latentcache.dataset.samples import Sample
 from latentcache.dataset.sources import open_source
 from latentcache.errors import ImageRefused, SampleError

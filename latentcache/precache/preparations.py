@@ -8,7 +8,7 @@ from functools import lru_cache
 from latentcache.config import DatasetConfig
 from latentcache.dataset.bucket_rules import BucketRule
 from latentcache.dataset.images import preparation_policy, with_filter
-from latentcache.dataset.manifest import ImageRef
+from latentcache.dataset.manifest_row import ImageRef
 from latentcache.errors import ImageRefused
 from latentcache.identity import ImageEncoding, ImageIdentity, Preparation, key_of
 from latentcache.types import Geometry, Size

@@ -10,7 +10,9 @@ from functools import partial
 from typing import Any
 
 from latentcache.config import Config, EncodeConfig
-from latentcache.dataset.manifest import CaptionRef, Manifest, Manifests, Row, prompts_name
+from latentcache.dataset.manifest import Manifest, prompts_name
+from latentcache.dataset.manifest_folder import Manifests
+from latentcache.dataset.manifest_row import CaptionRef, Row
 from latentcache.devices.placement import DeviceLike, device_of
 from latentcache.errors import DatasetError, EncodeError, ModelError
 from latentcache.identity import (

@@ -19,7 +19,8 @@ from typing import Annotated, Any
 from pydantic import Field, TypeAdapter
 
 from latentcache.config import Config
-from latentcache.dataset.manifest import Manifest, Row
+from latentcache.dataset.manifest import Manifest
+from latentcache.dataset.manifest_row import Row
 from latentcache.errors import ConfigError
 from latentcache.models.model_loader import Models
 from latentcache.precache.encodings import Encodings, choose_encodings, dtype_name, load_models

@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from io import BytesIO
 
-from latentcache.dataset.manifest import UNFINISHED, Manifest, Row, manifest_lines, read_manifest
+from latentcache.dataset.manifest import Manifest, manifest_lines, read_manifest
+from latentcache.dataset.manifest_folder import UNFINISHED
+from latentcache.dataset.manifest_row import Row
 from latentcache.errors import DatasetError, ReadOnlyError, StoreBusyError
 from latentcache.provenance import now
 from latentcache.remote.bucket import Bucket, StoredObject, in_threads

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from typing_extensions import override
 
-from latentcache.dataset.manifest import Manifests
+from latentcache.dataset.manifest_folder import Manifests
 from latentcache.errors import PackError
 from latentcache.remote.bucket import Bucket
 from latentcache.remote.bucket_manifests import BucketManifests

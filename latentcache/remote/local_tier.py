@@ -14,7 +14,7 @@ from multiprocessing import util
 from pathlib import Path
 from typing import TypeVar
 
-from latentcache.dataset.manifest import ManifestFolder
+from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.errors import EntryDamagedError, EntryMissingError, StoreBusyError, StoreError
 from latentcache.remote.fetched import FetchedPack
 from latentcache.store.base import EntryArrays, OwnedEntry

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from typing_extensions import override
 
-from latentcache.dataset.manifest import ManifestFolder, ManifestMemory, Manifests
+from latentcache.dataset.manifest_folder import ManifestFolder, ManifestMemory, Manifests
 from latentcache.errors import StoreError
 from latentcache.remote.locations import kind_of, parse_location
 from latentcache.store.base import Closing

@@ -7,7 +7,7 @@ from functools import partial
 
 from typing_extensions import override
 
-from latentcache.dataset.manifest import Manifests
+from latentcache.dataset.manifest_folder import Manifests
 from latentcache.errors import EntryDamagedError, EntryMissingError, RemoteError
 from latentcache.remote.http import ServiceAnswer, understood
 from latentcache.remote.places import FarPlace

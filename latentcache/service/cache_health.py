@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from latentcache.config import PROMPTS_PREFIX
-from latentcache.dataset.manifest import ManifestFolder
+from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.errors import LatentCacheError
 from latentcache.precache.progress_note import RunNote, read_note
 from latentcache.service.charts import percent_of
@@ -72,7 +72,7 @@ def health(store: DiskStore, views: ManifestViews) -> CacheHealth:
         keys = view.manifest.keys()
         used |= keys & damaged.keys()
         used |= (present := store.find(keys))
-        for row in view.rows:
+        for row in view.rows.values():
             if row.refusal is not None:
                 refused[row.refusal.reason] += 1
                 continue

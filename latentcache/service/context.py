@@ -13,11 +13,12 @@ import anyio
 from fastapi import Request
 
 from latentcache.config import Config
-from latentcache.dataset.manifest import ManifestFolder
+from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.errors import EntryDamagedError, EntryMissingError, RequestRefused, StoreError
 from latentcache.precache.workspace import Workspace
 from latentcache.service.access import Access, Role
 from latentcache.service.limits import Limits
+from latentcache.service.manifest_views import ManifestViews
 from latentcache.service.page_settings import PageSettings
 from latentcache.service.telemetry import Telemetry
 from latentcache.store.disk import DiskStore
@@ -61,6 +62,7 @@ class ServiceContext:
         # Its clients are readers: `prune --max-bytes` may not remove what they may need.
         self._reading = None if self.store.read_only else ReadersLock(self.store.directory.readers)
         self.entries = StoredEntries(self.store)
+        self.views = ManifestViews(self.manifests)
         self.telemetry = Telemetry()
         self._readers = asyncio.Semaphore(self.limits.num_threads)
         self._viewers = asyncio.Semaphore(self.limits.num_view_threads)

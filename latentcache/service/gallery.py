@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Literal, get_args
 
-from latentcache.dataset.manifest import Row
+from latentcache.dataset.manifest_row import Row
 from latentcache.errors import ConfigError, SampleError
 from latentcache.service.manifest_views import FileState, ManifestHead, ManifestView, ManifestViews
 from latentcache.store.base import Store
@@ -140,7 +140,7 @@ class Gallery:
             for begin in range(max(0, start - first), len(view.rows), _CHUNK):
                 chunk = [
                     (first + begin + place, view, row)
-                    for place, row in enumerate(view.rows[begin : begin + _CHUNK])
+                    for place, row in enumerate(view.rows.rows(begin, begin + _CHUNK))
                     if _matches(row, words, bucket)
                 ]
                 if filters.state:
@@ -184,7 +184,7 @@ class Gallery:
     def sample(self, dataset: str, sample_id: str) -> tuple[ManifestView, Row]:
         """One sample. RequestRefused for an unknown dataset, SampleError for an unknown sample."""
         view = self.views.view(dataset)
-        row = view.manifest.rows.get(sample_id)
+        row = view.rows.get(sample_id)
         if row is None:
             raise SampleError(sample_id, f"is not in dataset {dataset}", "look for it in the gallery")
         return view, row
@@ -214,9 +214,10 @@ class Gallery:
 
     def neighbours(self, view: ManifestView, row: Row) -> tuple[Row | None, Row | None]:
         """The samples before and after this one in its dataset."""
-        number = view.numbers[row.sample_id]
-        before = view.rows[number - 1] if number else None
-        return before, view.rows[number + 1] if number + 1 < len(view.rows) else None
+        number = view.rows.number(row.sample_id)
+        assert number is not None  # the row is of this view
+        before = view.rows.row(number - 1) if number else None
+        return before, view.rows.row(number + 1) if number + 1 < len(view.rows) else None
 
     def buckets(self, dataset: str) -> Counter[Size]:
         """How many samples lie in each bucket, of one dataset or, with an empty name, of all."""

@@ -1,21 +1,18 @@
-"""Manifests as files: sent and taken byte by byte, and pages of their samples without a whole manifest in memory."""
+"""Manifests as files: sent and taken byte by byte."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-import numpy as np
-
-from latentcache.dataset.manifest import REMEDY, UNFINISHED, ManifestFolder, Row, read_manifest
+from latentcache.dataset.manifest import REMEDY, read_manifest
+from latentcache.dataset.manifest_folder import UNFINISHED, ManifestFolder
 from latentcache.errors import DatasetError, RequestRefused
 from latentcache.utils.durable_files import (
     make_folder,
@@ -28,7 +25,6 @@ from latentcache.utils.durable_files import (
 NAME_PATTERN = "^[A-Za-z0-9][A-Za-z0-9_.-]{0,99}$"
 """Of a manifest's name. It is never a path."""
 _MAX_HEADER_BYTES = 1 << 24
-_MAX_LINES = 4  # of so many manifests the lines' places are in memory: 8 bytes a sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +49,6 @@ class ManifestFiles:
 
     def __init__(self, folder: ManifestFolder):
         self.folder = folder
-        self._lines: OrderedDict[tuple[str, int, int], np.ndarray] = OrderedDict()
-        self._lock = threading.Lock()
 
     def path(self, name: str) -> Path:
         """The file of a manifest of this name. RequestRefused for what can be no name."""
@@ -108,7 +102,7 @@ class ManifestFiles:
                 with os.fdopen(os.dup(fd), "rb") as file:
                     file.seek(0)
                     try:
-                        read_manifest(file, name, name, _ignore)
+                        read_manifest(file, name, name)
                     except DatasetError as error:
                         raise RequestRefused(str(error), status=422) from error
                     file.seek(0)
@@ -133,53 +127,6 @@ class ManifestFiles:
         """Note that a run began to work on the manifest."""
         self.path(name)
         self.folder.begin(name)
-
-    def page(self, name: str, offset: int, limit: int, search: str) -> tuple[int, list[dict[str, Any]]]:
-        """How many samples there are, and `limit` of them from number `offset` on.
-
-        With `search` only those count whose id or one of whose captions has this text, in upper or lower case.
-        """
-        needle = search.casefold()
-        fd, _ = self.open(name)
-        with os.fdopen(fd, "rb") as file:
-            lines = self._line_starts(file, name)
-            if not needle:
-                chosen = lines[offset : offset + limit]
-                return len(lines), [_row_at(file, start) for start in chosen.tolist()]
-            total, found = 0, []
-            file.seek(int(lines[0]) if len(lines) else 0, os.SEEK_SET if len(lines) else os.SEEK_END)
-            for line in file:
-                row = json.loads(line)
-                texts = (row["sample_id"], *(caption["text"] for caption in row["captions"]))
-                if any(needle in text.casefold() for text in texts):
-                    if offset <= total < offset + limit:
-                        found.append(row)
-                    total += 1
-            return total, found
-
-    def _line_starts(self, file: BinaryIO, name: str) -> np.ndarray:
-        """Where each sample's line starts in an open manifest: int64 [n]. It is checked whole at the first call."""
-        status = os.fstat(file.fileno())
-        version = (name, status.st_ino, status.st_mtime_ns)
-        with self._lock:  # one thread reads, others wait for it
-            if version not in self._lines:
-                file.seek(0)
-                read_manifest(file, name, self.path(name), _ignore)
-                file.seek(0)
-                self._lines[version] = np.cumsum(np.fromiter(map(len, file), np.int64))[:-1]
-                while len(self._lines) > _MAX_LINES:
-                    self._lines.popitem(last=False)
-            return self._lines[version]
-
-
-def _ignore(row: Row) -> None:
-    """A manifest that is only checked is not kept."""
-
-
-def _row_at(file: Any, start: int) -> dict[str, Any]:
-    file.seek(start)
-    row: dict[str, Any] = json.loads(file.readline())
-    return row
 
 
 def _facts(line: bytes, name: str, path: Path) -> ManifestFacts:

@@ -82,9 +82,9 @@ def _add_reading(router: APIRouter, context: ServiceContext, files: ManifestFile
         search: Annotated[str, Query(max_length=200, description="Part of a sample_id or a caption.")] = "",
     ) -> Response:
         """The samples of a manifest, a page at a time."""
-        total, rows = await context.view(files.page, name, offset, limit, search)
+        total, rows = await context.view(context.views.page, name, offset, limit, search)
         # Not by pydantic: a caption may hold lone surrogates, which JSON can say and it refuses.
-        document = json.dumps({"total": total, "offset": offset, "samples": rows})
+        document = json.dumps({"total": total, "offset": offset, "samples": [row.to_json() for row in rows]})
         return Response(document, media_type="application/json")
 
 

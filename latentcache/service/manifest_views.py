@@ -6,16 +6,21 @@ import json
 import os
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from typing import Any
 
+import numpy as np
+
 from latentcache.config import PROMPTS_PREFIX
-from latentcache.dataset.manifest import MAX_BYTES, REMEDY, Manifest, ManifestFolder, Row
+from latentcache.dataset.manifest import REMEDY, Manifest
+from latentcache.dataset.manifest_folder import MAX_BYTES, ManifestFolder
+from latentcache.dataset.manifest_row import Row, parse_line
+from latentcache.dataset.row_table import RowTable, RowTableBuilder
 from latentcache.errors import RequestRefused, StoreError
-from latentcache.types import Size
+from latentcache.types import Geometry, Size
 from latentcache.utils.durable_files import regular_file
 
 HEAD_ROWS = 64
@@ -55,10 +60,10 @@ class ManifestHead:
 
 @dataclass(frozen=True)
 class ManifestView:
-    """A whole manifest, its rows in their order, and what is counted of them once."""
+    """A whole manifest, and what is counted of its rows once."""
 
     manifest: Manifest
-    rows: tuple[Row, ...]
+    rows: RowTable
     state: FileState
 
     @property
@@ -69,21 +74,38 @@ class ManifestView:
     @cached_property
     def buckets(self) -> Counter[Size]:
         """How many samples lie in each bucket."""
-        return Counter(row.images[0].geometry.target_size for row in self.rows if row.images)
+        return self._counted(lambda geometry: geometry.target_size)
 
     @cached_property
     def original_sizes(self) -> Counter[Size]:
         """How many photos have each size."""
-        return Counter(row.images[0].geometry.original_size for row in self.rows if row.images)
+        return self._counted(lambda geometry: geometry.original_size)
 
-    @cached_property
-    def numbers(self) -> Mapping[str, int]:
-        """The number of each sample's row."""
-        return {row.sample_id: number for number, row in enumerate(self.rows)}
+    def _counted(self, size_of: Callable[[Geometry], Size]) -> Counter[Size]:
+        numbers, found = self.rows.first_geometries(), Counter[Size]()
+        for geometry, count in zip(*np.unique(numbers[numbers >= 0], return_counts=True), strict=True):
+            found[size_of(self.rows.geometries[geometry])] += int(count)
+        return found
+
+    def page(self, offset: int, limit: int, search: str) -> tuple[int, list[Row]]:
+        """How many samples there are, and `limit` of them from number `offset` on.
+
+        With `search` only those count whose id or one of whose captions has this text, in upper or lower case.
+        """
+        needle = search.casefold()
+        if not needle:
+            return len(self.rows), self.rows.rows(offset, offset + limit)
+        total, found = 0, []
+        for row in self.rows.values():
+            if any(needle in text.casefold() for text in (row.sample_id, *(ref.text for ref in row.captions))):
+                if offset <= total < offset + limit:
+                    found.append(row)
+                total += 1
+        return total, found
 
 
 class ManifestViews:
-    """Views of the manifests in a folder. Threads share it; a view takes about 1 KB a sample, once it is needed."""
+    """Views of the manifests in a folder. Threads share it; a view takes some 250 bytes a sample, once it is needed."""
 
     def __init__(self, manifests: ManifestFolder):
         self.manifests = manifests
@@ -118,14 +140,14 @@ class ManifestViews:
                 int(header["num_samples"]),
                 int(header["repeats"]),
                 header["common"],
-                tuple(Row.from_json(json.loads(line)) for line in lines),
+                tuple(_rows_of(lines)),
                 state,
             )
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
             # The reader of whole manifests says what is wrong with it.
             view = self.view(name)
             found = view.manifest
-            rows = view.rows[:HEAD_ROWS]
+            rows = tuple(view.rows.rows(0, HEAD_ROWS))
             return ManifestHead(name, found.role, len(view.rows), found.repeats, found.common, rows, view.state)
 
     def known(self, name: str) -> ManifestView | None:
@@ -145,8 +167,18 @@ class ManifestViews:
                 manifest = self.manifests.read(name)
                 if manifest is None:
                     raise _unknown(name, self.dataset_names())
-                view = self._views[name] = ManifestView(manifest, tuple(manifest.rows.values()), state)
+                view = self._views[name] = ManifestView(manifest, RowTable.of(manifest.rows), state)
             return view
+
+    def page(self, name: str, offset: int, limit: int, search: str) -> tuple[int, list[Row]]:
+        """As `ManifestView.page`."""
+        return self.view(name).page(offset, limit, search)
+
+
+def _rows_of(lines: list[bytes]) -> list[Row]:
+    builder = RowTableBuilder()
+    builder.add_lines([parse_line(line) for line in lines])
+    return builder.finish().rows(0, len(lines))
 
 
 def _unknown(name: str, known: list[str]) -> RequestRefused:

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from latentcache.config import Config, DatasetConfig
 from latentcache.dataset.images import probe
-from latentcache.dataset.manifest import ImageRef
+from latentcache.dataset.manifest_row import ImageRef
 from latentcache.dataset.samples import Sample, SampleSource
 from latentcache.errors import (
     ConfigError,

@@ -7,7 +7,8 @@ import math
 import time
 from collections.abc import Iterable
 
-from latentcache.dataset.manifest import Manifest, Row, prompts_name
+from latentcache.dataset.manifest import Manifest, prompts_name
+from latentcache.dataset.manifest_row import Row
 from latentcache.errors import LatentCacheError
 from latentcache.precache.encodings import TextEncodings
 from latentcache.precache.plan import TextTask

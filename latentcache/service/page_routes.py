@@ -18,7 +18,6 @@ from latentcache.service.charts import aspect_bars, bucket_bars
 from latentcache.service.context import ServiceContext
 from latentcache.service.entry_routes import KeyInPath
 from latentcache.service.gallery import Filters, Gallery, GalleryPage
-from latentcache.service.manifest_views import ManifestViews
 from latentcache.service.overview import GrowthReader, model_origins, overview
 from latentcache.service.page_settings import PageSettings
 from latentcache.service.page_text import query_of, rendered, url
@@ -57,7 +56,7 @@ class PageSource:
         store = self.store = context.store
         self.manifests, self.settings, self.thumbnails = context.manifests, settings, thumbnails
         self.has_sessions = not context.access.is_open
-        self.views = ManifestViews(self.manifests)
+        self.views = context.views
         self.gallery = Gallery(store, self.views, sees_photos=settings.show_photos)
         self.growth = GrowthReader(store)
         self.explainer = None if settings.config is None else Explainer(settings.config)

@@ -13,7 +13,7 @@ from typing import Literal
 
 from latentcache.config import ImagesConfig
 from latentcache.dataset.images import decode
-from latentcache.dataset.manifest import Row
+from latentcache.dataset.manifest_row import Row
 from latentcache.errors import ImageRefused, RequestRefused, StoreError
 from latentcache.identity import digest
 from latentcache.service.thumbnails import webp_of

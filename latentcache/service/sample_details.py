@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from latentcache.dataset.manifest import CaptionRef, ImageRef, Row
+from latentcache.dataset.manifest_row import CaptionRef, ImageRef, Row
 from latentcache.errors import EntryDamagedError, EntryMissingError
 from latentcache.families import sdxl
 from latentcache.service.charts import crop_box

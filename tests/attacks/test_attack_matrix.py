@@ -11,7 +11,7 @@ from attack_limits import PLANTS, sparse
 from soak_attacks import GROWN, Case, Scene, run_case
 
 from latentcache.config import Config
-from latentcache.dataset.manifest import ManifestFolder
+from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.errors import SampleError, UnsafeStoreError
 from latentcache.loading.cache import LatentCache
 from latentcache.precache.planner import explain

@@ -22,7 +22,9 @@ from PIL import Image
 
 from latentcache.config import SourceConfig
 from latentcache.dataset import samples, tables
-from latentcache.dataset.manifest import CaptionRef, Manifest, ManifestFolder, Row
+from latentcache.dataset.manifest import Manifest
+from latentcache.dataset.manifest_folder import ManifestFolder
+from latentcache.dataset.manifest_row import CaptionRef, Row
 from latentcache.dataset.samples import Sample, SampleSource
 from latentcache.dataset.sources import open_source
 from latentcache.errors import DatasetError, ImageRefused, StoreError

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from latentcache.dataset.manifest import Manifest, Row, manifest_lines
+from latentcache.dataset.manifest import Manifest, manifest_lines
+from latentcache.dataset.manifest_row import Row
 from latentcache.errors import DatasetError, ReadOnlyError
 from latentcache.remote.bucket import Bucket
 from latentcache.remote.bucket_manifests import BucketManifests, merged_manifests

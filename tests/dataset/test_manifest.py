@@ -20,7 +20,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from latentcache.dataset import manifest as manifest_module
-from latentcache.dataset.manifest import LOCK, CaptionRef, ImageRef, Manifest, ManifestFolder, Row, prompts_name
+from latentcache.dataset.manifest import Manifest, prompts_name
+from latentcache.dataset.manifest_folder import LOCK, ManifestFolder
+from latentcache.dataset.manifest_row import CaptionRef, ImageRef, Row
 from latentcache.errors import DatasetError, LatentCacheError, StorageFullError, StoreError
 from latentcache.types import Crop, Geometry, Refusal, Size
 
@@ -261,7 +263,7 @@ def test_a_sample_that_is_there_twice_is_refused(tmp_path: Path) -> None:
     row = manifest("one").rows["one"]
     twice = replace(manifest("one"), rows={"one": row, "two": row})
     ManifestFolder(tmp_path).write(twice)
-    with pytest.raises(DatasetError, match="2 samples of 'photos', but here are 1"):
+    with pytest.raises(DatasetError, match="line 3: sample 'one' was listed before"):
         ManifestFolder(tmp_path).read("photos")
 
 

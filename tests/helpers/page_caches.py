@@ -13,7 +13,9 @@ from latentcache.bucket_config import BucketsConfig
 from latentcache.config import ImagesConfig
 from latentcache.dataset.bucket_rules import BucketRule
 from latentcache.dataset.images import preparation_policy, prepare, with_filter
-from latentcache.dataset.manifest import CaptionRef, ImageRef, Manifest, ManifestFolder, Role, Row
+from latentcache.dataset.manifest import Manifest, Role
+from latentcache.dataset.manifest_folder import ManifestFolder
+from latentcache.dataset.manifest_row import CaptionRef, ImageRef, Row
 from latentcache.families import sdxl
 from latentcache.identity import (
     SCHEMA,

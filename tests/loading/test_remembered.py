@@ -17,7 +17,7 @@ from loading import make_cache, plain
 
 from latentcache import LatentCache, LatentDataset
 from latentcache.config import Config
-from latentcache.dataset.manifest import CaptionRef
+from latentcache.dataset.manifest_row import CaptionRef
 from latentcache.errors import SampleError, StoreError
 from latentcache.identity import key_of
 from latentcache.loading import loader, sample

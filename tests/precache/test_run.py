@@ -22,7 +22,7 @@ from PIL import Image
 from latentcache import LatentCache
 from latentcache.config import Config, ImagesConfig
 from latentcache.dataset.images import decode, prepare
-from latentcache.dataset.manifest import ManifestFolder
+from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.errors import (
     DatasetError,
     ModelError,

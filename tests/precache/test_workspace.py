@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from latentcache.config import Config
-from latentcache.dataset.manifest import ManifestFolder
+from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.precache import workspace as memo_module
 from latentcache.precache.run import run_precache
 from latentcache.precache.workspace import FLUSH_ROWS, Memo, Workspace, look_up

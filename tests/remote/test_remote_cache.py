@@ -35,7 +35,7 @@ from latentcache import (
     ValidationRunner,
 )
 from latentcache.cache_config import CacheConfig
-from latentcache.dataset.manifest import ManifestFolder
+from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.errors import ConfigError, ReadOnlyError, RemoteError, SampleError, StoreError
 from latentcache.loading.status import show, status
 from latentcache.models.tiny import tiny_sdxl, tiny_unet

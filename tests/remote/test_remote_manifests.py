@@ -11,7 +11,7 @@ from helpers.relay import Relay
 from helpers.serving import RunningServer
 from remote_samples import make_manifest
 
-from latentcache.dataset.manifest import ManifestFolder
+from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.errors import DatasetError, ReadOnlyError, StoreBusyError
 from latentcache.remote.http import ServiceConnection
 from latentcache.remote.remote_manifests import RemoteManifests

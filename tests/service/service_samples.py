@@ -8,7 +8,9 @@ from pathlib import Path
 import torch
 from helpers.serving import RunningServer
 
-from latentcache.dataset.manifest import CaptionRef, ImageRef, Manifest, ManifestFolder, Row
+from latentcache.dataset.manifest import Manifest
+from latentcache.dataset.manifest_folder import ManifestFolder
+from latentcache.dataset.manifest_row import CaptionRef, ImageRef, Row
 from latentcache.identity import key_of
 from latentcache.store import DiskStore
 from latentcache.types import Crop, Entry, Geometry, Record, Size

@@ -11,7 +11,8 @@ import pytest
 from helpers.page_caches import COMMON, write_cache
 from helpers.photo_files import write_photo
 
-from latentcache.dataset.manifest import Manifest, ManifestFolder
+from latentcache.dataset.manifest import Manifest
+from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.errors import ConfigError, DatasetError, RequestRefused, SampleError
 from latentcache.service.cache_health import health
 from latentcache.service.gallery import PAGE_SIZE, Filters, Gallery
@@ -149,7 +150,7 @@ def test_a_manifest_that_is_replaced_is_read_again(gallery: Gallery, cache: Path
     before = gallery.views.view("held-out")
     assert gallery.views.view("held-out") is before
     folder = ManifestFolder(cache / "manifests")
-    folder.write(Manifest("held-out", "validation", 1, COMMON, {"00.png": before.rows[0]}))
+    folder.write(Manifest("held-out", "validation", 1, COMMON, {"00.png": before.rows.row(0)}))
     assert ids(gallery, dataset="held-out") == ["00.png"]
     (cache / "manifests" / "held-out.jsonl").unlink()
     assert gallery.views.dataset_names() == ["photos"]

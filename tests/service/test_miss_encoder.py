@@ -18,7 +18,7 @@ from PIL import Image
 
 from latentcache import LatentCache
 from latentcache.config import Config
-from latentcache.dataset.manifest import ManifestFolder, keys_in_use
+from latentcache.dataset.manifest_folder import ManifestFolder, keys_in_use
 from latentcache.errors import (
     ConfigError,
     EncodeError,

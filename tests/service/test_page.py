@@ -19,7 +19,9 @@ from helpers.page_caches import COMMON, write_cache
 from helpers.page_server import LONG_CAPTION, page_of, photo_cache
 from PIL import Image
 
-from latentcache.dataset.manifest import CaptionRef, Manifest, ManifestFolder, Row
+from latentcache.dataset.manifest import Manifest
+from latentcache.dataset.manifest_folder import ManifestFolder
+from latentcache.dataset.manifest_row import CaptionRef, Row
 from latentcache.precache.progress_note import write_note
 from latentcache.precache.workspace import Memo, Workspace
 from latentcache.service.access import Access

@@ -18,7 +18,9 @@ from helpers.page_caches import COMMON
 from helpers.page_server import page_of, photo_cache
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-from latentcache.dataset.manifest import CaptionRef, Manifest, ManifestFolder, Row
+from latentcache.dataset.manifest import Manifest
+from latentcache.dataset.manifest_folder import ManifestFolder
+from latentcache.dataset.manifest_row import CaptionRef, Row
 from latentcache.service.access import Access
 from latentcache.service.page_text import url
 

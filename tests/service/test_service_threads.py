@@ -14,7 +14,7 @@ from service_samples import fill
 
 from latentcache.service import pack_routes
 from latentcache.service.limits import Limits
-from latentcache.service.manifest_files import ManifestFiles
+from latentcache.service.manifest_views import ManifestViews
 from latentcache.store import DiskStore
 
 TOKEN = "a reading token of a test".replace(" ", "-")
@@ -39,7 +39,7 @@ def test_searches_and_pages_do_not_delay_reads(cache, monkeypatch):
         assert go_on.wait(30)
         return 0, []
 
-    monkeypatch.setattr(ManifestFiles, "page", slow)
+    monkeypatch.setattr(ManifestViews, "page", slow)
     with serving_here(cache.path, Limits(num_threads=2)) as server, ExitStack() as stack:
         stack.callback(go_on.set)
         for _ in range(6):

@@ -19,10 +19,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from service_samples import entry, fill, manifest
 
-from latentcache.dataset.manifest import ManifestFolder, manifest_lines
+from latentcache.dataset.manifest import manifest_lines
+from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.identity import canonical_json
 from latentcache.service.limits import Limits
-from latentcache.service.manifest_files import ManifestFiles
+from latentcache.service.manifest_views import ManifestViews
 from latentcache.store import DiskStore
 from latentcache.store.base import OwnedEntry, own_entry
 from latentcache.store.pack import new_pack_id, pack_buffers
@@ -309,17 +310,19 @@ def test_the_identity_of_an_odd_file_name_comes_back(cache, server):
 
 
 def test_a_manifest_that_is_replaced_while_it_is_paged_stays_whole(cache, monkeypatch):
-    files, whole = ManifestFiles(ManifestFolder(cache.path / "manifests")), ManifestFiles._line_starts
+    folder, read = ManifestFolder(cache.path / "manifests"), ManifestFolder.read
 
     def replaced(*arguments):
-        starts = whole(*arguments)
-        files.folder.write(manifest("photos", [entry(number) for number in range(700, 705)]))
-        return starts
+        found = read(*arguments)
+        folder.write(manifest("photos", [entry(number) for number in range(700, 705)]))
+        return found
 
-    monkeypatch.setattr(ManifestFiles, "_line_starts", replaced)
-    files.folder.write(cache.manifest)
-    total, rows = files.page("photos", 6, 3, "")
-    assert total == 12 and [row["sample_id"] for row in rows] == ["photo6.jpg", "photo7.jpg", "photo8.jpg"]
-    files.folder.write(cache.manifest)
-    assert files.page("photos", 0, 100, "house")[0] == 12
-    files.folder.write(cache.manifest)
+    folder.write(cache.manifest)
+    monkeypatch.setattr(ManifestFolder, "read", replaced)
+    views = ManifestViews(folder)
+    total, rows = views.page("photos", 6, 3, "")
+    assert total == 12 and [row.sample_id for row in rows] == ["photo6.jpg", "photo7.jpg", "photo8.jpg"]
+    monkeypatch.undo()
+    assert views.page("photos", 0, 100, "")[0] == 5
+    folder.write(cache.manifest)
+    assert views.page("photos", 0, 100, "house")[0] == 12

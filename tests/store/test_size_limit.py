@@ -20,7 +20,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from store_samples import same
 
 from latentcache import LatentCache
-from latentcache.dataset.manifest import CaptionRef, ImageRef, Manifest, ManifestFolder, Row, keys_in_use
+from latentcache.dataset.manifest import Manifest
+from latentcache.dataset.manifest_folder import ManifestFolder, keys_in_use
+from latentcache.dataset.manifest_row import CaptionRef, ImageRef, Row
 from latentcache.errors import StoreBusyError
 from latentcache.identity import key_of
 from latentcache.store import DiskStore

@@ -14,7 +14,9 @@ import pytest
 from helpers.pack_damage import damage
 from remote.remote_samples import entries_of, make_manifest
 
-from latentcache.dataset.manifest import CaptionRef, Manifest, ManifestFolder
+from latentcache.dataset.manifest import Manifest
+from latentcache.dataset.manifest_folder import ManifestFolder
+from latentcache.dataset.manifest_row import CaptionRef
 from latentcache.errors import DatasetError, StorageFullError, StoreError
 from latentcache.identity import key_of
 from latentcache.remote.places import open_place

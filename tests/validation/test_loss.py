@@ -24,7 +24,7 @@ from helpers.pack_damage import damage
 
 from latentcache import LatentCache
 from latentcache.config import ValidationConfig, parse_config
-from latentcache.dataset.manifest import ManifestMemory
+from latentcache.dataset.manifest_folder import ManifestMemory
 from latentcache.errors import ConfigError, ModelError, SampleError, StoreError
 from latentcache.models.tiny import tiny_unet
 from latentcache.store.memory import MemoryStore

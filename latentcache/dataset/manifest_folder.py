@@ -1,0 +1,191 @@
+"""Where manifests are kept: a folder, or the memory of a process."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Protocol
+
+from latentcache.dataset.manifest import REMEDY, Manifest, read_manifest, write_manifest
+from latentcache.errors import DatasetError, StoreError, UnsafeStoreError
+from latentcache.provenance import now
+from latentcache.utils.durable_files import (
+    make_folder,
+    read_regular,
+    regular_file,
+    sealed_file,
+    typed_errors,
+    unreadable,
+    write_sealed,
+)
+from latentcache.utils.locks import locked
+
+UNFINISHED = ".unfinished"
+LOCK = ".lock"
+"""A file next to the manifests, which is locked while one is replaced."""
+MAX_BYTES = 1 << 36
+"""Of a manifest's file: one of a hundred million samples has about as many. It is read line by line."""
+_MAX_NOTE_BYTES = 100
+
+
+class ManifestMemory:
+    """Manifests of this process, for the CPU store."""
+
+    def __init__(self) -> None:
+        self._manifests: dict[str, Manifest] = {}
+
+    def names(self) -> list[str]:
+        """The names of all manifests, sorted."""
+        return sorted(self._manifests)
+
+    def read(self, name: str) -> Manifest | None:
+        """The manifest, or None if there is none."""
+        return self._manifests.get(name)
+
+    def write(self, manifest: Manifest) -> None:
+        """Replace the manifest as a whole."""
+        self._manifests[manifest.name] = manifest
+
+    def update(self, make: Callable[[], Manifest | None]) -> None:
+        """Write the manifest that `make` returns, if any."""
+        if (manifest := make()) is not None:
+            self.write(manifest)
+
+    def begin(self, name: str) -> None:
+        """Note nothing: no unfinished run outlives this process."""
+
+    def unfinished(self) -> dict[str, str]:
+        """Nothing: see `begin`."""
+        return {}
+
+
+class ManifestFolder:
+    """Manifests as `<name>.jsonl` files in a folder."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+
+    def names(self) -> list[str]:
+        """The names of all manifests, sorted. UnsafeStoreError if something else than a folder lies there."""
+        return self._names(".jsonl")
+
+    def _names(self, suffix: str) -> list[str]:
+        try:
+            if self.path.is_symlink():
+                raise NotADirectoryError(errno.ENOTDIR, "it is a link")
+            return sorted(name.removesuffix(suffix) for name in os.listdir(self.path) if name.endswith(suffix))
+        except FileNotFoundError:
+            return []
+        except NotADirectoryError as error:
+            raise UnsafeStoreError(self.path, f"is no folder; remove it, then {REMEDY}") from error
+        except OSError as error:
+            raise unreadable(self.path, error) from error
+
+    def read(self, name: str) -> Manifest | None:
+        """The manifest, or None if there is none. DatasetError names file and line.
+
+        StoreError: it cannot be read now.
+        """
+        file = self.path / f"{name}.jsonl"
+        try:
+            with regular_file(file, MAX_BYTES, REMEDY) as opened:
+                return read_manifest(opened, name, file)
+        except FileNotFoundError:
+            return None
+        except UnsafeStoreError as error:
+            raise DatasetError(file, error.detail) from error
+
+    def write(self, manifest: Manifest) -> None:
+        """Replace the manifest's file. ReadOnlyError, StorageFullError or StoreError when that cannot be done."""
+        self.update(lambda: manifest)
+
+    def update(self, make: Callable[[], Manifest | None]) -> None:
+        """Write the manifest that `make` returns, if any. What it reads is not replaced meanwhile. As `write`."""
+        with self.lock():
+            if (manifest := make()) is None:
+                return
+            with sealed_file(self.path / f"{manifest.name}.jsonl", 0) as fd, open(fd, "wb", closefd=False) as file:
+                write_manifest(manifest, file)
+            with typed_errors(self.path, 0):
+                (self.path / f"{manifest.name}{UNFINISHED}").unlink(missing_ok=True)
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold what each process and thread waits for before it compares and replaces a manifest of this folder."""
+        self._make()
+        with locked(self.path / LOCK, "replacing a manifest", shared=False, wait=True):
+            yield
+
+    def begin(self, name: str) -> None:
+        """Note that a run began to work on the manifest. `write` ends it."""
+        self._make()
+        write_sealed(self.path / f"{name}{UNFINISHED}", now().encode())
+
+    def unfinished(self) -> dict[str, str]:
+        """The names of runs that began and did not finish, with the time of their start.
+
+        DatasetError for a note that is none.
+        """
+        return {name: self._begun(self.path / f"{name}{UNFINISHED}") for name in self._names(UNFINISHED)}
+
+    def _begun(self, file: Path) -> str:
+        remedy = "run precache again to finish, or `latentcache prune --unfinished`"
+        try:
+            text = read_regular(file, _MAX_NOTE_BYTES, remedy).decode("ascii")
+            datetime.fromisoformat(text)
+            return text
+        except FileNotFoundError:
+            return "and finished meanwhile"
+        except UnsafeStoreError as error:
+            raise DatasetError(file, error.detail) from error
+        except ValueError as error:
+            raise DatasetError(file, f"does not say when a run began ({error}); {remedy}") from error
+
+    def _make(self) -> None:
+        with typed_errors(self.path, 0):
+            make_folder(self.path)
+            if self.path.is_symlink():
+                raise UnsafeStoreError(self.path, f"is a link; remove it, then {REMEDY}")
+
+
+class Manifests(Protocol):
+    """Where manifests are stored: memory, a folder, or a service."""
+
+    def names(self) -> list[str]:
+        """The names of all manifests, sorted."""
+
+    def read(self, name: str) -> Manifest | None:
+        """The manifest, or None if there is none. DatasetError for one that is damaged."""
+
+    def write(self, manifest: Manifest) -> None:
+        """Replace the manifest as a whole, and end what `begin` noted."""
+
+    def update(self, make: Callable[[], Manifest | None]) -> None:
+        """Write the manifest that `make` returns, if any. Others do not undo it, nor it theirs."""
+
+    def begin(self, name: str) -> None:
+        """Note that a run began to work on the manifest."""
+
+
+def keys_in_use(manifests: ManifestFolder, *, unfinished: bool = False) -> set[str]:
+    """The keys of all manifests: what `prune` must keep. StoreError where it cannot be known what is in use.
+
+    That is so without any manifest, and while a run is not finished, unless `unfinished` gives up what it encoded.
+    """
+    path, names = manifests.path.parent, manifests.names()
+    if not names:
+        # An unfinished first run has entries but no manifest yet: everything would go.
+        raise StoreError(
+            f"{path}: has no manifest, so prune would remove every entry; run `latentcache precache CONFIG` first"
+        )
+    if not unfinished and (runs := manifests.unfinished()):
+        begun = ", ".join(f"{name} (begun {time})" for name, time in runs.items())
+        raise StoreError(
+            f"{path}: not finished: {begun}. What was encoded for them is in no manifest yet, and would be removed: "
+            "run precache again to finish, or give --unfinished to remove it"
+        )
+    return {key for name in names if (manifest := manifests.read(name)) for key in manifest.keys()}

@@ -1,0 +1,378 @@
+"""The rows of a manifest as columns: a million samples take a quarter of a gigabyte."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
+from dataclasses import dataclass
+from itertools import accumulate, chain, islice, pairwise
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+import xxhash
+from typing_extensions import override
+
+from latentcache.dataset.manifest_row import CaptionRef, ImageRef, Row, RowLine, Trust
+from latentcache.identity import is_key
+from latentcache.types import Crop, Geometry, Refusal, Size
+
+_CHUNK = 1024
+"""Rows that are made together when all are wanted."""
+_KEY_BYTES = 32
+_NO_SOURCE = "0" * 2 * _KEY_BYTES
+_TRUST: tuple[Trust, Trust] = ("verified", "unverified")
+_GEOMETRY = attrgetter("original_size", "resized_size", "crop_top_left", "target_size", "flip")
+
+
+class _Texts:
+    """Texts in one buffer. Names may hold half of a surrogate pair, which plain UTF-8 refuses."""
+
+    def __init__(self, data: bytearray, bounds: array[int]):
+        self._data = np.frombuffer(data, np.uint8)
+        self._bounds = np.frombuffer(bounds, np.int64)
+
+    def between(self, start: int, stop: int) -> list[str]:
+        bounds = self._bounds[start : stop + 1].tolist()
+        first, data = bounds[0], self._data[bounds[0] : bounds[-1]].tobytes()
+        bounds = [bound - first for bound in bounds]
+        return [data[at:end].decode("utf-8", "surrogatepass") for at, end in pairwise(bounds)]
+
+
+class _TextsBuilder:
+    def __init__(self) -> None:
+        self._data, self._bounds = bytearray(), array("q", [0])
+
+    def add(self, encoded: Sequence[bytes]) -> None:
+        self._bounds.extend(islice(accumulate(map(len, encoded), initial=len(self._data)), 1, None))
+        self._data += b"".join(encoded)
+
+    def finish(self) -> _Texts:
+        return _Texts(self._data, self._bounds)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Entries:
+    """The entries of all rows: those of row i are bounds[i] to bounds[i + 1]."""
+
+    bounds: np.ndarray
+    keys: np.ndarray
+    is_unverified: np.ndarray
+
+    def between(self, start: int, stop: int) -> tuple[list[slice], list[str], list[Trust]]:
+        """The keys and trusts of some rows' entries, and which of these each row has."""
+        bounds = self.bounds[start : stop + 1].tolist()
+        first, end = bounds[0], bounds[-1]
+        trusts = [_TRUST[flag] for flag in self.is_unverified[first:end].tolist()]
+        spans = [slice(at - first, stop - first) for at, stop in pairwise(bounds)]
+        return spans, _hex_of(self.keys[first:end]), trusts
+
+    def unverified_rows(self) -> np.ndarray:
+        """The numbers of the rows with an unverified entry, ascending; some may repeat."""
+        return np.searchsorted(self.bounds, np.flatnonzero(self.is_unverified), side="right") - 1
+
+
+class _EntriesBuilder:
+    def __init__(self) -> None:
+        self._bounds, self._keys, self._is_unverified = array("I", [0]), bytearray(), bytearray()
+
+    def add(self, lengths: Iterable[int], keys: bytes, trusts: Iterable[Trust]) -> None:
+        self._bounds.extend(islice(accumulate(lengths, initial=self._bounds[-1]), 1, None))
+        self._keys += keys
+        self._is_unverified.extend(trust != "verified" for trust in trusts)
+
+    def finish(self) -> _Entries:
+        is_unverified = np.frombuffer(self._is_unverified, np.bool_)
+        return _Entries(np.frombuffer(self._bounds, np.uint32), _as_keys(self._keys), is_unverified)
+
+
+def _as_keys(data: bytearray) -> np.ndarray:
+    return np.frombuffer(data, np.uint8).reshape(-1, _KEY_BYTES)
+
+
+def _hex_of(keys: np.ndarray) -> list[str]:
+    digits, size = keys.tobytes().hex(), 2 * _KEY_BYTES
+    return [digits[at : at + size] for at in range(0, len(digits), size)]
+
+
+def _bytes_of(keys: Sequence[str], what: str) -> bytes:
+    """The bytes of digests. ValueError for the first that is none."""
+    digits = "".join(keys)
+    if set(map(len, keys)) <= {2 * _KEY_BYTES}:
+        try:
+            data = bytes.fromhex(digits)
+        except ValueError:
+            data = b""
+        if data.hex() == digits:  # fromhex takes capitals and spaces too
+            return data
+    wrong = next(key for key in keys if not is_key(key))
+    raise ValueError(f"{what} is {wrong!r:.80}, where 64 hexadecimal digits are needed")
+
+
+class RowTable(Mapping[str, Row]):
+    """The rows of a manifest by sample_id, in their order. A `Row` is made each time that one is requested.
+
+    A sample takes 150 bytes and its texts; the folder of its path is there once. Threads share it, forks too, and it
+    can be pickled. Rows also have numbers, from 0.
+    """
+
+    def __init__(  # noqa: PLR0913 - the columns, which the builder gives by keyword
+        self,
+        *,
+        ids: _Texts,
+        hashes: np.ndarray,
+        heads: _Texts,
+        head_of: np.ndarray,
+        is_joined: np.ndarray,
+        sources: np.ndarray,
+        has_source: np.ndarray,
+        images: _Entries,
+        geometries: tuple[Geometry, ...],
+        geometry_of: np.ndarray,
+        captions: _Entries,
+        texts: _Texts,
+        refusals: Mapping[int, Refusal],
+    ):
+        self._ids, self._heads, self._head_of, self._is_joined = ids, heads, head_of, is_joined
+        self._sources, self._has_source = sources, has_source
+        self._images, self._geometry_of, self._captions, self._texts = images, geometry_of, captions, texts
+        self._order = np.argsort(hashes, kind="stable").astype(np.uint32)
+        self._hashes = hashes[self._order]
+        self.geometries, self.refusals = geometries, refusals
+        """The distinct geometries; by its number, each row that is refused."""
+
+    @classmethod
+    def of(cls, rows: Mapping[str, Row]) -> RowTable:
+        """These rows as a table: the same object if they are one."""
+        if isinstance(rows, RowTable):
+            return rows
+        builder, values = RowTableBuilder(), iter(rows.values())
+        while chunk := list(islice(values, _CHUNK)):
+            builder.add(chunk)
+        return builder.finish()
+
+    # As a mapping
+
+    def __len__(self) -> int:
+        return len(self._has_source)
+
+    def __iter__(self) -> Iterator[str]:
+        return chain.from_iterable(self._ids.between(*bounds) for bounds in self._chunks())
+
+    def __getitem__(self, sample_id: str) -> Row:
+        number = self.number(sample_id)
+        if number is None:
+            raise KeyError(sample_id)
+        return self.row(number)
+
+    def __contains__(self, sample_id: object) -> bool:
+        return isinstance(sample_id, str) and self.number(sample_id) is not None
+
+    @override
+    def values(self) -> ValuesView[Row]:
+        return _Values(self)
+
+    @override
+    def items(self) -> ItemsView[str, Row]:
+        return _Items(self)
+
+    def _chunks(self) -> Iterator[tuple[int, int]]:
+        return ((start, min(start + _CHUNK, len(self))) for start in range(0, len(self), _CHUNK))
+
+    # By number
+
+    def number(self, sample_id: str) -> int | None:
+        """The number of a sample's row; of the last one if it has several. None for an unknown one."""
+        wanted = np.uint64(_hash_of(sample_id.encode("utf-8", "surrogatepass")))
+        at, end = (int(np.searchsorted(self._hashes, wanted, side=side)) for side in ("left", "right"))
+        numbers = reversed(self._order[at:end].tolist())
+        return next((number for number in numbers if self.sample_id(number) == sample_id), None)
+
+    def repeated(self) -> int | None:
+        """The number of a row whose sample_id is that of a row before; None if no two are equal."""
+        alike = np.flatnonzero(self._hashes[1:] == self._hashes[:-1])
+        for number in sorted(self._order[alike].tolist()):
+            if (last := self.number(self.sample_id(number))) != number:
+                return last
+        return None
+
+    def sample_id(self, number: int) -> str:
+        """The sample_id of a row."""
+        return self._ids.between(number, number + 1)[0]
+
+    def row(self, number: int) -> Row:
+        """One row. It takes some microseconds."""
+        return self.rows(number, number + 1)[0]
+
+    def rows(self, start: int, stop: int) -> list[Row]:
+        """The rows from number `start` to `stop`; fewer at the end."""
+        stop = min(stop, len(self))
+        if start >= stop:
+            return []
+        ids, has_source = self._ids.between(start, stop), self._has_source[start:stop].tolist()
+        digests = _hex_of(self._sources[start:stop])
+        sources = [digest if known else None for digest, known in zip(digests, has_source, strict=True)]
+        image_spans, keys, trusts = self._images.between(start, stop)
+        first = int(self._images.bounds[start])
+        geometries = map(self.geometries.__getitem__, self._geometry_of[first : first + len(keys)].tolist())
+        images = tuple(map(ImageRef, keys, geometries, trusts))
+        caption_spans, keys, trusts = self._captions.between(start, stop)
+        first = int(self._captions.bounds[start])
+        captions = tuple(map(CaptionRef, self._texts.between(first, first + len(keys)), keys, trusts))
+        columns = ids, self._paths(ids, start, stop), sources, image_spans, caption_spans
+        refusals = map(self.refusals.get, range(start, stop))
+        return [
+            Row(sample_id, path, source, images[of_images], captions[of_captions], refusal)
+            for sample_id, path, source, of_images, of_captions, refusal in zip(*columns, refusals, strict=True)
+        ]
+
+    def _paths(self, ids: Sequence[str], start: int, stop: int) -> Iterator[str]:
+        heads = self._head_of[start:stop].tolist()
+        first, last = min(heads), max(heads)
+        texts, is_joined = self._heads.between(first, last + 1), self._is_joined[first : last + 1].tolist()
+        for sample_id, head in zip(ids, heads, strict=True):
+            yield texts[head - first] + sample_id if is_joined[head - first] else texts[head - first]
+
+    # As columns
+
+    def entry_keys(self) -> Iterator[str]:
+        """The keys of all images, then of all captions. Equal ones repeat."""
+        for entries in (self._images, self._captions):
+            for at in range(0, len(entries.keys), _CHUNK):
+                yield from _hex_of(entries.keys[at : at + _CHUNK])
+
+    def first_geometries(self) -> np.ndarray:
+        """For each row the number, in `geometries`, of its first image's; -1 for one without images. int32 [n]."""
+        starts, found = self._images.bounds[:-1], np.full(len(self), -1, np.int32)
+        has_image = starts < self._images.bounds[1:]
+        found[has_image] = self._geometry_of[starts[has_image]]
+        return found
+
+    def image_keys(self, numbers: np.ndarray, *, flip: bool) -> list[str]:
+        """For each of these rows, which have images, the key of the mirrored one or the other; else of its first."""
+        starts = self._images.bounds[numbers].astype(np.int64)
+        counts = self._images.bounds[numbers.astype(np.int64) + 1] - starts
+        fits = np.array([geometry.flip == flip for geometry in self.geometries], np.bool_)
+        chosen, is_open = starts.copy(), np.ones(len(numbers), np.bool_)
+        for place in range(int(counts.max(initial=0))):
+            here = np.flatnonzero(is_open & (place < counts))
+            here = here[fits[self._geometry_of[starts[here] + place]]]
+            chosen[here], is_open[here] = starts[here] + place, False
+        return _hex_of(self._images.keys[chosen])
+
+    def usable(self) -> np.ndarray:
+        """The numbers of the rows that are not refused, ascending: uint32 [m]."""
+        is_usable = np.ones(len(self), np.bool_)
+        is_usable[np.fromiter(self.refusals, np.int64, len(self.refusals))] = False
+        return np.flatnonzero(is_usable).astype(np.uint32)
+
+    def unverified(self) -> np.ndarray:
+        """The numbers of the rows with an entry that was imported and not verified, ascending: int64 [m]."""
+        return np.union1d(self._images.unverified_rows(), self._captions.unverified_rows())
+
+    def sources(self) -> Iterator[str]:
+        """The digests of all images that are known."""
+        known = np.flatnonzero(self._has_source)
+        for at in range(0, len(known), _CHUNK):
+            yield from _hex_of(self._sources[known[at : at + _CHUNK]])
+
+
+class _Values(ValuesView[Row]):
+    _mapping: RowTable
+
+    def __iter__(self) -> Iterator[Row]:
+        return chain.from_iterable(self._mapping.rows(*bounds) for bounds in self._mapping._chunks())
+
+
+class _Items(ItemsView[str, Row]):
+    _mapping: RowTable
+
+    def __iter__(self) -> Iterator[tuple[str, Row]]:
+        return ((row.sample_id, row) for row in self._mapping.values())
+
+
+_hash_of: Callable[[bytes], int] = xxhash.xxh3_64_intdigest
+
+
+class RowTableBuilder:
+    """Collects rows, some at a time, and makes a table of them. After `finish` it is used up."""
+
+    def __init__(self) -> None:
+        self._ids, self._heads, self._texts = _TextsBuilder(), _TextsBuilder(), _TextsBuilder()
+        self._hashes, self._head_of, self._is_joined = array("Q"), array("I"), bytearray()
+        self._last_head: tuple[str, bool] | None = None
+        self._sources, self._has_source = bytearray(), bytearray()
+        self._images, self._captions = _EntriesBuilder(), _EntriesBuilder()
+        self._geometries: dict[tuple[Any, ...], int] = {}
+        self._geometry_of = array("I")
+        self._refusals: dict[int, Refusal] = {}
+
+    def __len__(self) -> int:
+        return len(self._has_source)
+
+    def add(self, rows: Sequence[Row]) -> None:
+        """Add rows. ValueError, adding none, for a key or a source that is no digest."""
+        self._add(rows, [_GEOMETRY(ref.geometry) for row in rows for ref in row.images])
+
+    def add_lines(self, lines: Sequence[RowLine]) -> None:
+        """Add the rows of these lines. As `add`."""
+        self._add(lines, [_GEOMETRY(ref) for line in lines for ref in line.images])
+
+    def _add(self, rows: Sequence[Row | RowLine], geometries: list[tuple[Any, ...]]) -> None:
+        images = [ref for row in rows for ref in row.images]
+        captions = [ref for row in rows for ref in row.captions]
+        image_keys = _bytes_of([ref.key for ref in images], "key")
+        caption_keys = _bytes_of([ref.key for ref in captions], "key")
+        sources = [row.source for row in rows]
+        source_bytes = _bytes_of([_NO_SOURCE if source is None else source for source in sources], "source")
+        # Nothing raises from here on.
+        first = len(self)
+        self._refusals |= {first + at: row.refusal for at, row in enumerate(rows) if row.refusal is not None}
+        self._sources += source_bytes
+        self._has_source.extend(source is not None for source in sources)
+        self._images.add([len(row.images) for row in rows], image_keys, [ref.trust for ref in images])
+        self._captions.add([len(row.captions) for row in rows], caption_keys, [ref.trust for ref in captions])
+        known = self._geometries
+        self._geometry_of.extend([known.setdefault(values, len(known)) for values in geometries])
+        self._texts.add([_encoded(ref.text) for ref in captions])
+        ids = [_encoded(row.sample_id) for row in rows]
+        self._ids.add(ids)
+        self._hashes.extend(map(_hash_of, ids))
+        for row in rows:
+            self._add_path(row.path, row.sample_id)
+
+    def _add_path(self, path: str, sample_id: str) -> None:
+        """Most paths are one folder and the sample_id: the folder is kept once for rows that follow each other."""
+        is_joined = path.endswith(sample_id)
+        head = path[: len(path) - len(sample_id)] if is_joined else path
+        if (head, is_joined) != self._last_head:
+            self._last_head = head, is_joined
+            self._heads.add([_encoded(head)])
+            self._is_joined.append(is_joined)
+        self._head_of.append(len(self._is_joined) - 1)
+
+    def finish(self) -> RowTable:
+        """The table."""
+        geometries = tuple(
+            Geometry(Size(*original), Size(*resized), Crop(*crop), Size(*target), flip)
+            for original, resized, crop, target, flip in self._geometries
+        )
+        return RowTable(
+            ids=self._ids.finish(),
+            hashes=np.frombuffer(self._hashes, np.uint64),
+            heads=self._heads.finish(),
+            head_of=np.frombuffer(self._head_of, np.uint32),
+            is_joined=np.frombuffer(self._is_joined, np.bool_),
+            sources=_as_keys(self._sources),
+            has_source=np.frombuffer(self._has_source, np.bool_),
+            images=self._images.finish(),
+            geometries=geometries,
+            geometry_of=np.frombuffer(self._geometry_of, np.uint32),
+            captions=self._captions.finish(),
+            texts=self._texts.finish(),
+            refusals=self._refusals,
+        )
+
+
+def _encoded(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")

@@ -1,0 +1,107 @@
+"""The rows of a manifest as columns: what is put in comes out, in its order, and takes little memory."""
+
+from __future__ import annotations
+
+import pickle
+import tracemalloc
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from latentcache.dataset.manifest_row import CaptionRef, ImageRef, Row
+from latentcache.dataset.row_table import RowTable, RowTableBuilder
+from latentcache.types import Crop, Geometry, Refusal, Size
+
+TEXTS = st.text(st.characters(), max_size=8)
+KEYS = st.binary(min_size=32, max_size=32).map(bytes.hex)
+SIDES = st.integers(1, 1 << 24)
+SIZES = st.builds(Size, SIDES, SIDES)
+GEOMETRIES = st.builds(Geometry, SIZES, SIZES, st.builds(Crop, SIDES, SIDES), SIZES, st.booleans())
+TRUSTS = st.sampled_from(["verified", "unverified"])
+
+
+@st.composite
+def tables_of_rows(draw: st.DrawFn) -> dict[str, Row]:
+    rows = {}
+    for sample_id in draw(st.lists(TEXTS, unique=True, max_size=6)):
+        images = draw(st.lists(st.builds(ImageRef, KEYS, GEOMETRIES, TRUSTS), max_size=2))
+        captions = draw(st.lists(st.builds(CaptionRef, TEXTS, KEYS, TRUSTS), max_size=3))
+        refusal = draw(st.none() | st.builds(Refusal, TEXTS, TEXTS, TEXTS, TEXTS))
+        path = draw(st.sampled_from([f"/a/{sample_id}", f"/b/{sample_id}", f"{sample_id}#1", sample_id]) | TEXTS)
+        rows[sample_id] = Row(sample_id, path, draw(st.none() | KEYS), tuple(images), tuple(captions), refusal)
+    return rows
+
+
+@given(tables_of_rows(), TEXTS)
+def test_it_is_the_mapping_that_it_was_made_of(rows: dict[str, Row], other: str) -> None:
+    table = RowTable.of(rows)
+    for found in (table, pickle.loads(pickle.dumps(table)), RowTable.of(table)):
+        assert found == rows and rows == found and len(found) == len(rows)
+        assert list(found) == list(rows) and list(found.items()) == list(rows.items())
+        assert [found.row(number) for number in range(len(rows))] == list(found.values()) == list(rows.values())
+        assert [found.number(sample_id) for sample_id in rows] == list(range(len(rows)))
+        assert found.get(other) == rows.get(other) and (other in found) == (other in rows)
+    assert {**table, other: None} == {**rows, other: None} and table.repeated() is None
+    assert table.rows(1, 99) == list(rows.values())[1:] and table.rows(99, 100) == []
+    assert set(table.entry_keys()) == {key for row in rows.values() for key in row.keys()}
+    assert set(table.sources()) == {row.source for row in rows.values()} - {None}
+    values = list(rows.values())
+    assert table.usable().tolist() == [number for number, row in enumerate(values) if row.refusal is None]
+    assert table.unverified().tolist() == [number for number, row in enumerate(values) if not row.is_verified]
+    whole = [number for number, row in enumerate(values) if row.images]
+    for flip in (False, True):
+        wanted = [next((ref for ref in row.images if ref.geometry.flip == flip), row.images[0]).key
+                  for row in values if row.images]  # fmt: skip
+        assert table.image_keys(np.array(whole, np.uint32), flip=flip) == wanted
+    for row, geometry in zip(values, table.first_geometries().tolist(), strict=True):
+        assert (table.geometries[geometry] if geometry >= 0 else None) == (
+            row.images[0].geometry if row.images else None
+        )
+
+
+def make_row(number: int) -> Row:
+    """A sample of a folder, as `scripts/bench_plan.py` makes them."""
+    name = f"{number // 1000:04d}/{number}.png"
+    geometry = Geometry(Size(1024, 512 + number % 97), Size(1024, 512), Crop(0, 0), Size(1024, 512))
+    caption = CaptionRef(f"photo number {number}, of a grey wall in the evening", f"{number:064x}")
+    return Row(
+        name, f"/data/photos/{name}", f"{number:064x}", (ImageRef(f"{-number % 9**9:064x}", geometry),), (caption,)
+    )
+
+
+def test_a_sample_takes_300_bytes_at_most() -> None:
+    num_rows = 50_000
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        builder = RowTableBuilder()
+        for start in range(0, num_rows, 1000):
+            builder.add([make_row(number) for number in range(start, start + 1000)])
+        table = builder.finish()
+        del builder
+        num_bytes = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert num_bytes / num_rows <= 300
+    assert table["0049/49999.png"] == make_row(49_999)
+    assert len(table.geometries) == 97
+
+
+@pytest.mark.parametrize("key", ["", "a" * 63, "A" * 64, "g" * 64, " a" + "a" * 62, "a" * 65, "\u0661" * 64])
+@pytest.mark.parametrize("where", ["images", "captions", "source"])
+def test_what_is_no_digest_is_refused_and_nothing_is_added(where: str, key: str) -> None:
+    builder, good = RowTableBuilder(), make_row(1)
+    value = key if where == "source" else (replace(getattr(good, where)[0], key=key),)
+    with pytest.raises(ValueError, match="where 64 hexadecimal digits are needed"):
+        builder.add([make_row(0), replace(good, **{where: value})])
+    builder.add([good])
+    assert dict(builder.finish()) == {good.sample_id: good}
+
+
+def test_a_sample_that_comes_twice_is_found() -> None:
+    builder = RowTableBuilder()
+    builder.add([make_row(0), make_row(1), make_row(2), make_row(1)])
+    assert builder.finish().repeated() == 3
