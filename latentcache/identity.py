@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -163,6 +163,17 @@ class TextIdentity:
     def to_json(self) -> dict[str, Any]:
         """The identity in the form that `key_of` takes."""
         return _values(self) | {"encoding": encoding_json(self.encoding)}
+
+
+def keys_like(identity: ImageIdentity | TextIdentity) -> Callable[[str], str]:
+    """Gives the key of an identity that differs from this one in its source alone, which is a digest.
+
+    A plan makes millions of keys, and the rest of their identities is the same text.
+    """
+    text = canonical_json(identity.to_json() | {"source": ""})
+    assert text.endswith(b'"source":""}'), "the source comes last in the order of names"
+    start = text[:-2]
+    return lambda source: digest(b'%b%b"}' % (start, source.encode("ascii")))
 
 
 def caption_digest(caption: str) -> str:

@@ -29,6 +29,7 @@ from latentcache.identity import (
     caption_digest,
     digest,
     key_of,
+    keys_like,
 )
 from latentcache.precache.encodings import Encodings
 from latentcache.precache.planner import make_plan
@@ -104,7 +105,10 @@ def image_key(
 ) -> str:
     geometry = fit(size, assign(size, bucket_table(BucketsConfig())), flip=flip)
     preparation = Preparation.of(preparation_policy(images), geometry)
-    return key_of(ImageIdentity(digest(b"the bytes of a photo"), preparation, encoding, salt).to_json())
+    identity = ImageIdentity(digest(b"the bytes of a photo"), preparation, encoding, salt)
+    key = key_of(identity.to_json())
+    assert keys_like(dataclasses.replace(identity, source=""))(identity.source) == key
+    return key
 
 
 @pytest.mark.parametrize(
@@ -120,6 +124,7 @@ def image_key(
 def test_text_keys(caption: str, salt: str, clip_skip: int, key: str) -> None:
     encoding = dataclasses.replace(TEXT, clip_skip=clip_skip)
     assert key_of(TextIdentity(caption_digest(caption), encoding, salt).to_json()) == key
+    assert keys_like(TextIdentity("", encoding, salt))(caption_digest(caption)) == key
 
 
 def test_the_keys_that_a_plan_gives_a_dataset(tmp_path: Path) -> None:

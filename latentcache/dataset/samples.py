@@ -70,7 +70,12 @@ def captions_in_columns(row: Mapping[str, Any], columns: tuple[str, ...] | None)
 
 def is_image(name: str) -> bool:
     """Whether the name has an image's suffix, of an accepted format or not."""
-    return os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES
+    return is_image_suffix(os.path.splitext(name)[1])
+
+
+def is_image_suffix(suffix: str) -> bool:
+    """Whether names of images end so: `.png`, `.PNG`."""
+    return suffix.lower() in IMAGE_SUFFIXES
 
 
 def is_hidden(name: str) -> bool:
@@ -117,11 +122,17 @@ def open_file(path: str) -> io.FileIO:
 
     A pipe would have to be waited for, and a device may have no end.
     """
-    file = io.FileIO(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
+    return io.FileIO(_open_regular(path)[0])
+
+
+def _open_regular(path: str) -> tuple[int, int]:
+    """The descriptor of a regular file, and its size. OSError for anything else."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(fd)
         raise OSError(errno.EINVAL, "not a regular file", path)
-    return file
+    return fd, status.st_size
 
 
 def read_image(path: str) -> bytes:
@@ -149,6 +160,18 @@ def read_range(path: str, offset: int, num_bytes: int) -> bytes:
     with open_file(path) as file:
         file.seek(offset)
         return _read(file, num_bytes)
+
+
+def read_small(path: str, max_bytes: int) -> bytes:
+    """The first `max_bytes` of a regular file, in as few calls as can be: a plan reads millions. OSError."""
+    fd, size = _open_regular(path)
+    try:
+        data = os.read(fd, min(size + 1, max_bytes))
+        while len(data) > size and len(data) < max_bytes and (more := os.read(fd, max_bytes - len(data))):
+            data += more  # it became longer meanwhile
+        return data
+    finally:
+        os.close(fd)
 
 
 def _read(file: io.FileIO, num_bytes: int) -> bytes:

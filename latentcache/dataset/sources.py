@@ -28,9 +28,10 @@ from latentcache.dataset.samples import (
     captions_in_columns,
     captions_in_text,
     is_image,
+    is_image_suffix,
     open_file,
     read_image,
-    read_range,
+    read_small,
     walk,
 )
 from latentcache.dataset.tables import ParquetSource
@@ -112,7 +113,7 @@ class _FileSource(SampleSource):
     """Images that are files in a folder, whose captions are found in its files."""
 
     def __init__(self, root: str):
-        self._root = root
+        self._root, self._prefix = root, os.path.join(root, "")
 
     @override
     def samples(self) -> Iterator[Sample | Refusal]:
@@ -134,7 +135,7 @@ class _FileSource(SampleSource):
         self, sample_id: str, caption_place: str, read_captions: Callable[[], tuple[str, ...]]
     ) -> Sample | Refusal:
         """The sample with these captions. `caption_place` says where they are, if they are refused."""
-        path = os.path.join(self._root, sample_id)
+        path = self._prefix + sample_id
         try:
             signature = _signature(path)
             return Sample.of(sample_id, path, read_captions(), signature, path)
@@ -172,20 +173,23 @@ class CaptionFileSource(_FileSource):
 
     @override
     def _samples_in(self, folder: str, names: list[str]) -> Iterator[Sample | Refusal]:
-        present = set(names)
-        for name in filter(is_image, names):
-            caption_name = os.path.splitext(name)[0] + self._caption_extension
-            caption_path = os.path.join(self._root, folder, caption_name)
+        present, prefix = set(names), f"{folder}/" if folder else ""
+        for name in names:
+            stem, suffix = os.path.splitext(name)
+            if not is_image_suffix(suffix):
+                continue
+            caption_name = stem + self._caption_extension
+            caption_path = f"{self._prefix}{prefix}{caption_name}"
             read_captions = partial(_captions_at, caption_path, self._joined) if caption_name in present else tuple
-            yield self._sample(posixpath.join(folder, name), caption_path, read_captions)
+            yield self._sample(prefix + name, caption_path, read_captions)
 
 
 def _captions_at(path: str, joined: bool) -> tuple[str, ...]:
-    _signature(path)
     try:
-        captions = captions_in_text(read_range(path, 0, MAX_CAPTION_BYTES + 1))
+        captions = captions_in_text(read_small(path, MAX_CAPTION_BYTES + 1))
         return (" ".join(captions),) if joined and captions else captions
     except OSError as error:
+        _signature(path)  # of what is no file it says so
         raise ImageRefused(path, "unreadable", f"caption file: {error.strerror}") from error
 
 

@@ -19,7 +19,7 @@ import math
 import os
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -41,7 +41,7 @@ from latentcache.precache.plan import ImageTask
 from latentcache.precache.report import Failure, RunContext, storing_worker, timed
 from latentcache.provenance import Provenance
 from latentcache.types import Entry, Record
-from latentcache.utils.concurrency import BackgroundWorker, bounded_map, lower_priority
+from latentcache.utils.concurrency import BackgroundWorker, Outcome, bounded_map, lower_priority
 
 logger = logging.getLogger("latentcache")
 
@@ -110,7 +110,9 @@ class ImageStage:
         finally:
             decoded.close()
 
-    def _decoded(self, decoded: Iterator[tuple[ImageTask, Future[np.ndarray]]], num_images: int) -> Iterator[ImageItem]:
+    def _decoded(
+        self, decoded: Iterator[tuple[ImageTask, Outcome[np.ndarray]]], num_images: int
+    ) -> Iterator[ImageItem]:
         """The next images, without those that are refused."""
         for _ in range(num_images):
             with timed(self._context.report, "decode"):

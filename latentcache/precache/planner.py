@@ -20,16 +20,17 @@ from latentcache.config import Config, DatasetConfig
 from latentcache.dataset.images import probe
 from latentcache.dataset.manifest import Manifest, prompts_name
 from latentcache.dataset.manifest_row import CaptionRef, ImageRef, Row
+from latentcache.dataset.row_table import RowTableBuilder
 from latentcache.dataset.samples import Sample
 from latentcache.dataset.sources import open_source
 from latentcache.errors import ImageRefused, SampleError
-from latentcache.identity import SCHEMA, digest, encoding_json
+from latentcache.identity import SCHEMA, TextIdentity, caption_digest, digest, encoding_json, keys_like
 from latentcache.models.model_loader import Models
 from latentcache.precache.encodings import Encodings, choose_encodings, load_models
 from latentcache.precache.miss_reasons import REFUSED, History
 from latentcache.precache.plan import ImageTask, Plan, PlanBuilder, Shard
 from latentcache.precache.preparations import Preparations
-from latentcache.precache.prompts import last_manifest, plan_prompts, text_key
+from latentcache.precache.prompts import last_manifest, plan_prompts
 from latentcache.precache.workspace import Workspace, open_workspace
 from latentcache.types import Json, Refusal, Size
 from latentcache.utils.concurrency import bounded_map
@@ -70,24 +71,31 @@ def make_plan(
     """
     builder = PlanBuilder(workspace.store, config.cache.salt, shard or Shard())
     progress = progress or Progress()
-    _plan_prompts(builder, config, workspace, encodings)
+    # The first one is read once, for the prompts too.
+    last = last_manifest(workspace.manifests, config.datasets[0].name)
+    _plan_prompts(builder, config, workspace, encodings, last)
     num_workers = config.encode.num_workers
     num_threads = os.cpu_count() if num_workers == "auto" else num_workers
     with collector_paused(), ThreadPoolExecutor(num_threads) as executor:
         for dataset in config.datasets:
             progress.start(f"plan {dataset.name}", None)
             planner = _DatasetPlanner(builder, dataset, workspace, encodings, verify_sources, only)
-            planner.run(executor, progress, stop or threading.Event())
+            planner.run(executor, progress, stop or threading.Event(), last)
             progress.finish()
+            last = None
     return builder.finish()
 
 
-def _plan_prompts(builder: PlanBuilder, config: Config, workspace: Workspace, encodings: Encodings) -> None:
-    """The validation prompts. diffusers applies clip_skip to positive prompts only, so the empty prompt is two."""
+def _plan_prompts(
+    builder: PlanBuilder, config: Config, workspace: Workspace, encodings: Encodings, last: Manifest | None
+) -> None:
+    """The validation prompts. diffusers applies clip_skip to positive prompts only, so the empty prompt is two.
+
+    `last` is the manifest of the first dataset.
+    """
     positive = [(text, False) for text in ("", *config.validation.prompts)]
     negative = [(text, True) for text in ("", config.validation.negative_prompt or "")]
     # The prompts of this config's last run, which may have had other encoders.
-    last = last_manifest(workspace.manifests, config.datasets[0].name)
     if last is not None:
         last = last_manifest(workspace.manifests, prompts_name(last.common))
     manifest = plan_prompts(builder, workspace.manifests, encodings, [*positive, *negative], last)
@@ -111,6 +119,7 @@ class _DatasetPlanner:
         # What was probed under some settings says nothing about others, which may refuse the image.
         self._images_digest = digest(dataset.images.model_dump_json().encode())
         self._preparations = Preparations(dataset, encodings.image, builder.salt)
+        self._text_key = keys_like(TextIdentity("", encodings.text, builder.salt))
         self._source = open_source(dataset.source)
         self._common = {
             "schema": SCHEMA,
@@ -121,20 +130,22 @@ class _DatasetPlanner:
             "text_encoding": encoding_json(encodings.text),
         }
 
-    def run(self, executor: ThreadPoolExecutor, progress: Progress, stop: threading.Event) -> None:
-        name = self._dataset.name
-        history = History(last_manifest(self._workspace.manifests, name), self._builder.damaged)
-        rows: dict[str, Row] = {}
+    def run(
+        self, executor: ThreadPoolExecutor, progress: Progress, stop: threading.Event, last: Manifest | None
+    ) -> None:
+        """Plan the dataset. `last` is its manifest, if it was read."""
+        name, rows = self._dataset.name, RowTableBuilder()
+        history = History(last or last_manifest(self._workspace.manifests, name), self._builder.damaged)
         samples = self._samples(executor, stop)
         while chunk := list(islice(samples, CHUNK)):
             present = self._builder.find(key for _, row in chunk for key in row.keys())
+            rows.add([row for _, row in chunk])
             for sample, row in chunk:
-                rows[row.sample_id] = row
                 if sample is not None:
                     self._add(sample, row, history, present)
             progress.advance(len(chunk))
-        lost = history.sources
-        if rows and lost and self._only is None and lost.isdisjoint(row.source for row in rows.values()):
+        table, lost = rows.finish(), history.sources
+        if table and lost and self._only is None and lost.isdisjoint(table.sources()):
             logger.warning(
                 "manifest %s listed %d other images, none of which is in %s: it will be replaced, and `prune` will "
                 "remove what only it refers to. Give each dataset a name of its own.",
@@ -142,7 +153,7 @@ class _DatasetPlanner:
                 len(lost),
                 self._dataset.source.path,
             )
-        manifest = Manifest(name, self._dataset.role, self._dataset.repeats, self._common, rows)
+        manifest = Manifest(name, self._dataset.role, self._dataset.repeats, self._common, table)
         self._builder.plan.manifests.append(manifest)
 
     def _samples(self, executor: ThreadPoolExecutor, stop: threading.Event) -> Iterator[tuple[Sample | None, Row]]:
@@ -206,24 +217,31 @@ class _DatasetPlanner:
         except ImageRefused as refused:
             refusal = Refusal(sample.sample_id, refused.path, refused.reason, refused.detail)
             return Row(sample.sample_id, sample.path, source, (), (), refusal)
-        encoding = self._encodings.text
-        captions = tuple(
-            CaptionRef(text, text_key(text, encoding, self._builder.salt)) for text in dict.fromkeys(sample.captions)
-        )
+        texts = dict.fromkeys(sample.captions)
+        captions = tuple([CaptionRef(text, self._text_key(caption_digest(text))) for text in texts])
         return Row(sample.sample_id, sample.path, source, images, captions)
 
     def _add(self, sample: Sample, row: Row, history: History, present: set[str]) -> None:
-        before = history.row(row.sample_id, row.source)
-        source, encodings = str(row.source), self._encodings
+        encodings = self._encodings
         for image in row.images:
-            why = partial(history.why_image, before, source, image, self._common)
-            self._builder.add_image(image, encodings, present, why, partial(self._task, sample, source, image))
+            why = partial(self._why_image, history, row, image)
+            self._builder.add_image(image, encodings, present, why, partial(self._task, sample, row, image))
         for caption in row.captions:
-            why = partial(history.why_text, before, caption, self._common, "text_encoding")
+            why = partial(self._why_text, history, row, caption)
             self._builder.add_text(row, caption, encodings.text, encodings.text_bytes, present, why)
 
-    def _task(self, sample: Sample, source: str, ref: ImageRef) -> ImageTask:
-        identity = self._preparations.identity(source, ref.geometry)
+    # Of misses alone: finding a sample's last row takes as long as all the rest of its plan.
+
+    def _why_image(self, history: History, row: Row, ref: ImageRef) -> str:
+        before = history.row(row.sample_id, row.source)
+        return history.why_image(before, str(row.source), ref, self._common)
+
+    def _why_text(self, history: History, row: Row, ref: CaptionRef) -> str:
+        before = history.row(row.sample_id, row.source)
+        return history.why_text(before, ref, self._common, "text_encoding")
+
+    def _task(self, sample: Sample, row: Row, ref: ImageRef) -> ImageTask:
+        identity = self._preparations.identity(str(row.source), ref.geometry)
         return ImageTask(ref.key, identity, sample, self._source, self._dataset.images)
 
 

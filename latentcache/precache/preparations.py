@@ -10,7 +10,7 @@ from latentcache.dataset.bucket_rules import BucketRule
 from latentcache.dataset.images import preparation_policy, with_filter
 from latentcache.dataset.manifest_row import ImageRef
 from latentcache.errors import ImageRefused
-from latentcache.identity import ImageEncoding, ImageIdentity, Preparation, key_of
+from latentcache.identity import ImageEncoding, ImageIdentity, Preparation, keys_like
 from latentcache.types import Geometry, Size
 
 
@@ -22,12 +22,13 @@ class Preparations:
         self._policy = preparation_policy(dataset.images)
         self._rule = rule = BucketRule(dataset.buckets)
 
-        def geometries(size: Size) -> tuple[Geometry, ...]:
+        def entries(size: Size) -> tuple[tuple[Geometry, Callable[[str], str]], ...]:
             flips = (False, True) if dataset.flip else (False,)
-            return tuple(each for flip in flips if (each := rule.geometry(size, flip=flip)) is not None)
+            found = (each for flip in flips if (each := rule.geometry(size, flip=flip)) is not None)
+            return tuple((each, keys_like(self.identity("", each))) for each in found)
 
         # Most images share their size with others: one value in memory for all of them.
-        self._geometries: Callable[[Size], tuple[Geometry, ...]] = lru_cache(1 << 16)(geometries)
+        self._entries = lru_cache(1 << 14)(entries)
 
     @property
     def policy(self) -> dict[str, str]:
@@ -39,11 +40,11 @@ class Preparations:
 
         ImageRefused (`no-bucket`), naming `path`, where the rule makes no bucket of it.
         """
-        geometries = self._geometries(size)
-        if not geometries:
+        entries = self._entries(size)
+        if not entries:
             detail = f"{self._rule} makes no bucket of an image of {size}: it is too small, or too long"
             raise ImageRefused(path, "no-bucket", detail)
-        return tuple(ImageRef(key_of(self.identity(source, each).to_json()), each) for each in geometries)
+        return tuple([ImageRef(key(source), geometry) for geometry, key in entries])
 
     def identity(self, source: str, geometry: Geometry) -> ImageIdentity:
         """What the entry of such an image is."""

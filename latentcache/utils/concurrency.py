@@ -12,8 +12,9 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from latentcache.errors import StoreError
 
@@ -55,40 +56,51 @@ def noted_on(first: BaseException | None, problem: str) -> Iterator[None]:
         logger.error("%s: %s", problem, error)
 
 
+@dataclass(frozen=True, slots=True)
+class Known(Generic[Result]):
+    """In place of a future where no call is made: a plan meets millions, and a future has a lock."""
+
+    value: Result
+
+    def result(self) -> Result:
+        """The value."""
+        return self.value
+
+
+Outcome: TypeAlias = Future[Result] | Known[Result]
+
+
 def bounded_map(
     executor: Executor,
     function: Callable[[Item], Result],
     items: Iterable[Item],
     size: int,
     known: Callable[[Item], Result | None] = lambda item: None,
-) -> Generator[tuple[Item, Future[Result]], None, None]:
+) -> Generator[tuple[Item, Outcome[Result]], None, None]:
     """Yield each item with the finished future of `function(item)`, in order, at most `size` items ahead.
 
     The future's `result()` returns the value or raises the error of the call. No call is made where `known(item)`
     returns the result. `Executor.map` would submit a whole dataset at once, and its pixels would fill the memory.
     """
-    waiting: deque[tuple[Item, Future[Result]]] = deque()
+    waiting: deque[tuple[Item, Outcome[Result]]] = deque()
     try:
         for item in items:
             result = known(item)
-            if result is None:
-                waiting.append((item, executor.submit(function, item)))
-            else:
-                future: Future[Result] = Future()
-                future.set_result(result)
-                waiting.append((item, future))
+            waiting.append((item, executor.submit(function, item) if result is None else Known(result)))
             if len(waiting) >= size:
                 yield _finished(waiting)
         while waiting:
             yield _finished(waiting)
     finally:
         for _, future in waiting:
-            future.cancel()
+            if isinstance(future, Future):
+                future.cancel()
 
 
-def _finished(waiting: deque[tuple[Item, Future[Result]]]) -> tuple[Item, Future[Result]]:
+def _finished(waiting: deque[tuple[Item, Outcome[Result]]]) -> tuple[Item, Outcome[Result]]:
     item, future = waiting.popleft()
-    future.exception()  # waits; the consumer raises the error
+    if isinstance(future, Future):
+        future.exception()  # waits; the consumer raises the error
     return item, future
 
 
