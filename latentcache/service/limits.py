@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from starlette.datastructures import Headers
@@ -38,7 +39,11 @@ class Limits:
     max_keys: int = 16384
     """In one request."""
     max_requests: int = 64
-    """Under way at once, with a token or where none is needed."""
+    """Under way at once, with a token or where none is needed. Others wait their turn."""
+    queue_s: float = 5.0
+    """For which a request waits its turn: less than the time after which a client asks again."""
+    max_client_requests: int = 256
+    """Of one address, under way or waiting: a machine may have several trainers with several workers each."""
     max_strangers: int = 16
     """Requests under way at once that have no token: pages to log in."""
     max_login_bytes: int = 8 << 10
@@ -46,7 +51,7 @@ class Limits:
     login_s: float = 5.0
     """For the whole of it."""
     max_uploads: int = 4
-    """Under way at once; they are requests too."""
+    """Under way at once; they are requests too, and wait their turn."""
     num_threads: int = 8
     """That read the store."""
     num_view_threads: int = 2
@@ -74,11 +79,20 @@ class Limits:
 
 
 class Gate:
-    """The outermost part of the app: it refuses requests, counts them, and bounds their bodies and their time."""
+    """The outermost part of the app: it refuses requests, lets them wait, and bounds their bodies and their time.
+
+    What one client does too much of is a 429. Where all of them together are too much, those that came first go first,
+    and who waited too long gets a 503.
+    """
 
     def __init__(self, app: ASGIApp, *, access: Access, limits: Limits, telemetry: Telemetry):
         self._app, self._access, self._limits, self._telemetry = app, access, limits, telemetry
         self._num = Counter[str]()
+        # Uploads first: one that waits takes no other request's turn.
+        self._turns = {
+            "uploads": asyncio.Semaphore(limits.max_uploads),
+            "requests": asyncio.Semaphore(limits.max_requests),
+        }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request, or pass on what is none."""
@@ -91,7 +105,9 @@ class Gate:
             try:
                 kinds = self._admit(scope)
                 self._num += kinds
-                await request.run(self._app)
+                with ExitStack() as held:
+                    await self._take_turns(kinds, held)
+                    await request.run(self._app)
             except RequestRefused as error:
                 await request.refuse(error)
             except Exception:
@@ -119,18 +135,36 @@ class Gate:
             self._access.check(role, Role.READ)
         limits = self._limits
         if role < Role.READ:
-            allowed = {"requests without a token": limits.max_strangers}
-        else:
-            allowed = {"requests": limits.max_requests}
-            if scope["method"] == "PUT":
-                allowed["uploads"] = limits.max_uploads
-        for what, most in allowed.items():
-            if (num := self._num[what] + 1) > most:
-                detail = f"{num} {what} at once, and {most} are allowed"
-                raise RequestRefused(
-                    detail, status=503, met=num, allowed=most, next_step="Retry a little later", retry_after_s=1
-                )
-        return Counter(allowed.keys())
+            self._check_number("requests without a token", limits.max_strangers, 503)
+            return Counter(["requests without a token"])
+        address = (scope.get("client") or ("an unknown address",))[0]
+        own = f"requests of {address}"
+        self._check_number(own, limits.max_client_requests, 429)
+        return Counter([own, "requests", *(["uploads"] if scope["method"] == "PUT" else [])])
+
+    def _check_number(self, what: str, allowed: int, status: int) -> None:
+        if (num := self._num[what] + 1) > allowed:
+            raise _too_many(f"{num} {what} at once", status, num, allowed)
+
+    async def _take_turns(self, kinds: Counter[str], held: ExitStack) -> None:
+        """Wait until there is room for what the request counts as, which it has until `held` is left."""
+        for what, turns in self._turns.items():
+            if what not in kinds:
+                continue
+            try:
+                async with asyncio.timeout(self._limits.queue_s):
+                    await turns.acquire()
+            except TimeoutError:
+                num, allowed = self._num[what], getattr(self._limits, f"max_{what}")
+                raise _too_many(f"{num} {what} at once for {self._limits.queue_s:g} s", 503, num, allowed) from None
+            held.callback(turns.release)
+
+
+def _too_many(detail: str, status: int, num: int, allowed: int) -> RequestRefused:
+    step = "Retry a little later"
+    return RequestRefused(
+        f"{detail}, and {allowed} are allowed", status=status, met=num, allowed=allowed, next_step=step, retry_after_s=1
+    )
 
 
 class _GuardedRequest:

@@ -86,7 +86,7 @@ def problem_of(error: LatentCacheError) -> ProblemResponse:
     headers = {}
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    if status == 503:
+    if status in (429, 503):
         headers["Retry-After"] = str(getattr(error, "retry_after_s", None) or RETRY_AFTER_S)
     if status == 416:
         headers["Content-Range"] = f"bytes */{getattr(error, 'allowed', 0)}"
@@ -160,11 +160,12 @@ def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
         416: "The file has no such range.",
         421: "The Host header names another server.",
         422: "The request is not what the schema says, or what it carries is wrong.",
+        429: "Too many requests of this client at once: retry after Retry-After seconds.",
         503: "Too much at once, or not possible now: retry after Retry-After seconds.",
         507: "No space is left.",
     }
     content = {MEDIA_TYPE: {"schema": _PROBLEM_SCHEMA}}
     return {
         status: {"description": whats[status], **({} if status == 304 else {"content": content})}
-        for status in sorted({400, 401, 403, 404, 408, 413, 421, 422, 503, *statuses})
+        for status in sorted({400, 401, 403, 404, 408, 413, 421, 422, 429, 503, *statuses})
     }

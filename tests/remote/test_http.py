@@ -99,7 +99,7 @@ def test_a_connection_on_which_nothing_comes_is_given_up_for_another_one(relay: 
     ("limits", "status", "step"),
     [
         (Limits(max_keys=0), 413, "Request them in several parts"),
-        (Limits(max_requests=0), None, "Retry a little later"),
+        (Limits(max_requests=0, queue_s=0.05), None, "Retry a little later"),
     ],
 )
 def test_a_refusal_says_its_next_step_once(served_cache: Path, limits: Limits, status: int | None, step: str) -> None:

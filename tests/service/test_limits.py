@@ -7,7 +7,9 @@ import resource
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 
 import pytest
 from helpers.serving import serving_here
@@ -144,26 +146,54 @@ def test_headers_that_come_slowly_are_a_408(server, slow):
         assert answer == b"" and 2.5 < taken < 10  # nothing came at all: closed without a word
 
 
-def test_requests_and_uploads_at_once_are_bounded(server):
-    head = f"PUT /v1/packs/{'aa' * 16} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {server.write_token}\r\n"
-    with ExitStack() as stack:
+def holding(stack, server, *, method="POST", path="/v1/entries:find"):
+    """Begin a request whose body does not come, and return its connection."""
+    client = stack.enter_context(socket.create_connection(server.address, timeout=20))
+    token = f"Authorization: Bearer {server.write_token}\r\n"
+    client.sendall(f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n{token}Content-Length: 20\r\n\r\n{{".encode())
+    time.sleep(0.1)
+    return client
 
-        def start(data):
-            client = stack.enter_context(socket.create_connection(server.address, timeout=20))
-            client.sendall(data)
-            time.sleep(0.1)
-            return client
 
-        first = start(head.encode() + b"Content-Length: 2000\r\n\r\n123")
-        second = server.put("/v1/packs/" + "ab" * 16, b"123")
-        assert second.status == 503 and "uploads at once" in second.json()["detail"]
-        waiting = [start(POST + b"Content-Length: 20\r\n\r\n{") for _ in range(3)]
-        busy = server.get("/v1/stats")
-        assert busy.status == 503 and busy.headers["retry-after"] == "1" and busy.json()["allowed"] == 4
+def test_requests_and_uploads_at_once_are_bounded(cache):
+    with serving_here(cache.path, replace(LIMITS, stall_s=20, queue_s=0.2)) as server:
+        with ExitStack() as stack:
+            holding(stack, server, method="PUT", path=f"/v1/packs/{'aa' * 16}")
+            second = server.put("/v1/packs/" + "ab" * 16, b"123")
+            assert second.status == 503 and "2 uploads at once for 0.2 s" in second.json()["detail"]
+            for _ in range(3):
+                holding(stack, server)
+            busy = server.get("/v1/stats")
+            assert busy.status == 503 and busy.headers["retry-after"] == "1" and busy.json()["allowed"] == 4
+            assert server.get("/v1/healthz").status == 200
+        assert server.get("/v1/stats").status == 200
+
+
+def test_a_request_waits_its_turn(cache):
+    """First come, first served: nobody is refused where others soon end."""
+    with (
+        serving_here(cache.path, replace(LIMITS, stall_s=20, queue_s=20)) as server,
+        ThreadPoolExecutor(3) as threads,
+        ExitStack() as stack,
+    ):
+        holders = [holding(stack, server) for _ in range(LIMITS.max_requests)]
+        waiting = [threads.submit(server.get, "/v1/stats") for _ in range(3)]
+        time.sleep(0.5)
+        assert not any(each.done() for each in waiting)
+        holders[0].close()
+        assert [each.result(10).status for each in waiting] == [200] * 3
+
+
+def test_one_client_that_takes_too_much_gets_a_429(cache):
+    with serving_here(cache.path, replace(LIMITS, stall_s=20, max_client_requests=2)) as server, ExitStack() as stack:
+        for _ in range(2):
+            holding(stack, server)
+        answer = server.get("/v1/stats")
+        assert answer.status == 429 and answer.headers["retry-after"] == "1"
+        assert answer.json()["detail"].startswith("3 requests of 127.0.0.1 at once, and 2 are allowed")
         assert server.get("/v1/healthz").status == 200
-        for client in (first, *waiting):
-            read(client)
-    assert server.get("/v1/stats").status == 200
+        # A proxy on this machine says whose request it is.
+        assert server.get("/v1/stats", headers={"X-Forwarded-For": "192.0.2.7"}).status == 200
 
 
 def test_a_store_that_does_not_answer_is_a_503(server, monkeypatch):
