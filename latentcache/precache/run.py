@@ -101,8 +101,8 @@ def _check_ranks(shard: Shard, workspace: Workspace) -> None:
         raise ConfigError(
             f"{shard.world_size} ranks fill the service {workspace.path}, but LOCAL_WORLD_SIZE is {here}: over a "
             "service ranks share what they refused by a file of their machine, so all of them must run on one. Start "
-            "them with torchrun on one machine, or run on each machine a precache of its own, without RANK, one after "
-            "the other",
+            "them with torchrun on one machine, or run on each machine a precache of its own, without RANK: they share "
+            "the work",
             source="WORLD_SIZE",
         )
 

@@ -6,6 +6,7 @@ import logging
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TypeVar
@@ -27,6 +28,7 @@ from latentcache.remote.http import (
     understood,
 )
 from latentcache.remote.local_tier import LocalTier
+from latentcache.remote.remote_claims import RemoteClaims
 from latentcache.store.base import Description, EntryArrays, OwnedEntry, Store, StoreStats, check_key, record_of
 from latentcache.store.disk import DiskStore
 from latentcache.store.layout import KEY_BYTES, description_of
@@ -107,7 +109,7 @@ class RemoteStore(Store):
     @override
     def writer(self) -> PackWriter:
         self.check_writable()
-        return PackWriter(self._upload, nullcontext(), self.find)
+        return PackWriter(self._upload, nullcontext(), self.find, partial(RemoteClaims, self.http))
 
     @override
     def add(self, entries: Iterable[Entry]) -> int:

@@ -17,6 +17,7 @@ from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.errors import EntryDamagedError, EntryMissingError, RequestRefused, StoreError
 from latentcache.precache.workspace import Workspace
 from latentcache.service.access import Access, Role
+from latentcache.service.client_claims import ClientClaims
 from latentcache.service.limits import Limits
 from latentcache.service.manifest_views import ManifestViews
 from latentcache.service.page_settings import PageSettings
@@ -63,6 +64,7 @@ class ServiceContext:
         self._reading = None if self.store.read_only else ReadersLock(self.store.directory.readers)
         self.entries = StoredEntries(self.store)
         self.views = ManifestViews(self.manifests)
+        self.claims = ClientClaims(self.store.directory.claims)
         self.telemetry = Telemetry()
         self._readers = asyncio.Semaphore(self.limits.num_threads)
         self._viewers = asyncio.Semaphore(self.limits.num_view_threads)
@@ -147,6 +149,7 @@ class ServiceContext:
 
     def close(self) -> None:
         """Close the cache."""
+        self.claims.close()
         self.store.close()
         if self._reading is not None:
             self._reading.close()

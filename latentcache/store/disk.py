@@ -41,7 +41,7 @@ from latentcache.store.stacking import stack
 from latentcache.store.writer import PackWriter
 from latentcache.types import Entry, Record
 from latentcache.utils.durable_files import system_errors
-from latentcache.utils.locks import locked
+from latentcache.utils.locks import Claims, locked
 
 logger = logging.getLogger("latentcache")
 
@@ -123,7 +123,7 @@ class DiskStore(Store):
             self.seal,
             locked(self.directory.lock, "writing entries", shared=True),
             partial(self.catalog.find, again=True),
-            self.directory.claims,
+            partial(Claims, self.directory.claims),
         )
 
     @override

@@ -5,14 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from latentcache.errors import StoreError
 from latentcache.store.base import OwnedEntry, check_key, own_entry
 from latentcache.types import Entry
 from latentcache.utils.concurrency import BackgroundWorker, noted_on
-from latentcache.utils.locks import Claims
 
 PACK_BYTES = 64 << 20
 PACK_RECORD_BYTES = 8 << 20
@@ -52,6 +50,19 @@ class PackBuffer:
         )
 
 
+class KeyClaims(Protocol):
+    """Keys whose entries one of several processes makes: `locks.Claims`, or those of a service's clients."""
+
+    def take(self, keys: Iterable[str]) -> set[str]:
+        """Claim those that no other one has claimed, and return them."""
+
+    def release(self, keys: Iterable[str]) -> None:
+        """Others may claim these from now on."""
+
+    def close(self) -> None:
+        """Release all."""
+
+
 SealEntries = Callable[[Sequence[OwnedEntry]], tuple[int, int]]
 """Makes entries durable. Returns how many of them were not there before, and the bytes that it wrote."""
 
@@ -68,15 +79,15 @@ class PackWriter:
         seal_entries: SealEntries,
         hold: AbstractContextManager[None],
         find: Callable[[Iterable[str]], set[str]],
-        claims: Path | None = None,
+        claims: Callable[[], KeyClaims] | None = None,
     ):
         self.num_added = 0
         self.bytes_written = 0
         self._seal_entries = seal_entries
         self._hold = hold
         self._find = find
-        self._claims_path = claims
-        self._claims: Claims | None = None
+        self._make_claims = claims
+        self._claims: KeyClaims | None = None
         self._open = ExitStack()
         self._worker: BackgroundWorker | None = None
         self._buffer = PackBuffer(PACK_AGE_S)
@@ -108,8 +119,8 @@ class PackWriter:
         """Of the keys that are not there: those claimed for this process now, and those of other processes."""
         if self._worker is None:
             raise StoreError("the writer is not open: use it in a `with` block")
-        if self._claims is None and self._claims_path is not None:
-            self._claims = self._open.enter_context(closing(Claims(self._claims_path)))
+        if self._claims is None and self._make_claims is not None:
+            self._claims = self._open.enter_context(closing(self._make_claims()))
         wanted = {check_key(key) for key in keys}
         mine = wanted if self._claims is None else self._claims.take(wanted)
         # After the claim: another process may have sealed its entries, and released them, just before.
