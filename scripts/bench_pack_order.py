@@ -34,7 +34,9 @@ from benchmarking_cold import cached_share, drop, take_back
 from benchmarking_streams import BATCH, Values, number_of
 
 from latentcache import BucketBatchSampler, LatentDataset, LatentLoader
-from latentcache.dataset.manifest import CaptionRef, ImageRef, Manifest, ManifestFolder, Row
+from latentcache.dataset.manifest import Manifest
+from latentcache.dataset.manifest_folder import ManifestFolder
+from latentcache.dataset.manifest_row import CaptionRef, ImageRef, Row
 from latentcache.families.sdxl import SCALING_FACTOR
 from latentcache.identity import key_of
 from latentcache.loading.pack_order import WINDOW, Places
