@@ -140,6 +140,7 @@ class _ForeignCache:
     """What a reader of another trainer's cache gives, without its files."""
 
     format = "kohya"
+    declaration = None
 
     def items(self) -> Iterator[ForeignItem]:
         generator = torch.Generator().manual_seed(1)

@@ -88,13 +88,18 @@ def install_chromium() -> None:
         run("apt-get", "-qq", "install", "--yes", "--no-install-recommends", "chromium")
 
 
-def lane_with_pins(*arguments: str) -> bool:
-    """Whether what a trainer's own releases touch works with those that OneTrainer pins."""
+def installed(environment: bootstrap.Environment) -> bool:
+    """Whether an environment next to .venv is there and up to date, after making it if it was not."""
     try:
-        bootstrap.install(PINS)
+        bootstrap.install(environment)
     except subprocess.CalledProcessError:
         return False
-    return lane("onetrainer-pins", *arguments, *PINS_TESTS, python=str(PINS.python))
+    return True
+
+
+def lane_with_pins(*arguments: str) -> bool:
+    """Whether what a trainer's own releases touch works with those that OneTrainer pins."""
+    return installed(PINS) and lane("onetrainer-pins", *arguments, *PINS_TESTS, python=str(PINS.python))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -138,7 +143,7 @@ def run_lane(name: str, for_pytest: Sequence[str]) -> bool:
         case "service":
             return lane(name, *shared, "-m", "service", "tests/service", "tests/remote", "tests/contract", *for_pytest)
         case "remote":
-            return lane(name, *shared, "-m", "remote", "tests", *for_pytest)
+            return installed(bootstrap.PEERS) and lane(name, *shared, "-m", "remote", "tests", *for_pytest)
         case "page":
             install_chromium()
             return lane(name, *shared, "-m", "page", "tests/service", *for_pytest)

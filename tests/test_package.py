@@ -42,13 +42,16 @@ MAY_MEET = {("provenance", "__init__"), ("cli", "__init__")}
 
 OWNERS = {
     "diskcache": ("store/index.py",),
-    # diffusion-pipe's cache is a SQLite database, ai-toolkit's is safetensors files.
-    "sqlite3": ("store/index.py", "store/connection.py", "interop/formats/diffusion_pipe.py"),
+    # diffusion-pipe's cache and Energon's index are SQLite databases, ai-toolkit's cache is safetensors files.
+    "sqlite3": (
+        *("store/index.py", "store/connection.py"),
+        *("interop/formats/diffusion_pipe.py", "interop/formats/energon.py"),
+    ),
     "safetensors": ("store/tensor_file.py", "checkpoints/folder.py", "interop/formats/ai_toolkit.py"),
     # The service writes thumbnails.
     "PIL": ("dataset/images.py", "dataset/resampling.py", "validation/", "service/thumbnails.py"),
     "psutil": ("utils/host_memory.py", "doctor/environment.py"),
-    "pyarrow": ("dataset/tables.py",),
+    "pyarrow": ("dataset/tables.py", "interop/formats/parquet.py"),
     "diffusers": ("models/", "validation/", "integrations/diffusers.py"),
     "transformers": ("models/",),
     "matplotlib": ("validation/",),

@@ -12,14 +12,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
+from latentcache.bucket_config import BucketsConfig
 from latentcache.cache_config import CacheConfig, location_of
 from latentcache.cli.options import AsJson, Switch, known_cache
 from latentcache.cli.output import finish
-from latentcache.config import Config, load_config, parse_buckets
+from latentcache.config import Config, load_config, number_of_bytes, parse_buckets
 from latentcache.dataset.samples import MAX_CAPTION_BYTES, CaptionError, captions_in_text, read_range
 from latentcache.errors import ConfigError
 
 if TYPE_CHECKING:
+    import torch
+
     from latentcache.interop.verification import Verification
 
 FORMATS = {
@@ -28,9 +31,15 @@ FORMATS = {
     "ai-toolkit": "ai_toolkit",
     "diffusion-pipe": "diffusion_pipe",
     "onetrainer": "onetrainer",
+    "webdataset": "webdataset",
+    "mds": "mds",
+    "parquet": "parquet",
 }
 """Format -> its module in `interop.formats`. `read(root, *, ...)` reads a cache; `export(cache, name, folder, *, ...)`
 writes one, and some modules lack it. Their keyword arguments are the options of that format."""
+
+_NO_FLAGS = ("tokenize", "progress")
+"""Arguments of these functions that are no options."""
 
 # The longer name first: cyclopts would take it for a key of the shorter one.
 _CACHE_HELP = "The cache's directory, or a service's URL."
@@ -81,6 +90,8 @@ class ReaderOptions:
     """ai-toolkit: the trigger word of the training."""
     variation: int | None = None
     """onetrainer: the number of the variation, from 0."""
+    declaration: Path | None = None
+    """webdataset, mds: a YAML file that states what the latents are. Default: the description in an export of ours."""
     area: int | None = None
     """kohya: of a file with several resolutions, take the one nearest to so many pixels. Default: the largest."""
 
@@ -90,7 +101,12 @@ class WriterOptions:
     """How a format is written. Each format has some of these."""
 
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """simpletuner, ai-toolkit: dtype of the latents. Default: bfloat16."""
+    """simpletuner, ai-toolkit: dtype of the latents. Default: bfloat16. webdataset, mds, parquet: of all tensors,
+    float16 or float32. Default: as they are stored, bfloat16 as float32."""
+    scaled: Switch = False
+    """webdataset, mds, parquet: write latents as the UNet expects them. Default: unscaled, as they are stored."""
+    shard_bytes: str | None = None
+    """webdataset, mds, parquet: size of a file, e.g. 512MiB. Default: 256MiB, of mds 64MiB."""
     caption_extension: str | None = None
     """ai-toolkit: suffix of the caption files next to the images. Default: .txt."""
     buckets: str | None = None
@@ -119,7 +135,7 @@ def import_foreign(
 
     Args:
         root: The folder of the foreign cache.
-        source: Its format: kohya, simpletuner, ai-toolkit, diffusion-pipe or onetrainer.
+        source: Its format: kohya, simpletuner, ai-toolkit, diffusion-pipe, onetrainer, webdataset or mds.
     """
     from latentcache.interop.importing import DatasetUse, import_cache
     from latentcache.precache.workspace import open_workspace
@@ -159,15 +175,17 @@ def export_foreign(
     writer: Annotated[WriterOptions | None, Parameter(name="*", group="Writing")] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Export a dataset of the cache to another trainer's format.
+    """Export a dataset of the cache to another trainer's format, or to shards.
 
     Args:
-        root: The folder to write to. kohya: the images' folder, or one laid out like it.
-        target: The format: kohya, simpletuner or ai-toolkit.
+        root: The folder to write to. kohya: the images' folder, or one laid out like it. webdataset, mds, parquet: a
+            new one.
+        target: The format: kohya, simpletuner, ai-toolkit, webdataset, mds or parquet.
         manifest: The dataset. Default: the only one.
         unverified: Also export entries that were imported and not verified.
     """
     from latentcache.loading.cache import LatentCache
+    from latentcache.utils.progress import default_progress
 
     loaded = None if config is None else load_config(config)
     export = _format("--to", target, writer or WriterOptions(), loaded)
@@ -175,7 +193,7 @@ def export_foreign(
         names = opened.dataset_names()
         if manifest is None and len(names) != 1:
             raise ConfigError(f"which dataset? Give --manifest; there are: {', '.join(names) or 'none'}")
-        report = export(opened, manifest or names[0], root)
+        report = export(opened, manifest or names[0], root, progress=default_progress())
     return finish(report, as_json, has_faults=report.has_faults)
 
 
@@ -183,8 +201,6 @@ def _format(
     flag: Literal["--from", "--to"], name: str, options: ReaderOptions | WriterOptions, config: Config | None
 ) -> Callable[..., Any]:
     """`read` or `export` of a format, with these options. ConfigError for options that it does not have, or needs."""
-    from latentcache.store.base import DTYPES
-
     action = "read" if flag == "--from" else "export"
     modules = {each: import_module(f"latentcache.interop.formats.{module}") for each, module in FORMATS.items()}
     functions = {each: getattr(module, action) for each, module in modules.items() if hasattr(module, action)}
@@ -196,16 +212,11 @@ def _format(
     given = {option: value for option, value in asdict(options).items() if value is not None and value is not False}
     for option in given:
         if option not in known:
-            allowed = ", ".join(_flag(each) for each in sorted(known) if each != "tokenize") or "none"
+            allowed = ", ".join(_flag(each) for each in sorted(known) if each not in _NO_FLAGS) or "none"
             raise ConfigError(f"{_flag(option)} is no option of {flag} {name}; its options are: {allowed}")
-    if "captions" in given:
-        given["captions"] = _lines(given["captions"])
-    if "buckets" in given:
-        pairs = [pair.partition("=")[::2] for pair in given["buckets"].split(",")]
-        settings = {setting.strip(): value.strip() for setting, value in pairs}
-        given["buckets"] = parse_buckets({"rule": name, **settings}, source="--buckets")
-    if "dtype" in given:
-        given["dtype"] = DTYPES[given["dtype"]]
+    for option, parse in _PARSERS.items():
+        if option in given:
+            given[option] = parse(given[option], name)
     if config is not None and "tokenize" in known:
         # For formats without captions, whose texts are paired with captions by their tokens.
         from latentcache.interop.formats.onetrainer import tokenize_with
@@ -218,6 +229,18 @@ def _format(
     return partial(functions[name], **given)
 
 
+def _buckets(text: str, rule: str) -> BucketsConfig:
+    pairs = [pair.partition("=")[::2] for pair in text.split(",")]
+    settings = {setting.strip(): value.strip() for setting, value in pairs}
+    return parse_buckets({"rule": rule, **settings}, source="--buckets")
+
+
+def _dtype(name: str, _: str) -> torch.dtype:
+    from latentcache.store.base import DTYPES
+
+    return DTYPES[name]
+
+
 def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
@@ -228,6 +251,15 @@ def _lines(path: Path) -> tuple[str, ...]:
         return captions_in_text(read_range(str(path), 0, MAX_CAPTION_BYTES + 1))
     except (OSError, CaptionError) as error:
         raise ConfigError(f"cannot be used: {error}", source=f"--captions {path}") from error
+
+
+_PARSERS: dict[str, Callable[[Any, str], Any]] = {
+    "shard_bytes": lambda text, _: number_of_bytes(text, "--shard-bytes"),
+    "captions": lambda path, _: _lines(path),
+    "buckets": _buckets,
+    "dtype": _dtype,
+}
+"""Option -> its value, from what was given and the format's name."""
 
 
 def _cache_config(flag: str | None, config: Config | None) -> CacheConfig:

@@ -40,8 +40,21 @@ _BLOCK = tarfile.BLOCKSIZE
 _TAR_ERRORS = (tarfile.TarError, ValueError, OverflowError, EOFError, RecursionError)
 
 
-class _HeaderReader(io.BufferedReader):
+class TarDamage(Exception):
+    """A tar ends early. `reason` is a RefusalReason."""
+
+    def __init__(self, reason: str, detail: str):
+        self.reason, self.detail = reason, detail
+        super().__init__(detail)
+
+
+class TarHeaders(io.BufferedReader):
     """A tar for tarfile, which reads only headers: none may be large, for each is read as a whole."""
+
+    def __init__(self, path: str):
+        """Raises OSError, also for what is no regular file."""
+        self._path, self._end = path, 0
+        super().__init__(open_file(path))
 
     @override
     def read(self, size: int | None = -1, /) -> bytes:
@@ -49,48 +62,53 @@ class _HeaderReader(io.BufferedReader):
             raise tarfile.HeaderError(f"a header of {size} bytes; {_MAX_HEADER_BYTES:,} are allowed")
         return super().read(size)
 
-
-def scan(name: str, path: str) -> _Tar:
-    """Read the headers of a tar. `name` is its name within the dataset. Raises OSError."""
-    end = 0
-    with _HeaderReader(open_file(path)) as file:
-        shard = _Tar(name, path, Signature.of(os.fstat(file.fileno())))
+    def members(self) -> Iterator[tarfile.TarInfo]:
+        """The members, of any kind, one in memory at a time. Raises TarDamage where the tar ends early, and OSError."""
         try:
-            with tarfile.open(path, "r:", fileobj=file) as tar:
+            with tarfile.open(self._path, "r:", fileobj=self) as tar:
                 while (member := tar.next()) is not None:
                     # tarfile would keep every member, a kilobyte each.
                     tar.members = []  # type: ignore[attr-defined]  # typeshed lacks it
-                    if member.size < 0 or tar.offset <= end:  # it would lead back
+                    if member.size < 0 or tar.offset <= self._end:  # it would lead back
                         raise tarfile.HeaderError(f"member {member.name!r:.80} has {member.size:,} bytes")
-                    end = tar.offset
-                    shard.add(member)
-                end = tar.offset
+                    self._end = tar.offset
+                    yield member
+                self._end = tar.offset
         except _TAR_ERRORS as error:
-            shard.damage = shard.damage or Refusal(name, path, "truncated", f"the tar ends in a broken member: {error}")
-    if shard.damage is None:
-        shard.damage = _damage_at_end(name, path, end)
-        if shard.damage is None and _has_more(path, end, shard.signature.size):
-            detail = f"{shard.signature.size - end:,} bytes follow its end mark, and are not read: is it several tars?"
-            shard.refusals.append(Refusal(name, path, "corrupt", detail))
+            raise TarDamage("truncated", f"the tar ends in a broken member: {error}") from error
+        # After the last member comes a block of zeros. tarfile stops silently at any other block, too.
+        block = read_range(self._path, self._end, _BLOCK)
+        if len(block) < _BLOCK:
+            raise TarDamage("truncated", f"the tar ends at byte {self._end + len(block):,} without an end mark")
+        if any(block):
+            raise TarDamage("corrupt", f"no member begins at byte {self._end:,}; what follows is not read")
+
+    def rest(self) -> str | None:
+        """What follows the end mark but for the zeros that fill a tar's last record, for messages; None for nothing.
+
+        Call it after `members`.
+        """
+        num_bytes = os.fstat(self.fileno()).st_size - self._end
+        if num_bytes <= _MAX_RECORD_BYTES and not any(read_range(self._path, self._end, _MAX_RECORD_BYTES)):
+            return None
+        return f"{num_bytes:,} bytes follow its end mark, and are not read: is it several tars?"
+
+
+def scan(name: str, path: str) -> _Tar:
+    """Read the headers of a tar. `name` is its name within the dataset. Raises OSError."""
+    with TarHeaders(path) as file:
+        shard = _Tar(name, path, Signature.of(os.fstat(file.fileno())))
+        try:
+            for member in file.members():
+                shard.add(member)
+            if shard.damage is None and (rest := file.rest()) is not None:
+                shard.refusals.append(Refusal(name, path, "corrupt", rest))
+        except TarDamage as damage:
+            shard.damage = shard.damage or Refusal(name, path, damage.reason, damage.detail)
     if shard.damage is not None and (cut := shard.groups.pop(shard.last_key, None)) and cut.images:
         detail = "the tar is cut or damaged after this image, where its caption may have been"
         shard.refusals.append(Refusal(f"{name}/{shard.last_key}", f"{path}#{cut.images[0][0]}", "truncated", detail))
     return shard
-
-
-def _damage_at_end(name: str, path: str, end: int) -> Refusal | None:
-    """After the last member comes a block of zeros. tarfile stops silently at any other block, too."""
-    block = read_range(path, end, _BLOCK)
-    if len(block) < _BLOCK:
-        return Refusal(name, path, "truncated", f"the tar ends at byte {end + len(block):,} without an end mark")
-    if any(block):
-        return Refusal(name, path, "corrupt", f"no member begins at byte {end:,}; what follows is not read")
-    return None
-
-
-def _has_more(path: str, end: int, num_bytes: int) -> bool:
-    """Whether more than the zeros that fill a tar's last record follows its end mark, at byte `end`."""
-    return num_bytes - end > _MAX_RECORD_BYTES or any(read_range(path, end, _MAX_RECORD_BYTES))
 
 
 @dataclass(slots=True)

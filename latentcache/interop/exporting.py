@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,7 +17,7 @@ from latentcache.config import parse_buckets
 from latentcache.dataset.bucket_rules import BucketRule
 from latentcache.dataset.images import IMAGE_SUFFIXES
 from latentcache.dataset.manifest import Manifest
-from latentcache.dataset.manifest_row import ImageRef
+from latentcache.dataset.manifest_row import ImageRef, Row
 from latentcache.errors import ConfigError, EntryDamagedError, EntryMissingError, StoreError
 from latentcache.identity import digest
 from latentcache.interop.reports import ExportReport
@@ -25,6 +25,7 @@ from latentcache.loading.cache import LatentCache
 from latentcache.models.vae import latents_from_moments
 from latentcache.types import Geometry, Refusal
 from latentcache.utils.durable_files import typed_errors, write_sealed
+from latentcache.utils.progress import Progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,19 @@ class ExportSample:
     flipped: torch.Tensor | None
     flipped_geometry: Geometry | None
     captions: tuple[ExportCaption, ...]
+    dtype: torch.dtype
+    """That in which the latents are stored."""
+    output: str
+    """`mean` or `sample` (one draw): what the latents are of the posterior."""
+    row: Row
+
+
+class _Latents(NamedTuple):
+    """[C, h, w] in float32; the stored dtype; and `mean` or `sample`."""
+
+    values: torch.Tensor
+    dtype: torch.dtype
+    output: str
 
 
 class Export:
@@ -73,6 +87,7 @@ class Export:
         seed: int | None = None,
         overwrite: bool = False,
         buckets: BucketsConfig | None = None,
+        progress: Progress | None = None,
     ):
         if buckets is not None and buckets.rule != format_name:
             raise ConfigError(f"the buckets are of rule {buckets.rule}, the files for {format_name}", key="buckets")
@@ -80,6 +95,7 @@ class Export:
         self._rule: BucketRule | None = None
         self.report = ExportReport(format_name, name, path=str(folder))
         self._cache, self._seed, self._overwrite = cache, seed, overwrite
+        self._progress = progress or Progress()
         self._written: set[Path] = set()
 
     def __contains__(self, path: Path) -> bool:
@@ -100,33 +116,55 @@ class Export:
         cache, manifest = self._cache, self._cache.manifest(self.report.name)
         cache.scaling(manifest)
         self._rule = self._rule_of(manifest)
-        rows = [row for row in manifest.rows.values() if row.refusal is None]
-        for row in rows:
-            cache.check_trust(manifest, row)
-        self.report.skipped += [row.refusal for row in manifest.rows.values() if row.refusal is not None]
-        for row in rows:
-            stem = PurePosixPath(row.sample_id)
-            if stem.is_absolute() or ".." in stem.parts or "\0" in row.sample_id or not stem.name:
-                self.skip(row.sample_id, row.path, "unreadable", "its sample_id leads out of the folder")
-                continue
-            if stem.suffix.lower() in IMAGE_SUFFIXES:
-                stem = stem.with_suffix("")
-            try:
-                images = {ref.geometry.flip: (ref.geometry, self._latents(ref)) for ref in row.images}
-                captions = []
-                for caption in row.captions:
-                    tensors = cache.get(caption.key).tensors
-                    embeds = tensors["prompt_embeds"], tensors["pooled_prompt_embeds"]
-                    captions.append(ExportCaption(caption.text, *embeds))
-            except (EntryMissingError, EntryDamagedError) as error:
-                reason = "missing" if isinstance(error, EntryMissingError) else "corrupt"
-                self.skip(row.sample_id, row.path, reason, str(error))
-                continue
-            geometry, latents = images[False]
-            flipped_geometry, flipped = images.get(True, (None, None))
-            yield ExportSample(
-                row.sample_id, stem, row.path, geometry, latents, flipped, flipped_geometry, tuple(captions)
-            )
+        # Twice, for a list of all rows would take a kilobyte each.
+        for row in manifest.rows.values():
+            if row.refusal is None:
+                cache.check_trust(manifest, row)
+            else:
+                self.report.skipped.append(row.refusal)
+        self._progress.start(f"export {manifest.name}", len(manifest.rows))
+        try:
+            for row in manifest.rows.values():
+                if row.refusal is None and (sample := self._sample(row)) is not None:
+                    yield sample
+                self._progress.advance()
+        finally:
+            self._progress.finish()
+
+    def _sample(self, row: Row) -> ExportSample | None:
+        """The sample of a row; None, and reported, if it cannot be exported."""
+        stem = PurePosixPath(row.sample_id)
+        if stem.is_absolute() or ".." in stem.parts or "\0" in row.sample_id or not stem.name:
+            self.skip(row.sample_id, row.path, "unreadable", "its sample_id leads out of the folder")
+            return None
+        if stem.suffix.lower() in IMAGE_SUFFIXES:
+            stem = stem.with_suffix("")
+        try:
+            images = {ref.geometry.flip: (ref.geometry, self._latents(ref)) for ref in row.images}
+            captions = []
+            for caption in row.captions:
+                tensors = self._cache.get(caption.key).tensors
+                embeds = tensors["prompt_embeds"], tensors["pooled_prompt_embeds"]
+                captions.append(ExportCaption(caption.text, *embeds))
+        except (EntryMissingError, EntryDamagedError) as error:
+            reason = "missing" if isinstance(error, EntryMissingError) else "corrupt"
+            self.skip(row.sample_id, row.path, reason, str(error))
+            return None
+        geometry, latents = images[False]
+        flipped_geometry, flipped = images.get(True, (None, None))
+        return ExportSample(
+            sample_id=row.sample_id,
+            stem=stem,
+            path=row.path,
+            geometry=geometry,
+            latents=latents.values,
+            flipped=None if flipped is None else flipped.values,
+            flipped_geometry=flipped_geometry,
+            captions=tuple(captions),
+            dtype=latents.dtype,
+            output=latents.output,
+            row=row,
+        )
 
     def other_bucket(self, sample: ExportSample, *, exact: bool = False) -> str | None:
         """How the bucket differs from what the trainer would make of this image, for messages; None if it does not.
@@ -157,16 +195,19 @@ class Export:
         self.report.buckets = {name: getattr(chosen, name) for name in sorted({"rule", *settings_of(rule)})}
         return BucketRule(chosen)
 
-    def _latents(self, ref: ImageRef) -> torch.Tensor:
-        tensors = self._cache.get(ref.key).tensors
-        if "latents" in tensors:
+    def _latents(self, ref: ImageRef) -> _Latents:
+        entry = self._cache.get(ref.key)
+        if "latents" in entry.tensors:
             if self._seed is not None:
                 self.report.note("latents are stored, not moments: they are exported as they are, without a draw")
-            return tensors["latents"].float()
+            stored, identity = entry.tensors["latents"], entry.record.identity
+            return _Latents(stored.float(), stored.dtype, identity.get("encoding", identity.get("imported"))["output"])
         generator = None
         if self._seed is not None:
             generator = torch.Generator().manual_seed(int(digest(f"{self._seed} {ref.key}".encode())[:15], 16))
-        return latents_from_moments(tensors["moments"][None].float(), generator)[0]
+        moments = entry.tensors["moments"]
+        latents = latents_from_moments(moments[None].float(), generator)[0]
+        return _Latents(latents, moments.dtype, "mean" if generator is None else "sample")
 
     def write(self, path: Path, data: bytes, sample: ExportSample) -> bool:
         """Write one file of `sample`, whole or not at all.

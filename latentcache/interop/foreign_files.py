@@ -193,7 +193,7 @@ def _tensors(content: Any) -> Iterator[torch.Tensor]:
             pending += value.values() if isinstance(value, dict) else value
 
 
-# npz
+# npz and npy
 
 
 class NpzFile:
@@ -209,23 +209,12 @@ class NpzFile:
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of an array, from its header. Raises ForeignFileRefused."""
         with self._member(name) as file:
-            return self._header(name, file)[0]
+            return _npy_header(file, name, self._path)[0]
 
     def read(self, name: str) -> np.ndarray:
         """An array, writable and C-contiguous, whose bytes have the checksum of the zip. Raises ForeignFileRefused."""
         with self._member(name) as file:
-            shape, fortran, dtype = self._header(name, file)
-            num_bytes = math.prod(shape) * dtype.itemsize
-            if num_bytes > MAX_FILE_BYTES:
-                size = f"{num_bytes:,} bytes; {MAX_FILE_BYTES:,} are allowed"
-                raise corrupt(self._path, f"{name} is {dtype} {list(shape)}, {size}")
-            # One byte more than there should be: only at the end does zipfile compare the checksum.
-            data = file.read(num_bytes + 1)
-            if len(data) != num_bytes:
-                detail = f"{name} holds other than the {num_bytes:,} bytes that its header says"
-                raise ForeignFileRefused(self._path, "truncated" if len(data) < num_bytes else "corrupt", detail)
-        array = np.frombuffer(bytearray(data), dtype=dtype).reshape(shape, order="F" if fortran else "C")
-        return np.ascontiguousarray(array, dtype=dtype.newbyteorder("="))
+            return _npy_array(file, name, self._path)
 
     @contextmanager
     def _member(self, name: str) -> Iterator[IO[bytes]]:
@@ -237,16 +226,52 @@ class NpzFile:
         except _ZIP_ERRORS as error:
             raise corrupt(self._path, f"{name}: {error}") from error
 
-    def _header(self, name: str, file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
-        version = np.lib.format.read_magic(file)
-        readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-        if version not in readers:
-            raise corrupt(self._path, f"{name} has the npy version {version}")
-        shape, fortran, dtype = readers[version](file, max_header_size=_MAX_HEADER_BYTES)
-        if dtype.kind not in "fiu" or any(side < 0 for side in shape):
-            detail = f"{name} is {dtype} {list(shape)}, which is no array of numbers (objects are never unpickled)"
-            raise corrupt(self._path, detail)
-        return shape, fortran, dtype
+
+def _npy_header(file: IO[bytes], name: str, path: str | Path) -> tuple[tuple[int, ...], bool, np.dtype]:
+    version = np.lib.format.read_magic(file)
+    readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+    if version not in readers:
+        raise corrupt(path, f"{name} has the npy version {version}")
+    shape, fortran, dtype = readers[version](file, max_header_size=_MAX_HEADER_BYTES)
+    if dtype.kind not in "fiu" or any(side < 0 for side in shape):
+        detail = f"{name} is {dtype} {list(shape)}, which is no array of numbers (objects are never unpickled)"
+        raise corrupt(path, detail)
+    return shape, fortran, dtype
+
+
+def _npy_array(file: IO[bytes], name: str, path: str | Path) -> np.ndarray:
+    shape, fortran, dtype = _npy_header(file, name, path)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if num_bytes > MAX_FILE_BYTES:
+        size = f"{num_bytes:,} bytes; {MAX_FILE_BYTES:,} are allowed"
+        raise corrupt(path, f"{name} is {dtype} {list(shape)}, {size}")
+    # One byte more than there should be: only at the end does zipfile compare the checksum.
+    data = file.read(num_bytes + 1)
+    if len(data) != num_bytes:
+        detail = f"{name} holds other than the {num_bytes:,} bytes that its header says"
+        raise ForeignFileRefused(path, "truncated" if len(data) < num_bytes else "corrupt", detail)
+    array = np.frombuffer(bytearray(data), dtype=dtype).reshape(shape, order="F" if fortran else "C")
+    return np.ascontiguousarray(array, dtype=dtype.newbyteorder("="))
+
+
+def npy_array(data: bytes, name: str, path: str | Path) -> np.ndarray:
+    """The array of numbers in the bytes of an npy file, writable and C-contiguous. Raises ForeignFileRefused.
+
+    `name` and `path` say in messages where the bytes were.
+    """
+    try:
+        return _npy_array(io.BytesIO(data), name, path)
+    except ForeignFileRefused:
+        raise
+    except _ZIP_ERRORS as error:
+        raise corrupt(path, f"{name} is no whole npy file: {error}") from error
+
+
+def npy_bytes(array: np.ndarray) -> bytes:
+    """The bytes that `numpy.save` writes for an array of numbers."""
+    file = io.BytesIO()
+    np.save(file, array, allow_pickle=False)
+    return file.getvalue()
 
 
 @contextmanager

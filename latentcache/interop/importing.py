@@ -18,6 +18,7 @@ from latentcache.dataset.manifest_row import CaptionRef, ImageRef, Row, check_ge
 from latentcache.errors import ConfigError, DatasetError, ForeignFileRefused, StoreError
 from latentcache.families.sdxl import SCALING_FACTOR
 from latentcache.identity import SCHEMA, canonical_json, caption_digest, digest, key_of
+from latentcache.interop.declaration import Declaration
 from latentcache.interop.foreign_files import corrupt
 from latentcache.interop.readers import ForeignCache, ForeignImage, ForeignText, bucket_of, refusal_of
 from latentcache.interop.reports import ImportReport
@@ -85,6 +86,7 @@ def import_cache(
             f"manifest {name} was made by precache: an import needs a name of its own; give another --name"
         )
     report = ImportReport(foreign.format, name)
+    report.declared = {} if foreign.declaration is None else foreign.declaration.statement()
     # What a verification lacks is found now, not when all has been read.
     verifier = None if verification is None else Verifier(verification, name, workspace, report)
     dtypes: Mapping[str, torch.dtype | None]  # None: that of the file
@@ -99,7 +101,7 @@ def import_cache(
         finally:
             progress.finish()
         if rows:
-            workspace.manifests.write(Manifest(name, use.role, use.repeats, _common(foreign.format), rows))
+            workspace.manifests.write(Manifest(name, use.role, use.repeats, _common(foreign), rows))
         elif not report.refused:
             raise StoreError(
                 f"nothing was imported: there are no files of {foreign.format}'s cache. Name its folder, or another "
@@ -124,16 +126,24 @@ def _check_name(name: str) -> None:
         raise ConfigError(f"the name {name!r} may not begin with {PROMPTS_PREFIX!r}: so do the prompts' manifests")
 
 
-def _common(format_name: str) -> dict[str, Any]:
-    """The `common` of an imported manifest. Of the encoding, only the scale of the latents is known."""
+def _common(foreign: ForeignCache) -> dict[str, Any]:
+    """The `common` of an imported manifest. Of the encoding, only the scale of the latents is known, or declared."""
+    declared, factors = foreign.declaration, {"scaling_factor": SCALING_FACTOR, "shift_factor": None}
+    if declared is not None:
+        factors = {"scaling_factor": declared.scaling_factor, "shift_factor": declared.shift_factor}
     return {
         "schema": SCHEMA,
         "salt": "",
-        "imported": {"format": format_name, "time": now()},
+        "imported": {"format": foreign.format, "time": now(), **_declared(declared)},
         "policy": {},
-        "image_encoding": {"scaling_factor": SCALING_FACTOR, "shift_factor": None},
+        "image_encoding": factors,
         "text_encoding": {},
     }
+
+
+def _declared(declaration: Declaration | None) -> dict[str, Any]:
+    """What an identity and a manifest say of a declaration: nothing without one."""
+    return {} if declaration is None else {"declared": declaration.statement()}
 
 
 class _Import:
@@ -157,6 +167,9 @@ class _Import:
         self._stds: list[float] = []
         """The standard deviations of the latents as if all were scaled: near 1 for SDXL."""
         self._claims: set[float | None] = set()
+        declared = foreign.declaration
+        self._factor = SCALING_FACTOR if declared is None else declared.scaling_factor
+        self._shift = None if declared is None else declared.shift_factor
 
     def read(self, progress: Progress) -> dict[str, Row]:
         """Store every item; the rows of the manifest. If the scale is wrong, what was stored is removed again."""
@@ -225,7 +238,7 @@ class _Import:
             detail = f"sample {item.sample_id!r} has a {twin}latent already; only the first is imported"
             raise ForeignFileRefused(item.path, "duplicate", detail)
         self._check("image", {"latents": latents}, shape[:1], item.path)
-        self._stds.append(latents.float().std().item() * (SCALING_FACTOR if item.scaling_factor is None else 1.0))
+        self._stds.append(latents.float().std().item() * (self._factor if item.scaling_factor is None else 1.0))
         self._claims.add(item.scaling_factor)
         if len(self._stds) == FIRST_LOOK:
             self._check_scale(item.path)
@@ -233,6 +246,7 @@ class _Import:
         self._report.num_flipped += item.geometry.flip
         if item.scaling_factor is not None:
             latents = latents.float() / item.scaling_factor
+            latents = latents if self._shift is None else latents + self._shift
         latents = latents.to(self._dtypes["image"] or latents.dtype)
         return self._entry(item, {"latents": latents}, self._digest_of(item.image_path))
 
@@ -279,6 +293,7 @@ class _Import:
                 "digest": digest(b"".join(parts)),
                 "output": output,
                 "dtype": described[0][1],
+                **_declared(self._foreign.declaration),
             },
             "source": source,
             "geometry": geometry,
@@ -335,13 +350,18 @@ class _Import:
         if 1 / BORDER <= median <= BORDER:
             return
         scaled = None not in self._claims
-        met, expected = (median, 1.0) if scaled else (median * UNSCALED_STD, UNSCALED_STD)
+        declared = self._foreign.declaration is not None
+        unscaled = 1 / self._factor if declared else UNSCALED_STD
+        met, expected = (median, 1.0) if scaled else (median * unscaled, unscaled)
+        remedy = "the cache was made for another model, or is of another format."
+        if declared:
+            remedy = "correct `scaled` or `scaling_factor` of the declaration."
         raise DatasetError(
             path,
-            f"the latents' median standard deviation is {met:.3g} (of {len(self._stds)} latents), but this format "
-            f"holds {'scaled' if scaled else 'unscaled'} SDXL latents, which have about {expected:.3g}. Nothing was "
-            "imported: the cache was made for another model, or is of another format. For another VAE than SDXL's give "
-            "--no-scale-check",
+            f"the latents' median standard deviation is {met:.3g} (of {len(self._stds)} latents), but "
+            f"{'the declaration says' if declared else 'this format holds'} {'scaled' if scaled else 'unscaled'} "
+            f"{'latents' if declared else 'SDXL latents'}, which have about {expected:.3g}. Nothing was "
+            f"imported: {remedy} For another VAE than SDXL's give --no-scale-check",
         )
 
     def _finished(self, row: Row) -> Row:

@@ -16,6 +16,7 @@ from latentcache.dataset.samples import Sample, walk
 from latentcache.dataset.sources import open_source
 from latentcache.errors import DatasetError
 from latentcache.families.sdxl import DOWNSCALE_FACTOR
+from latentcache.interop.declaration import Declaration
 from latentcache.interop.foreign_files import corrupt
 from latentcache.types import Geometry, Refusal, Size
 
@@ -70,7 +71,11 @@ class ForeignCache(Protocol):
     """A cache of another trainer, for reading."""
 
     format: str
-    """`kohya`, `simpletuner`, `ai-toolkit`, `diffusion-pipe`, `onetrainer`."""
+    """`kohya`, `simpletuner`, `ai-toolkit`, `diffusion-pipe`, `onetrainer`, `webdataset`, `mds`."""
+
+    @property
+    def declaration(self) -> Declaration | None:
+        """What the user states of it; None where the format says enough."""
 
     def items(self) -> Iterator[ForeignItem]:
         """All items, one at a time, in the same order each time.

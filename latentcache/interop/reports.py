@@ -84,6 +84,8 @@ class ImportReport(InteropReport):
     model is the same is not known. They stay unverified."""
     differences: dict[str, Difference] = field(default_factory=dict)
     """Kind -> differences from encoded entries; empty without verification."""
+    declared: dict[str, Any] = field(default_factory=dict)
+    """What the user states of the files, where these say nothing of themselves. Nobody has proved it."""
     scale: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
     cache: str | None = None
@@ -105,6 +107,7 @@ class ImportReport(InteropReport):
             f"images    {self.num_images}, of which {self.num_flipped} flipped",
             f"texts     {self.num_texts}, of which {self.num_unknown_captions} with an unknown caption",
             f"trust     {self.num_verified} verified, {self.num_unverified} unverified",
+            *(f"declared  {name}: {value}" for name, value in self.declared.items()),
             *(found.to_text(kind) for kind, found in self.differences.items()),
             *self._note_lines(),
             *_refusal_lines("unequal", self.unequal),

@@ -264,3 +264,34 @@ def test_validation_prompts_are_encoded_next_to_an_import(
     lora = tmp_path / "out" / "pytorch_lora_weights.safetensors"
     code, _, err = run("validate", file, "--lora", lora, "--json")
     assert code == 0, err
+
+
+@pytest.mark.parametrize("name", ["webdataset", "mds"])
+def test_shards_are_exported_imported_and_verified(
+    make_config: Callable[..., Config],
+    photos: Path,
+    tmp_path: Path,
+    run: Callable[..., Any],
+    run_json: Callable[..., Any],
+    name: str,
+) -> None:
+    config = make_config(**{"encode.image_output": "mean"})
+    run_precache(config)
+    export = ("export", tmp_path / "shards", "--to", name, "--cache", config.cache.path)
+    code, report = run_json(*export, "--shard-bytes", "64KiB")
+    assert code == 0 and (report["num_images"], report["num_texts"], report["skipped"]) == (5, 6, [])
+    code, _, err = run(*export)
+    assert code == 2 and "is not empty. Shards are written to a new folder" in err
+    code, _, err = run("export", tmp_path / "x", "--to", name, "--cache", config.cache.path, "--dtype", "bfloat16")
+    assert code == 2 and "numpy has no others" in err
+    stated = json.loads((tmp_path / "shards/latentcache.json").read_text())["declaration"]
+    assert len(stated["vae"]["weights"]) == 64 and stated["preparation"]["resample"] and not stated["scaled"]
+    # The tiny VAE has another scale than SDXL's.
+    file, flags = config_file(config, tmp_path / "config.json"), ("--from", name, "--no-scale-check")
+    images = ("--images", photos, "--config", file, "--verify", "all")
+    code, report = run_json("import", tmp_path / "shards", *flags, *images)
+    assert code == 0 and (report["num_samples"], report["num_unverified"], report["num_verified"]) == (5, 0, 11)
+    assert report["declared"]["vae"] == stated["vae"]
+    (tmp_path / "shards/latentcache.json").unlink()
+    code, _, err = run("import", tmp_path / "shards", *flags, "--cache", tmp_path / "other")
+    assert code == 2 and "does not say what its latents are. State vae, scaled, " in err

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from latentcache.dataset.buckets import fit
+from latentcache.interop.declaration import Declaration
 from latentcache.interop.readers import ForeignImage, ForeignItem, ForeignText
 from latentcache.types import Size
 
@@ -23,6 +24,7 @@ class Foreign:
 
     contents: Sequence[ForeignItem]
     format: str = "test"
+    declaration: Declaration | None = None
 
     def items(self) -> Iterator[ForeignItem]:
         yield from self.contents

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from latentcache.config import Config
 from latentcache.errors import ConfigError
+from latentcache.interop.declaration import Declaration
 from latentcache.interop.exporting import Export, ExportSample
 from latentcache.interop.importing import import_cache
 from latentcache.interop.readers import ForeignImage, ForeignItem, ForeignText
@@ -41,6 +42,7 @@ class Copy:
     change: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
     output: Any = "mean"
     format: str = "copy"
+    declaration: Declaration | None = None
 
     def items(self) -> Iterator[ForeignItem]:
         for sample in self.samples:

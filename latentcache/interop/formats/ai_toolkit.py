@@ -43,6 +43,7 @@ from latentcache.interop.readers import (
 from latentcache.interop.reports import ExportReport
 from latentcache.loading.cache import LatentCache
 from latentcache.types import Crop, Geometry, Size
+from latentcache.utils.progress import Progress
 
 LATENT_FOLDER, TEXT_FOLDER = "_latent_cache", "_t_e_cache"
 NOTE_DROPPED = "it stands for dropped captions, and is left out: precache caches the empty caption for that"
@@ -72,7 +73,7 @@ _SLACK = 2
 """Pixels by which the scaled size may miss the computed one: ai-toolkit rounds up, after an optional factor."""
 
 
-def export(
+def export(  # noqa: PLR0913 - the options of the format, by keyword
     cache: LatentCache,
     name: str,
     folder: str | Path,
@@ -81,6 +82,7 @@ def export(
     buckets: BucketsConfig | None = None,
     seed: int | None = None,
     overwrite: bool = False,
+    progress: Progress | None = None,
     caption_extension: str = ".txt",
 ) -> ExportReport:
     """Write ai-toolkit's files for the manifest `name` below `folder`: the images' own folder, or a copy of its layout.
@@ -91,7 +93,7 @@ def export(
     only if its own buckets, which round sizes up, give the image the same size and crop; the report counts the others.
     Files that exist are listed and not replaced, unless `overwrite`. Raises what `Export` does.
     """
-    run = Export("ai-toolkit", cache, name, folder, seed=seed, overwrite=overwrite, buckets=buckets)
+    run = Export("ai-toolkit", cache, name, folder, seed=seed, overwrite=overwrite, buckets=buckets, progress=progress)
     for sample in run.samples():
         base = Path(folder, sample.stem)
         try:
@@ -264,6 +266,7 @@ class AiToolkitCache:
     """
 
     format = "ai-toolkit"
+    declaration = None
 
     def __init__(self, root: str | Path, *, caption_extension: str = ".txt", trigger: str | None = None):
         self._root, self._images = os.path.abspath(root), SourceImages(root, caption_extension=caption_extension)

@@ -90,6 +90,7 @@ class DiffusionPipeCache:
     """
 
     format = "diffusion-pipe"
+    declaration = None
 
     def __init__(self, root: str | Path, *, images: str | Path | None = None, recorded_root: str | None = None):
         if not os.path.isdir(root):

@@ -42,6 +42,7 @@ from latentcache.interop.readers import (
 from latentcache.interop.reports import ExportReport
 from latentcache.loading.cache import LatentCache
 from latentcache.types import Bucket, Geometry, Size
+from latentcache.utils.progress import Progress
 
 SUFFIX, TEXT_SUFFIX = "_sdxl.npz", "_te_outputs.npz"
 NOTE_MASK = "alpha_mask not imported: entries have no mask"
@@ -84,6 +85,7 @@ class KohyaCache:
     """
 
     format = "kohya"
+    declaration = None
 
     def __init__(
         self,
@@ -265,6 +267,7 @@ def export(
     buckets: BucketsConfig | None = None,
     seed: int | None = None,
     overwrite: bool = False,
+    progress: Progress | None = None,
 ) -> ExportReport:
     """Write kohya's files for the manifest `name` below `folder`: the images' own folder, or a copy of its layout.
 
@@ -274,7 +277,7 @@ def export(
     sample has one caption in kohya: its first. Files that exist are listed and not replaced, unless `overwrite`. Images
     that EXIF turns have another name in kohya, which does not turn them. Raises what `Export` does.
     """
-    run = Export("kohya", cache, name, folder, seed=seed, overwrite=overwrite, buckets=buckets)
+    run = Export("kohya", cache, name, folder, seed=seed, overwrite=overwrite, buckets=buckets, progress=progress)
     for sample in run.samples():
         base = Path(folder, sample.stem)
         height, width = sample.geometry.original_size

@@ -98,6 +98,7 @@ class OneTrainerCache:
     """
 
     format = "onetrainer"
+    declaration = None
 
     def __init__(
         self,

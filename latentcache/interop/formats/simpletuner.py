@@ -49,6 +49,7 @@ from latentcache.interop.readers import (
 from latentcache.interop.reports import ExportReport
 from latentcache.loading.cache import LatentCache
 from latentcache.types import Crop, Geometry, Refusal, Size
+from latentcache.utils.progress import Progress
 
 NOTE_DERIVED = "sizes derived from the image: resized to cover the bucket, cropped in the middle"
 NOTE_ORDER = "the recorded sizes and crop fit as (height, width) and as (width, height): one was assumed"
@@ -87,6 +88,7 @@ def export(
     buckets: BucketsConfig | None = None,
     seed: int | None = None,
     overwrite: bool = False,
+    progress: Progress | None = None,
 ) -> ExportReport:
     """Write SimpleTuner's files for the manifest `name`: `folder`/vae is a `cache_dir_vae`, `folder`/text a text cache.
 
@@ -98,7 +100,7 @@ def export(
     """
     if dtype not in (torch.bfloat16, torch.float32):
         raise ConfigError(f"dtype is {dtype}; SimpleTuner reads latents of bfloat16 and float32", key="dtype")
-    run = Export("simpletuner", cache, name, folder, seed=seed, overwrite=overwrite, buckets=buckets)
+    run = Export("simpletuner", cache, name, folder, seed=seed, overwrite=overwrite, buckets=buckets, progress=progress)
     run.report.note(NOTE_LISTS)
     run.report.note(NOTE_BUCKETS)
     for sample in run.samples():
@@ -145,6 +147,7 @@ class SimpleTunerCache:
     """
 
     format = "simpletuner"
+    declaration = None
 
     def __init__(
         self,

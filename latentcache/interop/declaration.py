@@ -1,0 +1,115 @@
+"""What the user states of latents that say nothing of themselves: the model, the scaling, the preparation.
+
+Shards of WebDataset and MDS hold numbers and captions. Which VAE gave the numbers, whether they are scaled already and
+how the images were prepared stands in a README at best. An import takes it from a declaration: nothing here proves it,
+and the records of the entries repeat it as `declared`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from latentcache.config import read_file
+from latentcache.errors import ConfigError
+from latentcache.utils.json_document import first_fault
+
+DESCRIPTION = "latentcache.json"
+"""The file of an export that describes it; its `declaration` is that of these files."""
+
+Stated = Annotated[str, Field(min_length=1)] | dict[str, Any]
+"""In the user's own words, or as a document."""
+Factor = Annotated[float, Field(gt=0, le=1e9)]
+Shift = Annotated[float, Field(ge=-1e9, le=1e9)]
+_REMEDY = "docs/howto/import-export.md has an example"
+
+
+class _Stated(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class RawForm(_Stated):
+    """What the bytes of a column are: numbers of `dtype`, row by row, of this shape."""
+
+    dtype: Literal["float16", "float32"]
+    shape: Annotated[list[Annotated[int, Field(ge=1, le=1 << 20)]], Field(min_length=1, max_length=8)]
+
+
+class FieldNames(_Stated):
+    """Where a sample has what: a column of MDS; in a tar a member's suffix, as `latents.npy`, or a name in its json."""
+
+    latents: str
+    prompt_embeds: str | None = None
+    pooled_prompt_embeds: str | None = None
+    sample_id: str | None = None
+    """Default: the shard and the sample's key or number in it."""
+    caption: str | None = None
+    """A text, or a list of texts. Of a list the second has its embeddings in `prompt_embeds_1`, and so on."""
+    original_size: Annotated[list[str], Field(min_length=2, max_length=2)] | None = None
+    """The names of the image's height and width."""
+    geometry: str | None = None
+    """A latentcache.types.Geometry as JSON, as exports have it. Default: the image was resized to cover the bucket."""
+
+
+class Declaration(_Stated):
+    """What the user states. Scaled latents are `(latents - shift_factor) * scaling_factor`."""
+
+    vae: Stated
+    """Which VAE gave the latents."""
+    scaled: bool
+    """Whether the latents in the files are scaled already."""
+    scaling_factor: Factor
+    """That of the VAE, also where the latents are not scaled."""
+    shift_factor: Shift | None = None
+    output: Literal["mean", "sample"]
+    """Whether a latent is the posterior's mean or one draw."""
+    preparation: Stated
+    """How the images were resized and cropped."""
+    text_encoders: Stated | None = None
+    fields: FieldNames
+    raw: dict[str, RawForm] = {}
+    """Columns of plain bytes."""
+
+    @model_validator(mode="after")
+    def _texts_are_whole(self) -> Declaration:
+        names = (self.fields.prompt_embeds, self.fields.pooled_prompt_embeds)
+        if (names[0] is None) != (names[1] is None):
+            raise ValueError("fields needs both prompt_embeds and pooled_prompt_embeds, or neither")
+        if names[0] is not None and self.text_encoders is None:
+            raise ValueError("text_encoders is missing: which encoders gave the embeddings?")
+        return self
+
+    def statement(self) -> dict[str, Any]:
+        """What is repeated in records and manifests: all but where the numbers lie."""
+        return self.model_dump(exclude={"fields", "raw"})
+
+
+def read_declaration(file: Path | None, folder: Path) -> Declaration:
+    """The declaration in `file`, or in the description of an export in `folder`. ConfigError names what is missing."""
+    path = file or folder / DESCRIPTION
+    if file is None and not path.exists():
+        needed = ", ".join(name for name, field in Declaration.model_fields.items() if field.is_required())
+        raise ConfigError(
+            f"{folder} does not say what its latents are. State {needed} in a YAML file, and give it as --declaration; "
+            f"{_REMEDY}"
+        )
+    return parse_declaration(read_file(path) if file else read_file(path).get("declaration"), str(path))
+
+
+def parse_declaration(value: Any, source: str) -> Declaration:
+    """Raises ConfigError, which names all that is missing, or the first that is wrong."""
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"has no declaration; {_REMEDY}", source=source)
+    try:
+        return Declaration.model_validate(value)
+    except ValidationError as error:
+        missing = [".".join(map(str, fault["loc"])) for fault in error.errors() if fault["type"] == "missing"]
+        if missing:
+            raise ConfigError(
+                f"does not state {', '.join(missing)}; {_REMEDY}", source=source, key=missing[0]
+            ) from error
+        name, _, detail = first_fault(error)
+        raise ConfigError(f"{detail}; {_REMEDY}", source=source, key=name) from error

@@ -1,0 +1,222 @@
+"""Exports to shards: files of many samples, which are written once, in order, and a description that comes last."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+
+import latentcache
+from latentcache.errors import ConfigError, StoreError
+from latentcache.interop.declaration import DESCRIPTION
+from latentcache.interop.exporting import Export, ExportSample
+from latentcache.loading.cache import LatentCache
+from latentcache.models.vae import problems
+from latentcache.utils.durable_files import make_folder, sealed_file, typed_errors
+from latentcache.utils.json_document import to_bytes
+from latentcache.utils.progress import Progress
+
+NOTE_BFLOAT16 = "bfloat16 was written as float32, which has the same values: numpy has no bfloat16"
+SCALED = "scaled: (latents - shift_factor) * scaling_factor is done, as the UNet expects it"
+UNSCALED = "unscaled, as the VAE gave them: the UNet expects (latents - shift_factor) * scaling_factor"
+_DTYPES = (torch.float16, torch.float32)
+_SHARD_BYTES = (1 << 12, 1 << 31)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRow:
+    """One sample of a shard: `tensors` by field, in order, and the rest as JSON."""
+
+    number: int
+    tensors: dict[str, np.ndarray]
+    values: dict[str, Any]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(array.nbytes for array in self.tensors.values())
+
+
+def text_fields(number: int) -> tuple[str, str]:
+    """The fields of a caption's embeddings."""
+    end = f"_{number}" if number else ""
+    return f"prompt_embeds{end}", f"pooled_prompt_embeds{end}"
+
+
+class ShardExport(Export):
+    """An export of the manifest `name` to shards of about `shard_bytes` in `folder`, which must be new or empty.
+
+    Tensors keep their stored dtype, but bfloat16 becomes float32; with `dtype` (float16 or float32) all get that.
+    Latents are unscaled, unless `scaled`. Memory holds one sample, and what a format keeps of a shard. Index and
+    description come last: what lacks them is not whole. Raises ConfigError, and StoreError if the folder is not empty.
+    """
+
+    def __init__(  # noqa: PLR0913 - what an export has, by keyword
+        self,
+        format_name: str,
+        cache: LatentCache,
+        name: str,
+        folder: str | Path,
+        *,
+        scaled: bool,
+        dtype: torch.dtype | None,
+        shard_bytes: int,
+        seed: int | None,
+        progress: Progress | None,
+    ):
+        super().__init__(format_name, cache, name, folder, seed=seed, progress=progress)
+        if dtype not in (None, *_DTYPES):
+            raise ConfigError(
+                f"dtype is {dtype}; {format_name} has float16 and float32: numpy has no others", key="dtype"
+            )
+        if not _SHARD_BYTES[0] <= shard_bytes <= _SHARD_BYTES[1]:
+            allowed = f"{_SHARD_BYTES[0]:,} to {_SHARD_BYTES[1]:,} are allowed"
+            raise ConfigError(f"a shard of {shard_bytes:,} bytes; {allowed}", key="shard_bytes")
+        self.folder = Path(folder)
+        with typed_errors(self.folder, 0):
+            if self.folder.exists() and any(self.folder.iterdir()):
+                raise StoreError(
+                    f"{folder}: is not empty. Shards are written to a new folder: name another, or empty it"
+                )
+        self.manifest = cache.manifest(name)
+        self.scaling = cache.scaling(self.manifest)
+        self.num_samples = 0
+        self._scaled, self._dtype, self._shard_bytes = scaled, dtype, shard_bytes
+        self._dtypes: dict[str, set[str]] = {}
+        self._outputs: set[str] = set()
+
+    def fields(self) -> list[str]:
+        """The tensors that samples of the manifest have, for formats whose columns are the same for all samples."""
+        num_images = num_captions = 0
+        for row in self.manifest.rows.values():
+            if row.refusal is None:
+                num_images, num_captions = max(num_images, len(row.images)), max(num_captions, len(row.captions))
+        fields = ["latents", "latents_flipped"][: max(num_images, 1)]
+        for number in range(num_captions):
+            fields += text_fields(number)
+        return fields
+
+    def shards(self) -> Iterator[Iterator[ShardRow]]:
+        """The samples, a run for each shard. Read each run before the next. Raises what `Export.samples` does."""
+        rows = self._rows()
+        for first in rows:
+            yield self._run(first, rows)
+
+    def _run(self, first: ShardRow, rows: Iterator[ShardRow]) -> Iterator[ShardRow]:
+        num_bytes = first.num_bytes
+        yield first
+        while num_bytes < self._shard_bytes and (row := next(rows, None)) is not None:
+            num_bytes += row.num_bytes
+            yield row
+
+    def _rows(self) -> Iterator[ShardRow]:
+        for sample in self.samples():
+            if any("\ud800" <= char <= "\udfff" for char in sample.sample_id):
+                self.skip(sample.sample_id, sample.path, "unreadable", "its name is not UTF-8")
+                continue
+            if (tensors := self._tensors(sample)) is None:
+                continue
+            for field, array in tensors.items():
+                self._dtypes.setdefault(field, set()).add(array.dtype.name)
+            self._outputs.add(sample.output)
+            self.report.num_images += 1 if sample.flipped is None else 2
+            self.report.num_texts += len(sample.captions)
+            yield ShardRow(self.num_samples, tensors, self._values(sample))
+            self.num_samples += 1
+
+    def _tensors(self, sample: ExportSample) -> dict[str, np.ndarray] | None:
+        """None, and reported, if a number is too large for the dtype."""
+        found: dict[str, torch.Tensor] = {}
+        for field, latents in (("latents", sample.latents), ("latents_flipped", sample.flipped)):
+            if latents is not None:
+                found[field] = (self.scaling.apply(latents) if self._scaled else latents).to(
+                    self._dtype or sample.dtype
+                )
+        for number, caption in enumerate(sample.captions):
+            embeds = caption.prompt_embeds, caption.pooled_prompt_embeds
+            for field, tensor in zip(text_fields(number), embeds, strict=True):
+                found[field] = tensor.to(self._dtype or tensor.dtype)
+        for field, tensor in found.items():
+            if problem := problems(tensor[None])[0]:
+                detail = f"its {field} hold {problem} in {tensor.dtype}: give --dtype float32"
+                self.skip(sample.sample_id, sample.path, "bad-output", detail)
+                return None
+            if tensor.dtype is torch.bfloat16:
+                self.report.note(NOTE_BFLOAT16)
+                found[field] = tensor.float()
+        return {field: tensor.contiguous().numpy() for field, tensor in found.items()}
+
+    def _values(self, sample: ExportSample) -> dict[str, Any]:
+        row, flipped = sample.row, sample.flipped_geometry
+        images = {ref.geometry.flip: ref.key for ref in row.images}
+        keys = {"latents": images[False], "captions": [ref.key for ref in row.captions]}
+        return {
+            "sample_id": sample.sample_id,
+            "caption": sample.captions[0].text if sample.captions else "",
+            "captions": [caption.text for caption in sample.captions],
+            "geometry": sample.geometry.to_json(),
+            **({} if flipped is None else {"geometry_flipped": flipped.to_json()}),
+            "keys": keys if flipped is None else keys | {"latents_flipped": images[True]},
+            "scaled": self._scaled,
+            "scaling_factor": self.scaling.scaling_factor,
+            "shift_factor": self.scaling.shift_factor,
+            "output": sample.output,
+        }
+
+    @contextmanager
+    def sealed(self, name: str) -> Iterator[BinaryIO]:
+        """A new file of the export, by its path in the folder: it is there when the block is done, or never."""
+        path = self.folder / name
+        with typed_errors(path.parent, 0):
+            make_folder(path.parent)
+        with sealed_file(path, self._shard_bytes) as fd:
+            with open(fd, "wb", closefd=False) as file:
+                yield file
+            self.report.bytes_written += os.fstat(fd).st_size
+        self.report.num_files += 1
+
+    def write_small(self, name: str, data: bytes) -> None:
+        """A small file of the export, as `sealed`."""
+        with self.sealed(name) as file:
+            file.write(data)
+
+    def _description(self, fields: dict[str, str]) -> dict[str, Any]:
+        common = self.manifest.common
+        encoding, imported = common.get("image_encoding") or {}, common.get("imported") or {}
+        declared = imported.get("declared") or {}
+        unknown = f"not known: imported from {self.manifest.imported_from}"
+        return {
+            "format": self.report.format,
+            "written_by": f"latentcache {latentcache.__version__}",
+            "manifest": self.manifest.name,
+            "role": self.manifest.role,
+            "num_samples": self.num_samples,
+            "latents": SCALED if self._scaled else UNSCALED,
+            "dtypes": {field: sorted(names) for field, names in self._dtypes.items()},
+            "declaration": {
+                "vae": encoding.get("vae") or declared.get("vae") or unknown,
+                "scaled": self._scaled,
+                "scaling_factor": self.scaling.scaling_factor,
+                "shift_factor": self.scaling.shift_factor,
+                "output": "sample" if "sample" in self._outputs else "mean",
+                "preparation": common.get("policy") or declared.get("preparation") or unknown,
+                "text_encoders": common.get("text_encoding") or declared.get("text_encoders") or unknown,
+                "fields": fields,
+            },
+            "common": common,
+        }
+
+    def finish(self, fields: dict[str, str]) -> dict[str, Any]:
+        """Write the description of an export that has samples, and return it: what the shards hold, and where from.
+
+        `fields` is the declaration's `fields` for an import.
+        """
+        description = self._description(fields)
+        self.write_small(DESCRIPTION, to_bytes(description))
+        return description
