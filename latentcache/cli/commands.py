@@ -8,7 +8,9 @@ import os
 import threading
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from cyclopts import Parameter
 
 from latentcache.cli.options import (
     CACHE_DEFAULTS,
@@ -22,10 +24,15 @@ from latentcache.cli.options import (
     known_cache,
 )
 from latentcache.cli.output import DONE, DONE_WITH_FAULTS, finish
+from latentcache.cli.remote_commands import tidy_bucket
 from latentcache.config import number_of_bytes
 from latentcache.errors import ConfigError
+from latentcache.remote.locations import kind_of
 
 logger = logging.getLogger("latentcache")
+
+GRACE_H = 24.0
+Hours = Annotated[float, Parameter(help="In a bucket: hours for which packs that are not needed any more stay.")]
 
 
 def precache(
@@ -179,9 +186,12 @@ def prune(
     dry_run: Switch = False,
     unfinished: Switch = False,
     max_bytes: str | None = None,
+    grace: Hours = GRACE_H,
     options: OfCache = CACHE_DEFAULTS,
 ) -> int:
     """Remove the entries that no manifest refers to.
+
+    In a bucket, packs that hold little else are rewritten, and the old ones are removed by a run after the grace time.
 
     Args:
         max_bytes: Remove only what is needed for the packs to have at most so many bytes, e.g. 50GB or 50GiB: what was
@@ -192,6 +202,13 @@ def prune(
     from latentcache.dataset.manifest_folder import ManifestFolder, keys_in_use
     from latentcache.store.upkeep import prune as prune_store
 
+    location = options.cache(target).path
+    if isinstance(location, str) and kind_of(location) == "bucket":
+        if max_bytes is not None:
+            raise ConfigError("--max-bytes goes with a directory: a bucket does not know when its packs were last used")
+        return tidy_bucket(
+            location, prune=True, unfinished=unfinished, grace=grace, dry_run=dry_run, as_json=options.as_json
+        )
     path = options.path(target)
     limit = None if max_bytes is None else number_of_bytes(max_bytes, "--max-bytes")
     manifests = ManifestFolder(path / "manifests")
@@ -210,14 +227,21 @@ def prune(
     return code
 
 
-def compact(target: Target = None, /, *, dry_run: Switch = False, options: OfCache = CACHE_DEFAULTS) -> int:
-    """Rewrite packs that are small or mostly dead, and free their space.
+def compact(
+    target: Target = None, /, *, dry_run: Switch = False, grace: Hours = GRACE_H, options: OfCache = CACHE_DEFAULTS
+) -> int:
+    """Rewrite packs that are small or mostly dead, and free their space: in a bucket after the grace time.
 
     Args:
         dry_run: Report what would be rewritten; write nothing.
     """
     from latentcache.store.upkeep import compact as compact_store
 
+    location = options.cache(target).path
+    if isinstance(location, str) and kind_of(location) == "bucket":
+        return tidy_bucket(
+            location, prune=False, unfinished=False, grace=grace, dry_run=dry_run, as_json=options.as_json
+        )
     return _finish_upkeep(compact_store(options.path(target), dry_run=dry_run), options.as_json)
 
 

@@ -111,4 +111,15 @@ def _moved(ways: Iterable[tuple[str, str]], options: TransferOptions) -> int:
     return finish(report, options.as_json, has_faults=not all(each.ok for each in reports))
 
 
+def tidy_bucket(url: str, *, prune: bool, unfinished: bool, grace: float, dry_run: bool, as_json: bool) -> int:
+    """`prune` or `compact` of a bucket. `grace`: hours for which what is not needed any more stays."""
+    from latentcache.remote.bucket_upkeep import BucketUpkeep
+
+    if not grace >= 0:
+        raise ConfigError(f"--grace is {grace}; give a number of hours, 0 or more")
+    upkeep = BucketUpkeep(url, prune=prune, unfinished=unfinished, grace_h=grace, dry_run=dry_run)
+    report = upkeep.run()
+    return finish(report, as_json, has_faults=bool(report.damaged or report.unreadable))
+
+
 REMOTE_COMMANDS = (push, pull, sync, merge)

@@ -25,7 +25,7 @@ from latentcache.store.tensor_file import RangedBytes
 from latentcache.utils.concurrency import bounded_map
 
 if TYPE_CHECKING:
-    from obstore import PutMode
+    from obstore import ObjectMeta, PutMode
     from obstore.store import ObjectStore
 
 NUM_THREADS = 16
@@ -132,11 +132,17 @@ class Bucket:
 
     def names(self, folder: str) -> dict[str, int]:
         """The objects below a folder, with their bytes."""
+        return {each["path"]: each["size"] for each in self._listed(folder)}
+
+    def times(self, folder: str) -> dict[str, datetime]:
+        """The objects below a folder, with the time when each was written."""
+        return {each["path"]: each["last_modified"] for each in self._listed(folder)}
+
+    def _listed(self, folder: str) -> list[ObjectMeta]:
         import obstore
 
         with self._errors(f"{folder} cannot be listed"):
-            chunks = obstore.list(self._store, folder, chunk_size=1000)
-            return {each["path"]: each["size"] for chunk in chunks for each in chunk}
+            return [each for chunk in obstore.list(self._store, folder, chunk_size=1000) for each in chunk]
 
     def read(self, name: str) -> StoredObject | None:
         """An object, or None if there is none."""

@@ -6,14 +6,17 @@ import threading
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
+import numpy as np
 from typing_extensions import override
 
 from latentcache.dataset.manifest_folder import Manifests
 from latentcache.errors import PackError
 from latentcache.remote.bucket import Bucket
 from latentcache.remote.bucket_manifests import BucketManifests
+from latentcache.remote.bucket_upkeep import removals_in
 from latentcache.remote.places import FarPlace, Place
 from latentcache.store.directory import pack_name
+from latentcache.store.exchange import part_of
 from latentcache.store.layout import PackRow
 from latentcache.store.location_table import LocationTable
 from latentcache.store.pack import PackRecords
@@ -39,6 +42,10 @@ class BucketPlace(FarPlace):
         if not (is_target and dry_run):  # to which there may be nothing yet
             self.bucket.check(create=is_target)
         self.manifests: Manifests = BucketManifests(self.bucket, read_only=dry_run or not is_target)
+        # What is to be removed does not count as there: it is sent again, in packs with other ids.
+        self._removed = (
+            {pack for _, packs in removals_in(self.bucket).values() for pack in packs} if is_target else set()
+        )
         self._near = near
         self._sizes: dict[str, int] = {}
         self._table: LocationTable | None = None
@@ -46,7 +53,7 @@ class BucketPlace(FarPlace):
 
     @override
     def packs(self) -> dict[str, int]:
-        self._sizes = self.bucket.packs()
+        self._sizes = {pack: size for pack, size in self.bucket.packs().items() if pack not in self._removed}
         return dict(self._sizes)
 
     @override
@@ -82,6 +89,8 @@ class BucketPlace(FarPlace):
 
     @override
     def take(self, records: PackRecords, data: bytes | memoryview) -> None:
+        if records.row.pack.id in self._removed:
+            records, data = part_of(records, np.frombuffer(data, np.uint8), set(records.row.names()))
         self.bucket.create(pack_name(records.row.pack.id), data)
         with self._lock:
             if self._table is not None:

@@ -57,7 +57,7 @@ def compact(store: DiskStore | str | os.PathLike[str], *, dry_run: bool = False)
     nothing is read. Readers may go on: a pack that they have mapped stays readable.
     """
     with DiskStore.opened(store) as disk, nullcontext() if dry_run else disk.lock("compact", shared=False):
-        chosen = _choose(disk.catalog.table)
+        chosen = choose(disk.catalog.table)
         before = disk.directory.pack_sizes()
         damaged: dict[str, str] = {}
         unreadable: dict[str, str] = {}
@@ -94,7 +94,8 @@ def _size(entries: Entries) -> tuple[int, int]:
     return len(locations), sum(location.group.mean_bytes for location in locations)
 
 
-def _choose(table: LocationTable) -> dict[str, Mapping[str, Location]]:
+def choose(table: LocationTable) -> dict[str, Mapping[str, Location]]:
+    """The packs that are to be rewritten, with what is live in them."""
     wasteful, small = dict[str, Mapping[str, Location]](), dict[str, Mapping[str, Location]]()
     for pack, entries in table.by_pack().items():
         layout = table.packs[pack]
@@ -111,7 +112,7 @@ def rewrite(disk: DiskStore, chosen: Entries, damaged: dict[str, str], unreadabl
     old = {key: location for entries in chosen.values() for key, location in entries.items()}
     num_copied = 0
     _drop_empty(disk)
-    for batch in _full_packs(_copies(disk, chosen, damaged, unreadable)):
+    for batch in full_packs(_copies(disk, chosen, damaged, unreadable), PACK_AGE_S):
         row = write_pack(disk.directory.new_pack_path(new_pack_id()), batch)
         num_copied += disk.catalog.move(row, old)
         _drop_empty(disk)
@@ -145,12 +146,13 @@ def _copies(
                 yield read_entry(found, records, location)
 
 
-def _full_packs(entries: Iterator[OwnedEntry]) -> Iterator[list[OwnedEntry]]:
-    buffer = PackBuffer(PACK_AGE_S)
+def full_packs(entries: Iterator[OwnedEntry], age_s: float) -> Iterator[list[OwnedEntry]]:
+    """The entries in as many as a pack has, or as come in `age_s` seconds. Keys are distinct."""
+    buffer = PackBuffer(age_s)
     for entry in entries:
         buffer.add(entry)
         if buffer.is_full():
             yield list(buffer.entries.values())
-            buffer = PackBuffer(PACK_AGE_S)
+            buffer = PackBuffer(age_s)
     if buffer.entries:
         yield list(buffer.entries.values())

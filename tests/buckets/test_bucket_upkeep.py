@@ -1,0 +1,211 @@
+"""Prune and compact of a bucket: what goes, when it goes, and that who reads or pushes meanwhile loses nothing."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from remote.remote_samples import entries_of, make_manifest
+from transfers.test_transfers import check, fill, key_of_image, manifest_of, packs_of
+
+from latentcache.dataset.manifest_folder import ManifestFolder
+from latentcache.errors import StoreError
+from latentcache.remote.bucket import Bucket
+from latentcache.remote.bucket_manifests import BucketManifests
+from latentcache.remote.bucket_upkeep import BucketReport, BucketUpkeep, removals_in
+from latentcache.remote.places import open_place
+from latentcache.remote.transfers import Move, transfer
+from latentcache.store.directory import pack_name
+
+Run = Callable[..., Any]
+
+
+def tidy(url: str, *, prune: bool = False, grace_h: float = 24.0, **more: Any) -> BucketReport:
+    return BucketUpkeep(url, prune=prune, grace_h=grace_h, **more).run()
+
+
+def wait_a_second() -> None:
+    """Object stores count time in whole seconds."""
+    time.sleep(1.1)
+
+
+def keep_only(cache: Path, numbers: range) -> None:
+    """A manifest of these samples alone, in the place of the one that is there."""
+    rows = make_manifest(num_samples=numbers.stop).rows
+    kept = {f"{n}.png": rows[f"{n}.png"] for n in numbers}
+    ManifestFolder(cache / "manifests").write(replace(make_manifest("photos"), rows=kept))
+
+
+def test_small_packs_become_one_and_go_after_the_grace_time(tmp_path: Path, s3_url: str, run_json: Run) -> None:
+    here = fill(tmp_path / "here", range(32), per_pack=4)
+    transfer(here, s3_url)
+    code, planned = run_json("compact", s3_url, "--dry-run")
+    assert code == 0 and (planned["num_packs"], planned["num_listed"], planned["num_entries"]) == (8, 8, 36)
+    assert Bucket.open(s3_url).packs().keys() == packs_of(here).keys()
+    code, report = run_json("compact", s3_url)
+    assert code == 0 and (report["num_listed"], report["num_written"], report["num_removed"]) == (8, 1, 0)
+    packs = Bucket.open(s3_url).packs()
+    assert len(packs) == 9, "who listed them before reads them still"
+    again = tidy(s3_url)
+    assert (again.num_packs, again.num_waiting, again.num_listed, again.num_written) == (1, 8, 0, 0)
+    wait_a_second()
+    assert tidy(s3_url, grace_h=0).num_removed == 8
+    assert Bucket.open(s3_url).packs().keys() == packs.keys() - packs_of(here).keys()
+    assert removals_in(Bucket.open(s3_url)) == {}
+    transfer(s3_url, tmp_path / "back")
+    check(tmp_path / "back", range(32))
+    assert transfer(here, s3_url).num_packs == 0, "its entries are there"
+
+
+def test_what_no_manifest_needs_goes(tmp_path: Path, s3_url: str, run: Run, run_json: Run) -> None:
+    here = fill(tmp_path / "here", range(32), per_pack=8)
+    transfer(here, s3_url)
+    keep_only(here, range(16, 28))
+    transfer(here, s3_url, replace=True)
+    assert tidy(s3_url, prune=True, dry_run=True).num_unused == 0, (
+        "packs that are younger may be of a push that goes on"
+    )
+    wait_a_second()
+    code, report = run_json("prune", s3_url, "--grace", "0")
+    # Two packs hold nothing else; the last has half of it, and is rewritten with the small ones.
+    assert code == 0 and report["num_unused"] == 18 + 4 and report["num_listed"] == 4 and report["num_written"] == 1
+    wait_a_second()
+    assert tidy(s3_url, prune=True, grace_h=0).num_removed == 4
+    transfer(s3_url, tmp_path / "back")
+    check(tmp_path / "back", range(16, 28))
+    with open_place(s3_url) as place:
+        assert place.find([key_of_image(number) for number in range(32)]) == {key_of_image(n) for n in range(16, 28)}
+    code, _, err = run("prune", s3_url, "--max-bytes", "1GB")
+    assert code == 2 and "a bucket does not know" in err
+    code, _, err = run("compact", s3_url, "--grace", "-1")
+    assert code == 2 and "--grace" in err
+
+
+def test_a_pack_that_a_manifest_needs_again_stays(tmp_path: Path, s3_url: str) -> None:
+    """A push that counted on a pack ends after the pack was listed for removal."""
+    here = fill(tmp_path / "here", range(16), per_pack=8)
+    transfer(here, s3_url)
+    whole = manifest_of(here)
+    keep_only(here, range(8))
+    transfer(here, s3_url, replace=True)
+    wait_a_second()
+    assert tidy(s3_url, prune=True, grace_h=0).num_listed == 1
+    assert whole is not None
+    listed = removals_in(Bucket.open(s3_url)).keys()
+    assert listed
+    BucketManifests(Bucket.open(s3_url)).write(whole)  # by one that looked at the packs before
+    wait_a_second()
+    report = tidy(s3_url, grace_h=0)
+    assert report.num_removed == 0 and removals_in(Bucket.open(s3_url)).keys().isdisjoint(listed)
+    transfer(s3_url, tmp_path / "back")
+    check(tmp_path / "back", range(16))
+
+
+def test_a_push_does_not_count_on_what_goes(tmp_path: Path, s3_url: str) -> None:
+    here = fill(tmp_path / "here", range(16), per_pack=8)
+    transfer(here, s3_url)
+    whole = manifest_of(here)
+    keep_only(here, range(8))
+    transfer(here, s3_url, replace=True)
+    wait_a_second()
+    tidy(s3_url, prune=True, grace_h=0)
+    assert whole is not None
+    ManifestFolder(here / "manifests").write(whole)
+    report = transfer(here, s3_url)
+    assert report.ok and report.num_packs == 1 and report.manifests == ["photos"]
+    bucket = Bucket.open(s3_url)
+    listed = {pack for _, packs in removals_in(bucket).values() for pack in packs}
+    bucket.remove_packs(listed)  # at once, whatever it has
+    transfer(s3_url, tmp_path / "back")
+    check(tmp_path / "back", range(16))
+
+
+def test_what_is_not_finished_is_kept(tmp_path: Path, s3_url: str) -> None:
+    here = fill(tmp_path / "here", range(8), None)
+    with pytest.raises(StoreError, match="has no manifest"):
+        transfer(here, s3_url)
+        tidy(s3_url, prune=True)
+    transfer(fill(tmp_path / "other", range(8, 16), "others"), s3_url)
+    BucketManifests(Bucket.open(s3_url)).begin("photos")
+    with pytest.raises(StoreError, match=r"not finished: photos.*--unfinished"):
+        tidy(s3_url, prune=True, grace_h=0)
+    wait_a_second()
+    assert tidy(s3_url, prune=True, grace_h=0, unfinished=True).num_unused == 9
+
+
+def test_a_run_that_died_is_repeated(tmp_path: Path, s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After its new packs, and before its list."""
+    transfer(fill(tmp_path / "here", range(16), per_pack=4), s3_url)
+
+    def died(self: Bucket, name: str, data: bytes) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Bucket, "put", died)
+        with pytest.raises(KeyboardInterrupt):
+            tidy(s3_url)
+    assert len(Bucket.open(s3_url).packs()) == 5
+    report = tidy(s3_url)
+    assert (report.num_listed, report.num_written) == (4, 0), "the new pack is used"
+    wait_a_second()
+    tidy(s3_url, grace_h=0)
+    transfer(s3_url, tmp_path / "back")
+    check(tmp_path / "back", range(16))
+
+
+def test_damage_is_reported_and_its_pack_stays(tmp_path: Path, s3_url: str) -> None:
+    here = fill(tmp_path / "here", range(16), per_pack=4)
+    transfer(here, s3_url)
+    needle = entries_of(5)[0].tensors["moments"].numpy().tobytes()
+    pack, data = next((pack, data) for pack, data in packs_of(here).items() if needle in data)
+    broken = bytearray(data)
+    broken[data.index(needle)] ^= 1
+    Bucket.open(s3_url).put(pack_name(pack), bytes(broken))
+    report = tidy(s3_url)
+    assert report.damaged.keys() == {key_of_image(5)} and report.num_listed == 3
+    wait_a_second()
+    tidy(s3_url, grace_h=0)
+    Bucket.open(s3_url).put(pack_name(pack), data)
+    transfer(s3_url, tmp_path / "back")
+    check(tmp_path / "back", range(16))
+
+
+def test_pushes_pulls_and_compaction_at_once(tmp_path: Path, s3_url: str) -> None:
+    parts = [fill(tmp_path / f"{n}", range(16 * n, 16 * n + 16), per_pack=4) for n in range(3)]
+    transfer(parts[0], s3_url)
+    problems: list[BaseException] = []
+
+    def guarded(work: Callable[[], object]) -> Callable[[], None]:
+        def run() -> None:
+            try:
+                work()
+            except BaseException as error:
+                problems.append(error)
+
+        return run
+
+    def pull() -> None:
+        for number in range(3):
+            with open_place(s3_url) as source, open_place(tmp_path / f"pulled{number}", is_target=True) as target:
+                assert Move(source, target).run().ok
+
+    works = [
+        lambda: [tidy(s3_url) for _ in range(3)],
+        pull,
+        *(lambda part=part: transfer(part, s3_url) for part in parts[1:]),
+    ]
+    threads = [threading.Thread(target=guarded(work)) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert problems == []
+    wait_a_second()
+    tidy(s3_url, grace_h=0)
+    transfer(s3_url, tmp_path / "back")
+    check(tmp_path / "back", range(48))
