@@ -1,0 +1,172 @@
+"""What push and pull add to moving the same bytes: against obstore's own PUTs and GETs of the same packs.
+
+    python scripts/bench_transfer.py            # a table; a few minutes, 3 GB of disk
+    python scripts/bench_transfer.py --json     # one document
+    python scripts/bench_transfer.py --tiny     # for correctness only
+
+The object store is a real S3 server (Swift) on this machine, which shares its cores. All methods have as many packs on
+their way at once, and take turns: each moves all packs in each round, to a place that is empty. `push` compares every
+entry with its digest before it sends it, and `pull` before it is stored, durably; the GETs keep what came in memory,
+or write it to files and sync these. Ratios are those of the bytes a second of a round; the goal is 0.85.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import obstore
+from bench_loader import make_cache
+from benchmarking import add_arguments, emit, environment, in_turns, parse, ratios, seconds_of, spread
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from helpers.swift_server import SwiftServer, swift_serving
+
+from latentcache.remote.transfers import NUM_THREADS, TransferReport, transfer
+
+METHODS = {
+    "puts": ("obstore's PUTs of the files", "puts"),
+    "push": ("latentcache push", "puts"),
+    "gets": ("obstore's GETs, kept in memory", "gets"),
+    "gets_to_files": ("obstore's GETs, written to files and synced", "gets"),
+    "pull": ("latentcache pull", "gets"),
+}
+"""Label, and what it is compared with."""
+WANTED_RATIO = 0.85
+BUCKET = "bench"
+
+
+def at_once(function: Callable[[Path], Any], packs: Iterable[Path]) -> None:
+    with ThreadPoolExecutor(NUM_THREADS) as executor:
+        for _ in executor.map(function, packs):
+            pass
+
+
+class Rounds:
+    """Moves the packs of a cache, to a new place each time. Each method returns the seconds of the moving alone."""
+
+    def __init__(self, folder: Path, cache: Path, server: SwiftServer):
+        self.folder, self.cache, self.store = folder, cache, server.store(BUCKET)
+        self.packs = sorted(cache.glob("packs/*/*.safetensors"))
+        self._numbers = itertools.count()
+        self._full = f"s3://{BUCKET}/full"
+        self._whole(transfer(cache, self._full))
+
+    def _whole(self, report: TransferReport) -> None:
+        assert report.ok and report.num_packs == len(self.packs) and report.manifests, report.to_text()
+
+    def _uploaded(self, upload: Callable[[str], Any]) -> float:
+        prefix = f"round{next(self._numbers)}"
+        taken = seconds_of(partial(upload, prefix))
+        obstore.delete(self.store, [each["path"] for chunk in obstore.list(self.store, prefix) for each in chunk])
+        return taken
+
+    def puts(self) -> float:
+        def upload(prefix: str) -> None:
+            at_once(
+                lambda path: obstore.put(self.store, f"{prefix}/{path.name}", path, use_multipart=False), self.packs
+            )
+
+        return self._uploaded(upload)
+
+    def push(self) -> float:
+        return self._uploaded(lambda prefix: self._whole(transfer(self.cache, f"s3://{BUCKET}/{prefix}")))
+
+    def _get(self, path: Path) -> memoryview:
+        return memoryview(obstore.get(self.store, f"full/packs/{path.stem[:2]}/{path.name}").bytes())
+
+    def gets(self) -> float:
+        return seconds_of(lambda: at_once(self._get, self.packs))
+
+    def _downloaded(self, download: Callable[[Path], Any]) -> float:
+        target = self.folder / f"round{next(self._numbers)}"
+        taken = seconds_of(partial(download, target))
+        shutil.rmtree(target)
+        return taken
+
+    def gets_to_files(self) -> float:
+        def download(target: Path) -> None:
+            target.mkdir()
+            at_once(partial(self._get_to_file, target), self.packs)
+
+        return self._downloaded(download)
+
+    def _get_to_file(self, target: Path, path: Path) -> None:
+        data = self._get(path)
+        with (target / path.name).open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def pull(self) -> float:
+        return self._downloaded(lambda target: self._whole(transfer(self._full, target)))
+
+
+def run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    cache = folder / "cache"
+    make_cache(cache, options.num_samples, options.scale)
+    with swift_serving() as server:
+        server.make_bucket(BUCKET)
+        os.environ.update(server.environment())
+        rounds = Rounds(folder, cache, server)
+        methods: dict[str, Callable[[], float]] = {name: getattr(rounds, name) for name in METHODS}
+        for method in methods.values():
+            method()
+        seconds = in_turns(methods, options.repetitions, clock=lambda method: method())
+        num_bytes = sum(path.stat().st_size for path in rounds.packs)
+    return {
+        "num_packs": len(rounds.packs),
+        "num_bytes": num_bytes,
+        "num_threads": NUM_THREADS,
+        "seconds": {name: spread(taken) for name, taken in seconds.items()},
+        "gb_per_s": {name: num_bytes / spread(taken)["median"] / 1e9 for name, taken in seconds.items()},
+        "ratio": {name: ratios(seconds[METHODS[name][1]], taken) for name, taken in seconds.items()},
+        "wanted_ratio": WANTED_RATIO,
+        "environment": environment("cpu", folder) | {"obstore": obstore.__version__},
+    }
+
+
+def to_text(result: Mapping[str, Any]) -> str:
+    lines = [
+        f"{result['num_packs']} packs, {result['num_bytes']:,} bytes, {result['num_threads']} at once",
+        f"{'':46}{'[s]':>8}{'GB/s':>8}{'of obstore':>12}{'min..max':>14}",
+    ]
+    for name, (label, _) in METHODS.items():
+        ratio = result["ratio"][name]
+        lines.append(
+            f"{label:46}{result['seconds'][name]['median']:>8.3f}{result['gb_per_s'][name]:>8.2f}"
+            f"{ratio['median']:>12.2f}{ratio['min']:>8.2f}..{ratio['max']:.2f}"
+        )
+    lines.append(f"wanted: push of PUTs, and pull of GETs, at least {WANTED_RATIO}")
+    return "\n".join(lines)
+
+
+def options_from(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    parser.add_argument("--num_samples", type=int, default=1024)
+    options = parse(parser, arguments)
+    options.scale = 1
+    if options.tiny:
+        options.scale, options.num_samples = 16, 16
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = options_from(arguments)
+    with tempfile.TemporaryDirectory(prefix="latentcache-bench-", dir=options.folder) as folder:
+        emit(run(Path(folder), options), options, to_text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
