@@ -17,6 +17,7 @@ from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.errors import EntryDamagedError, EntryMissingError, RequestRefused, StoreError
 from latentcache.precache.workspace import Workspace
 from latentcache.service.access import Access, Role
+from latentcache.service.answer_memory import AnswerMemory
 from latentcache.service.client_claims import ClientClaims
 from latentcache.service.limits import Limits
 from latentcache.service.manifest_views import ManifestViews
@@ -63,6 +64,7 @@ class ServiceContext:
         # Its clients are readers: `prune --max-bytes` may not remove what they may need.
         self._reading = None if self.store.read_only else ReadersLock(self.store.directory.readers)
         self.entries = StoredEntries(self.store)
+        self.answers = AnswerMemory(self.limits.max_answers_bytes)
         self.views = ManifestViews(self.manifests)
         self.claims = ClientClaims(self.store.directory.claims)
         self.telemetry = Telemetry()

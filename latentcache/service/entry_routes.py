@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from latentcache.errors import EntryMissingError, RequestRefused, StoreError
+from latentcache.service.answer_memory import AnswerBuffers
 from latentcache.service.context import ServiceContext
 from latentcache.service.problems import problems
 from latentcache.service.responses import OCTETS, BytesResponse
@@ -254,7 +255,8 @@ async def pack_answer(
     return BytesResponse(data, headers)
 
 
-def _read(context: ServiceContext, keys: Sequence[str]) -> list[StoredEntry]:
+def _read(context: ServiceContext, keys: Sequence[str]) -> tuple[AnswerBuffers, list[StoredEntry]]:
+    """The entries, and a place for the answer with their bytes, for which there is room."""
     if not keys:
         raise RequestRefused("no key was sent", status=422, met=0, allowed="at least 1")
     num_bytes, allowed = context.entries.num_bytes(keys), context.limits.max_answer_bytes
@@ -262,24 +264,25 @@ def _read(context: ServiceContext, keys: Sequence[str]) -> list[StoredEntry]:
         detail = f"these entries have about {num_bytes:,} bytes, and {allowed:,} are allowed in one answer"
         step = "Request them in several parts"
         raise RequestRefused(detail, status=413, met=num_bytes, allowed=allowed, next_step=step)
-    return context.entries.read(keys)
+    return context.answers.buffers(num_bytes), context.entries.read(keys)
 
 
-def _pack(context: ServiceContext, keys: Sequence[str]) -> list[bytes | memoryview]:
-    return _in_memory(pack_buffers(new_pack_id(), _read(context, keys))[2])
+def _pack(context: ServiceContext, keys: Sequence[str]) -> AnswerBuffers:
+    answer, entries = _read(context, keys)
+    answer.extend(pack_buffers(new_pack_id(), entries)[2])
+    return _in_memory(answer)
 
 
-def _in_memory(buffers: Iterable[bytes | memoryview]) -> list[bytes | memoryview]:
-    """The buffers, of which each page was touched: they are views of mapped packs, and the event loop may not wait."""
-    found = list(buffers)
-    for buffer in found:
+def _in_memory(answer: AnswerBuffers) -> AnswerBuffers:
+    """The answer, of which each page was touched: buffers may lie in mapped packs, and the event loop may not wait."""
+    for buffer in answer:
         if len(buffer) > _PAGE_BYTES:
             np.frombuffer(buffer, np.uint8)[::_PAGE_BYTES].max()
-    return found
+    return answer
 
 
-def _columns(context: ServiceContext, keys: Sequence[str], fields: Sequence[str]) -> list[bytes | memoryview]:
-    entries = _read(context, keys)
+def _columns(context: ServiceContext, keys: Sequence[str], fields: Sequence[str]) -> AnswerBuffers:
+    answer, entries = _read(context, keys)
     ragged = set().union(*(entry.location.group.ragged for entry in entries)) & set(fields)
     try:
         chosen = common_fields(keys, [_without_lengths(entry) for entry in entries], fields)
@@ -295,7 +298,8 @@ def _columns(context: ServiceContext, keys: Sequence[str], fields: Sequence[str]
         tensors.append(NamedTensor(f"{name}/values", dtype, (int(offsets[-1]), *shape), values))
         tensors.append(NamedTensor(f"{name}/offsets", "int64", offsets.shape, [offsets]))
     document = TensorDocument.of({"latentcache": "partial", "fields": ",".join(chosen)}, aligned(tensors))
-    return _in_memory(document.buffers())
+    answer.extend(document.buffers())
+    return _in_memory(answer)
 
 
 def _without_lengths(entry: StoredEntry) -> Description:

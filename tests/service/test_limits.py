@@ -12,11 +12,14 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 
 import pytest
+import torch
 from helpers.serving import serving_here
 from service_samples import entry, fill
 
+from latentcache.identity import key_of
 from latentcache.service.limits import Limits
 from latentcache.store import DiskStore
+from latentcache.types import Entry, Record
 
 LIMITS = Limits(
     max_body_bytes=4096,
@@ -234,6 +237,31 @@ def test_a_slow_reader_is_dropped_and_delays_nobody(tmp_path):
                 received += len(part)
             raise ConnectionError("closed")
         assert received < sum(each.num_bytes for each in entries)
+
+
+def test_all_answers_together_have_a_size(tmp_path):
+    """Slow readers hold so much, and no more; what they hold is free when they are gone."""
+    keys = []
+    with DiskStore(tmp_path / "cache") as store:
+        for number in range(2):
+            identity = {"number": number}
+            tensors = {"moments": torch.zeros(6 << 20).half()}  # more than the buffers of a connection hold
+            keys.append(key_of(identity))
+            store.add([Entry(Record(keys[-1], "image", identity, {}), tensors)])
+    with serving_here(tmp_path / "cache", Limits(max_answers_bytes=20 << 20)) as server, ExitStack() as stack:
+        slow = stack.enter_context(socket.socket())
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.connect(server.address)
+        slow.sendall(f"GET /v1/entries/{keys[0]}/payload HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+        assert slow.recv(9) == b"HTTP/1.1 "
+        busy = server.post("/v1/entries:read", {"keys": keys[1:], "fields": ["moments"]})
+        assert busy.status == 503 and busy.headers["retry-after"] == "1" and busy.json()["allowed"] == 20 << 20
+        slow.close()
+        until = time.monotonic() + 20
+        while server.post("/v1/entries:read", {"keys": keys[1:]}).status == 503 and time.monotonic() < until:
+            time.sleep(0.05)
+        for _ in range(5):  # each gives its room back
+            assert server.post("/v1/entries:read", {"keys": keys[1:]}).status == 200
 
 
 def test_a_thousand_idle_connections_hurt_nobody(served):
