@@ -15,15 +15,17 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from latentcache.config import read_file
 from latentcache.errors import ConfigError
+from latentcache.identity import canonical_json
 from latentcache.utils.json_document import first_fault
 
 DESCRIPTION = "latentcache.json"
 """The file of an export that describes it; its `declaration` is that of these files."""
 
-Stated = Annotated[str, Field(min_length=1)] | dict[str, Any]
+Stated = Annotated[str, Field(min_length=1)] | Annotated[dict[str, Any], Field(min_length=1)]
 """In the user's own words, or as a document."""
 Factor = Annotated[float, Field(gt=0, le=1e9)]
 Shift = Annotated[float, Field(ge=-1e9, le=1e9)]
+_MAX_STATEMENT_BYTES = 1 << 14
 _REMEDY = "docs/howto/import-export.md has an example"
 
 
@@ -72,6 +74,18 @@ class Declaration(_Stated):
     fields: FieldNames
     raw: dict[str, RawForm] = {}
     """Columns of plain bytes."""
+
+    @model_validator(mode="after")
+    def _is_short(self) -> Declaration:
+        try:
+            num_bytes = len(canonical_json(self.statement()))
+        except RecursionError as error:
+            raise ValueError("it is nested too deeply") from error
+        if num_bytes > _MAX_STATEMENT_BYTES:
+            raise ValueError(
+                f"it has {num_bytes:,} bytes, and each entry repeats it; {_MAX_STATEMENT_BYTES:,} are allowed"
+            )
+        return self
 
     @model_validator(mode="after")
     def _texts_are_whole(self) -> Declaration:

@@ -153,6 +153,9 @@ def test_an_image_that_is_still_there_is_found(folder: Path, tmp_path: Path) -> 
         ({"scaling_factor": None}, "does not state scaling_factor;"),
         ({"scaling_factor": 0.0}, "scaling_factor: Input should be greater than 0"),
         ({"output": "median"}, "output: Input should be 'mean' or 'sample'"),
+        ({"preparation": "x" * 20_000}, "and each entry repeats it; 16,384 are allowed"),
+        ({"vae": {}}, "vae."),
+        ({"scaling_factor": float("nan")}, "scaling_factor: Input should be"),
         ({"prepration": "x"}, "prepration: Extra inputs"),
         ({"fields": {"latents": "npy", "prompt_embeds": "t5.npy"}}, "both prompt_embeds and pooled_prompt_embeds"),
         (
@@ -160,7 +163,7 @@ def test_an_image_that_is_still_there_is_found(folder: Path, tmp_path: Path) -> 
             "text_encoders is missing",
         ),
     ],
-    ids=["vae", "fields", "factor", "zero", "median", "typo", "pooled", "encoders"],
+    ids=["vae", "fields", "factor", "zero", "median", "long", "nothing", "nan", "typo", "pooled", "encoders"],
 )
 def test_what_is_not_stated_is_named(folder: Path, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -173,6 +176,24 @@ def test_without_any_statement_nothing_is_read(folder: Path) -> None:
         webdataset.read(folder)
     with pytest.raises(ConfigError, match="no such file"):
         webdataset.read(folder, declaration=folder / "nonsense.yaml")
+
+
+def test_a_description_that_lies_is_a_typed_error(folder: Path) -> None:
+    for depth in (300, 2000, 100_000):
+        nested = '{"a":' * depth + "1" + "}" * depth
+        text = (
+            '{"declaration": {"vae": %s, "scaled": true, "scaling_factor": 1.0, "output": "mean", "preparation": "x", '
+        )
+        (folder / "latentcache.json").write_text(text % nested + '"fields": {"latents": "npy"}}}')
+        try:
+            webdataset.read(folder)
+        except ConfigError as error:
+            assert str(folder / "latentcache.json") in str(error)
+        else:
+            assert depth == 300
+    (folder / "latentcache.json").write_text("{}")
+    with pytest.raises(ConfigError, match="has no declaration"):
+        webdataset.read(folder)
 
 
 def link(name: str) -> tarfile.TarInfo:
