@@ -189,4 +189,4 @@ def test_every_command_is_in_the_reference() -> None:
     commands = {name for name in app if not name.startswith("-")}
     page = (ROOT / "docs" / "reference" / "cli.md").read_text(encoding="utf-8")
     assert commands == set(re.findall(r"^## latentcache ([a-z]+)$", page, flags=re.MULTILINE))
-    assert len(commands) == 14
+    assert len(commands) == 18
