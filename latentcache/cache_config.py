@@ -97,7 +97,7 @@ class CacheConfig(BaseModel):
     """Train and validate on imported entries too that were not verified."""
     local: UserPath | None = None
     """Where the cache is a bucket or a service: a directory of this machine that keeps what was read. Processes may
-    share it. A bucket needs one."""
+    share it. Without one nothing is kept."""
     local_max_bytes: Annotated[ByteSize, Field(ge=0)] | None = None
     """Bytes of packs in `local`, e.g. 50GB. Beyond it the longest unused go first. Default: nothing is removed.
     Give it the room of a whole epoch: of half an epoch's entries less than a fifth is found again in the next one."""

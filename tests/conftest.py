@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -20,6 +20,9 @@ from latentcache.errors import StoreError
 from latentcache.identity import key_of
 from latentcache.store import DiskStore
 from latentcache.types import Entry, Record
+
+if TYPE_CHECKING:
+    from helpers.swift_server import SwiftServer
 
 # A machine that does other work too takes longer for an example now and then: that says nothing about the code.
 settings.register_profile("any-machine", deadline=None)
@@ -51,6 +54,16 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     """A developer's own variables must not change what the tests see."""
     for name in ("RANK", "WORLD_SIZE", "LATENTCACHE_CACHE_PATH"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(scope="session")
+def swift() -> Iterator[SwiftServer]:
+    """A real S3 server with a bucket named `tests`."""
+    from helpers.swift_server import swift_serving  # needs packages that most tests do without
+
+    with swift_serving() as server:
+        server.make_bucket("tests")
+        yield server
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 from latentcache.cache_config import CacheConfig, is_url, location_of
 from latentcache.config import Config, is_list, is_scalar, load_config, section_of, settings_from_environment
 from latentcache.errors import ConfigError, RemoteError
+from latentcache.remote.locations import kind_of
 
 
 def flags_of(section: type[BaseModel]) -> type[BaseModel]:
@@ -38,8 +39,8 @@ else:
     ConfigFlags = flags_of(Config)
 Settings = Annotated[ConfigFlags | None, Parameter(name="*", group="Settings")]
 NamedConfig = Annotated[Path | None, Parameter(help="A config that names the cache.")]
-CachePath = Annotated[str | None, Parameter(name="--cache.path", help="The cache's directory, or a service's URL.")]
-Target = Annotated[str | None, Parameter(help="The cache's directory, a service's URL, or a config.")]
+CachePath = Annotated[str | None, Parameter(name="--cache.path", help="The cache's directory, or its URL.")]
+Target = Annotated[str | None, Parameter(help="The cache's directory, its URL, or a config.")]
 Switch = Annotated[bool, Parameter(negative="")]
 AsJson = Annotated[bool, Parameter(name="--json", negative="", help="One JSON document on stdout.")]
 
@@ -83,10 +84,12 @@ class CacheOptions:
         return CacheConfig(path=path)
 
     def path(self, target: str | None) -> Path:
-        """As `cache`, for a command that works on a directory. RemoteError, with the next step, for a service."""
+        """As `cache`, for a command that works on a directory. RemoteError, with the next step, for a URL."""
         location = self.cache(target).path
         if isinstance(location, str):
             step = "Run it on the machine that serves the cache, and name the directory."
+            if kind_of(location) == "bucket":
+                step = f"`latentcache pull {location} DIRECTORY` brings it there; then name the directory."
             raise RemoteError(location, "this command works on the cache's own directory", step)
         return location
 
@@ -97,6 +100,6 @@ CONFIG_DEFAULTS, CACHE_DEFAULTS = ConfigOptions(), CacheOptions()
 
 
 def known_cache(flag: str | None) -> Path | str | None:
-    """The cache's directory, or the URL of a service, as a flag or the environment gives it."""
+    """The cache's directory, or its URL, as a flag or the environment gives it."""
     path = flag or settings_from_environment(os.environ).get("cache", {}).get("path")
     return None if path is None else location_of(path)

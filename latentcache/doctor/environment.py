@@ -21,6 +21,7 @@ from latentcache.doctor.deepspeed import examine_deepspeed_config
 from latentcache.doctor.diagnosis import Diagnosis, Finding, Level
 from latentcache.errors import DeviceError
 from latentcache.provenance import installed_versions
+from latentcache.remote.locations import kind_of
 from latentcache.store.index import JOURNAL_MODE, SQLITE_VERSION
 
 PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "safetensors", "peft", "deepspeed", "bitsandbytes")
@@ -102,7 +103,9 @@ def diagnose(
     if cache_path is None:
         diagnosis += Diagnosis((Finding("note", "cache", "no path given", "--cache.path DIR looks at its disk"),))
     elif isinstance(cache_path, str):
-        found = Finding("note", "cache", f"{cache_path} is a service", "run `latentcache doctor` on its machine too")
+        kind = kind_of(cache_path)
+        step = "`latentcache status` reads it" if kind == "bucket" else "run `latentcache doctor` on its machine too"
+        found = Finding("note", "cache", f"{cache_path} is a {kind}", step)
         diagnosis += Diagnosis((found,))
     else:
         disk = filesystem_of(cache_path)

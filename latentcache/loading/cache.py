@@ -28,7 +28,7 @@ from latentcache.types import Batch, Entry, prompt_id
 from latentcache.utils.locks import ReadersLock
 
 if TYPE_CHECKING:
-    from latentcache.remote.remote_store import RemoteStore
+    from latentcache.remote.fetching_store import FetchingStore
 
 
 class SampleIndex:
@@ -139,10 +139,11 @@ def _unverified_error(sample_id: str, imported_from: str | None) -> SampleError:
 class LatentCache(SampleIndex, Closing):
     """A cache, for reading: `LatentCache("cache/sdxl").batch(sample_ids, device=unet)`.
 
-    Give a path, the URL of a service, the section `cache` of a config, or a store and manifests (the CPU tier). For a
-    service `options` are those of `cache_config.RemoteOptions`, as `token` and `local`. `manifest` restricts sample ids
-    to one dataset; without it a sample_id that occurs in several datasets is an error. `read_only` writes nothing, not
-    even marks of damage or what `local` would keep; by default it is so where the directory cannot be written.
+    Give a path, the URL of a bucket or a service, the section `cache` of a config, or a store and manifests (the CPU
+    tier). For a URL `options` are those of `cache_config.RemoteOptions`, as `token` and `local`. `manifest` restricts
+    sample ids to one dataset; without it a sample_id that occurs in several datasets is an error. `read_only` writes
+    nothing, not even marks of damage or what `local` would keep; by default it is so where the directory cannot be
+    written.
     `unverified` also returns samples that were imported and not verified; without it they are a SampleError. The sizes
     of a batch are integers; its tensors are on the requesting device. The cache never moves the requesting model. `io`
     is that of `DiskStore`, for a path: "mapped" reads through the page cache, "direct" past it, "auto" past it where
@@ -169,14 +170,12 @@ class LatentCache(SampleIndex, Closing):
             options, unverified = {**path.remote_options(), **options}, unverified or path.unverified
         location = None if path is None else location_of(path)
         self._reading: ReadersLock | None = None
-        self._service: RemoteStore | None = None
+        self._remote: FetchingStore | None = None
         if isinstance(location, str):
-            # These import urllib3, which only a service needs.
-            from latentcache.remote.remote_manifests import RemoteManifests
-            from latentcache.remote.remote_store import RemoteStore
+            from latentcache.remote.locations import open_remote  # needs packages that a directory does not
 
-            store = self._service = RemoteStore(location, read_only=read_only, **options)
-            manifests = RemoteManifests(self._service.http)
+            self._remote, manifests = open_remote(location, read_only=read_only, **options)
+            store = self._remote
         elif location is not None:
             if read_only is None:
                 # A reader that may write marks damage at once, so that the next precache fixes it.
@@ -261,7 +260,7 @@ class LatentCache(SampleIndex, Closing):
 
     def _encoded_prompt(self, text: str, negative: bool, missing: SampleError) -> SampleRef:
         """A prompt that the service has encoded now. `missing` is raised if it encodes nothing."""
-        keys = None if self._service is None else self._service.encode_prompts([(text, negative)])
+        keys = None if self._remote is None else self._remote.encode_prompts([(text, negative)])
         if keys is None:
             raise missing
         manifests = [manifest for manifest in self.datasets() if manifest.imported_from is None]

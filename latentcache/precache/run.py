@@ -95,14 +95,14 @@ def run_precache(
 
 def _check_ranks(shard: Shard, workspace: Workspace) -> None:
     """ConfigError where ranks cannot tell each other what they refused: each would wait for the others' entries."""
-    is_service = isinstance(workspace.path, str)
-    if is_service and shard.world_size > 1 and shard.local_world_size != shard.world_size:
+    is_elsewhere = isinstance(workspace.path, str)
+    if is_elsewhere and shard.world_size > 1 and shard.local_world_size != shard.world_size:
         here = "not set" if shard.local_world_size is None else f"{shard.local_world_size}"
         raise ConfigError(
-            f"{shard.world_size} ranks fill the service {workspace.path}, but LOCAL_WORLD_SIZE is {here}: over a "
-            "service ranks share what they refused by a file of their machine, so all of them must run on one. Start "
-            "them with torchrun on one machine, or run on each machine a precache of its own, without RANK: they share "
-            "the work",
+            f"{shard.world_size} ranks fill {workspace.path}, but LOCAL_WORLD_SIZE is {here}: of a cache elsewhere "
+            "ranks share what they refused by a file of their machine, so all of them must run on one. Start "
+            "them with torchrun on one machine, or run on each machine a precache of its own, without RANK: over a "
+            "service they share the work, and into a bucket one comes after the other",
             source="WORLD_SIZE",
         )
 

@@ -44,7 +44,7 @@ class Workspace:
     manifests: Manifests = field(default_factory=ManifestMemory)
     memo: MutableMapping[str, str] = field(default_factory=dict)
     path: Path | str | None = None
-    """The directory, or the URL of the service."""
+    """The directory, or the URL of a bucket or a service."""
 
     def __enter__(self) -> Workspace:
         return self
@@ -93,7 +93,7 @@ def open_workspace(config: CacheConfig, *, read_only: bool = False) -> Workspace
     """The workspace of this config. `read_only` writes nothing: a cache that does not exist yet is an empty one."""
     path = config.path
     if isinstance(path, str) and config.store == "disk":
-        return _of_service(path, config, read_only=read_only)
+        return _of_url(path, config, read_only=read_only)
     path = Path(path)
     is_empty = not path.exists() or (path.is_dir() and not any(path.iterdir()))
     if config.store == "cpu" or (read_only and is_empty):
@@ -102,13 +102,12 @@ def open_workspace(config: CacheConfig, *, read_only: bool = False) -> Workspace
     return Workspace(store, ManifestFolder(path / "manifests"), Memo(path / "memo", read_only=read_only), path)
 
 
-def _of_service(url: str, config: CacheConfig, *, read_only: bool) -> Workspace:
-    # These import urllib3, which only a service needs.
-    from latentcache.remote.remote_manifests import RemoteManifests
-    from latentcache.remote.remote_store import RemoteStore
+def _of_url(url: str, config: CacheConfig, *, read_only: bool) -> Workspace:
+    from latentcache.remote.locations import open_remote  # needs packages that a directory does not
 
     with ExitStack() as stack:
-        store = stack.enter_context(RemoteStore(url, read_only=read_only or None, **config.remote_options()))
+        store, manifests = open_remote(url, read_only=read_only or None, create=True, **config.remote_options())
+        stack.callback(store.close)
         if not read_only:
             store.check_writable()
         # What a run may forget is this machine's: digests of its files, and failures of the ranks that run on it.
@@ -116,7 +115,7 @@ def _of_service(url: str, config: CacheConfig, *, read_only: bool) -> Workspace:
         if not read_only:
             with typed_errors(folder, 0):
                 make_folder(folder)
-        workspace = Workspace(store, RemoteManifests(store.http), Memo(folder / "memo", read_only=read_only), store.url)
+        workspace = Workspace(store, manifests, Memo(folder / "memo", read_only=read_only), store.url)
         stack.pop_all()
         return workspace
 

@@ -274,13 +274,15 @@ class Bucket:
         """
 
         def read(pack: str) -> PackRow | None:
-            try:
-                return self.row(pack, packs[pack])
-            except FileNotFoundError:
-                return None
-            except PackError as error:
-                logger.warning("%s Its entries are missing.", error)
-                return None
+            for is_last in (False, True):
+                try:
+                    return self.row(pack, packs[pack])
+                except FileNotFoundError:
+                    return None
+                except PackError as error:  # it may have been damaged on its way
+                    if is_last:
+                        logger.warning("%s Its entries are missing.", error)
+            return None
 
         return filter(None, in_threads(read, packs))
 

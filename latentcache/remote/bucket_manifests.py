@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import replace
 from io import BytesIO
 
 from latentcache.dataset.manifest import Manifest, manifest_lines, read_manifest
@@ -118,10 +119,11 @@ def merged_manifests(manifests: Iterable[Manifest]) -> Manifest | None:
 
     Only those count that were encoded as the newest was: samples of another encoding would not fit to it.
     """
-    newest: Manifest | None = None
+    found = list(manifests)
+    alike = [each for each in found if (each.role, each.common) == (found[0].role, found[0].common)]
+    if len(alike) < 2:
+        return found[0] if found else None  # as it is: the rows of a manifest that was read take little memory
     rows: dict[str, Row] = {}
-    for manifest in manifests:
-        newest = newest or manifest
-        if (manifest.role, manifest.common) == (newest.role, newest.common):
-            rows = {**manifest.rows, **rows}
-    return newest and Manifest(newest.name, newest.role, newest.repeats, newest.common, rows)
+    for manifest in reversed(alike):
+        rows |= manifest.rows
+    return replace(alike[0], rows=rows)

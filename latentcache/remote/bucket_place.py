@@ -13,6 +13,7 @@ from latentcache.dataset.manifest_folder import Manifests
 from latentcache.errors import PackError
 from latentcache.remote.bucket import Bucket
 from latentcache.remote.bucket_manifests import BucketManifests
+from latentcache.remote.bucket_marks import marked, read_marks
 from latentcache.remote.bucket_upkeep import removals_in
 from latentcache.remote.places import FarPlace, Place
 from latentcache.store.directory import pack_name
@@ -46,6 +47,7 @@ class BucketPlace(FarPlace):
         self._removed = (
             {pack for _, packs in removals_in(self.bucket).values() for pack in packs} if is_target else set()
         )
+        self._marks = read_marks(self.bucket)
         self._near = near
         self._sizes: dict[str, int] = {}
         self._table: LocationTable | None = None
@@ -58,7 +60,7 @@ class BucketPlace(FarPlace):
 
     @override
     def row(self, pack: str) -> PackRow:
-        return self.bucket.row(pack, self._sizes[pack])
+        return marked(self.bucket.row(pack, self._sizes[pack]), self._marks.values())
 
     def rows(self) -> Iterable[PackRow]:
         """The rows of all packs. What cannot be read is left out, with a warning."""
@@ -68,10 +70,10 @@ class BucketPlace(FarPlace):
             for pack in [pack for pack, num_bytes in sizes.items() if here.get(pack) == num_bytes]:
                 with suppress(PackError, FileNotFoundError):
                     row = self._near.row(pack)
-                    row.live[:] = True  # in the bucket nothing of a pack is removed
+                    row.live[:] = True
                     del sizes[pack]
-                    yield row
-        yield from self.bucket.rows(sizes)
+                    yield marked(row, self._marks.values())
+        yield from (marked(row, self._marks.values()) for row in self.bucket.rows(sizes))
 
     @override
     def find(self, keys: Iterable[str]) -> set[str]:
@@ -100,8 +102,8 @@ class BucketPlace(FarPlace):
 
     @override
     def damaged(self) -> dict[str, str]:
-        """Nothing: a bucket has no marks."""
-        return {}
+        """What readers found so, and marked."""
+        return LocationTable(self.rows()).damaged() if self._marks else {}
 
     @override
     def live(self) -> None:

@@ -23,6 +23,7 @@ import numpy as np
 from latentcache.errors import PackError, StoreError
 from latentcache.remote.bucket import Bucket
 from latentcache.remote.bucket_manifests import BucketManifests
+from latentcache.remote.bucket_marks import marked, read_marks, sweep_marks
 from latentcache.store.base import OwnedEntry, is_pack_id
 from latentcache.store.catalog import drop_known
 from latentcache.store.compaction import Entries, choose, full_packs
@@ -111,7 +112,8 @@ class BucketUpkeep:
         """Remove what may go, write new packs, and list the old ones. StoreError if it is unclear what is needed."""
         lists = removals_in(self._bucket)
         sizes, times = self._bucket.packs(), self._bucket.times("packs")
-        rows = {row.pack.id: row for row in self._bucket.rows(sizes)}
+        marks = read_marks(self._bucket)
+        rows = {row.pack.id: marked(row, marks.values()) for row in self._bucket.rows(sizes)}
         # Only now: what a manifest needs was there before it was written. And runs first: they end by writing one.
         _ = self._runs
         if self._prune:
@@ -137,6 +139,8 @@ class BucketUpkeep:
         if gone and not self.report.dry_run:
             note = {"listed": datetime.now(UTC).isoformat(timespec="seconds"), "packs": gone}
             self._bucket.put(f"{FOLDER}/{uuid.uuid4().hex}.json", json.dumps(note).encode())
+        if not self.report.dry_run:
+            sweep_marks(self._bucket, marks, sizes.keys() - removed)
         return self.report
 
     # What is needed
@@ -188,7 +192,7 @@ class BucketUpkeep:
                 if row is None:
                     is_done &= pack not in sizes  # what cannot be read is left alone
                     continue
-                only_here = set(row.names()) - table.find(row.names())
+                only_here = set(row.live_names()) - table.find(row.names())
                 if only_here and not only_here.isdisjoint(self._in_use):
                     drop_known(row, table)
                     table.add([row])

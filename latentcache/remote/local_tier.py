@@ -1,4 +1,4 @@
-"""A directory of this machine that keeps what was read from a service, so that it is read from the disk next time."""
+"""A directory of this machine that keeps what was read elsewhere, so that it is read from the disk next time."""
 
 from __future__ import annotations
 
@@ -15,19 +15,30 @@ from pathlib import Path
 from typing import TypeVar
 
 from latentcache.dataset.manifest_folder import ManifestFolder
-from latentcache.errors import EntryDamagedError, EntryMissingError, StoreBusyError, StoreError
+from latentcache.errors import (
+    EntryDamagedError,
+    EntryMissingError,
+    PackError,
+    RemoteError,
+    StoreBusyError,
+    StoreError,
+)
 from latentcache.remote.fetched import FetchedPack
 from latentcache.store.base import EntryArrays, OwnedEntry
 from latentcache.store.disk import DiskStore
+from latentcache.store.exchange import take_pack, take_sealed
 from latentcache.store.memory import arrays_of
 from latentcache.store.upkeep import prune
 from latentcache.store.writer import PackBuffer
 from latentcache.utils.concurrency import BackgroundWorker
+from latentcache.utils.durable_files import make_folder, typed_errors
 from latentcache.utils.locks import locked
 
 PACK_AGE_S = 600.0
 """Entries are in memory until there are enough for a pack, and no longer than this: a slow epoch makes no small packs.
 They are lost where a process is killed, and are then fetched again."""
+FETCHING = "fetching"
+"""A folder of locks, one for each first byte of a pack's id: two processes need not fetch the same pack."""
 NOTE_S = 1800.0
 """How often a process notes that it still uses a pack. A note is a look at its file, which is changed once an hour."""
 
@@ -145,6 +156,39 @@ class LocalTier:
                         self._buffer.add(entry)
             if self._buffer.is_full():
                 self._start_sealing()
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether packs of so many bytes may be kept here at the same time."""
+        return not self._is_broken and (self._max_bytes is None or num_bytes <= self._max_bytes)
+
+    def take(self, pack: str, chunks: Callable[[], Iterable[bytes]], num_bytes: int) -> bool:
+        """Keep a whole pack, which is fetched by one process at a time. False if nothing can be kept any more.
+
+        PackError if it is not what was stored; errors of `chunks`, which gives its bytes.
+        """
+        self._check_process()
+        if self._is_broken or self._is_closed:
+            return False
+        folder = self.path / FETCHING
+        try:
+            with typed_errors(folder, 0):
+                make_folder(folder)
+            with locked(folder / f"{pack[:2]}.lock", "fetching a pack", shared=False, wait=True):
+                self.disk.catalog.reload()
+                if pack in self.disk.catalog.table.packs:
+                    return True
+                try:
+                    take_pack(self.disk, pack, chunks(), num_bytes)
+                except StoreBusyError:  # its file is there; whoever works on the directory ends soon
+                    with locked(self.disk.directory.lock, "keeping a pack", shared=True, wait=True):
+                        take_sealed(self.disk, pack)
+            self._prune()
+        except (PackError, RemoteError):
+            raise
+        except StoreError as error:
+            self._give_up(error)
+            return False
+        return True
 
     def seal_soon(self) -> None:
         """Put what is in memory on the disk, in the background: it is read again."""

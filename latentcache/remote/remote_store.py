@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import logging
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
-from itertools import islice
 from pathlib import Path
-from typing import TypeVar
 
 from typing_extensions import Unpack, override
 
 from latentcache.cache_config import RemoteOptions
 from latentcache.errors import PackError, ReadOnlyError, RemoteError
 from latentcache.identity import key_of
-from latentcache.remote.fetched import FetchAhead, FetchedPack
+from latentcache.remote.fetched import FetchedPack
+from latentcache.remote.fetching_store import FetchingStore
 from latentcache.remote.http import (
     RETRY_S,
     UPLOAD_ANSWER_S,
@@ -27,15 +25,12 @@ from latentcache.remote.http import (
     strange_answer,
     understood,
 )
-from latentcache.remote.local_tier import LocalTier
 from latentcache.remote.remote_claims import RemoteClaims
-from latentcache.store.base import Description, EntryArrays, OwnedEntry, Store, StoreStats, check_key, record_of
+from latentcache.store.base import Description, EntryArrays, StoreStats, check_key, record_of
 from latentcache.store.disk import DiskStore
-from latentcache.store.layout import KEY_BYTES, description_of
-from latentcache.store.pack import new_pack_id, write_pack
+from latentcache.store.layout import KEY_BYTES, PackRow, description_of
 from latentcache.store.writer import PackWriter
 from latentcache.types import Entry, Record
-from latentcache.utils.durable_files import typed_errors
 
 READ_KEYS = 512
 """In one request that reads entries. A batch has a few for each of its samples."""
@@ -47,18 +42,13 @@ ENCODED_PROMPTS = 32
 """In one request that encodes prompts: as many as a service takes."""
 ENCODE_S = 600.0
 """How long a service may take to encode them: it loads its models first."""
-SETTLED_READS = 8
-"""After so many reads in turn that the local tier served alone, what it gives is remembered."""
 _CREATED, _UNAUTHORIZED, _NOT_FOUND, _TOO_LARGE = 201, 401, 404, 413
-_ADD_CHUNK = 1024
 _SENT_BYTES = 1 << 20
-
-T = TypeVar("T")
 
 logger = logging.getLogger("latentcache")
 
 
-class RemoteStore(Store):
+class RemoteStore(FetchingStore):
     """A `base.Store` in a service (`latentcache serve`) at `url`. Processes and threads may share it, also forks.
 
     The entries of a read come in one request, and each is compared with its digest here. What was damaged on its way is
@@ -72,12 +62,11 @@ class RemoteStore(Store):
         self._read_only = read_only
         self.http = ServiceConnection(url, token=options.get("token"), retry_s=options.get("retry_s", RETRY_S))
         self.url = self.http.url
-        local = options.get("local")
-        # A store that is opened for reading alone leaves nothing on this machine either.
-        self.tier = None if local is None or read_only else LocalTier(local, options.get("local_max_bytes"))
-        self._ahead = FetchAhead(self._fetch_rows)
-        self._num_local = 0
-        """Reads in turn that the tier's disk served alone."""
+        super().__init__(read_only=read_only, options=options)
+
+    @override
+    def check_open(self) -> None:
+        self.http.check_open()
 
     @property
     @override
@@ -94,8 +83,8 @@ class RemoteStore(Store):
                 self._read_only = True
         return self._read_only
 
+    @override
     def check_writable(self) -> None:
-        """ReadOnlyError if it was opened for reading, or the token does not allow writing."""
         self.http.check_open()
         if self.read_only:
             raise ReadOnlyError(
@@ -112,37 +101,12 @@ class RemoteStore(Store):
         return PackWriter(self._upload, nullcontext(), self.find, partial(RemoteClaims, self.http))
 
     @override
-    def add(self, entries: Iterable[Entry]) -> int:
-        iterator = iter(entries)
-        with self.writer() as writer:
-            while chunk := list(islice(iterator, _ADD_CHUNK)):
-                present = self.find([entry.record.key for entry in chunk])
-                for entry in chunk:
-                    if entry.record.key not in present:
-                        writer.add(entry)
-        return writer.num_added
-
-    def _upload(self, entries: Sequence[OwnedEntry]) -> tuple[int, int]:
-        present = self.find([entry.key for entry in entries])
-        new = [entry for entry in entries if entry.key not in present]
-        if not new:
-            return 0, 0
-        with ExitStack() as stack:
-            with typed_errors(Path(tempfile.gettempdir()), 0):
-                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="latentcache-"))
-            path = Path(folder) / new_pack_id()
-            row = write_pack(path, new)
-            num_bytes = row.pack.file_bytes
-            try:
-                answer = self.put_pack(path.name, lambda: _parts_of(path), num_bytes)
-            except RemoteError as error:
-                again = "were encoded and not stored: the next `latentcache precache` encodes them again"
-                next_step = f"{error.next_step} The last {len(new)} entries {again}."
-                raise RemoteError(self.url, error.detail, next_step, status=error.status, kind=error.kind) from error
+    def _send(self, path: Path, row: PackRow) -> int:
+        answer = self.put_pack(path.name, lambda: _parts_of(path), row.pack.file_bytes)
         if answer.status != _CREATED:
-            return len(row.keys), num_bytes  # a first attempt arrived, and its answer was lost
+            return len(row.keys)  # a first attempt arrived, and its answer was lost
         with understood(answer) as document:
-            return int(document["num_added"]), num_bytes
+            return int(document["num_added"])
 
     def put_pack(self, pack: str, body: MakeBody, num_bytes: int) -> ServiceAnswer:
         """Upload a pack of so many bytes by its id. The service checks it whole before it seals it."""
@@ -167,6 +131,7 @@ class RemoteStore(Store):
             self.tier.forget(wanted)
         return num_removed
 
+    @override
     def encode_prompts(self, prompts: Sequence[tuple[str, bool]]) -> list[str] | None:
         """The keys of prompts: pairs of a text and whether it is negative. The service encodes those that it lacks.
 
@@ -216,11 +181,6 @@ class RemoteStore(Store):
     def _about(self, key: str) -> ServiceAnswer:
         return self.http.request("GET", f"entries/{check_key(key)}")
 
-    def _local(self, key: str, read: Callable[[DiskStore, str], T]) -> T | None:
-        """What `read` gives of an entry in the local tier, or None if it is not there."""
-        self.http.check_open()
-        return None if self.tier is None else self.tier.local(check_key(key), read)
-
     @override
     def describe(self, key: str) -> Description:
         if (here := self._local(key, DiskStore.describe)) is not None:
@@ -248,24 +208,13 @@ class RemoteStore(Store):
         return Entry(record_of(key, entry.kind, entry.record), entry.tensors, entry.ragged)
 
     @override
-    def rows(self, keys: Sequence[str]) -> list[EntryArrays]:
-        self.http.check_open()
-        wanted = dict.fromkeys(check_key(key) for key in keys)
-        found = self._ahead.take(wanted)
-        is_local = not found
-        if self.tier is not None and len(found) < len(wanted):
-            here, from_disk = self.tier.rows([key for key in wanted if key not in found])
-            if not from_disk and is_local and len(here) == len(wanted):
-                self.tier.seal_soon()
-            found |= here
-            is_local &= from_disk
-        missing = [key for key in wanted if key not in found]
-        self._num_local = self._num_local + 1 if is_local and not missing else 0
-        for chunk in _chunks(missing, READ_KEYS):
-            found |= self._fetch_rows(chunk)
-        return [found[key] for key in keys]
-
     def _fetch_rows(self, keys: Sequence[str]) -> Mapping[str, EntryArrays]:
+        found: dict[str, EntryArrays] = {}
+        for chunk in _chunks(keys, READ_KEYS):
+            found |= self._fetch_chunk(chunk)
+        return found
+
+    def _fetch_chunk(self, keys: Sequence[str]) -> Mapping[str, EntryArrays]:
         """The arrays of these entries, by one request, or by more where the service finds one too large."""
         try:
             return self.fetch(keys).rows
@@ -273,7 +222,7 @@ class RemoteStore(Store):
             if error.status != _TOO_LARGE or len(keys) < 2:
                 raise
         half = len(keys) // 2
-        return {**self._fetch_rows(keys[:half]), **self._fetch_rows(keys[half:])}
+        return {**self._fetch_chunk(keys[:half]), **self._fetch_chunk(keys[half:])}
 
     def fetch(self, keys: Sequence[str]) -> FetchedPack:
         """The entries of one request. EntryMissingError, EntryDamagedError, RemoteError."""
@@ -295,22 +244,6 @@ class RemoteStore(Store):
             "Run `latentcache verify` on the server's machine; if all is well there, the network is the cause.",
         )
 
-    @property
-    @override
-    def generation(self) -> int | None:
-        self.http.check_open()
-        return self.tier.disk.generation if self.tier is not None and self._num_local >= SETTLED_READS else None
-
-    @override
-    def prefetch(self, keys: Iterable[str]) -> None:
-        self.http.check_open()
-        if self.tier is None:
-            self._ahead.start(keys)
-        elif self._num_local >= SETTLED_READS:
-            self.tier.prefetch(keys)
-        else:
-            self._ahead.start(self.tier.missing(list(dict.fromkeys(keys))))
-
     # The whole
 
     @override
@@ -325,10 +258,8 @@ class RemoteStore(Store):
 
     def close(self) -> None:
         """Close the connections. What the local tier has in memory goes to its disk."""
-        self._ahead.close()
         self.http.close()
-        if self.tier is not None:
-            self.tier.close()
+        super().close()
 
 
 def _parts_of(path: Path) -> Iterator[bytes]:

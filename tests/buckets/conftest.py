@@ -1,24 +1,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers.swift_server import SwiftServer, swift_serving
+from helpers.swift_server import SwiftServer
 
 from latentcache.remote.bucket import Bucket
 
-BUCKET = "tests"
 _numbers = itertools.count()
-
-
-@pytest.fixture(scope="session")
-def swift() -> Iterator[SwiftServer]:
-    """A real S3 server with a bucket named `tests`."""
-    with swift_serving() as server:
-        server.make_bucket(BUCKET)
-        yield server
 
 
 @pytest.fixture
@@ -26,7 +16,7 @@ def s3_url(swift: SwiftServer, monkeypatch: pytest.MonkeyPatch) -> str:
     """The URL of an empty place on the server, which the environment leads to."""
     for name, value in swift.environment().items():
         monkeypatch.setenv(name, value)
-    return f"s3://{BUCKET}/{next(_numbers)}/cache"
+    return f"s3://tests/{next(_numbers)}/cache"
 
 
 @pytest.fixture(params=["memory", "files", "s3"])

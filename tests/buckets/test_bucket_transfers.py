@@ -15,8 +15,8 @@ import obstore
 import pytest
 from helpers.pack_damage import damage
 from helpers.relay import Relay, relaying
+from helpers.remote_samples import entries_of
 from helpers.swift_server import SwiftServer
-from remote.remote_samples import entries_of
 from transfers.test_transfers import check, fill, key_of_image, manifest_of, packs_of
 
 from latentcache.errors import RemoteError, StorageFullError, StoreError

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from remote.remote_samples import entries_of, make_manifest
+from helpers.remote_samples import entries_of, make_manifest
 from transfers.test_transfers import check, fill, key_of_image, manifest_of, packs_of
 
 from latentcache.dataset.manifest_folder import ManifestFolder

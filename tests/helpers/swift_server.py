@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -90,10 +92,11 @@ class SwiftServer:
         with urllib.request.urlopen(urllib.request.Request(url, method="PUT"), timeout=10):
             pass
 
-    def store(self, bucket: str) -> S3Store:
+    def store(self, bucket: str, prefix: str | None = None) -> S3Store:
         """obstore's own client of a bucket, for looking behind ours."""
         return S3Store(
             bucket,
+            prefix=prefix,
             endpoint=f"http://127.0.0.1:{self.port}",
             access_key_id=KEY_ID,
             secret_access_key=SECRET,
@@ -151,6 +154,12 @@ def _configured(folder: Path) -> dict[str, int]:
     return ports
 
 
+def _end_with_parent() -> None:
+    """Ask Linux to end this process when the one that started it is killed."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
 def _program(name: str) -> str:
     return str(Path(sys.executable).with_name(name))
 
@@ -165,7 +174,7 @@ def swift_serving() -> Iterator[SwiftServer]:
     with log.open("wb") as printed:
         for kind in ports:
             command = [_program(f"swift-{kind}-server"), str(folder / f"{kind}-server.conf")]
-            processes.append(subprocess.Popen(command, stdout=printed, stderr=printed))
+            processes.append(subprocess.Popen(command, stdout=printed, stderr=printed, preexec_fn=_end_with_parent))
     try:
         server = SwiftServer(ports["proxy"])
         _wait_for(server, processes, log)

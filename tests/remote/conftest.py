@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 from helpers.relay import Relay, relaying
+from helpers.remote_samples import make_cache
 from helpers.serving import RunningServer, serving
-from remote_samples import make_cache
 
 
 @pytest.fixture(scope="session")

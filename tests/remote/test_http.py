@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from helpers.relay import Relay
+from helpers.remote_samples import entries_of
 from helpers.serving import RunningServer, serving_here
-from remote_samples import entries_of
 
 from latentcache.errors import LatentCacheError, ReadOnlyError, RemoteError, StoreError
 from latentcache.remote.http import ServiceConnection

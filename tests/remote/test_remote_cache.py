@@ -20,9 +20,9 @@ import torch
 from diffusers import DDPMScheduler
 from helpers.kohya_files import dialect_a, latents_name, text_of, write_npz
 from helpers.relay import Relay, relaying
+from helpers.remote_samples import entries_of, make_cache, make_manifest
 from helpers.runner_runs import precache_training_set, validation_config
 from helpers.serving import RunningServer, serving
-from remote_samples import entries_of, make_cache, make_manifest
 from torch.utils.data import DataLoader
 
 from latentcache import (
@@ -479,7 +479,7 @@ def test_ranks_of_several_machines_are_refused_by_a_precache_over_a_service(
 ) -> None:
     """Neither would learn which images the other refused, and each would wait for the other's entries."""
     config = make_config(**{"cache.path": empty.url})
-    with pytest.raises(ConfigError, match=r"WORLD_SIZE: 2 ranks fill the service .* LOCAL_WORLD_SIZE is (1|not set)"):
+    with pytest.raises(ConfigError, match=r"WORLD_SIZE: 2 ranks fill .* LOCAL_WORLD_SIZE is (1|not set)"):
         run_precache(config, shard=Shard(0, 2, local_world_size=local))
     assert ManifestFolder(filled[1] / "manifests").unfinished() == {}
     assert run_precache(config, shard=Shard(0, 2), dry_run=True).num_misses
@@ -524,17 +524,17 @@ def test_validation_reads_from_a_service_and_fills_it(
 def test_locations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert CacheConfig(path="https://host/a/").path == "https://host/a"
     assert CacheConfig(path="~/x").path == Path.home() / "x"
-    with pytest.raises(ValueError, match="s3://bucket"):
-        CacheConfig(path="s3://bucket/a")
-    with pytest.raises(StoreError, match="s3://bucket"):
-        LatentCache("s3://bucket/a")
-    with pytest.raises(StoreError, match="give the URL of a service as text"):
+    with pytest.raises(ValueError, match="ftp://host"):
+        CacheConfig(path="ftp://host/a")
+    with pytest.raises(StoreError, match="ftp://host"):
+        LatentCache("ftp://host/a")
+    with pytest.raises(StoreError, match="give a URL as text"):
         LatentCache(Path("http://host:1"))
     from latentcache.config import parse_config
 
     datasets = [{"name": "a", "source": {"path": "x"}}]
-    with pytest.raises(ConfigError, match=r"cache\.path: 's3://b': a cache is a directory, or a service"):
-        parse_config({"cache": {"path": "s3://b"}, "datasets": datasets})
+    with pytest.raises(ConfigError, match=r"cache\.path: 'ftp://b': a cache is a directory"):
+        parse_config({"cache": {"path": "ftp://b"}, "datasets": datasets})
     config = parse_config({"cache": {"path": "http://h:1", "local": "~/l", "retry_s": 3}, "datasets": datasets})
     assert Config.model_validate_json(config.model_dump_json()) == config
     assert config.cache.remote_options() == {"local": Path.home() / "l", "local_max_bytes": None, "retry_s": 3.0}

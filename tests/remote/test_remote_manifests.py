@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from helpers.relay import Relay
+from helpers.remote_samples import make_manifest
 from helpers.serving import RunningServer
-from remote_samples import make_manifest
 
 from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.errors import DatasetError, ReadOnlyError, StoreBusyError

@@ -13,13 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.relay import Relay
+from helpers.remote_samples import NUM_SAMPLES, entries_of, make_cache
 from helpers.serving import RunningServer
-from remote_samples import NUM_SAMPLES, entries_of, make_cache
 
 from latentcache.errors import EntryMissingError, RemoteError, StoreError
 from latentcache.remote.fetched import MAX_AHEAD, MAX_READS
+from latentcache.remote.fetching_store import SETTLED_READS
 from latentcache.remote.local_tier import LocalTier
-from latentcache.remote.remote_store import SETTLED_READS, RemoteStore
+from latentcache.remote.remote_store import RemoteStore
 from latentcache.store import DiskStore
 from latentcache.store.stacking import read_batch
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 from helpers.relay import Relay, relaying
+from helpers.remote_samples import make_cache
 from helpers.serving import RunningServer, serving
-from remote_samples import make_cache
 from transfers.test_transfers import check, fill, manifest_of, packs_of
 
 from latentcache.errors import ReadOnlyError, RemoteError

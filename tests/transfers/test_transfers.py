@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from helpers.pack_damage import damage
-from remote.remote_samples import entries_of, make_manifest
+from helpers.remote_samples import entries_of, make_manifest
 
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_folder import ManifestFolder
