@@ -54,7 +54,7 @@ class BucketIndex:
             began = time.monotonic()
             if began - self._listed_at < max_age_s:
                 return
-            # Before the packs: whoever moves entries writes the new packs, and then removes the old rows.
+            # Before the packs: who moves entries writes the new packs, and then removes the old rows.
             marks = read_marks(self._bucket, self._marks)
             are_marked = marks.keys() != self._marks.keys()
             self._marks = marks
@@ -214,6 +214,6 @@ def _opened(path: Path) -> Index:
 
 
 def _replaced(path: Path, error: IndexDamagedError) -> Index:
-    logger.warning("%s is made anew, and the packs' headers are read again: %s", path, error)
+    logger.warning("%s is made again, and the packs' headers are read again: %s", path, error)
     remove_whole(path)
     return Index(path)

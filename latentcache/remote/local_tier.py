@@ -179,7 +179,7 @@ class LocalTier:
                     return True
                 try:
                     take_pack(self.disk, pack, chunks(), num_bytes)
-                except StoreBusyError:  # its file is there; whoever works on the directory ends soon
+                except StoreBusyError:  # its file is there; who works on the directory ends soon
                     with locked(self.disk.directory.lock, "keeping a pack", shared=True, wait=True):
                         take_sealed(self.disk, pack)
             self._prune()
