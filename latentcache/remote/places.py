@@ -66,7 +66,8 @@ class DirectoryPlace(Place):
         self.name = str(path)
         self._store: DiskStore | None = None
         self.manifests: Manifests = ManifestMemory()
-        if not is_target or not dry_run or path.exists():
+        is_new = not path.exists() or (path.is_dir() and not any(path.iterdir()))
+        if not (is_target and dry_run and is_new):
             self._store = DiskStore(path, read_only=dry_run or not is_target, create=is_target)
             self.manifests = ManifestFolder(self._store.directory.manifests)
 

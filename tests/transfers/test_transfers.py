@@ -84,6 +84,8 @@ def test_a_dry_run_says_so_and_makes_nothing(tmp_path: Path) -> None:
     source, target = fill(tmp_path / "a", range(16)), tmp_path / "b"
     planned = transfer(source, target, dry_run=True)
     assert not target.exists()
+    target.mkdir()
+    assert transfer(source, target, dry_run=True) == planned and not list(target.iterdir())
     done = transfer(source, target)
     assert (planned.num_packs, planned.num_bytes, planned.manifests) == (done.num_packs, done.num_bytes, done.manifests)
     fill(source, range(24))
