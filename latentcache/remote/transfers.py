@@ -100,6 +100,8 @@ class Move:
         self.source, self.target, self.dry_run, self.replace = source, target, dry_run, replace
         self.report = TransferReport(source.name, target.name, dry_run)
         self._there: dict[str, int] = {}
+        self._may_lie_elsewhere = True
+        """Whether the target has packs that the source lacks: then entries of a pack may lie in these."""
 
     def run(self, names: Sequence[str] = (), progress: Progress | None = None) -> TransferReport:
         """Move packs, then manifests. What is refused is in the report; errors of a place as a whole are raised."""
@@ -107,6 +109,7 @@ class Move:
         manifests = self._manifests(names)
         # After the manifests: what they name was sealed before they were written.
         packs, self._there = self.source.packs(), self.target.packs()
+        self._may_lie_elsewhere = not self._there.keys() <= packs.keys()
         new = sorted(packs.keys() - self._there.keys())
         wanted = {key for manifest in manifests for key in manifest.keys()} if names else None
         self.report.num_there = len(packs) - len(new)
@@ -147,6 +150,8 @@ class Move:
     def _move(self, sizes: dict[str, int], wanted: Collection[str] | None, pack: str) -> Outcome:
         """Move what is wanted of a pack and not there. Errors that other packs would have too are raised."""
         try:
+            if wanted is None and not self._may_lie_elsewhere:
+                return Outcome(sizes[pack]) if self.dry_run else self._send(pack, None)
             keys = self.source.row(pack).live_names()
             if wanted is not None:
                 keys = [key for key in keys if key in wanted]
@@ -170,8 +175,11 @@ class Move:
         is_refused = error.url == self.source.name and error.status is not None and 402 <= error.status < 500
         return error.kind == PackError.__name__ or is_refused
 
-    def _send(self, pack: str, missing: set[str]) -> Outcome:
-        """Send a pack whole, or a new one with what is missing: where some of it is damaged, or its id is taken."""
+    def _send(self, pack: str, missing: set[str] | None) -> Outcome:
+        """Send a pack whole, or a new one with what is missing: where some of it is damaged, or its id is taken.
+
+        `missing` None: all that is in use.
+        """
         for is_last in (False, True):  # what was damaged on its way comes whole the second time
             data = self.source.read(pack)
             array = np.frombuffer(data, np.uint8)
@@ -184,6 +192,10 @@ class Move:
             problems = dict(problems_of(records, array))
             if not problems:
                 break
+        if not problems and pack not in self._there:
+            self.target.take(records, data)
+            return Outcome(len(data))
+        missing = set(self.source.row(pack).live_names()) if missing is None else missing
         good = missing - problems.keys()
         reason = None
         if missing & problems.keys():
@@ -193,9 +205,6 @@ class Move:
                 f"entry {key}{others}: {problem}. `latentcache verify {self.source.name}` marks what is damaged, and "
                 "`latentcache precache CONFIG` encodes it again; the rest of the pack was sent"
             )
-        if not problems and pack not in self._there:
-            self.target.take(records, data)
-            return Outcome(len(data))
         if not good:
             return Outcome(0, reason)
         part, copy = part_of(records, array, good)
