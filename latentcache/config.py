@@ -31,6 +31,7 @@ from pydantic import (
 from latentcache.bucket_config import SECTION, BucketsConfig
 from latentcache.cache_config import TOKEN_VARIABLE, WRITE_TOKEN_VARIABLE, CacheConfig, UserPath
 from latentcache.errors import ConfigError, StoreError, UnsafeStoreError
+from latentcache.ray_config import RayConfig
 from latentcache.utils.durable_files import read_regular
 
 ENV_PREFIX = "LATENTCACHE_"
@@ -197,6 +198,7 @@ class Config(_Section):
     model: ModelConfig = ModelConfig()
     encode: EncodeConfig = EncodeConfig()
     validation: ValidationConfig = ValidationConfig()
+    ray: RayConfig = RayConfig()
 
     @model_validator(mode="after")
     def _names_are_unique(self) -> Config:

@@ -17,6 +17,7 @@
     │   ├── TrainableEncoderError   a parameter requires grad: its outputs must not be cached
     │   └── EncodeError         an encoder's output is unusable (NaN, Inf, all zero), or it ran out of memory
     ├── EncoderBusyError        too much waits to be encoded: request it again a little later
+    ├── ClusterError            a cluster does not give what a run needs, or its processes die again and again
     ├── RequestRefused          a service does not do what a request asks for: who asks, how much, or in which form
     └── StoreError              the cache cannot do what it was called for
         ├── ReadOnlyError       the cache directory cannot be written
@@ -53,7 +54,17 @@ def listed(lines: Iterable[str]) -> str:
 
 
 class LatentCacheError(Exception):
-    """Base of all errors that latentcache raises on purpose."""
+    """Base of all errors that latentcache raises on purpose. They may travel between processes."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # A class's own arguments are not those of Exception, with which an error would be made again.
+        return _restored, (type(self), self.args, vars(self))
+
+
+def _restored(kind: type[LatentCacheError], arguments: tuple[object, ...], fields: dict[str, object]) -> Exception:
+    error = kind.__new__(kind, *arguments)
+    vars(error).update(fields)
+    return error
 
 
 class ConfigError(LatentCacheError):
@@ -196,6 +207,14 @@ class EncoderBusyError(LatentCacheError):
     def __init__(self, detail: str, *, retry_after_s: int):
         self.retry_after_s = retry_after_s
         super().__init__(f"{detail}; request it again after {retry_after_s} s")
+
+
+class ClusterError(LatentCacheError):
+    """A cluster cannot do a run's work. `address` names it, and `next_step` says what to do."""
+
+    def __init__(self, address: str, detail: str, next_step: str):
+        self.address, self.detail, self.next_step = address, detail, next_step
+        super().__init__(f"Ray ({address}): {detail}. {next_step}")
 
 
 class RequestRefused(LatentCacheError):

@@ -41,6 +41,7 @@ def precache(
     *,
     dry_run: Switch = False,
     verify_sources: Switch = False,
+    ray: str | None = None,
     options: OfConfig = CONFIG_DEFAULTS,
 ) -> int:
     """Encode what is not cached yet.
@@ -49,6 +50,7 @@ def precache(
         config: The config: YAML, TOML or JSON. configs/ holds complete examples.
         dry_run: Report hits, misses by reason, bytes and time; encode and write nothing.
         verify_sources: Read and hash every image, also those that look unchanged.
+        ray: Encode on the Ray cluster at this address, HOST:PORT; `auto` finds it, or starts one on this machine.
     """
     from latentcache.utils.progress import default_progress
     from latentcache.utils.signals import stop_on_signals
@@ -57,6 +59,10 @@ def precache(
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from latentcache.precache.run import run_precache
 
+    if ray is not None:
+        from latentcache.scaleout.ray import precache as on_ray
+
+        run_precache = partial(on_ray, address=ray)
     loaded = options.load(config)
     if loaded.cache.store == "cpu" and not dry_run:
         logger.warning("cache.store is cpu: entries live in this process only, and are gone when this command ends")

@@ -8,6 +8,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,13 @@ MAX_FOOTER_BYTES = 64 << 20
 MAX_ROWS = 100_000_000
 """Of a parquet file: its footer may claim any number."""
 _ROWS_AT_ONCE = 64
+_NUM_SENT = 8
+"""Sources that a process keeps which other processes sent to it."""
+
+
+@lru_cache(_NUM_SENT)
+def _sent(*arguments: Any) -> ParquetSource:
+    return ParquetSource(*arguments)
 
 
 class ParquetSource(SampleSource):
@@ -78,6 +86,10 @@ class ParquetSource(SampleSource):
                 raise DatasetError(path, problem)
             return
         raise unreadable[0]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # One for all images that a process is sent: else each would read its whole row group again.
+        return _sent, (self._files, self._image_column, self._columns)
 
     @override
     def samples(self) -> Iterator[Sample | Refusal]:

@@ -31,9 +31,9 @@ from latentcache.identity import (
 from latentcache.interop.reports import Difference, ImportReport
 from latentcache.models.model_loader import Models
 from latentcache.models.vae import DTYPES, latents_from_moments, posterior_std
-from latentcache.precache.encodings import TEXT_BATCH_SIZE, choose_encodings, load_models
+from latentcache.precache.encodings import choose_encodings, load_models
 from latentcache.precache.image_stage import ImageStage
-from latentcache.precache.plan import Batches, ImageTask, Shard, TextTask
+from latentcache.precache.plan import TEXT_BATCH_SIZE, Batches, ImageTask, Shard, TextTask
 from latentcache.precache.report import Failure, Report, RunContext
 from latentcache.precache.text_stage import TextStage
 from latentcache.precache.workspace import Workspace

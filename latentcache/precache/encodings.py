@@ -15,6 +15,7 @@ from latentcache.devices.placement import Placement, device_named, vae_batch_siz
 from latentcache.identity import ImageEncoding, TextEncoding
 from latentcache.models.model_loader import ModelLoader, Models
 from latentcache.models.vae import DTYPES, text_dtype, vae_dtype
+from latentcache.precache.plan import TEXT_BATCH_SIZE
 from latentcache.types import Bucket
 from latentcache.utils.json_document import recalled
 
@@ -53,10 +54,6 @@ class Encodings(TextEncodings):
 
 
 AUTO_GROUP_SIZE = 16
-TEXT_BATCH_SIZE = 16
-"""Captions per encoder call on an accelerator: beyond this the encoders gain little. On a CPU it is one: there the
-last bits of pooled_prompt_embeds depend on the batch (up to 2e-6), and a caption should give what encode_prompt gives
-for it alone."""
 
 
 def load_models(config: ModelConfig, memo: MutableMapping[str, str]) -> ModelLoader:
@@ -65,22 +62,29 @@ def load_models(config: ModelConfig, memo: MutableMapping[str, str]) -> ModelLoa
 
 
 def choose_encodings(
-    config: Config, models: Models, memo: MutableMapping[str, str], local_rank: int | None = None
+    config: Config,
+    models: Models,
+    memo: MutableMapping[str, str],
+    local_rank: int | None = None,
+    *,
+    elsewhere: torch.device | None = None,
 ) -> Encodings:
-    """Resolve every `auto` of the config for these models and this machine.
+    """Resolve every `auto` of the config for these models and this machine, or for a device that is `elsewhere`.
 
     A part is loaded only if what is needed of it is not in `memo`. Raises ConfigError, DeviceError or ModelError.
     """
     encode = config.encode
-    device = device_named(encode.device, local_rank)
+    device = elsewhere or device_named(encode.device, local_rank)
     vae_config = models.vae_config()
     vae_type, vae_reason = vae_dtype(encode.vae_dtype, vae_config, device)
-    if encode.batch_size == "auto":
+    if elsewhere is not None:
+        image_batch_size, batch_reason = 1, "each encoder chooses its batch size"
+    elif encode.batch_size == "auto":
         largest = max(dataset.buckets.area for dataset in config.datasets)
         image_batch_size, batch_reason = vae_batch_size(device, vae_type, largest)
     else:
         image_batch_size, batch_reason = encode.batch_size, f"batch_size is {encode.batch_size}"
-    texts = choose_text_encodings(config, models, memo, local_rank)
+    texts = choose_text_encodings(config, models, memo, local_rank, elsewhere=elsewhere)
     image = ImageEncoding(
         vae=models.identity("vae", vae_type),
         compute_dtype=dtype_name(vae_type),
@@ -101,11 +105,16 @@ def choose_encodings(
 
 
 def choose_text_encodings(
-    config: Config, models: Models, memo: MutableMapping[str, str], local_rank: int | None = None
+    config: Config,
+    models: Models,
+    memo: MutableMapping[str, str],
+    local_rank: int | None = None,
+    *,
+    elsewhere: torch.device | None = None,
 ) -> TextEncodings:
     """The part of `choose_encodings` that texts need, without the VAE."""
     encode = config.encode
-    device = device_named(encode.device, local_rank)
+    device = elsewhere or device_named(encode.device, local_rank)
     text_type, reason = text_dtype(encode.text_dtype, device)
     text = TextEncoding(
         text_encoder=models.identity("text_encoder", text_type),

@@ -18,7 +18,7 @@ import logging
 import math
 import os
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -29,13 +29,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from latentcache.dataset.images import decode, prepare
 from latentcache.devices.placement import placed
 from latentcache.devices.transfer import Download, transfer_to
 from latentcache.errors import ImageRefused
-from latentcache.identity import digest
 from latentcache.models.running import BatchRunner, vae_settings
 from latentcache.models.vae import DTYPES, encode_images, keep_output, problems
+from latentcache.precache.decoding import pixels_of
 from latentcache.precache.encodings import Encodings
 from latentcache.precache.plan import ImageTask
 from latentcache.precache.report import Failure, RunContext, storing_worker, timed
@@ -55,10 +54,11 @@ class ImageItem:
 
 
 class ImageStage:
-    """Encodes images in batches of one bucket."""
+    """Encodes images in batches of one bucket. `decode` gives an image's pixels, by default from its dataset."""
 
-    def __init__(self, context: RunContext):
+    def __init__(self, context: RunContext, decode: Callable[[ImageTask], np.ndarray] | None = None):
         assert isinstance(context.encodings, Encodings)
+        self._decode = decode or _decode
         self._context, self._encodings = context, context.encodings
         self._placement = context.encodings.vae
         self._transfer = transfer_to(self._placement.device)
@@ -101,7 +101,7 @@ class ImageStage:
     ) -> Generator[Iterator[ImageItem], None, None]:
         """The batches' images, each when it is decoded, in order."""
         to_decode, to_encode = tee(filter(None, map(self._context.claim, batches)))
-        decoded = bounded_map(executor, _decode, chain.from_iterable(to_decode), num_ahead)
+        decoded = bounded_map(executor, self._decode, chain.from_iterable(to_decode), num_ahead)
         try:
             for batch in to_encode:
                 if self._context.is_stopped():
@@ -191,9 +191,4 @@ class ImageStage:
 
 
 def _decode(task: ImageTask) -> np.ndarray:
-    """The pixels that the encoder sees. The bytes that are decoded are hashed, so that the entry fits its key."""
-    data = task.source.read(task.sample)
-    if digest(data) != task.identity.source:
-        raise ImageRefused(task.sample.path, "changed", "the file changed during the run; run precache again")
-    preparation = task.identity.preparation
-    return prepare(decode(data, task.sample.path, task.images), preparation.geometry, preparation.resample)
+    return pixels_of(task.identity, task.sample, task.source, task.images)

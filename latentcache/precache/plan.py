@@ -11,7 +11,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from latentcache.config import ImagesConfig
 from latentcache.dataset.manifest import Manifest
@@ -19,11 +19,17 @@ from latentcache.dataset.manifest_row import CaptionRef, ImageRef, Row
 from latentcache.dataset.samples import Sample, SampleSource
 from latentcache.errors import ConfigError
 from latentcache.identity import ImageIdentity, TextEncoding, TextIdentity, caption_digest
-from latentcache.precache.encodings import TEXT_BATCH_SIZE, Encodings
 from latentcache.store.base import Store
 from latentcache.types import Refusal
 
+if TYPE_CHECKING:  # it imports diffusers, which a process that takes a part of a plan may do without
+    from latentcache.precache.encodings import Encodings
+
 Task = TypeVar("Task")
+TEXT_BATCH_SIZE = 16
+"""Captions per encoder call on an accelerator: beyond this the encoders gain little. On a CPU it is one: there the
+last bits of pooled_prompt_embeds depend on the batch (up to 2e-6), and a caption should give what encode_prompt gives
+for it alone."""
 
 
 @dataclass(frozen=True, slots=True)

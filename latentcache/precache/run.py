@@ -14,8 +14,9 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
+import torch
 from pydantic import Field, TypeAdapter
 
 from latentcache.config import Config
@@ -45,7 +46,37 @@ CLAIM_WAIT_S = 0.2
 """Between two looks whether another process has made the entries that it claimed."""
 
 
-def run_precache(
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a run has to encode.
+
+    `find` says which keys the store has now; `fail` gets the key of each entry that cannot be made.
+    """
+
+    config: Config
+    plan: Plan
+    encodings: Encodings
+    find: Callable[[Iterable[str]], set[str]]
+    fail: Callable[[str, Failure], None]
+    report: Report
+    progress: Progress
+    stop: threading.Event
+
+
+class EncodersElsewhere(Protocol):
+    """Encoders in other processes, such as those of a cluster."""
+
+    device: torch.device
+    """Where they compute, as dtypes depend on it. This machine need not have it."""
+
+    def encode(self, work: Work) -> None:
+        """Encode the plan's batches; each entry is durable, or given to `work.fail`, unless `work.stop` is set.
+
+        Adds `num_encoded`, `bytes_written` and the counts of captions and retries to the report.
+        """
+
+
+def run_precache(  # noqa: PLR0913 - each is a choice of the caller's
     config: Config,
     *,
     models: Models | None = None,
@@ -55,12 +86,14 @@ def run_precache(
     progress: Progress | None = None,
     stop: threading.Event | None = None,
     shard: Shard | None = None,
+    elsewhere: EncodersElsewhere | None = None,
 ) -> Report:
     """Encode what is not cached yet, and report what was done.
 
     `models` are the caller's own (`LoadedModels`); by default they load from the config. `workspace`
     is where entries go; by default the config's cache. `stop` ends the run at the next batch: what is done is sealed.
-    `shard` is this process's share; by default RANK and WORLD_SIZE. Bad images are refused and listed in the report.
+    `shard` is this process's share; by default RANK and WORLD_SIZE. `elsewhere` encodes in place of this process.
+    Bad images are refused and listed in the report.
     Raises ConfigError, DatasetError (a dataset that cannot be read at all), DeviceError, ModelError, StoreError.
     """
     started = time.monotonic()
@@ -72,7 +105,8 @@ def run_precache(
         if not dry_run:
             _check_ranks(shard, workspace)
         report = Report(rank=shard.rank, world_size=shard.world_size, dry_run=dry_run)
-        run = _Run(config, workspace, models, shard, progress or Progress(), stop or threading.Event(), report)
+        progress, stop = progress or Progress(), stop or threading.Event()
+        run = _Run(config, workspace, models, shard, progress, stop, report, elsewhere)
         with workspace.in_use():
             try:
                 run.plan(verify_sources)
@@ -118,6 +152,7 @@ class _Run:
     progress: Progress
     stop: threading.Event
     report: Report
+    elsewhere: EncodersElsewhere | None = None
     _plan: Plan = field(default_factory=Plan)
     _encodings: Encodings = field(init=False)
 
@@ -125,7 +160,10 @@ class _Run:
         """Plan, and report the plan's figures."""
         report, memo = self.report, self.workspace.memo
         with timed(report, "load"):
-            self._encodings = encodings = choose_encodings(self.config, self.models, memo, self.shard.local_rank)
+            device = None if self.elsewhere is None else self.elsewhere.device
+            self._encodings = encodings = choose_encodings(
+                self.config, self.models, memo, self.shard.local_rank, elsewhere=device
+            )
         with timed(report, "plan"):
             self._plan = plan = make_plan(
                 self.config,
@@ -155,16 +193,10 @@ class _Run:
             write_note(self.workspace, len(plan.reasons))
             for batches in (plan.text_batches, plan.image_batches):
                 failures.forget(task.key for batch in batches for task in batch)
-            writer = self.workspace.store.writer()
-            try:
-                with writer:
-                    self._run_stages(writer, failures)
-                    with timed(report, "write"):
-                        writer.seal()
-            finally:
-                # Also after an error: what was sealed is there, and the report says so.
-                report.bytes_written, report.num_encoded = writer.bytes_written, writer.num_added
-                self.models.release()
+            if self.elsewhere is None:
+                self._encode_here(failures)
+            else:
+                self._encode_elsewhere(self.elsewhere, failures)
         rows = (row for manifest in plan.manifests for row in manifest.rows.values())
         failed = [refusal for row in rows if (refusal := failures.refusal(row)) is not None]
         report.refused += failed
@@ -172,6 +204,25 @@ class _Run:
         if not report.interrupted:
             with timed(report, "write"):
                 report.manifests_waiting = write_manifests(self.workspace, plan.manifests, failures)
+
+    def _encode_here(self, failures: Failures) -> None:
+        report, writer = self.report, self.workspace.store.writer()
+        try:
+            with writer:
+                self._run_stages(writer, failures)
+                with timed(report, "write"):
+                    writer.seal()
+        finally:
+            # Also after an error: what was sealed is there, and the report says so.
+            report.bytes_written, report.num_encoded = writer.bytes_written, writer.num_added
+            self.models.release()
+
+    def _encode_elsewhere(self, encoders: EncodersElsewhere, failures: Failures) -> None:
+        self.models.release()
+        find, report = self.workspace.store.find, self.report
+        work = Work(self.config, self._plan, self._encodings, find, failures.add, report, self.progress, self.stop)
+        with timed(report, "encode"):
+            encoders.encode(work)
 
     def _run_stages(self, writer: Writer, failures: Failures) -> None:
         """Encode captions, then images: the text encoders are released before the VAE needs the memory."""

@@ -14,13 +14,13 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import JSONResponse, Response
 
 from latentcache.errors import EncoderBusyError, EntryDamagedError, EntryMissingError
+from latentcache.precache.serving_models import EntryTask
 from latentcache.precache.workspace import Memo, Workspace
 from latentcache.service.context import ServiceContext
 from latentcache.service.entry_routes import pack_answer
 from latentcache.service.miss_encoder import MissEncoder
 from latentcache.service.problems import problems
 from latentcache.service.responses import OCTETS
-from latentcache.service.serving_models import EntryTask
 
 MAX_PROMPTS = 32
 """In one request. Their keys are a header of the answer."""

@@ -34,9 +34,9 @@ from latentcache.precache.plan import ImageTask, TextTask
 from latentcache.precache.preparations import Preparations
 from latentcache.precache.prompts import prompt_task
 from latentcache.precache.report import Failure
+from latentcache.precache.serving_models import EntryTask, ServingModels, kind_of
 from latentcache.precache.workspace import Workspace
 from latentcache.service.new_prompts import NewPrompts
-from latentcache.service.serving_models import EntryTask, ServingModels, kind_of
 from latentcache.types import Kind, Refusal
 
 IDLE_S = 300.0

@@ -239,6 +239,9 @@ class Writer(Protocol):
     def release(self, keys: Iterable[str]) -> None:
         """Give up claims: these entries cannot be made here."""
 
+    def pending(self) -> set[str]:
+        """The keys that were added and are not durable yet."""
+
     def seal(self) -> None:
         """Make all that was added durable."""
 

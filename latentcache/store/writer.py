@@ -91,6 +91,7 @@ class PackWriter:
         self._open = ExitStack()
         self._worker: BackgroundWorker | None = None
         self._buffer = PackBuffer(PACK_AGE_S)
+        self._sealing: Sequence[OwnedEntry] = ()
 
     def __enter__(self) -> PackWriter:
         self._open.enter_context(self._hold)
@@ -133,6 +134,10 @@ class PackWriter:
         if self._claims is not None:
             self._claims.release(keys)
 
+    def pending(self) -> set[str]:
+        """The keys that were added and are not durable yet."""
+        return {*self._buffer.entries, *(entry.key for entry in self._sealing)}
+
     def seal(self) -> None:
         """Make all that was added durable. Raises the errors of the background thread."""
         if self._worker is not None:
@@ -142,7 +147,8 @@ class PackWriter:
     def _start_sealing(self, worker: BackgroundWorker) -> None:
         worker.finish()  # before the buffer is emptied: an error of the last seal leaves it as it is
         if self._buffer.entries:
-            entries, self._buffer = list(self._buffer.entries.values()), PackBuffer(PACK_AGE_S)
+            self._sealing = entries = list(self._buffer.entries.values())
+            self._buffer = PackBuffer(PACK_AGE_S)
             worker.call(self._seal, entries)
 
     def _seal(self, entries: Sequence[OwnedEntry]) -> None:
@@ -150,3 +156,4 @@ class PackWriter:
         self.release(entry.key for entry in entries)
         self.num_added += num_added
         self.bytes_written += bytes_written
+        self._sealing = ()

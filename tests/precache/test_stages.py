@@ -21,7 +21,7 @@ from latentcache.devices.transfer import StreamTransfer
 from latentcache.errors import ImageRefused, StoreError
 from latentcache.models.model_loader import LoadedModels
 from latentcache.models.tiny import tiny_sdxl
-from latentcache.precache import encodings
+from latentcache.precache import decoding, encodings
 from latentcache.precache import image_stage as images
 from latentcache.precache import text_stage as texts
 from latentcache.precache.run import run_precache
@@ -126,7 +126,7 @@ def test_memory_stays_flat(
         with lock:
             live -= 1
 
-    real = images.prepare
+    real = decoding.prepare
 
     def counted(*arguments: Any) -> np.ndarray:
         nonlocal live, most
@@ -153,7 +153,7 @@ def test_memory_stays_flat(
 
     for number in range(24):
         write_photo(tmp_path / "photos" / f"without-caption{number}.png", 200 + number, (64, 64))
-    monkeypatch.setattr(images, "prepare", counted)
+    monkeypatch.setattr(decoding, "prepare", counted)
     parts = tiny_sdxl()
     if slow == "encoder":
         parts["vae"].encoder.register_forward_hook(lambda *arguments: time.sleep(0.02))

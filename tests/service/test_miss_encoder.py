@@ -32,11 +32,11 @@ from latentcache.models.model_loader import LoadedModels, ModelLoader
 from latentcache.models.tiny import save_diffusers_folder, tiny_sdxl
 from latentcache.precache import planner
 from latentcache.precache.run import run_precache
+from latentcache.precache.serving_models import EntryTask
 from latentcache.precache.workspace import Workspace, open_workspace
 from latentcache.service import miss_encoder
 from latentcache.service.context import ServiceContext, ServiceSettings
 from latentcache.service.miss_encoder import MissEncoder
-from latentcache.service.serving_models import EntryTask
 from latentcache.store.base import Store, as_array
 from latentcache.utils.locks import ReadersLock
 

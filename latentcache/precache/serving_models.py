@@ -1,10 +1,12 @@
-"""The encoders of a service: on their device from the first miss on, until they are unloaded."""
+"""The encoders of a service or a cluster: on their device from the first entry on, until they are unloaded."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, MutableMapping, Sequence
 from contextlib import ExitStack
+
+import numpy as np
 
 from latentcache.config import Config
 from latentcache.devices.placement import placed
@@ -54,13 +56,15 @@ class ServingModels:
         tasks: Sequence[EntryTask],
         store: Callable[[Entry], None],
         fail: Callable[[str, Failure], None],
-    ) -> None:
+        decode: Callable[[ImageTask], np.ndarray] | None = None,
+    ) -> Report:
         """Encode entries of one kind. `store` gets each that was made, `fail` the key of each that cannot be made.
 
+        `decode` gives an image's pixels, by default from its dataset. Returns what the stage counted.
         Raises DeviceError if the encoders do not fit onto the device, and ModelError if they cannot be loaded, or are
         other ones by now than those from which the keys follow.
         """
-        kind = kind_of(tasks[0])
+        kind, report = kind_of(tasks[0]), Report()
         crowded: set[str] = set()
 
         def refuse(key: str, failure: Failure) -> None:
@@ -77,16 +81,19 @@ class ServingModels:
             self.unload()  # the encoders of the other kind leave the device
             encodings = self._on_device(kind)
         context = RunContext(
-            self._config.encode, encodings, self._models, store, refuse, Report(), Progress(), stop=threading.Event()
+            self._config.encode, encodings, self._models, store, refuse, report, Progress(), stop=threading.Event()
         )
         groups: dict[Hashable, list[EntryTask]] = {}
         for task in tasks:
             groups.setdefault(_group_of(task), []).append(task)
-        stage = TextStage(context) if kind == "text" else ImageStage(context)
+        stage = TextStage(context) if kind == "text" else ImageStage(context, decode)
         stage.run(list(groups.values()))  # type: ignore[arg-type]  # the tasks are of one kind
         if crowded:
             self.unload()  # as above
-            self.encode([task for task in tasks if task.key in crowded], store, fail)
+            again = self.encode([task for task in tasks if task.key in crowded], store, fail, decode)
+            report.num_retried_in_float32 += again.num_retried_in_float32
+            report.num_truncated_captions += again.num_truncated_captions
+        return report
 
     def unload(self) -> None:
         """Free the memory of all that was loaded. The next `encode` loads it again."""

@@ -1,0 +1,204 @@
+"""Precaching on Ray with encoders that only wait: how well it scales, and what it costs where nothing is to be done.
+
+    python scripts/bench_ray.py            # a table; about six minutes on two cores
+    python scripts/bench_ray.py --json     # one document
+    python scripts/bench_ray.py --tiny     # for correctness only
+
+The real driver, decoding tasks, encoder processes, packs and manifests; but an encoder waits for a fixed time in place
+of computing, as a GPU makes its process wait. One encoder gets N batches, and eight get eight times as many.
+
+times_of_one   batches a second of all encoders, against those of one; eight at best. From the begin of the first batch
+               to the end of the last one: that encoders start is not in it
+gap_ms         between the end of a batch and the begin of the next, in one encoder
+nothing_s      the whole run again, when Ray is up and everything is cached; `num_started` encoders
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+
+import benchmarking
+import numpy as np
+import ray
+from PIL import Image
+
+from latentcache.config import Config, parse_config
+from latentcache.precache.run import run_precache
+from latentcache.scaleout.messages import EncoderAnswer
+from latentcache.scaleout.ray import RayCluster
+
+GOALS = {"fraction_of_encoders": 0.9, "gap_ms": 10.0, "nothing_s": 3.0}
+BATCH_SIZE = 16
+NUM_CPUS = 4
+"""That Ray believes in: encoders that wait need none."""
+
+
+class WaitingEncoder:
+    """Has the methods of `RayEncoder`; waits, and stores zeros. Encoders begin when all of them have started."""
+
+    def __init__(self, config: Config, planned: object):
+        self._folder, self._path, self._num = Path(config.cache.path).parent, config.cache.path, config.ray.max_encoders
+        self._wait_s = float(config.cache.salt.partition(" ")[2])
+        self._open, self._unsealed, self._calls = ExitStack(), set[str](), list[tuple[float, float]]()
+
+    def where(self) -> str:
+        return f"process {os.getpid()}"
+
+    def start(self) -> None:
+        from latentcache.store.disk import DiskStore
+
+        self._writer = self._open.enter_context(self._open.enter_context(DiskStore(self._path)).writer())
+        (self._folder / f"started-{os.getpid()}").touch()
+        while len(list(self._folder.glob("started-*"))) < self._num:
+            time.sleep(0.01)
+
+    def encode(self, tasks: list[Any], *pixels: np.ndarray) -> EncoderAnswer:
+        import torch
+
+        from latentcache.types import Entry, Record
+
+        begun = time.time()
+        time.sleep(self._wait_s)
+        for task in tasks:
+            record = Record(task.key, task.identity.kind, task.identity.to_json(), {})
+            self._writer.add(Entry(record, {"zeros": torch.zeros(4)}))
+            self._unsealed.add(task.key)
+        if pixels:
+            self._calls.append((begun, time.time()))
+        return self._answer()
+
+    def seal(self) -> EncoderAnswer:
+        self._writer.seal()
+        (self._folder / f"calls-{os.getpid()}.json").write_text(json.dumps(self._calls))
+        return self._answer()
+
+    def _answer(self) -> EncoderAnswer:
+        sealed = self._unsealed - self._writer.pending()
+        self._unsealed -= sealed
+        return EncoderAnswer(sealed=frozenset(sealed), bytes_written=self._writer.bytes_written)
+
+
+class WaitingCluster(RayCluster):
+    encoder = WaitingEncoder
+
+
+def config_of(folder: Path, photos: Path, num_encoders: int, wait_s: float) -> Config:
+    dataset = {
+        "name": "photos",
+        "source": {"path": str(photos)},
+        "buckets": {"area": 64 * 64, "step": 32},
+        "images": {"min_side": 8},
+    }
+    settings = {"num_gpus": 0, "num_cpus": 0.1, "max_encoders": num_encoders, "min_encoders": num_encoders}
+    return parse_config(
+        {
+            "cache": {"path": str(folder / "cache"), "salt": f"wait {wait_s}"},
+            "datasets": [dataset],
+            "model": {"path": "tiny"},
+            "encode": {"device": "cpu", "batch_size": BATCH_SIZE},
+            "ray": settings,
+        }
+    )
+
+
+def write_photos(folder: Path, number: int) -> Path:
+    folder.mkdir(parents=True)
+    generator = np.random.default_rng(number)
+    for photo in range(number):
+        Image.fromarray(generator.integers(0, 256, (64, 64, 3), dtype=np.uint8)).save(folder / f"{photo}.png")
+    return folder
+
+
+def measured(folder: Path, photos: Path, num_encoders: int, wait_s: float) -> dict[str, Any]:
+    """One run into a new cache, and the same run again."""
+    folder.mkdir(parents=True)
+    config = config_of(folder, photos, num_encoders, wait_s)
+    cluster = WaitingCluster(config, "auto")
+    report = run_precache(cluster.config, elsewhere=cluster)
+    assert report.num_encoded == report.num_misses and not report.refused, report.to_text()
+    calls = [json.loads(path.read_text()) for path in folder.glob("calls-*.json")]
+    everything = [call for each in calls for call in each]
+    seconds = max(end for _, end in everything) - min(begin for begin, _ in everything)
+    num_before = len(list(folder.glob("started-*")))
+    begun = time.perf_counter()
+    again = run_precache(cluster.config, elsewhere=cluster)
+    nothing_s = time.perf_counter() - begun
+    assert again.num_misses == 0
+    return {
+        "batches_per_s": len(everything) / seconds,
+        "gaps_ms": [1e3 * (after[0] - before[1]) for each in calls for before, after in pairwise(each)],
+        "nothing_s": nothing_s,
+        "num_started": len(list(folder.glob("started-*"))) - num_before,
+    }
+
+
+def run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    most, num_batches, wait_s = (2, 4, 0.2) if options.tiny else (8, 16, 1.0)
+    datasets = {n: write_photos(folder / f"photos{n}", n * num_batches * BATCH_SIZE) for n in (1, most)}
+    # No dashboard and no output of other processes, as the command has it.
+    ray.init(num_cpus=NUM_CPUS, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    try:
+        measured(folder / "warm", datasets[1], 1, wait_s / 20)  # Ray starts the processes that decode
+        rounds: dict[int, list[dict[str, Any]]] = {1: [], most: []}
+        for number in range(options.repetitions):
+            for n, done in rounds.items():
+                done.append(measured(folder / f"run{number}-{n}", datasets[n], n, wait_s))
+    finally:
+        ray.shutdown()
+    rates = {n: [each["batches_per_s"] for each in done] for n, done in rounds.items()}
+    gaps = sorted(gap for each in rounds[most] for gap in each["gaps_ms"])
+    fractions = [many / one / most for many, one in zip(rates[most], rates[1], strict=True)]
+    return {
+        "environment": benchmarking.environment(folder=folder) | {"ray": ray.__version__},
+        "goals": GOALS,
+        "num_encoders": most,
+        "num_batches_each": num_batches,
+        "wait_s": wait_s,
+        "times_of_one": benchmarking.ratios(rates[most], rates[1]),
+        "fraction_of_encoders": benchmarking.spread(fractions),
+        "gap_ms": {
+            "median": statistics.median(gaps),
+            "p95": gaps[int(0.95 * (len(gaps) - 1))],
+            "max": gaps[-1],
+        },
+        "nothing_s": benchmarking.spread([each["nothing_s"] for done in rounds.values() for each in done]),
+        "num_started": sum(each["num_started"] for done in rounds.values() for each in done),
+    }
+
+
+def to_text(result: Mapping[str, Any]) -> str:
+    lines = [f"{result['num_encoders']} encoders that wait {result['wait_s']} s for each batch of {BATCH_SIZE} images"]
+    for name in ("times_of_one", "fraction_of_encoders", "nothing_s"):
+        figure = result[name]
+        lines.append(f"{name:<22} {figure['median']:.3f}  ({figure['min']:.3f} .. {figure['max']:.3f})")
+    gap = result["gap_ms"]
+    lines.append(f"{'gap_ms':<22} {gap['median']:.2f}  (95 of 100 below {gap['p95']:.2f}, at most {gap['max']:.2f})")
+    lines.append(f"{'num_started':<22} {result['num_started']}  encoders where nothing was to be done")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    benchmarking.add_arguments(parser)
+    options = benchmarking.parse(parser)
+    with tempfile.TemporaryDirectory(dir=options.folder, prefix="bench-ray-") as folder:
+        benchmarking.emit(run(Path(folder), options), options, to_text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""`precache --ray` and the section `ray`, as far as no cluster is needed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from latentcache.config import Config, load_config, parse_config
+from latentcache.errors import ConfigError
+from latentcache.precache.run import run_precache
+from latentcache.scaleout.ray import RayCluster, precache
+
+CLUSTER = Path(__file__).parents[2] / "examples" / "cluster"
+
+
+@pytest.fixture
+def config_file(make_config: Callable[..., Config], tmp_path: Path) -> Path:
+    path = tmp_path / "config.json"
+    path.write_text(make_config().model_dump_json(exclude_defaults=True), encoding="utf-8")
+    return path
+
+
+def test_with_nothing_to_do_no_cluster_is_needed(config_file: Path, run_json: Any) -> None:
+    first = run_json("precache", config_file)
+    code, again = run_json("precache", config_file, "--ray", "192.0.2.1:1", "--ray.num_cpus", "0.25")
+    assert (code, again["num_misses"], again["num_hits"]) == (0, 0, first[1]["num_encoded"])
+    assert again["num_refused"] == 0 and again["misses_by_reason"] == {}
+
+
+def test_a_dry_run_needs_no_cluster(config_file: Path, run_json: Any, tmp_path: Path) -> None:
+    code, report = run_json("precache", config_file, "--ray=auto", "--dry-run")
+    assert code == 0 and report["num_misses"] == 12 and not (tmp_path / "cache").exists()
+
+
+def test_without_ray_the_error_says_what_to_install(
+    config_file: Path, run_json: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    code, error = run_json("precache", config_file, "--ray", "auto")
+    assert code == 2 and "pip install 'latentcache[ray]'" in error["error"]
+
+
+def test_what_cannot_run_on_a_cluster_is_refused(
+    make_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match="no cache of a cluster"):
+        precache(make_config(**{"cache.store": "cpu"}))
+    with pytest.raises(ConfigError, match="give no number"):
+        precache(make_config(**{"encode.device": "cuda:1"}))
+    with pytest.raises(ConfigError, match=r"num_gpus: is 1.5; Ray gives a fraction of one GPU, or whole GPUs"):
+        make_config(**{"ray.num_gpus": 1.5})
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="start one process"):
+        precache(make_config())
+
+
+def test_keys_are_planned_for_the_device_of_the_encoders(make_config: Callable[..., Config]) -> None:
+    """A laptop plans for GPUs that it lacks: the text encoders compute in float16 there."""
+    here = RayCluster(make_config(), "auto")
+    there = RayCluster(make_config(**{"encode.device": "cuda"}), "auto")
+    assert (here.device.type, there.device.type) == ("cpu", "cuda")
+    assert RayCluster(make_config(**{"encode.device": "auto", "ray.num_gpus": 0}), "auto").device.type == "cpu"
+    assert RayCluster(make_config(**{"encode.device": "auto", "ray.num_gpus": 0.5}), "auto").device.type != "cpu"
+    report = run_precache(there.config, elsewhere=there, dry_run=True)
+    assert report.num_misses == 12 and report.placement["text"].startswith("cuda float16")
+
+
+def test_paths_of_the_encoders_are_absolute(
+    make_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    given = make_config(**{"cache.path": "here/cache", "model.path": "model", "model.vae": "someone/a-hub-id"})
+    config = RayCluster(given, "auto").config
+    assert config.cache.path == tmp_path / "here/cache" and config.model.path == str(tmp_path / "model")
+    assert config.model.vae == "someone/a-hub-id"
+
+
+def test_the_examples_of_clusters_are_valid() -> None:
+    config = load_config(CLUSTER / "cluster.yaml")
+    assert parse_config(config.model_dump(mode="json")).ray.max_encoders == 16
+    job = yaml.safe_load((CLUSTER / "kuberay.yaml").read_text(encoding="utf-8"))
+    assert job["kind"] == "RayJob" and job["spec"]["entrypoint"].startswith("latentcache precache ")
+    workers = job["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["template"]["spec"]["containers"][0]
+    assert workers["resources"]["limits"]["nvidia.com/gpu"] == "1" and workers["image"]
+    subprocess.run(["bash", "-n", str(CLUSTER / "slurm.sh")], check=True)

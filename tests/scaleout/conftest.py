@@ -1,0 +1,36 @@
+"""A Ray cluster of three nodes on this machine, two of them with a GPU that is not there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+OBJECT_BYTES = 80 << 20  # Ray's least is 75 MiB
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Any]:
+    """`cluster.address` is what `--ray` takes."""
+    environment = {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "OMP_NUM_THREADS": "1",
+    }
+    with patch.dict(os.environ, environment):
+        from ray.cluster_utils import Cluster
+
+        head = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": OBJECT_BYTES}
+        cluster = Cluster(initialize_head=True, head_node_args=head)
+        try:
+            for _ in range(2):
+                cluster.add_node(num_cpus=1, num_gpus=1, object_store_memory=OBJECT_BYTES)
+            yield cluster
+        finally:
+            cluster.shutdown()

@@ -1,0 +1,189 @@
+"""Precaching on a Ray cluster: what one process makes, and what is left after deaths of all kinds."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+from helpers.photo_files import write_photo
+from helpers.quick_encoder import QuickEncoder, poison_decoding
+
+from latentcache.config import Config
+from latentcache.dataset.manifest_folder import ManifestFolder
+from latentcache.errors import ClusterError
+from latentcache.precache.report import Report
+from latentcache.precache.run import run_precache
+from latentcache.scaleout.ray import RayCluster, precache
+from latentcache.store.disk import DiskStore
+from latentcache.utils.progress import Progress
+
+MakeConfig = Callable[..., Config]
+GPU = {"ray.num_gpus": 1, "ray.num_cpus": 0.1, "ray.decode_cpus": 0.2, "ray.wait_s": 250}
+
+
+class QuickCluster(RayCluster):
+    encoder = QuickEncoder
+
+
+class Encoding(Progress):
+    """Calls `act` with how many entries were encoded, each time."""
+
+    def __init__(self, act: Callable[[int], None]):
+        self._act, self._num_encoded = act, 0
+        self._stage = ""
+
+    def start(self, stage: str, total: int | None) -> None:
+        self._stage = stage
+
+    def advance(self, count: int = 1) -> None:
+        if self._stage == "encode":
+            self._num_encoded += count
+            self._act(self._num_encoded)
+
+
+def quickly(config: Config, cluster: Any, **options: Any) -> Report:
+    elsewhere = QuickCluster(config, cluster.address)
+    return run_precache(elsewhere.config, elsewhere=elsewhere, **options)
+
+
+@pytest.fixture
+def poisoned(cluster: Any) -> Iterator[None]:
+    """The test's own connection, whose processes die when they decode `poison`."""
+    environment = {"worker_process_setup_hook": poison_decoding}
+    ray.init(cluster.address, runtime_env=environment, log_to_driver=False, logging_level="ERROR")
+    yield
+    ray.shutdown()
+
+
+def times_encoded(tmp_path: Path) -> Counter[str]:
+    return Counter((tmp_path / "encoded.txt").read_text().split())
+
+
+def more_photos(photos: Path, number: int) -> None:
+    for seed in range(number):
+        write_photo(photos / f"more{seed}.png", 100 + seed, (80, 144) if seed % 3 else (144, 80))
+
+
+def durable(config: Config) -> set[str]:
+    with DiskStore(config.cache.path, read_only=True) as store:
+        return set(store.keys())
+
+
+def test_a_cluster_makes_what_one_process_makes(
+    make_config: MakeConfig, photos: Path, cluster: Any, tmp_path: Path
+) -> None:
+    more_photos(photos, 8)
+    (photos / "cut.png").write_bytes((photos / "a.png").read_bytes()[:-200])
+    changes = {"encode.batch_size": 2, "datasets.0.flip": True}
+    alone = make_config(**changes, **{"cache.path": tmp_path / "alone"})
+    shared = make_config(**changes, **GPU)
+    one, many = run_precache(alone), precache(shared, address=cluster.address)
+    assert (many.num_encoded, many.num_refused) == (one.num_encoded, 1)
+    assert many.refused == one.refused and many.misses_by_reason == one.misses_by_reason
+    with DiskStore(alone.cache.path) as first, DiskStore(shared.cache.path) as second:
+        keys = set(first.keys())
+        assert keys == set(second.keys()) and len(keys) == one.num_encoded
+        for key in keys:
+            a, b = first.get(key), second.get(key)
+            assert a.record.identity == b.record.identity and a.tensors.keys() == b.tensors.keys()
+            assert all(torch.equal(a.tensors[name], b.tensors[name]) for name in a.tensors)
+        assert len(list(second.path.glob("packs/*/*"))) == 2, "one of each encoder"
+    of_one, of_many = (ManifestFolder(Path(config.cache.path) / "manifests") for config in (alone, shared))
+    assert of_one.names() == of_many.names() and of_one.read("photos") == of_many.read("photos")
+    again = precache(shared, address="127.0.0.1:1")
+    assert (again.num_misses, again.num_hits) == (0, one.num_encoded), "and no cluster is needed for that"
+
+
+def test_what_kills_its_process_twice_is_refused_by_name_and_nothing_else(
+    make_config: MakeConfig, photos: Path, cluster: Any, poisoned: None, tmp_path: Path
+) -> None:
+    more_photos(photos, 12)
+    for number, name in enumerate(("poison", "fatal", "unlucky")):
+        write_photo(photos / f"{name}.png", 900 + number, (80, 144))
+    config = make_config(**GPU, **{"encode.batch_size": 4})
+    report = quickly(config, cluster)
+    assert {Path(r.path).stem: r.reason for r in report.refused} == {"poison": "crashed", "fatal": "crashed"}
+    for refusal, what in zip(sorted(report.refused, key=lambda r: r.path), ("encoded", "decoded"), strict=True):
+        assert f"the process that {what} it died 2 times" in refusal.detail
+    assert not report.interrupted and report.num_encoded == report.num_misses - 2 == len(durable(config))
+    manifest = ManifestFolder(Path(config.cache.path) / "manifests").read("photos")
+    assert manifest is not None
+    refused = {name for name, row in manifest.rows.items() if row.refusal is not None}
+    assert refused == {"poison.png", "fatal.png"} and manifest.rows["unlucky.png"].refusal is None
+
+    (photos / "fatal.png").unlink()
+    (photos / "poison.png").unlink()
+    before = times_encoded(tmp_path)
+    assert quickly(config, cluster).num_misses == 0
+    assert times_encoded(tmp_path) == before
+
+
+def test_a_lost_node_costs_what_it_had_not_sealed(
+    make_config: MakeConfig, photos: Path, cluster: Any, tmp_path: Path
+) -> None:
+    more_photos(photos, 60)
+    config = make_config(**GPU, **{"encode.batch_size": 2})
+    node = cluster.add_node(num_cpus=1, num_gpus=1, object_store_memory=80 << 20)
+
+    def remove(num_encoded: int) -> None:
+        if num_encoded >= 20 and node in cluster.list_all_nodes():
+            cluster.remove_node(node, allow_graceful=False)
+
+    report = quickly(config, cluster, progress=Encoding(remove))
+    assert node not in cluster.list_all_nodes()
+    assert report.refused == [] and report.num_encoded == report.num_misses == len(durable(config))
+
+
+def test_a_killed_driver_is_run_again(make_config: MakeConfig, photos: Path, cluster: Any, tmp_path: Path) -> None:
+    more_photos(photos, 80)
+    config = make_config(**GPU, **{"encode.batch_size": 2})
+    (tmp_path / "config.json").write_text(config.model_dump_json(exclude_defaults=True))
+    driver = (
+        "import sys, test_ray_precache; from latentcache.config import load_config; "
+        "from types import SimpleNamespace; "
+        "test_ray_precache.quickly(load_config(sys.argv[1]), SimpleNamespace(address=sys.argv[2]))"
+    )
+    paths = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1]), str(Path(__file__).parent)]
+    process = subprocess.Popen(
+        [sys.executable, "-c", driver, str(tmp_path / "config.json"), cluster.address],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+    )
+    try:
+        deadline = time.monotonic() + 200
+        while not list(Path(config.cache.path).glob("packs/*/*.safetensors")):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    report = quickly(config, cluster)
+    assert 0 < report.num_hits < 90 and report.refused == []
+    assert len(durable(config)) == report.num_hits + report.num_misses
+    twice = [key for key, times in times_encoded(tmp_path).items() if times > 1]
+    assert len(twice) < report.num_misses, "only what was not sealed"
+
+
+def test_stopping_seals_what_is_done(make_config: MakeConfig, photos: Path, cluster: Any, tmp_path: Path) -> None:
+    more_photos(photos, 60)
+    config, stop = make_config(**GPU, **{"encode.batch_size": 2, "ray.max_encoders": 1}), threading.Event()
+
+    report = quickly(config, cluster, progress=Encoding(lambda num_encoded: stop.set()), stop=stop)
+    assert report.interrupted and 0 < report.num_encoded < report.num_misses
+    assert len(durable(config)) == report.num_encoded == len(times_encoded(tmp_path))
+
+
+def test_a_cluster_without_what_is_wanted_is_an_error_soon(make_config: MakeConfig, cluster: Any) -> None:
+    config = make_config(**(GPU | {"ray.accelerator_type": "H100", "ray.wait_s": 1}))
+    with pytest.raises(ClusterError, match=r"1 encoders with 1 GPUs of type H100 .* have CPU 3, GPU 2.*ray\.num_gpus"):
+        quickly(config, cluster)
