@@ -150,7 +150,7 @@ def cold(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     whole, some = options.num_samples, min(options.num_samples, options.num_random)
     runs: dict[str, Callable[[int], float]] = {
         "cat": ways.cat,
-        "packs": partial(ways.ours, num_read=whole, order="packs", io="mapped"),
+        "packs": partial(ways.ours, num_read=whole, order="packs"),
         "random": partial(ways.ours, num_read=some, io="mapped"),
         "direct": partial(ways.ours, num_read=some, io="direct"),
     }

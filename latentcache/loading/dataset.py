@@ -135,7 +135,8 @@ class LatentDataset(SampleDataset):
     the cache for itself, so fork and spawn both work. `path`, `io` and `options` are those of `LatentCache`.
 
     `order` is what `BucketBatchSampler` follows: "random", or "packs" for a cache that is larger than memory, or far
-    away: the packs that hold the images are read whole, in random order, and their rows are mixed.
+    away: the packs that hold the images are read whole, in random order, and their rows are mixed. They are brought
+    into the page cache, so `io` is then "mapped".
     """
 
     def __init__(
@@ -152,6 +153,10 @@ class LatentDataset(SampleDataset):
     ):
         if order not in ORDERS:
             raise StoreError(f"order is {order!r}; it must be one of {', '.join(ORDERS)}")
+        if order == "packs":
+            if io == "direct":
+                raise StoreError("order='packs' reads through the page cache, io='direct' past it: use one")
+            io = "mapped"
         self.path = location_of(path)
         self.caption, self.order = caption, order
         self.own_cache = _OwnCache(path, unverified=unverified, io=io, options=options)
