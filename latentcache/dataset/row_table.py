@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
 from dataclasses import dataclass
-from itertools import accumulate, chain, islice, pairwise
+from itertools import accumulate, islice
 from operator import attrgetter
 from typing import Any
 
@@ -18,10 +18,9 @@ from latentcache.identity import is_key
 from latentcache.types import Crop, Geometry, Refusal, Size
 
 _CHUNK = 1024
-"""Rows that are made together when all are wanted."""
+"""Rows or keys that are made together when all are wanted."""
 _KEY_BYTES = 32
 _NO_SOURCE = "0" * 2 * _KEY_BYTES
-_TRUST: tuple[Trust, Trust] = ("verified", "unverified")
 _GEOMETRY = attrgetter("original_size", "resized_size", "crop_top_left", "target_size", "flip")
 
 
@@ -32,11 +31,10 @@ class _Texts:
         self._data = np.frombuffer(data, np.uint8)
         self._bounds = np.frombuffer(bounds, np.int64)
 
-    def between(self, start: int, stop: int) -> list[str]:
-        bounds = self._bounds[start : stop + 1].tolist()
-        first, data = bounds[0], self._data[bounds[0] : bounds[-1]].tobytes()
-        bounds = [bound - first for bound in bounds]
-        return [data[at:end].decode("utf-8", "surrogatepass") for at, end in pairwise(bounds)]
+    def __getitem__(self, number: int) -> str:
+        start, end = self._bounds.item(number), self._bounds.item(number + 1)
+        data: bytes = self._data[start:end].tobytes()
+        return data.decode("utf-8", "surrogatepass")
 
 
 class _TextsBuilder:
@@ -59,13 +57,10 @@ class _Entries:
     keys: np.ndarray
     is_unverified: np.ndarray
 
-    def between(self, start: int, stop: int) -> tuple[list[slice], list[str], list[Trust]]:
-        """The keys and trusts of some rows' entries, and which of these each row has."""
-        bounds = self.bounds[start : stop + 1].tolist()
-        first, end = bounds[0], bounds[-1]
-        trusts = [_TRUST[flag] for flag in self.is_unverified[first:end].tolist()]
-        spans = [slice(at - first, stop - first) for at, stop in pairwise(bounds)]
-        return spans, _hex_of(self.keys[first:end]), trusts
+    def of_row(self, number: int) -> Iterator[tuple[int, str, Trust]]:
+        """The number, key and trust of each of a row's entries."""
+        for at in range(self.bounds.item(number), self.bounds.item(number + 1)):
+            yield at, self.keys[at].tobytes().hex(), "unverified" if self.is_unverified.item(at) else "verified"
 
     def unverified_rows(self) -> np.ndarray:
         """The numbers of the rows with an unverified entry, ascending; some may repeat."""
@@ -157,7 +152,7 @@ class RowTable(Mapping[str, Row]):
         return len(self._has_source)
 
     def __iter__(self) -> Iterator[str]:
-        return chain.from_iterable(self._ids.between(*bounds) for bounds in self._chunks())
+        return map(self.sample_id, range(len(self)))
 
     def __getitem__(self, sample_id: str) -> Row:
         number = self.number(sample_id)
@@ -176,17 +171,18 @@ class RowTable(Mapping[str, Row]):
     def items(self) -> ItemsView[str, Row]:
         return _Items(self)
 
-    def _chunks(self) -> Iterator[tuple[int, int]]:
-        return ((start, min(start + _CHUNK, len(self))) for start in range(0, len(self), _CHUNK))
-
     # By number
 
     def number(self, sample_id: str) -> int | None:
         """The number of a sample's row; of the last one if it has several. None for an unknown one."""
-        wanted = np.uint64(_hash_of(sample_id.encode("utf-8", "surrogatepass")))
-        at, end = (int(np.searchsorted(self._hashes, wanted, side=side)) for side in ("left", "right"))
-        numbers = reversed(self._order[at:end].tolist())
-        return next((number for number in numbers if self.sample_id(number) == sample_id), None)
+        wanted = np.uint64(_hash_of(_encoded(sample_id)))
+        at, found = int(self._hashes.searchsorted(wanted)), None
+        while at < len(self) and self._hashes[at] == wanted:
+            number = self._order.item(at)
+            if self.sample_id(number) == sample_id:
+                found = number
+            at += 1
+        return found
 
     def repeated(self) -> int | None:
         """The number of a row whose sample_id is that of a row before; None if no two are equal."""
@@ -198,40 +194,27 @@ class RowTable(Mapping[str, Row]):
 
     def sample_id(self, number: int) -> str:
         """The sample_id of a row."""
-        return self._ids.between(number, number + 1)[0]
+        return self._ids[number]
 
     def row(self, number: int) -> Row:
-        """One row. It takes some microseconds."""
-        return self.rows(number, number + 1)[0]
+        """One row: it takes some microseconds."""
+        sample_id, head = self._ids[number], self._head_of.item(number)
+        path = self._heads[head]
+        geometries, geometry_of, texts = self.geometries, self._geometry_of, self._texts
+        images = [ImageRef(key, geometries[geometry_of.item(at)], t) for at, key, t in self._images.of_row(number)]
+        captions = [CaptionRef(texts[at], key, trust) for at, key, trust in self._captions.of_row(number)]
+        return Row(
+            sample_id,
+            path + sample_id if self._is_joined.item(head) else path,
+            self._sources[number].tobytes().hex() if self._has_source.item(number) else None,
+            tuple(images),
+            tuple(captions),
+            self.refusals.get(number),
+        )
 
     def rows(self, start: int, stop: int) -> list[Row]:
         """The rows from number `start` to `stop`; fewer at the end."""
-        stop = min(stop, len(self))
-        if start >= stop:
-            return []
-        ids, has_source = self._ids.between(start, stop), self._has_source[start:stop].tolist()
-        digests = _hex_of(self._sources[start:stop])
-        sources = [digest if known else None for digest, known in zip(digests, has_source, strict=True)]
-        image_spans, keys, trusts = self._images.between(start, stop)
-        first = int(self._images.bounds[start])
-        geometries = map(self.geometries.__getitem__, self._geometry_of[first : first + len(keys)].tolist())
-        images = tuple(map(ImageRef, keys, geometries, trusts))
-        caption_spans, keys, trusts = self._captions.between(start, stop)
-        first = int(self._captions.bounds[start])
-        captions = tuple(map(CaptionRef, self._texts.between(first, first + len(keys)), keys, trusts))
-        columns = ids, self._paths(ids, start, stop), sources, image_spans, caption_spans
-        refusals = map(self.refusals.get, range(start, stop))
-        return [
-            Row(sample_id, path, source, images[of_images], captions[of_captions], refusal)
-            for sample_id, path, source, of_images, of_captions, refusal in zip(*columns, refusals, strict=True)
-        ]
-
-    def _paths(self, ids: Sequence[str], start: int, stop: int) -> Iterator[str]:
-        heads = self._head_of[start:stop].tolist()
-        first, last = min(heads), max(heads)
-        texts, is_joined = self._heads.between(first, last + 1), self._is_joined[first : last + 1].tolist()
-        for sample_id, head in zip(ids, heads, strict=True):
-            yield texts[head - first] + sample_id if is_joined[head - first] else texts[head - first]
+        return list(map(self.row, range(start, min(stop, len(self)))))
 
     # As columns
 
@@ -281,7 +264,7 @@ class _Values(ValuesView[Row]):
     _mapping: RowTable
 
     def __iter__(self) -> Iterator[Row]:
-        return chain.from_iterable(self._mapping.rows(*bounds) for bounds in self._mapping._chunks())
+        return map(self._mapping.row, range(len(self._mapping)))
 
 
 class _Items(ItemsView[str, Row]):
@@ -338,18 +321,21 @@ class RowTableBuilder:
         ids = [_encoded(row.sample_id) for row in rows]
         self._ids.add(ids)
         self._hashes.extend(map(_hash_of, ids))
-        for row in rows:
-            self._add_path(row.path, row.sample_id)
+        self._add_paths(rows)
 
-    def _add_path(self, path: str, sample_id: str) -> None:
+    def _add_paths(self, rows: Sequence[Row | RowLine]) -> None:
         """Most paths are one folder and the sample_id: the folder is kept once for rows that follow each other."""
-        is_joined = path.endswith(sample_id)
-        head = path[: len(path) - len(sample_id)] if is_joined else path
-        if (head, is_joined) != self._last_head:
-            self._last_head = head, is_joined
-            self._heads.add([_encoded(head)])
-            self._is_joined.append(is_joined)
-        self._head_of.append(len(self._is_joined) - 1)
+        last, heads = self._last_head, []
+        for row in rows:
+            is_joined = row.path.endswith(row.sample_id)
+            head = row.path[: len(row.path) - len(row.sample_id)] if is_joined else row.path
+            if (head, is_joined) != last:
+                last = head, is_joined
+                self._heads.add([_encoded(head)])
+                self._is_joined.append(is_joined)
+            heads.append(len(self._is_joined) - 1)
+        self._last_head = last
+        self._head_of.extend(heads)
 
     def finish(self) -> RowTable:
         """The table."""

@@ -75,19 +75,20 @@ class SampleIndex:
         datasets = self.datasets() if datasets is None else datasets
         found = []
         for manifest in datasets:
-            if sample_id in manifest.rows:
-                found.append(manifest)
+            row = manifest.rows.get(sample_id)
+            if row is not None:
+                found.append((manifest, row))
         if len(found) != 1:
-            names = ", ".join(manifest.name for manifest in found or datasets)
+            names = ", ".join(manifest.name for manifest in [each for each, _ in found] or datasets)
             if not found:
                 raise SampleError(sample_id, f"is in no manifest ({names})", PRECACHE)
             raise SampleError(sample_id, f"is in several manifests: {names}", "LatentCache(path, manifest=NAME)")
-        row = found[0].rows[sample_id]
+        [(manifest, row)] = found
         if row.refusal is not None:
             reason = f"was refused ({row.refusal.reason}): {row.refusal.detail}"
             raise SampleError(sample_id, reason, f"replace {row.refusal.path}, then {PRECACHE}")
-        self.check_trust(found[0], row)
-        return found[0], row
+        self.check_trust(manifest, row)
+        return manifest, row
 
     def check_trust(self, manifest: Manifest, row: Row) -> None:
         """SampleError if the sample was imported and is not verified, and such samples may not be read."""

@@ -197,8 +197,7 @@ class _Run:
                 self._encode_here(failures)
             else:
                 self._encode_elsewhere(self.elsewhere, failures)
-        rows = (row for manifest in plan.manifests for row in manifest.rows.values())
-        failed = [refusal for row in rows if (refusal := failures.refusal(row)) is not None]
+        failed = [refusal for manifest in plan.manifests for refusal in failures.refusals(manifest).values()]
         report.refused += failed
         report.failed = [refusal.path for refusal in failed]
         if not report.interrupted:
@@ -320,6 +319,11 @@ class Failures:
             detail = f"the same image at {failure.path}: {detail}"
         return Refusal(row.sample_id, row.path, failure.reason, detail)
 
+    def refusals(self, manifest: Manifest) -> dict[str, Refusal]:
+        """The refusals of a manifest's samples, by sample_id."""
+        rows = manifest.rows.values() if self._by_key else ()
+        return {row.sample_id: refusal for row in rows if (refusal := self.refusal(row)) is not None}
+
     def forget(self, keys: Iterable[str]) -> None:
         """Remove what earlier runs noted of these keys: this rank is about to try them again."""
         if self.shared is not None:
@@ -385,11 +389,14 @@ def _whole(workspace: Workspace, manifest: Manifest, failures: Failures) -> Mani
     """The manifest with what failed, and with prompts that a service cached since the plan was made."""
     is_prompts = manifest.role == "prompts"
     others = prompts_of_others(workspace.store, workspace.manifests, manifest.name) if is_prompts else {}
-    rows = others | {
-        name: row if (refusal := failures.refusal(row)) is None else replace(row, refusal=refusal)
+    refusals = failures.refusals(manifest)
+    if not others and not refusals:
+        return manifest  # as columns: its rows as objects take a kilobyte each
+    rows = {
+        name: row if name not in refusals else replace(row, refusal=refusals[name])
         for name, row in manifest.rows.items()
     }
-    return replace(manifest, rows=rows)
+    return replace(manifest, rows=others | rows)
 
 
 def _needed(rows: Iterable[Row]) -> set[str]:

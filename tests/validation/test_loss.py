@@ -278,7 +278,7 @@ def test_the_order_of_the_manifest_does_not_matter(own_cache: Path, unet: torch.
         one = validation_loss(unet, cache, scheduler=SCHEDULER, settings=FEW)
         for name in ("photos", "others"):
             manifest = cache.manifests.read(name)
-            rows = dict(reversed(manifest.rows.items()))
+            rows = dict(reversed([*manifest.rows.items()]))
             assert list(rows) != list(manifest.rows)
             cache.manifests.write(replace(manifest, rows=rows))
     with LatentCache(own_cache) as cache:
