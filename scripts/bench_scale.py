@@ -1,0 +1,175 @@
+"""What a very large cache costs: the rows of its index, its manifest and its plan are really made, without payload.
+
+    python scripts/bench_scale.py                          # 10 million samples; half an hour, 10 GB of disk
+    python scripts/bench_scale.py --samples 1000000
+    python scripts/bench_scale.py --tiny                   # for correctness only
+
+A sample is one image entry and one text entry, as in bench_index.py, whose packs are empty files of the right size.
+Each step runs in a process of its own, once. `peak_mb` is that of the whole process, of which Python with the package
+takes some 500. The plan is what `precache` does with a dataset whose files it knows: it looks up all keys, counts
+hits, and makes the manifest again. Reading and hashing files is not in it (bench_plan.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_index import build, key_of
+from benchmarking import add_arguments, emit, environment
+
+from latentcache.dataset.manifest import Manifest
+from latentcache.dataset.manifest_folder import ManifestFolder
+from latentcache.dataset.manifest_row import CaptionRef, ImageRef, Row
+from latentcache.dataset.row_table import RowTable, RowTableBuilder
+from latentcache.devices.placement import Placement
+from latentcache.identity import ImageEncoding, PartIdentity, TextEncoding
+from latentcache.store import DiskStore
+from latentcache.types import Crop, Geometry, Size
+
+SAMPLES, TINY_SAMPLES = 10_000_000, 3_000
+CHUNK = 1024
+NAME = "photos"
+COMMON = {"schema": 1, "salt": "", "text_encoding": {}}
+SIZES = [Size(768 + 16 * step, 1344 - 16 * step) for step in range(37)]
+
+
+def row_of(number: int, num_samples: int) -> Row:
+    sample_id = f"{number // 1000:06d}/{number}.jpg"
+    size = SIZES[number % len(SIZES)]
+    image = ImageRef(key_of(number), Geometry(size, size, Crop(0, 0), size))
+    caption = CaptionRef(f"photo number {number}, of a grey wall in the evening", key_of(num_samples + number))
+    return Row(sample_id, f"/data/photos/{sample_id}", key_of(-1 - number), (image,), (caption,))
+
+
+def table_of(chunks: Iterator[list[Row]]) -> RowTable:
+    builder = RowTableBuilder()
+    for chunk in chunks:
+        builder.add(chunk)
+    return builder.finish()
+
+
+def make_index(root: Path, num_samples: int) -> dict[str, float]:
+    build(root, 2 * num_samples)
+    return {"bytes": sum(file.stat().st_size for file in (root / "index").rglob("*"))}
+
+
+def open_index(root: Path, num_samples: int) -> dict[str, float]:
+    with DiskStore(root) as store:
+        assert sum(store.stats().num_entries.values()) == 2 * num_samples
+    return {}
+
+
+def make_manifest(root: Path, num_samples: int) -> dict[str, float]:
+    starts = range(0, num_samples, CHUNK)
+    chunks = ([row_of(at, num_samples) for at in range(start, min(start + CHUNK, num_samples))] for start in starts)
+    folder = ManifestFolder(root / "manifests")
+    folder.write(Manifest(NAME, "train", 1, COMMON, table_of(chunks)))
+    return {"bytes": (folder.path / f"{NAME}.jsonl").stat().st_size}
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def read_manifest(root: Path, num_samples: int) -> dict[str, float]:
+    before = resident()
+    manifest = read(root)
+    assert len(manifest.rows) == num_samples
+    return {"bytes_per_sample": (resident() - before) / num_samples}
+
+
+def read(root: Path) -> Manifest:
+    manifest = ManifestFolder(root / "manifests").read(NAME)
+    assert manifest is not None
+    return manifest
+
+
+def plan(root: Path, num_samples: int) -> dict[str, float]:
+    # They import the models' code: only this step pays for it.
+    from latentcache.precache.encodings import Encodings
+    from latentcache.precache.plan import PlanBuilder, Shard
+
+    part, placement = PartIdentity("", "", ""), Placement(torch.device("cpu"), torch.float16, 1, "")
+    text = TextEncoding(part, part, part, part, "float16", "float16")
+    image = ImageEncoding(part, "float16", "moments", "float16", 1.0, None)
+    encodings = Encodings(text, text, placement, 1, image, placement, 4, 8, 16)
+
+    def missed() -> str:
+        raise AssertionError("an entry of the manifest is not in the index")
+
+    with DiskStore(root, read_only=True) as store:
+        rows, builder, new = RowTable.of(read(root).rows), PlanBuilder(store, "", Shard()), RowTableBuilder()
+        for start in range(0, len(rows), CHUNK):
+            chunk = rows.rows(start, start + CHUNK)
+            present = builder.find(key for row in chunk for key in row.keys())
+            for row in chunk:
+                for image in row.images:
+                    builder.add_image(image, encodings, present, missed, missed)  # type: ignore[arg-type]
+                for caption in row.captions:
+                    builder.add_text(row, caption, encodings.text, 1, present, missed)
+            new.add(chunk)
+        assert builder.finish().num_hits == 2 * num_samples and len(new.finish()) == num_samples
+    return {}
+
+
+STEPS: dict[str, Callable[[Path, int], dict[str, float]]] = {
+    step.__name__: step for step in (make_index, open_index, make_manifest, read_manifest, plan)
+}
+
+
+def run_step(name: str, root: Path, num_samples: int) -> dict[str, float]:
+    start = time.perf_counter()
+    figures = STEPS[name](root, num_samples)
+    seconds = time.perf_counter() - start
+    peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return {"seconds": seconds, "us_per_sample": seconds * 1e6 / num_samples, "peak_mb": peak_mb, **figures}
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    num_samples = options.samples or (TINY_SAMPLES if options.tiny else SAMPLES)
+    variables, results = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, {}
+    with tempfile.TemporaryDirectory(dir=options.folder) as root:
+        for name in STEPS:
+            command = [sys.executable, __file__, "--worker", name, root, str(num_samples)]
+            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=variables)
+            results[name] = json.loads(done.stdout)
+        where = environment(folder=root)
+    return {"num_samples": num_samples, "steps": results, **where}
+
+
+def to_text(document: dict[str, Any]) -> str:
+    lines = [f"{document['num_samples']:,} samples"]
+    for name, figures in document["steps"].items():
+        rest = "".join(f"  {key} {value:,.0f}" for key, value in figures.items() if "bytes" in key)
+        seconds, each, peak = figures["seconds"], figures["us_per_sample"], figures["peak_mb"]
+        lines.append(f"{name:15}{seconds:10.1f} s{each:8.1f} us/sample{peak:10,.0f} MB{rest}")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    parser.add_argument("--samples", type=int, help=f"how many samples (default: {SAMPLES:,})")
+    parser.add_argument("--worker", nargs=3, metavar=("STEP", "ROOT", "NUM_SAMPLES"), help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.worker:
+        name, root, num_samples = options.worker
+        print(json.dumps(run_step(name, Path(root), int(num_samples))))
+        return 0
+    emit(run(options), options, to_text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
