@@ -390,13 +390,9 @@ def _whole(workspace: Workspace, manifest: Manifest, failures: Failures) -> Mani
     is_prompts = manifest.role == "prompts"
     others = prompts_of_others(workspace.store, workspace.manifests, manifest.name) if is_prompts else {}
     refusals = failures.refusals(manifest)
-    if not others and not refusals:
-        return manifest  # as columns: its rows as objects take a kilobyte each
-    rows = {
-        name: row if name not in refusals else replace(row, refusal=refusals[name])
-        for name, row in manifest.rows.items()
-    }
-    return replace(manifest, rows=others | rows)
+    refused = {name: replace(manifest.rows[name], refusal=refusal) for name, refusal in refusals.items()}
+    # Where nothing changes it stays columns: its rows as objects take a kilobyte each.
+    return replace(manifest, rows={**others, **manifest.rows, **refused}) if others or refused else manifest
 
 
 def _needed(rows: Iterable[Row]) -> set[str]:
