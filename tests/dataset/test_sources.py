@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import os
+import pickle
 import tarfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -678,3 +679,12 @@ def test_the_lines_of_a_caption_file_may_be_one_caption(tmp_path: Path) -> None:
     found = samples(open_source("folder", tmp_path, caption_lines="joined"))
     captions = {sample.sample_id: sample.captions for sample in found}
     assert captions == {"a.png": ("a red car, in the rain",), "b.png": ("",), "c.png": ("",)}
+
+
+def test_a_table_that_is_sent_to_another_process_is_one_source_there(tmp_path: Path) -> None:
+    """Each image that a process is sent brings its source: row groups are kept once for all of them."""
+    pq.write_table(pa.table({"image": [b"one", b"two"]}), tmp_path / "a.parquet")
+    source = open_configured(SourceConfig(kind="parquet", path=tmp_path / "a.parquet"))
+    first, second = (pickle.loads(pickle.dumps(source)) for _ in range(2))
+    assert first is second and first is not source
+    assert [first.read(sample) for sample in source.samples()] == [b"one", b"two"]
