@@ -36,10 +36,9 @@ WHOLE_BYTES = 128 << 20
 """A larger pack is sent in parts, of which several are on their way at once."""
 PART_BYTES = 16 << 20
 ATTEMPTS = 3
-"""That fit into the time for retries, where a store accepts a connection and then says nothing."""
+"""To read an answer that broke off; and that fit into the time for retries, where a store says nothing."""
 UPLOAD_S = 300.0
 """An attempt to send an object, or one of its parts, ends after this."""
-PROBE = "probe-"
 _STATUS = re.compile(r"status code: (\d{3})")
 _REASON = re.compile(r"<Message>(.*?)</Message>", re.DOTALL)
 _NOT_IMPLEMENTED, _UNAUTHORIZED, _FORBIDDEN = 501, 401, 403
@@ -128,6 +127,16 @@ class Bucket:
         except (BaseError, OSError, ValueError, NotImplementedError) as error:
             raise _problem(self.url, what, error) from error
 
+    def _read(self, what: str, request: Callable[[], Result], attempts: int = ATTEMPTS) -> Result:
+        """What a request gives that reads. obstore does not repeat each of those whose answer broke off."""
+        try:
+            with self._errors(what):
+                return request()
+        except RemoteError as error:
+            if "body error" not in error.detail or attempts == 1:
+                raise
+        return self._read(what, request, attempts - 1)
+
     # Objects
 
     def names(self, folder: str) -> dict[str, int]:
@@ -141,16 +150,21 @@ class Bucket:
     def _listed(self, folder: str) -> list[ObjectMeta]:
         import obstore
 
-        with self._errors(f"{folder} cannot be listed"):
+        def request() -> list[ObjectMeta]:
             return [each for chunk in obstore.list(self._store, folder, chunk_size=1000) for each in chunk]
+
+        return self._read(f"{folder} cannot be listed", request)
 
     def read(self, name: str) -> StoredObject | None:
         """An object, or None if there is none."""
         import obstore
 
-        with self._errors(f"{name} cannot be read"), suppress(FileNotFoundError):
+        def request() -> StoredObject:
             found = obstore.get(self._store, name)
             return StoredObject(memoryview(found.bytes()), found.meta["e_tag"], found.meta["last_modified"])
+
+        with suppress(FileNotFoundError):
+            return self._read(f"{name} cannot be read", request)
         return None
 
     def put(self, name: str, data: bytes) -> None:
@@ -205,7 +219,7 @@ class Bucket:
     @cached_property
     def can_replace(self) -> bool:
         """Whether the store compares before it replaces an object. It is tried out, once, on an object of its own."""
-        name = f"{PROBE}{uuid.uuid4().hex}"
+        name = f"probe-{uuid.uuid4().hex}"
         try:
             self.put(name, b"1")
             first = self.read(name)
@@ -294,9 +308,11 @@ class Bucket:
         import obstore
 
         starts, lengths = [start for start, _ in ranges], [num for _, num in ranges]
-        with self._errors(f"pack {pack} cannot be read"):
-            found = obstore.get_ranges(self._store, pack_name(pack), starts=starts, lengths=lengths)
-            parts = [memoryview(part) for part in found]
+        found = self._read(
+            f"pack {pack} cannot be read",
+            lambda: obstore.get_ranges(self._store, pack_name(pack), starts=starts, lengths=lengths),
+        )
+        parts = [memoryview(part) for part in found]
         for (start, num), part in zip(ranges, parts, strict=True):
             if len(part) != num:
                 raise PackError(

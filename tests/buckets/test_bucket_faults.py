@@ -1,0 +1,128 @@
+"""A store in a bucket behind a network that fails: nothing is lost, nothing is wrong, an error has a next step."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from helpers.relay import Relay, relaying
+from helpers.remote_samples import entries_of
+from helpers.swift_server import SwiftServer
+from test_bucket_store_reads import ENTRIES, KEYS, assert_right
+
+from latentcache.errors import RemoteError
+from latentcache.remote.bucket import Bucket
+from latentcache.remote.bucket_store import BucketStore
+
+RETRY_S = 3.0
+NEW = entries_of(50)
+
+
+@pytest.fixture
+def relay(swift: SwiftServer, s3_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Relay]:
+    """A relay before the server, to which `s3_url` leads from here on. The bucket has the entries."""
+    with BucketStore(s3_url, create=True) as store:
+        store.add(ENTRIES)
+    with relaying(swift.address) as relay:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", relay.url)
+        yield relay
+
+
+def dropped(path: str, status: int, data: bytes) -> bytes | None:
+    return None
+
+
+def truncated(path: str, status: int, data: bytes) -> bytes | None:
+    return data[: len(data) // 2]
+
+
+def stalled(method: str, path: str) -> int | None:
+    time.sleep(RETRY_S / 2)
+    return 503
+
+
+def busy(method: str, path: str) -> int | None:
+    return 503
+
+
+Fault = Callable[[Relay, int], None]
+
+
+def changing(change: Callable[[str, int, bytes], bytes | None]) -> Fault:
+    """Answers are changed, the first `num` of them."""
+
+    def begin(relay: Relay, num: int) -> None:
+        count = itertools.count()
+        relay.change = lambda path, status, data: change(path, status, data) if next(count) < num else data
+
+    return begin
+
+
+def answering(answer: Callable[[str, str], int | None]) -> Fault:
+    def begin(relay: Relay, num: int) -> None:
+        count = itertools.count()
+        relay.answer = lambda method, path: answer(method, path) if next(count) < num else None
+
+    return begin
+
+
+FAULTS = {
+    "drops": changing(dropped),
+    "truncates": changing(truncated),
+    "stalls": answering(stalled),
+    "is-busy": answering(busy),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_that_passes_is_not_seen(s3_url: str, relay: Relay, fault: str, tmp_path: Path) -> None:
+    with BucketStore(s3_url, retry_s=RETRY_S) as store:
+        FAULTS[fault](relay, 1)
+        assert store.find(KEYS) == set(KEYS)
+        FAULTS[fault](relay, 1)
+        assert_right(store, KEYS)
+        FAULTS[fault](relay, 1)
+        assert store.add(NEW) == len(NEW)
+        assert store.damaged() == {}
+    with BucketStore(s3_url, local=tmp_path / "local") as store:
+        FAULTS[fault](relay, 1)
+        assert_right(store, KEYS)
+        assert store.find([entry.record.key for entry in NEW]) == {entry.record.key for entry in NEW}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_that_lasts_is_an_error_with_a_next_step(s3_url: str, relay: Relay, fault: str, tmp_path: Path) -> None:
+    with BucketStore(s3_url, retry_s=RETRY_S) as store, BucketStore(s3_url, retry_s=RETRY_S) as other:
+        assert store.find(KEYS) == set(KEYS)
+        FAULTS[fault](relay, 1 << 30)
+        for call in (lambda: store.rows(KEYS[:2]), lambda: other.find(KEYS[:1]), lambda: store.add(NEW)):
+            began = time.monotonic()
+            with pytest.raises(RemoteError, match="run the same again: nothing that was stored is lost") as caught:
+                call()
+            assert caught.value.url == s3_url and time.monotonic() - began < 10 * RETRY_S
+        relay.change = relay.answer = None
+        assert_right(store, KEYS)
+        assert store.damaged() == {} and store.find([NEW[0].record.key]) == set()
+
+
+def test_an_upload_whose_answer_is_lost_is_stored_once(s3_url: str, relay: Relay) -> None:
+    puts = []
+
+    def lose_first(path: str, status: int, data: bytes) -> bytes | None:
+        if "/packs/" not in path or status >= 300:
+            return data
+        puts.append(path)
+        return None if len(puts) == 1 else data
+
+    with BucketStore(s3_url, retry_s=RETRY_S) as store:
+        assert store.find(KEYS) == set(KEYS)
+        relay.change = lose_first
+        assert store.add(NEW) == len(NEW)
+    relay.change = None
+    assert len([1 for method, path in relay.requests if method == "PUT" and "/packs/" in path]) == 2
+    assert len(Bucket.open(s3_url).packs()) == 2
+    with BucketStore(s3_url) as store:
+        assert len(list(store.keys())) == len(KEYS) + len(NEW)
