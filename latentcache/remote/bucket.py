@@ -243,8 +243,7 @@ class Bucket:
             with self._errors(f"{name} cannot be removed"), suppress(FileNotFoundError):
                 obstore.delete(self._store, name)
 
-        for _ in in_threads(remove, names):
-            pass
+        list(in_threads(remove, names))
 
     # The cache
 
