@@ -137,8 +137,6 @@ class Bucket:
                 raise
         return self._read(what, request, attempts - 1)
 
-    # Objects
-
     def names(self, folder: str) -> dict[str, int]:
         """The objects below a folder, with their bytes."""
         return {each["path"]: each["size"] for each in self._listed(folder)}
@@ -245,8 +243,6 @@ class Bucket:
 
         list(in_threads(remove, names))
 
-    # The cache
-
     def check(self, *, create: bool = False) -> None:
         """StoreError if there is no cache here; `create` makes one. SchemaError, UnsafeStoreError: see `check_mark`."""
         found = self.read(MARK)
@@ -271,14 +267,11 @@ class Bucket:
 
     def row(self, pack: str, num_bytes: int) -> PackRow:
         """A pack's layout, keys and digests, by one or two reads. PackError; FileNotFoundError: it is not there."""
-        return row_in(pack, self._bytes_of(pack, num_bytes))[0]
+        return row_in(pack, _bytes_of(self, pack, num_bytes))[0]
 
     def records(self, pack: str, num_bytes: int) -> PackRecords:
         """As `row`, with the records of the entries."""
-        return records_in(pack, self._bytes_of(pack, num_bytes))
-
-    def _bytes_of(self, pack: str, num_bytes: int) -> RangedBytes:
-        return RangedBytes(self._title(pack), num_bytes, lambda start, num: self.ranges(pack, [(start, num)])[0])
+        return records_in(pack, _bytes_of(self, pack, num_bytes))
 
     def rows(self, packs: Mapping[str, int]) -> Iterator[PackRow]:
         """The rows of these packs (with their bytes), many read at once, in their order.
@@ -369,6 +362,11 @@ class Bucket:
 
     def _title(self, pack: str) -> str:
         return f"{self.url}/{pack_name(pack)}"
+
+
+def _bytes_of(bucket: Bucket, pack: str, num_bytes: int) -> RangedBytes:
+    title = f"{bucket.url}/{pack_name(pack)}"
+    return RangedBytes(title, num_bytes, lambda start, num: bucket.ranges(pack, [(start, num)])[0])
 
 
 def in_threads(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
