@@ -23,12 +23,12 @@ import numpy as np
 from latentcache.errors import PackError, StoreError
 from latentcache.remote.bucket import Bucket
 from latentcache.remote.bucket_manifests import BucketManifests
-from latentcache.remote.bucket_marks import marked, read_marks, sweep_marks
+from latentcache.remote.bucket_marks import marked, read_marks, sweep_marks, write_marks
 from latentcache.store.base import OwnedEntry, is_pack_id
 from latentcache.store.catalog import drop_known
 from latentcache.store.compaction import Entries, choose, full_packs
 from latentcache.store.directory import pack_name
-from latentcache.store.layout import PackRow
+from latentcache.store.layout import Location, PackRow
 from latentcache.store.location_table import LocationTable
 from latentcache.store.pack import new_pack_id, pack_buffers, read_entry, read_pack_bytes, verified_arrays
 
@@ -183,21 +183,23 @@ class BucketUpkeep:
     ) -> set[str]:
         """Remove the packs of lists that are old enough. One that is needed after all is a pack as any other again."""
         gone: set[str] = set()
-        for name, (written, packs) in lists.items():
-            if written > self._oldest:
-                continue
+        due = {name: packs for name, (written, packs) in lists.items() if written <= self._oldest}
+        self._drop_damaged([rows[pack] for packs in due.values() for pack in packs if pack in rows], table)
+        for name, packs in due.items():
             is_done = True
             for pack in packs:
                 row = rows.get(pack)
                 if row is None:
                     is_done &= pack not in sizes  # what cannot be read is left alone
                     continue
+                if pack in table.packs:
+                    continue  # another list has it too, and it was found to be needed
                 only_here = set(row.live_names()) - table.find(row.names())
                 if only_here and not only_here.isdisjoint(self._in_use):
                     drop_known(row, table)
                     table.add([row])
-                elif only_here and self._runs:
-                    is_done = False
+                elif only_here and (self._runs or not self._prune):
+                    is_done = False  # only prune removes what no manifest needs
                 else:
                     gone.add(pack)
             if not self.report.dry_run:
@@ -206,6 +208,27 @@ class BucketUpkeep:
                     self._bucket.remove([name])
         self.report.num_removed, self.report.removed_bytes = len(gone), sum(sizes[pack] for pack in gone)
         return gone
+
+    def _drop_damaged(self, due: Iterable[PackRow], table: LocationTable) -> None:
+        """Make copies dead that are not whole, of what lies in these packs too: else the whole ones would go."""
+        keys = list({key for row in due for key in row.live_names()})
+        copies: dict[str, dict[str, Location]] = {}
+        for key, location in zip(keys, table.look_up(keys), strict=True):
+            if location is not None:
+                copies.setdefault(location.pack.id, {})[key] = location
+        for pack, locations in copies.items():
+            problems: dict[str, str] = {}
+            for _ in range(2):  # it may have been damaged on its way
+                found = self._bucket.read(pack_name(pack))
+                data = np.frombuffer(b"" if found is None else found.data, np.uint8)
+                checked = {key: verified_arrays(data, key, location) for key, location in locations.items()}
+                problems = {key: problem for key, problem in checked.items() if isinstance(problem, str)}
+                if not problems:
+                    break
+            table.drop(list(problems))
+            self.report.damaged |= problems
+            if problems and found is not None and not self.report.dry_run:
+                write_marks(self._bucket, {pack: {locations[key].row: why for key, why in problems.items()}})
 
     # Rewriting
 
