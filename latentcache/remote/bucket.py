@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,10 +12,11 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from latentcache.errors import PackError, RemoteError, StoreError
 from latentcache.remote.http import CONNECT_S, FIRST_DELAY_S, MAX_DELAY_S, RETRY_S
+from latentcache.remote.object_errors import NOT_IMPLEMENTED, problem
 from latentcache.store.base import PACK_SUFFIX, is_pack_id
 from latentcache.store.directory import MARK, check_mark, mark_bytes, pack_name
 from latentcache.store.layout import PackRow
@@ -25,7 +25,7 @@ from latentcache.store.tensor_file import RangedBytes
 from latentcache.utils.concurrency import bounded_map
 
 if TYPE_CHECKING:
-    from obstore import ObjectMeta, PutMode
+    from obstore import ObjectMeta, PutMode, UpdateVersion
     from obstore.store import ObjectStore
 
 NUM_THREADS = 16
@@ -39,24 +39,23 @@ ATTEMPTS = 3
 """To read an answer that broke off; and that fit into the time for retries, where a store says nothing."""
 UPLOAD_S = 300.0
 """An attempt to send an object, or one of its parts, ends after this."""
-_STATUS = re.compile(r"status code: (\d{3})")
-_REASON = re.compile(r"<Message>(.*?)</Message>", re.DOTALL)
-_NOT_IMPLEMENTED, _UNAUTHORIZED, _FORBIDDEN = 501, 401, 403
-_RUN_AGAIN = "then run the same again: nothing that was stored is lost."
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 logger = logging.getLogger("latentcache")
+
+Version = dict[str, str]
+"""Of an object: what its store compares before it replaces it."""
 
 _client_pid: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """An object's bytes, and of this version its tag (None where the store has no tags) and its time."""
+    """An object's bytes, what the store compares before it replaces them (None: it has nothing), and their time."""
 
     data: memoryview
-    e_tag: str | None
+    version: Version | None
     modified: datetime
 
 
@@ -100,7 +99,7 @@ class Bucket:
                 for less, more in (({}, stalled), ({}, sending), ({"max_retries": 0}, stalled))
             ]
         except (BaseError, ValueError) as error:
-            raise _problem(url, "cannot be opened", error) from error
+            raise problem(url, "cannot be opened", error) from error
         return cls(reading, url, uploads=uploads, once=once)
 
     @contextmanager
@@ -122,10 +121,10 @@ class Bucket:
             yield
         except FileNotFoundError as error:
             if "NoSuchBucket" in str(error):
-                raise _problem(self.url, what, error) from error
+                raise problem(self.url, what, error) from error
             raise
         except (BaseError, OSError, ValueError, NotImplementedError) as error:
-            raise _problem(self.url, what, error) from error
+            raise problem(self.url, what, error) from error
 
     def _read(self, what: str, request: Callable[[], Result], attempts: int = ATTEMPTS) -> Result:
         """What a request gives that reads. obstore does not repeat each of those whose answer broke off."""
@@ -159,7 +158,7 @@ class Bucket:
 
         def request() -> StoredObject:
             found = obstore.get(self._store, name)
-            return StoredObject(memoryview(found.bytes()), found.meta["e_tag"], found.meta["last_modified"])
+            return StoredObject(memoryview(found.bytes()), _version_of(found.meta), found.meta["last_modified"])
 
         with suppress(FileNotFoundError):
             return self._read(f"{name} cannot be read", request)
@@ -179,12 +178,12 @@ class Bucket:
         except NotImplementedError:
             return self._put(name, data, "overwrite")
 
-    def replace(self, name: str, data: bytes, e_tag: str | None) -> bool:
-        """Write an object if the one there has this tag, or if there is none (None). Returns False if it is not so.
+    def replace(self, name: str, data: bytes, version: Version | None) -> bool:
+        """Write an object if the one there is of this version, or if there is none (None). False if it is not so.
 
         Ask `can_replace` before.
         """
-        return self._put(name, data, "create" if e_tag is None else {"e_tag": e_tag})
+        return self._put(name, data, "create" if version is None else cast("UpdateVersion", version))
 
     def _put(self, name: str, data: bytes | memoryview | Path, mode: PutMode, store: ObjectStore | None = None) -> bool:
         import obstore
@@ -206,10 +205,10 @@ class Bucket:
                     unable = error
         except FileNotFoundError as error:
             if mode in ("overwrite", "create"):
-                raise _problem(self.url, f"{name} cannot be written", error) from error
+                raise problem(self.url, f"{name} cannot be written", error) from error
             return False  # what should be replaced is gone
         except RemoteError as error:
-            if error.status != _NOT_IMPLEMENTED or mode == "overwrite":
+            if error.status != NOT_IMPLEMENTED or mode == "overwrite":
                 raise
             unable = error
         raise NotImplementedError(f"{self.url}: cannot write on a condition") from unable
@@ -221,13 +220,13 @@ class Bucket:
         try:
             self.put(name, b"1")
             first = self.read(name)
-            if first is None or first.e_tag is None:
+            if first is None or first.version is None:
                 return False
             with suppress(RemoteError):
                 # A store that cannot do it often answers as if it could later: that is not worth the time for retries.
-                self._put(name, b"2", {"e_tag": first.e_tag}, self._once)
-            self._put(name, b"2", {"e_tag": first.e_tag})
-            return not self.replace(name, b"3", first.e_tag)
+                self._put(name, b"2", cast("UpdateVersion", first.version), self._once)
+            self.replace(name, b"2", first.version)
+            return not self.replace(name, b"3", first.version)
         except NotImplementedError:
             return False
         finally:
@@ -364,6 +363,12 @@ class Bucket:
         return f"{self.url}/{pack_name(pack)}"
 
 
+def _version_of(meta: ObjectMeta) -> Version | None:
+    # S3 and Azure compare tags, Google's store generations.
+    parts = {"e_tag": meta["e_tag"], "version": meta["version"]}
+    return {name: part for name, part in parts.items() if part is not None} or None
+
+
 def _bytes_of(bucket: Bucket, pack: str, num_bytes: int) -> RangedBytes:
     title = f"{bucket.url}/{pack_name(pack)}"
     return RangedBytes(title, num_bytes, lambda start, num: bucket.ranges(pack, [(start, num)])[0])
@@ -374,25 +379,3 @@ def in_threads(function: Callable[[Item], Result], items: Iterable[Item]) -> Ite
     with ThreadPoolExecutor(NUM_THREADS, "latentcache-bucket") as executor:
         for _, future in bounded_map(executor, function, items, 2 * NUM_THREADS):
             yield future.result()
-
-
-def _problem(url: str, what: str, error: Exception) -> RemoteError:
-    """The error for what obstore met: its first line is for people, the rest repeats it."""
-    text = str(error)
-    met = text.partition("\n\nDebug source")[0].partition("<?xml")[0].strip(" :\n")
-    found, reason = _STATUS.search(text), _REASON.search(text)
-    status = None if found is None else int(found[1])
-    if reason is not None:
-        met = f"status {status}: {reason[1]}"
-    step = f"Check the URL, the store's endpoint (AWS_ENDPOINT_URL) and the network, {_RUN_AGAIN}"
-    if status in (_UNAUTHORIZED, _FORBIDDEN) or "169.254.169.254" in text or "Account must be specified" in text:
-        step = (
-            "Give credentials that may do this, as the store's own tools take them: AWS_ACCESS_KEY_ID and "
-            "AWS_SECRET_ACCESS_KEY, GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_NAME and "
-            f"AZURE_STORAGE_ACCOUNT_KEY, or the machine's role; {_RUN_AGAIN}"
-        )
-    elif "NoSuchBucket" in text:
-        step = "Check the URL; the store's own tools make a bucket."
-    elif "BadScheme" in text:
-        step = "Use https, or set AWS_ALLOW_HTTP=true where nobody reads what is sent."
-    return RemoteError(url, f"{what}: {met[:500]}", step, status=status)

@@ -15,7 +15,7 @@ from latentcache.dataset.manifest_folder import UNFINISHED
 from latentcache.dataset.manifest_row import Row
 from latentcache.errors import DatasetError, ReadOnlyError, StoreBusyError
 from latentcache.provenance import now
-from latentcache.remote.bucket import Bucket, StoredObject, in_threads
+from latentcache.remote.bucket import Bucket, StoredObject, Version, in_threads
 
 FOLDER = "manifests"
 ATTEMPTS = 20
@@ -34,8 +34,8 @@ class BucketManifests:
 
     def __init__(self, bucket: Bucket, *, read_only: bool = False):
         self._bucket, self._read_only = bucket, read_only
-        self._seen: dict[str, dict[str, str | None]] = {}
-        """Of what was read last: the tag of each object, by its name, by the manifest's name."""
+        self._seen: dict[str, dict[str, Version | None]] = {}
+        """Of what was read last: the version of each object, by its name, by the manifest's name."""
 
     def names(self) -> list[str]:
         """The names of all manifests, sorted."""
@@ -56,7 +56,7 @@ class BucketManifests:
             found = dict(zip(names, in_threads(self._bucket.read, names), strict=True))
             objects = {each: part for each, part in found.items() if part is not None}
             if len(objects) == len(names):  # else a writer removed what it had merged: look again
-                self._seen[name] = {each: part.e_tag for each, part in objects.items()}
+                self._seen[name] = {each: part.version for each, part in objects.items()}
                 return merged_manifests(self._parsed(name, objects))
         raise StoreBusyError(self._bucket.url, f"the manifest {name} is replaced all the time: run the same again")
 
@@ -83,7 +83,7 @@ class BucketManifests:
                 manifest = merged_manifests(filter(None, [manifest, self.read(name)])) or manifest
         raise StoreBusyError(self._bucket.url, f"the manifest {name} is replaced all the time: run the same again")
 
-    def _written(self, manifest: Manifest, seen: dict[str, str | None]) -> str | None:
+    def _written(self, manifest: Manifest, seen: dict[str, Version | None]) -> str | None:
         """The name of the object that was written, or None if another writer came between."""
         data = b"".join(manifest_lines(manifest))
         if self._bucket.can_replace:

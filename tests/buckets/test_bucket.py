@@ -91,10 +91,10 @@ def test_conditional_writes(bucket: Bucket) -> None:
     is_able = "memory" in bucket.url
     assert bucket.can_replace is is_able and bucket.names("") == {"a/x": 1}
     if is_able:
-        assert bucket.replace("a/x", b"2", first.e_tag) and not bucket.replace("a/x", b"3", first.e_tag)
+        assert bucket.replace("a/x", b"2", first.version) and not bucket.replace("a/x", b"3", first.version)
         assert not bucket.replace("a/x", b"3", None) and bucket.replace("a/y", b"3", None)
         bucket.remove(["a/y", "a/none"])
-        assert not bucket.replace("a/y", b"4", first.e_tag)
+        assert not bucket.replace("a/y", b"4", first.version)
     bucket.put("a/x", b"5")
     assert bucket.names("a") == {"a/x": 1} and bucket.names("b") == {}
 

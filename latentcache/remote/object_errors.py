@@ -1,0 +1,35 @@
+"""What an object store refused, as an error that says the next step."""
+
+from __future__ import annotations
+
+import re
+
+from latentcache.errors import RemoteError
+
+UNAUTHORIZED, FORBIDDEN, NOT_IMPLEMENTED = 401, 403, 501
+"""Statuses of HTTP."""
+_STATUS = re.compile(r"status code: (\d{3})")
+_REASON = re.compile(r"<Message>(.*?)</Message>", re.DOTALL)
+_RUN_AGAIN = "then run the same again: nothing that was stored is lost."
+
+
+def problem(url: str, what: str, error: Exception) -> RemoteError:
+    """The error for what obstore met: its first line is for people, the rest repeats it."""
+    text = str(error)
+    met = text.partition("\n\nDebug source")[0].partition("<?xml")[0].strip(" :\n")
+    found, reason = _STATUS.search(text), _REASON.search(text)
+    status = None if found is None else int(found[1])
+    if reason is not None:
+        met = f"status {status}: {reason[1]}"
+    step = f"Check the URL, the store's endpoint (AWS_ENDPOINT_URL) and the network, {_RUN_AGAIN}"
+    if status in (UNAUTHORIZED, FORBIDDEN) or "169.254.169.254" in text or "Account must be specified" in text:
+        step = (
+            "Give credentials that may do this, as the store's own tools take them: AWS_ACCESS_KEY_ID and "
+            "AWS_SECRET_ACCESS_KEY, GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_NAME and "
+            f"AZURE_STORAGE_ACCOUNT_KEY, or the machine's role; {_RUN_AGAIN}"
+        )
+    elif "NoSuchBucket" in text:
+        step = "Check the URL; the store's own tools make a bucket."
+    elif "BadScheme" in text:
+        step = "Use https, or set AWS_ALLOW_HTTP=true where nobody reads what is sent."
+    return RemoteError(url, f"{what}: {met[:500]}", step, status=status)

@@ -1,0 +1,49 @@
+"""Stores that compare before they replace, over HTTP: by ETags (S3), and by generations (Google)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from helpers.comparing_server import ComparingServer, comparing_server
+from transfers.test_transfers import check, fill, manifest_of
+
+from latentcache.remote.bucket import Bucket
+from latentcache.remote.transfers import transfer
+
+
+@pytest.fixture
+def server() -> Iterator[ComparingServer]:
+    with comparing_server() as server:
+        yield server
+
+
+@pytest.fixture(params=["s3", "gs"])
+def url(request: pytest.FixtureRequest, server: ComparingServer, monkeypatch: pytest.MonkeyPatch) -> str:
+    for name, value in server.environment(request.param).items():
+        monkeypatch.setenv(name, value)
+    return f"{request.param}://team/cache"
+
+
+def test_an_object_is_replaced_only_if_it_is_the_one_that_was_read(url: str) -> None:
+    bucket = Bucket.open(url)
+    assert bucket.can_replace and bucket.names("") == {}
+    assert bucket.replace("x", b"1", None) and not bucket.replace("x", b"2", None)
+    first = bucket.read("x")
+    assert first is not None
+    assert bucket.replace("x", b"2", first.version) and not bucket.replace("x", b"3", first.version)
+    found = bucket.read("x")
+    assert found is not None and bytes(found.data) == b"2"
+
+
+def test_push_and_pull(url: str, tmp_path: Path) -> None:
+    here, back = fill(tmp_path / "here", range(8)), tmp_path / "back"
+    assert transfer(here, url).manifests == ["photos"]
+    fill(here, range(16))
+    report = transfer(here, url)
+    assert report.ok and report.num_packs == 1 and report.manifests == ["photos"]
+    assert transfer(url, back).num_packs == 2
+    assert manifest_of(back) == manifest_of(here)
+    check(back, range(16))
+    assert list(Bucket.open(url).names("manifests")) == ["manifests/photos.jsonl"]

@@ -1,0 +1,141 @@
+"""An object store over HTTP that compares before it replaces: by ETags as S3 does, by generations as Google's does."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs, unquote, urlsplit
+from xml.sax.saxutils import escape
+
+MODIFIED = "2026-01-01T00:00:00.000Z"
+
+
+class ComparingServer(ThreadingHTTPServer):
+    """`objects`: bytes and generation, by path. `refused`: paths that are not given, with their status."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.objects: dict[str, tuple[bytes, int]] = {}
+        self.refused: dict[str, int] = {}
+        self.generation = 0
+        self.lock = threading.Lock()
+
+    def environment(self, scheme: str) -> dict[str, str]:
+        """What leads obstore to this server for URLs s3:// or gs://."""
+        url = f"http://127.0.0.1:{self.server_port}"
+        if scheme == "s3":
+            keys = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_REGION": "us-east-1"}
+            return {**keys, "AWS_ENDPOINT_URL": url, "AWS_ALLOW_HTTP": "true"}
+        account = {"gcs_base_url": url, "disable_oauth": True, "client_email": "", "private_key": ""}
+        key = json.dumps({**account, "private_key_id": ""})
+        return {"GOOGLE_SERVICE_ACCOUNT_KEY": key, "GOOGLE_ALLOW_HTTP": "true"}
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: ComparingServer
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing is printed."""
+
+    def _answer(self, status: int, body: bytes = b"", **headers: str) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def _path(self) -> str:
+        return unquote(urlsplit(self.path).path)
+
+    def do_PUT(self) -> None:
+        data = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        with self.server.lock:
+            there = self.server.objects.get(self._path())
+            generation = self.headers.get("x-goog-if-generation-match")
+            is_other = generation is not None and int(generation) != (there[1] if there else 0)
+            is_other |= self.headers.get("If-None-Match") == "*" and there is not None
+            tag = self.headers.get("If-Match")
+            if tag is not None and there is None:
+                return self._answer(404)
+            if is_other or (tag is not None and there is not None and tag != _tag(there[0])):
+                return self._answer(412)
+            self.server.generation += 1
+            self.server.objects[self._path()] = data, self.server.generation
+            return self._answer(200, ETag=_tag(data), x_goog_generation=str(self.server.generation))
+
+    def do_GET(self) -> None:
+        query = parse_qs(urlsplit(self.path).query)
+        if "list-type" in query:
+            return self._answer(200, self._listed(query.get("prefix", [""])[0]), Content_Type="application/xml")
+        if (status := self.server.refused.get(self._path())) is not None:
+            return self._answer(status, b"<Error><Code>InvalidObjectState</Code><Message>archived</Message></Error>")
+        there = self.server.objects.get(self._path())
+        if there is None:
+            return self._answer(404)
+        data, generation = there
+        headers = {"ETag": _tag(data), "x_goog_generation": str(generation)}
+        headers["Last_Modified"] = "Thu, 01 Jan 2026 00:00:00 GMT"
+        asked = self.headers.get("Range")
+        if asked is None:
+            return self._answer(200, data, **headers)
+        first, last = (int(each) for each in asked.removeprefix("bytes=").split("-"))
+        last = min(last, len(data) - 1)
+        headers["Content_Range"] = f"bytes {first}-{last}/{len(data)}"
+        return self._answer(206, data[first : last + 1], **headers)
+
+    do_HEAD = do_GET
+
+    def do_DELETE(self) -> None:
+        with self.server.lock:
+            self.server.objects.pop(self._path(), None)
+        self._answer(204)
+
+    def do_POST(self) -> None:
+        """Several objects are deleted by one request, of which S3 says the keys in XML."""
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0))).decode()
+        keys = [part.partition("</Key>")[0] for part in body.split("<Key>")[1:]]
+        with self.server.lock:
+            for key in keys:
+                self.server.objects.pop(f"{self._path().rstrip('/')}/{key}", None)
+        found = "".join(f"<Deleted><Key>{key}</Key></Deleted>" for key in keys)
+        self._answer(200, f"<DeleteResult>{found}</DeleteResult>".encode())
+
+    def _listed(self, prefix: str) -> bytes:
+        folder = f"{self._path().rstrip('/')}/"
+        found = []
+        for path, (data, _) in sorted(self.server.objects.items()):
+            name = path.removeprefix(folder)
+            if path.startswith(folder + prefix):
+                tag = escape(_tag(data))
+                found.append(
+                    f"<Contents><Key>{escape(name)}</Key><LastModified>{MODIFIED}</LastModified>"
+                    f"<ETag>{tag}</ETag><Size>{len(data)}</Size></Contents>"
+                )
+        text = f"<ListBucketResult><IsTruncated>false</IsTruncated>{''.join(found)}</ListBucketResult>"
+        return f'<?xml version="1.0" encoding="UTF-8"?>{text}'.encode()
+
+
+def _tag(data: bytes) -> str:
+    return f'"{hashlib.md5(data).hexdigest()}"'
+
+
+@contextmanager
+def comparing_server() -> Iterator[ComparingServer]:
+    """A server, as long as the block runs."""
+    with ComparingServer() as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
