@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Literal, TypedDict
 from urllib.parse import unquote, urlsplit
 
-from pydantic import AfterValidator, BaseModel, ByteSize, Field, PlainValidator
+from pydantic import AfterValidator, BaseModel, ByteSize, ConfigDict, Field, PlainValidator
 
 from latentcache.bucket_config import SECTION
 from latentcache.errors import StoreError
@@ -26,6 +26,7 @@ ALLOWED = (
 )
 """What a location may be, for messages."""
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_SECRETS = re.compile(r"(?<=:/).*@|(?<=[?#]).*", re.DOTALL)
 _COLLAPSED = re.compile(rf"(?:file|{'|'.join((*SERVICE_SCHEMES, *BUCKET_SCHEMES))}):/(?!/)")
 
 
@@ -41,26 +42,34 @@ def cache_location(value: object) -> Path | str:
     scheme = _SCHEME.match(value) if isinstance(value, str) else None
     if isinstance(value, str) and scheme is None:
         return Path(value).expanduser()
-    if scheme is None or scheme[1] not in ("file", *SERVICE_SCHEMES, *BUCKET_SCHEMES):
-        raise ValueError(f"{value!r:.200}: a cache is {ALLOWED}")
-    if scheme[1] in SERVICE_SCHEMES:
-        return scheme.string.rstrip("/")
-    return _of_file(scheme.string) if scheme[1] == "file" else _of_bucket(scheme.string)
+    name = "" if scheme is None else scheme[1].lower()
+    if scheme is None or name not in ("file", *SERVICE_SCHEMES, *BUCKET_SCHEMES):
+        raise ValueError(f"{_shown(value)}: a cache is {ALLOWED}")
+    url = name + scheme.string[len(name) :]
+    if name in SERVICE_SCHEMES:
+        return url.rstrip("/")
+    return _of_file(url) if name == "file" else _of_bucket(url)
+
+
+def _shown(value: object) -> str:
+    """The value in a message: without the parts of a URL that may be a password or a signature."""
+    return f"{_SECRETS.sub('...', value) if isinstance(value, str) else value!r:.200}"
 
 
 def _of_file(url: str) -> Path:
     parts = urlsplit(url)
     if parts.netloc not in ("", "localhost") or not parts.path.startswith("/") or parts.query or parts.fragment:
-        raise ValueError(f"{url!r:.200}: a file URL has no host and a whole path: file:///PATH")
+        raise ValueError(f"{_shown(url)}: a file URL has no host and a whole path: file:///PATH")
     return Path(unquote(parts.path))
 
 
 def _of_bucket(url: str) -> str:
     parts = urlsplit(url)
-    if parts.password is not None or (parts.username is not None and not parts.scheme.startswith("abfs")):
+    # A colon: of a password that has a slash, before which the host ends. No bucket has one.
+    if ":" in parts.netloc or (parts.username is not None and not parts.scheme.startswith("abfs")):
         raise ValueError("a URL with a password: credentials of an object store come from the environment")
     if not parts.netloc or parts.query or parts.fragment or ".." in parts.path.split("/"):
-        raise ValueError(f"{url!r:.200}: a cache is {ALLOWED}")
+        raise ValueError(f"{_shown(url)}: a cache is {ALLOWED}")
     return url.rstrip("/")
 
 
@@ -81,7 +90,8 @@ class RemoteOptions(TypedDict, total=False):
 class CacheConfig(BaseModel):
     """Where the cache is, and which entries may be used."""
 
-    model_config = SECTION
+    # A path may be a URL into which somebody pasted a password.
+    model_config = ConfigDict(**SECTION, hide_input_in_errors=True)
 
     path: CacheLocation = Path("cache/sdxl")
     """Directory of the cache, the URL of a bucket (`s3://BUCKET/PREFIX`, `gs://`, `az://`), or of a service
@@ -115,7 +125,7 @@ def location_of(value: str | os.PathLike[str] | CacheConfig) -> Path | str:
         return value.path
     text = os.fspath(value)
     if _COLLAPSED.match(text):
-        raise StoreError(f"{text}: a path has one slash after its colon; give a URL as text")
+        raise StoreError(f"{_shown(text)}: a path has one slash after its colon; give a URL as text")
     if _SCHEME.match(text) is None:
         return Path(text).expanduser()
     try:

@@ -222,13 +222,36 @@ def test_a_location_of_another_kind_is_refused_and_what_is_allowed_is_named(give
         CacheConfig(path=given)
 
 
-def test_a_password_in_a_location_is_not_repeated() -> None:
-    with pytest.raises(StoreError, match="credentials of an object store come from the environment") as caught:
-        location_of("s3://key:secret@bucket/cache")
-    assert "secret" not in str(caught.value)
+@pytest.mark.parametrize(
+    "given",
+    [
+        "s3://key:SECRET@bucket/cache",
+        "S3://key:SECRET@bucket/cache",
+        "s3://key:SEC/RET@bucket/cache",
+        "az://container/cache?sv=1&sig=SECRET",
+        "az://container/cache#SECRET",
+        "ftp://key:SECRET@host/cache",
+        "file://key:SECRET@host/cache",
+    ],
+)
+def test_a_secret_in_a_location_is_not_repeated(given: str) -> None:
+    with pytest.raises(StoreError, match=r"credentials of an object store come from the environment|///PATH") as caught:
+        location_of(given)
+    with pytest.raises(ValidationError) as invalid:
+        CacheConfig(path=given)
+    for text in (str(caught.value), str(invalid.value)):
+        assert "SEC" not in text and "RET" not in text
+
+
+def test_the_case_of_a_scheme_does_not_matter() -> None:
+    assert location_of("S3://bucket/Cache") == "s3://bucket/Cache"
+    assert location_of("HTTPS://host/") == "https://host"
 
 
 def test_a_path_that_was_a_url_is_refused() -> None:
     for url in ("s3://bucket/x", "https://host", "file:///data"):
         with pytest.raises(StoreError, match="give a URL as text"):
             location_of(Path(url))
+    with pytest.raises(StoreError, match="give a URL as text") as caught:
+        location_of(Path("s3://key:SECRET@bucket/cache"))
+    assert "SECRET" not in str(caught.value)
