@@ -22,7 +22,8 @@ from latentcache.utils.durable_files import make_folder, sealed_file, typed_erro
 from latentcache.utils.json_document import to_bytes
 from latentcache.utils.progress import Progress
 
-NOTE_BFLOAT16 = "bfloat16 was written as float32, which has the same values: numpy has no bfloat16"
+NOTE_BFLOAT16 = "bfloat16 was written as float32, which has all of its values: numpy has no bfloat16"
+NOTE_ROUNDED = "what was computed of latents was rounded to float16, in which they are stored: --dtype float32 keeps it"
 SCALED = "scaled: (latents - shift_factor) * scaling_factor is done, as the UNet expects it"
 UNSCALED = "unscaled, as the VAE gave them: the UNet expects (latents - shift_factor) * scaling_factor"
 _DTYPES = (torch.float16, torch.float32)
@@ -53,8 +54,9 @@ class ShardExport(Export):
     """An export of the manifest `name` to shards of about `shard_bytes` in `folder`, which must be new or empty.
 
     Tensors keep their stored dtype, but bfloat16 becomes float32; with `dtype` (float16 or float32) all get that.
-    Latents are unscaled, unless `scaled`. Memory holds one sample, and what a format keeps of a shard. Index and
-    description come last: what lacks them is not whole. Raises ConfigError, and StoreError if the folder is not empty.
+    Latents are unscaled, unless `scaled`; a note says where scaling, or a draw, was rounded to float16. Memory holds
+    one sample, and what a format keeps of a shard. Index and description come last: what lacks them is not whole.
+    Raises ConfigError, and StoreError if the folder is not empty.
     """
 
     def __init__(  # noqa: PLR0913 - what an export has, by keyword
@@ -135,9 +137,7 @@ class ShardExport(Export):
         found: dict[str, torch.Tensor] = {}
         for field, latents in (("latents", sample.latents), ("latents_flipped", sample.flipped)):
             if latents is not None:
-                found[field] = (self.scaling.apply(latents) if self._scaled else latents).to(
-                    self._dtype or sample.dtype
-                )
+                found[field] = self._cast(self.scaling.apply(latents) if self._scaled else latents, sample.dtype)
         for number, caption in enumerate(sample.captions):
             embeds = caption.prompt_embeds, caption.pooled_prompt_embeds
             for field, tensor in zip(text_fields(number), embeds, strict=True):
@@ -151,6 +151,18 @@ class ShardExport(Export):
                 self.report.note(NOTE_BFLOAT16)
                 found[field] = tensor.float()
         return {field: tensor.contiguous().numpy() for field, tensor in found.items()}
+
+    def _cast(self, latents: torch.Tensor, stored: torch.dtype) -> torch.Tensor:
+        """Latents in float32 as they are written. bfloat16 stays float32: to round it first would lose what is new."""
+        if self._dtype is not None:
+            return latents.to(self._dtype)
+        if stored is torch.bfloat16:
+            self.report.note(NOTE_BFLOAT16)
+            return latents
+        written = latents.to(stored)
+        if not torch.equal(written.float(), latents):
+            self.report.note(NOTE_ROUNDED)
+        return written
 
     def _values(self, sample: ExportSample) -> dict[str, Any]:
         row, flipped = sample.row, sample.flipped_geometry

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -15,7 +16,9 @@ from shard_samples import any_entry, assert_equal, cache_of, entries, items, rei
 
 from latentcache.errors import ConfigError, ReadOnlyError, SampleError, StoreError
 from latentcache.interop.formats import mds, parquet, webdataset
+from latentcache.interop.readers import ForeignImage
 from latentcache.loading.cache import LatentCache
+from latentcache.types import Entry
 
 READABLE = pytest.mark.parametrize("module", [webdataset, mds], ids=["webdataset", "mds"])
 ALL = pytest.mark.parametrize("module", [webdataset, mds, parquet], ids=["webdataset", "mds", "parquet"])
@@ -85,6 +88,45 @@ def test_what_a_dtype_cannot_hold_is_skipped(tmp_path: Path, module: ModuleType)
     report = module.export(cache, "foreign", tmp_path / "shards", dtype=torch.float16)
     assert [(refusal.sample_id, refusal.reason) for refusal in report.skipped] == [("large.png", "bad-output")]
     assert "give --dtype float32" in report.skipped[0].detail and report.num_images == 2
+
+
+@READABLE
+def test_scaled_bfloat16_loses_no_bits(tmp_path: Path, module: ModuleType) -> None:
+    cache = cache_of(items(torch.bfloat16))
+    module.export(cache, "foreign", tmp_path / "shards", scaled=True)
+    for item in module.read(tmp_path / "shards").items():
+        if isinstance(item, ForeignImage):
+            _, stored = entries(cache)[item.sample_id, item.geometry.flip]
+            assert torch.equal(item.latents, stored["latents"].float() * FACTOR)
+
+
+@READABLE
+def test_a_draw_from_bfloat16_moments_is_not_rounded(
+    tmp_path: Path, module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = cache_of(items(torch.bfloat16)[2:])
+    get = cache.get
+
+    def with_moments(key: str) -> Entry:
+        entry = get(key)
+        if (latents := entry.tensors.get("latents")) is None:
+            return entry
+        return replace(entry, tensors={"moments": torch.cat([latents, torch.zeros_like(latents)])})
+
+    monkeypatch.setattr(cache, "get", with_moments)
+    module.export(cache, "foreign", tmp_path / "shards", seed=1)
+    found = next(item for item in module.read(tmp_path / "shards").items() if isinstance(item, ForeignImage))
+    assert found.output == "sample" and found.latents.dtype is torch.float32
+    assert not torch.equal(found.latents, found.latents.bfloat16().float())
+
+
+@ALL
+def test_scaling_that_rounds_float16_is_noted(tmp_path: Path, module: ModuleType) -> None:
+    cache = cache_of(items(torch.float16))
+    plain = module.export(cache, "foreign", tmp_path / "plain")
+    scaled = module.export(cache, "foreign", tmp_path / "scaled", scaled=True)
+    assert plain.notes == {} and [count for note, count in scaled.notes.items() if "rounded to float16" in note] == [4]
+    assert module.export(cache, "foreign", tmp_path / "full", scaled=True, dtype=torch.float32).notes == {}
 
 
 @ALL
