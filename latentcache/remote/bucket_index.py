@@ -15,7 +15,6 @@ from latentcache.errors import IndexDamagedError
 from latentcache.remote.bucket import Bucket
 from latentcache.remote.bucket_marks import Marks, marked, read_marks, write_marks
 from latentcache.store.base import new_generation
-from latentcache.store.catalog import drop_known
 from latentcache.store.index import Index
 from latentcache.store.layout import Location, PackRow
 from latentcache.store.location_table import LocationTable
@@ -92,8 +91,9 @@ class BucketIndex:
         with self._lock:
             self._keep([row])
             self.sizes[row.pack.id] = row.pack.file_bytes
+            num_new = len(row.keys) - len(self.table.find(row.names()))
             self._add([row])
-            return int(row.live.sum())
+            return num_new
 
     def remove(self, keys: Collection[str]) -> int:
         """Remove entries, wherever they lie. Returns how many there were."""
@@ -175,21 +175,24 @@ class BucketIndex:
         return marked(row, [*self._marks.values(), *self._unwritten])
 
     def _rebuild(self) -> None:
-        rows = self._known()
         table = LocationTable()
-        table.add(without_duplicates(rows))
+        table.add(without_duplicates(self._known()))
         self.table, self.generation = table, new_generation()
 
     def _add(self, rows: Sequence[PackRow]) -> None:
-        new = without_duplicates([self._marked(row) for row in rows])
-        if len(self.table):
-            for row in new:
-                drop_known(row, self.table)
-        self.table.add(new)
+        rows = [self._marked(row) for row in rows]
+        if len(self.table) and any(self.table.find(row.live_names()) for row in rows):
+            self._rebuild()  # which pack has a key must not depend on which one came here first
+        else:
+            self.table.add(without_duplicates(rows))
 
 
-def without_duplicates(rows: Sequence[PackRow]) -> Sequence[PackRow]:
-    """The same rows; a key that is live in several is live in the first alone."""
+def without_duplicates(rows: Iterable[PackRow]) -> Sequence[PackRow]:
+    """The same rows, by id of their packs; a key that is live in several is live in the first alone.
+
+    So all machines that see the same packs find an entry in the same one.
+    """
+    rows = sorted(rows, key=lambda row: row.pack.id)
     if not rows:
         return rows
     words = np.concatenate([np.ascontiguousarray(row.keys[:, :8]).view(np.uint64).ravel() for row in rows])

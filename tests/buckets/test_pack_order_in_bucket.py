@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from helpers.remote_samples import make_cache
+import pytest
+from helpers.remote_samples import entries_of, make_cache
+from obstore.store import MemoryStore
 
-from latentcache import BucketBatchSampler, LatentDataset, LatentLoader
+from latentcache import BucketBatchSampler, DiskStore, LatentDataset, LatentLoader
 from latentcache.cli.app import main
+from latentcache.loading.pack_order import Places
+from latentcache.remote.bucket import Bucket
 from latentcache.remote.bucket_store import BucketStore
 
 
@@ -24,3 +28,41 @@ def test_the_order_is_that_of_the_directory(tmp_path: Path, s3_url: str) -> None
     assert found[0] == found[1] and len(sum(found[0], [])) == len(dataset)  # noqa: RUF017 - few
     packs = {path.name for path in (cache / "packs").rglob("*.safetensors")}
     assert packs <= {path.name for path in (tmp_path / "local").rglob("*.safetensors")}, "they came whole"
+
+
+def copy_packs(bucket: Bucket, directory: Path, groups: list[range]) -> None:
+    """Packs of the images of each group, which the bucket may have already, as during a compaction's grace time."""
+    with DiskStore(directory) as store:
+        for numbers in groups:
+            store.add(entries_of(number)[0] for number in numbers)
+    for path in (directory / "packs").rglob("*.safetensors"):
+        bucket.send(path.stem, path)
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_machines_that_saw_packs_come_and_fresh_ones_have_one_order(tmp_path: Path, writes: bool) -> None:
+    keys = [entries_of(number)[0].record.key for number in range(16)]
+    for number in range(6):  # ids are random: the later packs may come before or after the first one
+        bucket = Bucket(MemoryStore(), "memory://machines")
+        bucket.check(create=True)
+        copy_packs(bucket, tmp_path / f"{number}-first", [range(16)])
+        with BucketStore(bucket, local=tmp_path / f"{number}-tier") as old, BucketStore(bucket) as also_old:
+            first = Places.of(old, keys)
+            assert Places.of(also_old, keys).identity == first.identity
+            copy_packs(bucket, tmp_path / f"{number}-more", [range(8), range(8, 16)])
+            if writes:
+                with DiskStore(tmp_path / f"{number}-own") as own:
+                    own.add([entries_of(99)[0], *(entries_of(number)[0] for number in range(4))])
+                [path] = (tmp_path / f"{number}-own" / "packs").rglob("*.safetensors")
+                bucket.send(path.stem, path)
+                row = bucket.row(path.stem, path.stat().st_size)
+                assert old.index.add(row) == 1 and also_old.index.add(row) == 1
+            found = []
+            for store in (old, also_old):
+                store.index.refresh()
+                found.append(Places.of(store, keys))
+            with BucketStore(bucket, local=tmp_path / f"{number}-tier", read_only=True) as again:
+                found.append(Places.of(again, keys))
+            with BucketStore(bucket) as fresh:
+                found.append(Places.of(fresh, keys))
+        assert len({places.identity for places in found}) == 1
