@@ -10,8 +10,9 @@ from pathlib import Path
 
 from latentcache.utils.locks import Claims
 
-MAX_CLAIMS = 1 << 20
-"""Of all clients. What is claimed beyond is everybody's: it may be made twice."""
+MAX_CLAIMS = 1 << 13
+"""Of all clients. What is claimed beyond is everybody's: it may be made twice. The system walks through the claims of a
+process for each new one: so many take 2 s, and twice as many take 10 s."""
 
 
 @dataclass(slots=True)
@@ -40,20 +41,19 @@ class ClientClaims:
     def take(self, name: str, keys: Iterable[str], ttl_s: float) -> set[str]:
         """Claim those keys that nobody else has claimed, for the client of this name, and return them. StoreError."""
         with self._lock:
-            self._end_claims()
+            self._end_old()
             holders = {key: self._holders.get(key) for key in keys}
             mine = {key for key, holder in holders.items() if holder == name}
             free = [key for key, holder in holders.items() if holder is None]
-            if len(self._holders) + len(free) > MAX_CLAIMS:
-                return mine.union(free)
+            num_left = max(0, MAX_CLAIMS - len(self._holders))
             if self._files is None:
                 self._files = Claims(self._path)
-            taken = self._files.take(free)
+            taken = self._files.take(free[:num_left])
             owner = self._owners.setdefault(name, _Owner(0.0))
             owner.until = self._clock() + ttl_s
             owner.keys |= taken
             self._holders |= dict.fromkeys(taken, name)
-            return mine | taken
+            return mine.union(taken, free[num_left:])
 
     def release(self, name: str, keys: Iterable[str] | None) -> None:
         """Other clients may claim these keys of a client, or all of its keys, from now on."""
@@ -63,7 +63,12 @@ class ClientClaims:
             if owner is not None and not owner.keys:
                 del self._owners[name]
 
-    def _end_claims(self) -> None:
+    def end_old(self) -> None:
+        """End the claims of clients that did not come back: other processes may wait for them."""
+        with self._lock:
+            self._end_old()
+
+    def _end_old(self) -> None:
         now = self._clock()
         for name in [name for name, owner in self._owners.items() if owner.until <= now]:
             owner = self._owners.pop(name)

@@ -28,6 +28,7 @@ from latentcache.store.exchange import StoredEntries
 from latentcache.utils.locks import ReadersLock
 
 _RELEASE_S = 60.0
+_CLAIMS_S = 5.0
 logger = logging.getLogger("latentcache")
 
 _Result = TypeVar("_Result")
@@ -69,6 +70,7 @@ class ServiceContext:
         self.claims = ClientClaims(self.store.directory.claims)
         self.telemetry = Telemetry()
         self._readers = asyncio.Semaphore(self.limits.num_threads)
+        self._claimers = asyncio.Semaphore(1)
         self._viewers = asyncio.Semaphore(self.limits.num_view_threads)
         self._writers = asyncio.Semaphore(self.limits.max_uploads)
         self._running = set[asyncio.Task[Any]]()
@@ -92,6 +94,10 @@ class ServiceContext:
     async def change(self, function: Callable[[*_Arguments], _Result], *arguments: *_Arguments) -> _Result:
         """Run what changes the cache, in a thread. It ends in any case."""
         return await self._run(self._writers, None, function, *arguments)
+
+    async def claim(self, function: Callable[[*_Arguments], _Result], *arguments: *_Arguments) -> _Result:
+        """Run what changes claims, in a thread of its own: they wait for each other, and nobody else for them."""
+        return await self._run(self._claimers, None, function, *arguments)
 
     async def view(self, function: Callable[[*_Arguments], _Result], *arguments: *_Arguments) -> _Result:
         """Run what reads whole manifests, or is for a person: few threads, so that trainers need not wait for it."""
@@ -148,6 +154,12 @@ class ServiceContext:
             except Exception:
                 logger.exception("removed packs were not released; it is tried again")
             await anyio.sleep(_RELEASE_S)
+
+    async def end_claims(self) -> None:
+        """End the claims of clients that are gone, as long as the server runs."""
+        while True:
+            await self.claim(self.claims.end_old)
+            await anyio.sleep(_CLAIMS_S)
 
     def close(self) -> None:
         """Close the cache."""

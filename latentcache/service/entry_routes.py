@@ -196,14 +196,14 @@ def _add_changing(router: APIRouter, context: ServiceContext) -> None:
         A claim ends with `claims:release`, or `ttl_s` after the owner's last claim. It keeps nobody from uploading.
         """
         _check_number(context, request.keys)
-        mine = await context.call(context.claims.take, request.owner, request.keys, request.ttl_s)
+        mine = await context.claim(context.claims.take, request.owner, request.keys, request.ttl_s)
         keys = dict.fromkeys(request.keys)
         return Claimed(mine=[key for key in keys if key in mine], others=[key for key in keys if key not in mine])
 
     @router.post("/claims:release", dependencies=writes, status_code=204, responses=problems())
     async def release(request: ClaimRelease) -> None:
         """Give up claims: these entries are there now, or this client cannot make them."""
-        await context.call(context.claims.release, request.owner, request.keys)
+        await context.claim(context.claims.release, request.owner, request.keys)
 
     @router.post("/verify", dependencies=writes, responses=problems())
     async def verify(request: KeyList) -> Damage:

@@ -138,12 +138,13 @@ def create_app(settings: ServiceSettings) -> FastAPI:
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         with contextlib.closing(context):
-            releasing = asyncio.create_task(context.release_packs())
+            repeated = [asyncio.create_task(each) for each in (context.release_packs(), context.end_claims())]
             try:
                 yield
             finally:
-                releasing.cancel()
-                await asyncio.wait([releasing])
+                for task in repeated:
+                    task.cancel()
+                await asyncio.wait(repeated)
 
     app = _DescribedApp(
         title="latentcache",

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from helpers.serving import serving_here
 from service_samples import entry, fill
 
-from latentcache.service import client_claims
+from latentcache.service import client_claims, context
 from latentcache.service.client_claims import ClientClaims
 from latentcache.service.limits import Limits
 
@@ -70,6 +73,20 @@ def test_the_claims_of_a_client_that_is_gone_end(claims, clock):
     assert claims.take(FIRST, KEYS, 60) == set()
 
 
+def test_the_claims_of_a_client_that_is_gone_end_for_other_processes_too(tmp_path, monkeypatch):
+    """Also where no client asks for anything any more."""
+    monkeypatch.setattr(context, "_CLAIMS_S", 0.1)
+    cache = fill(tmp_path / "cache")
+    with serving_here(cache.path, Limits()) as server:
+        for ttl_s, free in ((60, set()), (1, set(KEYS))):
+            claim = {"owner": FIRST, "keys": KEYS, "ttl_s": ttl_s}
+            assert server.post("/v1/claims", claim, token=server.write_token).json()["mine"] == KEYS
+            until = time.monotonic() + 20
+            while (found := take_elsewhere(cache.path / "claims.lock", KEYS)) != free and time.monotonic() < until:
+                time.sleep(0.1)
+            assert found == free
+
+
 def test_claims_are_those_of_the_process_too(claims, tmp_path):
     """A precache on the server's machine, or another server of the cache, makes what no client makes."""
     claims.take(FIRST, KEYS[:3], 60)
@@ -85,6 +102,33 @@ def test_too_many_claims_are_nobodys(claims, monkeypatch):
     monkeypatch.setattr(client_claims, "MAX_CLAIMS", 4)
     assert claims.take(FIRST, KEYS[:4], 60) == set(KEYS[:4])
     assert claims.take(SECOND, KEYS, 60) == set(KEYS[4:]) == claims.take(FIRST, KEYS[4:], 60)
+
+
+def test_a_client_that_asks_for_too_many_keeps_what_it_has(claims, clock, monkeypatch):
+    monkeypatch.setattr(client_claims, "MAX_CLAIMS", 4)
+    claims.take(FIRST, KEYS[:4], 60)
+    clock.now = 50
+    assert claims.take(FIRST, KEYS, 60) == set(KEYS)
+    clock.now = 100
+    assert claims.take(SECOND, KEYS, 60) == set(KEYS[4:])
+    claims.release(FIRST, KEYS[:2])
+    assert claims.take(SECOND, KEYS, 60) == {*KEYS[:2], *KEYS[4:]}
+    assert claims.take(FIRST, KEYS[:2], 60) == set(), "what fits is claimed"
+
+
+def test_claims_that_take_long_delay_no_reader(tmp_path, monkeypatch):
+    cache, go_on = fill(tmp_path / "cache"), threading.Event()
+    monkeypatch.setattr(ClientClaims, "take", lambda self, *arguments: go_on.wait(30) and set())
+    with serving_here(cache.path, Limits(num_threads=2)) as server, ThreadPoolExecutor(4) as threads:
+        claim = {"owner": FIRST, "keys": KEYS}
+        waiting = [threads.submit(server.post, "/v1/claims", claim, token=server.write_token) for _ in range(4)]
+        try:
+            time.sleep(0.5)
+            assert server.post("/v1/entries:read", {"keys": cache.keys}).status == 200
+            assert not any(each.done() for each in waiting)
+        finally:
+            go_on.set()
+        assert [each.result(20).status for each in waiting] == [200] * 4
 
 
 def test_claims_over_http(tmp_path):
