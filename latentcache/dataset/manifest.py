@@ -103,6 +103,16 @@ def prompts_name(common: Mapping[str, Any]) -> str:
     return f"{PROMPTS_PREFIX}-{digest(canonical_json(parts))[:12]}"
 
 
+def merged_rows(theirs: Mapping[str, Row], ours: Mapping[str, Row]) -> Mapping[str, Row]:
+    """The samples of both; of a sample in both ours, unless we refused what they encoded from the same image."""
+    rows = dict(theirs)
+    for sample_id, row in ours.items():
+        before = rows.get(sample_id)
+        if before is None or row.refusal is None or before.refusal is not None or row.source != before.source:
+            rows[sample_id] = row
+    return rows
+
+
 def manifest_lines(manifest: Manifest) -> list[bytes]:
     """The lines of a manifest's file. StoreError for a sample whose line would be too long to be read again."""
     hasher, lines = blake3(canonical_json(_header(manifest))), list(_lines_of(manifest))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import random
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
@@ -11,7 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from latentcache.dataset.manifest import REMEDY, Manifest, read_manifest, write_manifest
-from latentcache.errors import DatasetError, StoreError, UnsafeStoreError
+from latentcache.errors import DatasetError, StoreBusyError, StoreError, UnsafeStoreError
 from latentcache.provenance import now
 from latentcache.utils.durable_files import (
     make_folder,
@@ -30,6 +32,8 @@ LOCK = ".lock"
 MAX_BYTES = 1 << 36
 """Of a manifest's file: one of a hundred million samples has about as many. It is read line by line."""
 _MAX_NOTE_BYTES = 100
+_ATTEMPTS = 8
+"""To write a manifest that another client replaces in the middle each time."""
 
 
 class ManifestMemory:
@@ -57,6 +61,9 @@ class ManifestMemory:
 
     def begin(self, name: str) -> None:
         """Note nothing: no unfinished run outlives this process."""
+
+    def end(self, name: str) -> None:
+        """Nothing: see `begin`."""
 
     def unfinished(self) -> dict[str, str]:
         """Nothing: see `begin`."""
@@ -110,8 +117,7 @@ class ManifestFolder:
                 return
             with sealed_file(self.path / f"{manifest.name}.jsonl", 0) as fd, open(fd, "wb", closefd=False) as file:
                 write_manifest(manifest, file)
-            with typed_errors(self.path, 0):
-                (self.path / f"{manifest.name}{UNFINISHED}").unlink(missing_ok=True)
+            self.end(manifest.name)
 
     @contextmanager
     def lock(self) -> Iterator[None]:
@@ -124,6 +130,11 @@ class ManifestFolder:
         """Note that a run began to work on the manifest. `write` ends it."""
         self._make()
         write_sealed(self.path / f"{name}{UNFINISHED}", now().encode())
+
+    def end(self, name: str) -> None:
+        """End what `begin` noted."""
+        with typed_errors(self.path, 0):
+            (self.path / f"{name}{UNFINISHED}").unlink(missing_ok=True)
 
     def unfinished(self) -> dict[str, str]:
         """The names of runs that began and did not finish, with the time of their start.
@@ -165,10 +176,27 @@ class Manifests(Protocol):
         """Replace the manifest as a whole, and end what `begin` noted."""
 
     def update(self, make: Callable[[], Manifest | None]) -> None:
-        """Write the manifest that `make` returns, if any. Others do not undo it, nor it theirs."""
+        """Write the manifest that `make` returns, if any. Others do not undo it, nor it theirs.
+
+        StoreBusyError if another client replaced it since it was read: see `update_manifest`.
+        """
 
     def begin(self, name: str) -> None:
-        """Note that a run began to work on the manifest."""
+        """Note that a run began to work on the manifest. `write` ends it."""
+
+    def end(self, name: str) -> None:
+        """End what `begin` noted here, of a run whose manifest is there: one that died after it had written it."""
+
+
+def update_manifest(manifests: Manifests, make: Callable[[], Manifest | None]) -> None:
+    """As `manifests.update`, and again with a new `make` when another client replaced the manifest meanwhile."""
+    for attempt in range(_ATTEMPTS):
+        try:
+            return manifests.update(make)
+        except StoreBusyError:
+            if attempt == _ATTEMPTS - 1:
+                raise
+            time.sleep(random.uniform(0.0, 0.05 * 2**attempt))
 
 
 def keys_in_use(manifests: ManifestFolder, *, unfinished: bool = False) -> set[str]:

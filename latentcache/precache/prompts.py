@@ -11,7 +11,7 @@ from typing import Any
 
 from latentcache.config import Config, EncodeConfig
 from latentcache.dataset.manifest import Manifest, prompts_name
-from latentcache.dataset.manifest_folder import Manifests
+from latentcache.dataset.manifest_folder import Manifests, update_manifest
 from latentcache.dataset.manifest_row import CaptionRef, Row
 from latentcache.devices.placement import DeviceLike, device_of
 from latentcache.errors import DatasetError, EncodeError, ModelError
@@ -88,7 +88,7 @@ def add_prompts(workspace: Workspace, manifest: Manifest, *, always: bool) -> No
         is_new = always or any(others.get(name) != row for name, row in manifest.rows.items())
         return replace(manifest, rows={**others, **manifest.rows}) if is_new else None
 
-    workspace.manifests.update(whole)
+    update_manifest(workspace.manifests, whole)
 
 
 def plan_prompts(

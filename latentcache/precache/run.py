@@ -21,6 +21,7 @@ from pydantic import Field, TypeAdapter
 
 from latentcache.config import Config
 from latentcache.dataset.manifest import Manifest
+from latentcache.dataset.manifest_folder import update_manifest
 from latentcache.dataset.manifest_row import Row
 from latentcache.errors import ConfigError
 from latentcache.models.model_loader import Models
@@ -381,7 +382,7 @@ def write_manifests(workspace: Workspace, manifests: Sequence[Manifest], failure
                 len(absent),
             )
             continue
-        workspace.manifests.update(whole)
+        update_manifest(workspace.manifests, whole)
     return waiting
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -42,11 +43,12 @@ class BucketPlace(FarPlace):
         self.name = self.bucket.url
         if not (is_target and dry_run):  # to which there may be nothing yet
             self.bucket.check(create=is_target)
-        self.manifests: Manifests = BucketManifests(self.bucket, read_only=dry_run or not is_target)
-        # What is to be removed does not count as there: it is sent again, in packs with other ids.
-        self._removed = (
-            {pack for _, packs in removals_in(self.bucket).values() for pack in packs} if is_target else set()
+        self.manifests: Manifests = BucketManifests(
+            self.bucket, read_only=dry_run or not is_target, source="" if near is None else os.path.abspath(near.name)
         )
+        # What is to be removed does not count as there: it is sent again, in packs with other ids.
+        self._is_target = is_target
+        self._removed: set[str] = set()
         self._marks = read_marks(self.bucket)
         self._near = near
         self._sizes: dict[str, int] = {}
@@ -55,7 +57,12 @@ class BucketPlace(FarPlace):
 
     @override
     def packs(self) -> dict[str, int]:
+        if self._is_target:
+            self._removed = {pack for _, packs in removals_in(self.bucket).values() for pack in packs}
         self._sizes = {pack: size for pack, size in self.bucket.packs().items() if pack not in self._removed}
+        if self._table is not None:
+            with self._lock:  # another machine's prune or compact may have removed some
+                self._table.drop_packs(self._table.packs.keys() - self._sizes.keys())
         return dict(self._sizes)
 
     @override

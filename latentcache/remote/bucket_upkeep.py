@@ -141,6 +141,8 @@ class BucketUpkeep:
             self._bucket.put(f"{FOLDER}/{uuid.uuid4().hex}.json", json.dumps(note).encode())
         if not self.report.dry_run:
             sweep_marks(self._bucket, marks, sizes.keys() - removed)
+            if self._unfinished:
+                self._manifests.give_up(self._oldest)
         return self.report
 
     # What is needed

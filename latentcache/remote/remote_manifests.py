@@ -85,6 +85,9 @@ class RemoteManifests:
         """Note that a run began to work on the manifest. `write` ends it."""
         self._http.request("PUT", f"{_route(name)}/unfinished")
 
+    def end(self, name: str) -> None:
+        """Nothing: other clients may work on it, and share the note. The next `write` ends it."""
+
 
 def _route(name: str) -> str:
     return f"manifests/{quote(name, safe='')}"

@@ -6,8 +6,6 @@ there. So a transfer that died is repeated by the same command, which moves what
 
 from __future__ import annotations
 
-import random
-import time
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
@@ -18,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from latentcache.dataset.manifest import Manifest
+from latentcache.dataset.manifest import Manifest, merged_rows
+from latentcache.dataset.manifest_folder import update_manifest
 from latentcache.errors import (
     DatasetError,
     PackError,
@@ -36,8 +35,6 @@ from latentcache.utils.progress import Progress
 
 NUM_THREADS = 8
 """Packs on their way at once: each is in memory as a whole, some 64 MiB."""
-MANIFEST_ATTEMPTS = 8
-"""To merge a manifest, where another client replaces it in the middle each time."""
 
 Location = str | Path
 
@@ -119,10 +116,9 @@ class Move:
             self.report.num_there += outcome.num_bytes == 0 and outcome.refused is None
             progress.advance()
         progress.finish()
-        shared = sorted(packs.keys() & self._there.keys())
         for manifest in manifests:
             try:
-                self._move_manifest(manifest, shared, packs)
+                self._move_manifest(manifest, packs)
             except DatasetError as error:
                 self.report.refused[manifest.name] = str(error)
         return self.report
@@ -242,12 +238,13 @@ class Move:
         new = manifest if theirs is None or self.replace else merged(theirs, manifest)
         return None if new == theirs else new
 
-    def _move_manifest(self, manifest: Manifest, shared: Sequence[str], sizes: dict[str, int]) -> None:
+    def _move_manifest(self, manifest: Manifest, sizes: dict[str, int]) -> None:
         """Bring the manifest to the target, when all of its entries are there. DatasetError if it is refused."""
+        if not self.dry_run:
+            self._there = self.target.packs()  # what was removed there meanwhile is missing
         missing = self._missing(manifest)
         if missing and not self.dry_run:
-            # Of packs that are there, and of which the target has lost these entries.
-            for _ in self._outcomes(shared, sizes, missing):
+            for _ in self._outcomes(sorted(sizes), sizes, missing):
                 pass
             missing = self._missing(manifest)
         if self.dry_run:
@@ -265,14 +262,10 @@ class Move:
             written[:] = [self._changed(manifest)]
             return written[0]
 
-        for attempt in range(0 if self.dry_run else MANIFEST_ATTEMPTS):
-            try:
-                self.target.manifests.update(make)
-                break
-            except StoreBusyError:  # another client replaced it since it was read: it is merged with that one
-                if attempt == MANIFEST_ATTEMPTS - 1:
-                    raise
-                time.sleep(random.uniform(0.0, 0.05 * 2**attempt))
+        if not self.dry_run:
+            update_manifest(self.target.manifests, make)
+            if written[0] is None:
+                self.target.manifests.end(manifest.name)
         if written[0] is not None:
             self.report.manifests.append(manifest.name)
 
@@ -294,12 +287,7 @@ def merged(theirs: Manifest, ours: Manifest) -> Manifest:
             f"the one that is there has another {' and another '.join(differ)}, and one list cannot say both. Give "
             "--replace to put this one in its place",
         )
-    rows = dict(theirs.rows)
-    for sample_id, row in ours.rows.items():
-        before = rows.get(sample_id)
-        if before is None or row.refusal is None or before.refusal is not None or row.source != before.source:
-            rows[sample_id] = row
-    return Manifest(theirs.name, theirs.role, theirs.repeats, theirs.common, rows)
+    return Manifest(theirs.name, theirs.role, theirs.repeats, theirs.common, merged_rows(theirs.rows, ours.rows))
 
 
 def transfer(

@@ -9,10 +9,13 @@ from dataclasses import replace
 import pytest
 
 from latentcache.dataset.manifest import Manifest, manifest_lines
+from latentcache.dataset.manifest_folder import update_manifest
 from latentcache.dataset.manifest_row import Row
-from latentcache.errors import DatasetError, ReadOnlyError
+from latentcache.errors import DatasetError, ReadOnlyError, StoreBusyError
 from latentcache.remote.bucket import Bucket
 from latentcache.remote.bucket_manifests import BucketManifests, merged_manifests
+from latentcache.remote.transfers import merged
+from latentcache.types import Refusal
 
 COMMON = {"schema": 1, "salt": "", "text_encoding": {"name": "a"}}
 
@@ -53,7 +56,13 @@ def test_two_writers_that_read_the_same_lose_nothing(bucket: Bucket) -> None:
         read = writer.read("photos")
         assert read is not None and ids(read) == {1}
     first.write(make(1, 2))
-    second.write(make(1, 3, path="newer/"))
+    if bucket.can_replace:
+        with pytest.raises(StoreBusyError, match="another client replaced the manifest photos"):
+            second.write(make(1, 3, path="newer/"))
+        assert ids(second.read("photos")) == {1, 2}
+        second.write(replace(make(1, 3, path="newer/"), rows={**make(2).rows, **make(1, 3, path="newer/").rows}))
+    else:
+        second.write(make(1, 3, path="newer/"))
     found = BucketManifests(bucket).read("photos")
     assert ids(found) == {1, 2, 3}
     assert found is not None and found.rows["1.png"].path == "newer/1.png"
@@ -80,7 +89,7 @@ def test_many_writers_at_once_lose_nothing(bucket: Bucket) -> None:
 
         try:
             for number in range(first, first + 4):
-                manifests.update(with_one(number))
+                update_manifest(manifests, with_one(number))
         except BaseException as error:
             errors.append(error)
 
@@ -93,14 +102,40 @@ def test_many_writers_at_once_lose_nothing(bucket: Bucket) -> None:
     assert ids(BucketManifests(bucket).read("photos")) == {10 * a + b for a in range(3) for b in range(4)}
 
 
-def test_samples_of_another_encoding_are_not_merged(bucket: Bucket) -> None:
+def test_samples_of_another_encoding_are_not_merged(bucket: Bucket, caplog: pytest.LogCaptureFixture) -> None:
     old, new = BucketManifests(bucket), BucketManifests(bucket)
     for writer in (old, new):
         assert writer.read("photos") is None
     old.write(make(1))
     other = {**COMMON, "salt": "other"}
-    new.write(make(2, common=other))
-    assert BucketManifests(bucket).read("photos") == make(2, common=other)
+    ours = make(2, common=other)
+    if bucket.can_replace:
+        with pytest.raises(DatasetError, match="one list cannot say both"):
+            update_manifest(new, lambda: ours if (there := new.read("photos")) is None else merged(there, ours))
+        return
+    new.write(ours)
+    assert BucketManifests(bucket).read("photos") == ours
+    assert "another role or encoding at the same time" in caplog.text
+
+
+def test_a_race_ends_as_one_push_after_the_other(bucket: Bucket) -> None:
+    """A sample that one encoded stays so, where the other refused it; what one removed does not come back."""
+    whole, encoded = make(1), Row("1.png", "1.png", "a" * 64, (), ())
+    refused = replace(encoded, refusal=Refusal("1.png", "1.png", "image", "out of memory"))
+    first, second = BucketManifests(bucket), BucketManifests(bucket)
+    for writer in (first, second):
+        assert writer.read("photos") is None
+    ours = replace(whole, rows={"1.png": refused})
+    first.write(replace(whole, rows={"1.png": encoded}))
+    update_manifest(second, lambda: ours if (there := second.read("photos")) is None else merged(there, ours))
+    found = BucketManifests(bucket).read("photos")
+    assert found is not None and found.rows["1.png"] == encoded
+    if bucket.can_replace:
+        removing = BucketManifests(bucket)
+        assert removing.read("photos") is not None
+        BucketManifests(bucket).write(make(1, 2, 3))
+        update_manifest(removing, lambda: make(2))
+        assert ids(BucketManifests(bucket).read("photos")) == {2}
 
 
 def test_a_damaged_manifest_is_named_and_replaced(bucket: Bucket) -> None:

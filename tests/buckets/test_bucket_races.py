@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +10,17 @@ import pytest
 from buckets.test_bucket_upkeep import keep_only, tidy
 from helpers.remote_samples import entries_of
 from obstore.store import MemoryStore
-from transfers.test_transfers import fill, key_of_image, manifest_of, packs_of
+from transfers.test_transfers import check, fill, key_of_image, manifest_of, packs_of
 
+from latentcache.dataset.manifest_folder import ManifestFolder
+from latentcache.errors import StoreError
 from latentcache.remote import bucket_upkeep
 from latentcache.remote.bucket import Bucket
 from latentcache.remote.bucket_manifests import BucketManifests
 from latentcache.remote.bucket_upkeep import BucketUpkeep, removals_in
-from latentcache.remote.places import open_far_place
+from latentcache.remote.places import DirectoryPlace, open_far_place
 from latentcache.remote.remote_packs import verify_place
-from latentcache.remote.transfers import transfer
+from latentcache.remote.transfers import Move, transfer
 from latentcache.store.directory import pack_name
 
 
@@ -93,3 +96,62 @@ def test_a_pack_goes_only_when_the_copies_that_stay_are_whole(tmp_path: Path, ur
     with open_far_place(url) as place:
         assert verify_place(place).ok and key_of_image(5) in place.find([key_of_image(5)])
     assert transfer(url, tmp_path / "back").ok
+
+
+def test_a_push_ends_its_own_note_alone(tmp_path: Path, url: str) -> None:
+    first, second = (fill(tmp_path / name, range(8)) for name in ("first", "second"))
+    with open_far_place(url, is_target=True, near=DirectoryPlace(second, is_target=False)) as place:
+        place.manifests.begin("photos")  # of a push that takes long
+    assert transfer(first, url).ok
+    assert BucketManifests(Bucket.open(url)).unfinished() == ["photos"]
+    with pytest.raises(StoreError, match="not finished: photos"):
+        tidy(url, prune=True, grace_h=0)
+    assert transfer(second, url).manifests == [], "there is nothing to change"
+    assert BucketManifests(Bucket.open(url)).unfinished() == []
+    assert tidy(url, prune=True, grace_h=0).num_removed == 0
+
+
+def test_notes_of_machines_that_are_gone_are_given_up(tmp_path: Path, url: str) -> None:
+    transfer(fill(tmp_path / "here", range(8)), url)
+    BucketManifests(Bucket.open(url), source="another").begin("photos")
+    tidy(url, prune=True, unfinished=True, grace_h=24.0)
+    assert BucketManifests(Bucket.open(url)).unfinished() == ["photos"], "it may be at work"
+    tidy(url, prune=True, unfinished=True, grace_h=0)
+    assert BucketManifests(Bucket.open(url)).unfinished() == []
+
+
+def test_a_pull_ends_the_note_of_one_that_died_behind_its_manifest(tmp_path: Path) -> None:
+    here, there = fill(tmp_path / "here", range(8)), tmp_path / "there"
+    transfer(here, there)
+    manifests = ManifestFolder(there / "manifests")
+    manifests.begin("photos")
+    assert transfer(here, there, dry_run=True).ok and list(manifests.unfinished()) == ["photos"]
+    assert transfer(here, there).ok and manifests.unfinished() == {}
+
+
+@pytest.mark.parametrize("is_listed", [False, True])
+def test_what_goes_during_a_push_is_sent_again(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, is_listed: bool
+) -> None:
+    """What was there when it began, and what it has sent itself."""
+    transfer(fill(tmp_path / "old", range(24, 32), None), url)
+    here = fill(tmp_path / "here", range(16), per_pack=4)
+    for pack, data in list(packs_of(here).items())[:2]:
+        Bucket.open(url).create(pack_name(pack), data)
+    move = Move._move_manifest
+
+    def meanwhile(self: Move, *args: Any) -> None:
+        packs = sorted(Bucket.open(url).packs())
+        if is_listed:
+            Bucket.open(url).put("removals/1.json", json.dumps({"packs": packs}).encode())
+        else:
+            Bucket.open(url).remove_packs(packs)
+        move(self, *args)
+        if is_listed:
+            Bucket.open(url).remove_packs(packs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Move, "_move_manifest", meanwhile)
+        assert transfer(here, url).ok
+    assert transfer(url, tmp_path / "back").ok
+    check(tmp_path / "back", range(16))

@@ -21,6 +21,7 @@ from transfers.test_transfers import check, fill, key_of_image, manifest_of, pac
 
 from latentcache.errors import RemoteError, StorageFullError, StoreError
 from latentcache.remote.bucket import Bucket
+from latentcache.remote.bucket_manifests import BucketManifests
 from latentcache.remote.places import open_far_place, open_place
 from latentcache.remote.transfers import Move, TransferReport, transfer
 from latentcache.store import DiskStore
@@ -196,7 +197,8 @@ def test_faults_that_stay_are_errors_with_a_next_step(tmp_path: Path, s3_url: st
         move(here, s3_url)
     assert "run the same again" in caught.value.next_step
     relay.answer = relay.change = None
-    assert set(Bucket.open(s3_url).names("manifests")) == {"manifests/photos.unfinished"}
+    manifests = BucketManifests(Bucket.open(s3_url))
+    assert manifests.names() == [] and manifests.unfinished() == ["photos"]
     assert move(here, s3_url).ok
     move(s3_url, tmp_path / "back")
     check(tmp_path / "back", range(16))
