@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 from starlette.datastructures import Headers
 from starlette.requests import cookie_parser
@@ -41,7 +42,7 @@ class Limits:
     max_keys: int = 16384
     """In one request."""
     max_requests: int = 64
-    """Under way at once, with a token or where none is needed. Others wait their turn."""
+    """Under way at once, with a token or where none is needed. Others wait their turn. One address has half of them."""
     queue_s: float = 5.0
     """For which a request waits its turn: less than the time after which a client asks again."""
     max_client_requests: int = 256
@@ -84,7 +85,7 @@ class Gate:
     """The outermost part of the app: it refuses requests, lets them wait, and bounds their bodies and their time.
 
     What one client does too much of is a 429. Where all of them together are too much, those that came first go first,
-    and who waited too long gets a 503.
+    and who waited too long gets a 503. The requests of one address wait for each other before they wait for others'.
     """
 
     def __init__(self, app: ASGIApp, *, access: Access, limits: Limits, telemetry: Telemetry):
@@ -95,6 +96,8 @@ class Gate:
             "uploads": asyncio.Semaphore(limits.max_uploads),
             "requests": asyncio.Semaphore(limits.max_requests),
         }
+        # By address, as long as requests of it are under way.
+        self._own_turns = WeakValueDictionary[str, asyncio.Semaphore]()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request, or pass on what is none."""
@@ -108,7 +111,7 @@ class Gate:
                 kinds = self._admit(scope)
                 self._num += kinds
                 with ExitStack() as held:
-                    await self._take_turns(kinds, held)
+                    await self._take_turns(scope, kinds, held)
                     await request.run(self._app)
             except RequestRefused as error:
                 await request.refuse(error)
@@ -139,8 +142,7 @@ class Gate:
         if role < Role.READ:
             self._check_number("requests without a token", limits.max_strangers, 503)
             return Counter(["requests without a token"])
-        address = (scope.get("client") or ("an unknown address",))[0]
-        own = f"requests of {address}"
+        own = _own(scope)
         self._check_number(own, limits.max_client_requests, 429)
         return Counter([own, "requests", *(["uploads"] if scope["method"] == "PUT" else [])])
 
@@ -148,18 +150,29 @@ class Gate:
         if (num := self._num[what] + 1) > allowed:
             raise _too_many(f"{num} {what} at once", status, num, allowed)
 
-    async def _take_turns(self, kinds: Counter[str], held: ExitStack) -> None:
+    async def _take_turns(self, scope: Scope, kinds: Counter[str], held: ExitStack) -> None:
         """Wait until there is room for what the request counts as, which it has until `held` is left."""
-        for what, turns in self._turns.items():
-            if what not in kinds:
-                continue
-            try:
-                async with asyncio.timeout(self._limits.queue_s):
-                    await turns.acquire()
-            except TimeoutError:
-                num, allowed = self._num[what], getattr(self._limits, f"max_{what}")
-                raise _too_many(f"{num} {what} at once for {self._limits.queue_s:g} s", 503, num, allowed) from None
-            held.callback(turns.release)
+        limits, own = self._limits, _own(scope)
+        wanted = [(what, turns, getattr(limits, f"max_{what}"), 503) for what, turns in self._turns.items()]
+        if own in kinds:
+            share = (limits.max_requests + 1) // 2
+            wanted.insert(0, (own, self._own_turns.setdefault(own, asyncio.Semaphore(share)), share, 429))
+        try:
+            async with asyncio.timeout(limits.queue_s):
+                for turn in wanted:
+                    what, turns, allowed, status = turn
+                    if what in kinds:
+                        await turns.acquire()
+                        held.callback(turns.release)
+        except TimeoutError:
+            num = self._num[what]
+            raise _too_many(f"{num} {what} at once for {limits.queue_s:g} s", status, num, allowed) from None
+
+
+def _own(scope: Scope) -> str:
+    """What requests of the same address count as."""
+    address = (scope.get("client") or ("an unknown address",))[0]
+    return f"requests of {address}"
 
 
 def _too_many(detail: str, status: int, num: int, allowed: int) -> RequestRefused:

@@ -149,11 +149,15 @@ def test_headers_that_come_slowly_are_a_408(server, slow):
         assert answer == b"" and 2.5 < taken < 10  # nothing came at all: closed without a word
 
 
-def holding(stack, server, *, method="POST", path="/v1/entries:find"):
+OTHER = "192.0.2.7"
+"""The address of another machine: a proxy on this one says whose request it is."""
+
+
+def holding(stack, server, *, method="POST", path="/v1/entries:find", address="127.0.0.1"):
     """Begin a request whose body does not come, and return its connection."""
     client = stack.enter_context(socket.create_connection(server.address, timeout=20))
-    token = f"Authorization: Bearer {server.write_token}\r\n"
-    client.sendall(f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n{token}Content-Length: 20\r\n\r\n{{".encode())
+    head = f"Host: localhost\r\nAuthorization: Bearer {server.write_token}\r\nX-Forwarded-For: {address}\r\n"
+    client.sendall(f"{method} {path} HTTP/1.1\r\n{head}Content-Length: 20\r\n\r\n{{".encode())
     time.sleep(0.1)
     return client
 
@@ -164,9 +168,10 @@ def test_requests_and_uploads_at_once_are_bounded(cache):
             holding(stack, server, method="PUT", path=f"/v1/packs/{'aa' * 16}")
             second = server.put("/v1/packs/" + "ab" * 16, b"123")
             assert second.status == 503 and "2 uploads at once for 0.2 s" in second.json()["detail"]
-            for _ in range(3):
-                holding(stack, server)
-            busy = server.get("/v1/stats")
+            holding(stack, server)
+            for _ in range(2):
+                holding(stack, server, address=OTHER)
+            busy = server.get("/v1/stats", headers={"X-Forwarded-For": "192.0.2.8"})
             assert busy.status == 503 and busy.headers["retry-after"] == "1" and busy.json()["allowed"] == 4
             assert server.get("/v1/healthz").status == 200
         assert server.get("/v1/stats").status == 200
@@ -179,7 +184,8 @@ def test_a_request_waits_its_turn(cache):
         ThreadPoolExecutor(3) as threads,
         ExitStack() as stack,
     ):
-        holders = [holding(stack, server) for _ in range(LIMITS.max_requests)]
+        addresses = ["127.0.0.1", OTHER] * (LIMITS.max_requests // 2)
+        holders = [holding(stack, server, address=address) for address in addresses]
         waiting = [threads.submit(server.get, "/v1/stats") for _ in range(3)]
         time.sleep(0.5)
         assert not any(each.done() for each in waiting)
@@ -195,8 +201,21 @@ def test_one_client_that_takes_too_much_gets_a_429(cache):
         assert answer.status == 429 and answer.headers["retry-after"] == "1"
         assert answer.json()["detail"].startswith("3 requests of 127.0.0.1 at once, and 2 are allowed")
         assert server.get("/v1/healthz").status == 200
-        # A proxy on this machine says whose request it is.
-        assert server.get("/v1/stats", headers={"X-Forwarded-For": "192.0.2.7"}).status == 200
+        assert server.get("/v1/stats", headers={"X-Forwarded-For": OTHER}).status == 200
+
+
+def test_one_client_leaves_room_for_the_others(cache):
+    """Its slow requests wait for each other: what it has too many of is a 429, and others are answered at once."""
+    limits = replace(LIMITS, stall_s=20, answer_s=20, queue_s=1.0)
+    with serving_here(cache.path, limits) as server, ExitStack() as stack:
+        holders = [holding(stack, server) for _ in range(LIMITS.max_requests)]
+        found = server.post("/v1/entries:find", {"keys": []}, headers={"X-Forwarded-For": OTHER})
+        assert found.status == 200
+        busy = server.get("/v1/stats")
+        assert busy.status == 429 and busy.json()["allowed"] == 2 and busy.headers["retry-after"] == "1"
+        assert "requests of 127.0.0.1 at once for 1 s" in busy.json()["detail"]
+        holders[0].close()
+        assert server.get("/v1/stats").status == 200
 
 
 def test_a_store_that_does_not_answer_is_a_503(server, monkeypatch):
