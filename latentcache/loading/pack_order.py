@@ -38,8 +38,9 @@ class Places(NamedTuple):
                 "cache to a directory for order='packs'"
             )
         found, places = store.places(keys)
-        ids = sorted(set(found))
-        numbers = np.array([*map({pack: number for number, pack in enumerate(ids)}.get, found), -1], np.int64)
+        ids = sorted({found[number] for number in np.unique(places[:, 0]).tolist() if number >= 0})
+        by_id = {pack: number for number, pack in enumerate(ids)}  # other packs of the store may come and go
+        numbers = np.array([*(by_id.get(pack, -1) for pack in found), -1], np.int64)
         packs, rows = numbers[places[:, 0]], np.ascontiguousarray(places[:, 1])
         return cls(packs, rows, blake3(" ".join(ids).encode() + packs.tobytes() + rows.tobytes()).hexdigest())
 

@@ -258,6 +258,20 @@ def test_a_store_without_packs_is_refused() -> None:
         Places.of(MemoryStore(), [])
 
 
+def test_a_resume_after_other_entries_came_goes_on(path: Path) -> None:
+    first = sampler_of(LatentDataset(path, order="packs"))
+    whole = [list(batch) for batch in first]
+    for _ in zip(range(5), first, strict=False):
+        state = first.state_dict()
+    for number in range(8):  # ids are random: some come between those that there are
+        with DiskStore(path) as store:
+            identity = {"kind": "image", "other": number}
+            store.add([Entry(Record(key_of(identity), "image", identity, {}), {"latents": torch.zeros(4, 8, 8)})])  # type: ignore[arg-type]
+    again = sampler_of(LatentDataset(path, order="packs"))
+    again.load_state_dict(state)
+    assert [list(batch) for batch in again] == whole[5:]
+
+
 def test_a_resume_after_the_packs_changed_is_refused(path: Path) -> None:
     with LatentLoader(sampler_of(LatentDataset(path, order="packs")), device="cpu") as loader:
         next(iter(loader))
