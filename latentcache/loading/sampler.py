@@ -175,7 +175,8 @@ class BucketBatchSampler(Sampler[list[int]]):
         for index in range(len(dataset)):
             buckets.setdefault(dataset.bucket(index), []).append(index)
         self._buckets = [np.array(buckets[bucket], dtype=np.int64) for bucket in sorted(buckets)]
-        self.window, self._num_streams = window, world_size
+        self.window = window
+        self._dealt: tuple[int, int] | None = None  # an epoch whose packs were dealt to another number of ranks
         self._places = dataset.places() if isinstance(dataset, Placed) else None
         self._cursor = Cursor(0)
         self._identity: str | None = None
@@ -195,7 +196,7 @@ class BucketBatchSampler(Sampler[list[int]]):
     def set_epoch(self, epoch: int) -> None:
         """Choose the next epoch. The present one keeps its place, so a resumed run may call this as always."""
         if epoch != self._cursor.epoch:
-            self._cursor = Cursor(epoch)
+            self._cursor, self._dealt = Cursor(epoch), None
 
     def begin(self) -> Cursor:
         """Start an iteration: where the state that was loaded says, otherwise with the epoch's first batch.
@@ -203,7 +204,7 @@ class BucketBatchSampler(Sampler[list[int]]):
         `state_dict` follows this cursor from now on.
         """
         if self._cursor.started:
-            self._cursor = Cursor(self._cursor.epoch)
+            self._cursor, self._dealt = Cursor(self._cursor.epoch), None
         self._cursor.started = True
         return self._cursor
 
@@ -245,7 +246,8 @@ class BucketBatchSampler(Sampler[list[int]]):
         drop_last, uneven or world size. With `reshard` the world size may differ: what is left of the epoch is dealt
         to the ranks that there are now, so that no batch comes twice. Captions that were edited and values that were
         re-encoded do not matter; samples that came, went or changed their bucket do. In pack order an image that lies
-        in another pack now, as after `compact`, matters too, and ranks go on with the packs as they were dealt.
+        in another pack now, as after `compact`, matters too, and ranks finish the epoch with the packs as they were
+        dealt.
         """
         epoch, position = state.get("epoch"), state.get("position")
         if type(epoch) is not int or type(position) is not int or position < 0:
@@ -269,7 +271,7 @@ class BucketBatchSampler(Sampler[list[int]]):
                 f"or start the epoch again with set_epoch({epoch})"
                 + (hint if len(differing) == 1 and "world_size" in differing[0] else "")
             )
-        self._num_streams = here.get("num_streams", self._num_streams)
+        self._dealt = (epoch, here["num_streams"]) if "num_streams" in here else None
         self._cursor = Cursor(epoch, position)
 
     def _settings(self) -> dict[str, Any]:
@@ -278,8 +280,12 @@ class BucketBatchSampler(Sampler[list[int]]):
         names = ("batch_size", "shuffle", "drop_last", "uneven", "seed", "world_size")
         fixed = {"version": STATE_VERSION, "dataset": self._identity, "num_items": len(self.dataset)}
         if self._places is not None:
-            fixed |= {"packs": self._places.identity, "window": self.window, "num_streams": self._num_streams}
+            fixed |= {"packs": self._places.identity, "window": self.window}
+            fixed["num_streams"] = self._num_streams(self.epoch)
         return fixed | {name: getattr(self, name) for name in names}
+
+    def _num_streams(self, epoch: int) -> int:
+        return self._dealt[1] if self._dealt is not None and self._dealt[0] == epoch else self.world_size
 
     def _num_left(self, position: int) -> int:
         left = max(0, self.num_batches - position)
@@ -294,7 +300,7 @@ class BucketBatchSampler(Sampler[list[int]]):
                 self._buckets,
                 self.batch_size,
                 window=self.window,
-                num_streams=self._num_streams,
+                num_streams=self._num_streams(epoch),
                 generator=generator if self.shuffle else None,
             )
             return [batch for batch in batches if self._is_kept(batch)]

@@ -117,6 +117,31 @@ def test_a_resume_goes_on_where_the_run_stopped(dataset, batch_size, before, aft
     assert share(0, after, again).state_dict() == again, "a state that was dealt to other ranks is one of this run"
 
 
+def test_what_was_dealt_to_other_ranks_is_so_for_the_rest_of_its_epoch_alone() -> None:
+    dataset = InPacks([0] * 48, [number // 4 for number in range(48)])
+    before = BucketBatchSampler(dataset, 2, window=1)
+    before.set_epoch(3)
+    expected = drawn(before)
+    for _ in zip(range(6), before, strict=False):
+        state = before.state_dict()
+    new, resumed = (BucketBatchSampler(dataset, 2, window=1, rank=1, world_size=3) for _ in range(2))
+    whole = {}
+    for epoch in (3, 4):
+        new.set_epoch(epoch)
+        whole[epoch] = drawn(new)
+    for again in (True, False):
+        resumed.load_state_dict(state, reshard=True)
+        resumed.set_epoch(3)
+        assert drawn(resumed) == expected[6:][1::3]
+        resumed.load_state_dict(resumed.state_dict())
+        assert drawn(resumed) == [], "at the end of the epoch"
+        if again:
+            assert drawn(resumed) == whole[3], "the epoch from its start is dealt to these ranks"
+        assert [batch.numbers for batch in resumed.plan(4)] == [batch.numbers for batch in new.plan(4)]
+        resumed.set_epoch(4)
+        assert drawn(resumed) == whole[4] and resumed.state_dict() == new.state_dict()
+
+
 def test_packs_are_shuffled_and_few_are_open() -> None:
     num_packs, per_pack, window = 60, 64, 5
     dataset = InPacks([0] * num_packs * per_pack, np.repeat(np.arange(num_packs), per_pack).tolist())
