@@ -141,7 +141,8 @@ class BucketBatchSampler(Sampler[list[int]]):
 
     A dataset with `order="packs"` is visited in pack order (`pack_order.pack_batches`): the packs that hold the images
     are shuffled and dealt to the ranks, and the rows of `window` packs of a rank are mixed. It then depends on the
-    packs that there are when the sampler is made, on `window`, and on the number of ranks.
+    packs that there are when the sampler is made, on `window`, and on the number of ranks. Where torch.distributed runs
+    with `world_size` ranks they compare their packs, so that each has to make the sampler; StoreError if these differ.
 
     `state_dict` says where the last iteration is, `load_state_dict` lets the next one begin there. A DataLoader with
     workers takes batches ahead of the loop, so with one the state is too far on: `LatentLoader` counts right.
@@ -178,6 +179,8 @@ class BucketBatchSampler(Sampler[list[int]]):
         self.window = window
         self._dealt: tuple[int, int] | None = None  # an epoch whose packs were dealt to another number of ranks
         self._places = dataset.places() if isinstance(dataset, Placed) else None
+        if self._places is not None:
+            _check_ranks(self._places.identity, world_size)
         self._cursor = Cursor(0)
         self._identity: str | None = None
 
@@ -318,6 +321,21 @@ class BucketBatchSampler(Sampler[list[int]]):
 
     def _is_kept(self, batch: list[int]) -> bool:
         return len(batch) == self.batch_size or not self.drop_last
+
+
+def _check_ranks(packs: str, world_size: int) -> None:
+    """StoreError if ranks see other packs than the first one: some samples would come twice and others never."""
+    distributed = torch.distributed  # some builds of torch have none of it
+    if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() != world_size:
+        return
+    found: list[str] = [""] * world_size
+    distributed.all_gather_object(found, packs)
+    others = [str(rank) for rank, each in enumerate(found) if each != found[0]]
+    if others:
+        raise StoreError(
+            f"rank {', '.join(others)} sees other packs than rank 0, so that samples would come twice or never: start "
+            "the ranks again when nothing adds to the cache or compacts it, with the same cache for each"
+        )
 
 
 def _with_ahead(planned: list[PlannedBatch], places: Places) -> Iterator[PlannedBatch]:
