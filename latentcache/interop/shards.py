@@ -119,8 +119,9 @@ class ShardExport(Export):
 
     def _rows(self) -> Iterator[ShardRow]:
         for sample in self.samples():
-            if any("\ud800" <= char <= "\udfff" for char in sample.sample_id):
-                self.skip(sample.sample_id, sample.path, "unreadable", "its name is not UTF-8")
+            texts = [("its name", sample.sample_id), *(("a caption", caption.text) for caption in sample.captions)]
+            if halves := [what for what, text in texts if any("\ud800" <= char <= "\udfff" for char in text)]:
+                self.skip(sample.sample_id, sample.path, "unreadable", f"{halves[0]} is not UTF-8")
                 continue
             if (tensors := self._tensors(sample)) is None:
                 continue

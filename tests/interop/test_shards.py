@@ -130,6 +130,15 @@ def test_scaling_that_rounds_float16_is_noted(tmp_path: Path, module: ModuleType
 
 
 @ALL
+def test_a_caption_that_is_not_utf_8_is_skipped(tmp_path: Path, module: ModuleType) -> None:
+    cache = cache_of([*pairs("a.png", "c.png"), image("b.png"), text("b.png", caption="half \ud83d a pair")])
+    report = module.export(cache, "foreign", tmp_path / "shards")
+    (refusal,) = report.skipped
+    assert (refusal.sample_id, refusal.reason, refusal.detail) == ("b.png", "unreadable", "a caption is not UTF-8")
+    assert report.num_images == 2
+
+
+@ALL
 def test_an_export_goes_to_a_new_folder(tmp_path: Path, module: ModuleType) -> None:
     cache = cache_of(items())
     (tmp_path / "other").write_text("")
