@@ -233,8 +233,10 @@ def _npy_header(file: IO[bytes], name: str, path: str | Path) -> tuple[tuple[int
     if version not in readers:
         raise corrupt(path, f"{name} has the npy version {version}")
     shape, fortran, dtype = readers[version](file, max_header_size=_MAX_HEADER_BYTES)
-    if dtype.kind not in "fiu" or any(side < 0 for side in shape):
-        detail = f"{name} is {dtype} {list(shape)}, which is no array of numbers (objects are never unpickled)"
+    # torch has no wider numbers.
+    if dtype.kind not in "fiu" or dtype.itemsize > 8 or any(side < 0 for side in shape):
+        allowed = "which is no array of numbers of at most 8 bytes (objects are never unpickled)"
+        detail = f"{name} is {dtype} {list(shape)}, {allowed}"
         raise corrupt(path, detail)
     return shape, fortran, dtype
 

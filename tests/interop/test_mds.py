@@ -144,11 +144,17 @@ def test_arrays_of_all_four_forms_are_read(tmp_path: Path, encoding: str, data: 
         ("ndarray", b"\x22", "is no array: IndexError"),
         ("ndarray:float99", b"\x0c", "is no array: ValueError"),
         ("ndarray:float16:4,x", b"\x0c", "is no array: ValueError"),
-        ("ndarray:float16:4,-8,16", b"\x0c", "has 1 bytes"),
+        ("ndarray:float16:4,-8,16", b"\x0c", "a side of -8"),
+        ("ndarray:float16:4,-2,-2", bytes(32), "a side of -2"),
+        ("ndarray:float16:" + ",".join("1" * 100), bytes(2), "100 sides"),
+        ("ndarray", b"\x12\xfc" + b"\1" * 63 + bytes(2), "63 sides"),
         ("bytes", ARRAY.tobytes(), "encoded as bytes: a tensor is an ndarray, or bytes that are declared"),
         ("jpeg", b"\xff\xd8", "encoded as jpeg"),
     ],
-    ids=["too-large", "cut", "int32", "one-byte", "float99", "side", "negative", "bytes", "jpeg"],
+    ids=[
+        *("too-large", "cut", "int32", "one-byte", "float99", "side", "negative"),
+        *("two-negative", "sides", "header-sides", "bytes", "jpeg"),
+    ],
 )
 def test_arrays_that_lie_are_refused(tmp_path: Path, encoding: str, data: bytes, words: str) -> None:
     folder = write_mds(tmp_path / "mds", [{"latents": data}], {"latents": encoding})

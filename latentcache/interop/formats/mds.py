@@ -55,6 +55,7 @@ _DTYPES = {18: "float16", 34: "float32"}
 """The byte of a dtype in an array's header; those of integers are no latents."""
 _SIDES = ("u1", "<u2", "<u4", "<u8")
 _SCALARS = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
+_MAX_SIDES = 8
 
 
 def export(
@@ -352,7 +353,13 @@ def _array_form(form: str, cell: memoryview) -> tuple[str, tuple[int, ...], memo
     elif dtype not in _DTYPES.values():
         raise ValueError(f"dtype {dtype!r:.40}")
     if sides:
-        return dtype, tuple(int(side) for side in sides.split(",")), cell
-    num_sides, side_type = cell[0] >> 2, np.dtype(_SIDES[cell[0] & 3])
-    end = 1 + num_sides * side_type.itemsize
-    return dtype, tuple(np.frombuffer(cell[1:end], side_type).tolist()), cell[end:]
+        shape, values = [int(side) for side in sides.split(",")], cell
+    else:
+        num_sides, side_type = cell[0] >> 2, np.dtype(_SIDES[cell[0] & 3])
+        end = 1 + num_sides * side_type.itemsize
+        shape, values = np.frombuffer(cell[1:end], side_type).tolist(), cell[end:]
+    if len(shape) > _MAX_SIDES:
+        raise ValueError(f"it has {len(shape)} sides; {_MAX_SIDES} are allowed")
+    if min(shape, default=0) < 0:
+        raise ValueError(f"it has a side of {min(shape)}")
+    return dtype, tuple(shape), values
