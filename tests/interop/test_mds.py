@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.foreign_files import damaged, items_quietly, reasons, split
+from helpers.foreign_files import damaged, items_quietly, split
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from shard_samples import cache_of, declared, items
@@ -176,6 +176,10 @@ def _raw(**changes: Any) -> Callable[[dict[str, Any]], None]:
     return lambda item: item["raw_data"].update(changes)
 
 
+def _file(num_bytes: int) -> dict[str, Any]:
+    return {"basename": "shard.00000.mds", "bytes": num_bytes, "hashes": {}}
+
+
 def _item(**changes: Any) -> Callable[[dict[str, Any]], None]:
     return lambda item: item.update(changes)
 
@@ -192,7 +196,7 @@ def _item(**changes: Any) -> Callable[[dict[str, Any]], None]:
         (_raw(basename="nonsense.mds"), "missing", "no such file"),
         (_raw(hashes={"sha1": "0" * 40}), "corrupt", "its sha1 is"),
         (_item(column_sizes=[None] * 8), "corrupt", "do not fill its"),
-        (_item(column_sizes=[1 << 31] * 8), "corrupt", "do not fill its"),
+        (_item(column_sizes=[1 << 31] * 8), "corrupt", "each sample needs 17,179,869,184 bytes at least"),
         (_item(column_names=["caption"] * 8), "corrupt", "two of its columns have one name"),
         (_item(column_names=[f"c{number}" for number in range(8)]), "missing", "no column latents_256; it has c0"),
     ],
@@ -208,14 +212,51 @@ def test_an_index_that_lies_refuses_the_shard(
     assert found == [] == texts and refusal.reason == reason and words in refusal.detail
 
 
-@pytest.mark.parametrize("samples", [b"\xff\xff\xff\xff", b"\0\0\0\0"], ids=["beyond", "back"])
-def test_offsets_that_lie_are_refused(tmp_path: Path, samples: bytes) -> None:
+@pytest.mark.parametrize(
+    ("number", "offset"), [(0, 8), (1, 0xFFFFFFFF), (1, 0), (2, 0xFFFFFFFF)], ids=["table", "beyond", "back", "end"]
+)
+def test_offsets_that_lie_refuse_the_shard(tmp_path: Path, number: int, offset: int) -> None:
     folder = write_mds(tmp_path / "mds", [SAMPLE, SAMPLE | {"key": b"2"}], change=_raw(hashes={}))
     path = folder / "shard.00000.mds"
-    data = path.read_bytes()
-    path.write_bytes(data[:8] + samples + data[12:])
-    found, _, refusals = split(opened(folder))
-    assert found == [] and reasons(refusals) == ["corrupt", "corrupt"] and "its bytes are" in refusals[0].detail
+    data = bytearray(path.read_bytes())
+    struct.pack_into("<I", data, 4 * (1 + number), offset)
+    path.write_bytes(data)
+    found, _, (refusal,) = split(opened(folder))
+    assert found == [] and (refusal.sample_id, refusal.reason) == ("shard.00000.mds", "corrupt")
+    assert "the offsets of its samples" in refusal.detail
+
+
+def test_a_shard_of_samples_without_bytes_is_one_refusal(tmp_path: Path) -> None:
+    count = 50_000
+    data = struct.pack("<I", count) + struct.pack("<I", 4 * (count + 2)) * (count + 1)
+    folder = write_mds(tmp_path / "mds", [], change=lambda item: item.update(samples=count, raw_data=_file(len(data))))
+    (folder / "shard.00000.mds").write_bytes(data)
+    assert [type(item) for item in items_quietly(opened(folder))] == [Refusal]
+
+
+def test_a_sparse_shard_of_very_many_samples_takes_no_memory(tmp_path: Path) -> None:
+    folder = write_mds(
+        tmp_path / "mds", [], change=lambda item: item.update(samples=1 << 28, raw_data=_file((1 << 32) - 1))
+    )
+    with (folder / "shard.00000.mds").open("wb") as file:
+        file.write(struct.pack("<I", 1 << 28))
+        file.truncate((1 << 32) - 1)
+    (refusal,) = items_quietly(opened(folder))
+    assert isinstance(refusal, Refusal) and "268,435,456 samples; 1,048,576 are allowed" in refusal.detail
+
+
+def test_a_shard_without_samples_is_read(tmp_path: Path) -> None:
+    assert items_quietly(opened(write_mds(tmp_path / "mds", []))) == []
+
+
+@pytest.mark.parametrize("other", ["shard.00000.mds", "./shard.00000.mds", "/shard.00000.mds"])
+def test_an_index_that_lists_a_shard_twice_is_refused(tmp_path: Path, other: str) -> None:
+    folder = write_mds(tmp_path / "mds", [SAMPLE])
+    index = json.loads((folder / "index.json").read_text())
+    index["shards"] += [index["shards"][0] | {"raw_data": index["shards"][0]["raw_data"] | {"basename": other}}]
+    (folder / "index.json").write_text(json.dumps(index))
+    with pytest.raises(DatasetError, match=r"lists the shard 'shard\.00000\.mds' twice"):
+        opened(folder)
 
 
 @pytest.mark.parametrize(

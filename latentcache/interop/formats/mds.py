@@ -27,7 +27,7 @@ from latentcache.errors import DatasetError, ForeignFileRefused
 from latentcache.interop.declaration import Declaration, read_declaration
 from latentcache.interop.declared_samples import declared_items
 from latentcache.interop.foreign_files import MAX_FILE_BYTES, corrupt, opened, read_at, read_file, tensor_in
-from latentcache.interop.readers import ForeignItem, SourceImages, refusing, sample_id_of
+from latentcache.interop.readers import ForeignItem, SourceImages, path_parts, refusing, sample_id_of
 from latentcache.interop.reports import ExportReport
 from latentcache.interop.shards import ShardExport, ShardRow
 from latentcache.loading.cache import LatentCache
@@ -39,6 +39,8 @@ _MAX_INDEX_BYTES = 1 << 28
 _MAX_TEXT_BYTES = 4 << 20
 """Of a text or a JSON document."""
 _MAX_SHARD_BYTES = (1 << 32) - 1
+_MAX_SAMPLES = 1 << 20
+"""Of a shard: with 4 KB each they fill the largest one. Each that is refused takes memory, and a file can be sparse."""
 _HASH = "sha256"
 _CHUNK_BYTES = 1 << 20
 _FIELDS = {
@@ -53,9 +55,9 @@ _ENCODINGS = {"sample_id": "str", "caption": "str", "scaling_factor": "float64"}
 """Of columns that are no tensors; all others are JSON."""
 _DTYPES = {18: "float16", 34: "float32"}
 """The byte of a dtype in an array's header; those of integers are no latents."""
+_MAX_SIDES = 8
 _SIDES = ("u1", "<u2", "<u4", "<u8")
 _SCALARS = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
-_MAX_SIDES = 8
 
 
 def export(
@@ -176,6 +178,15 @@ class MdsIndex(_Item):
     version: Literal[2]
     shards: list[MdsShard]
 
+    @model_validator(mode="after")
+    def _once(self) -> MdsIndex:
+        seen = set()
+        for shard in self.shards:
+            if (parts := path_parts(shard.raw_data.basename)) in seen:
+                raise ValueError(f"it lists the shard {'/'.join(parts)!r:.200} twice")
+            seen.add(parts)
+        return self
+
 
 class MdsCache:
     """The latents in the MDS shards of the folder `root`. `declaration`: see `read_declaration`.
@@ -219,16 +230,15 @@ class MdsCache:
                 detail = f"it has {num_bytes:,} bytes; the index says {shard.raw_data.bytes:,}"
                 raise ForeignFileRefused(path, reason, detail)
             _check_hashes(fd, shard.raw_data, path)
-            if int.from_bytes(read_at(fd, 0, 4), "little") != shard.samples or 4 * (shard.samples + 2) > num_bytes:
-                raise corrupt(path, f"it has not the {shard.samples:,} samples that the index says")
+            offsets = _offsets(fd, shard, path)
             for number in range(shard.samples):
                 sample = MdsSample(f"{name}/{number}", f"{path}#{number}", shard, columns, self.declaration)
-                yield from refusing(sample.name, self._sample(sample, fd, number, num_bytes))
+                start, end = offsets[number : number + 2].tolist()
+                yield from refusing(sample.name, self._sample(sample, fd, start, end))
 
-    def _sample(self, sample: MdsSample, fd: int, number: int, num_bytes: int) -> Iterator[ForeignItem]:
-        start, end = np.frombuffer(read_at(fd, 4 * (1 + number), 8), "<u4").tolist()
-        if not 8 <= start <= end <= num_bytes or end - start > MAX_FILE_BYTES:
-            raise corrupt(sample.path, f"its bytes are {start:,} to {end:,} of {num_bytes:,}")
+    def _sample(self, sample: MdsSample, fd: int, start: int, end: int) -> Iterator[ForeignItem]:
+        if end - start > MAX_FILE_BYTES:
+            raise corrupt(sample.path, f"it has {end - start:,} bytes; {MAX_FILE_BYTES:,} are allowed")
         sample.take(read_at(fd, start, end - start))
         yield from declared_items(sample, self.declaration, self._images)
 
@@ -265,6 +275,27 @@ def _check_hashes(fd: int, file: MdsFile, path: str) -> None:
     for name, digest in digests.items():
         if digest.hexdigest() != file.hashes[name]:
             raise corrupt(path, f"its {name} is {digest.hexdigest()}; the index says {file.hashes[name]:.80}")
+
+
+def _offsets(fd: int, shard: MdsShard, path: str) -> np.ndarray:
+    """Where the samples begin, and the end: int64 [samples + 1]. Raises ForeignFileRefused.
+
+    A shard whose samples overlap, or are too small for its columns, is refused as a whole: a few bytes would otherwise
+    be read as any number of samples.
+    """
+    num_bytes, table_end = shard.raw_data.bytes, 4 * (shard.samples + 2)
+    if int.from_bytes(read_at(fd, 0, 4), "little") != shard.samples or table_end > num_bytes:
+        raise corrupt(path, f"it has not the {shard.samples:,} samples that the index says")
+    if shard.samples > _MAX_SAMPLES:
+        raise corrupt(path, f"it has {shard.samples:,} samples; {_MAX_SAMPLES:,} are allowed in a shard")
+    if len(table := read_at(fd, 4, table_end - 4)) < table_end - 4:
+        raise ForeignFileRefused(path, "truncated", "it became shorter while it was read")
+    offsets = np.frombuffer(table, "<u4").astype(np.int64)
+    least = sum(size or 4 for size in shard.column_sizes)
+    if offsets[0] < table_end or offsets[-1] > num_bytes or (shard.samples and np.diff(offsets).min() < least):
+        allowed = f"allowed are {table_end:,} to {num_bytes:,}, and each sample needs {least:,} bytes at least"
+        raise corrupt(path, f"the offsets of its samples do not fit: {allowed}")
+    return offsets
 
 
 class MdsSample:
