@@ -32,9 +32,9 @@ NUM_THREADS = 16
 """Requests of one call that are on their way at once."""
 CHUNK_BYTES = 8 << 20
 """Of a pack that is read whole, in one piece of its stream."""
-WHOLE_BYTES = 128 << 20
-"""A larger pack is sent in parts, of which several are on their way at once."""
 PART_BYTES = 16 << 20
+"""A larger pack is sent in parts of this size, one after the other: an attempt to send one must end in UPLOAD_S, also
+where a slow line is shared by eight packs that are on their way at once (some 4 Mbit/s)."""
 ATTEMPTS = 3
 """To read an answer that broke off; and that fit into the time for retries, where a store says nothing."""
 UPLOAD_S = 300.0
@@ -328,21 +328,21 @@ class Bucket:
         if num_bytes:
             raise PackError(self._title(pack), f"came with {num_bytes:,} bytes less than it has")
 
-    def send(self, pack: str, path: Path) -> bool:
-        """Send the pack that lies at `path`: others see it whole or not at all. Returns False if it is there already.
+    def send(self, pack: str, data: bytes | memoryview | Path) -> bool:
+        """Send a pack, or the file of one: others see it whole or not at all. Returns False if it is there already.
 
         RemoteError if there is one of this id that has another size.
         """
         import obstore
 
-        name, num_bytes = pack_name(pack), path.stat().st_size
-        if num_bytes <= WHOLE_BYTES:
-            is_new = self.create(name, path)
+        name, num_bytes = pack_name(pack), data.stat().st_size if isinstance(data, Path) else len(data)
+        if num_bytes <= PART_BYTES:
+            is_new = self.create(name, data)
         else:
             is_new = self._size(name) is None
             if is_new:
                 with self._errors(f"pack {pack} cannot be sent"):
-                    obstore.put(self._uploads, name, path, use_multipart=True, chunk_size=PART_BYTES)
+                    obstore.put(self._uploads, name, data, use_multipart=True, chunk_size=PART_BYTES, max_concurrency=1)
         if not is_new and (there := self._size(name) or 0) != num_bytes:
             step = f"Remove the object {name} there, and run the same again."
             raise RemoteError(self.url, f"pack {pack} has {there:,} bytes there, and {num_bytes:,} here", step)

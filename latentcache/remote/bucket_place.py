@@ -100,7 +100,7 @@ class BucketPlace(FarPlace):
     def take(self, records: PackRecords, data: bytes | memoryview) -> None:
         if records.row.pack.id in self._removed:
             records, data = part_of(records, np.frombuffer(data, np.uint8), set(records.row.names()))
-        self.bucket.create(pack_name(records.row.pack.id), data)
+        self.bucket.send(records.row.pack.id, data)
         with self._lock:
             if self._table is not None:
                 self._table.add([records.row])

@@ -243,7 +243,7 @@ class BucketUpkeep:
         for batch in full_packs(self._copies(chosen, done), math.inf):
             pack = new_pack_id()
             data = b"".join(pack_buffers(pack, batch)[2])
-            self._bucket.create(pack_name(pack), data)
+            self._bucket.send(pack, data)
             self.report.num_entries += len(batch)
             self.report.num_written += 1
             self.report.written_bytes += len(data)

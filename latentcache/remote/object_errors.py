@@ -30,6 +30,8 @@ def problem(url: str, what: str, error: Exception) -> RemoteError:
         )
     elif "NoSuchBucket" in text:
         step = "Check the URL; the store's own tools make a bucket."
+    elif "kind: Timeout" in text and "method: PUT" in text:
+        step = f"The store hangs, or the line to it is slower than 4 Mbit/s, which sending packs needs; {_RUN_AGAIN}"
     elif "BadScheme" in text:
         step = "Use https, or set AWS_ALLOW_HTTP=true where nobody reads what is sent."
     return RemoteError(url, f"{what}: {met[:500]}", step, status=status)

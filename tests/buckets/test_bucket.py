@@ -113,11 +113,13 @@ def test_a_bucket_says_whether_it_is_a_cache(bucket: Bucket) -> None:
 
 
 def test_large_packs_go_in_parts(bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("latentcache.remote.bucket.WHOLE_BYTES", 1 << 20)
     monkeypatch.setattr("latentcache.remote.bucket.PART_BYTES", 5 << 20)
     path, _ = make_pack(tmp_path, 3, values=1 << 20)
     assert path.stat().st_size > 12 << 20
     assert bucket.send(path.name, path) and not bucket.send(path.name, path)
+    assert b"".join(bucket.chunks(path.name)) == path.read_bytes()
+    bucket.remove_packs([path.name])
+    assert bucket.send(path.name, memoryview(path.read_bytes())) and not bucket.send(path.name, path)
     assert b"".join(bucket.chunks(path.name)) == path.read_bytes()
 
 

@@ -9,8 +9,13 @@ import pytest
 from helpers.comparing_server import ComparingServer, comparing_server
 from transfers.test_transfers import check, fill, manifest_of
 
+from latentcache.errors import RemoteError
 from latentcache.remote.bucket import Bucket
+from latentcache.remote.bucket_place import BucketPlace
+from latentcache.remote.places import open_place
 from latentcache.remote.transfers import transfer
+from latentcache.store.directory import pack_name
+from latentcache.store.pack import read_pack_bytes
 
 
 @pytest.fixture
@@ -47,3 +52,21 @@ def test_push_and_pull(url: str, tmp_path: Path) -> None:
     assert manifest_of(back) == manifest_of(here)
     check(back, range(16))
     assert list(Bucket.open(url).names("manifests")) == ["manifests/photos.jsonl"]
+
+
+def test_a_pack_of_the_same_id_and_another_size_is_named(url: str, tmp_path: Path) -> None:
+    here = fill(tmp_path / "here", range(8))
+    with open_place(here) as source, BucketPlace(url, is_target=True) as target:
+        (pack,) = source.packs()
+        data = source.read(pack)
+        records = read_pack_bytes(data, pack)
+        target.bucket.put(pack_name(pack), bytes(data[:-1]))
+        with pytest.raises(RemoteError, match=f"{len(data) - 1:,} bytes there, and {len(data):,} here.*Remove"):
+            target.take(records, data)
+
+
+def test_a_line_that_is_too_slow_is_named(url: str, server: ComparingServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("latentcache.remote.bucket.UPLOAD_S", 0.2)
+    bucket = Bucket.open(url, retry_s=0.1)
+    with server.lock, pytest.raises(RemoteError, match="4 Mbit/s"):
+        bucket.send("0" * 32, b"x")
