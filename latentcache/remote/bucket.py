@@ -10,13 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from latentcache.errors import PackError, RemoteError, StoreError
 from latentcache.remote.http import CONNECT_S, FIRST_DELAY_S, MAX_DELAY_S, RETRY_S
-from latentcache.remote.object_errors import NOT_IMPLEMENTED, problem
+from latentcache.remote.object_errors import FORBIDDEN, NOT_IMPLEMENTED, problem
 from latentcache.store.base import PACK_SUFFIX, is_pack_id
 from latentcache.store.directory import MARK, check_mark, mark_bytes, pack_name
 from latentcache.store.layout import PackRow
@@ -237,7 +237,7 @@ class Bucket:
         import obstore
 
         def remove(name: str) -> None:
-            with self._errors(f"{name} cannot be removed"), suppress(FileNotFoundError):
+            with suppress(FileNotFoundError), self._errors(f"{name} cannot be removed"):
                 obstore.delete(self._store, name)
 
         list(in_threads(remove, names))
@@ -272,24 +272,25 @@ class Bucket:
         """As `row`, with the records of the entries."""
         return records_in(pack, _bytes_of(self, pack, num_bytes))
 
-    def rows(self, packs: Mapping[str, int]) -> Iterator[PackRow]:
+    def rows(self, packs: Mapping[str, int], unreadable: dict[str, str] | None = None) -> Iterator[PackRow]:
         """The rows of these packs (with their bytes), many read at once, in their order.
 
-        Those that are gone are left out, and those that cannot be used too, with a warning.
+        Those that are gone are left out, and with a warning those that cannot be used: damaged ones, or archived ones,
+        which the store refuses. Why is added to `unreadable`. RemoteError if it refuses all of them.
         """
-
-        def read(pack: str) -> PackRow | None:
-            for is_last in (False, True):
-                try:
-                    return self.row(pack, packs[pack])
-                except FileNotFoundError:
-                    return None
-                except PackError as error:  # it may have been damaged on its way
-                    if is_last:
-                        logger.warning("%s Its entries are missing.", error)
-            return None
-
-        return filter(None, in_threads(read, packs))
+        read = partial(_row_or_reason, self)
+        errors: dict[str, PackError | RemoteError] = {}
+        for pack, found in zip(packs, in_threads(read, packs.items()), strict=True):
+            if isinstance(found, PackRow):
+                yield found
+            elif found is not None:
+                logger.warning("%s Its entries are missing.", found)
+                errors[pack] = found
+        if unreadable is not None:
+            unreadable |= {pack: str(error) for pack, error in errors.items()}
+        refusals = [error for error in errors.values() if isinstance(error, RemoteError)]
+        if refusals and len(refusals) == len(packs):
+            raise refusals[0]
 
     def ranges(self, pack: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
         """The bytes of (offset, number of bytes) of a pack, by few requests: neighbours come together.
@@ -351,7 +352,7 @@ class Bucket:
     def _size(self, name: str) -> int | None:
         import obstore
 
-        with self._errors(f"{name} cannot be read"), suppress(FileNotFoundError):
+        with suppress(FileNotFoundError), self._errors(f"{name} cannot be read"):
             return obstore.head(self._store, name)["size"]
         return None
 
@@ -367,6 +368,20 @@ def _version_of(meta: ObjectMeta) -> Version | None:
     # S3 and Azure compare tags, Google's store generations.
     parts = {"e_tag": meta["e_tag"], "version": meta["version"]}
     return {name: part for name, part in parts.items() if part is not None} or None
+
+
+def _row_or_reason(bucket: Bucket, listed: tuple[str, int]) -> PackRow | PackError | RemoteError | None:
+    try:
+        try:
+            return bucket.row(*listed)
+        except PackError:  # it may have been damaged on its way
+            return bucket.row(*listed)
+    except FileNotFoundError:
+        return None
+    except (PackError, RemoteError) as error:
+        if isinstance(error, RemoteError) and error.status != FORBIDDEN:
+            raise
+        return error
 
 
 def _bytes_of(bucket: Bucket, pack: str, num_bytes: int) -> RangedBytes:

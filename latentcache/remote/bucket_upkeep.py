@@ -113,7 +113,7 @@ class BucketUpkeep:
         lists = removals_in(self._bucket)
         sizes, times = self._bucket.packs(), self._bucket.times("packs")
         marks = read_marks(self._bucket)
-        rows = {row.pack.id: marked(row, marks.values()) for row in self._bucket.rows(sizes)}
+        rows = {row.pack.id: marked(row, marks.values()) for row in self._bucket.rows(sizes, self.report.unreadable)}
         # Only now: what a manifest needs was there before it was written. And runs first: they end by writing one.
         _ = self._runs
         if self._prune:

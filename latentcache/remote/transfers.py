@@ -35,6 +35,8 @@ from latentcache.utils.progress import Progress
 
 NUM_THREADS = 8
 """Packs on their way at once: each is in memory as a whole, some 64 MiB."""
+REFUSED = {402, 403, 404, 409, 410, 413, 422, 451}
+"""Statuses of one object: archived, or forbidden. Others, as 401 and 429, are of the whole store."""
 
 Location = str | Path
 
@@ -168,7 +170,7 @@ class Move:
 
     def _is_of_pack(self, error: RemoteError) -> bool:
         """Whether this pack alone cannot be had, or was found damaged: others can be had."""
-        is_refused = error.url == self.source.name and error.status is not None and 402 <= error.status < 500
+        is_refused = error.url == self.source.name and error.status in REFUSED
         return error.kind == PackError.__name__ or is_refused
 
     def _send(self, pack: str, missing: set[str] | None) -> Outcome:

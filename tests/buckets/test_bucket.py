@@ -129,6 +129,8 @@ def test_errors_say_what_to_do(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert caught.value.status == 404 and caught.value.url == "s3://no-such-bucket/cache"
     with pytest.raises(RemoteError, match="does not exist"):
         Bucket.open("s3://no-such-bucket/cache").put("x", b"")
+    with pytest.raises(RemoteError, match="tools make a bucket"):
+        Bucket.open("s3://no-such-bucket/cache").remove(["x"])
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
     for call in (Bucket.packs, lambda bucket: bucket.put("x", b""), lambda bucket: bucket.read("x")):
         with pytest.raises(RemoteError, match=r"signature.*AWS_ACCESS_KEY_ID") as caught:

@@ -12,6 +12,7 @@ from transfers.test_transfers import check, fill, manifest_of
 from latentcache.errors import RemoteError
 from latentcache.remote.bucket import Bucket
 from latentcache.remote.bucket_place import BucketPlace
+from latentcache.remote.bucket_upkeep import BucketUpkeep
 from latentcache.remote.places import open_place
 from latentcache.remote.transfers import transfer
 from latentcache.store.directory import pack_name
@@ -70,3 +71,22 @@ def test_a_line_that_is_too_slow_is_named(url: str, server: ComparingServer, mon
     bucket = Bucket.open(url, retry_s=0.1)
     with server.lock, pytest.raises(RemoteError, match="4 Mbit/s"):
         bucket.send("0" * 32, b"x")
+
+
+def test_a_pack_that_is_refused_does_not_stop_the_rest(url: str, server: ComparingServer, tmp_path: Path) -> None:
+    """As of an object that lies in an archive."""
+    first, second = fill(tmp_path / "first", range(8)), fill(tmp_path / "second", range(8, 16))
+    transfer(first, url)
+    (archived,) = Bucket.open(url).packs()
+    transfer(second, url)
+    server.refused[f"/team/cache/{pack_name(archived)}"] = 403
+    bucket = Bucket.open(url)
+    reasons: dict[str, str] = {}
+    assert len(list(bucket.rows(bucket.packs(), reasons))) == 1
+    assert list(reasons) == [archived] and "archived" in reasons[archived]
+    report = BucketUpkeep(url, prune=False, grace_h=0).run()
+    assert list(report.unreadable) == [archived] and archived in bucket.packs()
+    for pack in bucket.packs():
+        server.refused[f"/team/cache/{pack_name(pack)}"] = 403
+    with pytest.raises(RemoteError, match="credentials"):
+        list(bucket.rows(bucket.packs()))
