@@ -86,6 +86,21 @@ def removals_in(bucket: Bucket) -> dict[str, tuple[datetime, list[str]]]:
     return lists
 
 
+def _time_at(bucket: Bucket, *, dry_run: bool) -> datetime:
+    """The time by the clock of the store, which dates its objects; a dry run, which writes none, has only its own."""
+    if dry_run:
+        return datetime.now(UTC)
+    name = f"probe-{uuid.uuid4().hex}"
+    try:
+        bucket.put(name, b"what time is it")
+        found = bucket.read(name)
+    finally:
+        bucket.remove([name])
+    if found is None:
+        raise StoreError(f"{bucket.url}: {name} is gone right after it was written: run the same again")
+    return found.modified
+
+
 class BucketUpkeep:
     """One run on the bucket at `url`. `prune`: entries go that no manifest needs.
 
@@ -105,7 +120,7 @@ class BucketUpkeep:
         self._bucket.check()
         self._manifests = BucketManifests(self._bucket, read_only=dry_run)
         self._prune, self._unfinished = prune, unfinished
-        self._oldest = datetime.now(UTC) - timedelta(hours=grace_h)
+        self._oldest = _time_at(self._bucket, dry_run=dry_run) - timedelta(hours=grace_h)
         self.report = BucketReport(self._bucket.url, grace_h, dry_run)
 
     def run(self) -> BucketReport:
@@ -129,8 +144,7 @@ class BucketUpkeep:
         self.report.num_packs = len(sizes) - len(listed)
         self.report.num_waiting = len(listed) - len(removed)
         if self._prune:
-            now = datetime.now(UTC)
-            old = [pack for pack in table.packs if times.get(pack_name(pack), now) <= self._oldest]
+            old = [pack for pack in table.packs if (at := times.get(pack_name(pack))) and at <= self._oldest]
             self._drop_unused(rows, old, table)
         chosen, empty = choose(table), table.empty_packs()
         done = self._rewrite(chosen)

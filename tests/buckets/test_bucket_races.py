@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from transfers.test_transfers import check, fill, key_of_image, manifest_of, pac
 from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.errors import StoreError
 from latentcache.remote import bucket_upkeep
-from latentcache.remote.bucket import Bucket
+from latentcache.remote.bucket import Bucket, StoredObject
 from latentcache.remote.bucket_manifests import BucketManifests
 from latentcache.remote.bucket_upkeep import BucketUpkeep, removals_in
 from latentcache.remote.places import DirectoryPlace, open_far_place
@@ -155,3 +157,26 @@ def test_what_goes_during_a_push_is_sent_again(
         assert transfer(here, url).ok
     assert transfer(url, tmp_path / "back").ok
     check(tmp_path / "back", range(16))
+
+
+def test_the_grace_time_is_counted_by_the_clock_of_the_store(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which is three hours behind that of this machine."""
+    transfer(fill(tmp_path / "here", range(16), per_pack=4), url)
+    read, times, late = Bucket.read, Bucket.times, timedelta(hours=3)
+
+    def read_late(self: Bucket, name: str) -> StoredObject | None:
+        found = read(self, name)
+        return None if found is None else replace(found, modified=found.modified - late)
+
+    monkeypatch.setattr(Bucket, "read", read_late)
+    monkeypatch.setattr(
+        Bucket, "times", lambda self, folder: {name: at - late for name, at in times(self, folder).items()}
+    )
+    assert tidy(url, grace_h=1).num_listed == 4
+    assert tidy(url, grace_h=1).num_removed == 0
+    assert tidy(url, grace_h=0, dry_run=True).num_removed == 4
+    names = Bucket.open(url).names("")
+    assert not [name for name in names if name.startswith("probe")]
+    assert tidy(url, grace_h=0).num_removed == 4
