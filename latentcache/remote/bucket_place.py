@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Iterable, Mapping
@@ -11,17 +12,19 @@ import numpy as np
 from typing_extensions import override
 
 from latentcache.dataset.manifest_folder import Manifests
-from latentcache.errors import PackError
+from latentcache.errors import PackError, RemoteError
 from latentcache.remote.bucket import Bucket
 from latentcache.remote.bucket_manifests import BucketManifests
-from latentcache.remote.bucket_marks import marked, read_marks
+from latentcache.remote.bucket_marks import marked, read_marks, write_marks
 from latentcache.remote.bucket_upkeep import removals_in
 from latentcache.remote.places import FarPlace, Place
 from latentcache.store.directory import pack_name
 from latentcache.store.exchange import part_of
 from latentcache.store.layout import PackRow
 from latentcache.store.location_table import LocationTable
-from latentcache.store.pack import PackRecords
+from latentcache.store.pack import PackRecords, read_pack_bytes, row_problem
+
+logger = logging.getLogger("latentcache")
 
 
 class BucketPlace(FarPlace):
@@ -118,8 +121,30 @@ class BucketPlace(FarPlace):
 
     @override
     def confirmed(self, suspects: Mapping[str, str]) -> dict[str, str]:
-        """All of them: nobody else can look."""
-        return dict(suspects)
+        """Those that are whole in no pack. Copies that are damaged are marked: from then on they are misses for all."""
+        marks: dict[str, dict[int, str]] = {}
+        whole = set[str]()
+        for row in self.rows() if suspects else ():
+            rows = {at: key for at, key in enumerate(row.names()) if key in suspects and row.live[at]}
+            if not rows:
+                continue
+            try:
+                data = self.read(row.pack.id)
+                records = read_pack_bytes(data, row.pack.id)
+            except (PackError, FileNotFoundError):
+                continue  # verify has named it, or it is gone
+            for at, key in rows.items():
+                problem = row_problem(records, np.frombuffer(data, np.uint8), at)
+                if problem is None:
+                    whole.add(key)
+                else:
+                    marks.setdefault(row.pack.id, {})[at] = problem
+        if marks:
+            try:
+                write_marks(self.bucket, marks)
+            except RemoteError as error:
+                logger.warning("damaged entries could not be marked for others: %s", error)
+        return {key: problem for key, problem in suspects.items() if key not in whole}
 
     def close(self) -> None:
         """Nothing is open between calls."""

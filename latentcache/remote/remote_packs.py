@@ -22,8 +22,9 @@ def verify_place(
     """Fetch every pack and compare its entries with their digests and records, as `upkeep.verify` does on a disk.
 
     What does not fit is fetched once more: it may have been damaged on its way. A service is then asked for these
-    entries, and with a writing token marks what is damaged, so that precache makes it again. In a bucket an entry is
-    damaged that is whole in none of the packs that were read. `subset` and `progress` are those of `upkeep.verify`.
+    entries, and with a writing token marks what is damaged. In a bucket an entry is damaged that is whole in none of
+    its packs; it is marked, if that may be written. Then precache makes it again, or a push brings it. `subset` and
+    `progress` are those of `upkeep.verify`.
     """
     part, num_parts = subset or (1, 1)
     if not 1 <= part <= num_parts:

@@ -201,7 +201,8 @@ class Move:
             others = f" and {len(problems) - 1} others" if len(problems) > 1 else ""
             reason = (
                 f"entry {key}{others}: {problem}. `latentcache verify {self.source.name}` marks what is damaged, and "
-                "`latentcache precache CONFIG` encodes it again; the rest of the pack was sent"
+                "`latentcache precache CONFIG`, or a push from a cache that has it, replaces it; the rest of the pack "
+                "was sent"
             )
         if not good:
             return Outcome(0, reason)

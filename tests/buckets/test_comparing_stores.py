@@ -5,18 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from helpers.comparing_server import ComparingServer, comparing_server
 from transfers.test_transfers import check, fill, manifest_of
 
 from latentcache.errors import RemoteError
 from latentcache.remote.bucket import Bucket
+from latentcache.remote.bucket_marks import read_marks
 from latentcache.remote.bucket_place import BucketPlace
 from latentcache.remote.bucket_upkeep import BucketUpkeep
-from latentcache.remote.places import open_place
+from latentcache.remote.places import open_far_place, open_place
+from latentcache.remote.remote_packs import verify_place
 from latentcache.remote.transfers import transfer
 from latentcache.store.directory import pack_name
+from latentcache.store.exchange import part_of
 from latentcache.store.pack import read_pack_bytes
+from latentcache.store.upkeep import VerifyReport
 
 
 @pytest.fixture
@@ -90,3 +95,51 @@ def test_a_pack_that_is_refused_does_not_stop_the_rest(url: str, server: Compari
         server.refused[f"/team/cache/{pack_name(pack)}"] = 403
     with pytest.raises(RemoteError, match="credentials"):
         list(bucket.rows(bucket.packs()))
+
+
+def test_a_damaged_entry_is_marked_by_verify_and_comes_with_the_next_push(
+    url: str, server: ComparingServer, tmp_path: Path
+) -> None:
+    here = fill(tmp_path / "here", range(16))
+    transfer(here, url)
+    with open_place(here) as source:
+        pack = sorted(source.packs())[0]
+        key = source.row(pack).names()[3]
+        location = source.row(pack).location(3)
+    path = f"/team/cache/{pack_name(pack)}"
+    data, generation = server.objects[path]
+    at = next(start for start, num in location.ranges() if num)
+    server.objects[path] = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :], generation
+
+    def verify() -> VerifyReport:
+        with open_far_place(url) as place:
+            return verify_place(place)
+
+    assert verify().damaged.keys() == {key}
+    assert verify().known_damaged.keys() == {key}, "who looks next knows"
+    report = transfer(here, url)
+    assert report.ok and report.num_packs == 1
+    again = verify()
+    assert again.damaged == {} and again.ok
+    back = tmp_path / "back"
+    transfer(url, back)
+    check(back, range(16))
+    assert BucketUpkeep(url, prune=False, grace_h=0).run().damaged == {}
+
+
+def test_a_copy_in_a_part_that_verify_did_not_read_counts(url: str, server: ComparingServer, tmp_path: Path) -> None:
+    """What is whole somewhere is not damaged, and is not marked where it is whole."""
+    first = fill(tmp_path / "first", range(8))
+    transfer(first, url)
+    (pack,) = Bucket.open(url).packs()
+    data, generation = server.objects[f"/team/cache/{pack_name(pack)}"]
+    records = read_pack_bytes(data, pack)
+    part, copy = part_of(records, np.frombuffer(data, np.uint8), set(records.row.names()))
+    Bucket.open(url).send(part.row.pack.id, copy)
+    key, location = records.row.names()[0], records.row.location(0)
+    at = next(start for start, num in location.ranges() if num)
+    server.objects[f"/team/cache/{pack_name(pack)}"] = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :], generation
+    with open_far_place(url) as place:
+        assert place.confirmed({key: "its digest differs"}) == {}
+    marks = [mark for each in read_marks(Bucket.open(url)).values() for mark in each]
+    assert marks == [pack]
