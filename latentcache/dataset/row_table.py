@@ -21,6 +21,8 @@ _CHUNK = 1024
 """Rows or keys that are made together when all are wanted."""
 _KEY_BYTES = 32
 _NO_SOURCE = "0" * 2 * _KEY_BYTES
+_CODEC, _ERRORS = "utf-8", "surrogatepass"
+_TRUSTS: tuple[Trust, Trust] = ("verified", "unverified")
 _GEOMETRY = attrgetter("original_size", "resized_size", "crop_top_left", "target_size", "flip")
 
 
@@ -28,13 +30,11 @@ class _Texts:
     """Texts in one buffer. Names may hold half of a surrogate pair, which plain UTF-8 refuses."""
 
     def __init__(self, data: bytearray, bounds: array[int]):
-        self._data = np.frombuffer(data, np.uint8)
-        self._bounds = np.frombuffer(bounds, np.int64)
+        self.data = np.frombuffer(data, np.uint8)
+        self.bounds = np.frombuffer(bounds, np.int64)
 
     def __getitem__(self, number: int) -> str:
-        start, end = self._bounds.item(number), self._bounds.item(number + 1)
-        data: bytes = self._data[start:end].tobytes()
-        return data.decode("utf-8", "surrogatepass")
+        return self.data[self.bounds.item(number) : self.bounds.item(number + 1)].tobytes().decode(_CODEC, _ERRORS)
 
 
 class _TextsBuilder:
@@ -56,11 +56,6 @@ class _Entries:
     bounds: np.ndarray
     keys: np.ndarray
     is_unverified: np.ndarray
-
-    def of_row(self, number: int) -> Iterator[tuple[int, str, Trust]]:
-        """The number, key and trust of each of a row's entries."""
-        for at in range(self.bounds.item(number), self.bounds.item(number + 1)):
-            yield at, self.keys[at].tobytes().hex(), "unverified" if self.is_unverified.item(at) else "verified"
 
     def unverified_rows(self) -> np.ndarray:
         """The numbers of the rows with an unverified entry, ascending; some may repeat."""
@@ -175,11 +170,13 @@ class RowTable(Mapping[str, Row]):
 
     def number(self, sample_id: str) -> int | None:
         """The number of a sample's row; of the last one if it has several. None for an unknown one."""
-        wanted = np.uint64(_hash_of(_encoded(sample_id)))
-        at, found = int(self._hashes.searchsorted(wanted)), None
-        while at < len(self) and self._hashes[at] == wanted:
+        encoded = sample_id.encode(_CODEC, _ERRORS)
+        hashes, found = self._hashes, None
+        wanted = np.uint64(_hash_of(encoded))
+        at = int(hashes.searchsorted(wanted))
+        while at < len(hashes) and hashes[at] == wanted:
             number = self._order.item(at)
-            if self.sample_id(number) == sample_id:
+            if self._ids.data[self._ids.bounds[number] : self._ids.bounds[number + 1]].tobytes() == encoded:
                 found = number
             at += 1
         return found
@@ -198,11 +195,19 @@ class RowTable(Mapping[str, Row]):
 
     def row(self, number: int) -> Row:
         """One row: it takes some microseconds."""
-        sample_id, head = self._ids[number], self._head_of.item(number)
-        path = self._heads[head]
-        geometries, geometry_of, texts = self.geometries, self._geometry_of, self._texts
-        images = [ImageRef(key, geometries[geometry_of.item(at)], t) for at, key, t in self._images.of_row(number)]
-        captions = [CaptionRef(texts[at], key, trust) for at, key, trust in self._captions.of_row(number)]
+        # Written out, so that no function of ours runs for its parts: a trainer waits for its first batches.
+        ids, heads, texts, head = self._ids, self._heads, self._texts, self._head_of.item(number)
+        sample_id = ids.data[ids.bounds.item(number) : ids.bounds.item(number + 1)].tobytes().decode(_CODEC, _ERRORS)
+        path = heads.data[heads.bounds.item(head) : heads.bounds.item(head + 1)].tobytes().decode(_CODEC, _ERRORS)
+        images, captions = [], []
+        keys, is_unverified = self._images.keys, self._images.is_unverified
+        for at in range(self._images.bounds.item(number), self._images.bounds.item(number + 1)):
+            geometry = self.geometries[self._geometry_of.item(at)]
+            images.append(ImageRef(keys[at].tobytes().hex(), geometry, _TRUSTS[is_unverified.item(at)]))
+        keys, is_unverified = self._captions.keys, self._captions.is_unverified
+        for at in range(self._captions.bounds.item(number), self._captions.bounds.item(number + 1)):
+            text = texts.data[texts.bounds.item(at) : texts.bounds.item(at + 1)].tobytes().decode(_CODEC, _ERRORS)
+            captions.append(CaptionRef(text, keys[at].tobytes().hex(), _TRUSTS[is_unverified.item(at)]))
         return Row(
             sample_id,
             path + sample_id if self._is_joined.item(head) else path,
@@ -361,4 +366,4 @@ class RowTableBuilder:
 
 
 def _encoded(text: str) -> bytes:
-    return text.encode("utf-8", "surrogatepass")
+    return text.encode(_CODEC, _ERRORS)

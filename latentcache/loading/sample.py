@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import torch
 
-from latentcache.dataset.manifest_row import ImageRef, Row
+from latentcache.dataset.manifest_row import Row
 from latentcache.errors import EntryDamagedError, EntryMissingError, SampleError, StoreError
 from latentcache.families import sdxl
 from latentcache.loading.batch import BufferPool, Scaling
@@ -86,20 +86,17 @@ class SampleRef:
     @classmethod
     def of(cls, row: Row, *, caption: int = 0, flip: bool = False, scaling: Scaling | None = None) -> SampleRef:
         """The sample of a manifest's row. SampleError if it has no such caption or image."""
-        image = _image_of(row, flip)
+        for image in row.images:
+            if image.geometry.flip == flip:
+                break
+        else:
+            remedy = f"set `flip: true` for the dataset and {PRECACHE}"
+            raise SampleError(row.sample_id, "has no flipped entry" if flip else "has no image entry", remedy)
         if not 0 <= caption < len(row.captions):
             reason = f"has {len(row.captions)} captions, but number {caption} was requested"
             raise SampleError(row.sample_id, reason, "request a smaller number")
         text = row.captions[caption]
         return cls(row.sample_id, (image.key, text.key), text.text, layout_of(image.geometry), scaling)
-
-
-def _image_of(row: Row, flip: bool) -> ImageRef:
-    for ref in row.images:
-        if ref.geometry.flip == flip:
-            return ref
-    remedy = f"set `flip: true` for the dataset and {PRECACHE}"
-    raise SampleError(row.sample_id, "has no flipped entry" if flip else "has no image entry", remedy)
 
 
 class SampleMemory:

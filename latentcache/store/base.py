@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Any, Protocol, Self, runtime_checkable
 
 import numpy as np
@@ -95,13 +96,16 @@ def payload_digest(key: str, description: Description, arrays: Iterable[np.ndarr
 
     Key, names and shapes are part of it, so that rows or keys that were exchanged are found too.
     """
-    fields = []
-    for name, (dtype, shape) in description.items():
-        fields.append([name, dtype, list(shape)])
-    hasher = xxhash.xxh3_128(canonical_json([key, fields]))
+    # As canonical_json([key, fields]): many entries have the same fields.
+    hasher = xxhash.xxh3_128(b'["%b",%b]' % (key.encode(), _fields_json(tuple(description.items()))))
     for array in arrays:
         hasher.update(array.data)
     return hasher.digest()
+
+
+@lru_cache
+def _fields_json(fields: tuple[tuple[str, tuple[str, tuple[int, ...]]], ...]) -> bytes:
+    return canonical_json([[name, dtype, list(shape)] for name, (dtype, shape) in fields])
 
 
 @dataclass(frozen=True, slots=True)

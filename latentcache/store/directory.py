@@ -11,7 +11,6 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from latentcache.errors import ReadOnlyError, SchemaError, StoreError, UnsafeStoreError
 from latentcache.identity import canonical_json, digest
@@ -246,7 +245,7 @@ def pack_name(pack: str) -> str:
 def mark_bytes() -> bytes:
     """What `CACHE.json` holds."""
     value = {"format": "latentcache", "schema": SCHEMA}
-    return json.dumps(value | {"digest": _digest_of(value)}).encode()
+    return json.dumps(value | {"digest": digest(canonical_json(value))}).encode()
 
 
 def check_mark(text: bytes, mark: Path | str, path: Path | str) -> None:
@@ -255,7 +254,9 @@ def check_mark(text: bytes, mark: Path | str, path: Path | str) -> None:
         value = json.loads(text)
         # An older cache has no digest. With one, a damaged file is not taken for a newer format.
         stored, found = value.pop("digest", None), value["schema"]
-        is_whole = value["format"] == "latentcache" and stored in (None, _digest_of(value)) and type(found) is int
+        is_whole = (
+            value["format"] == "latentcache" and stored in (None, digest(canonical_json(value))) and type(found) is int
+        )
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         is_whole = False
     if not is_whole:
@@ -263,7 +264,3 @@ def check_mark(text: bytes, mark: Path | str, path: Path | str) -> None:
         raise UnsafeStoreError(mark, f"is damaged: it is {text!r:.200}, not {expected}; run `latentcache rebuild`")
     if found != SCHEMA:
         raise SchemaError(path, found, SCHEMA)
-
-
-def _digest_of(value: Mapping[str, Any]) -> str:
-    return digest(canonical_json(value))

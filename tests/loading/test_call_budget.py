@@ -24,7 +24,7 @@ from latentcache.store import DiskStore
 from latentcache.types import Crop, Entry, Geometry, Record, Size
 
 OPEN_CALLS = 150
-FIRST_BATCH_CALLS = 640  # 19 of a sample make its row from the columns of the manifest
+FIRST_BATCH_CALLS = 350
 WARM_BATCH_CALLS = 17
 BATCH = 16
 PACKAGE = str(Path(latentcache.__file__).parent)
