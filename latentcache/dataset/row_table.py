@@ -7,7 +7,7 @@ from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass
 from itertools import accumulate, islice
 from operator import attrgetter
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import xxhash
@@ -24,6 +24,9 @@ _NO_SOURCE = "0" * 2 * _KEY_BYTES
 _CODEC, _ERRORS = "utf-8", "surrogatepass"
 _TRUSTS: tuple[Trust, Trust] = ("verified", "unverified")
 _GEOMETRY = attrgetter("original_size", "resized_size", "crop_top_left", "target_size", "flip")
+_SIZES = {"original_size": slice(0, 2), "target_size": slice(6, 8)}
+_FLIP = 8
+"""Where these lie in the nine numbers of a geometry, in the order of _GEOMETRY."""
 
 
 class _Texts:
@@ -102,8 +105,8 @@ def _bytes_of(keys: Sequence[str], what: str) -> bytes:
 class RowTable(Mapping[str, Row]):
     """The rows of a manifest by sample_id, in their order. A `Row` is made each time that one is requested.
 
-    A sample takes 150 bytes and its texts; the folder of its path is there once. Threads share it, forks too, and it
-    can be pickled. Rows also have numbers, from 0.
+    A sample with one image takes 190 bytes and its texts; the folder of its path is there once. Threads share it, forks
+    too, and it can be pickled. Rows also have numbers, from 0.
     """
 
     def __init__(  # noqa: PLR0913 - the columns, which the builder gives by keyword
@@ -117,19 +120,18 @@ class RowTable(Mapping[str, Row]):
         sources: np.ndarray,
         has_source: np.ndarray,
         images: _Entries,
-        geometries: tuple[Geometry, ...],
-        geometry_of: np.ndarray,
+        geometries: np.ndarray,
         captions: _Entries,
         texts: _Texts,
         refusals: Mapping[int, Refusal],
     ):
         self._ids, self._heads, self._head_of, self._is_joined = ids, heads, head_of, is_joined
         self._sources, self._has_source = sources, has_source
-        self._images, self._geometry_of, self._captions, self._texts = images, geometry_of, captions, texts
+        self._images, self._geometries, self._captions, self._texts = images, geometries, captions, texts
         self._order = np.argsort(hashes, kind="stable").astype(np.uint32)
         self._hashes = hashes[self._order]
-        self.geometries, self.refusals = geometries, refusals
-        """The distinct geometries; by its number, each row that is refused."""
+        self.refusals = refusals
+        """By its number, each row that is refused."""
 
     @classmethod
     def of(cls, rows: Mapping[str, Row]) -> RowTable:
@@ -202,7 +204,9 @@ class RowTable(Mapping[str, Row]):
         images, captions = [], []
         keys, is_unverified = self._images.keys, self._images.is_unverified
         for at in range(self._images.bounds.item(number), self._images.bounds.item(number + 1)):
-            geometry = self.geometries[self._geometry_of.item(at)]
+            height, width, resized_height, resized_width, top, left, *target, flip = self._geometries[at].tolist()
+            resized = Size(resized_height, resized_width)
+            geometry = Geometry(Size(height, width), resized, Crop(top, left), Size(*target), bool(flip))
             images.append(ImageRef(keys[at].tobytes().hex(), geometry, _TRUSTS[is_unverified.item(at)]))
         keys, is_unverified = self._captions.keys, self._captions.is_unverified
         for at in range(self._captions.bounds.item(number), self._captions.bounds.item(number + 1)):
@@ -229,22 +233,21 @@ class RowTable(Mapping[str, Row]):
             for at in range(0, len(entries.keys), _CHUNK):
                 yield from _hex_of(entries.keys[at : at + _CHUNK])
 
-    def first_geometries(self) -> np.ndarray:
-        """For each row the number, in `geometries`, of its first image's; -1 for one without images. int32 [n]."""
-        starts, found = self._images.bounds[:-1], np.full(len(self), -1, np.int32)
+    def first_sizes(self, name: Literal["original_size", "target_size"]) -> np.ndarray:
+        """For each row this size of its first image: (height, width), or zeros without images. int32 [n, 2]."""
+        starts, found = self._images.bounds[:-1], np.zeros((len(self), 2), np.int32)
         has_image = starts < self._images.bounds[1:]
-        found[has_image] = self._geometry_of[starts[has_image]]
+        found[has_image] = self._geometries[starts[has_image], _SIZES[name]]
         return found
 
     def image_keys(self, numbers: np.ndarray, *, flip: bool) -> list[str]:
         """For each of these rows, which have images, the key of the mirrored one or the other; else of its first."""
         starts = self._images.bounds[numbers].astype(np.int64)
         counts = self._images.bounds[numbers.astype(np.int64) + 1] - starts
-        fits = np.array([geometry.flip == flip for geometry in self.geometries], np.bool_)
         chosen, is_open = starts.copy(), np.ones(len(numbers), np.bool_)
         for place in range(int(counts.max(initial=0))):
             here = np.flatnonzero(is_open & (place < counts))
-            here = here[fits[self._geometry_of[starts[here] + place]]]
+            here = here[self._geometries[starts[here] + place, _FLIP] == flip]
             chosen[here], is_open[here] = starts[here] + place, False
         return _hex_of(self._images.keys[chosen])
 
@@ -291,8 +294,7 @@ class RowTableBuilder:
         self._last_head: tuple[str, bool] | None = None
         self._sources, self._has_source = bytearray(), bytearray()
         self._images, self._captions = _EntriesBuilder(), _EntriesBuilder()
-        self._geometries: dict[tuple[Any, ...], int] = {}
-        self._geometry_of = array("I")
+        self._geometries = array("i")
         self._refusals: dict[int, Refusal] = {}
 
     def __len__(self) -> int:
@@ -313,6 +315,9 @@ class RowTableBuilder:
         caption_keys = _bytes_of([ref.key for ref in captions], "key")
         sources = [row.source for row in rows]
         source_bytes = _bytes_of([_NO_SOURCE if source is None else source for source in sources], "source")
+        numbers = array("i")
+        for original, resized, crop, target, flip in geometries:
+            numbers.extend((*original, *resized, *crop, *target, flip))
         # Nothing raises from here on.
         first = len(self)
         self._refusals |= {first + at: row.refusal for at, row in enumerate(rows) if row.refusal is not None}
@@ -320,8 +325,7 @@ class RowTableBuilder:
         self._has_source.extend(source is not None for source in sources)
         self._images.add([len(row.images) for row in rows], image_keys, [ref.trust for ref in images])
         self._captions.add([len(row.captions) for row in rows], caption_keys, [ref.trust for ref in captions])
-        known = self._geometries
-        self._geometry_of.extend([known.setdefault(values, len(known)) for values in geometries])
+        self._geometries += numbers
         self._texts.add([_encoded(ref.text) for ref in captions])
         ids = [_encoded(row.sample_id) for row in rows]
         self._ids.add(ids)
@@ -344,10 +348,6 @@ class RowTableBuilder:
 
     def finish(self) -> RowTable:
         """The table."""
-        geometries = tuple(
-            Geometry(Size(*original), Size(*resized), Crop(*crop), Size(*target), flip)
-            for original, resized, crop, target, flip in self._geometries
-        )
         return RowTable(
             ids=self._ids.finish(),
             hashes=np.frombuffer(self._hashes, np.uint64),
@@ -357,8 +357,7 @@ class RowTableBuilder:
             sources=_as_keys(self._sources),
             has_source=np.frombuffer(self._has_source, np.bool_),
             images=self._images.finish(),
-            geometries=geometries,
-            geometry_of=np.frombuffer(self._geometry_of, np.uint32),
+            geometries=np.frombuffer(self._geometries, np.int32).reshape(-1, _FLIP + 1),
             captions=self._captions.finish(),
             texts=self._texts.finish(),
             refusals=self._refusals,

@@ -167,8 +167,9 @@ def read_small(path: str, max_bytes: int) -> bytes:
     fd, size = _open_regular(path)
     try:
         data = os.read(fd, min(size + 1, max_bytes))
-        while len(data) > size and len(data) < max_bytes and (more := os.read(fd, max_bytes - len(data))):
-            data += more  # it became longer meanwhile
+        # A read may give less than there is, as on a network's file system; and the file may be longer by now.
+        while len(data) != size and len(data) < max_bytes and (more := os.read(fd, max_bytes - len(data))):
+            data += more
         return data
     finally:
         os.close(fd)

@@ -26,7 +26,7 @@ from latentcache.loading.pack_order import Places
 from latentcache.loading.sample import PRECACHE, SIZES, SampleRef
 from latentcache.loading.sampler import Visit
 from latentcache.store.direct import Io
-from latentcache.types import Batch, Bucket
+from latentcache.types import Batch, Bucket, Size
 
 Order = Literal["random", "packs"]
 ORDERS: tuple[Order, ...] = get_args(Order)
@@ -170,7 +170,7 @@ class LatentDataset(SampleDataset):
         self._usable = self._rows.usable()
         for number in np.intersect1d(self._usable, self._rows.unverified())[:1].tolist():
             self.cache.check_trust(read, self._rows.row(number))
-        self._bucket_of = self._rows.first_geometries()
+        self._buckets = self._rows.first_sizes("target_size")
         self._num_once = len(self._usable) * (1 + flips)
         self._num_items = self._num_once * read.repeats
 
@@ -189,14 +189,14 @@ class LatentDataset(SampleDataset):
         return self._bucket(self._item(index)[0])
 
     def _bucket(self, number: int) -> Bucket:
-        geometry: int = self._bucket_of.item(number)
-        if geometry < 0:
+        bucket = Size(*self._buckets[number].tolist())
+        if not bucket.height:
             raise SampleError(self._rows.sample_id(number), "has no image entry", PRECACHE)
-        return self._rows.geometries[geometry].target_size
+        return bucket
 
     def image_keys(self) -> list[str]:
         """As `SampleDataset.image_keys`. Of an item without its image, which cannot be read, that of another one."""
-        for number in self._usable[self._bucket_of[self._usable] < 0][:1].tolist():
+        for number in self._usable[self._buckets[self._usable, 0] == 0][:1].tolist():
             self._bucket(number)  # it raises the error of a sample without images
         once = []
         for flip in (False, True)[: self._num_once // max(1, len(self._usable))]:

@@ -6,11 +6,11 @@ import json
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from latentcache.dataset.manifest_folder import MAX_BYTES, ManifestFolder
 from latentcache.dataset.manifest_row import Row, parse_line
 from latentcache.dataset.row_table import RowTable, RowTableBuilder
 from latentcache.errors import RequestRefused, StoreError
-from latentcache.types import Geometry, Size
+from latentcache.types import Size
 from latentcache.utils.durable_files import regular_file
 
 HEAD_ROWS = 64
@@ -74,18 +74,17 @@ class ManifestView:
     @cached_property
     def buckets(self) -> Counter[Size]:
         """How many samples lie in each bucket."""
-        return self._counted(lambda geometry: geometry.target_size)
+        return self._counted("target_size")
 
     @cached_property
     def original_sizes(self) -> Counter[Size]:
         """How many photos have each size."""
-        return self._counted(lambda geometry: geometry.original_size)
+        return self._counted("original_size")
 
-    def _counted(self, size_of: Callable[[Geometry], Size]) -> Counter[Size]:
-        numbers, found = self.rows.first_geometries(), Counter[Size]()
-        for geometry, count in zip(*np.unique(numbers[numbers >= 0], return_counts=True), strict=True):
-            found[size_of(self.rows.geometries[geometry])] += int(count)
-        return found
+    def _counted(self, name: Literal["original_size", "target_size"]) -> Counter[Size]:
+        sizes, counts = np.unique(self.rows.first_sizes(name), axis=0, return_counts=True)
+        pairs = zip(sizes.tolist(), counts.tolist(), strict=True)
+        return Counter({Size(*size): count for size, count in pairs if size[0]})
 
     def page(self, offset: int, limit: int, search: str) -> tuple[int, list[Row]]:
         """How many samples there are, and `limit` of them from number `offset` on.

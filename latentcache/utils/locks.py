@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import stat
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -81,25 +82,27 @@ class ReadersLock:
     """
 
     def __init__(self, path: Path):
-        self._fd: int | None = None
-        self._owner = os.getpid()
+        self._end: weakref.finalize[[int, int], ReadersLock] | None = None
         with suppress(OSError, StoreError):
-            self._fd = _open(path)
+            fd = _open(path)
+            # Not __del__, which may run when the modules that it needs are gone.
+            self._end = weakref.finalize(self, _unlock_reader, fd, os.getpid())
             with suppress(BlockingIOError):
-                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.utime(self._fd)  # no other reader is there
-            fcntl.flock(self._fd, fcntl.LOCK_SH)
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.utime(fd)  # no other reader is there
+            fcntl.flock(fd, fcntl.LOCK_SH)
 
     def close(self) -> None:
         """The process does not read any more."""
-        fd, self._fd = self._fd, None
-        if fd is not None:
-            if os.getpid() == self._owner:
-                with suppress(OSError):
-                    fcntl.flock(fd, fcntl.LOCK_UN)  # a fork has the same lock, and may live on
-            os.close(fd)
+        if self._end is not None:
+            self._end()
 
-    __del__ = close
+
+def _unlock_reader(fd: int, owner: int) -> None:
+    if os.getpid() == owner:
+        with suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_UN)  # a fork has the same lock, and may live on
+    os.close(fd)
 
 
 def readers_since(path: Path) -> float | None:

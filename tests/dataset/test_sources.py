@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from latentcache.config import SourceConfig, parse_config
-from latentcache.dataset.samples import Sample, SampleSource
+from latentcache.dataset.samples import Sample, SampleSource, read_small
 from latentcache.dataset.sources import open_source as open_configured
 from latentcache.errors import ConfigError, DatasetError, ImageRefused
 from latentcache.types import Refusal
@@ -688,3 +688,15 @@ def test_a_table_that_is_sent_to_another_process_is_one_source_there(tmp_path: P
     first, second = (pickle.loads(pickle.dumps(source)) for _ in range(2))
     assert first is second and first is not source
     assert [first.read(sample) for sample in source.samples()] == [b"one", b"two"]
+
+
+def test_a_caption_is_whole_where_a_read_gives_less_than_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a network's file system."""
+    path, text = tmp_path / "a.txt", b"a red house in the rain"
+    path.write_bytes(text)
+    read = os.read
+    monkeypatch.setattr(os, "read", lambda fd, num_bytes: read(fd, min(num_bytes, 5)))
+    assert read_small(str(path), 1 << 20) == text
+    assert read_small(str(path), 7) == text[:7]
