@@ -7,16 +7,18 @@ has a digest of everything else: a damaged manifest could give wrong samples sil
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal
+from typing import Annotated, Any, BinaryIO, Literal, Protocol, TypeVar
 
 from blake3 import blake3
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from latentcache.config import MAX_REPEATS, PROMPTS_PREFIX
-from latentcache.dataset.manifest_row import Row, parse_line, parse_lines
+from latentcache.dataset.manifest_row import Row, RowLine, parse_line, parse_lines
+from latentcache.dataset.row_checker import RowChecker
 from latentcache.dataset.row_table import RowTable, RowTableBuilder
 from latentcache.errors import DatasetError, StoreError
 from latentcache.identity import canonical_json, digest
@@ -164,7 +166,34 @@ def _line(name: str, row: Row) -> bytes:
 
 def read_manifest(opened: BinaryIO, name: str, source: str | Path) -> Manifest:
     """The manifest `name` in what `manifest_lines` returned. DatasetError names the `source` and the wrong line."""
-    builder = RowTableBuilder()
+    header, rows = _read(opened, name, source, RowTableBuilder())
+    return Manifest(name, header["role"], header["repeats"], header["common"], rows)
+
+
+def check_manifest(opened: BinaryIO, name: str, source: str | Path) -> None:
+    """The errors of `read_manifest`, in little memory."""
+    _read(opened, name, source, RowChecker())
+
+
+class _Rows(Protocol):
+    def __len__(self) -> int: ...
+
+    def repeated(self) -> int | None: ...
+
+
+_Found = TypeVar("_Found", bound=_Rows, covariant=True)
+
+
+class _Builder(Protocol[_Found]):
+    def __len__(self) -> int: ...
+
+    def add_lines(self, lines: Sequence[RowLine]) -> None: ...
+
+    def finish(self) -> _Found: ...
+
+
+def _read(opened: BinaryIO, name: str, source: str | Path, builder: _Builder[_Found]) -> tuple[dict[str, Any], _Found]:
+    """The header, and what `builder` makes of the rows. DatasetError."""
     number = 1
     try:
         with collector_paused():
@@ -186,14 +215,16 @@ def read_manifest(opened: BinaryIO, name: str, source: str | Path) -> Manifest:
             raise ValueError(f"it says that there are {facts}, but here are {len(rows):,} of {name!r}")
         if (repeated := rows.repeated()) is not None:
             number = repeated + 2
-            raise ValueError(f"sample {rows.sample_id(repeated)!r:.80} was listed before")
-        return Manifest(name, checked.role, checked.repeats, header["common"], rows)
+            opened.seek(0)
+            [line] = islice(opened, number - 1, number)
+            raise ValueError(f"sample {parse_line(line).sample_id!r:.80} was listed before")
+        return header, rows
     except ValidationError as error:
         raise DatasetError(source, f"is no manifest: line 1: {first_fault(error)[2]}; {REMEDY}") from error
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         what = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
-        line = number or len(builder) + 2
-        raise DatasetError(source, f"is no manifest: line {line}: {what}; {REMEDY}") from error
+        at = number or len(builder) + 2
+        raise DatasetError(source, f"is no manifest: line {at}: {what}; {REMEDY}") from error
 
 
 def _blocks_in(opened: BinaryIO) -> Iterator[bytes]:
@@ -211,7 +242,7 @@ def _blocks_in(opened: BinaryIO) -> Iterator[bytes]:
     _whole(rest or b"\n")
 
 
-def _add_block(builder: RowTableBuilder, block: bytes) -> None:
+def _add_block(builder: _Builder[Any], block: bytes) -> None:
     """Add the rows of whole lines. ValueError: then the rows before the wrong line were added."""
     try:
         lines = parse_lines(block)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from latentcache.dataset.manifest import REMEDY, read_manifest
+from latentcache.dataset.manifest import REMEDY, check_manifest
 from latentcache.dataset.manifest_folder import UNFINISHED, ManifestFolder
 from latentcache.errors import DatasetError, RequestRefused
 from latentcache.utils.durable_files import (
@@ -102,7 +102,7 @@ class ManifestFiles:
                 with os.fdopen(os.dup(fd), "rb") as file:
                     file.seek(0)
                     try:
-                        read_manifest(file, name, name)
+                        check_manifest(file, name, name)
                     except DatasetError as error:
                         raise RequestRefused(str(error), status=422) from error
                     file.seek(0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,6 +24,8 @@ from latentcache.types import Size
 from latentcache.utils.durable_files import regular_file
 
 HEAD_ROWS = 64
+MAX_VIEWED_BYTES = 1 << 30
+"""Of the files whose views stay in memory, which take about as much. One view stays, however large it is."""
 _MAX_LINE_BYTES = 1 << 24
 
 
@@ -104,11 +106,14 @@ class ManifestView:
 
 
 class ManifestViews:
-    """Views of the manifests in a folder. Threads share it; a view takes some 250 bytes a sample, once it is needed."""
+    """Views of the manifests in a folder. Threads share it; a view takes some 250 bytes a sample, once it is needed.
+
+    Those that were used last stay in memory.
+    """
 
     def __init__(self, manifests: ManifestFolder):
         self.manifests = manifests
-        self._views: dict[str, ManifestView] = {}
+        self._views = OrderedDict[str, ManifestView]()
         self._lock = threading.Lock()
 
     def dataset_names(self) -> list[str]:
@@ -167,6 +172,10 @@ class ManifestViews:
                 if manifest is None:
                     raise _unknown(name, self.dataset_names())
                 view = self._views[name] = ManifestView(manifest, RowTable.of(manifest.rows), state)
+            self._views.move_to_end(name)
+            num_bytes = sum(each.state.num_bytes for each in self._views.values())
+            while num_bytes > MAX_VIEWED_BYTES and len(self._views) > 1:
+                num_bytes -= self._views.popitem(last=False)[1].state.num_bytes
             return view
 
     def page(self, name: str, offset: int, limit: int, search: str) -> tuple[int, list[Row]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import resource
@@ -9,6 +10,7 @@ import signal
 import stat
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -20,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from latentcache.dataset import manifest as manifest_module
-from latentcache.dataset.manifest import Manifest, prompts_name
+from latentcache.dataset.manifest import Manifest, check_manifest, manifest_lines, prompts_name, read_manifest
 from latentcache.dataset.manifest_folder import LOCK, ManifestFolder
 from latentcache.dataset.manifest_row import CaptionRef, ImageRef, Row
 from latentcache.errors import DatasetError, LatentCacheError, StorageFullError, StoreError
@@ -265,6 +267,48 @@ def test_a_sample_that_is_there_twice_is_refused(tmp_path: Path) -> None:
     ManifestFolder(tmp_path).write(twice)
     with pytest.raises(DatasetError, match="line 3: sample 'one' was listed before"):
         ManifestFolder(tmp_path).read("photos")
+
+
+def _error_of(read: Callable[..., object], data: bytes) -> str | None:
+    try:
+        read(io.BytesIO(data), "photos", "it")
+    except DatasetError as error:
+        return str(error)
+    return None
+
+
+def test_a_check_refuses_what_a_reader_refuses() -> None:
+    row = manifest("one").rows["one"]
+    wrong = [
+        {"one": row, "two": row, "three": replace(row, sample_id="\udcff")},
+        {"one": replace(row, source="D" * 64)},
+        {"one": replace(row, images=(ImageRef("a" * 63, GEOMETRY),))},
+        {"one": row, "two": replace(row, sample_id="two", captions=(CaptionRef("of two", "b" * 63 + " "),))},
+        {"one": replace(row, images=(ImageRef("a" * 64, replace(GEOMETRY, target_size=Size(0, 1))),))},
+    ]
+    good = b"".join(manifest_lines(manifest("one", "two", "\udcff")))
+    assert _error_of(check_manifest, good) is None is _error_of(read_manifest, good)
+    files = [b"".join(manifest_lines(replace(manifest(), rows=rows))) for rows in wrong]
+    for data in (*files, b"", good[:-1], good.replace(b'"two"', b'"too"'), good[: good.rindex(b"\n", 0, -1) + 1]):
+        found = _error_of(check_manifest, data)
+        assert found is not None and found == _error_of(read_manifest, data)
+    assert "line 3: sample 'one' was listed before" in str(_error_of(check_manifest, files[0]))
+
+
+def test_a_check_takes_little_memory_whatever_the_rows_are() -> None:
+    peaks = []
+    for num_rows in (4000, 12000):
+        rows = {}
+        for number in range(num_rows):
+            name = f"photo {number:06}.jpg"
+            images = (ImageRef("a" * 64, replace(GEOMETRY, original_size=Size(number + 1, 200))),)
+            rows[name] = Row(name, f"/x/{name}", "d" * 64, images, (CaptionRef("of a house " * 20, "b" * 64),))
+        data = b"".join(manifest_lines(Manifest("photos", "train", 1, COMMON, rows)))
+        tracemalloc.start()
+        check_manifest(io.BytesIO(data), "photos", "it")
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] - peaks[0] < 100 * 8000
 
 
 def test_a_line_that_never_ends_is_not_read_to_its_end(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import shutil
 import signal
 import socket
 import time
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -22,6 +23,7 @@ from service_samples import entry, fill, manifest
 from latentcache.dataset.manifest import manifest_lines
 from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.identity import canonical_json
+from latentcache.service import manifest_views
 from latentcache.service.limits import Limits
 from latentcache.service.manifest_views import ManifestViews
 from latentcache.store import DiskStore
@@ -326,3 +328,25 @@ def test_a_manifest_that_is_replaced_while_it_is_paged_stays_whole(cache, monkey
     assert views.page("photos", 0, 100, "")[0] == 5
     folder.write(cache.manifest)
     assert views.page("photos", 0, 100, "house")[0] == 12
+
+
+def test_views_of_manifests_have_a_bound(cache, monkeypatch):
+    """Those that nobody looked at for the longest time go, and those of manifests that are gone."""
+    folder = ManifestFolder(cache.path / "manifests")
+    views, names = ManifestViews(folder), [f"bounded{number}" for number in range(4)]
+    for number, name in enumerate(names):
+        folder.write(manifest(name, [entry(number)]))
+    num_bytes = views.state(names[0]).num_bytes
+    monkeypatch.setattr(manifest_views, "MAX_VIEWED_BYTES", 3 * num_bytes)
+    for name in (*names[:3], names[0], names[3]):
+        assert views.view(name).name == name
+    assert [name for name in names if views.known(name)] == [names[0], *names[2:]]
+    monkeypatch.setattr(manifest_views, "MAX_VIEWED_BYTES", num_bytes // 2)
+    whole = views.view(names[1])  # one stays, however large it is
+    assert views.known(names[1]) is whole and not any(map(views.known, (names[0], *names[2:])))
+    gone = weakref.ref(whole)
+    del whole
+    (folder.path / f"{names[1]}.jsonl").unlink()
+    assert views.view(names[0]) and gone() is None
+    for name in (names[0], *names[2:]):
+        (folder.path / f"{name}.jsonl").unlink()
