@@ -60,8 +60,11 @@ class BucketPlace(FarPlace):
 
     @override
     def packs(self) -> dict[str, int]:
+        listed = {pack for _, packs in removals_in(self.bucket).values() for pack in packs}
         if self._is_target:
-            self._removed = {pack for _, packs in removals_in(self.bucket).values() for pack in packs}
+            self._removed = listed
+        else:
+            self.leaving = listed
         self._sizes = {pack: size for pack, size in self.bucket.packs().items() if pack not in self._removed}
         if self._table is not None:
             with self._lock:  # another machine's prune or compact may have removed some

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -26,6 +26,8 @@ class Place(Closing, Protocol):
 
     name: str
     manifests: Manifests
+    leaving: Collection[str] = ()
+    """Of the packs that `packs` listed last: those that go soon, since other packs have what is needed of them."""
 
     def packs(self) -> dict[str, int]:
         """The bytes of each pack that is there now, by its id."""

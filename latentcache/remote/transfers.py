@@ -113,10 +113,13 @@ class Move:
         wanted = {key for manifest in manifests for key in manifest.keys()} if names else None
         self.report.num_there = len(packs) - len(new)
         progress.start("move packs", len(new))
-        for outcome in self._outcomes(new, packs, wanted):
-            self.report.num_left += outcome.num_bytes is None
-            self.report.num_there += outcome.num_bytes == 0 and outcome.refused is None
-            progress.advance()
+        late = [pack for pack in new if pack in self.source.leaving]
+        self._count(self._outcomes([pack for pack in new if pack not in self.source.leaving], packs, wanted), progress)
+        if late:
+            # Only what is needed and has not come from another pack. A dry run takes it that all of it has.
+            self._may_lie_elsewhere = True
+            needed = {key for manifest in manifests for key in manifest.keys()}
+            self._count(self._outcomes([] if self.dry_run else late, packs, needed), progress)
         progress.finish()
         for manifest in manifests:
             try:
@@ -124,6 +127,12 @@ class Move:
             except DatasetError as error:
                 self.report.refused[manifest.name] = str(error)
         return self.report
+
+    def _count(self, outcomes: Iterator[Outcome], progress: Progress) -> None:
+        for outcome in outcomes:
+            self.report.num_left += outcome.num_bytes is None
+            self.report.num_there += outcome.num_bytes == 0 and outcome.refused is None
+            progress.advance()
 
     # Packs
 

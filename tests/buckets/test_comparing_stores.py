@@ -143,3 +143,23 @@ def test_a_copy_in_a_part_that_verify_did_not_read_counts(url: str, server: Comp
         assert place.confirmed({key: "its digest differs"}) == {}
     marks = [mark for each in read_marks(Bucket.open(url)).values() for mark in each]
     assert marks == [pack]
+
+
+def test_a_pull_after_a_compact_fetches_each_entry_once(url: str, tmp_path: Path) -> None:
+    here, back = fill(tmp_path / "here", range(16), per_pack=4), tmp_path / "back"
+    transfer(here, url)
+    with open_place(here) as source:
+        old = source.packs()
+    assert BucketUpkeep(url, prune=False, grace_h=24).run().num_listed == len(old)
+    bucket = Bucket.open(url)
+    new = bucket.packs().keys() - old.keys()
+    assert len(bucket.packs()) == len(old) + 1
+    report = transfer(url, back)
+    assert report.ok and report.num_packs == 1
+    with open_place(back) as target:
+        assert target.packs().keys() == new
+    check(back, range(16))
+    for pack in new:  # what is only in packs that go comes from there
+        bucket.remove_packs([pack])
+    assert transfer(url, tmp_path / "other").num_packs == len(old)
+    check(tmp_path / "other", range(16))
