@@ -10,7 +10,7 @@ from cyclopts import Parameter
 
 from latentcache.cli.options import AsJson, Switch
 from latentcache.cli.output import finish
-from latentcache.errors import ConfigError
+from latentcache.errors import ConfigError, LatentCacheError
 
 if TYPE_CHECKING:
     from latentcache.remote.transfers import TransferReport
@@ -93,22 +93,29 @@ class _Reports:
 
 
 def _moved(ways: Iterable[tuple[str, str]], options: TransferOptions) -> int:
-    from latentcache.remote.transfers import transfer
+    from latentcache.remote.transfers import TransferReport, transfer
     from latentcache.utils.progress import default_progress
 
-    reports = [
-        transfer(
-            source,
-            target,
-            manifests=options.manifest or (),
-            replace=options.replace,
-            dry_run=options.dry_run,
-            progress=default_progress(),
-        )
-        for source, target in ways
-    ]
-    report = reports[0] if len(reports) == 1 else _Reports(reports)
-    return finish(report, options.as_json, has_faults=not all(each.ok for each in reports))
+    reports: list[TransferReport] = []
+    for source, target in ways:
+        try:
+            report = transfer(
+                source,
+                target,
+                manifests=options.manifest or (),
+                replace=options.replace,
+                dry_run=options.dry_run,
+                progress=default_progress(),
+            )
+        except LatentCacheError as error:
+            if not reports:
+                raise
+            # What moved before is reported too.
+            reports.append(TransferReport(source, target, options.dry_run, refused={"the whole": str(error)}))
+            break
+        reports.append(report)
+    found = reports[0] if len(reports) == 1 else _Reports(reports)
+    return finish(found, options.as_json, has_faults=not all(each.ok for each in reports))
 
 
 def tidy_bucket(url: str, *, prune: bool, unfinished: bool, grace: float, dry_run: bool, as_json: bool) -> int:

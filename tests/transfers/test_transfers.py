@@ -126,6 +126,16 @@ def test_caches_of_several_workers_become_one(tmp_path: Path, run_json: Run) -> 
     check(tmp_path / "all", range(40))
 
 
+def test_what_moved_before_an_error_is_reported(tmp_path: Path, run_json: Run) -> None:
+    first, third = fill(tmp_path / "first", range(8)), fill(tmp_path / "third", range(8, 16))
+    code, report = run_json("merge", tmp_path / "all", first, tmp_path / "none", third)
+    assert code == 1 and not report["ok"]
+    moved, failed = report["transfers"]
+    assert (moved["num_packs"], moved["ok"]) == (1, True)
+    assert not failed["ok"] and failed["source"] == str(tmp_path / "none")
+    assert "none" in failed["refused"]["the whole"]
+
+
 def test_a_sample_in_both_manifests(tmp_path: Path) -> None:
     """The later one counts, but for a refusal of what was encoded from the same image."""
     ours, theirs = make_manifest("photos", 4), make_manifest("photos", 3)
