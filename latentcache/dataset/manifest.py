@@ -107,12 +107,16 @@ def prompts_name(common: Mapping[str, Any]) -> str:
 
 def merged_rows(theirs: Mapping[str, Row], ours: Mapping[str, Row]) -> Mapping[str, Row]:
     """The samples of both; of a sample in both ours, unless we refused what they encoded from the same image."""
-    rows = dict(theirs)
-    for sample_id, row in ours.items():
-        before = rows.get(sample_id)
-        if before is None or row.refusal is None or before.refusal is not None or row.source != before.source:
-            rows[sample_id] = row
-    return rows
+
+    def chosen() -> Iterator[Row]:
+        for sample_id, before in theirs.items():
+            row = ours.get(sample_id)
+            if row is None or (row.refusal and not before.refusal and row.source == before.source):
+                row = before
+            yield row
+        yield from (row for sample_id, row in ours.items() if sample_id not in theirs)
+
+    return RowTable.from_rows(chosen())
 
 
 def manifest_lines(manifest: Manifest) -> list[bytes]:

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
 from dataclasses import dataclass
 from itertools import accumulate, islice
-from operator import attrgetter
+from operator import attrgetter, eq
 from typing import Any, Literal
 
 import numpy as np
@@ -136,9 +136,12 @@ class RowTable(Mapping[str, Row]):
     @classmethod
     def of(cls, rows: Mapping[str, Row]) -> RowTable:
         """These rows as a table: the same object if they are one."""
-        if isinstance(rows, RowTable):
-            return rows
-        builder, values = RowTableBuilder(), iter(rows.values())
+        return rows if isinstance(rows, RowTable) else cls.from_rows(rows.values())
+
+    @classmethod
+    def from_rows(cls, rows: Iterable[Row]) -> RowTable:
+        """A table of these rows, of different samples. ValueError: see `RowTableBuilder.add`."""
+        builder, values = RowTableBuilder(), iter(rows)
         while chunk := list(islice(values, _CHUNK)):
             builder.add(chunk)
         return builder.finish()
@@ -159,6 +162,17 @@ class RowTable(Mapping[str, Row]):
 
     def __contains__(self, sample_id: object) -> bool:
         return isinstance(sample_id, str) and self.number(sample_id) is not None
+
+    @override
+    def __eq__(self, other: object) -> bool:
+        """Whether the samples are the same, in any order. All rows are never in memory at once."""
+        if not isinstance(other, Mapping):
+            return NotImplemented
+        if len(self) != len(other):
+            return False
+        if all(map(eq, self.values(), other.values())):
+            return True
+        return all(other.get(sample_id) == row for sample_id, row in self.items())
 
     @override
     def values(self) -> ValuesView[Row]:

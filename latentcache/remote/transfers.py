@@ -247,6 +247,8 @@ class Move:
             if not self.replace:
                 raise
             theirs = None
+        if theirs == manifest:
+            return None
         new = manifest if theirs is None or self.replace else merged(theirs, manifest)
         return None if new == theirs else new
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from latentcache.dataset.manifest import merged_rows
 from latentcache.dataset.manifest_row import CaptionRef, ImageRef, Row
 from latentcache.dataset.row_table import RowTable, RowTableBuilder
 from latentcache.types import Crop, Geometry, Refusal, Size
@@ -61,6 +62,23 @@ def test_it_is_the_mapping_that_it_was_made_of(rows: dict[str, Row], other: str)
         assert table.first_sizes(name).tolist() == wanted
 
 
+@given(tables_of_rows(), tables_of_rows(), st.data())
+def test_two_are_merged_and_compared_as_mappings_are(
+    theirs: dict[str, Row], ours: dict[str, Row], data: st.DataObject
+) -> None:
+    expected = dict(theirs)
+    for name, row in ours.items():
+        was = theirs.get(name)
+        keeps = was is not None and row.refusal is not None and was.refusal is None and row.source == was.source
+        expected[name] = was if was is not None and keeps else row
+    found = merged_rows(RowTable.of(theirs), RowTable.of(ours))
+    assert list(found.items()) == list(expected.items()) == list(merged_rows(theirs, ours).items())
+    tables = RowTable.of(theirs), RowTable.of(ours)
+    assert (tables[0] == tables[1]) == (theirs == ours)
+    shuffled = dict(data.draw(st.permutations(list(theirs.items()))))
+    assert tables[0] == RowTable.of(shuffled) == shuffled and tables[0] != list(theirs)
+
+
 def make_row(number: int) -> Row:
     """A sample of a folder, as `scripts/bench_plan.py` makes them."""
     name = f"{number // 1000:04d}/{number}.png"
@@ -86,6 +104,20 @@ def test_a_sample_takes_300_bytes_at_most() -> None:
         tracemalloc.stop()
     assert num_bytes / num_rows <= 300
     assert table["0049/49999.png"] == make_row(49_999)
+
+
+def test_merging_and_comparing_makes_few_rows_at_once() -> None:
+    """A row that is made takes a kilobyte."""
+    num = 5000
+    theirs, again, ours = (RowTable.from_rows(map(make_row, range(first, first + num))) for first in (0, 0, 10))
+    tracemalloc.start()
+    try:
+        both = merged_rows(theirs, ours)
+        assert len(both) == num + 10 and theirs != ours and theirs == again
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak / num < 1000
 
 
 @pytest.mark.parametrize("key", ["", "a" * 63, "A" * 64, "g" * 64, " a" + "a" * 62, "a" * 65, "\u0661" * 64])
