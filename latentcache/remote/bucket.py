@@ -35,6 +35,7 @@ CHUNK_BYTES = 8 << 20
 PART_BYTES = 16 << 20
 """A larger pack is sent in parts of this size, one after the other: an attempt to send one must end in UPLOAD_S, also
 where a slow line is shared by eight packs that are on their way at once (some 4 Mbit/s)."""
+PROBES = "probes"
 ATTEMPTS = 3
 """To read an answer that broke off; and that fit into the time for retries, where a store says nothing."""
 UPLOAD_S = 300.0
@@ -216,7 +217,7 @@ class Bucket:
     @cached_property
     def can_replace(self) -> bool:
         """Whether the store compares before it replaces an object. It is tried out, once, on an object of its own."""
-        name = f"probe-{uuid.uuid4().hex}"
+        name = f"{PROBES}/{uuid.uuid4().hex}"
         try:
             self.put(name, b"1")
             first = self.read(name)

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from latentcache.errors import PackError, StoreError
-from latentcache.remote.bucket import Bucket
+from latentcache.remote.bucket import PROBES, Bucket
 from latentcache.remote.bucket_manifests import BucketManifests
 from latentcache.remote.bucket_marks import marked, read_marks, sweep_marks, write_marks
 from latentcache.store.base import OwnedEntry, is_pack_id
@@ -90,7 +90,7 @@ def _time_at(bucket: Bucket, *, dry_run: bool) -> datetime:
     """The time by the clock of the store, which dates its objects; a dry run, which writes none, has only its own."""
     if dry_run:
         return datetime.now(UTC)
-    name = f"probe-{uuid.uuid4().hex}"
+    name = f"{PROBES}/{uuid.uuid4().hex}"
     try:
         bucket.put(name, b"what time is it")
         found = bucket.read(name)
@@ -155,6 +155,7 @@ class BucketUpkeep:
             self._bucket.put(f"{FOLDER}/{uuid.uuid4().hex}.json", json.dumps(note).encode())
         if not self.report.dry_run:
             sweep_marks(self._bucket, marks, sizes.keys() - removed)
+            self._bucket.remove([name for name, at in self._bucket.times(PROBES).items() if at <= self._oldest])
             if self._unfinished:
                 self._manifests.give_up(self._oldest)
         return self.report

@@ -11,7 +11,7 @@ from helpers.comparing_server import ComparingServer, comparing_server
 from transfers.test_transfers import check, fill, manifest_of
 
 from latentcache.errors import RemoteError
-from latentcache.remote.bucket import Bucket
+from latentcache.remote.bucket import PROBES, Bucket
 from latentcache.remote.bucket_marks import read_marks
 from latentcache.remote.bucket_place import BucketPlace
 from latentcache.remote.bucket_upkeep import BucketUpkeep
@@ -163,3 +163,13 @@ def test_a_pull_after_a_compact_fetches_each_entry_once(url: str, tmp_path: Path
         bucket.remove_packs([pack])
     assert transfer(url, tmp_path / "other").num_packs == len(old)
     check(tmp_path / "other", range(16))
+
+
+def test_what_a_killed_probe_left_goes(url: str, tmp_path: Path) -> None:
+    transfer(fill(tmp_path / "here", range(8)), url)
+    bucket = Bucket.open(url)
+    bucket.put(f"{PROBES}/{'0' * 32}", b"1")
+    BucketUpkeep(url, prune=False, grace_h=24).run()
+    assert bucket.names(PROBES), "its grace time has not passed"
+    BucketUpkeep(url, prune=False, grace_h=0).run()
+    assert not bucket.names(PROBES)
