@@ -244,7 +244,7 @@ def test_prune_can_be_told_to_give_up_unfinished_work(
 def test_a_fault_of_ours_is_not_taken_for_refusals(
     config_file: Path, run_json: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(latentcache.precache.run, "choose_encodings", lambda *arguments: 1 / 0)
+    monkeypatch.setattr(latentcache.precache.run, "choose_encodings", lambda *_, **__: 1 / 0)
     code, document = run_json("precache", config_file)
     assert code == 2 and document["type"] == "ZeroDivisionError" and "please report it" in caplog.text
 
