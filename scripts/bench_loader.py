@@ -27,14 +27,12 @@ from typing import Any
 
 import torch
 from benchmarking import add_arguments, emit, environment, in_turns, parse, ratios, spread
+from benchmarking_samples import write_manifest
 from torch.utils.data import DataLoader
 
 from latentcache import LatentDataset
-from latentcache.dataset.manifest import Manifest
-from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.dataset.manifest_row import CaptionRef, ImageRef, Row
 from latentcache.devices.transfer import transfer_to
-from latentcache.families.sdxl import SCALING_FACTOR
 from latentcache.identity import key_of
 from latentcache.loading.batch import BufferPool
 from latentcache.loading.loader import LatentLoader
@@ -80,9 +78,7 @@ def make_cache(path: Path, num_samples: int, scale: int) -> None:
 
     with DiskStore(path) as store:
         store.add(entries())
-    scaling = {"scaling_factor": SCALING_FACTOR, "shift_factor": None}
-    common = {"schema": 1, "salt": "", "text_encoding": {}, "image_encoding": scaling}
-    ManifestFolder(path / "manifests").write(Manifest("bench", "train", 1, common, rows))
+    write_manifest(path, rows)
 
 
 class Bench:

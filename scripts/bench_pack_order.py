@@ -31,13 +31,11 @@ import numpy as np
 import torch
 from benchmarking import add_arguments, emit, environment, in_turns, parse, ratios, seconds_of
 from benchmarking_cold import cached_share, drop, take_back
+from benchmarking_samples import KINDS, write_manifest
 from benchmarking_streams import BATCH, Values, number_of
 
 from latentcache import BucketBatchSampler, LatentDataset, LatentLoader
-from latentcache.dataset.manifest import Manifest
-from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.dataset.manifest_row import CaptionRef, ImageRef, Row
-from latentcache.families.sdxl import SCALING_FACTOR
 from latentcache.identity import key_of
 from latentcache.loading.pack_order import WINDOW, Places
 from latentcache.store import DiskStore
@@ -52,7 +50,6 @@ LABELS = {
     "direct": 'LatentLoader, order="random", io="direct"',
 } | {f"{name}_{num}": f"{name}, num_workers={num}" for name in PEERS for num in NUM_WORKERS}
 WANTED = {"of_cat": 0.85, "times_faster_than_peers": 1.0}
-FIELDS = {"image": ("latents",), "text": ("prompt_embeds", "pooled_prompt_embeds")}
 
 
 def make_cache(path: Path, values: Values, num_samples: int) -> None:
@@ -64,7 +61,7 @@ def make_cache(path: Path, values: Values, num_samples: int) -> None:
         return {"bench": kind, "number": number}
 
     def entries() -> Iterator[Entry]:
-        for kind, names in FIELDS.items():
+        for kind, names in KINDS.items():
             for number in range(num_samples):
                 fields, of = values.sample(number), identity(kind, number)
                 tensors = {name: torch.from_numpy(fields[name]) for name in names}
@@ -76,9 +73,7 @@ def make_cache(path: Path, values: Values, num_samples: int) -> None:
         rows[str(number)] = Row(str(number), str(number), None, images, captions)
     with DiskStore(path) as store:
         store.add(entries())
-    scaling = {"scaling_factor": SCALING_FACTOR, "shift_factor": None}
-    common = {"schema": 1, "salt": "", "text_encoding": {}, "image_encoding": scaling}
-    ManifestFolder(path / "manifests").write(Manifest("bench", "train", 1, common, rows))
+    write_manifest(path, rows)
 
 
 class Cold:

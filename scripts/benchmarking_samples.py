@@ -75,6 +75,11 @@ def make_cache(path: Path, samples: Samples) -> None:
 
     with DiskStore(path) as store:
         store.add(entries())
+    write_manifest(path, rows)
+
+
+def write_manifest(path: Path, rows: Mapping[str, Row]) -> None:
+    """Name these samples of the cache at `path` in a manifest, `bench`."""
     scaling = {"scaling_factor": SCALING_FACTOR, "shift_factor": None}
     common = {"schema": 1, "salt": "", "text_encoding": {}, "image_encoding": scaling}
     ManifestFolder(path / "manifests").write(Manifest("bench", "train", 1, common, rows))

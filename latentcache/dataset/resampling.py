@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-from PIL import Image
+from PIL import Image  # its filters are resize rules of trainers; images.py decodes
 
 from latentcache.types import Size
 

@@ -18,7 +18,6 @@ from latentcache.errors import DatasetError, EncodeError, ModelError
 from latentcache.identity import (
     SCHEMA,
     PartIdentity,
-    TextEncoding,
     TextIdentity,
     caption_digest,
     encoding_json,
@@ -154,11 +153,6 @@ def last_manifest(manifests: Manifests, name: str) -> Manifest | None:
     except DatasetError as error:
         logger.warning("%s. It is taken as absent.", error)
         return None
-
-
-def text_key(text: str, encoding: TextEncoding, salt: str) -> str:
-    """The key of this text's entry."""
-    return key_of(TextIdentity(caption_digest(text), encoding, salt).to_json())
 
 
 def _check_same_encoders(dataset: Manifest | None, common: Mapping[str, Any]) -> None:
