@@ -45,7 +45,8 @@ PEERS = ("mds", "litdata")
 NUM_WORKERS = (0, 2)
 LABELS = {
     "cat": "cat of the packs to /dev/null",
-    "packs": 'LatentLoader, order="packs"',
+    "packs": 'LatentLoader, order="packs", io="direct"',
+    "packs_mapped": 'LatentLoader, order="packs", io="mapped"',
     "random": 'LatentLoader, order="random"',
     "direct": 'LatentLoader, order="random", io="direct"',
 } | {f"{name}_{num}": f"{name}, num_workers={num}" for name in PEERS for num in NUM_WORKERS}
@@ -145,7 +146,8 @@ def cold(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     whole, some = options.num_samples, min(options.num_samples, options.num_random)
     runs: dict[str, Callable[[int], float]] = {
         "cat": ways.cat,
-        "packs": partial(ways.ours, num_read=whole, order="packs"),
+        "packs": partial(ways.ours, num_read=whole, order="packs", io="direct"),
+        "packs_mapped": partial(ways.ours, num_read=whole, order="packs", io="mapped"),
         "random": partial(ways.ours, num_read=some, io="mapped"),
         "direct": partial(ways.ours, num_read=some, io="direct"),
     }

@@ -135,8 +135,8 @@ class LatentDataset(SampleDataset):
     the cache for itself, so fork and spawn both work. `path`, `io` and `options` are those of `LatentCache`.
 
     `order` is what `BucketBatchSampler` follows: "random", or "packs" for a cache that is larger than memory, or far
-    away: the packs that hold the images are read whole, in random order, and their rows are mixed. They are brought
-    into the page cache, so `io` is then "mapped".
+    away: the packs that hold the images come in random order, and their rows are mixed. Through the page cache they are
+    read whole, a pack ahead.
     """
 
     def __init__(
@@ -153,10 +153,6 @@ class LatentDataset(SampleDataset):
     ):
         if order not in ORDERS:
             raise StoreError(f"order is {order!r}; it must be one of {', '.join(ORDERS)}")
-        if order == "packs":
-            if io == "direct":
-                raise StoreError("order='packs' reads through the page cache, io='direct' past it: use one")
-            io = "mapped"
         self.path = location_of(path)
         self.caption, self.order = caption, order
         self.own_cache = _OwnCache(path, unverified=unverified, io=io, options=options)

@@ -21,7 +21,7 @@ from latentcache.loading.dataset import LatentDataset, LatentDatasets
 from latentcache.loading.resident import ResidentEntries
 from latentcache.loading.sample import PRECACHE, SampleReader, SampleRef
 from latentcache.loading.sampler import BucketBatchSampler, Cursor, PlannedBatch, noise_generator
-from latentcache.store.base import Closing
+from latentcache.store.base import Closing, PackedStore
 from latentcache.types import Batch
 from latentcache.utils.concurrency import Prefetcher
 
@@ -59,7 +59,7 @@ class _BatchMaker:
                 refs = None
                 try:  # not `suppress`: a small batch is copied in the time of some calls
                     refs = self._refs(planned)
-                    self.source.prefetch(refs if planned.ahead is None else self._refs_ahead(planned))
+                    self.source.prefetch(self._refs_ahead(planned) if self._brings_packs(planned) else refs)
                 except StoreError:
                     pass  # it is raised again with the batch that it belongs to
                 window.append((planned, refs))
@@ -73,6 +73,10 @@ class _BatchMaker:
     def _refs(self, planned: PlannedBatch) -> list[SampleRef]:
         dataset = self.loader.dataset
         return dataset.refs(planned.items if dataset.draws else planned.numbers)
+
+    def _brings_packs(self, planned: PlannedBatch) -> bool:
+        store = self.loader.dataset.cache.store
+        return planned.ahead is not None and isinstance(store, PackedStore) and store.keeps_packs
 
     def _refs_ahead(self, planned: PlannedBatch) -> list[SampleRef]:
         return self.loader.dataset.refs(planned.items_ahead)

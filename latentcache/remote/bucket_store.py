@@ -105,6 +105,11 @@ class BucketStore(FetchingStore):
         self.check_open()
         return self.index.find([check_key(key) for key in dict.fromkeys(keys)])
 
+    @property
+    def keeps_packs(self) -> bool:
+        """As `base.PackedStore.keeps_packs`: in the local directory."""
+        return self.tier is not None
+
     def places(self, keys: Sequence[str]) -> tuple[list[str], np.ndarray]:
         """As `base.PackedStore.places`."""
         self.find(keys)

@@ -353,6 +353,10 @@ class Store(Closing, Protocol):
 class PackedStore(Protocol):
     """A store that says in which packs its entries lie. A service does not."""
 
+    @property
+    def keeps_packs(self) -> bool:
+        """Whether a whole pack that is prefetched stays until its entries are read."""
+
     def places(self, keys: Sequence[str]) -> tuple[list[str], np.ndarray]:
         """Where entries lie, for who reads them in that order: ids of packs, and for each key int64 [n, 2].
 

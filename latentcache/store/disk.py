@@ -150,6 +150,11 @@ class DiskStore(Store):
     def find(self, keys: Iterable[str]) -> set[str]:
         return self.catalog.find(keys)
 
+    @property
+    def keeps_packs(self) -> bool:
+        """As `PackedStore.keeps_packs`: past the page cache they do not."""
+        return (self._reader or self._choose_reader()).keeps_rows
+
     def places(self, keys: Sequence[str]) -> tuple[list[str], np.ndarray]:
         """As `PackedStore.places`."""
         self.catalog.reload()
