@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from diffusers import DDPMScheduler
 
 from latentcache import BucketBatchSampler, LatentCache, LatentDataset, LatentLoader
-from latentcache.models.tiny import tiny_unet
+from latentcache.models.tiny import tiny_denoiser
 
 NUM_EPOCHS = 2
 LOCAL = {"local": "cache/remote-tier", "local_max_bytes": 50 * 10**9, "retry_s": 60.0}
@@ -28,7 +28,7 @@ def main(url: str) -> None:
     with LatentCache(url) as cache:
         name = cache.dataset_names()[0]
         print(f"{url} has {len(cache.sample_ids())} samples; {name} is trained on")
-    unet, scheduler = tiny_unet(), DDPMScheduler()  # yours, on its device
+    unet, scheduler = tiny_denoiser(), DDPMScheduler()  # yours, on its device
     optimizer = torch.optim.AdamW(unet.parameters(), lr=1e-4)
     dataset = LatentDataset(url, name, caption="random", **LOCAL)
     sampler = BucketBatchSampler(dataset, batch_size=4, seed=0)

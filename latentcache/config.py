@@ -31,6 +31,7 @@ from pydantic import (
 from latentcache.bucket_config import SECTION, BucketsConfig
 from latentcache.cache_config import TOKEN_VARIABLE, WRITE_TOKEN_VARIABLE, CacheConfig, UserPath
 from latentcache.errors import ConfigError, StoreError, UnsafeStoreError
+from latentcache.families import FamilyName
 from latentcache.ray_config import RayConfig
 from latentcache.utils.durable_files import read_regular
 
@@ -122,11 +123,12 @@ class DatasetConfig(_Section):
 class ModelConfig(_Section):
     """The model whose encoders are used."""
 
-    family: Literal["sdxl"] = "sdxl"
-    """Which model family the parts belong to."""
+    family: FamilyName | None = None
+    """Which model family the parts belong to. null: that of the folder's model_index.json; else the first one,
+    which the run says."""
     path: UserText = "stabilityai/stable-diffusion-xl-base-1.0"
-    """Hub id, diffusers folder, one .safetensors checkpoint, `tiny-photos` (a tiny SDXL in the package, which knows the
-    quickstart's photos), or `tiny` (the same with random weights, for tests)."""
+    """Hub id, diffusers folder, one .safetensors checkpoint, `tiny-photos` (a tiny model in the package, which knows
+    the quickstart's photos), or `tiny` (the family's tiny model with random weights, for tests)."""
     vae: UserText | None = None
     """A VAE to use in place of the model's own: hub id, folder or .safetensors file."""
     config: UserText | None = None
@@ -141,17 +143,27 @@ class EncodeConfig(_Section):
     device: str = "auto"
     """`auto` (the accelerator if there is one), `cpu`, `cuda`, `cuda:1`, `mps`, ..."""
     vae_dtype: DtypeName = "auto"
-    """Computation of the VAE. `auto`: float32 where the VAE overflows in float16 (SDXL's does) and on the CPU."""
+    """Computation of the VAE. `auto`: float32 on the CPU, and where the VAE may overflow in float16."""
     text_dtype: DtypeName = "auto"
-    """Computation of the text encoders. `auto`: float16 on an accelerator, float32 on the CPU."""
+    """Computation of the text encoders. `auto`: the family's on an accelerator (float16 for CLIP alone, else bfloat16),
+    float32 on the CPU."""
     store_dtype: DtypeName = "auto"
     """What is stored. `auto`: the dtype of the computation, bit by bit. float16 halves a float32 cache."""
+    text_store_dtype: Literal[DtypeName, "float8_e4m3fn"] = "auto"
+    """What is stored of texts. `auto`: `store_dtype`, and if that is auto too bfloat16 for encoders larger than CLIP.
+    float8_e4m3fn halves it again, where padding has to be stored: see the family's page for its error."""
+    max_length: Annotated[int, Field(ge=1)] | None = None
+    """Tokens of a text at most, as the pipeline's max_sequence_length. null: the family's."""
+    padding: Literal["auto", "drop", "keep"] = "auto"
+    """Padding of texts. `drop`: stored without it, and padded again in each batch. `keep`: stored with it. `auto`: drop
+    where a batch then gives the same result."""
     batch_size: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
     """Images per encoder call; halved when memory runs out."""
-    image_output: Literal["moments", "mean", "sample"] = "moments"
-    """`moments`: the whole posterior, drawn again at each read. `mean`: its mean. `sample`: one seeded draw."""
+    image_output: Literal["auto", "moments", "mean", "sample"] = "auto"
+    """`moments`: the whole posterior, drawn again at each read. `mean`: its mean. `sample`: one seeded draw. `auto`:
+    moments, and the mean for families that are trained with it."""
     clip_skip: int = Field(0, ge=0)
-    """Layers skipped before the penultimate one, as diffusers counts them."""
+    """Families with CLIP alone: layers that are skipped, as diffusers counts them."""
     seed: int = 0
     """Seed of `image_output: sample`."""
     num_workers: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
@@ -166,8 +178,8 @@ class ValidationConfig(_Section):
     prompts: tuple[Prompt, ...] = ()
     """Prompts of validation images: cached too, so that sampling needs no text encoder."""
     negative_prompt: Prompt | None = ""
-    """The negative prompt of validation images; null: zeros, as SDXL's own pipeline has it. The empty prompt is
-    always cached."""
+    """The negative prompt of validation images; null: what the pipeline has without one (zeros, or the empty prompt).
+    The empty prompt is always cached."""
     path: UserPath = Path("validation")
     """Folder of the results: one subfolder for each validated step."""
     num_timesteps: int = Field(8, ge=1, le=1000)

@@ -116,21 +116,31 @@ class ImageEncoding:
 
 @dataclass(frozen=True, slots=True)
 class TextEncoding:
-    """The encoders and what is stored of their outputs. `clip_skip` 0 is the penultimate layer, as in diffusers."""
+    """The encoders and tokenizers by name, and what is stored of their outputs.
 
-    text_encoder: PartIdentity
-    text_encoder_2: PartIdentity
-    tokenizer: PartIdentity
-    tokenizer_2: PartIdentity
+    `recipe` is what else determines them, by name: that of the family (`Family.text_recipe`).
+    """
+
+    parts: tuple[tuple[str, PartIdentity], ...]
     compute_dtype: str
     store_dtype: str
-    clip_skip: int = 0
+    recipe: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The recipe by name."""
+        return dict(self.recipe)
+
+    def to_json(self) -> dict[str, Any]:
+        """All in one object: names of parts and of the recipe's settings do not meet."""
+        parts = {name: _values(part) for name, part in self.parts}
+        return {**parts, "compute_dtype": self.compute_dtype, "store_dtype": self.store_dtype, **self.settings}
 
 
 @functools.lru_cache(maxsize=64)
 def encoding_json(encoding: ImageEncoding | TextEncoding) -> dict[str, Any]:
     """The encoding as JSON. One object for all entries of a run (a plan makes millions): do not change it."""
-    return dataclasses.asdict(encoding)
+    return encoding.to_json() if isinstance(encoding, TextEncoding) else dataclasses.asdict(encoding)
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,7 +74,7 @@ def prompt_id(text: str, *, negative: bool = False) -> str:
 class Geometry:
     """What was done to an image between decoding and encoding, in integers.
 
-    Every trainer's SDXL time ids can be derived from it. `original_size` is the size after the EXIF turn,
+    Every trainer's time ids can be derived from it. `original_size` is the size after the EXIF turn,
     `resized_size` the size before the crop, `target_size` the bucket.
     """
 
@@ -134,3 +134,25 @@ class Entry:
     def num_bytes(self) -> int:
         """Bytes of all its tensors."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """How a field of natural length is padded in a batch: to `length` rows, or to the longest of the batch.
+
+    The rows are `value`. They come at this `side`, or before the last `num_last` rows of each entry. ValueError for a
+    length below 1, a negative `num_last` and an unknown side.
+    """
+
+    length: int | None = None
+    value: float = 0.0
+    side: Literal["left", "right"] = "right"
+    num_last: int = 0
+
+    def __post_init__(self) -> None:
+        if self.length is not None and self.length < 1:
+            raise ValueError(f"padding to length {self.length}: give 1 or more, or None for the longest of the batch")
+        if self.side not in ("left", "right"):
+            raise ValueError(f"padding side {self.side!r}: give left or right")
+        if self.num_last < 0 or (self.num_last and self.side == "left"):
+            raise ValueError(f"padding before the last {self.num_last} rows: give 0 or more, and side right")

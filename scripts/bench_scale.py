@@ -97,13 +97,17 @@ def read(root: Path) -> Manifest:
 
 def plan(root: Path, num_samples: int) -> dict[str, float]:
     # They import the models' code: only this step pays for it.
+    from latentcache.families import DEFAULT, family_named
+    from latentcache.families.scaling import Scaling
+    from latentcache.models.vae import VaeFacts
     from latentcache.precache.encodings import Encodings
     from latentcache.precache.plan import PlanBuilder, Shard
 
+    family = family_named(DEFAULT)
     part, placement = PartIdentity("", "", ""), Placement(torch.device("cpu"), torch.float16, 1, "")
-    text = TextEncoding(part, part, part, part, "float16", "float16")
+    text = TextEncoding((("text_encoder", part),), "float16", "float16")
     image = ImageEncoding(part, "float16", "moments", "float16", 1.0, None)
-    encodings = Encodings(text, text, placement, 1, image, placement, 4, 8, 16)
+    encodings = Encodings(family, text, text, placement, 1, image, placement, VaeFacts(Scaling(), True, 4, 8), 16)
 
     def missed() -> str:
         raise AssertionError("an entry of the manifest is not in the index")

@@ -13,7 +13,6 @@ import benchmarking
 import torch
 
 from latentcache.devices.placement import placed
-from latentcache.models.model_loader import TextParts
 from latentcache.models.running import free_cached_memory, is_out_of_memory
 from latentcache.models.vae import encode_images
 
@@ -83,9 +82,9 @@ def cudnn_benchmark() -> Iterator[None]:
 
 
 @contextmanager
-def attention(name: str, parts: TextParts) -> Iterator[None]:
+def attention(name: str, parts: Mapping[str, Any]) -> Iterator[None]:
     """Another attention of transformers in both text encoders."""
-    encoders = (parts.text_encoder, parts.text_encoder_2)
+    encoders = (parts["text_encoder"], parts["text_encoder_2"])
     before = [encoder.config._attn_implementation for encoder in encoders]
     for encoder in encoders:
         encoder.set_attn_implementation(name)
@@ -121,24 +120,24 @@ def image_variants(
 
 
 def text_variants(
-    parts: TextParts, device: torch.device, batch_sizes: Sequence[int], share: float, repetitions: int
+    parts: Mapping[str, Any], device: torch.device, batch_sizes: Sequence[int], share: float, repetitions: int
 ) -> dict[str, Any]:
     """Captions per second of both text encoders, as `image_variants`."""
-    encoders = (parts.text_encoder, parts.text_encoder_2)
+    encoders = (parts["text_encoder"], parts["text_encoder_2"])
     most = max(batch_sizes)
     variants: dict[str, tuple[Sequence[Callable[[], Any]], int]] = {
         f"sdpa, batch {size}": ((), size) for size in batch_sizes
     }
     variants[f"eager attention, batch {most}"] = ((partial(attention, "eager", parts),), most)
     variants[f"compile, batch {most}"] = ((partial(compiled, *encoders),), most)
-    vocab_size = parts.text_encoder.config.vocab_size
+    vocab_size = parts["text_encoder"].config.vocab_size
     with placed(encoders[0], device), placed(encoders[1], device), torch.no_grad():
 
         def encode(ids: torch.Tensor) -> None:
             for encoder in encoders:
                 encoder(ids, output_hidden_states=True)
 
-        ids = torch.randint(0, vocab_size - 2, (most, parts.tokenizer.model_max_length)).to(device)
+        ids = torch.randint(0, vocab_size - 2, (most, parts["tokenizer"].model_max_length)).to(device)
         return _measured(variants, lambda size: partial(encode, ids[:size]), device, share, repetitions)
 
 

@@ -23,7 +23,6 @@ from latentcache.dataset.buckets import assign, bucket_table, fit
 from latentcache.dataset.images import decode, prepare
 from latentcache.devices.placement import device_named, placed
 from latentcache.identity import digest
-from latentcache.models.clip import tokenize
 from latentcache.models.model_loader import LoadedModels
 from latentcache.models.running import text_settings, vae_settings
 from latentcache.models.vae import DTYPES, encode_images
@@ -170,12 +169,11 @@ def images_case(case: Case, paths: Sequence[Path]) -> dict[str, Any]:
 
 def captions_alone(case: Case, batches: Sequence[tuple[torch.Tensor, torch.Tensor]], device: torch.device) -> float:
     """Seconds of both text encoders over tokens that lie on the device."""
-    parts = case.models.text(DTYPES[case.options.dtype])
-    encoders = (parts.text_encoder, parts.text_encoder_2)
+    encoders = [*case.models.text_encoders(DTYPES[case.options.dtype]).values()]
     with (
         placed(encoders[0], device),
         placed(encoders[1], device),
-        text_settings(parts, compile=case.options.compile),
+        text_settings(encoders, compile=case.options.compile),
         torch.no_grad(),
     ):
 
@@ -203,8 +201,8 @@ def captions_case(case: Case, captions: Sequence[str]) -> dict[str, Any]:
     batch_size = choose_encodings(case.config(), case.models, {}).text_encoders.batch_size
     batches = []
     for batch in chunks(captions, TEXT_BATCH_SIZE, batch_size):
-        tokens = tokenize(parts, batch)
-        batches.append((tokens.input_ids.to(device), tokens.input_ids_2.to(device)))
+        ids = [tokens.input_ids for tokens in case.models.family.tokenize(parts, batch)]
+        batches.append(tuple(torch.cat(column).to(device) for column in zip(*ids, strict=True)))
     methods = {"run": case.run, "encoder": lambda: captions_alone(case, batches, device)}
     case.run()
     case.reports.clear()

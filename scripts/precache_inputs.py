@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,8 +14,8 @@ from PIL import Image
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
 from latentcache.families.sdxl import SCALING_FACTOR
-from latentcache.models.model_loader import LoadedModels, TextParts
-from latentcache.models.tiny import tiny_sdxl, tiny_tokenizers
+from latentcache.models.model_loader import LoadedModels
+from latentcache.models.tiny import tiny_parts
 
 JPEG_QUALITY = 92
 WORDS = ("a", "photo", "of", "red", "house", "under", "tall", "trees", "near", "quiet", "river", "at", "dusk", "with")
@@ -59,9 +61,9 @@ def make_vae(shape: VaeShape, dtype: torch.dtype) -> AutoencoderKL:
     return vae.to(dtype).eval().requires_grad_(False)
 
 
-def make_texts(first: TextShape, second: TextShape, dtype: torch.dtype) -> TextParts:
+def make_texts(first: TextShape, second: TextShape, dtype: torch.dtype) -> dict[str, Any]:
     """Both text encoders with random weights, and byte tokenizers: no vocabulary has to be downloaded."""
-    tokenizers = tiny_tokenizers()
+    tokenizers = [tiny_parts()[name] for name in ("tokenizer", "tokenizer_2")]
     with torch.random.fork_rng(devices=[]):
         torch.random.default_generator.manual_seed(0)
         encoders = [
@@ -69,7 +71,8 @@ def make_texts(first: TextShape, second: TextShape, dtype: torch.dtype) -> TextP
             for kind, shape in ((CLIPTextModel, first), (CLIPTextModelWithProjection, second))
         ]
     ready = [encoder.to(dtype).eval().requires_grad_(False) for encoder in encoders]
-    return TextParts(*ready, *tokenizers)
+    names = ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
+    return dict(zip(names, [*ready, *tokenizers], strict=True))
 
 
 def _text_config(shape: TextShape, vocab_size: int) -> CLIPTextConfig:
@@ -87,13 +90,13 @@ def _text_config(shape: TextShape, vocab_size: int) -> CLIPTextConfig:
     )
 
 
-def models_of(vae: AutoencoderKL | None = None, texts: TextParts | None = None) -> LoadedModels:
+def models_of(vae: AutoencoderKL | None = None, texts: Mapping[str, Any] | None = None) -> LoadedModels:
     """These parts, and tiny ones in place of those that are not given."""
-    parts = tiny_sdxl()
+    parts = tiny_parts()
     if vae is not None:
         parts["vae"] = vae
     if texts is not None:
-        parts |= {name: getattr(texts, name) for name in TextParts.__slots__}
+        parts |= texts
     return LoadedModels(**parts)
 
 

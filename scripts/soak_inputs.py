@@ -34,7 +34,7 @@ from latentcache.config import Config, ImagesConfig, parse_config
 from latentcache.dataset.images import decode
 from latentcache.errors import ImageRefused, LatentCacheError
 from latentcache.identity import digest
-from latentcache.models.tiny import tiny_sdxl
+from latentcache.models.tiny import tiny_parts
 
 FILES_PER_RUN = 50
 NUM_VERSIONS = 24
@@ -209,7 +209,7 @@ def outputs(soak: soaking.Soak) -> None:
     for number, kind in enumerate(kinds):
         (folder / f"{number}.png").write_bytes(png(flagged(kind, number)))
     config = config_of(soak.folder / "outputs-cache", folder)
-    models = tiny_sdxl()
+    models = tiny_parts()
 
     asked: list[str] = []
 

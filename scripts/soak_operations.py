@@ -27,7 +27,7 @@ from latentcache.interop.importing import import_cache
 from latentcache.interop.readers import ForeignImage, ForeignItem, ForeignText
 from latentcache.loading.cache import LatentCache
 from latentcache.models.model_loader import LoadedModels
-from latentcache.models.tiny import tiny_sdxl
+from latentcache.models.tiny import tiny_parts
 from latentcache.precache.plan import Shard
 from latentcache.precache.run import run_precache
 from latentcache.precache.workspace import Memo, Workspace
@@ -96,7 +96,7 @@ class Precache:
     def __init__(self, folder: Path, num_photos: int = 2 * NUM_PHOTOS):
         torch.set_num_threads(1)
         self.folder = folder
-        self.models = LoadedModels(**tiny_sdxl())
+        self.models = LoadedModels(**tiny_parts())
         for number in range(num_photos):
             self._write_photo(number)
 

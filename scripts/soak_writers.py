@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from latentcache import BucketBatchSampler, DiskStore, LatentCache, LatentDataset, LoadedModels, run_precache
 from latentcache.config import Config, parse_config
-from latentcache.models.tiny import tiny_sdxl
+from latentcache.models.tiny import tiny_parts
 from latentcache.store.pack import read_row
 from latentcache.store.upkeep import verify
 
@@ -70,7 +70,7 @@ def chunks(items: Sequence[str], size: int) -> Iterable[Sequence[str]]:
 def precache_all(folder: str, start: Any, num_encoded: Any, out: Any) -> None:
     """A run of precache, with the tiny SDXL; each image that the VAE encodes is counted."""
     torch.set_num_threads(1)
-    models = tiny_sdxl()
+    models = tiny_parts()
 
     def count(module: torch.nn.Module, given: tuple[torch.Tensor, ...]) -> None:
         with num_encoded.get_lock():

@@ -38,10 +38,10 @@ from latentcache.bucket_config import BucketsConfig
 from latentcache.config import ImagesConfig
 from latentcache.dataset.buckets import assign, bucket_table, fit
 from latentcache.dataset.images import decode, prepare
-from latentcache.families.sdxl import LATENT_CHANNELS, SCALING_FACTOR, time_ids
+from latentcache.families.sdxl import FAMILY, SCALING_FACTOR
 from latentcache.identity import digest
-from latentcache.models.model_files import TINY_PHOTOS_FOLDER, sdxl_pipeline
-from latentcache.models.tiny import HIDDEN_SIZE, HIDDEN_SIZE_2, TIME_EMBED_DIM, tiny_sdxl
+from latentcache.models.model_files import TINY_PHOTOS_FOLDER
+from latentcache.models.tiny import tiny_parts
 from latentcache.types import Size
 
 SIDE = 256
@@ -51,7 +51,10 @@ TABLES = {
 }
 """How the photos are cut: as the quickstart caches them, and as it samples them."""
 CROP = 128
-PLAIN_TIME_IDS = time_ids((SIDE, SIDE), (0, 0), (SIDE, SIDE))
+LATENT_CHANNELS = FAMILY.latent.channels
+HIDDEN_SIZE, HIDDEN_SIZE_2, TIME_EMBED_DIM = 32, 40, 8
+"""Widths of the tiny model's text encoders, and of each of its sizes."""
+PLAIN_TIME_IDS = [SIDE, SIDE, 0, 0, SIDE, SIDE]
 """What a pipeline gives its UNet for an image of SIDE by SIDE."""
 SCHEDULE = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 WEIGHT_FILES = ("vae", "unet", "text_encoder", "text_encoder_2")
@@ -88,7 +91,7 @@ def views_of(photos: Path, table: str) -> list[View]:
         size = Size(*pixels.shape[:2])
         geometry = fit(size, assign(size, bucket_table(TABLES[table])))
         cut = torch.from_numpy(prepare(pixels, geometry)).permute(2, 0, 1)[None].float() / 127.5 - 1
-        views.append(View(name, cut, time_ids(size, geometry.crop_top_left, geometry.target_size)))
+        views.append(View(name, cut, [*size, *geometry.crop_top_left, *geometry.target_size]))
     return views
 
 
@@ -231,7 +234,7 @@ def shortened(caption: str, captions: Sequence[Sequence[str]], draw: random.Rand
 @torch.no_grad()
 def embed(parts: dict[str, Any], captions: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor]:
     """prompt_embeds [B, 77, D] and pooled_prompt_embeds [B, P], by the pipeline's own code."""
-    found = sdxl_pipeline(**parts).encode_prompt(list(captions), device="cpu", do_classifier_free_guidance=False)
+    found = FAMILY.pipeline(**parts).encode_prompt(list(captions), device="cpu", do_classifier_free_guidance=False)
     return found[0], found[2]
 
 
@@ -315,7 +318,7 @@ def train(photos: Path, options: Options) -> tuple[dict[str, Any], dict[str, Any
     """The parts of the pipeline, and where they come from."""
     views = {table: views_of(photos, table) for table in TABLES}
     both = [view for each in views.values() for view in each]
-    parts = tiny_sdxl(options.seed)
+    parts = tiny_parts(options.seed)
     train_vae(parts["vae"], both, options.vae_steps, seeded(options.seed))
     train_text(parts, options.text_steps, seeded(options.seed))
     draw = seeded(options.seed)
@@ -338,7 +341,7 @@ def save(parts: dict[str, Any], made: dict[str, Any], folder: Path) -> None:
         new = Path(temporary) / folder.name
         for part in WEIGHT_FILES:
             torch.nn.Module.half(parts[part])
-        sdxl_pipeline(**parts).save_pretrained(new, safe_serialization=True)
+        FAMILY.pipeline(**parts).save_pretrained(new, safe_serialization=True)
         for part in WEIGHT_FILES:
             (file,) = (new / part).glob("*.safetensors")
             file.write_bytes(serialized(load_file(file), {"format": "pt", "provenance": json.dumps(made)}))

@@ -19,6 +19,8 @@ from latentcache.config import BucketsConfig, ImagesConfig, parse_config
 from latentcache.dataset.buckets import assign, bucket_table, fit
 from latentcache.dataset.images import preparation_policy
 from latentcache.devices.placement import Placement
+from latentcache.families import DEFAULT, family_named
+from latentcache.families.scaling import Scaling
 from latentcache.identity import (
     ImageEncoding,
     ImageIdentity,
@@ -31,6 +33,8 @@ from latentcache.identity import (
     key_of,
     keys_like,
 )
+from latentcache.models.model_loader import LoadedModels
+from latentcache.models.vae import VaeFacts
 from latentcache.precache.encodings import Encodings
 from latentcache.precache.planner import make_plan
 from latentcache.precache.workspace import Workspace
@@ -50,12 +54,15 @@ IMAGE = ImageEncoding(
     shift_factor=None,
 )
 TEXT = TextEncoding(
-    text_encoder=part("CLIPTextModel"),
-    text_encoder_2=part("CLIPTextModelWithProjection"),
-    tokenizer=part("CLIPTokenizer 1"),
-    tokenizer_2=part("CLIPTokenizer 2"),
+    parts=(
+        ("text_encoder", part("CLIPTextModel")),
+        ("text_encoder_2", part("CLIPTextModelWithProjection")),
+        ("tokenizer", part("CLIPTokenizer 1")),
+        ("tokenizer_2", part("CLIPTokenizer 2")),
+    ),
     compute_dtype="float16",
     store_dtype="float16",
+    recipe=(("clip_skip", 0),),
 )
 IMAGES = ImagesConfig()
 LANDSCAPE = Size(1000, 1500)
@@ -122,7 +129,7 @@ def image_key(
     ],
 )
 def test_text_keys(caption: str, salt: str, clip_skip: int, key: str) -> None:
-    encoding = dataclasses.replace(TEXT, clip_skip=clip_skip)
+    encoding = dataclasses.replace(TEXT, recipe=(("clip_skip", clip_skip),))
     assert key_of(TextIdentity(caption_digest(caption), encoding, salt).to_json()) == key
     assert keys_like(TextIdentity("", encoding, salt))(caption_digest(caption)) == key
 
@@ -134,17 +141,19 @@ def test_the_keys_that_a_plan_gives_a_dataset(tmp_path: Path) -> None:
     validation = {"prompts": ["a red house"], "negative_prompt": ""}
     placement = Placement(torch.device("cpu"), torch.float32, 1, "")
     encodings = Encodings(
+        family=family_named(DEFAULT),
         text=TEXT,
         negative=TEXT,
         text_encoders=placement,
         text_bytes=1,
         image=IMAGE,
         vae=placement,
-        latent_channels=4,
-        downscale=8,
+        facts=VaeFacts(Scaling(0.13025), True, 4, 8),
         image_group_size=1,
     )
-    plan = make_plan(parse_config({"datasets": [dataset], "validation": validation}), Workspace(), encodings)
+    plan = make_plan(
+        parse_config({"datasets": [dataset], "validation": validation}), Workspace(), encodings, LoadedModels()
+    )
     prompts, photos = plan.manifests
     assert prompts.name == "validation-prompts-25a339325724"
     assert {name: [ref.key for ref in row.captions] for name, row in prompts.rows.items()} == {

@@ -222,7 +222,7 @@ def _format(
         from latentcache.interop.formats.onetrainer import tokenize_with
         from latentcache.precache.encodings import load_models
 
-        given["tokenize"] = tokenize_with(load_models(config.model, {}).tokenizers()[0])
+        given["tokenize"] = tokenize_with(next(iter(load_models(config.model, {}).tokenizers().values())))
     for option, parameter in known.items():
         if parameter.default is parameter.empty and option not in given:
             raise ConfigError(f"{flag} {name} needs {_flag(option)}")

@@ -1,4 +1,4 @@
-"""A check of the device: one training step of the tiny SDXL's UNet, and an audit of all that took part."""
+"""A check of the device: one training step of a tiny denoiser, and an audit of all that took part."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import torch
 
 from latentcache.devices.audit import audit
 from latentcache.doctor.diagnosis import Diagnosis, Finding
-from latentcache.families.sdxl import DOWNSCALE_FACTOR, LATENT_CHANNELS, NUM_TOKENS, time_ids
-from latentcache.models.tiny import HIDDEN_SIZE, HIDDEN_SIZE_2, tiny_unet
+from latentcache.families import DEFAULT, family_named
+from latentcache.models.tiny import tiny_denoiser, tiny_parts
+from latentcache.types import Crop, Geometry, Size
 
 BATCH_SIZE, LATENT_SIDE = 2, 8
 SUBJECT = "training check"
@@ -22,7 +23,7 @@ def try_training(device: torch.device) -> Diagnosis:
     A step that fails is an error finding with torch's own message. Global random states do not change.
     """
     generator = torch.Generator().manual_seed(0)
-    unet = cast(Any, tiny_unet()).train()  # mypy does not see that diffusers' models are modules
+    unet = cast(Any, tiny_denoiser()).train()  # mypy does not see that diffusers' models are modules
     batch = training_batch(generator)
     target = torch.randn(batch["sample"].shape, generator=generator)
     try:
@@ -30,9 +31,8 @@ def try_training(device: torch.device) -> Diagnosis:
         batch = {name: tensor.to(device) for name, tensor in batch.items()}
         optimizer = torch.optim.AdamW(unet.parameters(), lr=1e-4)
         before = torch.nn.utils.parameters_to_vector(unet.parameters()).detach().clone()
-        conditions = {"text_embeds": batch["pooled_prompt_embeds"], "time_ids": batch["add_time_ids"]}
-        inputs = batch["sample"], batch["timestep"], batch["prompt_embeds"]
-        loss = torch.nn.functional.mse_loss(unet(*inputs, added_cond_kwargs=conditions).sample, target.to(device))
+        prediction = family_named(DEFAULT).predict(unet, batch["sample"], batch["timestep"], batch)
+        loss = torch.nn.functional.mse_loss(prediction, target.to(device))
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it without types
         optimizer.step()
         moved = torch.nn.utils.parameters_to_vector(unet.parameters()).detach().sub(before).abs().max().item()
@@ -59,12 +59,14 @@ def try_training(device: torch.device) -> Diagnosis:
 
 
 def training_batch(generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """What SDXL's UNet takes, for the tiny one, on the CPU: latents [B, 4, h, w], embeddings and time ids."""
-    size = (LATENT_SIDE * DOWNSCALE_FACTOR,) * 2
+    """What the tiny denoiser takes, on the CPU: latents [B, C, h, w], embeddings, the sizes of an uncropped image."""
+    family = family_named(DEFAULT)
+    channels, size = family.latent.channels, Size(*(LATENT_SIDE * family.latent.downscale,) * 2)
+    sizes = family.size_conditions(Geometry(size, size, Crop(0, 0), size))
+    shapes = family.text_shapes(tiny_parts(), family.text_recipe())
     return {
-        "sample": torch.randn(BATCH_SIZE, LATENT_CHANNELS, LATENT_SIDE, LATENT_SIDE, generator=generator),
+        "sample": torch.randn(BATCH_SIZE, channels, LATENT_SIDE, LATENT_SIDE, generator=generator),
         "timestep": torch.randint(0, 1000, (BATCH_SIZE,), generator=generator),
-        "prompt_embeds": torch.randn(BATCH_SIZE, NUM_TOKENS, HIDDEN_SIZE + HIDDEN_SIZE_2, generator=generator),
-        "pooled_prompt_embeds": torch.randn(BATCH_SIZE, HIDDEN_SIZE_2, generator=generator),
-        "add_time_ids": torch.tensor([time_ids(size, (0, 0), size)] * BATCH_SIZE, dtype=torch.float32),
+        **{name: torch.randn(BATCH_SIZE, *shape, generator=generator) for name, shape in shapes.items()},
+        "add_time_ids": torch.tensor([sizes] * BATCH_SIZE, dtype=torch.float32),
     }

@@ -1,1 +1,38 @@
-"""Model families: what each one's encoders return and what its denoiser expects. No module here imports torch."""
+"""Model families: what each one's encoders return and what its denoiser expects. One file is one family.
+
+A file is imported when its family is named, and imports diffusers and transformers only when a model is run.
+"""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+from typing import TYPE_CHECKING, Literal, get_args
+
+from latentcache.errors import ModelError
+
+if TYPE_CHECKING:
+    from latentcache.families.base import Family
+
+FamilyName = Literal["sdxl", "sd15", "flux"]
+FAMILIES: tuple[FamilyName, ...] = get_args(FamilyName)
+DEFAULT: FamilyName = FAMILIES[0]
+"""That of caches and models that name none: those of the first versions."""
+
+
+@cache
+def family_named(name: str) -> Family:
+    """The family of this name. ModelError, naming those that there are, for another one."""
+    if name not in FAMILIES:
+        raise ModelError(f"there is no model family {name!r}; there are {', '.join(FAMILIES)}", part="model")
+    found: Family = importlib.import_module(f"latentcache.families.{name.replace('-', '_')}").FAMILY
+    return found
+
+
+def family_of_pipeline(class_name: str) -> Family | None:
+    """The family that a pipeline of diffusers of this class generates with; None for a class that is not known."""
+    for name in FAMILIES:
+        family = family_named(name)
+        if class_name in (family.pipeline_name, *family.pipeline_names):
+            return family
+    return None

@@ -1,33 +1,109 @@
-"""Stable Diffusion XL: the numbers of its VAE, its text encoders and its UNet.
-
-They are those of stabilityai/stable-diffusion-xl-base-1.0, and of every checkpoint that fits its pipeline. What a
-loaded model states itself (its VAE's config) is read there; these numbers serve files that state nothing.
-"""
+"""Stable Diffusion XL, with what is trained on it: Pony, Illustrious and others."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-SCALING_FACTOR: Final = 0.13025
-"""The UNet expects the VAE's latents multiplied by this (`scaling_factor` in vae/config.json)."""
-LATENT_CHANNELS: Final = 4
-"""Channels of a latent (`latent_channels` in vae/config.json, `in_channels` in unet/config.json)."""
-DOWNSCALE_FACTOR: Final = 8
-"""Pixels of an image per row or column of its latent: three of the VAE's four stages halve the image."""
-NUM_TOKENS: Final = 77
-"""Tokens of a caption, with begin and end, padded and cut (`model_max_length` of both tokenizers)."""
+import torch
+from typing_extensions import override
 
-RGB_WEIGHTS: Final = ((60, -60, 25, -70), (60, -5, 15, -50), (60, 10, -5, -35))
-"""What one unit of each channel of scaled latents adds to red, green and blue (0 to 255): the VAE's decoder as a linear
-map, without its upscaling. It is that of diffusers' documentation (using-diffusers/callback), for quick previews."""
-RGB_BIASES: Final = (150, 140, 130)
-"""Red, green and blue of a latent of zeros, from the same place."""
+from latentcache.families.base import VAE_WEIGHTS, LatentSpace, Part, TextField, TimestepSampling
+from latentcache.families.clip import ClipFamily
+from latentcache.families.tiny_parts import clip_text_model, clip_tokenizer, frozen, image_vae, seeded
+from latentcache.types import Geometry
+
+SCALING_FACTOR = 0.13025
+"""Of latents, where a file states nothing (`scaling_factor` in vae/config.json)."""
+_TINY_WIDTHS, _TINY_TIME_EMBED_DIM = (32, 40), 8
 
 
-def time_ids(original_size: Sequence[int], crop_top_left: Sequence[int], target_size: Sequence[int]) -> list[int]:
-    """The six numbers of SDXL's size conditioning, from three pairs (height, width) or (top, left).
+class SDXL(ClipFamily):
+    """Two CLIP encoders, whose penultimate layers are joined, and a UNet that also takes six numbers of sizes."""
 
-    The order is that of diffusers' `StableDiffusionXLPipeline._get_add_time_ids`.
-    """
-    return [*original_size, *crop_top_left, *target_size]
+    name = "sdxl"
+    pipeline_name = "StableDiffusionXLPipeline"
+    pipeline_names = ("StableDiffusionXLImg2ImgPipeline", "StableDiffusionXLInpaintPipeline")
+    pipeline_options = {"add_watermarker": False}
+    repositories = ("stabilityai/stable-diffusion-xl-base-1.0",)
+    parts = {
+        "vae": Part("vae", "diffusers.AutoencoderKL", VAE_WEIGHTS),
+        "text_encoder": Part("text_encoder", "transformers.CLIPTextModel"),
+        "text_encoder_2": Part("text_encoder", "transformers.CLIPTextModelWithProjection"),
+        "tokenizer": Part("tokenizer", "transformers.CLIPTokenizer"),
+        "tokenizer_2": Part("tokenizer", "transformers.CLIPTokenizer"),
+    }
+    denoiser = "unet"
+    denoiser_class = "diffusers.UNet2DConditionModel"
+    # The linear map is that of diffusers' documentation (using-diffusers/callback), for quick previews.
+    latent = LatentSpace(4, preview=(((60, -60, 25, -70), (60, -5, 15, -50), (60, 10, -5, -35)), (150, 140, 130)))
+    fields = {"prompt_embeds": TextField("cross_attention_dim"), "pooled_prompt_embeds": TextField()}
+    layers_above = 1
+    has_zero_negative = True
+    timesteps = TimestepSampling("uniform")
+
+    @override
+    def size_conditions(self, geometry: Geometry) -> list[int]:
+        """Original size, crop and target size, in the order of the pipeline's `_get_add_time_ids`."""
+        return [*geometry.original_size, *geometry.crop_top_left, *geometry.target_size]
+
+    @override
+    def conditions(self, denoiser: Any, noisy: torch.Tensor, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """As `Family.conditions`. Sizes stay in float32: bfloat16 cannot hold every integer above 256."""
+        added = {"text_embeds": batch["pooled_prompt_embeds"], "time_ids": batch["add_time_ids"]}
+        return {"encoder_hidden_states": batch["prompt_embeds"], "added_cond_kwargs": added}
+
+    @override
+    def check_denoiser(self, denoiser: Any, shapes: Mapping[str, Sequence[int]]) -> str | None:
+        config = denoiser.config
+        pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
+        widths = tuple(shapes[name][-1] for name in self.fields)
+        if (config.cross_attention_dim, pooled) == widths:
+            return None
+        return (
+            f"takes prompt_embeds of width {config.cross_attention_dim} and pooled ones of width {pooled}, but the "
+            f"cache has {widths[0]} and {widths[1]}"
+        )
+
+    @override
+    def tiny(self, seed: int = 0) -> dict[str, Any]:
+        """As `Family.tiny`: SDXL's topology, 0.4 M parameters without the UNet. The second tokenizer pads with `!`."""
+        import diffusers
+
+        tokenizers = clip_tokenizer(), clip_tokenizer(pad_token="!")
+        with seeded(seed):
+            encoders = (
+                clip_text_model(tokenizers[0], _TINY_WIDTHS[0], "CLIPTextModel", hidden_act="quick_gelu"),
+                clip_text_model(tokenizers[1], _TINY_WIDTHS[1], "CLIPTextModelWithProjection", hidden_act="gelu"),
+            )
+            vae = image_vae(self.latent.channels, scaling_factor=SCALING_FACTOR, force_upcast=True)
+        with seeded(seed):
+            unet = diffusers.UNet2DConditionModel(
+                sample_size=8,
+                in_channels=self.latent.channels,
+                out_channels=self.latent.channels,
+                layers_per_block=1,
+                block_out_channels=(32, 64, 64),
+                down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+                up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+                attention_head_dim=(2, 4, 8),
+                transformer_layers_per_block=(1, 1, 2),
+                use_linear_projection=True,
+                cross_attention_dim=sum(_TINY_WIDTHS),
+                addition_embed_type="text_time",
+                addition_time_embed_dim=_TINY_TIME_EMBED_DIM,
+                projection_class_embeddings_input_dim=6 * _TINY_TIME_EMBED_DIM + _TINY_WIDTHS[1],
+                norm_num_groups=8,
+            )
+        scheduler = diffusers.EulerDiscreteScheduler(
+            beta_start=0.00085,
+            beta_end=0.012,
+            beta_schedule="scaled_linear",
+            timestep_spacing="leading",
+            steps_offset=1,
+        )
+        names = ("vae", *self.names("text_encoder"), *self.names("tokenizer"), "unet", "scheduler")
+        return frozen(dict(zip(names, (vae, *encoders, *tokenizers, unet, scheduler), strict=True)))
+
+
+FAMILY = SDXL()

@@ -11,7 +11,6 @@ next to them; `save_lora` and `lora_settings` are for what was trained.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from latentcache.config import Config
 from latentcache.devices.placement import DeviceLike, device_named, device_of
 from latentcache.errors import ModelError, StoreError
-from latentcache.families import sdxl
 from latentcache.loading.batch import IMAGE_FIELDS, TEXT_FIELDS, to_device
 from latentcache.loading.cache import LatentCache
 from latentcache.loading.dataset import LatentDataset, LatentDatasets
@@ -209,7 +207,7 @@ def time_ids(
     """
     targets = batch["target_sizes"] if resolution is None else [(resolution, resolution)] * len(batch["target_sizes"])
     sizes = zip(batch["original_sizes"], batch["crop_top_lefts"], targets, strict=True)
-    rows = [sdxl.time_ids(*each) for each in sizes]
+    rows = [[*original, *crop, *target] for original, crop, target in sizes]
     return torch.tensor(rows, dtype=dtype, device=device_of(device))
 
 
@@ -277,10 +275,9 @@ def validation_parts(config: Config, cache: LatentCache) -> dict[str, Any]:
     is_cached = _is_validation_cached(config, cache)
     parts: dict[str, Any] = {}
     if config.validation.prompts or not is_cached:
-        parts["vae"] = models.vae(vae_dtype(config.encode.vae_dtype, models.vae_config(), device)[0])
+        parts["vae"] = models.vae(vae_dtype(config.encode.vae_dtype, models.vae_facts(), device)[0])
     if not is_cached:
-        texts = models.text(text_dtype(config.encode.text_dtype, device)[0])
-        parts |= {field.name: getattr(texts, field.name) for field in fields(texts)}
+        parts |= models.text(text_dtype(config.encode.text_dtype, models.family, device)[0])
     return parts
 
 

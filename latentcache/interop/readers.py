@@ -15,7 +15,7 @@ from latentcache.dataset.images import probe
 from latentcache.dataset.samples import Sample, walk
 from latentcache.dataset.sources import open_source
 from latentcache.errors import DatasetError
-from latentcache.families.sdxl import DOWNSCALE_FACTOR
+from latentcache.families.sdxl import FAMILY as SDXL
 from latentcache.interop.declaration import Declaration
 from latentcache.interop.foreign_files import corrupt
 from latentcache.types import Geometry, Refusal, Size
@@ -125,7 +125,7 @@ def pixel_pair(value: object, least: int) -> tuple[int, int] | None:
 
 def bucket_of(latents: torch.Tensor) -> Size:
     """The bucket, in pixels, of latents [C, h, w] of SDXL's VAE."""
-    return Size(latents.shape[1] * DOWNSCALE_FACTOR, latents.shape[2] * DOWNSCALE_FACTOR)
+    return Size(latents.shape[1] * SDXL.latent.downscale, latents.shape[2] * SDXL.latent.downscale)
 
 
 def crop_fits(geometry: Geometry) -> bool:

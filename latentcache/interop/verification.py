@@ -24,20 +24,19 @@ from latentcache.identity import (
     ImageIdentity,
     Preparation,
     TextEncoding,
-    TextIdentity,
-    caption_digest,
     key_of,
 )
 from latentcache.interop.reports import Difference, ImportReport
 from latentcache.models.model_loader import Models
-from latentcache.models.vae import DTYPES, latents_from_moments, posterior_std
+from latentcache.models.vae import latents_from_moments, posterior_std
 from latentcache.precache.encodings import choose_encodings, load_models
 from latentcache.precache.image_stage import ImageStage
 from latentcache.precache.plan import TEXT_BATCH_SIZE, Batches, ImageTask, Shard, TextTask
 from latentcache.precache.report import Failure, Report, RunContext
 from latentcache.precache.text_stage import TextStage
+from latentcache.precache.texts import TextKeys
 from latentcache.precache.workspace import Workspace
-from latentcache.store.base import Writer
+from latentcache.store.base import DTYPES, Writer
 from latentcache.types import Entry, Kind, Refusal
 from latentcache.utils.progress import Progress
 
@@ -143,6 +142,7 @@ class Verifier:
         """In which dtypes precache stores what the models give."""
         self._compute_dtypes = {kind: DTYPES[encoding.compute_dtype] for kind, encoding in encodings.items()}
         self._salt = verification.config.cache.salt
+        self._texts = TextKeys(self._models.family, self._models.tokenizers, self._encodings.text, self._salt)
         self._random = random.Random(verification.seed)
         self._expected: dict[str, list[tuple[Row, ImageRef | CaptionRef]]] = {}
         """Key of an encoded entry -> the imported ones that should equal it."""
@@ -166,10 +166,10 @@ class Verifier:
             context = self._context(writer, progress)
             if images:
                 ImageStage(context).run(images)
-                self._models.release("vae")
+                self._models.release(self._models.vae_name)
             if texts:
                 TextStage(context).run(texts)
-                self._models.release("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
+                self._models.release()
             writer.seal()
         self._conclude()
         self._report.bytes_written += writer.bytes_written
@@ -233,7 +233,7 @@ class Verifier:
             if self._store.record(ref.key).identity["source"] is None:
                 self._note(row, "missing", "its caption is not known, so it cannot be encoded again")
                 continue
-            identity = TextIdentity(caption_digest(ref.text), self._encodings.text, self._salt)
+            identity = self._texts.identity(ref.text)
             key = key_of(identity.to_json())
             if self._expect(key, row, ref):
                 batches.add("text", TEXT_BATCH_SIZE, TextTask(key, identity, ref.text, row.sample_id, row.path))

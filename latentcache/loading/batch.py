@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Final, Literal
 
 import numpy as np
@@ -14,6 +13,7 @@ import torch
 from latentcache.devices.placement import DeviceLike, device_of, dtype_of
 from latentcache.devices.transfer import HostMemory
 from latentcache.errors import StoreError
+from latentcache.families.scaling import Scaling
 from latentcache.store.base import ALIGNMENT
 from latentcache.store.stacking import Empty, check_output
 from latentcache.types import Batch
@@ -75,19 +75,6 @@ class BufferPool:
     def pin(self) -> bool:
         """Whether new buffers are pinned: as requested, unless pinning failed."""
         return self._host.pin
-
-
-@dataclass(frozen=True, slots=True)
-class Scaling:
-    """What the UNet expects: `(latents - shift_factor) * scaling_factor`, as diffusers' training scripts do it."""
-
-    scaling_factor: float
-    shift_factor: float | None
-
-    def apply(self, latents: torch.Tensor) -> torch.Tensor:
-        """Scaled latents of the same shape."""
-        shifted = latents if self.shift_factor is None else latents - self.shift_factor
-        return shifted * self.scaling_factor
 
 
 def to_device(

@@ -18,8 +18,9 @@ from latentcache.dataset.manifest_folder import ManifestFolder, Manifests
 from latentcache.dataset.manifest_row import Row
 from latentcache.devices.placement import DeviceLike, device_of, dtype_of
 from latentcache.errors import EntryDamagedError, EntryMissingError, SampleError, StoreError
+from latentcache.families.scaling import Scaling
 from latentcache.identity import caption_digest, key_of
-from latentcache.loading.batch import IMAGE_FIELDS, TEXT_FIELDS, Scaling, copy_into, is_cpu, to_device
+from latentcache.loading.batch import IMAGE_FIELDS, TEXT_FIELDS, copy_into, is_cpu, to_device
 from latentcache.loading.sample import DESCRIPTION, PRECACHE, SampleMemory, SampleReader, SampleRef
 from latentcache.store.base import DTYPES, Closing, Store
 from latentcache.store.direct import Io
@@ -100,6 +101,8 @@ class SampleIndex:
         encoding = manifest.common.get("image_encoding")
         if encoding is None:
             raise StoreError(f"manifest {manifest.name} holds prompts, not images: use LatentCache.prompt")
+        if "scaling" in manifest.common:
+            return Scaling.from_json(manifest.common["scaling"])
         return Scaling(encoding["scaling_factor"], encoding["shift_factor"])
 
     def prompt_ref(self, text: str, *, negative: bool) -> SampleRef:

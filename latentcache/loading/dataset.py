@@ -20,7 +20,8 @@ from latentcache.cache_config import CacheConfig, RemoteOptions, location_of
 from latentcache.dataset.row_table import RowTable
 from latentcache.devices.placement import DeviceLike
 from latentcache.errors import SampleError, StoreError
-from latentcache.loading.batch import Scaling, to_device
+from latentcache.families.scaling import Scaling
+from latentcache.loading.batch import to_device
 from latentcache.loading.cache import LatentCache
 from latentcache.loading.pack_order import Places
 from latentcache.loading.sample import PRECACHE, SIZES, SampleRef

@@ -15,8 +15,9 @@ import torch
 
 from latentcache.dataset.manifest_row import Row
 from latentcache.errors import EntryDamagedError, EntryMissingError, SampleError, StoreError
-from latentcache.families import sdxl
-from latentcache.loading.batch import BufferPool, Scaling
+from latentcache.families import DEFAULT, family_named
+from latentcache.families.scaling import Scaling
+from latentcache.loading.batch import BufferPool
 from latentcache.store.base import MANY_KEYS, Description, EntryArrays, Store
 from latentcache.store.stacking import common_fields, stack_columns
 from latentcache.types import Batch, Geometry, Size
@@ -60,7 +61,7 @@ _NO_LAYOUT = Layout((0, 0), (0, 0), (0, 0), (0, 0), b"", b"")  # of what is no i
 @lru_cache(_MAX_LAYOUTS)
 def layout_of(geometry: Geometry) -> Layout:
     """The layout of a geometry. Time ids are float32: bfloat16 cannot hold every integer above 256."""
-    ids = sdxl.time_ids(geometry.original_size, geometry.crop_top_left, geometry.target_size)
+    ids = family_named(DEFAULT).size_conditions(geometry)
     original, resized, crop, target = pairs = [tuple(getattr(geometry, name)) for name in SIZES]
     sizes = np.array(pairs, dtype=np.int64).tobytes()
     return Layout(original, resized, crop, target, sizes, np.array(ids, dtype=np.float32).tobytes())

@@ -1,1 +1,1 @@
-"""Models -> tensors: loading and identifying SDXL's frozen encoders, and running them."""
+"""Models -> tensors: loading and identifying the frozen encoders of a model, and running them."""

@@ -14,11 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKL, StableDiffusionXLPipeline, UNet2DConditionModel
 from diffusers.loaders.single_file_utils import fetch_diffusers_config, load_single_file_checkpoint
 from diffusers.utils import logging as diffusers_logging
 from huggingface_hub import snapshot_download
-from transformers import CLIPTextModel, CLIPTextModelWithProjection
 from transformers.utils import logging as transformers_logging
 
 from latentcache.errors import ModelError
@@ -28,15 +26,7 @@ TINY = "tiny"
 TINY_PHOTOS = "tiny-photos"
 """The name of the model in `TINY_PHOTOS_FOLDER`."""
 TINY_PHOTOS_FOLDER = Path(__file__).with_name("tiny_photos")
-"""A diffusers folder in the package: a tiny SDXL that `scripts/train_tiny.py` trained on the quickstart's photos."""
-PART_CLASSES: Mapping[str, type[torch.nn.Module]] = {
-    "vae": AutoencoderKL,
-    "text_encoder": CLIPTextModel,
-    "text_encoder_2": CLIPTextModelWithProjection,
-    "unet": UNet2DConditionModel,
-}
-"""The parts of an SDXL model that have weights."""
-
+"""A diffusers folder in the package: a tiny model that `scripts/train_tiny.py` trained on the quickstart's photos."""
 _PICKLED = (".bin", ".ckpt", ".pkl", ".pt", ".pth")
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _HUB_STEP = "Download it once while online, or name a local folder"
@@ -45,15 +35,6 @@ _HUB_STEP = "Download it once while online, or name a local folder"
 def refused(part: str, message: str) -> ModelError:
     """The error for a part of a model that cannot be used."""
     return ModelError(f"{part}: {message}", part=part)
-
-
-def sdxl_pipeline(**parts: Any) -> StableDiffusionXLPipeline:
-    """Diffusers' pipeline of these parts alone, without a watermark and a progress bar."""
-    names = ("vae", "unet", "scheduler", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
-    make: Any = StableDiffusionXLPipeline  # diffusers has no types
-    pipeline: StableDiffusionXLPipeline = make(**dict.fromkeys(names) | parts, add_watermarker=False)
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
 
 
 def weights_name(part: str, variant: str | None = None) -> str:
@@ -91,13 +72,12 @@ def has_weights(part: str, folder: Path, variant: str | None) -> bool:
 
 
 def load_pretrained(
-    part: str, folder: Path, variant: str | None, dtype: torch.dtype
+    part: str, model_class: Any, folder: Path, variant: str | None, dtype: torch.dtype
 ) -> tuple[torch.nn.Module, list[str]]:
     """The part in a folder of its own, in `dtype` on the CPU, and the names of its weights that have no place in it.
 
     Raises ModelError for weights that are pickled, missing or of another shape.
     """
-    model_class: Any = PART_CLASSES[part]
     library = model_class.__module__.split(".")[0]
     if not has_weights(part, folder, variant):
         names = sorted(path.name for path in folder.iterdir() if path.suffix in (".safetensors", *_PICKLED))
@@ -134,7 +114,10 @@ def load_pretrained(
 
 
 def read_config(part: str, folder: Path, config_class: Any, name: str | None = None) -> Mapping[str, Any]:
-    """The settings in a part's config file. `name` is what errors call the folder. Raises ModelError."""
+    """The settings in a part's config file, of a class of diffusers. `name` is what errors call the folder.
+
+    Raises ModelError.
+    """
     with loading(part, name or str(folder)):
         settings = config_class.load_config(folder)
         if not isinstance(settings, Mapping):
@@ -190,7 +173,7 @@ def config_folder(path: str, config: str | None, patterns: Sequence[str]) -> tup
     """
     name, next_step = path if config is None else config, _HUB_STEP
     if config is not None:
-        next_step = "It was named by model.config. Name a diffusers folder or a hub id of an SDXL model there"
+        next_step = "It was named by model.config. Name a diffusers folder or a hub id of a model of its family there"
     elif not os.path.isdir(path) and is_checkpoint("model", path):
         with loading("model", path):
             name = fetch_diffusers_config(load_single_file_checkpoint(path))["pretrained_model_name_or_path"]
@@ -217,7 +200,7 @@ def loading(part: str, name: str) -> Iterator[None]:
         raise refused(
             part,
             f"{name} could not be loaded ({type(error).__name__}: {first_line(error)}). Check that the files are whole "
-            "and belong to an SDXL model.",
+            "and belong to a model of this family.",
         ) from error
     finally:
         for library, was_enabled in libraries:

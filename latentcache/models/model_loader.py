@@ -1,4 +1,4 @@
-"""The frozen parts of an SDXL model: loaded when needed, and identified without being loaded where possible.
+"""The frozen parts of a model: loaded when needed, and identified without being loaded where possible.
 
 The identity of a part is a digest of what can change its outputs, and of nothing else.
 """
@@ -8,9 +8,8 @@ from __future__ import annotations
 import copy
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import MutableMapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,80 +20,72 @@ from pydantic import TypeAdapter
 from typing_extensions import override
 
 from latentcache.errors import ModelError, TrainableEncoderError
+from latentcache.families import DEFAULT, family_named
+from latentcache.families.base import Family
 from latentcache.identity import PartIdentity, canonical_json, digest
 from latentcache.models.model_files import loading
-from latentcache.models.origin import ENCODERS, TEXT_ENCODERS, TOKENIZERS, ModelOrigin, find_model, find_vae
+from latentcache.models.origin import ModelOrigin, find_model, find_vae
 from latentcache.models.part_identity import module_identity, tokenizer_identity
+from latentcache.models.vae import VaeFacts, vae_facts
 from latentcache.utils.json_document import recalled
 
-PARTS = (*ENCODERS, *TOKENIZERS)
 _MEMO = "part-identity/1"
 _IDENTITY = TypeAdapter(PartIdentity)
 
 
-@dataclass(frozen=True, slots=True)
-class TextParts:
-    """SDXL's two text encoders and their tokenizers."""
-
-    text_encoder: torch.nn.Module
-    text_encoder_2: torch.nn.Module
-    tokenizer: Any
-    tokenizer_2: Any
-
-
 class Models(ABC):
-    """What the encoders need of a model. `ModelLoader` and `LoadedModels` are interchangeable."""
+    """What the encoders need of a model of this family. `ModelLoader` and `LoadedModels` are interchangeable."""
 
-    def __init__(self) -> None:
+    def __init__(self, family: Family) -> None:
+        self.family = family
         self._modules: dict[tuple[str, torch.dtype], torch.nn.Module] = {}
 
     @abstractmethod
     def origin(self, part: str) -> str:
-        """Where one of PARTS comes from, for provenance."""
+        """Where a part comes from, for provenance."""
 
     @abstractmethod
     def identity(self, part: str, dtype: torch.dtype) -> PartIdentity:
-        """The identity of one of PARTS when it computes in `dtype`."""
+        """The identity of a part when it computes in `dtype`."""
 
     @abstractmethod
-    def vae_config(self) -> Mapping[str, Any]:
-        """`scaling_factor`, `shift_factor`, `force_upcast`, `latent_channels` and `downscale_factor` of the VAE.
+    def vae_facts(self) -> VaeFacts:
+        """How the VAE's latents are scaled, and their shape."""
 
-        Raises ModelError for a VAE with per-channel latent statistics.
-        """
+    @property
+    def vae_name(self) -> str:
+        """The name of the VAE among the parts."""
+        [name] = self.family.names("vae")
+        return name
 
     def vae(self, dtype: torch.dtype) -> torch.nn.Module:
-        """The AutoencoderKL, on the CPU unless a caller moved it."""
-        return self._module("vae", dtype)
+        """The VAE, on the CPU unless a caller moved it."""
+        return self._module(self.vae_name, dtype)
 
-    def text(self, dtype: torch.dtype) -> TextParts:
-        """The text encoders, on the CPU unless a caller moved them, and the tokenizers."""
-        first, second = (self._module(part, dtype) for part in TEXT_ENCODERS)
-        return TextParts(first, second, *self.tokenizers())
+    def text_encoders(self, dtype: torch.dtype) -> dict[str, torch.nn.Module]:
+        """The text encoders by name, on the CPU unless a caller moved them."""
+        return {name: self._module(name, dtype) for name in self.family.names("text_encoder")}
+
+    def text(self, dtype: torch.dtype) -> dict[str, Any]:
+        """The text encoders and the tokenizers, by name."""
+        return {**self.text_encoders(dtype), **self.tokenizers()}
 
     @abstractmethod
-    def tokenizers(self) -> tuple[Any, Any]:
-        """Both tokenizers; no text encoder is loaded for them."""
+    def tokenizers(self) -> dict[str, Any]:
+        """The tokenizers by name; no text encoder is loaded for them."""
 
     def release(self, *parts: str) -> None:
         """Forget what was loaded or copied of these parts (default: all), so that its memory is freed."""
-        gone = parts or PARTS
+        gone = parts or tuple(self.family.parts)
         self._modules = {key: module for key, module in self._modules.items() if key[0] not in gone}
 
     @abstractmethod
     def _module(self, part: str, dtype: torch.dtype) -> torch.nn.Module:
-        """One of ENCODERS in `dtype`, frozen and in eval mode."""
-
-
-@contextmanager
-def inference(device: torch.device) -> Iterator[None]:
-    """Without gradients, and without a surrounding autocast: an entry's identity states the dtype of computation."""
-    with torch.no_grad(), torch.autocast(device.type, enabled=False):
-        yield
+        """A VAE or text encoder in `dtype`, frozen and in eval mode."""
 
 
 class ModelLoader(Models):
-    """Loads the parts of an SDXL model on the CPU, frozen and in eval mode; never its UNet.
+    """Loads the frozen parts of a model on the CPU, in eval mode; never its denoiser.
 
     `path` is `tiny`, a hub id, a diffusers folder or one .safetensors checkpoint. `vae` names another VAE: hub id,
     folder or .safetensors file. `config` names a folder or hub id with the configs and tokenizers for a checkpoint
@@ -111,12 +102,13 @@ class ModelLoader(Models):
         variant: str | None = None,
         revision: str | None = None,
         memo: MutableMapping[str, str] | None = None,
+        family: Family | None = None,
     ):
-        super().__init__()
+        super().__init__(family or family_named(DEFAULT))
         self.path, self.vae_path, self.config, self.variant, self.revision = path, vae, config, variant, revision
         self._memo: MutableMapping[str, str] = {} if memo is None else memo
         self._origins: dict[str, ModelOrigin] = {}
-        self._tokenizers: tuple[Any, Any] | None = None
+        self._tokenizers: dict[str, Any] | None = None
 
     @override
     def origin(self, part: str) -> str:
@@ -129,34 +121,45 @@ class ModelLoader(Models):
         known = None if key is None else recalled(self._memo, key, _IDENTITY.validate_json)
         if known is not None:
             return known
-        if part in TOKENIZERS:
-            found = tokenizer_identity(part, self.tokenizers()[TOKENIZERS.index(part)])
-        else:
-            found = module_identity(part, self._module(part, dtype), dtype)
+        found = self._identified(part, dtype)
         # A file that changed while it was read must not be remembered.
         if key is not None and key == self._memo_key(part, dtype):
             self._memo[key] = json.dumps(asdict(found))
         return found
 
-    @override
-    def vae_config(self) -> Mapping[str, Any]:
-        origin = self._origin("vae")
-        settings = origin.vae_config_file()
-        # Without the weights; the model class fills in the defaults of keys that are not stated.
-        with loading("vae", origin.name), torch.device("meta"):
-            config = diffusers.AutoencoderKL.from_config(settings).config
-        return _vae_config(config)
+    def _identified(self, part: str, dtype: torch.dtype) -> PartIdentity:
+        if self.family.parts[part].role == "tokenizer":
+            return tokenizer_identity(part, self.tokenizers()[part])
+        return module_identity(part, self._module(part, dtype), dtype, self.family.parts[part].weights)
 
     @override
-    def tokenizers(self) -> tuple[Any, Any]:
+    def vae_facts(self) -> VaeFacts:
+        origin = self._origin(self.vae_name)
+        settings, vae_class = origin.vae_config_file(), self.family.parts[self.vae_name].load_class()
+        # Without the weights; the model class fills in the defaults of keys that are not stated.
+        with loading(self.vae_name, origin.name), torch.device("meta"):
+            vae = vae_class.from_config(settings)
+        if not hasattr(vae, "bn"):
+            return vae_facts(vae)
+        # These statistics are weights of the file. They are read in float32: a cast rounds them.
+        key = self._memo_key(self.vae_name, torch.float32)
+        known = None if key is None else recalled(self._memo, f"facts {key}", VaeFacts.from_json)
+        if known is None:
+            known = vae_facts(self._module(self.vae_name, torch.float32))
+            if key is not None:
+                self._memo[f"facts {key}"] = known.to_json()
+        return known
+
+    @override
+    def tokenizers(self) -> dict[str, Any]:
         if self._tokenizers is None:
-            self._tokenizers = self._origin("tokenizer").load_tokenizers()
+            self._tokenizers = self._origin(self.family.names("tokenizer")[0]).load_tokenizers()
         return self._tokenizers
 
     @override
     def release(self, *parts: str) -> None:
         super().release(*parts)
-        if not parts or not set(parts).isdisjoint(TOKENIZERS):
+        if not parts or not set(parts).isdisjoint(self.family.names("tokenizer")):
             self._tokenizers = None
 
     @override
@@ -167,14 +170,15 @@ class ModelLoader(Models):
         return self._modules[part, dtype]
 
     def _origin(self, part: str) -> ModelOrigin:
-        if part not in PARTS:
-            raise ModelError(f"{part!r} is no part of an SDXL model: name one of {', '.join(PARTS)}", part=part)
-        name = "vae" if part == "vae" and self.vae_path is not None else "model"
+        if part not in self.family.parts:
+            names = ", ".join(self.family.parts)
+            raise ModelError(f"{part!r} is no part of a model of {self.family.name}: name one of {names}", part=part)
+        name = "vae" if part == self.vae_name and self.vae_path is not None else "model"
         if name not in self._origins:
             if name == "model":
-                self._origins[name] = find_model(self.path, self.config, self.variant, self.revision)
+                self._origins[name] = find_model(self.family, self.path, self.config, self.variant, self.revision)
             else:
-                self._origins[name] = find_vae(str(self.vae_path), self._origin("text_encoder"))
+                self._origins[name] = find_vae(str(self.vae_path), self._origin(self.family.names("text_encoder")[0]))
         return self._origins[name]
 
     def _memo_key(self, part: str, dtype: torch.dtype) -> str | None:
@@ -195,17 +199,12 @@ class LoadedModels(Models):
     identities are not kept.
     """
 
-    def __init__(
-        self,
-        *,
-        vae: torch.nn.Module | None = None,
-        text_encoder: torch.nn.Module | None = None,
-        text_encoder_2: torch.nn.Module | None = None,
-        tokenizer: Any = None,
-        tokenizer_2: Any = None,
-    ):
-        super().__init__()
-        self._parts = dict(zip(PARTS, (vae, text_encoder, text_encoder_2, tokenizer, tokenizer_2), strict=True))
+    def __init__(self, *, family: Family | None = None, **parts: Any):
+        super().__init__(family or family_named(DEFAULT))
+        if unknown := sorted(parts.keys() - self.family.parts.keys()):
+            known = ", ".join(self.family.parts)
+            raise ModelError(f"{unknown[0]!r} is no part of {self.family.name}: it has {known}", part=unknown[0])
+        self._parts = {name: parts.get(name) for name in self.family.parts}
 
     @override
     def origin(self, part: str) -> str:
@@ -214,19 +213,19 @@ class LoadedModels(Models):
 
     @override
     def identity(self, part: str, dtype: torch.dtype) -> PartIdentity:
-        if part in TOKENIZERS:
-            return tokenizer_identity(part, self._part(part))
-        module = self._part(part)
-        check_frozen(part, module)
-        return module_identity(part, module, dtype)
+        found = self._part(part)
+        if self.family.parts[part].role == "tokenizer":
+            return tokenizer_identity(part, found)
+        check_frozen(part, found)
+        return module_identity(part, found, dtype, self.family.parts[part].weights)
 
     @override
-    def vae_config(self) -> Mapping[str, Any]:
-        return _vae_config(self._part("vae").config)
+    def vae_facts(self) -> VaeFacts:
+        return vae_facts(self._part(self.vae_name))
 
     @override
-    def tokenizers(self) -> tuple[Any, Any]:
-        return self._part("tokenizer"), self._part("tokenizer_2")
+    def tokenizers(self) -> dict[str, Any]:
+        return {name: self._part(name) for name in self.family.names("tokenizer")}
 
     def _part(self, part: str) -> Any:
         if self._parts.get(part) is None:
@@ -243,23 +242,6 @@ class LoadedModels(Models):
         if (part, dtype) not in self._modules:  # which holds copies only: the caller's parts are not released
             self._modules[part, dtype] = copy.deepcopy(module).to("cpu", dtype).eval()
         return self._modules[part, dtype]
-
-
-def _vae_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    for name in ("latents_mean", "latents_std"):
-        if config.get(name) is not None:
-            raise ModelError(
-                f"vae: its config has {name}, so its latents are scaled per channel, which is not supported. "
-                "Use a VAE with a single scaling_factor, such as SDXL's.",
-                part="vae",
-            )
-    return {
-        "scaling_factor": config["scaling_factor"],
-        "shift_factor": config["shift_factor"],
-        "force_upcast": bool(config["force_upcast"]),
-        "latent_channels": config["latent_channels"],
-        "downscale_factor": 2 ** (len(config["block_out_channels"]) - 1),
-    }
 
 
 def _signature(path: Path) -> list[Any]:

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
-from diffusers import AutoencoderKL, StableDiffusionXLPipeline
-from transformers import CLIPTokenizer
 from typing_extensions import override
 
+from latentcache.families.base import Family
 from latentcache.models.model_files import (
     TINY,
     config_folder,
@@ -27,26 +27,17 @@ from latentcache.models.model_files import (
     refused,
     weights_name,
 )
-from latentcache.models.tiny import tiny_sdxl
-
-TEXT_ENCODERS = ("text_encoder", "text_encoder_2")
-ENCODERS = ("vae", *TEXT_ENCODERS)
-TOKENIZERS = ("tokenizer", "tokenizer_2")
-
-_CONFIGS = [
-    "model_index.json",
-    *(f"{part}/*.{suffix}" for part in (*ENCODERS, *TOKENIZERS) for suffix in ("json", "txt")),
-]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelOrigin(ABC):
-    """Loads the frozen parts of a model on the CPU. Every method raises ModelError.
+    """Loads the frozen parts of a model of this family on the CPU. Every method raises ModelError.
 
     `name` is the origin for provenance and messages: `tiny`, a path, or a hub id with its commit.
     """
 
     name: str
+    family: Family
 
     @abstractmethod
     def files(self, part: str) -> list[Path]:
@@ -54,22 +45,20 @@ class ModelOrigin(ABC):
 
     @abstractmethod
     def vae_config_file(self) -> Mapping[str, Any]:
-        """The VAE's config. ModelError for another class than AutoencoderKL."""
+        """The VAE's config. ModelError for another class than the family's."""
 
     @abstractmethod
     def load(self, part: str, dtype: torch.dtype) -> Mapping[str, torch.nn.Module]:
-        """The encoder by name, in `dtype`. With one text encoder come both: a checkpoint file is read once."""
+        """The encoder by name, in `dtype`. Of a checkpoint file all text encoders come at once: it is read once."""
 
     @abstractmethod
-    def load_tokenizers(self) -> tuple[Any, Any]:
-        """Both tokenizers."""
+    def load_tokenizers(self) -> dict[str, Any]:
+        """The tokenizers by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class TinyOrigin(ModelOrigin):
-    """The tiny SDXL built in code."""
-
-    name: str = TINY
+    """The family's tiny model, built in code."""
 
     @override
     def files(self, part: str) -> list[Path]:
@@ -77,18 +66,18 @@ class TinyOrigin(ModelOrigin):
 
     @override
     def vae_config_file(self) -> Mapping[str, Any]:
-        return dict(tiny_sdxl()["vae"].config)
+        [name] = self.family.names("vae")
+        return dict(self.family.tiny()[name].config)
 
     @override
     def load(self, part: str, dtype: torch.dtype) -> Mapping[str, torch.nn.Module]:
-        parts = tiny_sdxl()
-        # torch's own `to`: diffusers' warns of modules to keep in float32, of which this VAE has none.
-        return {name: torch.nn.Module.to(parts[name], dtype) for name in _loaded_with(part)}
+        # torch's own `to`: diffusers' warns of modules to keep in float32.
+        return {part: torch.nn.Module.to(self.family.tiny()[part], dtype)}
 
     @override
-    def load_tokenizers(self) -> tuple[Any, Any]:
-        parts = tiny_sdxl()
-        return parts["tokenizer"], parts["tokenizer_2"]
+    def load_tokenizers(self) -> dict[str, Any]:
+        parts = self.family.tiny()
+        return {name: parts[name] for name in self.family.names("tokenizer")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,28 +95,31 @@ class FolderOrigin(ModelOrigin):
 
     @override
     def vae_config_file(self) -> Mapping[str, Any]:
-        settings = read_config("vae", self._folder_of("vae"), AutoencoderKL, self.name)
-        class_name = settings.get("_class_name", "AutoencoderKL")
-        if class_name != "AutoencoderKL":
-            raise refused("vae", f"{self.name} is a {class_name}, but an AutoencoderKL is needed. Name an SDXL VAE.")
+        [part] = self.family.names("vae")
+        vae_class = self.family.parts[part].load_class()
+        settings = read_config(part, self._folder_of(part), vae_class, self.name)
+        met, needed = settings.get("_class_name", vae_class.__name__), vae_class.__name__
+        if met != needed:
+            message = f"{self.name} is a {met}, but {self.family.name} has an {needed}. Name a VAE of its models."
+            raise refused(part, message)
         return settings
 
     @override
     def load(self, part: str, dtype: torch.dtype) -> Mapping[str, torch.nn.Module]:
-        if part == "vae":
+        described = self.family.parts[part]
+        if described.role == "vae":
             self.vae_config_file()  # refuses another class, of whose weights load_pretrained only says that some lack
-        return {
-            name: load_pretrained(name, self._existing(name), self.variant, dtype)[0] for name in _loaded_with(part)
-        }
+        model_class = described.load_class()
+        return {part: load_pretrained(part, model_class, self._existing(part), self.variant, dtype)[0]}
 
     @override
-    def load_tokenizers(self) -> tuple[Any, Any]:
-        tokenizers = []
-        for part in TOKENIZERS:
+    def load_tokenizers(self) -> dict[str, Any]:
+        tokenizers = {}
+        for part in self.family.names("tokenizer"):
             folder = self._existing(part)
             with loading(part, self.name):
-                tokenizers.append(CLIPTokenizer.from_pretrained(folder, local_files_only=True))
-        return tokenizers[0], tokenizers[1]
+                tokenizers[part] = self.family.parts[part].load_class().from_pretrained(folder, local_files_only=True)
+        return tokenizers
 
     def _folder_of(self, part: str) -> Path:
         return self.folder if self.flat else self.folder / part
@@ -135,20 +127,21 @@ class FolderOrigin(ModelOrigin):
     def _existing(self, part: str) -> Path:
         folder = self._folder_of(part)
         if not folder.is_dir():
-            raise refused(part, f"{self.name} has no folder {folder.name}. Name a diffusers folder of an SDXL model.")
+            step = f"Name a diffusers folder of a model of the family {self.family.name}"
+            raise refused(part, f"{self.name} has no folder {folder.name}. {step}.")
         return folder
 
 
 @dataclass(frozen=True, slots=True)
 class FileOrigin(ModelOrigin):
-    """One checkpoint file in the original SDXL layout; `configs` is the folder of its configs and tokenizers."""
+    """One checkpoint file in the original layout; `configs` is the folder of its configs and tokenizers."""
 
     file: Path
     configs: FolderOrigin
 
     @override
     def files(self, part: str) -> list[Path]:
-        own = [] if part in TOKENIZERS else [self.file]
+        own = [] if self.family.parts[part].role == "tokenizer" else [self.file]
         return own + self.configs.files(part)
 
     @override
@@ -158,52 +151,60 @@ class FileOrigin(ModelOrigin):
     @override
     def load(self, part: str, dtype: torch.dtype) -> Mapping[str, torch.nn.Module]:
         options = {"config": str(self.configs.folder), "torch_dtype": dtype, "local_files_only": True}
-        if part == "vae":
+        described, family = self.family.parts[part], self.family
+        if described.role == "vae":
             self.vae_config_file()
-            subfolder = {} if self.configs.flat else {"subfolder": "vae"}
-            with loading("vae", self.name):
-                loaded = {"vae": AutoencoderKL.from_single_file(str(self.file), **options, **subfolder)}
+            subfolder = {} if self.configs.flat else {"subfolder": part}
+            with loading(part, self.name):
+                loaded = {part: described.load_class().from_single_file(str(self.file), **options, **subfolder)}
         else:
             # Only the pipeline converts text encoders; the tokenizers are given so that it does not load its own.
-            options |= dict(zip(TOKENIZERS, self.load_tokenizers(), strict=True))
-            options |= dict.fromkeys(("vae", "unet", "scheduler"))
-            with loading("text_encoder", self.name):
-                pipeline = StableDiffusionXLPipeline.from_single_file(str(self.file), add_watermarker=False, **options)
-            loaded = {name: getattr(pipeline, name) for name in TEXT_ENCODERS}
+            options |= self.load_tokenizers() | dict.fromkeys((*family.names("vae"), family.denoiser, "scheduler"))
+            pipeline_class = getattr(diffusers, family.pipeline_name)
+            with loading(part, self.name):
+                pipeline = pipeline_class.from_single_file(str(self.file), **family.pipeline_options, **options)
+            loaded = {name: getattr(pipeline, name) for name in family.names("text_encoder")}
         for name, module in loaded.items():
             # from_single_file leaves on the meta device what the file lacks.
             lacking = next((key for key, value in module.state_dict().items() if value.is_meta), None)
             if lacking is not None:
-                raise refused(name, f"{self.name} lacks {lacking}. Use a complete SDXL checkpoint.")
+                raise refused(name, f"{self.name} lacks {lacking}. Use a complete checkpoint.")
         return loaded
 
     @override
-    def load_tokenizers(self) -> tuple[Any, Any]:
+    def load_tokenizers(self) -> dict[str, Any]:
         return self.configs.load_tokenizers()
 
 
-def find_model(path: str, config: str | None, variant: str | None, revision: str | None) -> ModelOrigin:
+def find_model(family: Family, path: str, config: str | None, variant: str | None, revision: str | None) -> ModelOrigin:
     """What `path` names: `tiny`, a folder, a .safetensors file, else a hub id, which is downloaded if need be."""
     if path == TINY:
-        return TinyOrigin()
+        return TinyOrigin(path, family)
     if not os.path.isdir(path) and is_checkpoint("model", path):
-        return FileOrigin(path, Path(path), _configs_of(path, config))
-    weights = [f"{part}/{weights_name(part, variant)}*.safetensors" for part in ENCODERS]
-    name, folder = local_folder("model", path, _CONFIGS + weights, revision=revision, variant=variant)
-    return FolderOrigin(name, folder, variant)
+        return FileOrigin(path, family, Path(path), _configs_of(family, path, config))
+    encoders = [name for name, part in family.parts.items() if part.role != "tokenizer"]
+    weights = [f"{part}/{weights_name(part, variant)}*.safetensors*" for part in encoders]
+    name, folder = local_folder("model", path, [*_configs(family), *weights], revision=revision, variant=variant)
+    return FolderOrigin(name, family, folder, variant)
+
+
+def _configs(family: Family) -> list[str]:
+    """Patterns of the files of a diffusers folder that say how its parts are made."""
+    endings = ("json", "txt", "model", "jinja")
+    return ["model_index.json", *(f"{part}/*.{ending}" for part in family.parts for ending in endings)]
 
 
 def find_vae(path: str, model: ModelOrigin) -> ModelOrigin:
     """What `path` names as a separate VAE. A file with no config.json next to it takes the config of `model`'s VAE."""
     if os.path.isdir(path) or not is_checkpoint("vae", path):
         name, folder = local_part("vae", path, None)
-        return FolderOrigin(name, folder, flat=part_folder(folder, "vae") == folder)
+        return FolderOrigin(name, model.family, folder, flat=part_folder(folder, "vae") == folder)
     file = Path(path)
     if (file.parent / "config.json").is_file():
-        return FileOrigin(path, file, FolderOrigin(path, file.parent, flat=True))
+        return FileOrigin(path, model.family, file, FolderOrigin(path, model.family, file.parent, flat=True))
     configs = model.configs if isinstance(model, FileOrigin) else model
     if isinstance(configs, FolderOrigin):
-        return FileOrigin(path, file, configs)
+        return FileOrigin(path, model.family, file, configs)
     raise refused(
         "vae",
         f"{path} has no config.json next to it, and the model {model.name!r} has none either. Put the VAE's "
@@ -211,16 +212,11 @@ def find_vae(path: str, model: ModelOrigin) -> ModelOrigin:
     )
 
 
-def _configs_of(path: str, config: str | None) -> FolderOrigin:
+def _configs_of(family: Family, path: str, config: str | None) -> FolderOrigin:
     """The folder with configs and tokenizers for a checkpoint: `config`, or what diffusers infers from its keys."""
-    folder, name, next_step = config_folder(path, config, _CONFIGS)
-    lacking = [part for part in ("model_index.json", *ENCODERS, *TOKENIZERS) if not (folder / part).exists()]
+    folder, name, next_step = config_folder(path, config, _configs(family))
+    lacking = [part for part in ("model_index.json", *family.parts) if not (folder / part).exists()]
     if lacking:
-        raise refused(
-            "model", f"{name} has no {', '.join(lacking)}, which an SDXL checkpoint needs. {path}: {next_step}."
-        )
-    return FolderOrigin(f"{path} (configs: {name})", folder)
-
-
-def _loaded_with(part: str) -> tuple[str, ...]:
-    return TEXT_ENCODERS if part in TEXT_ENCODERS else (part,)
+        needed = f"{name} has no {', '.join(lacking)}, which a checkpoint of {family.name} needs"
+        raise refused("model", f"{needed}. {path}: {next_step}.")
+    return FolderOrigin(f"{path} (configs: {name})", family, folder)

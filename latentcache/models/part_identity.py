@@ -6,7 +6,8 @@ Nothing here imports diffusers or transformers: the trainers that pass loaded pa
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +31,10 @@ IGNORED_CONFIG: Mapping[str, str] = {
     "initializer_range": "for new weights only",
     "label2id": "for classifiers",
     "model_type": "the class is a field of its own",
+    "batch_norm_eps": "of the scaling of latents, which are stored unscaled",
+    "batch_norm_momentum": "for training only",
+    "latents_mean": "of the scaling of latents, which are stored unscaled",
+    "latents_std": "of the scaling of latents, which are stored unscaled",
     "out_channels": "of the VAE's decoder, which a cache of latents does not use",
     "output_attentions": "which outputs are returned, not their values",
     "output_hidden_states": "which outputs are returned, not their values; encode_prompt passes it",
@@ -46,10 +51,8 @@ IGNORED_CONFIG: Mapping[str, str] = {
 """Config keys that cannot change an encoder's outputs, each with the reason. All other keys count, known or not, unless
 their value is None: with None a later release may fill in a key that this one does not know."""
 
-_ENCODING_WEIGHTS = {"vae": ("encoder.", "quant_conv.")}
-"""Parts of which only these weights make latents. A finetuned decoder gives the same latents."""
-
-_TILE_SETTINGS = ("tile_sample_min_size", "tile_latent_min_size", "tile_overlap_factor")
+_TILE_SETTING = re.compile(r"tile_.*|use_framewise_.*|num_(sample|latent)_frames.*")
+"""Attributes of a VAE that say how it cuts tiles, which each class names in its own way."""
 
 
 def _check_no_adapters(part: str, module: torch.nn.Module) -> None:
@@ -63,11 +66,13 @@ def _check_no_adapters(part: str, module: torch.nn.Module) -> None:
             )
 
 
-def module_identity(part: str, module: torch.nn.Module, dtype: torch.dtype) -> PartIdentity:
+def module_identity(
+    part: str, module: torch.nn.Module, dtype: torch.dtype, weights: Sequence[str] = ("",)
+) -> PartIdentity:
     """The identity of an encoder that computes in `dtype`: the same on every device, for a folder and a single file.
 
-    Floating weights are digested as they are in `dtype`; of the VAE those of its encoder. Raises ModelError if weights
-    are offloaded (meta tensors), or if the module has adapters such as LoRA.
+    Floating weights are digested as they are in `dtype`: those whose names begin with one of `weights`. Raises
+    ModelError if weights are offloaded (meta tensors), or if the module has adapters such as LoRA.
     """
     _check_no_adapters(part, module)
     config: Any = module.config
@@ -75,8 +80,10 @@ def module_identity(part: str, module: torch.nn.Module, dtype: torch.dtype) -> P
     settings = {key: value for key, value in values.items() if key not in IGNORED_CONFIG and value is not None}
     if getattr(module, "use_tiling", False):
         # Tiles are encoded apart and blended: other outputs. Slicing only takes the images one by one.
-        settings["tiling"] = {name: getattr(module, name, None) for name in _TILE_SETTINGS}
-    return PartIdentity(type(module).__name__, weights_digest(part, module, dtype), digest(canonical_json(settings)))
+        names = sorted(filter(_TILE_SETTING.fullmatch, vars(module)))
+        settings["tiling"] = {name: getattr(module, name) for name in names}
+    found = weights_digest(part, module, dtype, weights)
+    return PartIdentity(type(module).__name__, found, digest(canonical_json(settings)))
 
 
 def tokenizer_identity(part: str, tokenizer: Any) -> PartIdentity:
@@ -84,11 +91,12 @@ def tokenizer_identity(part: str, tokenizer: Any) -> PartIdentity:
 
     Raises ModelError for a tokenizer without a `tokenizers` backend.
     """
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor has one, and reads images too
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise ModelError(
             f"{part}: {type(tokenizer).__name__} has no `tokenizers` backend, so its rules cannot be read. "
-            "Use transformers.CLIPTokenizer.",
+            "Use a fast tokenizer of transformers.",
             part=part,
         )
     # Padding and truncation are left out: they are the state of the last call. The decoder makes text, not ids.
@@ -103,15 +111,17 @@ def tokenizer_identity(part: str, tokenizer: Any) -> PartIdentity:
     return PartIdentity(type(tokenizer).__name__, digest(canonical_json(rules)), digest(canonical_json(settings)))
 
 
-def weights_digest(part: str, module: torch.nn.Module, dtype: torch.dtype | None) -> str:
-    """Digest of a module's weights: floating ones as they are in `dtype`, of the part `vae` those of its encoder.
+def weights_digest(
+    part: str, module: torch.nn.Module, dtype: torch.dtype | None, weights: Sequence[str] = ("",)
+) -> str:
+    """Digest of those weights of a module whose names begin with one of `weights`: floating ones as in `dtype`.
 
     With None each counts in the dtype that it has. Copies on the CPU are digested, and the module stays where it is.
     Raises ModelError for weights on `meta`.
     """
     rows: list[tuple[str, str, list[int], str]] = []
     known: dict[tuple[Any, ...], str] = {}  # tied weights are digested once
-    prefixes = _ENCODING_WEIGHTS.get(part, ("",))
+    prefixes = tuple(weights)
     for name, tensor in sorted(module.state_dict().items()):
         if not name.startswith(prefixes):
             continue

@@ -17,11 +17,9 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from accelerate.utils.memory import should_reduce_batch_size
-from diffusers import AutoencoderKL
 
 from latentcache.errors import EncodeError
 from latentcache.models.model_files import first_line, refused
-from latentcache.models.model_loader import TextParts
 
 logger = logging.getLogger("latentcache")
 
@@ -185,7 +183,7 @@ def uncached_autocast(device: torch.device, dtype: torch.dtype | None) -> Iterat
 
 
 @contextmanager
-def vae_settings(vae: AutoencoderKL, *, compile: bool = False) -> Iterator[None]:
+def vae_settings(vae: Any, *, compile: bool = False) -> Iterator[None]:
     """The VAE's encoder with the settings for its device and dtype; the weights' memory format and flags are restored.
 
     The settings, with their reasons:
@@ -216,9 +214,9 @@ def vae_settings(vae: AutoencoderKL, *, compile: bool = False) -> Iterator[None]
 
 
 @contextmanager
-def text_settings(parts: TextParts, *, compile: bool = False) -> Iterator[None]:
+def text_settings(encoders: Sequence[torch.nn.Module], *, compile: bool = False) -> Iterator[None]:
     """The text encoders, compiled with `compile` as in `vae_settings`: one graph for each batch size."""
-    with _compiled("text_encoder", [parts.text_encoder, parts.text_encoder_2] if compile else []):
+    with _compiled("text_encoder", list(encoders) if compile else []):
         yield
 
 

@@ -22,7 +22,7 @@ from latentcache.checkpoints.folder import DOCUMENT, read_document, read_tensors
 from latentcache.checkpoints.state_codec import unpack
 from latentcache.config import ModelConfig
 from latentcache.errors import CheckpointError, ModelError
-from latentcache.families.sdxl import LATENT_CHANNELS
+from latentcache.families import DEFAULT, family_named
 from latentcache.models.lora import LORA_FILE, SETTINGS_KEY, add_adapters, is_lora
 from latentcache.models.model_files import (
     TINY,
@@ -38,8 +38,9 @@ from latentcache.models.model_files import (
     refused,
     weights_name,
 )
-from latentcache.models.tiny import tiny_pipeline, tiny_unet
+from latentcache.models.tiny import tiny_denoiser, tiny_pipeline
 
+LATENT_CHANNELS = family_named(DEFAULT).latent.channels
 ORIGINAL_PREFIX = "model.diffusion_model."
 """The first part of a UNet's names in a checkpoint of the original layout (Stability's, kohya's, ComfyUI's)."""
 
@@ -68,7 +69,7 @@ def load_unet(
     model = ModelConfig() if model is None else model
     name = model.path if path is None else str(path)
     if name == TINY:
-        unet = torch.nn.Module.to(tiny_unet(), dtype)
+        unet = torch.nn.Module.to(tiny_denoiser(), dtype)
     elif os.path.isdir(name):
         unet = _from_folder(Path(name), dtype, model, is_model=name == model.path)
     elif is_checkpoint("unet", name):
@@ -137,7 +138,7 @@ def _from_folder(folder: Path, dtype: torch.dtype, model: ModelConfig, *, is_mod
 
 def _from_own_folder(folder: Path, dtype: torch.dtype, variant: str | None) -> UNet2DConditionModel:
     _read_settings(folder)
-    unet, unexpected = load_pretrained("unet", folder, variant, dtype)
+    unet, unexpected = load_pretrained("unet", UNet2DConditionModel, folder, variant, dtype)
     if unexpected:
         raise refused(
             "unet",
@@ -262,7 +263,7 @@ def _fill(unet: UNet2DConditionModel, state: _State, name: str, dtype: torch.dty
 def _architecture(model: ModelConfig) -> Mapping[str, Any]:
     """The settings of the model's UNet: those that weights without a config must fit."""
     if model.config is None and model.path == TINY:
-        return dict(tiny_unet().config)
+        return dict(tiny_denoiser().config)
     folder, _, _ = config_folder(model.path, model.config, ["unet/config.json"])
     if not (folder / "unet" / "config.json").is_file():
         raise refused(

@@ -5,22 +5,25 @@ Legend: B images, C latent channels, H and W pixels, h and w latent rows and col
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
-from diffusers import AutoencoderKL
 from diffusers.image_processor import VaeImageProcessor
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
 from latentcache.devices.placement import device_of
 from latentcache.errors import ConfigError, EncodeError
+from latentcache.families import DEFAULT, family_named
+from latentcache.families.base import Family, inference
+from latentcache.families.scaling import Scaling
 from latentcache.models.model_files import first_line, refused
-from latentcache.models.model_loader import inference
 from latentcache.models.running import free_cached_memory, is_out_of_memory
 from latentcache.types import ImageOutput
 
@@ -32,35 +35,92 @@ DTYPES: Mapping[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
 }
 TILE = 512
-"""Side of a tile in pixels, at most. diffusers' own is the VAE's sample_size: 1024 for SDXL, so that an image of
-1024x1024 would not be cut at all."""
+"""Side of a tile in pixels, at most. diffusers' own is often the VAE's sample_size: with 1024 an image of 1024x1024
+would not be cut at all."""
 
 
-def vae_dtype(requested: str, config: Mapping[str, Any], device: torch.device) -> tuple[torch.dtype, str]:
-    """The dtype in which the VAE computes, and the reason as a sentence. `config` is `ModelLoader.vae_config()`.
+@dataclass(frozen=True, slots=True)
+class VaeFacts:
+    """What is known of a VAE: how its latents are scaled, their channels, pixels per row and frames per latent frame.
 
-    `auto` is float32 on the CPU, and on an accelerator where `force_upcast` is set, else float16. The rule is that of
-    diffusers' SDXL pipelines: a VAE with `force_upcast` overflows in float16.
+    `force_upcast` says whether it overflows in float16; None where its config does not say.
+    """
+
+    scaling: Scaling
+    force_upcast: bool | None
+    latent_channels: int
+    downscale_factor: int
+    frames_factor: int = 1
+
+    def to_json(self) -> str:
+        """The facts as JSON."""
+        return json.dumps({**asdict(self), "scaling": self.scaling.to_json()})
+
+    @classmethod
+    def from_json(cls, text: str) -> VaeFacts:
+        """What `to_json` gave."""
+        value = json.loads(text)
+        return cls(**{**value, "scaling": Scaling.from_json(value["scaling"])})
+
+
+def vae_facts(vae: Any) -> VaeFacts:
+    """The facts of a VAE of diffusers: an AutoencoderKL, one with batch-norm statistics, or one of video.
+
+    Its weights are read only where they hold the statistics of its latents: these are to be in float32.
+    Raises ModelError for one that states only a part of its latents' statistics.
+    """
+    config: Mapping[str, Any] = vae.config
+    mean, deviations = config.get("latents_mean"), config.get("latents_std")
+    if (mean is None) != (deviations is None):
+        raise refused("vae", "its config has one of latents_mean and latents_std, and both are needed. Correct it.")
+    statistics: dict[str, Any] = {}
+    if mean is not None and deviations is not None:
+        statistics = {"mean": tuple(mean), "std": tuple(deviations)}
+    channels = config.get("latent_channels", config.get("z_dim"))
+    if hasattr(vae, "temperal_downsample"):  # diffusers spells it so
+        spatial = config.get("scale_factor_spatial") or 2 ** len(vae.temperal_downsample)
+        frames = config.get("scale_factor_temporal") or 2 ** sum(vae.temperal_downsample)
+    else:
+        spatial, frames = 2 ** (len(config["block_out_channels"]) - 1), 1
+    if hasattr(vae, "bn"):
+        std = torch.sqrt(vae.bn.running_var + config["batch_norm_eps"])
+        scaling = Scaling(rule="batch_norm", mean=tuple(vae.bn.running_mean.tolist()), std=tuple(std.tolist()))
+    elif statistics and hasattr(vae, "temperal_downsample"):
+        scaling = Scaling(rule="mean_std", **statistics)
+    else:
+        scaling = Scaling(config["scaling_factor"], config.get("shift_factor"), **statistics)
+    upcast = config.get("force_upcast")
+    return VaeFacts(scaling, None if upcast is None else bool(upcast), channels, spatial, frames)
+
+
+def vae_dtype(requested: str, facts: VaeFacts, device: torch.device) -> tuple[torch.dtype, str]:
+    """The dtype in which the VAE computes, and the reason as a sentence.
+
+    `auto` is float32 on the CPU, and on an accelerator unless the VAE's config says that it does not need it
+    (`force_upcast` false): then float16. The rule is that of diffusers' pipelines: a VAE with `force_upcast` overflows.
     """
     if requested != "auto":
         dtype, reason = _requested("vae_dtype", requested)
-        if dtype is torch.float16 and config["force_upcast"]:
+        if dtype is torch.float16 and facts.force_upcast:
             reason += " The VAE has force_upcast, so it may overflow in float16."
         return dtype, reason
     if device.type == "cpu":
         return torch.float32, "The device is a CPU, which computes float16 slowly."
-    if config["force_upcast"]:
+    if facts.force_upcast is None:
+        return torch.float32, "The VAE's config does not say whether it overflows in float16."
+    if facts.force_upcast:
         return torch.float32, "The VAE has force_upcast: it overflows in float16."
     return torch.float16, f"The VAE has no force_upcast, so it computes in float16 on {device}."
 
 
-def text_dtype(requested: str, device: torch.device) -> tuple[torch.dtype, str]:
-    """The dtype in which the text encoders compute, and the reason. `auto`: float32 on the CPU, else float16."""
+def text_dtype(requested: str, family: Family, device: torch.device) -> tuple[torch.dtype, str]:
+    """The dtype in which the text encoders compute, and the reason. `auto`: float32 on the CPU, else the family's."""
     if requested != "auto":
         return _requested("text_dtype", requested)
     if device.type == "cpu":
         return torch.float32, "The device is a CPU, which computes float16 slowly."
-    return torch.float16, f"The text encoders compute in float16 on {device}, as SDXL's pipelines do."
+    dtype = family.text_dtype
+    return DTYPES[dtype], f"The text encoders compute in {dtype} on {device}, as pipelines of {family.name} do."
 
 
 def _requested(setting: str, requested: str) -> tuple[torch.dtype, str]:
@@ -71,10 +131,14 @@ def _requested(setting: str, requested: str) -> tuple[torch.dtype, str]:
     return DTYPES[requested], f"{requested} was requested (encode.{setting})."
 
 
-def encode_images(vae: AutoencoderKL, pixels: np.ndarray | torch.Tensor) -> torch.Tensor:
-    """The posterior's parameters (mean, log-variance), unscaled: [B, 2*C, h, w], on the VAE's device, in its dtype.
+def encode_images(
+    vae: Any, pixels: np.ndarray | torch.Tensor, family: Family | None = None, facts: VaeFacts | None = None
+) -> torch.Tensor:
+    """The posterior's parameters (mean, log-variance), unscaled, on the VAE's device, in its dtype.
 
-    `pixels` are uint8 [B, H, W, 3], upright sRGB. They become `pixels / 127.5 - 1` in float32, then the VAE's dtype.
+    [B, 2C, h, w] of images, uint8 [B, H, W, 3], upright sRGB; [B, 2C, F, h, w] of a family of video, which also takes
+    clips: [B, frames, H, W, 3]. Pixels become `pixels / 127.5 - 1` in float32, then the VAE's dtype. `family` None is
+    DEFAULT. `facts` are the VAE's, where they are known.
     The VAE is used as it stands (device, mode, memory format, slicing, tiling), under no_grad and without autocast.
     The same image may differ in the last bits in a batch of another size, in another memory format, and on a CPU with
     another number of threads. Raises ModelError if the pixels are not of this form, or the VAE has no Gaussian
@@ -83,19 +147,28 @@ def encode_images(vae: AutoencoderKL, pixels: np.ndarray | torch.Tensor) -> torc
     if isinstance(pixels, np.ndarray):
         # A copy where needed: torch warns of read-only arrays (Pillow's are) and refuses negative strides (a flip's).
         pixels = torch.from_numpy(np.require(pixels, requirements=["C", "W"]))
-    if pixels.dtype != torch.uint8 or pixels.ndim != 4 or pixels.shape[-1] != 3:
-        raise refused("vae", f"pixels are {pixels.dtype} {list(pixels.shape)}, but uint8 [B, H, W, 3] is needed")
+    family = family or family_named(DEFAULT)
+    is_video = family.latent.is_video
+    if pixels.dtype != torch.uint8 or pixels.ndim not in ((4, 5) if is_video else (4,)) or pixels.shape[-1] != 3:
+        needed = "uint8 [B, H, W, 3]" + (" or [B, frames, H, W, 3]" if is_video else "")
+        raise refused("vae", f"pixels are {pixels.dtype} {list(pixels.shape)}, but {needed} is needed")
+    facts = facts or vae_facts(vae)
     parameter = next(vae.parameters())
     with inference(parameter.device):
-        images = pixels.to(parameter.device).permute(0, 3, 1, 2).float().div(127.5).sub(1.0)
+        if is_video and pixels.ndim == 4:
+            pixels = pixels[:, None]
+        images = pixels.to(parameter.device).movedim(-1, 1).float().div(127.5).sub(1.0)
         # Laid out as the weights: for channels-last strides convolutions may take a kernel that rounds otherwise.
-        images = images.to(parameter.dtype).contiguous(memory_format=memory_format_of(vae))
-        posterior = getattr(vae.encode(images), "latent_dist", None)
-    if not isinstance(posterior, DiagonalGaussianDistribution):
-        raise refused("vae", f"{type(vae).__name__} has no Gaussian posterior. Use a diffusers.AutoencoderKL.")
-    parameters: torch.Tensor = posterior.parameters
-    sides = [side // downscale_factor(vae) for side in pixels.shape[1:3]]
-    expected = [len(pixels), 2 * vae.config.latent_channels, *sides]
+        layout = torch.contiguous_format if is_video else memory_format_of(vae)
+        images = images.to(parameter.dtype).contiguous(memory_format=layout)
+        try:
+            parameters = family.encode_image(vae, images)
+        except AttributeError as error:
+            name = type(vae).__name__
+            raise refused("vae", f"{name} has no Gaussian posterior ({error}). Name a VAE of {family.name}.") from error
+    sides = [side // facts.downscale_factor for side in pixels.shape[-3:-1]]
+    frames = [(pixels.shape[1] - 1) // facts.frames_factor + 1] if is_video else []
+    expected = [len(pixels), 2 * facts.latent_channels, *frames, *sides]
     if list(parameters.shape) != expected:
         raise refused("vae", f"it gave moments of shape {list(parameters.shape)}, but {expected} is needed")
     return parameters
@@ -165,24 +238,29 @@ def problems(outputs: torch.Tensor) -> list[str | None]:
     return problem_names(problem_flags(outputs))
 
 
-def decode_latents(vae: AutoencoderKL, latents: torch.Tensor, *, tiled: bool = False) -> np.ndarray:
+def decode_latents(vae: Any, latents: torch.Tensor, *, tiled: bool = False) -> np.ndarray:
     """Images uint8 [B, H, W, 3] of latents [B, C, h, w] that are scaled, as the denoising loop leaves them.
 
-    The bits are those of `StableDiffusionXLPipeline` for the same latents, where that has no watermark. The latents go
-    to the VAE's device and dtype; the VAE runs where it is, without gradients and without a surrounding autocast. A
-    float16 VAE with `force_upcast` computes in float32, as in the pipeline. Unlike there, its own float16 weights are
-    restored after an error too, and a `shift_factor` of its config is added. `tiled` cuts images into overlapping tiles
-    of at most TILE pixels and blends them: other pixels, less memory. The VAE's tiling settings are restored; without
-    `tiled` they apply as they are. A number that is not finite becomes black, with a logged warning.
+    Of latents with frames, [B, C, F, h, w], the frames: [B, frames, H, W, 3]. The bits are those of the pipelines for
+    the same latents, where these have no watermark. The latents go to the VAE's device and dtype; the VAE runs where it
+    is, without gradients and without a surrounding autocast. A float16 VAE with `force_upcast` computes in float32, as
+    in the pipelines. Unlike there, its own float16 weights are restored after an error too. `tiled` cuts images into
+    overlapping tiles of at most TILE pixels and blends them: other pixels, less memory. The VAE's tiling settings are
+    restored; without `tiled` they apply as they are. A number that is not finite becomes black, with a logged warning.
     """
     device = device_of(vae)
+    facts = vae_facts(vae)
     with ExitStack() as stack:
         stack.enter_context(inference(device))
-        if vae.config.force_upcast and next(vae.parameters()).dtype == torch.float16:
+        if facts.force_upcast and next(vae.parameters()).dtype == torch.float16:
             stack.enter_context(_in_float32(vae))
         stack.enter_context(_tiling(vae, latents.shape[-2:], tiled))
-        decoded = vae.decode(_unscaled(vae, latents.to(device, next(vae.parameters()).dtype)), return_dict=False)[0]
-        pixels: np.ndarray = VaeImageProcessor().postprocess(decoded, output_type="np")
+        unscaled = facts.scaling.undo(latents.to(device, next(vae.parameters()).dtype))
+        decoded = vae.decode(unscaled, return_dict=False)[0]
+        flat = decoded if decoded.ndim == 4 else decoded.movedim(2, 1).flatten(0, 1)
+        pixels: np.ndarray = VaeImageProcessor().postprocess(flat, output_type="np")
+        if decoded.ndim == 5:
+            pixels = pixels.reshape(len(decoded), -1, *pixels.shape[1:])
     finite = np.isfinite(pixels)
     if not finite.all():
         logger.warning("vae: %d of %d decoded numbers are NaN: shown as black", (~finite).sum(), finite.size)
@@ -190,7 +268,7 @@ def decode_latents(vae: AutoencoderKL, latents: torch.Tensor, *, tiled: bool = F
     return (pixels * 255).round().astype(np.uint8)
 
 
-def decode_fitting(vae: AutoencoderKL, latents: torch.Tensor) -> tuple[np.ndarray, bool]:
+def decode_fitting(vae: Any, latents: torch.Tensor) -> tuple[np.ndarray, bool]:
     """`decode_latents`, whole where that fits into memory and in tiles where it does not; and whether it was in tiles.
 
     Raises EncodeError (problem `out-of-memory`) if tiles do not fit either.
@@ -217,25 +295,8 @@ def decode_fitting(vae: AutoencoderKL, latents: torch.Tensor) -> tuple[np.ndarra
     )
 
 
-def downscale_factor(vae: AutoencoderKL) -> int:
-    """Pixels per latent row or column: each stage but the last halves the image."""
-    stages: Sequence[int] = vae.config.block_out_channels
-    return 1 << len(stages) - 1
-
-
-def _unscaled(vae: AutoencoderKL, latents: torch.Tensor) -> torch.Tensor:
-    """What the VAE's decoder takes: the pipeline's formula, in its order of operations."""
-    config, factor = vae.config, float(vae.config.scaling_factor)
-    statistics = [getattr(config, name, None) for name in ("latents_mean", "latents_std")]
-    if None not in statistics:
-        mean, deviation = (torch.tensor(value).view(1, -1, 1, 1).to(latents) for value in statistics)
-        return latents * deviation / factor + mean
-    shift = getattr(config, "shift_factor", None)
-    return latents / factor + shift if shift else latents / factor
-
-
 @contextmanager
-def _in_float32(vae: AutoencoderKL) -> Iterator[None]:
+def _in_float32(vae: Any) -> Iterator[None]:
     """Half-precision weights as float32 while inside, in the same Parameter objects; then the same memory again.
 
     The originals are kept meanwhile: restoring them must not need memory, since it may have run out.
@@ -255,18 +316,18 @@ def _in_float32(vae: AutoencoderKL) -> Iterator[None]:
 
 
 @contextmanager
-def _tiling(vae: AutoencoderKL, size: Sequence[int], tiled: bool) -> Iterator[None]:
+def _tiling(vae: Any, size: Sequence[int], tiled: bool) -> Iterator[None]:
     """With `tiled`, tiling while inside: at least two tiles along the longer side of latents of (h, w)."""
     names = ("use_tiling", "tile_latent_min_size", "tile_sample_min_size")
     if not all(hasattr(vae, name) for name in names):
         if tiled:
-            raise refused("vae", f"{type(vae).__name__} cannot decode in tiles. Use a diffusers.AutoencoderKL.")
+            raise refused("vae", f"{type(vae).__name__} cannot decode in tiles. Decode a smaller image.")
         yield
         return
     before = {name: getattr(vae, name) for name in names}
     try:
         if tiled:
-            factor = downscale_factor(vae)
+            factor = vae_facts(vae).downscale_factor
             # A multiple of four: tiles overlap by a quarter, and blending needs whole latent rows.
             side = max(4, min(TILE // factor, max(size) // 2) // 4 * 4)
             vae.enable_tiling()

@@ -10,12 +10,17 @@ from typing import Any
 import torch
 from pydantic import PositiveInt, TypeAdapter
 
-from latentcache.config import Config, ModelConfig
+from latentcache.config import Config, EncodeConfig, ModelConfig
 from latentcache.devices.placement import Placement, device_named, vae_batch_size
-from latentcache.identity import ImageEncoding, TextEncoding
+from latentcache.errors import ConfigError
+from latentcache.families import DEFAULT
+from latentcache.families.base import Family
+from latentcache.identity import ImageEncoding, TextEncoding, canonical_json, digest
+from latentcache.models.family import family_of
 from latentcache.models.model_loader import ModelLoader, Models
-from latentcache.models.vae import DTYPES, text_dtype, vae_dtype
+from latentcache.models.vae import VaeFacts, text_dtype, vae_dtype
 from latentcache.precache.plan import TEXT_BATCH_SIZE
+from latentcache.store.base import DTYPES
 from latentcache.types import Bucket
 from latentcache.utils.json_document import recalled
 
@@ -24,9 +29,10 @@ from latentcache.utils.json_document import recalled
 class TextEncodings:
     """How texts are encoded: the encodings, which are in the keys, and the placement, of which only the dtype is.
 
-    `negative` is the encoding of negative prompts: diffusers applies clip_skip to positive prompts only.
+    `negative` is the encoding of negative prompts: some families encode them otherwise.
     """
 
+    family: Family
     text: TextEncoding
     negative: TextEncoding
     text_encoders: Placement
@@ -40,25 +46,42 @@ class Encodings(TextEncodings):
 
     image: ImageEncoding
     vae: Placement
-    latent_channels: int
-    downscale: int
+    facts: VaeFacts
     image_group_size: int
     """Images that one rank gets together. Ranks must agree on it, so it does not depend on a machine's memory; each
     rank encodes a group in as many calls as it needs."""
 
     def image_bytes(self, bucket: Bucket) -> int:
         """Bytes of one image entry of this bucket."""
-        channels = self.latent_channels * (2 if self.image.output == "moments" else 1)
-        num_pixels = math.prod(bucket) // self.downscale**2
+        channels = self.facts.latent_channels * (2 if self.image.output == "moments" else 1)
+        num_pixels = math.prod(bucket) // self.facts.downscale_factor**2
         return channels * num_pixels * DTYPES[self.image.store_dtype].itemsize
 
 
+def text_family_json(encodings: TextEncodings) -> dict[str, Any]:
+    """What a manifest says of the family: nothing of the first one, whose caches are older than this."""
+    return {} if encodings.family.name == DEFAULT else {"family": encodings.family.name}
+
+
+def family_json(encodings: Encodings) -> dict[str, Any]:
+    """As `text_family_json`, with how latents are scaled, where the image encoding does not say it."""
+    scaling = encodings.facts.scaling
+    return text_family_json(encodings) | (
+        {} if scaling.rule == "factor" and not scaling.mean else {"scaling": scaling.to_json()}
+    )
+
+
 AUTO_GROUP_SIZE = 16
+TYPICAL_TOKENS = 64
+"""Rows of a caption whose padding is dropped, for estimates."""
 
 
 def load_models(config: ModelConfig, memo: MutableMapping[str, str]) -> ModelLoader:
-    """The models that the config names; nothing is loaded before it is needed."""
-    return ModelLoader(config.path, vae=config.vae, config=config.config, variant=config.variant, memo=memo)
+    """The models that the config names; nothing is loaded before it is needed, but what names the family."""
+    family = family_of(config)
+    return ModelLoader(
+        config.path, vae=config.vae, config=config.config, variant=config.variant, memo=memo, family=family
+    )
 
 
 def choose_encodings(
@@ -75,8 +98,8 @@ def choose_encodings(
     """
     encode = config.encode
     device = elsewhere or device_named(encode.device, local_rank)
-    vae_config = models.vae_config()
-    vae_type, vae_reason = vae_dtype(encode.vae_dtype, vae_config, device)
+    facts = models.vae_facts()
+    vae_type, vae_reason = vae_dtype(encode.vae_dtype, facts, device)
     if elsewhere is not None:
         image_batch_size, batch_reason = 1, "each encoder chooses its batch size"
     elif encode.batch_size == "auto":
@@ -85,21 +108,24 @@ def choose_encodings(
     else:
         image_batch_size, batch_reason = encode.batch_size, f"batch_size is {encode.batch_size}"
     texts = choose_text_encodings(config, models, memo, local_rank, elsewhere=elsewhere)
+    output = encode.image_output
+    if output == "auto":
+        output = "moments" if models.family.latent.draws else "mean"
+    # Statistics of channels are in the manifest, and not in the key: what is stored is unscaled.
     image = ImageEncoding(
-        vae=models.identity("vae", vae_type),
+        vae=models.identity(models.vae_name, vae_type),
         compute_dtype=dtype_name(vae_type),
-        output=encode.image_output,
+        output=output,
         store_dtype=dtype_name(vae_type) if encode.store_dtype == "auto" else encode.store_dtype,
-        scaling_factor=vae_config["scaling_factor"],
-        shift_factor=vae_config["shift_factor"],
-        seed=encode.seed if encode.image_output == "sample" else 0,
+        scaling_factor=facts.scaling.scaling_factor,
+        shift_factor=facts.scaling.shift_factor,
+        seed=encode.seed if output == "sample" else 0,
     )
     return Encodings(
         **{name: getattr(texts, name) for name in TextEncodings.__slots__},
         image=image,
         vae=Placement(device, vae_type, image_batch_size, f"{vae_reason} {batch_reason}"),
-        latent_channels=vae_config["latent_channels"],
-        downscale=vae_config["downscale_factor"],
+        facts=facts,
         image_group_size=AUTO_GROUP_SIZE if encode.batch_size == "auto" else encode.batch_size,
     )
 
@@ -115,22 +141,41 @@ def choose_text_encodings(
     """The part of `choose_encodings` that texts need, without the VAE."""
     encode = config.encode
     device = elsewhere or device_named(encode.device, local_rank)
-    text_type, reason = text_dtype(encode.text_dtype, device)
+    family = models.family
+    text_type, reason = text_dtype(encode.text_dtype, family, device)
+    names = (*family.names("text_encoder"), *family.names("tokenizer"))
+    settings: dict[str, Any] = {
+        "clip_skip": encode.clip_skip,
+        "max_length": encode.max_length,
+        "padding": encode.padding,
+    }
     text = TextEncoding(
-        text_encoder=models.identity("text_encoder", text_type),
-        text_encoder_2=models.identity("text_encoder_2", text_type),
-        tokenizer=models.identity("tokenizer", text_type),
-        tokenizer_2=models.identity("tokenizer_2", text_type),
+        parts=tuple((name, models.identity(name, text_type)) for name in names),
         compute_dtype=dtype_name(text_type),
-        store_dtype=dtype_name(text_type) if encode.store_dtype == "auto" else encode.store_dtype,
-        clip_skip=encode.clip_skip,
+        store_dtype=_text_store_dtype(encode, family, text_type),
+        recipe=tuple(family.text_recipe(**settings).items()),
     )
     return TextEncodings(
+        family=family,
         text=text,
-        negative=replace(text, clip_skip=0),
+        negative=replace(text, recipe=tuple(family.text_recipe(negative=True, **settings).items())),
         text_encoders=Placement(device, text_type, text_batch_size(device), reason),
-        text_bytes=_text_width(models, text_type, text, memo) * DTYPES[text.store_dtype].itemsize,
+        text_bytes=_text_numbers(models, text_type, text, memo) * DTYPES[text.store_dtype].itemsize,
     )
+
+
+def _text_store_dtype(encode: EncodeConfig, family: Family, compute_dtype: torch.dtype) -> str:
+    """ConfigError for float8 where padding need not be stored: there dropping it saves more, and changes nothing."""
+    name: str = encode.text_store_dtype
+    if name == "float8_e4m3fn" and family.is_exact:
+        message = f"text_store_dtype is {name}, but {family.name} stores no padding, which saves more; use bfloat16"
+        raise ConfigError(message, key="encode.text_store_dtype")
+    if name == "auto":
+        name = encode.store_dtype
+    if name == "auto":
+        # A float32 computation on a CPU too: eight times as many bytes of text as of latents help nobody.
+        name = "bfloat16" if family.text_dtype == "bfloat16" else dtype_name(compute_dtype)
+    return name
 
 
 def text_batch_size(device: torch.device) -> int:
@@ -138,18 +183,18 @@ def text_batch_size(device: torch.device) -> int:
     return 1 if device.type == "cpu" else TEXT_BATCH_SIZE
 
 
-def _text_width(models: Models, dtype: torch.dtype, encoding: TextEncoding, memo: MutableMapping[str, str]) -> int:
-    """Numbers in one text entry: prompt_embeds [T, D] and pooled_prompt_embeds [P]."""
-    name = f"text width {encoding.text_encoder.name} {encoding.text_encoder_2.name} {encoding.tokenizer.name}"
-    width = recalled(memo, name, TypeAdapter(PositiveInt).validate_json)
-    if width is None:
-        parts = models.text(dtype)
-        first: Any = parts.text_encoder.config
-        second: Any = parts.text_encoder_2.config
-        hidden_size = first.hidden_size + second.hidden_size
-        width = parts.tokenizer.model_max_length * hidden_size + second.projection_dim
-        memo[name] = str(width)
-    return width
+def _text_numbers(models: Models, dtype: torch.dtype, encoding: TextEncoding, memo: MutableMapping[str, str]) -> int:
+    """Numbers in one text entry; of a field that is stored without padding, those of TYPICAL_TOKENS rows."""
+    name = f"text numbers {digest(canonical_json(encoding.to_json()))}"
+    number = recalled(memo, name, TypeAdapter(PositiveInt).validate_json)
+    if number is None:
+        family, recipe = models.family, encoding.settings
+        number = 0
+        for field, (first, *rest) in family.text_shapes(models.text(dtype), recipe).items():
+            is_ragged = family.padding(field, recipe) is not None
+            number += math.prod(rest) * (min(first, TYPICAL_TOKENS) if is_ragged else first)
+        memo[name] = str(number)
+    return number
 
 
 def dtype_name(dtype: torch.dtype) -> str:

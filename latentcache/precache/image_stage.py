@@ -33,12 +33,13 @@ from latentcache.devices.placement import placed
 from latentcache.devices.transfer import Download, transfer_to
 from latentcache.errors import ImageRefused
 from latentcache.models.running import BatchRunner, vae_settings
-from latentcache.models.vae import DTYPES, encode_images, keep_output, problems
+from latentcache.models.vae import encode_images, keep_output, problems
 from latentcache.precache.decoding import pixels_of
 from latentcache.precache.encodings import Encodings
 from latentcache.precache.plan import ImageTask
 from latentcache.precache.report import Failure, RunContext, storing_worker, timed
 from latentcache.provenance import Provenance
+from latentcache.store.base import DTYPES
 from latentcache.types import Entry, Record
 from latentcache.utils.concurrency import BackgroundWorker, Outcome, bounded_map, lower_priority
 
@@ -139,7 +140,8 @@ class ImageStage:
         with timed(self._context.report, "encode"):
             pixels = self._transfer.host_memory((len(items), *items[0].pixels.shape), torch.uint8)
             np.stack([item.pixels for item in items], out=pixels.numpy())
-            moments = encode_images(vae, self._transfer.upload(pixels))
+            encodings = self._encodings
+            moments = encode_images(vae, self._transfer.upload(pixels), encodings.family, encodings.facts)
             return self._transfer.download({"moments": moments})
 
     def _fetch(self, download: Download) -> torch.Tensor:
@@ -172,7 +174,7 @@ class ImageStage:
                 provenance = Provenance(
                     sample_id=task.sample.sample_id,
                     source_path=task.sample.path,
-                    models={"vae": context.models.origin("vae")},
+                    models={"vae": context.models.origin(context.models.vae_name)},
                     device=str(self._placement.device),
                     computed_dtype=computed_dtype,
                     compiled=context.encode.compile and note is None,

@@ -18,7 +18,7 @@ from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_row import CaptionRef, ImageRef, Row
 from latentcache.dataset.samples import Sample, SampleSource
 from latentcache.errors import ConfigError
-from latentcache.identity import ImageIdentity, TextEncoding, TextIdentity, caption_digest
+from latentcache.identity import ImageIdentity, TextEncoding, TextIdentity
 from latentcache.store.base import Store
 from latentcache.types import Refusal
 
@@ -45,7 +45,10 @@ class ImageTask:
 
 @dataclass(frozen=True, slots=True)
 class TextTask:
-    """One text entry to encode. Sample and path are those of the first sample with this caption."""
+    """One text entry to encode. Sample and path are those of the first sample with this caption.
+
+    `caption` is the text as it was given; the source of the identity is the digest of what the tokenizer gets of it.
+    """
 
     key: str
     identity: TextIdentity
@@ -188,14 +191,14 @@ class PlanBuilder:
         num_bytes: int,
         present: set[str],
         why: Callable[[], str],
+        identity: Callable[[], TextIdentity],
     ) -> None:
-        """Count a text entry of `num_bytes`."""
+        """Count a text entry of `num_bytes`. `why` and `identity` are called for a miss only."""
         if ref.key not in self._seen:
             task = None
             if self._is_miss(ref.key, present, why, num_bytes):
-                identity = TextIdentity(caption_digest(ref.text), encoding, self.salt)
-                task = TextTask(ref.key, identity, ref.text, row.sample_id, row.path)
-            self._texts.add(encoding.clip_skip, TEXT_BATCH_SIZE, task)
+                task = TextTask(ref.key, identity(), ref.text, row.sample_id, row.path)
+            self._texts.add(encoding.recipe, TEXT_BATCH_SIZE, task)
 
     def finish(self) -> Plan:
         """The plan with this shard's batches."""

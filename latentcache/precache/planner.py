@@ -24,13 +24,14 @@ from latentcache.dataset.row_table import RowTableBuilder
 from latentcache.dataset.samples import Sample
 from latentcache.dataset.sources import open_source
 from latentcache.errors import ImageRefused, SampleError
-from latentcache.identity import SCHEMA, TextIdentity, caption_digest, digest, encoding_json, keys_like
+from latentcache.identity import SCHEMA, digest, encoding_json
 from latentcache.models.model_loader import Models
-from latentcache.precache.encodings import Encodings, choose_encodings, load_models
+from latentcache.precache.encodings import Encodings, choose_encodings, family_json, load_models
 from latentcache.precache.miss_reasons import REFUSED, History
 from latentcache.precache.plan import ImageTask, Plan, PlanBuilder, Shard
 from latentcache.precache.preparations import Preparations
 from latentcache.precache.prompts import last_manifest, plan_prompts
+from latentcache.precache.texts import TextKeys
 from latentcache.precache.workspace import Workspace, open_workspace
 from latentcache.types import Json, Refusal, Size
 from latentcache.utils.concurrency import bounded_map
@@ -52,10 +53,11 @@ class Stopped(Exception):
     """The run was stopped while it planned."""
 
 
-def make_plan(
+def make_plan(  # noqa: PLR0913 - each is a choice of the caller's
     config: Config,
     workspace: Workspace,
     encodings: Encodings,
+    models: Models,
     *,
     shard: Shard | None = None,
     verify_sources: bool = False,
@@ -73,13 +75,13 @@ def make_plan(
     progress = progress or Progress()
     # The first one is read once, for the prompts too.
     last = last_manifest(workspace.manifests, config.datasets[0].name)
-    _plan_prompts(builder, config, workspace, encodings, last)
+    _plan_prompts(builder, config, workspace, encodings, models, last)
     num_workers = config.encode.num_workers
     num_threads = os.cpu_count() if num_workers == "auto" else num_workers
     with collector_paused(), ThreadPoolExecutor(num_threads) as executor:
         for dataset in config.datasets:
             progress.start(f"plan {dataset.name}", None)
-            planner = _DatasetPlanner(builder, dataset, workspace, encodings, verify_sources, only)
+            planner = _DatasetPlanner(builder, dataset, workspace, encodings, models, verify_sources, only)
             planner.run(executor, progress, stop or threading.Event(), last)
             progress.finish()
             last = None
@@ -87,9 +89,14 @@ def make_plan(
 
 
 def _plan_prompts(
-    builder: PlanBuilder, config: Config, workspace: Workspace, encodings: Encodings, last: Manifest | None
+    builder: PlanBuilder,
+    config: Config,
+    workspace: Workspace,
+    encodings: Encodings,
+    models: Models,
+    last: Manifest | None,
 ) -> None:
-    """The validation prompts. diffusers applies clip_skip to positive prompts only, so the empty prompt is two.
+    """The validation prompts. A negative prompt may be encoded otherwise, so the empty prompt is two.
 
     `last` is the manifest of the first dataset.
     """
@@ -98,7 +105,7 @@ def _plan_prompts(
     # The prompts of this config's last run, which may have had other encoders.
     if last is not None:
         last = last_manifest(workspace.manifests, prompts_name(last.common))
-    manifest = plan_prompts(builder, workspace.manifests, encodings, [*positive, *negative], last)
+    manifest = plan_prompts(builder, workspace.manifests, encodings, models, [*positive, *negative], last)
     builder.plan.manifests.append(manifest)
 
 
@@ -111,6 +118,7 @@ class _DatasetPlanner:
         dataset: DatasetConfig,
         workspace: Workspace,
         encodings: Encodings,
+        models: Models,
         verify_sources: bool,
         only: frozenset[str] | None,
     ):
@@ -119,7 +127,7 @@ class _DatasetPlanner:
         # What was probed under some settings says nothing about others, which may refuse the image.
         self._images_digest = digest(dataset.images.model_dump_json().encode())
         self._preparations = Preparations(dataset, encodings.image, builder.salt)
-        self._text_key = keys_like(TextIdentity("", encodings.text, builder.salt))
+        self._texts = TextKeys(encodings.family, models.tokenizers, encodings.text, builder.salt)
         self._source = open_source(dataset.source)
         self._common = {
             "schema": SCHEMA,
@@ -128,6 +136,7 @@ class _DatasetPlanner:
             "buckets": dataset.buckets.model_dump(mode="json", exclude_defaults=True),
             "image_encoding": encoding_json(encodings.image),
             "text_encoding": encoding_json(encodings.text),
+            **family_json(encodings),
         }
 
     def run(
@@ -218,7 +227,7 @@ class _DatasetPlanner:
             refusal = Refusal(sample.sample_id, refused.path, refused.reason, refused.detail)
             return Row(sample.sample_id, sample.path, source, (), (), refusal)
         texts = dict.fromkeys(sample.captions)
-        captions = tuple([CaptionRef(text, self._text_key(caption_digest(text))) for text in texts])
+        captions = tuple([CaptionRef(text, self._texts.key(text)) for text in texts])
         return Row(sample.sample_id, sample.path, source, images, captions)
 
     def _add(self, sample: Sample, row: Row, history: History, present: set[str]) -> None:
@@ -228,7 +237,8 @@ class _DatasetPlanner:
             self._builder.add_image(image, encodings, present, why, partial(self._task, sample, row, image))
         for caption in row.captions:
             why = partial(self._why_text, history, row, caption)
-            self._builder.add_text(row, caption, encodings.text, encodings.text_bytes, present, why)
+            identity = partial(self._texts.identity, caption.text)
+            self._builder.add_text(row, caption, encodings.text, encodings.text_bytes, present, why, identity)
 
     # Of misses alone: finding a sample's last row takes as long as all the rest of its plan.
 
@@ -289,7 +299,7 @@ def explain(config: Config, sample_id: str, *, models: Models | None = None) -> 
     with open_workspace(config.cache, read_only=True) as workspace:
         models = models or load_models(config.model, workspace.memo)
         encodings = choose_encodings(config, models, workspace.memo)
-        plan = make_plan(config, workspace, encodings, only=frozenset([sample_id]))
+        plan = make_plan(config, workspace, encodings, models, only=frozenset([sample_id]))
         found = {each.name: each.rows[sample_id] for each in plan.manifests if sample_id in each.rows}
         if not found:
             known = (manifest for name in workspace.manifests.names() if (manifest := workspace.manifests.read(name)))

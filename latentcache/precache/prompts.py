@@ -19,17 +19,16 @@ from latentcache.identity import (
     SCHEMA,
     PartIdentity,
     TextIdentity,
-    caption_digest,
     encoding_json,
     key_of,
 )
-from latentcache.models.clip import token_limit
-from latentcache.models.model_loader import PARTS, Models
-from latentcache.precache.encodings import TextEncodings, choose_text_encodings, text_batch_size
+from latentcache.models.model_loader import Models
+from latentcache.precache.encodings import TextEncodings, choose_text_encodings, text_batch_size, text_family_json
 from latentcache.precache.miss_reasons import History
 from latentcache.precache.plan import PlanBuilder, Shard, TextTask
 from latentcache.precache.report import Failure, Report, RunContext
 from latentcache.precache.text_stage import TextStage
+from latentcache.precache.texts import TextKeys
 from latentcache.precache.workspace import Workspace
 from latentcache.store.base import Store
 from latentcache.types import Entry, prompt_id
@@ -61,9 +60,9 @@ def cache_prompts(
     encodings = replace(encodings, text_encoders=placement)
     with workspace.in_use():
         builder = PlanBuilder(workspace.store, config.cache.salt, Shard())
-        manifest = plan_prompts(builder, workspace.manifests, encodings, texts)
+        manifest = plan_prompts(builder, workspace.manifests, encodings, models, texts)
         for dataset in config.datasets:
-            _check_same_encoders(last_manifest(workspace.manifests, dataset.name), manifest.common)
+            _check_same_encoders(last_manifest(workspace.manifests, dataset.name), manifest.common, models)
         batches = builder.finish().text_batches
         if batches:
             workspace.manifests.begin(manifest.name)
@@ -94,6 +93,7 @@ def plan_prompts(
     builder: PlanBuilder,
     manifests: Manifests,
     encodings: TextEncodings,
+    models: Models,
     texts: Iterable[tuple[str, bool]],
     last: Manifest | None = None,
 ) -> Manifest:
@@ -103,14 +103,16 @@ def plan_prompts(
     """
     common = prompts_common(encodings, builder.salt)
     name, rows = prompts_name(common), {}
+    keys = prompt_keys(encodings, models, builder.salt)
     history = History(last or last_manifest(manifests, name), builder.damaged)
     for text, negative in dict.fromkeys(texts):
-        task = prompt_task(text, encodings, builder.salt, negative=negative)
+        task = prompt_task(text, keys, negative=negative)
         row = rows[task.sample_id] = prompt_row(task)
         [ref] = row.captions
         part = "negative_encoding" if negative else "text_encoding"
         why = partial(history.why_text, history.row(task.sample_id, None), ref, common, part)
-        builder.add_text(row, ref, task.identity.encoding, encodings.text_bytes, builder.find([ref.key]), why)
+        present, identity = builder.find([ref.key]), partial(_identity_of, task)
+        builder.add_text(row, ref, task.identity.encoding, encodings.text_bytes, present, why, identity)
     return Manifest(name, "prompts", 1, common, rows)
 
 
@@ -121,14 +123,28 @@ def prompts_common(encodings: TextEncodings, salt: str) -> dict[str, Any]:
         "salt": salt,
         "text_encoding": encoding_json(encodings.text),
         "negative_encoding": encoding_json(encodings.negative),
+        **text_family_json(encodings),
     }
 
 
-def prompt_task(text: str, encodings: TextEncodings, salt: str, *, negative: bool) -> TextTask:
+PromptKeys = Mapping[bool, TextKeys]
+"""The keys of prompts (False) and of negative prompts (True)."""
+
+
+def prompt_keys(encodings: TextEncodings, models: Models, salt: str) -> PromptKeys:
+    """The keys of prompts that are encoded so."""
+    both = {False: encodings.text, True: encodings.negative}
+    return {negative: TextKeys(encodings.family, models.tokenizers, each, salt) for negative, each in both.items()}
+
+
+def prompt_task(text: str, keys: PromptKeys, *, negative: bool) -> TextTask:
     """A prompt as a text entry to encode: the one that a precache run with this prompt in `validation` makes."""
-    encoding = encodings.negative if negative else encodings.text
-    identity, sample_id = TextIdentity(caption_digest(text), encoding, salt), prompt_id(text, negative=negative)
+    identity, sample_id = keys[negative].identity(text), prompt_id(text, negative=negative)
     return TextTask(key_of(identity.to_json()), identity, text, sample_id, sample_id)
+
+
+def _identity_of(task: TextTask) -> TextIdentity:
+    return task.identity
 
 
 def prompt_row(task: TextTask) -> Row:
@@ -155,14 +171,14 @@ def last_manifest(manifests: Manifests, name: str) -> Manifest | None:
         return None
 
 
-def _check_same_encoders(dataset: Manifest | None, common: Mapping[str, Any]) -> None:
+def _check_same_encoders(dataset: Manifest | None, common: Mapping[str, Any], models: Models) -> None:
     if dataset is None or dataset.imported_from is not None:  # an imported dataset does not name its encoders
         return
     if prompts_name(dataset.common) == prompts_name(common):
         return
     differing = list(_differences(dataset.common, common))
     shown = "; ".join(f"{name} is {given}, in the cache {cached}" for name, given, cached in differing)
-    part = next((name for name, _, _ in differing if name in PARTS), None)
+    part = next((name for name, _, _ in differing if name in models.family.parts), None)
     raise ModelError(
         f"prompts would not be encoded as the captions of dataset {dataset.name} were: {shown}. "
         "Give the text encoders and the settings that the cache was made with, or run `latentcache precache CONFIG` "
@@ -178,12 +194,12 @@ def _differences(cached: Mapping[str, Any], given: Mapping[str, Any]) -> Iterato
     same_dtype = flat[0]["compute_dtype"] == flat[1].get("compute_dtype")
     for name in flat[0]:
         values = [each.get(name) for each in flat]
-        if values[0] != values[1] and (same_dtype or name not in ("text_encoder", "text_encoder_2")):
+        if values[0] != values[1] and (same_dtype or not name.startswith("text_encoder")):
             yield name, *(PartIdentity(**v).name if isinstance(v, Mapping) else repr(v) for v in values)
 
 
 def _encode(batches: Sequence[Sequence[TextTask]], encodings: TextEncodings, models: Models, store: Store) -> None:
-    limit = token_limit(models.text(encodings.text_encoders.dtype))
+    limit = encodings.family.token_limit(models.tokenizers(), encodings.text.settings)
     sample_ids = {task.key: task.sample_id for batch in batches for task in batch}
 
     def fail(key: str, failure: Failure) -> None:

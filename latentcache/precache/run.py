@@ -170,6 +170,7 @@ class _Run:
                 self.config,
                 self.workspace,
                 encodings,
+                self.models,
                 shard=self.shard,
                 verify_sources=verify_sources,
                 progress=self.progress,
@@ -265,7 +266,7 @@ class _Run:
 
         if plan.text_batches and not context.is_stopped():
             run("text", TextStage(context), plan.text_batches)
-            self.models.release("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
+            self.models.release(*(name for name in self.models.family.parts if name != self.models.vae_name))
         if plan.image_batches and not context.is_stopped():
             run("image", ImageStage(context), plan.image_batches)
 
@@ -292,7 +293,10 @@ class _Run:
     def _rate_name(self, kind: str) -> str:
         is_image = kind == "image"
         placement = self._encodings.vae if is_image else self._encodings.text_encoders
-        part = self._encodings.image.vae if is_image else self._encodings.text.text_encoder_2
+        part = self._encodings.image.vae
+        if not is_image:
+            encoders = self.models.family.names("text_encoder")
+            part = dict(self._encodings.text.parts)[encoders[-1]]
         return f"rate {kind} {placement.device} {dtype_name(placement.dtype)} {part.name}"
 
 

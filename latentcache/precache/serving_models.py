@@ -117,9 +117,9 @@ class ServingModels:
                 if kind == "image":
                     stack.enter_context(placed(self._models.vae(encodings.vae.dtype), encodings.vae.device))
                 else:
-                    parts, device = self._models.text(encodings.text_encoders.dtype), encodings.text_encoders.device
-                    stack.enter_context(placed(parts.text_encoder, device))
-                    stack.enter_context(placed(parts.text_encoder_2, device))
+                    device = encodings.text_encoders.device
+                    for encoder in self._models.text_encoders(encodings.text_encoders.dtype).values():
+                        stack.enter_context(placed(encoder, device))
                 self._placed[kind] = encodings, stack.pop_all()
         return self._placed[kind][0]
 
@@ -137,5 +137,5 @@ class ServingModels:
 def _group_of(task: EntryTask) -> Hashable:
     """What the members of a batch share."""
     if isinstance(task, TextTask):
-        return task.identity.encoding.clip_skip
+        return task.identity.encoding.recipe
     return task.identity.preparation.target_size

@@ -9,19 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from latentcache.devices.placement import placed
 from latentcache.devices.transfer import Download, transfer_to
-from latentcache.models.clip import Tokens, encode_tokens, join_tokens, token_limit, tokenize
-from latentcache.models.model_loader import TextParts
+from latentcache.families.base import MASK, inference
 from latentcache.models.running import BatchRunner, text_settings
-from latentcache.models.vae import DTYPES, problem_flags, problem_names
+from latentcache.models.vae import problem_flags, problem_names
 from latentcache.precache.plan import TextTask
 from latentcache.precache.report import Failure, RunContext, storing_worker, timed
 from latentcache.provenance import Provenance
+from latentcache.store.base import DTYPES
 from latentcache.types import Entry, Record
 from latentcache.utils.concurrency import bounded_map
 
@@ -32,14 +33,14 @@ _FLAGS = "problem flags"
 
 @dataclass(frozen=True, slots=True)
 class TextItem:
-    """A caption that is ready to be encoded."""
+    """A caption that is ready to be encoded: as the family tokenized it, with `num_tokens`."""
 
     task: TextTask
-    tokens: Tokens
+    tokens: Any
 
 
 class TextStage:
-    """Encodes captions. Both text encoders always return to where they were.
+    """Encodes captions as the family does. The text encoders always return to where they were.
 
     A caption whose tokens wait, or whose outputs are not stored yet, costs some hundred kilobytes: at most
     GROUPS_AHEAD + 1 groups of tokens and BATCHES_TO_STORE + 2 batches of outputs are in memory.
@@ -47,32 +48,35 @@ class TextStage:
 
     def __init__(self, context: RunContext):
         self._context = context
+        self._family = context.encodings.family
         self._placement = context.encodings.text_encoders
         self._transfer = transfer_to(self._placement.device)
-        self._parts: TextParts
+        self._parts: dict[str, Any] = {}
 
     def run(self, batches: Sequence[Sequence[TextTask]]) -> int:
-        """Encode the batches, each of one clip skip, and return how many captions were done."""
+        """Encode the batches, each of one recipe, and return how many captions were done."""
         context, placement, num_done = self._context, self._placement, 0
         runner: BatchRunner[TextItem, dict[str, torch.Tensor]] = BatchRunner(
             "text_encoder", placement.batch_size, placement.device
         )
         with ExitStack() as stack:
             with timed(context.report, "load"):
-                self._parts = parts = context.models.text(placement.dtype)
-                stack.enter_context(placed(parts.text_encoder, placement.device))
-                stack.enter_context(placed(parts.text_encoder_2, placement.device))
+                encoders = context.models.text_encoders(placement.dtype)
+                self._parts = {**encoders, **context.models.tokenizers()}
+                for encoder in encoders.values():
+                    stack.enter_context(placed(encoder, placement.device))
             context.progress.start("encode captions", sum(map(len, batches)))
             stack.enter_context(timed(context.report, "text"))
-            stack.enter_context(text_settings(parts, compile=context.encode.compile))
+            stack.enter_context(text_settings([*encoders.values()], compile=context.encode.compile))
             executor = stack.enter_context(ThreadPoolExecutor(1, "latentcache-tokenize"))
             worker = stack.enter_context(storing_worker(placement.device))
-            groups, limit = self._groups(batches, executor), token_limit(parts)
+            groups = self._groups(batches, executor)
+            limit = self._family.token_limit(self._parts, context.encodings.text.settings)
             num_ahead = int(self._transfer.overlaps)
             for items, outputs in runner.run_ahead(
                 groups, self._launch, lambda download: download.wait(), context.refuse, num_ahead=num_ahead
             ):
-                context.report.num_truncated_captions += sum(item.tokens.num_tokens[0] > limit for item in items)
+                context.report.num_truncated_captions += sum(item.tokens.num_tokens > limit for item in items)
                 worker.call(self._store, items, outputs)
                 num_done += len(items)
                 context.progress.advance(len(items))
@@ -84,8 +88,8 @@ class TextStage:
     def _groups(self, batches: Iterable[Sequence[TextTask]], executor: ThreadPoolExecutor) -> Iterator[list[TextItem]]:
         """The batches with their tokens, tokenized a few groups ahead."""
 
-        def read(batch: Sequence[TextTask]) -> list[Tokens]:
-            return tokenize(self._parts, [task.caption for task in batch]).rows()
+        def read(batch: Sequence[TextTask]) -> Sequence[Any]:
+            return self._family.tokenize(self._parts, [task.caption for task in batch])
 
         for batch, made in bounded_map(executor, read, filter(None, map(self._context.claim, batches)), GROUPS_AHEAD):
             yield [TextItem(task, tokens) for task, tokens in zip(batch, made.result(), strict=True)]
@@ -95,24 +99,23 @@ class TextStage:
 
         The host does not wait for them: on an accelerator the checks cost nothing, on the host several times a copy.
         """
-        tokens = join_tokens([item.tokens for item in items])
-        # encode_prompt would copy them on the stream that computes, and wait for all that was launched on it before.
-        tokens = replace(
-            tokens,
-            input_ids=self._transfer.upload(tokens.input_ids),
-            input_ids_2=self._transfer.upload(tokens.input_ids_2),
-        )
-        clip_skip = items[0].task.identity.encoding.clip_skip  # a batch has one: it is formed by it
-        made = encode_tokens(self._parts, tokens, clip_skip=clip_skip, device=self._placement.device)
+        recipe = items[0].task.identity.encoding.settings  # a batch has one: it is formed by it
+        # Tokens that are uploaded here are not copied on the stream that computes, after all that was launched on it.
+        with inference(self._placement.device):
+            made = self._family.encode_text(
+                self._parts, [item.tokens for item in items], recipe, upload=self._transfer.upload
+            )
+        masks = {name: tensor for name, tensor in made.items() if name.endswith(MASK)}
         dtype = DTYPES[self._context.encodings.text.store_dtype]
-        tensors = {name: tensor.to(dtype) for name, tensor in made.items()}
-        flags = torch.stack([problem_flags(tensor) for tensor in tensors.values()])
-        return self._transfer.download({**tensors, _FLAGS: flags})
+        tensors = {name: tensor.to(dtype) for name, tensor in made.items() if name not in masks}
+        flags = torch.stack([problem_flags(tensor.float()) for tensor in tensors.values()])
+        return self._transfer.download({**tensors, **masks, _FLAGS: flags})
 
     def _store(self, items: Sequence[TextItem], outputs: Mapping[str, torch.Tensor]) -> None:
         context = self._context
         tensors = {name: tensor.cpu() for name, tensor in outputs.items()}
         problems = [problem_names(flags) for flags in tensors.pop(_FLAGS)]
+        masks = {name.removesuffix(MASK): tensors.pop(name) for name in list(tensors) if name.endswith(MASK)}
         for number, item in enumerate(items):
             task = item.task
             problem = next((names[number] for names in problems if names[number]), None)
@@ -123,11 +126,15 @@ class TextStage:
             provenance = Provenance(
                 sample_id=task.sample_id,
                 source_path=task.path,
-                models={part: context.models.origin(part) for part in ("text_encoder", "text_encoder_2")},
+                models={part: context.models.origin(part) for part in self._family.names("text_encoder")},
                 device=str(self._placement.device),
                 computed_dtype=context.encodings.text.compute_dtype,
                 compiled=context.encode.compile,
-                num_tokens=item.tokens.num_tokens[0],
+                num_tokens=item.tokens.num_tokens,
             )
             record = Record(task.key, "text", task.identity.to_json(), provenance.to_json())
-            context.store(Entry(record, {name: tensor[number] for name, tensor in tensors.items()}))
+            kept = {
+                name: tensor[number][masks[name][number]] if name in masks else tensor[number]
+                for name, tensor in tensors.items()
+            }
+            context.store(Entry(record, kept, frozenset(masks)))

@@ -32,7 +32,7 @@ from latentcache.models.model_loader import Models
 from latentcache.precache.encodings import load_models
 from latentcache.precache.plan import ImageTask, TextTask
 from latentcache.precache.preparations import Preparations
-from latentcache.precache.prompts import prompt_task
+from latentcache.precache.prompts import prompt_keys, prompt_task
 from latentcache.precache.report import Failure
 from latentcache.precache.serving_models import EntryTask, ServingModels, kind_of
 from latentcache.precache.workspace import Workspace
@@ -118,8 +118,10 @@ class MissEncoder:
             raise ConfigError(f"--idle-s is {idle_s}; give a number of seconds above 0")
         self._config, self._workspace, self._idle_s = config, workspace, idle_s
         logger.info("identifying the models of %s; this reads them where nothing is known of them", config.model.path)
-        self._models = ServingModels(config, models or load_models(config.model, workspace.memo), workspace.memo)
+        models = models or load_models(config.model, workspace.memo)
+        self._models = ServingModels(config, models, workspace.memo)
         self.encodings, self._salt = self._models.encodings, config.cache.salt
+        self._prompt_keys = prompt_keys(self.encodings, models, self._salt)
         self._datasets = {each.name: each for each in config.datasets}
         self._preparations = {
             name: Preparations(dataset, self.encodings.image, self._salt) for name, dataset in self._datasets.items()
@@ -149,7 +151,7 @@ class MissEncoder:
         except UnicodeEncodeError as error:
             detail = f"prompt {text!r:.80} is not Unicode text ({error.reason} at character {error.start})"
             raise EncodeError(detail, part="tokenizer", problem="bad-caption") from error
-        return prompt_task(text, self.encodings, self._salt, negative=negative)
+        return prompt_task(text, self._prompt_keys, negative=negative)
 
     def image(self, data: bytes, *, dataset: str | None = None, name: str = "") -> list[tuple[ImageRef, ImageTask]]:
         """The entries of an image that is prepared as those of this dataset: it and, if that flips, its mirrored twin.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from latentcache.dataset.manifest_row import CaptionRef, ImageRef, Row
 from latentcache.errors import EntryDamagedError, EntryMissingError
-from latentcache.families import sdxl
+from latentcache.families import DEFAULT, family_named
 from latentcache.service.charts import crop_box
 from latentcache.service.gallery import Gallery, State
 from latentcache.service.photos import Photo, examine_photo
@@ -40,7 +40,7 @@ class EntryDetails:
     @property
     def num_cut(self) -> int:
         """How many of them the text encoders did not read."""
-        return max(0, (self.num_tokens or 0) - sdxl.NUM_TOKENS)
+        return max(0, (self.num_tokens or 0) - family_named(DEFAULT).max_length)
 
     @property
     def created(self) -> str:
@@ -140,7 +140,7 @@ class Explainer:
             if self._models is None:
                 self._models = load_models(self._config.model, {})
             explanation = explain(self._config, row.sample_id, models=self._models)
-            tokenizer = self._models.tokenizers()[0]
+            tokenizer = next(iter(self._models.tokenizers().values()))
         return Reasons(explanation, tuple(cut_caption(tokenizer, caption.text) for caption in row.captions))
 
 

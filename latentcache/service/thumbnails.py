@@ -16,8 +16,9 @@ import torch
 from PIL import Image
 
 from latentcache.errors import RequestRefused
-from latentcache.families import sdxl
-from latentcache.loading.batch import Scaling
+from latentcache.families import DEFAULT, family_named
+from latentcache.families.scaling import Scaling
+from latentcache.families.sdxl import SCALING_FACTOR
 from latentcache.store.base import Store
 from latentcache.types import Entry
 
@@ -75,8 +76,9 @@ def scaled_latents(entry: Entry) -> torch.Tensor:
     else:
         detail = f"entry {key} is of kind {entry.record.kind}: only entries with latents have a thumbnail"
         raise RequestRefused(detail, status=404)
-    if latents.ndim != 3 or len(latents) != sdxl.LATENT_CHANNELS:
-        expected = f"[{sdxl.LATENT_CHANNELS}, h, w]"
+    channels = family_named(DEFAULT).latent.channels
+    if latents.ndim != 3 or len(latents) != channels:
+        expected = f"[{channels}, h, w]"
         detail = f"entry {key} has latents {list(latents.shape)}: a thumbnail needs {expected}"
         raise RequestRefused(detail, status=404)
     return scaling_of(entry.record.identity).apply(latents.float())
@@ -89,7 +91,7 @@ def scaling_of(identity: Mapping[str, Any]) -> Scaling:
         factor, shift = encoding.get("scaling_factor"), encoding.get("shift_factor")
         if _is_number(factor) and factor != 0 and (shift is None or _is_number(shift)):
             return Scaling(float(factor), shift)
-    return Scaling(sdxl.SCALING_FACTOR, None)
+    return Scaling(SCALING_FACTOR)
 
 
 def _is_number(value: object) -> TypeGuard[float]:
@@ -99,15 +101,16 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 def _shrunk(latents: torch.Tensor, side: int) -> torch.Tensor:
     """The latents, halved as long as their picture stays larger than `side`: decoding costs the square of the side."""
-    while max(latents.shape[1:]) * sdxl.DOWNSCALE_FACTOR >= 2 * side and min(latents.shape[1:]) >= 2:
+    while max(latents.shape[1:]) * family_named(DEFAULT).latent.downscale >= 2 * side and min(latents.shape[1:]) >= 2:
         latents = torch.nn.functional.avg_pool2d(latents, 2)
     return latents
 
 
 def linear_pixels(latents: torch.Tensor) -> np.ndarray:
     """The family's linear approximation of the decoder: a pixel for each latent's row and column."""
-    weights = torch.tensor(sdxl.RGB_WEIGHTS, dtype=torch.float32)
-    biases = torch.tensor(sdxl.RGB_BIASES, dtype=torch.float32)
+    preview = family_named(DEFAULT).latent.preview
+    assert preview is not None
+    weights, biases = (torch.tensor(values, dtype=torch.float32) for values in preview)
     colours = torch.einsum("chw,rc->hwr", latents, weights) + biases
     pixels: np.ndarray = colours.nan_to_num(0.0).clamp(0, 255).byte().numpy()
     return pixels

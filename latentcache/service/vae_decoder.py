@@ -49,6 +49,6 @@ class VaeDecoder:
     def _loaded(self) -> torch.nn.Module:
         if self._vae is None:
             device = device_named(self._config.encode.device)
-            dtype, _ = vae_dtype(self._config.encode.vae_dtype, self._models.vae_config(), device)
+            dtype, _ = vae_dtype(self._config.encode.vae_dtype, self._models.vae_facts(), device)
             self._vae = self._models.vae(dtype)
         return self._vae

@@ -3,37 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
 
 from latentcache.errors import StoreError
 from latentcache.store.base import ARRAY_DTYPES, DTYPES, Description, EntryArrays, Store, as_array, dtype_name
+from latentcache.types import Padding
 
 CPU = torch.device("cpu")
 """Named wherever memory is made: `torch.set_default_device` of the caller must not move it."""
 Empty = Callable[[tuple[int, ...], np.dtype], np.ndarray]
 """Gives an array of this shape and dtype, whose values are arbitrary: `numpy.empty`, or a buffer that is used again."""
-
-
-@dataclass(frozen=True, slots=True)
-class Padding:
-    """How a ragged field is padded in a batch: to `length`, or to the longest of the batch, with `value` at a side.
-
-    StoreError for a length below 1 and an unknown side.
-    """
-
-    length: int | None = None
-    value: float = 0.0
-    side: Literal["left", "right"] = "right"
-
-    def __post_init__(self) -> None:
-        if self.length is not None and self.length < 1:
-            raise StoreError(f"padding to length {self.length}: give 1 or more, or None for the longest of the batch")
-        if self.side not in ("left", "right"):
-            raise StoreError(f"padding side {self.side!r}: give left or right")
 
 
 def read_batch(

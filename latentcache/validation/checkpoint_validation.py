@@ -57,7 +57,7 @@ def validate(
             parts["unet"].requires_grad_(False)
         if config.validation.prompts:
             loader = ModelLoader(model.path, vae=model.vae, config=model.config, variant=model.variant)
-            parts["vae"] = loader.vae(vae_dtype(config.encode.vae_dtype, loader.vae_config(), device)[0])
+            parts["vae"] = loader.vae(vae_dtype(config.encode.vae_dtype, loader.vae_facts(), device)[0])
         phases = Phases(parts, device=device)
         runner = ValidationRunner(parts, cache, config, phases=phases, progress=progress)
         if other is not None and not runner.measures_loss():

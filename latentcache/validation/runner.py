@@ -15,8 +15,9 @@ from latentcache.config import Config, DatasetConfig
 from latentcache.devices.placement import device_named, dtype_of
 from latentcache.devices.tensor_location import hooks_by_path
 from latentcache.errors import ConfigError, StoreError
+from latentcache.families import DEFAULT, family_named
 from latentcache.loading.cache import LatentCache
-from latentcache.models.model_loader import PARTS, LoadedModels, check_frozen
+from latentcache.models.model_loader import LoadedModels, check_frozen
 from latentcache.models.running import uncached_autocast
 from latentcache.models.unet import check_conditioning
 from latentcache.phases.model_parts import why_sharded
@@ -250,7 +251,7 @@ class ColdCacheFiller:
     @property
     def obstacle(self) -> str | None:
         """Why nothing can be encoded, or None if it can."""
-        missing = [name for name in PARTS if self._parts.get(name) is None]
+        missing = [name for name in family_named(DEFAULT).parts if self._parts.get(name) is None]
         if missing:
             return f"{', '.join(missing)} {'was' if len(missing) == 1 else 'were'} not given to encode it"
         return "this cache is open for reading only" if self._cache.store.read_only else None
@@ -327,7 +328,10 @@ class ColdCacheFiller:
     def _encoding(self) -> Iterator[tuple[Workspace, LoadedModels]]:
         """A workspace and the encoders, with every part parked. Afterwards the placement is declared again."""
         cache, phases = self._cache, self._phases
-        parts = {name: phases.module(name) if phases.has(name) else self._parts.get(name) for name in PARTS}
+        parts: dict[str, Any] = {
+            name: phases.module(name) if phases.has(name) else self._parts.get(name)
+            for name in family_named(DEFAULT).parts
+        }
         models = LoadedModels(**parts)
         with phases.enter(FILL):
             if cache.path is None or isinstance(cache.path, str):

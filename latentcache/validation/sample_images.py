@@ -20,10 +20,10 @@ from latentcache.devices.guard import check_same_device
 from latentcache.devices.placement import DeviceLike, device_of
 from latentcache.devices.tensor_location import offload_hook_of
 from latentcache.errors import ConfigError, ModelError, SampleError
+from latentcache.families import DEFAULT, family_named
 from latentcache.loading.cache import LatentCache
-from latentcache.models.model_files import sdxl_pipeline
 from latentcache.models.running import uncached_autocast
-from latentcache.models.vae import decode_fitting, downscale_factor
+from latentcache.models.vae import decode_fitting, vae_facts
 from latentcache.phases.module_state import TrainingModes
 from latentcache.phases.process_state import RandomStreams
 
@@ -154,7 +154,9 @@ def denoise(
         unet.eval()
         stack.enter_context(uncached_autocast(device, None))
         for number, each in enumerate(embeddings):
-            pipeline: Any = sdxl_pipeline(unet=unet, scheduler=scheduler_copy(scheduler, settings.scheduler))
+            pipeline: Any = family_named(DEFAULT).pipeline(
+                unet=unet, scheduler=scheduler_copy(scheduler, settings.scheduler)
+            )
             generator = torch.Generator().manual_seed(settings.seed + number)
             # The few schedulers that draw from the global generator give the same image each time too.
             torch.manual_seed(settings.seed + number)
@@ -212,7 +214,7 @@ def scheduler_copy(scheduler: Any, class_name: str | None = None) -> Any:
 def check_sampling(vae: torch.nn.Module, scheduler: Any, settings: ValidationConfig) -> None:
     """Raise before any forward what the images would raise: ConfigError for the scheduler, ModelError for the VAE."""
     scheduler_copy(scheduler, settings.scheduler)
-    factor = downscale_factor(vae)
+    factor = vae_facts(vae).downscale_factor
     if factor != PIXELS_PER_LATENT:
         raise ModelError(f"vae: {factor} pixels per latent, but SDXL's pipeline has {PIXELS_PER_LATENT}", part="vae")
 

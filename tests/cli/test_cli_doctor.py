@@ -149,14 +149,14 @@ def test_a_step_that_computes_nonsense_is_an_error(value: float, monkeypatch: py
 
 def test_a_tensor_left_behind_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """The audit's findings come through: here the model forgets that it trains."""
-    tiny_unet = latentcache.doctor.training_check.tiny_unet
+    tiny_denoiser = latentcache.doctor.training_check.tiny_denoiser
 
     def half_eval() -> torch.nn.Module:
-        unet = tiny_unet()
+        unet = tiny_denoiser()
         unet.mid_block.train = lambda mode=True: unet.mid_block  # refuses the switch
         unet.mid_block.training = False
         return unet
 
-    monkeypatch.setattr(latentcache.doctor.training_check, "tiny_unet", half_eval)
+    monkeypatch.setattr(latentcache.doctor.training_check, "tiny_denoiser", half_eval)
     found = try_training(torch.device("cpu"))
     assert not found.ok and any("mid_block" in finding.found for finding in found.findings)

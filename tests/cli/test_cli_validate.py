@@ -15,7 +15,7 @@ from helpers.runner_runs import precache_training_set, validation_config
 
 from latentcache.checkpoints.checkpoint import save_checkpoint
 from latentcache.config import Config
-from latentcache.models.tiny import tiny_unet
+from latentcache.models.tiny import tiny_denoiser
 from latentcache.precache.run import run_precache
 from latentcache.utils.json_document import to_bytes
 
@@ -45,7 +45,7 @@ def test_the_models_own_unet_is_validated(config_file: Path, run_json: RunJson, 
 
 
 def test_two_checkpoints_are_compared_sample_by_sample(config_file: Path, run_json: RunJson, tmp_path: Path) -> None:
-    other = tiny_unet()
+    other = tiny_denoiser()
     with torch.no_grad():
         other.conv_out.weight.mul_(0.5)
         other.conv_out.bias.mul_(0.5)

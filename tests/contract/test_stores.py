@@ -15,8 +15,9 @@ from store_contract import StoreContract, assert_holds, make_entry, make_text, p
 
 from latentcache.errors import EntryDamagedError
 from latentcache.store import DiskStore, MemoryStore
-from latentcache.store.stacking import Padding, read_batch, stack
+from latentcache.store.stacking import read_batch, stack
 from latentcache.store.upkeep import compact, prune, rebuild, verify
+from latentcache.types import Padding
 
 LENGTHS = [3, 1, 7, 3, 2]
 

@@ -11,7 +11,7 @@ from accelerate.hooks import remove_hook_from_module
 
 from latentcache.devices.placement import device_named, device_of, dtype_of, placed, vae_batch_size
 from latentcache.errors import DeviceError
-from latentcache.models.tiny import tiny_unet
+from latentcache.models.tiny import tiny_denoiser
 
 
 def test_a_device_its_name_a_tensor_and_a_module_ask_alike() -> None:
@@ -76,7 +76,7 @@ def test_the_dtype_that_weights_are_only_stored_in_does_not_count() -> None:
     stored = torch.nn.Sequential(torch.nn.Linear(1, 1).to(torch.float8_e4m3fn), torch.nn.Linear(1, 1).bfloat16())
     assert dtype_of(stored) == torch.bfloat16
     assert dtype_of(stored[0]) is None and dtype_of(stored[0].weight) is None
-    unet = tiny_unet()
+    unet = tiny_denoiser()
     unet.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float16)
     assert dtype_of(unet) == torch.float16
 

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from latentcache.config import ValidationConfig
 from latentcache.devices.placement import device_of, placed
-from latentcache.models.clip import encode_tokens, tokenize
-from latentcache.models.model_loader import TextParts
+from latentcache.families import DEFAULT, family_named
 from latentcache.validation.sample_images import PromptEmbeddings, SampleImage, decode_samples, denoise
 
+HIDDEN_SIZE, HIDDEN_SIZE_2 = 32, 40
+"""Widths of the text encoders of the tiny model."""
 
-def encode_captions(parts: TextParts, captions: Sequence[str], **options: Any) -> dict[str, torch.Tensor]:
-    return encode_tokens(parts, tokenize(parts, captions), **options)
+
+def encode_captions(
+    parts: Mapping[str, Any], captions: Sequence[str], *, clip_skip: int = 0, **options: Any
+) -> dict[str, torch.Tensor]:
+    family = family_named(DEFAULT)
+    return family.encode_text(parts, family.tokenize(parts, captions), {"clip_skip": clip_skip}, **options)
 
 
 def generate(

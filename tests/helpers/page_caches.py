@@ -43,12 +43,15 @@ IMAGE = ImageEncoding(
     shift_factor=None,
 )
 TEXT = TextEncoding(
-    text_encoder=PartIdentity("CLIPTextModel", "2" * 64, "3" * 64),
-    text_encoder_2=PartIdentity("CLIPTextModelWithProjection", "4" * 64, "5" * 64),
-    tokenizer=PartIdentity("CLIPTokenizer", "6" * 64, "7" * 64),
-    tokenizer_2=PartIdentity("CLIPTokenizer", "8" * 64, "9" * 64),
+    parts=(
+        ("text_encoder", PartIdentity("CLIPTextModel", "2" * 64, "3" * 64)),
+        ("text_encoder_2", PartIdentity("CLIPTextModelWithProjection", "4" * 64, "5" * 64)),
+        ("tokenizer", PartIdentity("CLIPTokenizer", "6" * 64, "7" * 64)),
+        ("tokenizer_2", PartIdentity("CLIPTokenizer", "8" * 64, "9" * 64)),
+    ),
     compute_dtype="float16",
     store_dtype="float16",
+    recipe=(("clip_skip", 0),),
 )
 BUCKETS = BucketsConfig(area=256 * 256, step=64)
 COMMON = {
@@ -57,7 +60,7 @@ COMMON = {
     "image_encoding": encoding_json(IMAGE),
     "text_encoding": encoding_json(TEXT),
 }
-_WEIGHTS = torch.tensor(sdxl.RGB_WEIGHTS, dtype=torch.float32)
+_WEIGHTS = torch.tensor(sdxl.FAMILY.latent.preview[0], dtype=torch.float32)
 
 
 def image_entry(sample_id: str, path: Path, pixels: np.ndarray, source: str, geometry: Geometry) -> Entry:

@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from diffusers import DDPMScheduler, UNet2DConditionModel
 from diffusers.training_utils import EMAModel
+from helpers.encoding import HIDDEN_SIZE, HIDDEN_SIZE_2
 from torch.utils._pytree import tree_leaves
 
-from latentcache.models.tiny import HIDDEN_SIZE, HIDDEN_SIZE_2, tiny_sdxl
+from latentcache.models.tiny import tiny_parts
 from latentcache.phases.phases import Phases
 
 NUM_STEPS = 4
@@ -54,7 +55,7 @@ class Training:
         np.random.seed(2)
         torch.manual_seed(3)
         self.unet = small_unet().train()
-        self.parts: dict[str, Any] = tiny_sdxl() | {"unet": self.unet}
+        self.parts: dict[str, Any] = tiny_parts() | {"unet": self.unet}
         if variant == "lora":
             self._add_lora()
         if variant == "text-encoder":

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from helpers.encoding import HIDDEN_SIZE, HIDDEN_SIZE_2
 from helpers.phase_training import SIDE, small_unet
 from torch.utils._pytree import tree_leaves
 
-from latentcache.models.tiny import HIDDEN_SIZE, HIDDEN_SIZE_2
 from latentcache.phases.phases import Phases
 
 Wrap = Callable[[torch.nn.Module, torch.optim.Optimizer], tuple[Any, Any]]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from helpers.photo_files import write_photo
 
-from latentcache.models.tiny import tiny_sdxl
+from latentcache.models.tiny import tiny_parts
 
 SPLIT_IMAGE = ["latent_image", "original_resolution", "crop_offset"]
 AGGREGATE_IMAGE = ["crop_resolution", "image_path"]
@@ -72,7 +72,7 @@ class Setup:
     host: SimpleNamespace
     cache_dir: Path
     concepts: list[dict[str, Any]]
-    parts: dict[str, Any] = field(default_factory=lambda: tiny_sdxl(0))
+    parts: dict[str, Any] = field(default_factory=lambda: tiny_parts(0))
     resolution: str = "78"
     masks: bool = False
     cached: bool = True

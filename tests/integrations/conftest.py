@@ -10,12 +10,12 @@ import pytest
 from helpers.pipeline_host import host
 from helpers.pipeline_sdxl import write_photos
 
-from latentcache.models.tiny import tiny_sdxl
+from latentcache.models.tiny import tiny_parts
 
 
 @pytest.fixture(scope="module")
 def parts() -> dict[str, Any]:
-    return tiny_sdxl(0)
+    return tiny_parts(0)
 
 
 @pytest.fixture(params=["own", "mgds"])

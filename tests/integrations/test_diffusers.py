@@ -31,7 +31,7 @@ from latentcache.integrations.diffusers import (
 )
 from latentcache.loading.dataset import LatentDatasets
 from latentcache.loading.sampler import BucketBatchSampler
-from latentcache.models.tiny import tiny_pipeline, tiny_sdxl, tiny_unet
+from latentcache.models.tiny import tiny_denoiser, tiny_parts, tiny_pipeline
 from latentcache.precache.run import run_precache
 
 # Sizes that need no resize, so that the live path needs none; d is cropped. All differ: a size names the sample.
@@ -287,7 +287,7 @@ def test_set_epoch_of_the_prepared_loader_says_where_a_run_goes_on(make_cache: C
 
 def live_batch(folder: Path, names: Sequence[str]) -> dict[str, Any]:
     """The batch that the script computes with its models in memory: `compute_vae_encodings`, `encode_prompt`."""
-    parts = tiny_sdxl()
+    parts = tiny_parts()
     examples = []
     for name in names:
         pixels = np.asarray(Image.open(folder / name).convert("RGB"), dtype=np.float32)
@@ -359,12 +359,12 @@ def test_a_step_of_the_script_is_that_on_live_encoded_inputs(make_cache: Callabl
     for name, expected in live.items():
         same = torch.equal(batch[name], expected) if isinstance(expected, torch.Tensor) else batch[name] == expected
         assert same, name
-    unets = tiny_unet(), tiny_unet()
+    unets = tiny_denoiser(), tiny_denoiser()
     losses = [script_step(unet, each, resolution=96) for unet, each in zip(unets, (batch, live), strict=True)]
     assert torch.equal(*losses) and losses[0].isfinite()
     for (name, ours), theirs in zip(unets[0].named_parameters(), unets[1].parameters(), strict=True):
         assert ours.grad is not None and torch.equal(ours.grad, theirs.grad), name
-    other = tiny_unet()
+    other = tiny_denoiser()
     script_step(other, batch | {"prompt_embeds": batch["prompt_embeds"].flip(0)}, resolution=96)
     assert not all(
         torch.equal(ours.grad, theirs.grad)
@@ -382,7 +382,7 @@ def test_the_scripts_own_collate_takes_the_items_too(make_cache: Callable[..., P
 
 def test_a_loop_of_the_script_trains(make_cache: Callable[..., Path]) -> None:
     accelerator = Accelerator(cpu=True)
-    unet = tiny_unet()
+    unet = tiny_denoiser()
     optimizer = torch.optim.AdamW(unet.parameters(), lr=1e-3)
     loader = data_loader(PrecomputedDataset(LatentDataset(make_cache(), flips=True)), 2, seed=0)
     unet, optimizer, loader = accelerator.prepare(unet, optimizer, loader)
@@ -403,7 +403,7 @@ def test_time_ids_by_either_convention() -> None:
         "crop_top_lefts": [(0, 258), (3, 0)],
         "target_sizes": [(832, 1216), (832, 1216)],
     }
-    unet = tiny_unet().bfloat16()
+    unet = tiny_denoiser().bfloat16()
     ours = time_ids(batch, device=unet)
     assert ours.dtype is torch.float32
     assert ours.tolist() == [[1365, 2049, 0, 258, 832, 1216], [300, 400, 3, 0, 832, 1216]]
@@ -524,7 +524,7 @@ def test_what_prompt_kwargs_refuses(make_cache: Callable[..., Path]) -> None:
 def test_a_pipeline_of_another_kind_is_refused(
     make_cache: Callable[..., Path], settings: dict[str, Any], message: str
 ) -> None:
-    config = dict(tiny_unet().config) | settings
-    pipeline = without_encoders(tiny_pipeline(tiny_sdxl() | {"unet": UNet2DConditionModel.from_config(config)}))
+    config = dict(tiny_denoiser().config) | settings
+    pipeline = without_encoders(tiny_pipeline(tiny_parts() | {"unet": UNet2DConditionModel.from_config(config)}))
     with LatentCache(make_cache()) as cache, pytest.raises(ModelError, match=message):
         prompt_kwargs(cache, PROMPTS, device=pipeline)

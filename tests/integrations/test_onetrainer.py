@@ -27,7 +27,7 @@ from helpers.pipeline_sdxl import Setup, concept, write_photos
 
 from latentcache.errors import EntryDamagedError
 from latentcache.integrations.onetrainer.values import PLAIN_FIELD
-from latentcache.models.tiny import tiny_sdxl
+from latentcache.models.tiny import tiny_parts
 from latentcache.precache.workspace import Memo
 from latentcache.store.disk import DiskStore
 
@@ -54,7 +54,7 @@ def setup(pipeline: SimpleNamespace, tmp_path: Path, folder: Path) -> Callable[.
 
 @functools.cache
 def models(seed: int) -> dict[str, Any]:
-    return tiny_sdxl(seed)
+    return tiny_parts(seed)
 
 
 def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
@@ -112,7 +112,7 @@ def test_fresh_values(setup: Callable[..., Setup]) -> None:
 
 def test_warm_reuse(setup: Callable[..., Setup]) -> None:
     first = setup().start().by_photo()
-    for parts in (models(0), tiny_sdxl(0)):  # the same objects, and the same weights in others, as in another process
+    for parts in (models(0), tiny_parts(0)):  # the same objects, and the same weights in others, as in another process
         run = setup(parts=parts).start()
         assert run.encoded == Counter() and run.begun == []
         for name, item in run.by_photo().items():

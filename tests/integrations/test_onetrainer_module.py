@@ -22,7 +22,7 @@ from helpers.pipeline_sdxl import SPLIT_IMAGE, Run, Setup, concept, write_photos
 
 from latentcache.errors import ItemsError, PipelineError, PipelineStopped, ReadOnlyError
 from latentcache.models import part_identity as identity
-from latentcache.models.tiny import tiny_sdxl
+from latentcache.models.tiny import tiny_parts
 from latentcache.store.disk import DiskStore
 
 NUM = 4
@@ -413,7 +413,7 @@ def test_autocast_and_dtype_count(setup: Callable[..., Setup]) -> None:
 def test_weights_changed_in_place_are_noticed_and_nothing_is_moved(
     setup: Callable[..., Setup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parts = tiny_sdxl(0)
+    parts = tiny_parts(0)
     pointers = [parameter.data_ptr() for parameter in parts["vae"].parameters()]
     setup(parts=parts).start()
     digested: list[torch.Tensor] = []
@@ -448,9 +448,9 @@ def test_a_layer_that_is_hooked_in_counts(setup: Callable[..., Setup]) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.original(x) + self.alpha * (x @ self.down.T)
 
-    setup(parts=tiny_sdxl(0)).start()
+    setup(parts=tiny_parts(0)).start()
     for alpha in (0.5, 0.25):
-        parts = tiny_sdxl(0)
+        parts = tiny_parts(0)
         layer = next(m for m in parts["text_encoder"].modules() if isinstance(m, torch.nn.Linear))
         lora = Lora(layer, alpha)
         assert setup(parts=parts).start().encoded == Counter(text_encoder=NUM, text_encoder_2=NUM)

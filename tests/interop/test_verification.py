@@ -26,7 +26,7 @@ from latentcache.interop.reports import ImportReport
 from latentcache.interop.verification import RELATIVE, Verification, compare
 from latentcache.loading.cache import LatentCache
 from latentcache.models.model_loader import LoadedModels
-from latentcache.models.tiny import tiny_sdxl
+from latentcache.models.tiny import tiny_parts
 from latentcache.models.vae import posterior_std
 from latentcache.precache.planner import explain
 from latentcache.precache.run import run_precache
@@ -212,7 +212,7 @@ def of_kohya(make_config: Callable[..., Config], tmp_path: Path) -> Config:
 def test_draws_of_resized_images_are_compared_with_the_trainers_own_filter(
     target: Config, make_config: Callable[..., Config], tmp_path: Path, photos: Path
 ) -> None:
-    parts = tiny_sdxl()
+    parts = tiny_parts()
     with torch.no_grad():  # a posterior as narrow as the real one's: another filter is far outside it
         parts["vae"].quant_conv.weight[4:].zero_()
         parts["vae"].quant_conv.bias[4:].fill_(-16)
@@ -305,7 +305,7 @@ def test_entries_of_another_model_say_so(target: Config, photos: Path) -> None:
 
 
 def test_models_in_memory_come_back_as_they_were(target: Config, samples: list[ExportSample], photos: Path) -> None:
-    parts = tiny_sdxl()
+    parts = tiny_parts()
     models = LoadedModels(**parts)
     before = [
         (name, p.device, p.data_ptr()) for part in ("vae", "text_encoder") for name, p in parts[part].named_parameters()
@@ -338,7 +338,7 @@ def test_a_tolerance_that_allows_anything_is_refused(
 
 
 def test_an_encoder_that_gives_nan_verifies_nothing(target: Config, samples: list[ExportSample], photos: Path) -> None:
-    components = tiny_sdxl()
+    components = tiny_parts()
     for module in (components["vae"].quant_conv, components["text_encoder_2"].text_projection):
         torch.nn.init.constant_(module.weight, math.nan)
     report = verified(target, Copy(samples, photos), models=LoadedModels(**components))

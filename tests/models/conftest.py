@@ -10,7 +10,7 @@ import huggingface_hub.constants
 import pytest
 from single_file import save_checkpoint
 
-from latentcache.models.tiny import save_diffusers_folder, tiny_sdxl
+from latentcache.models.tiny import save_diffusers_folder, tiny_parts
 
 COMMIT = ("c0ffee" * 7)[:40]
 
@@ -23,7 +23,7 @@ def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def parts() -> dict:
     """The parts of `tiny`. Shared: tests do not change them."""
-    return tiny_sdxl()
+    return tiny_parts()
 
 
 @pytest.fixture(scope="session")

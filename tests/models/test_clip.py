@@ -9,9 +9,9 @@ from helpers.encoding import encode_captions
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from latentcache.errors import ModelError
-from latentcache.models.clip import encode_tokens, join_tokens, token_limit, tokenize
+from latentcache.families.sdxl import FAMILY as SDXL
 from latentcache.models.model_loader import LoadedModels, ModelLoader
-from latentcache.models.tiny import tiny_pipeline, tiny_sdxl
+from latentcache.models.tiny import tiny_parts, tiny_pipeline
 
 LONG = "a very long caption " * 20
 CAPTIONS = ["a photo of a cat", "", "日本の猫 🙂 café", LONG, "  Mixed CASE,  punctuation!? "]
@@ -63,11 +63,6 @@ def test_a_surrounding_autocast_does_not_count(text):
     assert all(torch.equal(inside[name], expected[name]) for name in expected)
 
 
-def test_both_results_go_to_the_asked_device(text):
-    results = encode_captions(text, ["a cat"], device="meta")
-    assert {tensor.device.type for tensor in results.values()} == {"meta"}
-
-
 @pytest.mark.parametrize("clip_skip", [-1, 2, 99])
 def test_a_clip_skip_beyond_the_layers_names_the_allowed_range(text, clip_skip):
     with pytest.raises(ModelError, match=rf"clip_skip is {clip_skip}, but these text encoders allow 0 to 1"):
@@ -80,13 +75,17 @@ def test_no_captions_are_refused(text):
 
 
 def test_tokens_are_counted_uncut(text):
-    assert token_limit(text) == 77
-    assert tokenize(text, ["", "ab", LONG]).num_tokens == (2, 4, 2 + len(LONG.replace(" ", "")))
+    assert SDXL.token_limit(text, {}) == 77
+    assert [tokens.num_tokens for tokens in SDXL.tokenize(text, ["", "ab", LONG])] == [
+        2,
+        4,
+        2 + len(LONG.replace(" ", "")),
+    ]
 
 
 def test_counting_tokens_does_not_change_later_encodings(text):
     before = encode_captions(text, ["a cat"])
-    assert tokenize(text, [LONG]).num_tokens[0] > token_limit(text)
+    assert SDXL.tokenize(text, [LONG])[0].num_tokens > SDXL.token_limit(text, {})
     after = encode_captions(text, ["a cat"])
     assert all(torch.equal(before[name], after[name]) for name in before)
 
@@ -110,26 +109,26 @@ def test_only_the_truncation_warning_is_silenced_and_only_inside(text, pipeline)
 
 def test_tokens_know_how_long_the_captions_were(text):
     captions = ["", "ab", LONG, "x" * 75, "x" * 74, "x" * 76]
-    tokens = tokenize(text, captions)
+    tokens = SDXL.tokenize(text, captions)
     uncut = [
         [len(ids) for ids in tokenizer(captions, truncation=False, padding=False).input_ids]
-        for tokenizer in (text.tokenizer, text.tokenizer_2)
+        for tokenizer in (text["tokenizer"], text["tokenizer_2"])
     ]
-    assert list(tokens.num_tokens) == [max(pair) for pair in zip(*uncut, strict=True)]
-    assert tokens.input_ids.shape == tokens.input_ids_2.shape == (6, 77) and len(tokens) == 6
+    assert [each.num_tokens for each in tokens] == [max(pair) for pair in zip(*uncut, strict=True)]
+    assert {ids.shape for each in tokens for ids in each.input_ids} == {(1, 77)}
 
 
 def test_captions_that_are_tokenized_together_and_encoded_apart_are_those_that_are_alone(text):
-    rows = tokenize(text, CAPTIONS).rows()
+    rows = SDXL.tokenize(text, CAPTIONS)
     for caption, row in zip(CAPTIONS, rows, strict=True):
-        alone, ours = encode_captions(text, [caption]), encode_tokens(text, row)
+        alone, ours = encode_captions(text, [caption]), SDXL.encode_text(text, [row], {"clip_skip": 0})
         assert all(torch.equal(alone[name], ours[name]) for name in alone)
-    together, joined = encode_captions(text, CAPTIONS), encode_tokens(text, join_tokens(rows))
+    together, joined = encode_captions(text, CAPTIONS), SDXL.encode_text(text, rows, {"clip_skip": 0})
     assert all(torch.equal(together[name], joined[name]) for name in together)
 
 
 def test_a_textual_inversion_of_several_vectors_is_written_out_as_the_pipeline_does():
-    parts = tiny_sdxl()
+    parts = tiny_parts()
     added = ["<toy>", "<toy>_1", "<toy>_2"]
     for name, tokenizer in (("text_encoder", "tokenizer"), ("text_encoder_2", "tokenizer_2")):
         parts[tokenizer].add_tokens(added)
@@ -142,7 +141,8 @@ def test_a_textual_inversion_of_several_vectors_is_written_out_as_the_pipeline_d
         expected = tiny_pipeline(parts).encode_prompt(captions, device="cpu")
     ours = encode_captions(text, captions)
     assert torch.equal(ours["prompt_embeds"], expected[0]) and torch.equal(ours["pooled_prompt_embeds"], expected[2])
-    assert tokenize(text, captions).num_tokens[0] == tokenize(text, ["a photo of  on a table"]).num_tokens[0] + 3
+    plain = SDXL.tokenize(text, ["a photo of  on a table"])[0]
+    assert SDXL.tokenize(text, captions)[0].num_tokens == plain.num_tokens + 3
 
 
 @pytest.mark.parametrize("ask", ["one by one", "as one text", "other texts"])
@@ -160,9 +160,9 @@ def test_a_diffusers_that_asks_for_tokens_in_another_way_is_noticed(text, monkey
 
 def test_the_host_waits_for_nothing_while_tokens_are_encoded(text):
     """On an accelerator these operations wait for the device."""
-    tokens = tokenize(text, ["a cat", "a dog"])
+    tokens = SDXL.tokenize(text, ["a cat", "a dog"])
     with Operations() as operations:
-        encode_tokens(text, tokens)
+        SDXL.encode_text(text, tokens, {"clip_skip": 0})
     assert "aten::embedding" in operations.names
     assert not operations.names & {"aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero"}
 

@@ -11,10 +11,12 @@ from model_identities import F16, F32, PIXELS, identities
 from safetensors.torch import load_file, save_file
 
 from latentcache.errors import ModelError, TrainableEncoderError
-from latentcache.models.model_loader import PARTS, LoadedModels, ModelLoader
+from latentcache.families import DEFAULT, family_named
+from latentcache.families.scaling import Scaling
+from latentcache.models.model_loader import LoadedModels, ModelLoader
 from latentcache.models.origin import FileOrigin, FolderOrigin
-from latentcache.models.tiny import tiny_sdxl
-from latentcache.models.vae import encode_images
+from latentcache.models.tiny import tiny_parts
+from latentcache.models.vae import VaeFacts, encode_images
 
 
 @pytest.fixture(params=["tiny", "folder", "checkpoint", "loaded"])
@@ -44,25 +46,20 @@ def test_all_forms_give_the_same_outputs(models, parts):
 
 def test_all_forms_give_frozen_cpu_modules_in_the_dtype(models):
     for dtype in (F16, F32):
-        text = models.text(dtype)
-        for module in (models.vae(dtype), text.text_encoder, text.text_encoder_2):
+        for module in (models.vae(dtype), *models.text_encoders(dtype).values()):
             assert not module.training
             assert {(p.device.type, p.dtype, p.requires_grad) for p in module.parameters()} == {("cpu", dtype, False)}
     assert models.identity("vae", F16) != models.identity("vae", F32)
 
 
 def test_all_forms_know_the_config_of_the_vae(models):
-    assert models.vae_config() == {
-        "scaling_factor": 0.13025,
-        "shift_factor": None,
-        "force_upcast": True,
-        "latent_channels": 4,
-        "downscale_factor": 8,
-    }
+    facts = models.vae_facts()
+    assert facts == VaeFacts(Scaling(0.13025), True, 4, 8)
+    assert VaeFacts.from_json(facts.to_json()) == facts
 
 
 def test_all_forms_say_where_a_part_comes_from_and_refuse_other_parts(models):
-    assert all(models.origin(part) for part in PARTS)
+    assert all(models.origin(part) for part in family_named(DEFAULT).parts)
     with pytest.raises(ModelError, match="unet"):
         models.identity("unet", F32)
 
@@ -99,11 +96,11 @@ def test_an_unchanged_model_is_not_loaded_again(form, folder, checkpoint, loads)
     path, config = (str(folder), None) if form == "folder" else (str(checkpoint), str(folder))
     memo: dict[str, str] = {}
     first = identities(ModelLoader(path, config=config, memo=memo))
-    assert set(loads) == {"vae", "text_encoder", "tokenizers"}
+    assert set(loads) - {"text_encoder_2"} == {"vae", "text_encoder", "tokenizers"}
     loads.clear()
     again = ModelLoader(path, config=config, memo=json.loads(json.dumps(memo)))
     assert identities(again) == first
-    assert again.vae_config()["scaling_factor"] == 0.13025
+    assert again.vae_facts().scaling.scaling_factor == 0.13025
     assert loads == []
 
 
@@ -112,7 +109,7 @@ def test_a_part_is_loaded_once_for_identity_and_use(folder, loads):
     for _ in range(2):
         identities(loader)
         loader.vae(F32), loader.text(F32)
-    assert sorted(loads) == ["text_encoder", "tokenizers", "vae"]
+    assert sorted(loads) == ["text_encoder", "text_encoder_2", "tokenizers", "vae"]
 
 
 def test_a_touched_file_is_read_again_and_a_changed_one_is_another_part(folder, tmp_path, loads):
@@ -129,7 +126,7 @@ def test_a_touched_file_is_read_again_and_a_changed_one_is_another_part(folder, 
     tensors["encoder.conv_in.bias"][0] += 1
     save_file(tensors, weights)
     after = identities(ModelLoader(path, memo=memo))
-    assert [part for part in PARTS if after[part] != before[part]] == ["vae"]
+    assert [part for part in family_named(DEFAULT).parts if after[part] != before[part]] == ["vae"]
 
 
 def test_an_unreadable_memo_is_rewritten(folder):
@@ -146,7 +143,7 @@ def test_an_unreadable_memo_is_rewritten(folder):
 
 @pytest.mark.parametrize("part", ["vae", "text_encoder", "text_encoder_2"])
 def test_an_encoder_that_is_trained_is_refused(part):
-    parts = tiny_sdxl()
+    parts = tiny_parts()
     list(parts[part].parameters())[-1].requires_grad_(True)
     models = LoadedModels(**parts)
     for call in (lambda: models.identity(part, F32), lambda: (models.vae(F32), models.text(F32))):
@@ -170,6 +167,6 @@ def test_a_part_that_was_not_given_is_named(parts):
 
 
 def test_offloaded_weights_are_refused():
-    vae = tiny_sdxl()["vae"].to("meta")
+    vae = tiny_parts()["vae"].to("meta")
     with pytest.raises(ModelError, match="meta device"):
         LoadedModels(vae=vae).identity("vae", F32)

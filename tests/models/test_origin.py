@@ -12,9 +12,10 @@ from safetensors.torch import load_file, save_file
 from single_file import save_checkpoint, save_vae
 
 from latentcache.errors import ModelError
+from latentcache.families.scaling import Scaling
 from latentcache.models import model_files
 from latentcache.models.model_loader import LoadedModels, ModelLoader
-from latentcache.models.tiny import save_diffusers_folder, tiny_sdxl
+from latentcache.models.tiny import save_diffusers_folder, tiny_parts
 from latentcache.models.vae import encode_images
 
 # A separate VAE.
@@ -22,14 +23,14 @@ from latentcache.models.vae import encode_images
 
 @pytest.fixture(scope="module")
 def other_vae():
-    return tiny_sdxl(seed=7)["vae"]
+    return tiny_parts(seed=7)["vae"]
 
 
 @pytest.mark.parametrize("form", ["whole folder", "flat folder", "file with config", "file alone", "file, checkpoint"])
 def test_a_separate_vae(form, other_vae, folder, checkpoint, tmp_path):
     path, config = str(folder), None
     if form == "whole folder":
-        vae = save_diffusers_folder(tiny_sdxl(seed=7), tmp_path / "other")
+        vae = save_diffusers_folder(tiny_parts(seed=7), tmp_path / "other")
     elif form == "flat folder":
         other_vae.save_pretrained(vae := tmp_path / "flat")
     elif form == "file with config":
@@ -43,7 +44,7 @@ def test_a_separate_vae(form, other_vae, folder, checkpoint, tmp_path):
     loader = ModelLoader(path, vae=str(vae), config=config)
     assert loader.identity("vae", F32) == LoadedModels(vae=other_vae).identity("vae", F32)
     assert torch.equal(encode_images(loader.vae(F32), PIXELS), encode_images(other_vae, PIXELS))
-    assert loader.vae_config()["scaling_factor"] == 0.13025
+    assert loader.vae_facts().scaling == Scaling(0.13025)
     assert loader.identity("text_encoder", F32) == ModelLoader("tiny").identity("text_encoder", F32)
 
 
@@ -57,16 +58,16 @@ def test_another_class_of_vae_is_refused(other_vae, tmp_path):
     other_vae.save_pretrained(tmp_path / "taesd")
     config = tmp_path / "taesd" / "config.json"
     config.write_text(config.read_text().replace("AutoencoderKL", "AutoencoderTiny"))
-    for call in (ModelLoader.vae_config, lambda loader: loader.vae(F32)):
-        with pytest.raises(ModelError, match="AutoencoderTiny, but an AutoencoderKL is needed"):
+    for call in (ModelLoader.vae_facts, lambda loader: loader.vae(F32)):
+        with pytest.raises(ModelError, match="is a AutoencoderTiny, but sdxl has an AutoencoderKL"):
             call(ModelLoader("tiny", vae=str(tmp_path / "taesd")))
 
 
-def test_a_vae_with_statistics_per_channel_is_refused():
-    vae = tiny_sdxl()["vae"]
+def test_a_vae_with_half_of_its_statistics_is_refused():
+    vae = tiny_parts()["vae"]
     vae.register_to_config(latents_mean=[0.0] * 4)
     with pytest.raises(ModelError, match="latents_mean"):
-        LoadedModels(vae=vae).vae_config()
+        LoadedModels(vae=vae).vae_facts()
 
 
 # Refusals.
@@ -229,7 +230,7 @@ def test_a_torn_file_is_refused(folder, tmp_path):
 def test_a_checkpoint_whose_configs_are_not_sdxl_is_refused(checkpoint, folder, tmp_path):
     config = Path(shutil.copytree(folder, tmp_path / "config"))
     remove(config / "text_encoder_2")
-    with pytest.raises(ModelError, match="has no text_encoder_2, which an SDXL checkpoint needs"):
+    with pytest.raises(ModelError, match="has no text_encoder_2, which a checkpoint of sdxl needs"):
         ModelLoader(str(checkpoint), config=str(config)).vae(F32)
 
 

@@ -11,18 +11,18 @@ from single_file import save_checkpoint
 from transformers import CLIPTokenizer
 
 from latentcache.errors import ModelError
-from latentcache.models.model_loader import PARTS, LoadedModels, ModelLoader
-from latentcache.models.tiny import tiny_sdxl
+from latentcache.models.model_loader import LoadedModels, ModelLoader
+from latentcache.models.tiny import tiny_parts
 
 
 @pytest.mark.parametrize("part", ["vae", "text_encoder", "text_encoder_2"])
 def test_one_flipped_bit_of_the_weights_counts(part):
-    models = LoadedModels(**(parts := tiny_sdxl()))
+    models = LoadedModels(**(parts := tiny_parts()))
     before = identities(models)
     weights = next(parts[part].parameters()).data.view(torch.int32)
     weights.view(-1)[0] ^= 1
     after = identities(models)
-    assert [name for name in PARTS if before[name] != after[name]] == [part]
+    assert [name for name in before if before[name] != after[name]] == [part]
     assert before[part].config == after[part].config
 
 
@@ -74,7 +74,7 @@ def test_the_use_of_a_tokenizer_does_not_count(parts):
     ],
 )
 def test_a_key_of_the_config_counts_unless_it_is_known_not_to(part, key, value, counts):
-    parts = tiny_sdxl()
+    parts = tiny_parts()
     before = LoadedModels(**parts).identity(part, F32)
     if part == "vae":
         parts[part].register_to_config(**{key: value})
@@ -86,7 +86,7 @@ def test_a_key_of_the_config_counts_unless_it_is_known_not_to(part, key, value, 
 
 
 def test_tiling_counts_and_slicing_does_not():
-    vae = tiny_sdxl()["vae"]
+    vae = tiny_parts()["vae"]
     models = LoadedModels(vae=vae)
     before = models.identity("vae", F32)
     vae.enable_slicing()
@@ -96,7 +96,7 @@ def test_tiling_counts_and_slicing_does_not():
 
 
 def test_the_decoder_of_the_vae_does_not_count():
-    vae = tiny_sdxl()["vae"]
+    vae = tiny_parts()["vae"]
     models = LoadedModels(vae=vae)
     before = models.identity("vae", F32)
     with torch.no_grad():
@@ -111,7 +111,7 @@ def test_the_decoder_of_the_vae_does_not_count():
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # of peft itself
 def test_adapters_are_refused_until_they_are_merged():
     peft = pytest.importorskip("peft")
-    encoder = tiny_sdxl()["text_encoder"]
+    encoder = tiny_parts()["text_encoder"]
     before = LoadedModels(text_encoder=encoder).identity("text_encoder", F32)
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
     wrapped = peft.get_peft_model(encoder, config).requires_grad_(False)
@@ -122,7 +122,7 @@ def test_adapters_are_refused_until_they_are_merged():
 
 
 def test_strides_and_ties_do_not_count():
-    parts = tiny_sdxl()
+    parts = tiny_parts()
     before = LoadedModels(**parts).identity("text_encoder", F32)
     encoder = parts["text_encoder"]
     # transformers before 5.6 has all of it in `text_model`.

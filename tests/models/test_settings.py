@@ -9,9 +9,9 @@ import torch
 from helpers.encoding import encode_captions
 
 from latentcache.errors import ModelError
-from latentcache.models.model_loader import ModelLoader, TextParts
+from latentcache.models.model_loader import ModelLoader
 from latentcache.models.running import text_settings, vae_settings
-from latentcache.models.tiny import tiny_sdxl
+from latentcache.models.tiny import tiny_parts
 from latentcache.models.vae import encode_images, memory_format_of
 
 # Importing torch's compiler warns of its own use of torch.jit.
@@ -20,7 +20,7 @@ importing_the_compiler_warns = pytest.mark.filterwarnings("ignore:.torch.jit.scr
 
 @pytest.fixture
 def vae() -> torch.nn.Module:
-    return tiny_sdxl()["vae"]
+    return tiny_parts()["vae"]
 
 
 def strides(module: torch.nn.Module) -> list[tuple[int, tuple[int, ...]]]:
@@ -115,12 +115,15 @@ def test_compiled_in_place_and_put_back(vae: torch.nn.Module) -> None:
 def test_text_encoders_are_compiled_and_put_back() -> None:
     parts = ModelLoader("tiny").text(torch.float32)
     plain = encode_captions(parts, ["a cat"])
-    with torch.compiler.set_stance("force_eager"), text_settings(parts, compile=True):
+    with (
+        torch.compiler.set_stance("force_eager"),
+        text_settings([parts["text_encoder"], parts["text_encoder_2"]], compile=True),
+    ):
         assert encoders_compiled(parts) == [True, True]
         inside = encode_captions(parts, ["a cat"])
     assert encoders_compiled(parts) == [False, False]
     assert all(torch.equal(inside[name], plain[name]) for name in plain)
-    with text_settings(parts):
+    with text_settings([parts["text_encoder"], parts["text_encoder_2"]]):
         assert encoders_compiled(parts) == [False, False]
 
 
@@ -177,10 +180,10 @@ def test_a_compiler_that_fails_is_named_with_the_way_out(vae: torch.nn.Module, m
     assert vae.encoder._compiled_call_impl is None
 
 
-def encoders_compiled(parts: TextParts) -> list[bool]:
-    return [encoder._compiled_call_impl is not None for encoder in (parts.text_encoder, parts.text_encoder_2)]
+def encoders_compiled(parts) -> list[bool]:
+    return [encoder._compiled_call_impl is not None for encoder in (parts["text_encoder"], parts["text_encoder_2"])]
 
 
 def test_attention_is_that_of_torch() -> None:
     parts = ModelLoader("tiny").text(torch.float32)
-    assert [e.config._attn_implementation for e in (parts.text_encoder, parts.text_encoder_2)] == ["sdpa", "sdpa"]
+    assert [e.config._attn_implementation for e in (parts["text_encoder"], parts["text_encoder_2"])] == ["sdpa", "sdpa"]

@@ -3,11 +3,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from latentcache.models.tiny import save_diffusers_folder, tiny_pipeline, tiny_sdxl, tiny_unet
+from latentcache.models.tiny import save_diffusers_folder, tiny_denoiser, tiny_parts, tiny_pipeline
 
 
 def test_a_seed_gives_one_set_of_weights_and_another_seed_another():
-    first, again, other = tiny_sdxl(3), tiny_sdxl(3), tiny_sdxl(4)
+    first, again, other = tiny_parts(3), tiny_parts(3), tiny_parts(4)
     for part in ("vae", "text_encoder", "text_encoder_2"):
         states = [parts[part].state_dict() for parts in (first, again, other)]
         assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
@@ -16,7 +16,7 @@ def test_a_seed_gives_one_set_of_weights_and_another_seed_another():
 
 def test_building_leaves_the_global_random_state_alone():
     before = torch.get_rng_state()
-    tiny_sdxl(1), tiny_unet(1)
+    tiny_parts(1), tiny_denoiser(1)
     assert torch.equal(torch.get_rng_state(), before)
 
 

@@ -136,7 +136,7 @@ def test_the_script_writes_a_model(script: Any, photos: Path, tmp_path: Path, mo
 def test_a_seed_determines_what_the_script_trains(script: Any) -> None:
     digests = []
     for seed in (3, 3, 4):
-        parts = script.tiny_sdxl(0)
+        parts = script.tiny_parts(0)
         script.train_text(parts, 2, script.seeded(seed))
         digests.append([digest_of(parts[name]) for name in ("text_encoder", "text_encoder_2")])
     assert digests[0] == digests[1] and digests[0] != digests[2]
@@ -144,7 +144,7 @@ def test_a_seed_determines_what_the_script_trains(script: Any) -> None:
 
 def test_normalizing_latents_changes_no_image(script: Any, photos: Path) -> None:
     views = [replace(view, pixels=view.pixels[..., 64:160, 64:160]) for view in script.views_of(photos, "squares")[:2]]
-    vae = script.tiny_sdxl(5)["vae"]
+    vae = script.tiny_parts(5)["vae"]
     before = [vae.decode(vae.encode(view.pixels).latent_dist.mean).sample for view in views]
     script.normalize_latents(vae, views)
     after = [vae.encode(view.pixels).latent_dist for view in views]

@@ -21,7 +21,7 @@ from latentcache.config import ModelConfig
 from latentcache.errors import ModelError
 from latentcache.models import model_files
 from latentcache.models.lora import lora_settings
-from latentcache.models.tiny import tiny_pipeline, tiny_unet
+from latentcache.models.tiny import tiny_denoiser, tiny_pipeline
 from latentcache.models.unet import check_conditioning, load_scheduler, load_unet
 
 STEM = "diffusion_pytorch_model"
@@ -161,7 +161,7 @@ def test_a_checkpoint_with_a_lora(form, tmp_path):
         randomise(adapted)
     saved = adapted
     if form == "get_peft_model":
-        adapted = tiny_unet(seed=5).eval()
+        adapted = tiny_denoiser(seed=5).eval()
         saved = get_peft_model(adapted, LoraConfig(r=4, lora_alpha=10, target_modules=["to_q", "conv1"])).eval()
         randomise(adapted)
     extra = {"lora": lora_settings(saved)}
@@ -182,7 +182,7 @@ def test_a_checkpoint_with_a_lora_without_settings_is_refused(tmp_path):
     with pytest.raises(ModelError, match="of another shape"):
         load_unet(tmp_path / "step", dtype=F32, model=TINY)
     with pytest.raises(ModelError, match="has no adapter"):
-        lora_settings(tiny_unet())
+        lora_settings(tiny_denoiser())
 
 
 def test_global_state_is_as_it_was(unet, tmp_path):

@@ -8,8 +8,11 @@ import torch
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
 from latentcache.errors import ConfigError, ModelError
-from latentcache.models.tiny import tiny_sdxl
+from latentcache.families.scaling import Scaling
+from latentcache.families.sdxl import FAMILY as SDXL
+from latentcache.models.tiny import tiny_parts
 from latentcache.models.vae import (
+    VaeFacts,
     encode_images,
     keep_output,
     latents_from_moments,
@@ -139,7 +142,7 @@ def test_problems_name_what_is_wrong_with_each_item():
 
 
 def test_an_overflow_in_float16_is_found_and_float32_is_fine(pixels):
-    vae = tiny_sdxl()["vae"]
+    vae = tiny_parts()["vae"]
     with torch.no_grad():
         vae.encoder.conv_in.weight.mul_(1e6)  # like SDXL's: its activations pass 65504
     single = encode_images(vae, pixels)
@@ -160,19 +163,19 @@ def test_an_overflow_in_float16_is_found_and_float32_is_fine(pixels):
     ],
 )
 def test_the_dtype_of_the_vae_comes_with_its_reason(requested, upcast, device, expected):
-    dtype, reason = vae_dtype(requested, {"force_upcast": upcast}, device)
+    dtype, reason = vae_dtype(requested, VaeFacts(Scaling(), upcast, 4, 8), device)
     assert dtype is expected
     assert reason.endswith(".")
     assert ("force_upcast" in reason) == (device == CUDA and requested != "bfloat16")
 
 
 def test_the_dtype_of_the_text_encoders():
-    assert text_dtype("auto", CPU)[0] is torch.float32
-    assert text_dtype("auto", CUDA)[0] is torch.float16
-    assert text_dtype("bfloat16", CUDA)[0] is torch.bfloat16
+    assert text_dtype("auto", SDXL, CPU)[0] is torch.float32
+    assert text_dtype("auto", SDXL, CUDA)[0] is torch.float16
+    assert text_dtype("bfloat16", SDXL, CUDA)[0] is torch.bfloat16
 
 
 def test_an_unknown_dtype_names_the_setting():
     with pytest.raises(ConfigError, match="float64") as caught:
-        text_dtype("float64", CPU)
+        text_dtype("float64", SDXL, CPU)
     assert caught.value.key == "encode.text_dtype"

@@ -7,7 +7,7 @@ from diffusers import UNet2DConditionModel
 from peft import LoraConfig
 
 from latentcache.config import ModelConfig
-from latentcache.models.tiny import tiny_unet
+from latentcache.models.tiny import tiny_denoiser
 
 F16, F32 = torch.float16, torch.float32
 TINY = ModelConfig(path="tiny")
@@ -38,7 +38,7 @@ def check_same(found: torch.nn.Module, expected: torch.nn.Module) -> None:
 
 def frozen_unet(seed: int, dtype: torch.dtype = F32) -> UNet2DConditionModel:
     """Frozen, as a loaded one: on the CPU torch takes other float16 kernels for parameters that require grad."""
-    return torch.nn.Module.to(tiny_unet(seed), dtype).eval().requires_grad_(False)
+    return torch.nn.Module.to(tiny_denoiser(seed), dtype).eval().requires_grad_(False)
 
 
 def adapted_unet(seed: int = 5, **settings) -> UNet2DConditionModel:

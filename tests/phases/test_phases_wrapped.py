@@ -16,7 +16,7 @@ from helpers.phase_wrapped import WrappedRun, assert_as_without, assert_same, fo
 from peft import LoraConfig
 
 from latentcache.errors import PhaseError
-from latentcache.models.tiny import tiny_sdxl
+from latentcache.models.tiny import tiny_parts
 from latentcache.phases.phases import Phases
 
 LORA = LoraConfig(r=2, lora_alpha=4, target_modules=["to_q", "to_v"], init_lora_weights="gaussian")
@@ -359,7 +359,7 @@ def test_tied_parameters_and_buffers_that_are_not_saved() -> None:
 
 
 def test_two_parts_may_share_a_tensor() -> None:
-    parts = tiny_sdxl(1)
+    parts = tiny_parts(1)
     one, other = parts["text_encoder"], parts["text_encoder_2"]
     other.embeddings_of_the_first = one.embeddings
     phases = Phases({"text_encoder": one, "text_encoder_2": other}, device="cpu")
@@ -371,7 +371,7 @@ def test_two_parts_may_share_a_tensor() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_weights_of_any_dtype_and_memory_format(dtype: torch.dtype) -> None:
-    vae = tiny_sdxl(1)["vae"].to(dtype=dtype, memory_format=torch.channels_last)
+    vae = tiny_parts(1)["vae"].to(dtype=dtype, memory_format=torch.channels_last)
     run = WrappedRun(prepare=lambda unet: unet.to(memory_format=torch.channels_last), parts={"vae": vae})
 
     def memory() -> list[Any]:
@@ -400,7 +400,7 @@ def test_a_phase_in_inference_mode(inside: bool) -> None:
                 forward(run.unet)
         assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
 
-    assert_as_without(lambda: WrappedRun(parts={"vae": tiny_sdxl(1)["vae"]}), validate_so)
+    assert_as_without(lambda: WrappedRun(parts={"vae": tiny_parts(1)["vae"]}), validate_so)
 
 
 def test_an_average_that_is_in_already_stays_in() -> None:

@@ -14,7 +14,7 @@ from latentcache.config import Config, ImagesConfig
 from latentcache.dataset.images import decode
 from latentcache.dataset.resampling import resize
 from latentcache.loading.cache import LatentCache
-from latentcache.models.tiny import tiny_sdxl
+from latentcache.models.tiny import tiny_parts
 from latentcache.models.vae import encode_images
 from latentcache.precache.run import run_precache
 from latentcache.types import Crop, Geometry, Size
@@ -33,7 +33,7 @@ def test_the_latents_are_those_of_the_trainers_own_pixels(make_config: Callable[
         pixels = decode((photos / "a.png").read_bytes(), "a.png", ImagesConfig(min_side=8))
         cropped = resize(pixels, Size(71, 128), "opencv-area")[3:67]
         for ref, wanted in ((plain, cropped), (flipped, cropped[:, ::-1])):
-            live = encode_images(tiny_sdxl()["vae"], np.ascontiguousarray(wanted)[None])[0]
+            live = encode_images(tiny_parts()["vae"], np.ascontiguousarray(wanted)[None])[0]
             assert torch.equal(cache.get(ref.key).tensors["moments"], live)
             assert cache.get(ref.key).record.identity["preparation"]["resample"] == "opencv-area"
 

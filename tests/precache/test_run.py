@@ -32,7 +32,7 @@ from latentcache.errors import (
     TrainableEncoderError,
 )
 from latentcache.models.model_loader import LoadedModels
-from latentcache.models.tiny import tiny_pipeline, tiny_sdxl
+from latentcache.models.tiny import tiny_parts, tiny_pipeline
 from latentcache.models.vae import encode_images
 from latentcache.precache import encodings
 from latentcache.precache.plan import Shard
@@ -81,7 +81,7 @@ def test_the_report_is_json_with_the_promised_names(make_config: Callable[..., C
 def test_stored_values_are_those_of_the_live_encoders(make_config: Callable[..., Config], photos: Path) -> None:
     """0 ULP: moments of the VAE and the pipeline's own encode_prompt, on the same device and dtype."""
     run_precache(make_config())
-    parts = tiny_sdxl()
+    parts = tiny_parts()
     pipeline = tiny_pipeline(parts)
     with LatentCache(make_config().cache.path) as cache:
         for sample_id in ("a.png", "c.png"):
@@ -101,7 +101,7 @@ def test_stored_values_are_those_of_the_live_encoders(make_config: Callable[...,
 def test_prompts_are_cached_with_and_without_clip_skip(make_config: Callable[..., Config]) -> None:
     config = make_config(**{"encode.clip_skip": 1})
     run_precache(config)
-    pipeline = tiny_pipeline(tiny_sdxl())
+    pipeline = tiny_pipeline(tiny_parts())
     with LatentCache(config.cache.path) as cache:
         for text, negative in (("a validation prompt", False), ("", False), ("ugly", True), ("", True)):
             found = cache.prompt(text, device="cpu", negative=negative)
@@ -280,7 +280,7 @@ class Doctored(AutoencoderKL):
 
 @pytest.fixture
 def doctored() -> LoadedModels:
-    parts = tiny_sdxl()
+    parts = tiny_parts()
     parts["vae"].__class__ = Doctored
     return LoadedModels(**parts)
 
@@ -333,7 +333,7 @@ def test_numbers_too_large_for_the_stored_dtype_are_not_stored(
 
 
 def test_bad_text_output_refuses_the_samples_that_use_it(make_config: Callable[..., Config]) -> None:
-    parts = tiny_sdxl()
+    parts = tiny_parts()
     tokens = parts["tokenizer"]("a blue car").input_ids
     # Poison the embedding of one token of the caption.
     parts["text_encoder"].get_input_embeddings().weight.data[tokens[3]] = float("nan")
@@ -377,14 +377,14 @@ def test_an_image_that_does_not_fit_alone_is_refused(
 
 
 def test_an_encoder_that_is_trained_is_refused(make_config: Callable[..., Config]) -> None:
-    parts = tiny_sdxl()
+    parts = tiny_parts()
     parts["text_encoder_2"].text_projection.requires_grad_(True)
     with pytest.raises(TrainableEncoderError, match=r"text_encoder_2\.text_projection\.weight requires grad"):
         run_precache(make_config(), models=LoadedModels(**parts))
 
 
 def test_the_callers_models_come_back_as_they_were(make_config: Callable[..., Config]) -> None:
-    parts = tiny_sdxl()
+    parts = tiny_parts()
     parts["vae"].train()
     weights = {name: [p for p in parts[name].parameters()] for name in ("vae", "text_encoder", "text_encoder_2")}
     run_precache(make_config(**{"encode.vae_dtype": "bfloat16"}), models=LoadedModels(**parts))
@@ -490,7 +490,7 @@ def test_flipped_entries_are_those_of_the_mirrored_image(make_config: Callable[.
         _, row = cache.row("a.png")
         plain, flipped = (cache.get(ref.key).tensors["moments"] for ref in row.images)
         pixels = prepare(decode((photos / "a.png").read_bytes(), "a", ImagesConfig(min_side=8)), row.images[0].geometry)
-        live = encode_images(tiny_sdxl()["vae"], np.ascontiguousarray(pixels[:, ::-1])[None])[0]
+        live = encode_images(tiny_parts()["vae"], np.ascontiguousarray(pixels[:, ::-1])[None])[0]
         assert torch.equal(flipped, live) and not torch.equal(plain, flipped)
         assert [ref.geometry.flip for ref in row.images] == [False, True]
 
@@ -611,7 +611,7 @@ def test_a_run_stops_while_it_plans(make_config: Callable[..., Config]) -> None:
 
 def test_a_run_stops_before_the_vae_is_used(make_config: Callable[..., Config]) -> None:
     stop = threading.Event()
-    models = LoadedModels(**tiny_sdxl())
+    models = LoadedModels(**tiny_parts())
     models.vae = lambda dtype, load=models.vae: (stop.set(), load(dtype))[1]  # type: ignore[method-assign]
     report = run_precache(make_config(), models=models, stop=stop)
     assert report.interrupted and report.num_encoded >= 7

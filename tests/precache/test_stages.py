@@ -20,7 +20,7 @@ from latentcache.config import Config
 from latentcache.devices.transfer import StreamTransfer
 from latentcache.errors import ImageRefused, StoreError
 from latentcache.models.model_loader import LoadedModels
-from latentcache.models.tiny import tiny_sdxl
+from latentcache.models.tiny import tiny_parts
 from latentcache.precache import decoding, encodings
 from latentcache.precache import image_stage as images
 from latentcache.precache import text_stage as texts
@@ -80,7 +80,7 @@ def test_launching_ahead_changes_no_entry(
 def test_the_next_batch_is_launched_before_the_last_one_is_fetched(
     make_config: Callable[..., Config], more_photos: int, overlapping: Streams
 ) -> None:
-    parts = tiny_sdxl()
+    parts = tiny_parts()
     parts["vae"].encoder.register_forward_hook(lambda *arguments: overlapping.log.append("vae"))
     parts["text_encoder"].register_forward_hook(lambda *arguments: overlapping.log.append("text"))
     run_precache(make_config(**{"encode.batch_size": 4}), models=LoadedModels(**parts))
@@ -102,7 +102,7 @@ def test_tokens_are_on_the_device_before_they_are_encoded(
         return uploaded[-1]
 
     monkeypatch.setattr(StreamTransfer, "upload", remember)
-    parts, seen = tiny_sdxl(), []
+    parts, seen = tiny_parts(), []
     for name in ("text_encoder", "text_encoder_2"):
         parts[name].register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
     run_precache(make_config(), models=LoadedModels(**parts))
@@ -154,7 +154,7 @@ def test_memory_stays_flat(
     for number in range(24):
         write_photo(tmp_path / "photos" / f"without-caption{number}.png", 200 + number, (64, 64))
     monkeypatch.setattr(decoding, "prepare", counted)
-    parts = tiny_sdxl()
+    parts = tiny_parts()
     if slow == "encoder":
         parts["vae"].encoder.register_forward_hook(lambda *arguments: time.sleep(0.02))
     config = make_config(**{"encode.batch_size": 3, "encode.num_workers": 2})
@@ -258,7 +258,7 @@ def test_captions_are_encoded_in_groups_that_ranks_agree_on(
 ) -> None:
     """On an accelerator captions go in batches; each is there once."""
     monkeypatch.setattr(encodings, "text_batch_size", lambda device: 16)
-    parts, sizes = tiny_sdxl(), []
+    parts, sizes = tiny_parts(), []
     parts["text_encoder_2"].register_forward_pre_hook(lambda module, inputs: sizes.append(len(inputs[0])))
     config = make_config()
     report = run_precache(config, models=LoadedModels(**parts))

@@ -17,8 +17,9 @@ from PIL import Image
 
 import latentcache.identity as fingerprint
 from latentcache.config import Config
+from latentcache.families.sdxl import FAMILY as SDXL
 from latentcache.models.model_loader import LoadedModels
-from latentcache.models.tiny import tiny_sdxl
+from latentcache.models.tiny import tiny_parts
 from latentcache.precache import planner, preparations, prompts
 from latentcache.precache.report import Report
 from latentcache.precache.run import run_precache
@@ -285,7 +286,12 @@ def test_every_field_of_an_identity_has_a_row() -> None:
         *leaves("text", fingerprint.TextIdentity),
         *leaves("preparation", fingerprint.Preparation),
         *leaves("image_encoding", fingerprint.ImageEncoding),
-        *leaves("text_encoding", fingerprint.TextEncoding),
+        *(
+            f"text_encoding.{name}"
+            for name in (*SDXL.names("text_encoder"), *SDXL.names("tokenizer"), *SDXL.text_recipe())
+        ),
+        "text_encoding.compute_dtype",
+        "text_encoding.store_dtype",
         *leaves("part", fingerprint.PartIdentity),
     }
     covered = {field for change in CHANGES for field in change.fields}
@@ -297,14 +303,14 @@ def test_each_input_changed_alone_is_a_miss_with_its_reason(
     change: Change, make_config: Callable[..., Config], photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base = make_config(**change.base)
-    first = run_precache(base, models=LoadedModels(**tiny_sdxl()))
+    first = run_precache(base, models=LoadedModels(**tiny_parts()))
     assert first.num_refused == 0 and plan(base).num_misses == 0, "an unchanged run must be all hits"
 
     if change.edit is not None:
         change.edit(photos)
     if change.patch is not None:
         change.patch(monkeypatch)
-    parts = tiny_sdxl()
+    parts = tiny_parts()
     if change.models is not None:
         change.models(parts)
     report = run_precache(make_config(**change.base | change.settings), models=LoadedModels(**parts), dry_run=True)
@@ -315,7 +321,7 @@ def test_each_input_changed_alone_is_a_miss_with_its_reason(
 
 
 def plan(config: Config, parts: dict[str, Any] | None = None) -> Report:
-    return run_precache(config, models=LoadedModels(**(parts or tiny_sdxl())), dry_run=True)
+    return run_precache(config, models=LoadedModels(**(parts or tiny_parts())), dry_run=True)
 
 
 def touched(photos: Path) -> None:
@@ -370,7 +376,7 @@ def test_what_does_not_change_a_value_is_a_hit(
     name: str, make_config: Callable[..., Config], photos: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     case = IRRELEVANT[name]
-    run_precache(make_config(), models=LoadedModels(**tiny_sdxl()))
+    run_precache(make_config(), models=LoadedModels(**tiny_parts()))
     if "edit" in case:
         case["edit"](photos)
     if case.get("move"):
@@ -378,7 +384,7 @@ def test_what_does_not_change_a_value_is_a_hit(
         monkeypatch.chdir(tmp_path)
     for variable, value in case.get("environ", {}).items():
         monkeypatch.setenv(variable, value)
-    parts = tiny_sdxl()
+    parts = tiny_parts()
     case.get("models", lambda parts: None)(parts)
     report = plan(make_config(**case.get("settings", {})), parts)
     assert (report.num_misses, report.misses_by_reason) == (0, {})
@@ -389,12 +395,12 @@ def test_a_caption_edit_leaves_the_latents_alone_and_a_vae_swap_the_embeddings(
     make_config: Callable[..., Config], photos: Path
 ) -> None:
     config = make_config()
-    run_precache(config, models=LoadedModels(**tiny_sdxl()))
+    run_precache(config, models=LoadedModels(**tiny_parts()))
     caption_byte(photos)
-    report = run_precache(config, models=LoadedModels(**tiny_sdxl()))
+    report = run_precache(config, models=LoadedModels(**tiny_parts()))
     assert report.misses_by_reason == {"caption changed": 1} and report.num_encoded == 1
 
-    parts = tiny_sdxl()
+    parts = tiny_parts()
     one_bit("vae")(parts)
     report = run_precache(config, models=LoadedModels(**parts))
     assert list(report.misses_by_reason.values()) == [5] and report.num_encoded == 5
@@ -402,7 +408,7 @@ def test_a_caption_edit_leaves_the_latents_alone_and_a_vae_swap_the_embeddings(
 
 
 def test_several_causes_are_all_named(make_config: Callable[..., Config], photos: Path) -> None:
-    run_precache(make_config(), models=LoadedModels(**tiny_sdxl()))
+    run_precache(make_config(), models=LoadedModels(**tiny_parts()))
     one_pixel(photos)
     report = plan(make_config(**{"encode.image_output": "mean"}))
     assert report.misses_by_reason == {
@@ -416,7 +422,7 @@ def test_an_image_changed_within_the_same_time_stamp_is_noticed(
 ) -> None:
     """Digests of files that have just changed are not remembered: they may change again within the clock's step."""
     config = make_config()
-    run_precache(config, models=LoadedModels(**tiny_sdxl()))
+    run_precache(config, models=LoadedModels(**tiny_parts()))
     stat = (photos / "a.png").stat()
     one_pixel(photos)
     os.utime(photos / "a.png", ns=(stat.st_atime_ns, stat.st_mtime_ns))

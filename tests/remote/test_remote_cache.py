@@ -40,7 +40,7 @@ from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.errors import ConfigError, ReadOnlyError, RemoteError, SampleError, StoreError
 from latentcache.loading.status import show, status
 from latentcache.models.model_loader import LoadedModels
-from latentcache.models.tiny import tiny_sdxl, tiny_unet
+from latentcache.models.tiny import tiny_denoiser, tiny_parts
 from latentcache.precache import planner
 from latentcache.precache.plan import Shard
 from latentcache.precache.run import run_precache
@@ -381,7 +381,7 @@ def test_two_precaches_at_once_encode_each_entry_once(
 
         monkeypatch.setattr("latentcache.precache.run.make_plan", plan_then_wait)
         monkeypatch.setattr(PackWriter, "add", note)
-        models = [LoadedModels(**tiny_sdxl()) for _ in range(2)]
+        models = [LoadedModels(**tiny_parts()) for _ in range(2)]
         running = [threads.submit(run_precache, config, models=each) for each in models]
         reports = [each.result() for each in running]
         assert [report.num_misses for report in reports] == [needed] * 2
@@ -513,7 +513,7 @@ def test_validation_reads_from_a_service_and_fills_it(
         config = validation_config(make_config, photos, prompts=(), path=tmp_path / f"validation-{number}")
         config = config.model_copy(update={"cache": CacheConfig(path=path)})
         precache_training_set(config)
-        parts = tiny_sdxl() | {"unet": tiny_unet(), "scheduler": DDPMScheduler()}
+        parts = tiny_parts() | {"unet": tiny_denoiser(), "scheduler": DDPMScheduler()}
         with LatentCache(config.cache) as cache:
             report = ValidationRunner(parts, cache, config).run(1)
             assert report is not None and report.loss is not None and "held-out" in cache.manifests.names()

@@ -23,7 +23,7 @@ from helpers.serving import Answer, RunningServer, serving
 from latentcache import LatentCache, ValidationRunner
 from latentcache.config import Config, load_config
 from latentcache.errors import RemoteError, StoreError
-from latentcache.models.tiny import save_diffusers_folder, tiny_pipeline, tiny_sdxl, tiny_unet
+from latentcache.models.tiny import save_diffusers_folder, tiny_denoiser, tiny_parts, tiny_pipeline
 from latentcache.precache.run import run_precache
 from latentcache.precache.workspace import Workspace
 from latentcache.remote.remote_store import RemoteStore
@@ -49,7 +49,7 @@ def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
             }
             for name in ("photos", "mirrored")
         ],
-        "model": {"path": str(save_diffusers_folder(tiny_sdxl(), folder / "model"))},
+        "model": {"path": str(save_diffusers_folder(tiny_parts(), folder / "model"))},
         "encode": {"device": "cpu", "num_workers": 1, "clip_skip": 1},
         "validation": {"prompts": ["a validation prompt"]},
     }
@@ -255,7 +255,7 @@ def test_the_openapi_document_describes_the_routes(server: RunningServer) -> Non
 
 def expected(config: Config, text: str, *, negative: bool = False) -> dict[str, torch.Tensor]:
     """What SDXL's own pipeline gives for a prompt."""
-    embeds, negative_embeds, pooled, negative_pooled = tiny_pipeline(tiny_sdxl()).encode_prompt(
+    embeds, negative_embeds, pooled, negative_pooled = tiny_pipeline(tiny_parts()).encode_prompt(
         "" if negative else text, negative_prompt=text, clip_skip=config.encode.clip_skip, device="cpu"
     )
     tensors = (negative_embeds, negative_pooled) if negative else (embeds, pooled)
@@ -296,7 +296,7 @@ def test_validation_samples_a_new_prompt_without_any_encoder(
     settings = {"prompts": ("brand new",), "negative_prompt": "never heard", "path": tmp_path / "validation"}
     settings |= {"height": 64, "width": 64, "num_inference_steps": 1}
     validation = config.validation.model_copy(update=settings)
-    parts = {"unet": tiny_unet(), "vae": tiny_sdxl()["vae"], "scheduler": tiny_pipeline().scheduler}
+    parts = {"unet": tiny_denoiser(), "vae": tiny_parts()["vae"], "scheduler": tiny_pipeline().scheduler}
     with LatentCache(server.url, token=server.token) as cache:
         runner = ValidationRunner(parts, cache, config.model_copy(update={"validation": validation}))
         report = runner.run(step=1)

@@ -29,7 +29,7 @@ from latentcache.errors import (
     StorageFullError,
 )
 from latentcache.models.model_loader import LoadedModels, ModelLoader
-from latentcache.models.tiny import save_diffusers_folder, tiny_sdxl
+from latentcache.models.tiny import save_diffusers_folder, tiny_parts
 from latentcache.precache import planner
 from latentcache.precache.run import run_precache
 from latentcache.precache.serving_models import EntryTask
@@ -60,7 +60,7 @@ class Gate:
 
 @pytest.fixture
 def parts() -> dict[str, Any]:
-    return tiny_sdxl()
+    return tiny_parts()
 
 
 @pytest.fixture
@@ -131,7 +131,7 @@ def test_entries_are_those_of_precache(
 
 
 def test_what_precache_made_is_there_without_any_model(config: Config, tmp_path: Path, photos: Path) -> None:
-    folder = save_diffusers_folder(tiny_sdxl(), tmp_path / "model")
+    folder = save_diffusers_folder(tiny_parts(), tmp_path / "model")
     config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})})
     with open_workspace(config.cache) as workspace:
         run_precache(config, workspace=workspace)
@@ -460,14 +460,14 @@ def test_prompts_join_the_manifest_and_a_precache_keeps_them(
 
 
 def test_weights_that_changed_since_the_start_are_refused(make_config: Callable[..., Config], tmp_path: Path) -> None:
-    folder = save_diffusers_folder(tiny_sdxl(), tmp_path / "model")
+    folder = save_diffusers_folder(tiny_parts(), tmp_path / "model")
     config = make_config(**{"model.path": str(folder)})
     with open_workspace(config.cache) as workspace, MissEncoder(config, workspace, idle_s=0.1) as encoder:
         [future] = encoder.submit([encoder.prompt("before")]).values()
         future.result(WAIT_S)
         while encoder.counts().loaded:
             time.sleep(0.02)
-        other = save_diffusers_folder(tiny_sdxl(seed=1), tmp_path / "other")
+        other = save_diffusers_folder(tiny_parts(seed=1), tmp_path / "other")
         for part in ("text_encoder", "vae"):
             [weights] = (other / part).glob("*.safetensors")
             weights.replace(folder / part / weights.name)

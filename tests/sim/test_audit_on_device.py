@@ -11,7 +11,7 @@ from diffusers.hooks import apply_group_offloading
 from diffusers.training_utils import EMAModel
 
 from latentcache.devices.audit import AuditReport, audit
-from latentcache.models.tiny import tiny_sdxl, tiny_unet
+from latentcache.models.tiny import tiny_denoiser, tiny_parts
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {"amsgrad": True}),
@@ -75,7 +75,7 @@ def test_a_head_replaced_after_the_move_is_named(device: torch.device) -> None:
 
 
 def test_each_tensor_of_an_encoder_is_found_alone(device: torch.device) -> None:
-    encoder = tiny_sdxl()["text_encoder"].to(device)
+    encoder = tiny_parts()["text_encoder"].to(device)
     assert not audit({"encoder": encoder}, device=device).findings
     named = [*encoder.named_parameters(), *encoder.named_buffers()]
     for name, tensor in named:
@@ -103,7 +103,7 @@ def test_scalar_buffers_and_plain_attributes_are_warnings(device: torch.device) 
 
 
 def test_a_training_step_of_the_tiny_unet_is_clean(device: torch.device) -> None:
-    unet = tiny_unet().to(device)
+    unet = tiny_denoiser().to(device)
     optimizer = torch.optim.AdamW(unet.parameters(), lr=1e-4, fused=True)
     scaler = torch.amp.GradScaler(device.type)
     batch = {

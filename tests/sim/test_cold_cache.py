@@ -20,7 +20,7 @@ from latentcache.devices.audit import AuditReport, audit
 from latentcache.devices.placement import placed
 from latentcache.errors import DeviceMismatchError, TrainableEncoderError
 from latentcache.models.model_loader import LoadedModels
-from latentcache.models.tiny import tiny_sdxl, tiny_unet
+from latentcache.models.tiny import tiny_denoiser, tiny_parts
 from latentcache.models.vae import encode_images, latents_from_moments
 from latentcache.precache.run import run_precache
 
@@ -34,7 +34,7 @@ class Training:
     def __init__(self, device: torch.device, *, text_encoder_trained: bool = True):
         torch.manual_seed(0)
         self.device = device
-        self.parts: dict[str, Any] = tiny_sdxl(1) | {"unet": tiny_unet(1)}
+        self.parts: dict[str, Any] = tiny_parts(1) | {"unet": tiny_denoiser(1)}
         self.unet, self.text_encoder, self.vae = (self.parts[name] for name in ("unet", "text_encoder", "vae"))
         self.text_encoder.requires_grad_(text_encoder_trained).train(text_encoder_trained)
         self.unet.train()

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from latentcache.models.tiny import tiny_unet
+from latentcache.models.tiny import tiny_denoiser
 
 CPU = torch.device("cpu")
 Device = torch.device
@@ -344,7 +344,7 @@ def test_a_copy_has_memory_of_its_own(device: Device) -> None:
 
 def loss_and_gradients(device: Device) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """One forward and backward of the tiny SDXL's UNet."""
-    unet = tiny_unet(1).to(device).train()
+    unet = tiny_denoiser(1).to(device).train()
     predicted = unet(
         numbers(2, 4, 8, 8, on=device),
         torch.tensor([3, 700]).to(device),

@@ -9,7 +9,7 @@ from accelerate.hooks import remove_hook_from_module
 
 from latentcache.devices.guard import check_same_device, guard
 from latentcache.errors import DeviceMismatchError
-from latentcache.models.tiny import tiny_pipeline, tiny_sdxl
+from latentcache.models.tiny import tiny_parts, tiny_pipeline
 
 
 class Classifier(torch.nn.Module):
@@ -53,7 +53,7 @@ def test_the_guard_lets_a_whole_pipeline_run(device: torch.device) -> None:
 
 
 def test_a_parked_encoder_meets_tokens_on_the_device(device: torch.device) -> None:
-    encoder = tiny_sdxl()["text_encoder"]
+    encoder = tiny_parts()["text_encoder"]
     with guard(encoder), pytest.raises(DeviceMismatchError) as caught:
         encoder(torch.tensor([[1, 2, 3]], device=device))
     assert (caught.value.argument, caught.value.found) == ("input_ids", str(device))

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from latentcache import LatentCache
 from latentcache.config import ValidationConfig
-from latentcache.models.tiny import tiny_unet
+from latentcache.models.tiny import tiny_denoiser
 from latentcache.validation.loss import validation_loss
 from latentcache.validation.metrics import LossReport
 
@@ -44,7 +44,7 @@ def losses(report: LossReport) -> list[float]:
 def test_the_device_gives_the_cpus_losses(cache: LatentCache, device: torch.device, prediction_type: str) -> None:
     scheduler = {**SCHEDULER.config, "prediction_type": prediction_type}
     cpu, other = (
-        validation_loss(tiny_unet(1).eval().to(where), cache, scheduler=scheduler, settings=SETTINGS)
+        validation_loss(tiny_denoiser(1).eval().to(where), cache, scheduler=scheduler, settings=SETTINGS)
         for where in ("cpu", device)
     )
     assert other.measurement_settings == cpu.measurement_settings
@@ -52,7 +52,7 @@ def test_the_device_gives_the_cpus_losses(cache: LatentCache, device: torch.devi
 
 
 def test_nothing_is_moved_and_the_device_is_bit_equal_to_itself(cache: LatentCache, device: torch.device) -> None:
-    unet, scheduler = tiny_unet(1).eval().to(device), DDPMScheduler.from_config(SCHEDULER.config)
+    unet, scheduler = tiny_denoiser(1).eval().to(device), DDPMScheduler.from_config(SCHEDULER.config)
     module = torch.get_device_module(device)
     before = (torch.get_rng_state(), module.get_rng_state(device))
     one = validation_loss(unet, cache, scheduler=scheduler, settings=SETTINGS)
@@ -65,7 +65,7 @@ def test_nothing_is_moved_and_the_device_is_bit_equal_to_itself(cache: LatentCac
 
 
 def test_autocast_of_the_device(cache: LatentCache, device: torch.device) -> None:
-    unet = tiny_unet(1).eval().to(device)
+    unet = tiny_denoiser(1).eval().to(device)
     plain = validation_loss(unet, cache, scheduler=SCHEDULER, settings=SETTINGS)
     given = validation_loss(unet, cache, scheduler=SCHEDULER, settings=SETTINGS, autocast=torch.bfloat16)
     with torch.autocast(device.type, dtype=torch.bfloat16):

@@ -13,7 +13,7 @@ import torch
 from latentcache.config import Config
 from latentcache.devices.placement import device_of
 from latentcache.models.model_loader import LoadedModels
-from latentcache.models.tiny import tiny_sdxl
+from latentcache.models.tiny import tiny_parts
 from latentcache.precache.run import run_precache
 from latentcache.precache.workspace import Workspace
 from latentcache.service.miss_encoder import MissEncoder
@@ -36,7 +36,7 @@ def test_the_encoders_stay_on_the_device_until_they_are_idle(
     make_config: Callable[..., Config], photos: Path, device: torch.device
 ) -> None:
     config = make_config(**{"encode.device": str(device), "encode.text_dtype": "float32"})
-    parts, precached, ours = tiny_sdxl(), Workspace(), Workspace()
+    parts, precached, ours = tiny_parts(), Workspace(), Workspace()
     run_precache(config, models=LoadedModels(**parts), workspace=precached)
     moves: list[tuple[str, str]] = []
     for name in ENCODERS:

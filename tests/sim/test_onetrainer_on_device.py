@@ -12,7 +12,7 @@ from helpers.pipeline_sdxl import Run, Setup, concept, write_photos
 
 from latentcache.errors import ItemsError
 from latentcache.integrations.onetrainer import restoring
-from latentcache.models.tiny import tiny_sdxl, tiny_unet
+from latentcache.models.tiny import tiny_denoiser, tiny_parts
 
 CPU = torch.device("cpu")
 ENCODERS = ("text_encoder", "text_encoder_2")
@@ -22,11 +22,11 @@ class Model:
     """A trainer's model: the UNet and the first text encoder are trained on the device, all else is parked."""
 
     def __init__(self, device: torch.device):
-        parts = tiny_sdxl(0)
+        parts = tiny_parts(0)
         self.device = device
         self.tokenizer, self.tokenizer_2 = parts["tokenizer"], parts["tokenizer_2"]
         self.vae, self.text_encoder, self.text_encoder_2 = (parts[name] for name in ("vae", *ENCODERS))
-        self.unet = tiny_unet(0)
+        self.unet = tiny_denoiser(0)
         self.unet_lora = torch.nn.Linear(4, 4)
         self.unet.train().to(device)
         self.unet_lora.train().to(device)

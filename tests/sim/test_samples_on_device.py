@@ -16,7 +16,7 @@ from latentcache.config import Config, ValidationConfig
 from latentcache.devices.audit import audit
 from latentcache.errors import DeviceMismatchError
 from latentcache.models.model_loader import LoadedModels
-from latentcache.models.tiny import tiny_pipeline, tiny_sdxl, tiny_unet
+from latentcache.models.tiny import tiny_denoiser, tiny_parts, tiny_pipeline
 from latentcache.precache.prompts import cache_prompts
 from latentcache.precache.workspace import open_workspace
 from latentcache.validation.sample_images import PromptEmbeddings, denoise, prompt_embeddings
@@ -30,7 +30,7 @@ TEXT_PARTS = ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
 
 @pytest.fixture
 def parts() -> dict[str, Any]:
-    return tiny_sdxl()
+    return tiny_parts()
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def sampled(config: Config, parts: dict[str, Any]) -> Iterator[Callable[[torch.d
         part.register_forward_pre_hook(lambda module, _, to=devices: to.add(next(module.parameters()).device))
 
     def run(device: torch.device) -> list[np.ndarray]:
-        unet = tiny_unet().to(device)
+        unet = tiny_denoiser().to(device)
         before = {name: [(id(p), p.dtype) for p in parts[name].parameters()] for name in seen}
 
         def encode(pairs: list[tuple[str, bool]]) -> int:
@@ -68,7 +68,7 @@ def test_the_whole_path_on_a_device_gives_the_images_of_the_cpu(
     images = sampled(device)
     with LatentCache(config.cache.path) as cache:
         embeddings = prompt_embeddings(cache, PROMPTS, "ugly", device="cpu")
-    expected = generate(tiny_unet(), tiny_sdxl()["vae"], tiny_pipeline().scheduler, embeddings, SETTINGS)
+    expected = generate(tiny_denoiser(), tiny_parts()["vae"], tiny_pipeline().scheduler, embeddings, SETTINGS)
     assert len(images) == 2
     for image, sample in zip(images, expected, strict=True):
         other = np.asarray(sample.image)
@@ -76,7 +76,7 @@ def test_the_whole_path_on_a_device_gives_the_images_of_the_cpu(
 
 
 def test_the_global_random_states_stay(device: torch.device) -> None:
-    unet = tiny_unet().to(device)
+    unet = tiny_denoiser().to(device)
     module = torch.get_device_module(device)
     before = torch.get_rng_state(), module.get_rng_state(0)
     hook = unet.register_forward_hook(lambda *arguments: (arguments[2][0] + torch.rand_like(arguments[2][0]),))
@@ -87,7 +87,7 @@ def test_the_global_random_states_stay(device: torch.device) -> None:
 
 
 def test_a_surrounding_autocast_holds_without_its_cache(device: torch.device) -> None:
-    unet = tiny_unet().to(device)
+    unet = tiny_denoiser().to(device)
     plain = denoise(unet, tiny_pipeline().scheduler, made_up(device), SETTINGS)[0]
     with torch.autocast(device.type, dtype=torch.float16):
         sampled = denoise(unet, tiny_pipeline().scheduler, made_up(device), SETTINGS)[0]
@@ -104,7 +104,7 @@ def made_up(device: torch.device) -> list[PromptEmbeddings]:
     "name", ["prompt_embeds", "pooled_prompt_embeds", "negative_prompt_embeds", "negative_pooled_prompt_embeds"]
 )
 def test_one_embedding_elsewhere_is_named(device: torch.device, name: str) -> None:
-    unet = tiny_unet().to(device)
+    unet = tiny_denoiser().to(device)
     (embeddings,) = made_up(device)
     embeddings = replace(embeddings, **{name: getattr(embeddings, name).cpu()})
     with pytest.raises(DeviceMismatchError, match=rf"embeddings of 'made up'\.{name} \[1, .*\] float32 is on cpu"):
@@ -113,7 +113,7 @@ def test_one_embedding_elsewhere_is_named(device: torch.device, name: str) -> No
 
 def test_all_embeddings_elsewhere_are_named_not_the_unet(device: torch.device) -> None:
     with pytest.raises(DeviceMismatchError, match=rf"4 of \d+ tensors are not on {device}, where the others are"):
-        denoise(tiny_unet().to(device), tiny_pipeline().scheduler, made_up(CPU), SETTINGS)
+        denoise(tiny_denoiser().to(device), tiny_pipeline().scheduler, made_up(CPU), SETTINGS)
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -122,7 +122,7 @@ def test_a_half_precision_vae_is_upcast_and_put_back(
 ) -> None:
     vae = parts["vae"].half()
     before = [(id(p), p.dtype, p.device, p.detach().clone()) for p in vae.parameters()]
-    unet = tiny_unet().half().to(device)
+    unet = tiny_denoiser().half().to(device)
     embeddings = [
         replace(each, **{name: tensor.half() for name, tensor in each.tensors().items()}) for each in made_up(device)
     ]

@@ -26,7 +26,7 @@ from latentcache import LatentCache
 from latentcache.config import ValidationConfig, parse_config
 from latentcache.dataset.manifest_folder import ManifestMemory
 from latentcache.errors import ConfigError, ModelError, SampleError, StoreError
-from latentcache.models.tiny import tiny_unet
+from latentcache.models.tiny import tiny_denoiser
 from latentcache.store.memory import MemoryStore
 from latentcache.types import Refusal
 from latentcache.validation.loss import BATCH_SIZE_TOLERANCE, validation_loss
@@ -59,7 +59,7 @@ def own_cache(folder: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def unet() -> torch.nn.Module:
-    return tiny_unet(1).eval()
+    return tiny_denoiser(1).eval()
 
 
 def few(**changes: Any) -> ValidationConfig:
@@ -235,7 +235,7 @@ def test_two_runs_are_bit_equal_after_other_draws(cache: LatentCache, unet: torc
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.filterwarnings("ignore:There are modules in UNet2DConditionModel")
 def test_the_batch_size_does_not_matter(cache: LatentCache, dtype: torch.dtype) -> None:
-    unet = copy.deepcopy(tiny_unet(1)).eval()
+    unet = copy.deepcopy(tiny_denoiser(1)).eval()
     for parameter in unet.parameters():
         parameter.data = parameter.data.to(dtype)
     reports = {
@@ -307,7 +307,7 @@ def test_the_cpu_tier_gives_the_same(cache: LatentCache, unet: torch.nn.Module) 
 
 
 def test_global_state_is_left_alone(cache: LatentCache) -> None:
-    unet = tiny_unet(1).train()
+    unet = tiny_denoiser(1).train()
     weights = {name: tensor.clone() for name, tensor in unet.state_dict().items()}
     scheduler = DDPMScheduler.from_config(SCHEDULER.config)
     scheduler.set_timesteps(3)
@@ -368,7 +368,7 @@ def test_autocast_is_the_given_one_else_the_surrounding_one(cache: LatentCache, 
 
 def test_weights_that_changed_inside_a_surrounding_autocast_are_seen(cache: LatentCache) -> None:
     """Autocast keeps its casts of weights: an EMA swap in place would go unseen, and be measured as training's."""
-    unet = tiny_unet(1).eval()
+    unet = tiny_denoiser(1).eval()
     settings = few(num_timesteps=1)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         sample = read_sample(cache, "a.png")

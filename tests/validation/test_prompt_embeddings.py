@@ -16,7 +16,7 @@ from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_row import Row
 from latentcache.errors import EncodeError, ModelError, SampleError, TrainableEncoderError
 from latentcache.models.model_loader import LoadedModels
-from latentcache.models.tiny import tiny_sdxl
+from latentcache.models.tiny import tiny_parts
 from latentcache.precache.prompts import cache_prompts
 from latentcache.precache.run import run_precache
 from latentcache.precache.workspace import Workspace, open_workspace
@@ -29,7 +29,7 @@ NEW = [("a late idea", False), ("blurry", True)]
 
 @pytest.fixture
 def parts() -> dict[str, Any]:
-    return tiny_sdxl()
+    return tiny_parts()
 
 
 @pytest.fixture
@@ -224,7 +224,7 @@ def test_lost_and_damaged_entries_are_encoded_again(
 
 
 def test_other_text_encoders_are_refused(config: Config, workspace: Workspace, parts: dict[str, Any]) -> None:
-    others = {name: tiny_sdxl(5)[name] for name in TEXT_PARTS}
+    others = {name: tiny_parts(5)[name] for name in TEXT_PARTS}
     rows = prompts_of(workspace).rows
     with pytest.raises(
         ModelError, match=r"captions of dataset photos were: text_encoder_2 is [0-9a-f]{6}, in the cache [0-9a-f]{6}\. "

@@ -17,7 +17,7 @@ from latentcache import LatentCache
 from latentcache.config import ValidationConfig, parse_config
 from latentcache.devices.tensor_location import offload_hook_of
 from latentcache.errors import ConfigError, DeviceMismatchError, ModelError
-from latentcache.models.tiny import tiny_pipeline, tiny_sdxl
+from latentcache.models.tiny import tiny_parts, tiny_pipeline
 from latentcache.models.vae import decode_latents
 from latentcache.precache.run import run_precache
 from latentcache.validation.sample_images import (
@@ -328,7 +328,7 @@ def test_tiles_are_reported(embeddings: list[PromptEmbeddings], monkeypatch: pyt
 def test_the_vae_is_put_back_after_a_decode_that_raises(
     embeddings: list[PromptEmbeddings], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pipeline = tiny_pipeline(tiny_sdxl())
+    pipeline = tiny_pipeline(tiny_parts())
     vae = pipeline.vae.half().train()
     before = [(id(p), p.dtype, p.device, p.data_ptr()) for p in vae.parameters()]
     monkeypatch.setattr(vae, "decode", lambda *_, **__: 1 / 0)

@@ -15,6 +15,7 @@ import torch
 
 from latentcache.devices.placement import dtype_of
 from latentcache.errors import PipelineError
+from latentcache.families.base import VAE_WEIGHTS
 from latentcache.identity import canonical_json, digest
 from latentcache.integrations.onetrainer.upstream import MISSING, RECOGNISED, class_name, constructor_settings
 from latentcache.models.part_identity import module_identity, tokenizer_identity, weights_digest
@@ -129,16 +130,17 @@ def part_identity(part: str, module: torch.nn.Module) -> dict[str, Any]:
         return known[1]
     dtype = dtype_of(module) or torch.float32
     # Of a VAE only the encoder counts, if it has one by that name.
-    role = part if part != "vae" or any(name.startswith("encoder.") for name in module.state_dict()) else "module"
+    is_vae = part == "vae" and any(name.startswith("encoder.") for name in module.state_dict())
+    names = VAE_WEIGHTS if is_vae else ("",)
     if hasattr(module, "config"):
-        identity: dict[str, Any] = {"part": dataclasses.asdict(module_identity(role, module, dtype))}
+        identity: dict[str, Any] = {"part": dataclasses.asdict(module_identity(part, module, dtype, names))}
     else:
-        identity = {"part": {"class_name": class_name(module), "weights": weights_digest(role, module, dtype)}}
+        identity = {"part": {"class_name": class_name(module), "weights": weights_digest(part, module, dtype, names)}}
     identity["dtype"] = str(dtype)
     if len({tensor.dtype for tensor in _tensors(module) if tensor.is_floating_point()}) > 1:
         # Rounded to one dtype they could be those of another module.
-        identity["as_stored"] = weights_digest(role, module, None)
-    if hooks := _replaced_forwards(role, module):
+        identity["as_stored"] = weights_digest(part, module, None, names)
+    if hooks := _replaced_forwards(part, module):
         identity["hooked"] = hooks
     if weights is not None:
         _identities[module] = weights, identity

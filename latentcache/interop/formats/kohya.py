@@ -27,7 +27,7 @@ import torch
 from latentcache.bucket_config import BucketsConfig
 from latentcache.dataset.buckets import fit
 from latentcache.errors import DatasetError, ForeignFileRefused
-from latentcache.families.sdxl import DOWNSCALE_FACTOR, NUM_TOKENS
+from latentcache.families.sdxl import FAMILY as SDXL
 from latentcache.interop.exporting import Export, ExportSample
 from latentcache.interop.foreign_files import NpzFile, corrupt, npz_bytes, open_npz
 from latentcache.interop.readers import (
@@ -177,9 +177,9 @@ class KohyaCache:
         with open_npz(path) as file:
             first, second = (_tensor(file, f"hidden_state{number}", path, ndim=2) for number in (1, 2))
             pooled = _tensor(file, "pool2", path, ndim=1)
-        if first.shape[0] != NUM_TOKENS or second.shape[0] != NUM_TOKENS:
+        if first.shape[0] != SDXL.max_length or second.shape[0] != SDXL.max_length:
             detail = f"hidden_state1 is {list(first.shape)}, hidden_state2 {list(second.shape)}: "
-            detail += f"{NUM_TOKENS} tokens are needed (max_token_length 75)"
+            detail += f"{SDXL.max_length} tokens are needed (max_token_length 75)"
             raise ForeignFileRefused(path, "unsupported-format", detail)
         if not first.dtype == second.dtype == pooled.dtype:
             raise corrupt(path, f"its dtypes are {first.dtype}, {second.dtype}, {pooled.dtype}")
@@ -219,7 +219,7 @@ def _stored(file: NpzFile, path: Path, area: int | None) -> _Stored:
         raise ForeignFileRefused(path, "unsupported-format", detail)
     sizes = sorted(found, key=lambda size: -size[0] * size[1])
     if area is not None:
-        sizes.sort(key=lambda size: abs(size[0] * size[1] * DOWNSCALE_FACTOR**2 - area))
+        sizes.sort(key=lambda size: abs(size[0] * size[1] * SDXL.latent.downscale**2 - area))
     return found[sizes[0]]._replace(has_others=len(found) > 1)
 
 
@@ -236,7 +236,7 @@ def _original_size(file: NpzFile, path: Path, stored: _Stored, named: Size | Non
 
 def _geometry(file: NpzFile, size: Size, stored: _Stored, notes: list[str]) -> Geometry:
     """What kohya did to the image. A note says where `crop_ltrb` does not follow its rule."""
-    bucket = Bucket(stored.height * DOWNSCALE_FACTOR, stored.width * DOWNSCALE_FACTOR)
+    bucket = Bucket(stored.height * SDXL.latent.downscale, stored.width * SDXL.latent.downscale)
     geometry = fit(size, bucket)
     crop = file.read(f"crop_ltrb{stored.suffix}")
     # Within a pixel: releases may round otherwise.
@@ -318,7 +318,7 @@ def _text_arrays(sample: ExportSample, run: Export) -> dict[str, np.ndarray] | N
     embeds, pooled = sample.captions[0].prompt_embeds, sample.captions[0].pooled_prompt_embeds
     # The second encoder's hidden states are as wide as its pooled output.
     width = embeds.shape[1] - pooled.shape[0]
-    if embeds.shape[0] != NUM_TOKENS or width < 1:
+    if embeds.shape[0] != SDXL.max_length or width < 1:
         detail = f"embeddings of the shapes {list(embeds.shape)} and {list(pooled.shape)} are not SDXL's"
         run.skip(sample.sample_id, sample.path, "unsupported-format", detail)
         return None

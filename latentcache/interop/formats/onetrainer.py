@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from latentcache.errors import DatasetError, ForeignFileRefused
-from latentcache.families.sdxl import NUM_TOKENS
+from latentcache.families.sdxl import FAMILY as SDXL
 from latentcache.interop.foreign_files import corrupt, load_torch, read_file, tensor_in
 from latentcache.interop.readers import (
     ForeignImage,
@@ -56,7 +56,7 @@ def tokenize_with(tokenizer: Any) -> Tokenize:
     """The captions' tokens by the first tokenizer of a model, as mgds makes them."""
 
     def tokenize(caption: str) -> list[int]:
-        return list(tokenizer(caption, padding="max_length", truncation=True, max_length=NUM_TOKENS).input_ids)
+        return list(tokenizer(caption, padding="max_length", truncation=True, max_length=SDXL.max_length).input_ids)
 
     return tokenize
 

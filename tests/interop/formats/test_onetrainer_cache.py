@@ -304,11 +304,11 @@ encode: {{device: cpu, image_output: mean}}
 """
     )
     models = load_models(make_config().model, {})
-    tokenize, parts = onetrainer_cache.tokenize_with(models.tokenizers()[0]), models.text(torch.float32)
+    tokenize, parts = onetrainer_cache.tokenize_with(models.tokenizers()["tokenizer"]), models.text(torch.float32)
     items = []
     for caption in ("a blue car", "a tree"):
         encoded = encode_captions(parts, [caption])
-        embeds, width = encoded["prompt_embeds"][0], parts.text_encoder.config.hidden_size
+        embeds, width = encoded["prompt_embeds"][0], parts["text_encoder"].config.hidden_size
         items.append(
             {
                 "tokens_1": torch.tensor(tokenize(caption)),

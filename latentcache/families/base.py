@@ -1,0 +1,265 @@
+"""What a model family declares: its parts, its latent space, how it reads text, and what its denoiser expects.
+
+A family is one file, and everything else asks it: no other module names one. Reading a cache loads these files, so they
+import diffusers and transformers only when a model is run.
+
+Legend: B items, C latent channels, F latent frames, h and w latent rows and columns, L text rows, D features.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from latentcache.errors import ConfigError
+from latentcache.types import Geometry, Padding
+
+Role = Literal["vae", "text_encoder", "tokenizer", "denoiser"]
+MASK = "_mask"
+"""What follows a field's name in the name of its mask: bool [B, L], True for the rows that are not padding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One part of a model. `class_name` names its library too, as `diffusers.AutoencoderKL`.
+
+    `weights` are the first parts of the names of those weights that its outputs depend on.
+    """
+
+    role: Role
+    class_name: str
+    weights: tuple[str, ...] = ("",)
+
+    @property
+    def library(self) -> str:
+        """`diffusers` or `transformers`."""
+        return self.class_name.partition(".")[0]
+
+    def load_class(self) -> Any:
+        """The class itself."""
+        library, _, name = self.class_name.partition(".")
+        return getattr(importlib.import_module(library), name)
+
+
+VAE_WEIGHTS = ("encoder.", "quant_conv.")
+"""Of a VAE only these make latents. A finetuned decoder gives the same latents."""
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSpace:
+    """What is particular about a family's latents. Their scaling is read from the VAE: `models.vae.scaling_of`.
+
+    `is_video`: they are [C, F, h, w]; an image has one frame. `draws`: the model is trained with draws from the
+    posterior; without it with its mean, as the family's pipelines encode images. `preview`: what a unit of each channel
+    of scaled latents adds to red, green and blue (0 to 255), and these of a latent of zeros.
+    """
+
+    channels: int
+    downscale: int = 8
+    is_video: bool = False
+    draws: bool = True
+    preview: tuple[Sequence[Sequence[float]], Sequence[float]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TextField:
+    """A field of a text entry. `width` is the setting of the denoiser's config that states its last dimension.
+
+    With `padding` an entry has the rows of its own text only, and a batch is padded so.
+    """
+
+    width: str | None = None
+    padding: Padding | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TimestepSampling:
+    """How a training draws its timesteps, as the family's reference script does: see `training_sigmas`."""
+
+    density: Literal["uniform", "logit_normal"] = "uniform"
+    shift: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Caption:
+    """A text as the tokenizer gets it, and how many tokens it has, uncut."""
+
+    text: str
+    num_tokens: int
+
+
+Encoded = dict[str, torch.Tensor]
+"""Field -> [B, ...] on the encoders' device. `<field>_mask` (bool [B, L]) says which rows of a field are kept."""
+Upload = Callable[[torch.Tensor], torch.Tensor] | None
+
+
+@contextmanager
+def inference(device: torch.device) -> Iterator[None]:
+    """Without gradients, and without a surrounding autocast: an entry's identity states the dtype of computation."""
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        yield
+
+
+class Family(ABC):
+    """One model family. There is one object of each: `families.family_named`."""
+
+    name: ClassVar[str]
+    pipeline_name: ClassVar[str]
+    """The class of diffusers that generates with it."""
+    pipeline_names: ClassVar[tuple[str, ...]] = ()
+    """Other classes whose folders hold this family."""
+    pipeline_options: ClassVar[Mapping[str, Any]] = {}
+    parts: ClassVar[Mapping[str, Part]]
+    """The frozen parts, by the names of their folders."""
+    denoiser: ClassVar[str] = "transformer"
+    denoiser_class: ClassVar[str]
+    latent: ClassVar[LatentSpace]
+    fields: ClassVar[Mapping[str, TextField]]
+    text_dtype: ClassVar[str] = "bfloat16"
+    """In which the text encoders compute on an accelerator, and in which texts are stored."""
+    max_length: ClassVar[int]
+    """Tokens of a text, at most."""
+    recipe: ClassVar[Mapping[str, Any]] = {}
+    """What else than weights and the text determines an embedding: it is part of the key, as it stands here."""
+    renders: ClassVar[bool] = False
+    """Whether `rendered` needs the tokenizer, as a chat template does."""
+    has_zero_negative: ClassVar[bool] = False
+    """Whether its pipelines take zeros where there is no negative prompt. Else they take the empty text."""
+    is_exact: ClassVar[bool] = True
+    """Whether texts may be stored without their padding: a batch that is padded again gives the same result."""
+    timesteps: ClassVar[TimestepSampling] = TimestepSampling("logit_normal")
+    lora_targets: ClassVar[Sequence[str]] = ("to_q", "to_k", "to_v", "to_out.0")
+    repositories: ClassVar[tuple[str, ...]] = ()
+    """Hub ids of models of this family, for the documentation."""
+
+    # Parts
+
+    def names(self, role: Role) -> tuple[str, ...]:
+        """The names of the parts of this role, in their order."""
+        return tuple(name for name, part in self.parts.items() if part.role == role)
+
+    def pipeline(self, **parts: Any) -> Any:
+        """A pipeline of diffusers of these parts alone, without a progress bar."""
+        made_class: Any = getattr(importlib.import_module("diffusers"), self.pipeline_name)
+        parameters = inspect.signature(made_class.__init__).parameters.values()
+        needed = [each.name for each in parameters if each.default is each.empty and each.name != "self"]
+        pipeline = made_class(**{**dict.fromkeys(needed), **self.pipeline_options, **parts})
+        pipeline.set_progress_bar_config(disable=True)
+        return pipeline
+
+    @abstractmethod
+    def tiny(self, seed: int = 0) -> dict[str, Any]:
+        """All parts of a tiny model with random weights, the denoiser and the scheduler too: float32, CPU, frozen.
+
+        One seed gives one set of weights. The global random state is left as it was.
+        """
+
+    # Text
+
+    def text_recipe(self, *, negative: bool = False, **settings: Any) -> dict[str, Any]:
+        """The recipe of a text under these settings of `encode`: `clip_skip`, `max_length`, `padding`.
+
+        ConfigError for a setting that this family does not have.
+        """
+        if settings.get("clip_skip"):
+            raise ConfigError(f"{self.name} has no clip_skip; set it to 0", key="encode.clip_skip")
+        length, padding = settings.get("max_length"), settings.get("padding", "auto")
+        keeps = padding == "keep" or not self.is_exact
+        if keeps and padding == "drop":
+            message = f"padding is drop, but {self.name} attends to padding: its texts are stored with it"
+            raise ConfigError(message, key="encode.padding")
+        return {"family": self.name, "max_length": length or self.max_length, "keeps_padding": keeps, **self.recipe}
+
+    def padding(self, field: str, recipe: Mapping[str, Any]) -> Padding | None:
+        """How a batch pads this field of texts with this recipe; None where it is stored with its padding."""
+        return None if recipe.get("keeps_padding", True) else self.fields[field].padding
+
+    def rendered(self, parts: Mapping[str, Any], text: str) -> str:
+        """The text as the tokenizer gets it: cleaned, and in the template. The key is made of it."""
+        return text
+
+    def tokenize(self, parts: Mapping[str, Any], texts: Sequence[str]) -> Sequence[Any]:
+        """Rendered texts as `encode_text` takes them, each with `num_tokens`. One thread at a time."""
+        tokenizer = parts[self.names("tokenizer")[-1]]
+        rendered = [self.rendered(parts, text) for text in texts]
+        ids = tokenizer(rendered, truncation=False, padding=False, verbose=False).input_ids
+        return [Caption(text, len(each)) for text, each in zip(texts, ids, strict=True)]
+
+    def token_limit(self, parts: Mapping[str, Any], recipe: Mapping[str, Any]) -> int:
+        """The number of tokens, as `tokenize` counts them, above which a text is cut."""
+        return int(recipe.get("max_length", self.max_length))
+
+    @abstractmethod
+    def encode_text(
+        self, parts: Mapping[str, Any], texts: Sequence[Any], recipe: Mapping[str, Any], *, upload: Upload = None
+    ) -> Encoded:
+        """What diffusers' own code gives for these texts, which `tokenize` returned, where the encoders are.
+
+        `upload` copies a CPU tensor to their device. Without gradients, and without a surrounding autocast.
+        """
+
+    @abstractmethod
+    def text_shapes(self, parts: Mapping[str, Any], recipe: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        """The shape of each field of one text with its padding, read from the configs of the encoders."""
+
+    # Images
+
+    def encode_image(self, vae: Any, pixels: torch.Tensor) -> torch.Tensor:
+        """The posterior's parameters, unscaled: [B, 2C, h, w] of pixels [B, 3, H, W] in -1..1, each with F in video."""
+        parameters: torch.Tensor = vae.encode(pixels).latent_dist.parameters
+        return parameters
+
+    def size_conditions(self, geometry: Geometry) -> list[int] | None:
+        """Numbers that the denoiser takes of how an image was resized and cropped (`add_time_ids`), if it does."""
+        return None
+
+    # The denoiser
+
+    def conditions(self, denoiser: Any, noisy: torch.Tensor, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """What the denoiser takes besides latents and timesteps: texts of the batch, and what follows from shapes."""
+        return {"encoder_hidden_states": batch["prompt_embeds"]}
+
+    def predict(
+        self, denoiser: Any, noisy: torch.Tensor, timesteps: torch.Tensor, batch: Mapping[str, Any]
+    ) -> torch.Tensor:
+        """The denoiser's prediction for scaled, noised latents [B, C, (F,) h, w], in their layout.
+
+        `timesteps` [B] are the schedule's, 0 to 1000. For flow it is the velocity: noise - latents.
+        """
+        conditions = self.conditions(denoiser, noisy, batch)
+        prediction: torch.Tensor = denoiser(noisy, timesteps, **conditions, return_dict=False)[0]
+        return prediction
+
+    def check_denoiser(self, denoiser: Any, shapes: Mapping[str, Sequence[int]]) -> str | None:
+        """What is wrong where the denoiser does not take cached fields of these shapes; None if it takes them."""
+        for name, text in self.fields.items():
+            wanted = None if text.width is None else denoiser.config[text.width]
+            if wanted is not None and name in shapes and shapes[name][-1] != wanted:
+                return f"takes {name} of width {wanted}, but the cache has {shapes[name][-1]}"
+        return None
+
+    # Generation
+
+    def pipeline_kwargs(self, embeds: Mapping[str, Any], negative: Mapping[str, Any] | None) -> dict[str, Any]:
+        """What the pipeline takes in place of texts; `negative` None: without guidance, or its own default."""
+        texts = {name: embeds[name] for name in self.fields}
+        return texts | ({} if negative is None else {f"negative_{name}": negative[name] for name in self.fields})
+
+    def uses_negative(self, guidance_scale: float) -> bool:
+        """Whether the pipeline uses the negative prompt at this guidance."""
+        return guidance_scale > 1
+
+    def guidance_kwargs(self, guidance_scale: float) -> dict[str, Any]:
+        """The pipeline's arguments for this classifier-free guidance."""
+        return {"guidance_scale": guidance_scale}
+
+    def final_latents(self, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
+        """Scaled latents [B, C, (F,) h, w] of what the pipeline returns for `output_type="latent"`."""
+        return latents

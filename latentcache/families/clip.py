@@ -1,0 +1,194 @@
+"""Text by CLIP, as Stable Diffusion reads it: one encoder or two, 77 tokens, and layers that may be skipped.
+
+Legend: B captions, T tokens, D and P features.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from typing_extensions import override
+
+from latentcache.errors import ModelError
+from latentcache.families.base import Encoded, Family, Upload, inference
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """A caption as each tokenizer reads it: int64 [1, T], padded and cut.
+
+    `num_tokens` is its length uncut, with begin and end: the largest count of the tokenizers.
+    """
+
+    input_ids: tuple[torch.Tensor, ...]
+    num_tokens: int
+
+
+class ClipFamily(Family):
+    """A family whose texts go through CLIP alone. `clip_skip` 0 is the layer that its pipeline takes."""
+
+    text_dtype = "float16"
+    max_length = 77
+    layers_above: ClassVar[int]
+    """How many of the last layers are not read with `clip_skip` 0."""
+
+    @override
+    def text_recipe(self, *, negative: bool = False, **settings: Any) -> dict[str, Any]:
+        """As `Family.text_recipe`. diffusers applies clip_skip to positive prompts only."""
+        super().text_recipe(**{**settings, "clip_skip": 0})
+        return {**self.recipe, "clip_skip": 0 if negative else settings.get("clip_skip", 0)}
+
+    @override
+    def tokenize(self, parts: Mapping[str, Any], texts: Sequence[str]) -> list[Tokens]:
+        """Tokens on the CPU, as `encode_prompt` requests them of its tokenizers. ValueError without texts.
+
+        A fast tokenizer serves one thread at a time ("Already borrowed"): call this in one thread.
+        """
+        if not texts:
+            raise ValueError("no captions: at least one is needed")
+        tokenizers = [parts[name] for name in self.names("tokenizer")]
+        read = [_tokenize(tokenizer, _with_all_vectors(list(texts), tokenizer)) for tokenizer in tokenizers]
+        ids = zip(*[torch.split(input_ids, 1) for input_ids, _ in read], strict=True)
+        lengths = [max(each) for each in zip(*[lengths for _, lengths in read], strict=True)]
+        return [Tokens(rows, length) for rows, length in zip(ids, lengths, strict=True)]
+
+    @override
+    def token_limit(self, parts: Mapping[str, Any], recipe: Mapping[str, Any]) -> int:
+        return int(min(parts[name].model_max_length for name in self.names("tokenizer")))
+
+    @override
+    def encode_text(
+        self, parts: Mapping[str, Any], texts: Sequence[Tokens], recipe: Mapping[str, Any], *, upload: Upload = None
+    ) -> Encoded:
+        """As `Family.encode_text`: the bits of the pipeline's `encode_prompt` for the same batch, device and dtype.
+
+        `encode_prompt` itself runs, with tokenizers that return the known tokens. Tokens on the encoders' device are
+        not copied, and then the host waits for nothing. The same caption may differ in the last bits in a batch of
+        another size (measured on the CPU: the pooled output does). The attention kernel is the encoders' own:
+        transformers takes torch's scaled_dot_product_attention unless a config says otherwise.
+        Raises ModelError if the encoders have fewer layers than `clip_skip` needs, or if this diffusers requests tokens
+        in another way than one call for all captions.
+        """
+        clip_skip: int = recipe["clip_skip"]
+        encoders: dict[str, Any] = {name: parts[name] for name in self.names("text_encoder")}
+        limit = min(encoder.config.num_hidden_layers for encoder in encoders.values()) - self.layers_above
+        if not 0 <= clip_skip <= limit:
+            message = f"clip_skip is {clip_skip}, but these text encoders allow 0 to {limit}. Correct encode.clip_skip."
+            raise ModelError(f"text_encoder: {message}", part="text_encoder")
+        where = next(next(iter(encoders.values())).parameters()).device
+        columns = [torch.cat(column) for column in zip(*[each.input_ids for each in texts], strict=True)]
+        known = [_KnownTokens(column if upload is None else upload(column)) for column in columns]
+        pipeline = self.pipeline(
+            **{name: _LocatedEncoder(encoder) for name, encoder in encoders.items()},
+            **dict(zip(self.names("tokenizer"), known, strict=True)),
+        )
+        with inference(where):
+            made = pipeline.encode_prompt(
+                [""] * len(texts),
+                device=where,
+                num_images_per_prompt=1,
+                do_classifier_free_guidance=False,
+                clip_skip=clip_skip or None,
+            )
+        # (prompt_embeds, negative ones) and, of two encoders, (pooled ones, negative ones). diffusers 0.42 moves
+        # prompt_embeds only: the pooled output stays on the encoder's device.
+        return {name: tensor.to(where) for name, tensor in zip(self.fields, made[::2], strict=True)}
+
+    @override
+    def text_shapes(self, parts: Mapping[str, Any], recipe: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        configs = [parts[name].config for name in self.names("text_encoder")]
+        length = self.token_limit(parts, recipe)
+        shapes = [(length, sum(config.hidden_size for config in configs)), (configs[-1].projection_dim,)]
+        return dict(zip(self.fields, shapes, strict=False))
+
+
+# Why two stand-ins, and not our own lines for what `encode_prompt` computes: an entry must have the live pipeline's
+# bits, also with the next diffusers. A stand-in is needed because captions are tokenized ahead of the encoders.
+
+
+class _KnownTokens:
+    """Stands in for a tokenizer in `encode_prompt`, and returns the tokens that are known already."""
+
+    def __init__(self, input_ids: torch.Tensor):
+        self.input_ids = input_ids
+        self.model_max_length = input_ids.shape[-1]
+
+    def tokenize(self, text: str) -> list[str]:
+        """No token of several vectors: the captions were expanded before."""
+        return []
+
+    def __call__(self, texts: Sequence[str], **options: Any) -> _KnownTokens:
+        # A call for other captions than all of the batch would get the wrong tokens.
+        if isinstance(texts, str) or any(texts) or len(texts) != len(self.input_ids):
+            version = importlib.import_module("diffusers").__version__
+            raise ModelError(
+                f"tokenizer: encode_prompt of diffusers {version} asks its tokenizer for {texts!r}, not for "
+                f"{len(self.input_ids)} captions at once: latentcache does not know this version. Install another one.",
+                part="tokenizer",
+            )
+        return self
+
+    def batch_decode(self, ids: torch.Tensor) -> list[str]:
+        """Nothing: it is asked for what was cut off, in order to log it."""
+        return []
+
+
+class _LocatedEncoder:
+    """Stands in for a text encoder in `encode_prompt`, and knows its device.
+
+    diffusers 0.42 walks all modules of each encoder twice a call to find it: 1 to 2 ms in which nothing is launched.
+    """
+
+    def __init__(self, encoder: torch.nn.Module):
+        self._encoder = encoder
+        self.device = next(encoder.parameters()).device
+
+    def modules(self) -> Iterator[torch.nn.Module]:
+        """None: diffusers looks here for hooks that name a device, and an offloaded encoder moves its inputs itself."""
+        return iter(())
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        return self._encoder(*arguments, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._encoder, name)
+
+
+def _with_all_vectors(captions: list[str], tokenizer: Any) -> list[str]:
+    """The captions with a token for every vector of a textual inversion, as `encode_prompt` expands them.
+
+    diffusers looks each token up in a table that transformers rebuilds for every look-up: most of the time of
+    `encode_prompt` apart from the encoders. Without an added token of several vectors it replaces nothing.
+    """
+    added = tokenizer.added_tokens_encoder
+    if not any(f"{token}_1" in added for token in added):
+        return captions
+    mixin = importlib.import_module("diffusers.loaders").TextualInversionLoaderMixin()
+    expanded: list[str] = mixin.maybe_convert_prompt(captions, tokenizer)
+    return expanded
+
+
+def _tokenize(tokenizer: Any, captions: list[str]) -> tuple[torch.Tensor, list[int]]:
+    """Token ids [B, T], padded and cut, and the uncut lengths."""
+    limit = tokenizer.model_max_length
+    tokens = tokenizer(
+        captions,
+        padding="max_length",
+        max_length=limit,
+        truncation=True,
+        return_attention_mask=True,
+        return_tensors="pt",
+    )
+    lengths = tokens.attention_mask.sum(1).tolist()
+    # Only a caption that fills its row may have been cut: its length is counted again.
+    full = [number for number, length in enumerate(lengths) if length >= limit]
+    if full:
+        # Without transformers' warning of captions that are too long: `Tokens.num_tokens` reports them.
+        whole = tokenizer([captions[number] for number in full], truncation=False, padding=False, verbose=False)
+        for number, ids in zip(full, whole.input_ids, strict=True):
+            lengths[number] = len(ids)
+    return tokens.input_ids, lengths

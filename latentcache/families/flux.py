@@ -1,0 +1,114 @@
+"""FLUX.1: dev, schnell and Krea, and what was finetuned from them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from latentcache.families.base import VAE_WEIGHTS, Caption, Encoded, LatentSpace, Part, TextField, Upload
+from latentcache.families.packed import PackedFamily, image_ids, text_ids
+from latentcache.families.tiny_parts import (
+    clip_text_model,
+    clip_tokenizer,
+    flow_scheduler,
+    frozen,
+    image_vae,
+    randomised,
+    seeded,
+    t5_model,
+    t5_tokenizer,
+)
+
+_GUIDANCE = 3.5
+"""Of the distilled guidance while training: the default of diffusers' train_dreambooth_lora_flux.py."""
+
+
+class Flux(PackedFamily):
+    """T5, whose padding the denoiser attends to, and CLIP's pooled output. Guidance is an input of the denoiser."""
+
+    name = "flux"
+    pipeline_name = "FluxPipeline"
+    pipeline_names = ("FluxImg2ImgPipeline", "FluxInpaintPipeline", "FluxKontextPipeline")
+    repositories = ("black-forest-labs/FLUX.1-dev", "black-forest-labs/FLUX.1-schnell")
+    parts = {
+        "vae": Part("vae", "diffusers.AutoencoderKL", VAE_WEIGHTS),
+        "text_encoder": Part("text_encoder", "transformers.CLIPTextModel"),
+        "text_encoder_2": Part("text_encoder", "transformers.T5EncoderModel"),
+        "tokenizer": Part("tokenizer", "transformers.CLIPTokenizer"),
+        "tokenizer_2": Part("tokenizer", "transformers.T5TokenizerFast"),
+    }
+    denoiser_class = "diffusers.FluxTransformer2DModel"
+    latent = LatentSpace(16)
+    fields = {
+        "prompt_embeds": TextField("joint_attention_dim"),
+        "pooled_prompt_embeds": TextField("pooled_projection_dim"),
+    }
+    max_length = 512
+    is_exact = False
+
+    @override
+    def encode_text(
+        self, parts: Mapping[str, Any], texts: Sequence[Caption], recipe: Mapping[str, Any], *, upload: Upload = None
+    ) -> Encoded:
+        pipeline = self.pipeline(**{name: parts[name] for name in self.parts if name != "vae"})
+        captions = [text.text for text in texts]
+        embeds, pooled, _ = pipeline.encode_prompt(
+            captions, device=parts["text_encoder"].device, max_sequence_length=recipe["max_length"]
+        )
+        return {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}
+
+    @override
+    def text_shapes(self, parts: Mapping[str, Any], recipe: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        widths = parts["text_encoder_2"].config.d_model, parts["text_encoder"].config.hidden_size
+        return {"prompt_embeds": (recipe["max_length"], widths[0]), "pooled_prompt_embeds": (widths[1],)}
+
+    @override
+    def conditions(self, denoiser: Any, noisy: torch.Tensor, batch: Mapping[str, Any]) -> dict[str, Any]:
+        guidance = None
+        if denoiser.config.guidance_embeds:
+            guidance = torch.full([len(noisy)], _GUIDANCE, device=noisy.device, dtype=torch.float32)
+        return {
+            "guidance": guidance,
+            "pooled_projections": batch["pooled_prompt_embeds"],
+            "encoder_hidden_states": batch["prompt_embeds"],
+            "txt_ids": text_ids(batch["prompt_embeds"]),
+            "img_ids": image_ids(noisy),
+        }
+
+    @override
+    def uses_negative(self, guidance_scale: float) -> bool:
+        """Never: guidance is an input of the denoiser."""
+        return False
+
+    @override
+    def tiny(self, seed: int = 0) -> dict[str, Any]:
+        import diffusers
+
+        clip, t5 = clip_tokenizer(), t5_tokenizer()
+        with seeded(seed):
+            vae = image_vae(self.latent.channels, scaling_factor=0.3611, shift_factor=0.1159)
+            transformer = diffusers.FluxTransformer2DModel(
+                in_channels=64,
+                num_layers=1,
+                num_single_layers=1,
+                attention_head_dim=16,
+                num_attention_heads=2,
+                joint_attention_dim=32,
+                pooled_projection_dim=32,
+                guidance_embeds=True,
+                axes_dims_rope=(4, 4, 8),
+            )
+            parts = {
+                "vae": vae,
+                "text_encoder": clip_text_model(clip, 32),
+                "text_encoder_2": t5_model(t5),
+                "tokenizer": clip,
+                "tokenizer_2": t5,
+            }
+        return frozen({**parts, "transformer": randomised(transformer, seed), "scheduler": flow_scheduler()})
+
+
+FAMILY = Flux()

@@ -1,0 +1,58 @@
+"""Denoisers that take latents as tokens: each 2x2 patch is one, as FLUX.1 does it and others after it.
+
+Legend: B items, C latent channels, h and w latent rows and columns, S = h/2 * w/2 tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from latentcache.families.base import Family
+from latentcache.families.scaling import patchified, unpatchified
+
+
+def packed(latents: torch.Tensor) -> torch.Tensor:
+    """[B, C, h, w] -> [B, S, 4C], in the order of diffusers' `FluxPipeline._pack_latents`."""
+    return patchified(latents).flatten(2).transpose(1, 2)
+
+
+def unpacked(tokens: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    """[B, S, 4C] -> [B, C, h, w] of these rows and columns."""
+    rows = tokens.transpose(1, 2).reshape(len(tokens), -1, height // 2, width // 2)
+    return unpatchified(rows)
+
+
+class PackedFamily(Family):
+    """A family whose denoiser takes tokens of patches, and timesteps from 0 to 1. It may have frames: one an image."""
+
+    @override
+    def predict(
+        self, denoiser: Any, noisy: torch.Tensor, timesteps: torch.Tensor, batch: Mapping[str, Any]
+    ) -> torch.Tensor:
+        image = noisy.squeeze(2) if self.latent.is_video else noisy
+        conditions = self.conditions(denoiser, image, batch)
+        tokens = denoiser(hidden_states=packed(image), timestep=timesteps / 1000, return_dict=False, **conditions)[0]
+        found = unpacked(tokens, *image.shape[-2:])
+        return found.unsqueeze(2) if self.latent.is_video else found
+
+    @override
+    def final_latents(self, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
+        rows, columns = (2 * (side // (2 * self.latent.downscale)) for side in (height, width))
+        found = unpacked(latents, rows, columns)
+        return found.unsqueeze(2) if self.latent.is_video else found
+
+
+def image_ids(latents: torch.Tensor) -> torch.Tensor:
+    """Rows and columns of the tokens of latents [B, C, h, w]: [S, 3], as `FluxPipeline._prepare_latent_image_ids`."""
+    rows, columns = (torch.arange(side // 2, device=latents.device) for side in latents.shape[-2:])
+    places = torch.cartesian_prod(rows, columns)
+    return torch.nn.functional.pad(places, (1, 0)).to(latents.dtype)
+
+
+def text_ids(embeds: torch.Tensor) -> torch.Tensor:
+    """Zeros [L, 3] for the rows of texts [B, L, D]."""
+    return torch.zeros(embeds.shape[1], 3, device=embeds.device, dtype=embeds.dtype)
