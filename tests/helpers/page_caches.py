@@ -66,9 +66,9 @@ _WEIGHTS = torch.tensor(sdxl.FAMILY.latent.preview[0], dtype=torch.float32)
 def image_entry(sample_id: str, path: Path, pixels: np.ndarray, source: str, geometry: Geometry) -> Entry:
     """An entry whose thumbnail is the prepared photo: float16 moments [8, h, w]."""
     prepared = Image.fromarray(prepare(pixels, geometry))
-    factor = sdxl.DOWNSCALE_FACTOR
+    factor = sdxl.FAMILY.latent.downscale
     small = np.asarray(prepared.resize((prepared.width // factor, prepared.height // factor), Image.Resampling.BOX))
-    colours = torch.from_numpy(small.astype(np.float32)) - torch.tensor(sdxl.RGB_BIASES)
+    colours = torch.from_numpy(small.astype(np.float32)) - torch.tensor(sdxl.FAMILY.latent.preview[1])
     latents = torch.einsum("hwr,cr->chw", colours, torch.linalg.pinv(_WEIGHTS)) / sdxl.SCALING_FACTOR
     moments = torch.cat([latents, torch.full_like(latents, -8.0)]).half()
     policy = with_filter(preparation_policy(ImagesConfig()), "lanczos")

@@ -44,7 +44,7 @@ def test_the_thumbnail_of_cached_latents_is_the_photo(tmp_path: Path) -> None:
 
 
 def test_linear_pixels_are_the_family_s_map_and_clipped() -> None:
-    assert linear_pixels(torch.zeros(4, 2, 3)).tolist() == [[list(sdxl.RGB_BIASES)] * 3] * 2
+    assert linear_pixels(torch.zeros(4, 2, 3)).tolist() == [[list(sdxl.FAMILY.latent.preview[1])] * 3] * 2
     one = torch.zeros(4, 1, 1)
     one[0] = 1.0
     assert linear_pixels(one)[0, 0].tolist() == [210, 200, 190]

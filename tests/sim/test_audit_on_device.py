@@ -102,7 +102,7 @@ def test_scalar_buffers_and_plain_attributes_are_warnings(device: torch.device) 
     net.train()(torch.randn(4, 3).to(device))
 
 
-def test_a_training_step_of_the_tiny_unet_is_clean(device: torch.device) -> None:
+def test_a_training_step_of_the_tiny_denoiser_is_clean(device: torch.device) -> None:
     unet = tiny_denoiser().to(device)
     optimizer = torch.optim.AdamW(unet.parameters(), lr=1e-4, fused=True)
     scaler = torch.amp.GradScaler(device.type)

@@ -359,7 +359,7 @@ def loss_and_gradients(device: Device) -> tuple[torch.Tensor, dict[str, torch.Te
     return loss.detach().cpu(), {name: p.grad.cpu() for name, p in unet.named_parameters() if p.grad is not None}
 
 
-def test_tiny_sdxl_forward_and_backward_equal_those_of_the_cpu(device: Device) -> None:
+def test_tiny_parts_forward_and_backward_equal_those_of_the_cpu(device: Device) -> None:
     loss, gradients = loss_and_gradients(device)
     cpu_loss, cpu_gradients = loss_and_gradients(CPU)
     torch.testing.assert_close(loss, cpu_loss, rtol=1e-4, atol=1e-6)
