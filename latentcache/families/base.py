@@ -121,6 +121,10 @@ class Family(ABC):
     denoiser: ClassVar[str] = "transformer"
     denoiser_class: ClassVar[str]
     latent: ClassVar[LatentSpace]
+    patch: ClassVar[int] = 1
+    """Rows and columns of latents that the denoiser makes one token of: their numbers have to be multiples of it."""
+    has_clips: ClassVar[bool] = False
+    """Whether its denoiser takes latents of several frames."""
     fields: ClassVar[Mapping[str, TextField]]
     text_dtype: ClassVar[str] = "bfloat16"
     """In which the text encoders compute on an accelerator, and in which texts are stored."""

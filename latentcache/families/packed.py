@@ -29,6 +29,8 @@ def unpacked(tokens: torch.Tensor, height: int, width: int) -> torch.Tensor:
 class PackedFamily(Family):
     """A family whose denoiser takes tokens of patches, and timesteps from 0 to 1. It may have frames: one an image."""
 
+    patch = 2
+
     @override
     def predict(
         self, denoiser: Any, noisy: torch.Tensor, timesteps: torch.Tensor, batch: Mapping[str, Any]

@@ -51,6 +51,16 @@ class Encodings(TextEncodings):
     """Images that one rank gets together. Ranks must agree on it, so it does not depend on a machine's memory; each
     rank encodes a group in as many calls as it needs."""
 
+    def check_bucket(self, bucket: Bucket, rule: str) -> None:
+        """ConfigError for a bucket of this rule whose latents the denoiser does not take."""
+        step = self.facts.downscale_factor * self.family.patch
+        if any(side % step for side in bucket):
+            message = (
+                f"{rule} makes a bucket of {bucket}, but models of {self.family.name} take sides that are multiples of "
+                f"{step} pixels; set step, sizes or resolution so"
+            )
+            raise ConfigError(message, key="datasets.buckets")
+
     def image_bytes(self, bucket: Bucket) -> int:
         """Bytes of one image entry of this bucket."""
         channels = self.facts.latent_channels * (2 if self.image.output == "moments" else 1)

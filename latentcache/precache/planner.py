@@ -126,7 +126,7 @@ class _DatasetPlanner:
         self._verify_sources, self._only = verify_sources, only
         # What was probed under some settings says nothing about others, which may refuse the image.
         self._images_digest = digest(dataset.images.model_dump_json().encode())
-        self._preparations = Preparations(dataset, encodings.image, builder.salt)
+        self._preparations = Preparations(dataset, encodings, builder.salt)
         self._texts = TextKeys(encodings.family, models.tokenizers, encodings.text, builder.salt)
         self._source = open_source(dataset.source)
         self._common = {

@@ -4,27 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from latentcache.config import DatasetConfig
 from latentcache.dataset.bucket_rules import BucketRule
 from latentcache.dataset.images import preparation_policy, with_filter
 from latentcache.dataset.manifest_row import ImageRef
 from latentcache.errors import ImageRefused
-from latentcache.identity import ImageEncoding, ImageIdentity, Preparation, keys_like
+from latentcache.identity import ImageIdentity, Preparation, keys_like
 from latentcache.types import Geometry, Size
+
+if TYPE_CHECKING:  # it imports diffusers
+    from latentcache.precache.encodings import Encodings
 
 
 class Preparations:
-    """Gives each image of a dataset its entries. ConfigError if the rule of buckets makes no bucket at all."""
+    """Gives each image of a dataset its entries.
 
-    def __init__(self, dataset: DatasetConfig, encoding: ImageEncoding, salt: str):
-        self._encoding, self._salt = encoding, salt
+    ConfigError if the rule of buckets makes no bucket at all, or one whose sides the model cannot take.
+    """
+
+    def __init__(self, dataset: DatasetConfig, encodings: Encodings, salt: str):
+        self._encoding, self._salt = encodings.image, salt
         self._policy = preparation_policy(dataset.images)
         self._rule = rule = BucketRule(dataset.buckets)
 
         def entries(size: Size) -> tuple[tuple[Geometry, Callable[[str], str]], ...]:
             flips = (False, True) if dataset.flip else (False,)
-            found = (each for flip in flips if (each := rule.geometry(size, flip=flip)) is not None)
+            found = [each for flip in flips if (each := rule.geometry(size, flip=flip)) is not None]
+            for each in found:
+                encodings.check_bucket(each.target_size, str(rule))
             return tuple((each, keys_like(self.identity("", each))) for each in found)
 
         # Most images share their size with others: one value in memory for all of them.

@@ -124,7 +124,7 @@ class MissEncoder:
         self._prompt_keys = prompt_keys(self.encodings, models, self._salt)
         self._datasets = {each.name: each for each in config.datasets}
         self._preparations = {
-            name: Preparations(dataset, self.encodings.image, self._salt) for name, dataset in self._datasets.items()
+            name: Preparations(dataset, self.encodings, self._salt) for name, dataset in self._datasets.items()
         }
         self._uploads = UploadedImages()
         self._changed = threading.Condition()

@@ -1,0 +1,198 @@
+"""Wan against diffusers' own pipelines: texts, latents and the denoiser's calls, equal to the last bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from diffusers.pipelines.wan import pipeline_wan
+
+from latentcache import LatentCache
+from latentcache.config import Config
+from latentcache.errors import ConfigError
+from latentcache.families import family_named
+from latentcache.families.scaling import Scaling
+from latentcache.models.tiny import tiny_denoiser
+from latentcache.models.vae import encode_images, keep_output, vae_facts
+from latentcache.precache.run import run_precache
+from latentcache.store.stacking import read_batch
+from latentcache.types import Padding
+
+WAN = family_named("wan")
+TEXTS = ["cat", "a red cat &amp; a  table ", ""]
+
+
+@pytest.fixture(scope="module")
+def parts() -> dict[str, Any]:
+    return WAN.tiny()
+
+
+@pytest.fixture(scope="module")
+def pipeline(parts: dict[str, Any]) -> Any:
+    return WAN.pipeline(**parts)
+
+
+def encoded(parts: Mapping[str, Any], texts: list[str], **settings: Any) -> dict[str, torch.Tensor]:
+    with torch.no_grad():
+        return WAN.encode_text(parts, WAN.tokenize(parts, texts), WAN.text_recipe(**settings))
+
+
+def padded_again(made: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The rows that are stored, in a batch."""
+    rule = WAN.padding("prompt_embeds", WAN.text_recipe())
+    assert rule == Padding(length=512)
+    rows = [rows[mask] for rows, mask in zip(made["prompt_embeds"], made["prompt_embeds_mask"], strict=True)]
+    return torch.stack([torch.cat([each, each.new_zeros(512 - len(each), each.shape[1])]) for each in rows])
+
+
+def test_texts_are_the_pipelines_and_lose_nothing_without_their_padding(parts, pipeline):
+    with torch.no_grad():
+        live, _ = pipeline.encode_prompt(TEXTS, do_classifier_free_guidance=False, max_sequence_length=512)
+    made = encoded(parts, TEXTS)
+    assert torch.equal(made["prompt_embeds"], live)
+    assert made["prompt_embeds_mask"].sum(1).tolist() == [2, 8, 1]
+    assert torch.equal(padded_again(made), live)
+
+
+def test_a_lower_max_length_cuts_texts_and_keeps_the_zeros_to_512(parts):
+    made = encoded(parts, [TEXTS[1]], max_length=4)
+    assert made["prompt_embeds"].shape == (1, 512, 32)
+    assert made["prompt_embeds_mask"].sum() == 4 and not made["prompt_embeds"][0, 4:].any()
+    with pytest.raises(ConfigError, match="takes 512 rows"):
+        WAN.text_recipe(max_length=513)
+
+
+def test_the_key_is_made_of_the_cleaned_text(monkeypatch):
+    assert WAN.rendered({}, " a  cat &amp;amp; a dog\n") == "a cat & a dog"
+    # With ftfy the same text is another one for the tokenizer.
+    monkeypatch.setattr(pipeline_wan, "basic_clean", lambda text: text.replace("cafÃ©", "café"))
+    assert WAN.rendered({}, "cafÃ©") == "café"
+
+
+def clip(num_frames: int, num_clips: int = 2) -> np.ndarray:
+    shape = (num_clips, num_frames, 32, 48, 3)
+    return np.random.default_rng(num_frames).integers(0, 256, shape, dtype=np.uint8)
+
+
+@pytest.mark.parametrize("num_frames", [1, 5])
+def test_scaled_latents_are_those_of_the_pipeline_that_takes_a_video(parts, num_frames):
+    pixels, facts = clip(num_frames), vae_facts(parts["vae"])
+    stored = keep_output(encode_images(parts["vae"], pixels, WAN), "mean")["latents"]
+    assert stored.shape == (2, 16, (num_frames - 1) // 4 + 1, 4, 6)
+    live = diffusers.WanVideoToVideoPipeline(**parts)
+    live.scheduler = NoNoise()
+    video = torch.from_numpy(pixels).movedim(-1, 1).float().div(127.5).sub(1).contiguous()
+    timestep = torch.tensor([500.0])
+    with torch.no_grad():
+        expected = live.prepare_latents(video, 2, 16, 32, 48, torch.float32, "cpu", timestep=timestep)
+    assert torch.equal(facts.scaling.apply(stored), expected)
+
+
+class NoNoise:
+    """For a scheduler, where the latents are wanted to which a pipeline adds noise."""
+
+    @staticmethod
+    def add_noise(latents: torch.Tensor, *_: Any) -> torch.Tensor:
+        return latents
+
+
+def test_an_image_is_a_video_of_one_frame_whatever_batch_it_is_in(parts):
+    pixels = clip(1)
+    together = encode_images(parts["vae"], pixels[:, 0], WAN)
+    assert together.shape == (2, 32, 1, 4, 6)
+    assert torch.equal(together, encode_images(parts["vae"], pixels, WAN))
+    assert torch.equal(together[1:], encode_images(parts["vae"], pixels[1:, 0], WAN))
+    # The VAE is causal: the first latent frame of a clip is that of its first image.
+    longer = encode_images(parts["vae"], np.concatenate([pixels, clip(4)], axis=1), WAN)
+    assert torch.equal(longer[:, :, :1], together)
+
+
+def test_the_vae_of_the_5b_model_is_read_from_its_config():
+    names = {"base_dim": 8, "z_dim": 48, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1, "patch_size": 2}
+    sizes = {"in_channels": 12, "out_channels": 12, "is_residual": True, "scale_factor_spatial": 16}
+    statistics = {"latents_mean": [0.5] * 48, "latents_std": [2.0] * 48}
+    vae = diffusers.AutoencoderKLWan(**names, **sizes, **statistics).eval()
+    facts = vae_facts(vae)
+    assert (facts.latent_channels, facts.downscale_factor, facts.frames_factor) == (48, 16, 4)
+    assert facts.scaling == Scaling(rule="mean_std", mean=(0.5,) * 48, std=(2.0,) * 48)
+    assert encode_images(vae, clip(5, 1), WAN).shape == (1, 96, 2, 2, 3)
+
+
+@pytest.mark.parametrize("num_frames", [1, 5])
+def test_the_pipeline_generates_the_same_without_its_encoder(parts, pipeline, num_frames):
+    options = {"height": 32, "width": 48, "num_inference_steps": 2, "output_type": "latent"}
+
+    def generated(made: Any, **texts: Any) -> torch.Tensor:
+        return made(**{**options, "generator": torch.Generator().manual_seed(1), **texts}).frames
+
+    expected = generated(
+        pipeline, prompt=TEXTS[0], negative_prompt=TEXTS[1], num_frames=num_frames, **WAN.guidance_kwargs(5.0)
+    )
+    embeds, negative = ({"prompt_embeds": padded_again(encoded(parts, [text]))} for text in (TEXTS[0], TEXTS[1]))
+    rest = {name: part for name, part in parts.items() if name not in ("text_encoder", "tokenizer")}
+    given = WAN.pipeline_kwargs(embeds, negative) | WAN.guidance_kwargs(5.0)
+    assert given["num_frames"] == 1  # of a picture
+    found = generated(WAN.pipeline(**rest), **{**given, "num_frames": num_frames})
+    assert found.shape == (1, 16, (num_frames - 1) // 4 + 1, 4, 6)
+    assert torch.equal(found, expected)
+    assert WAN.final_latents(found, 32, 48) is found
+
+
+def test_a_prediction_is_the_pipelines_own_call(parts, pipeline):
+    calls: list[tuple[tuple[Any, ...], dict[str, Any], torch.Tensor]] = []
+
+    def record(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: tuple[torch.Tensor]) -> None:
+        calls.append((args, kwargs, output[0]))
+
+    handle = parts["transformer"].register_forward_hook(record, with_kwargs=True)
+    try:
+        pipeline(TEXTS[0], height=32, width=48, num_frames=5, num_inference_steps=2, guidance_scale=1.0)
+    finally:
+        handle.remove()
+    _, call, expected = calls[-1]
+    assert 1 < call["timestep"].item() < 1000, "not divided by 1000"
+    batch = {"prompt_embeds": padded_again(encoded(parts, [TEXTS[0]]))}
+    with torch.no_grad():
+        found = WAN.predict(parts["transformer"], call["hidden_states"], call["timestep"], batch)
+    assert torch.equal(found, expected)
+
+
+def test_a_cached_training_step_equals_a_live_one(make_config: Callable[..., Config], parts: dict[str, Any]) -> None:
+    config = make_config(**{"model.family": "wan", "validation.prompts": []})
+    assert run_precache(config).num_refused == 0
+    with LatentCache(config.cache.path) as cache:
+        manifest, row = cache.row("a.png")
+        assert manifest.common["scaling"]["rule"] == "mean_std"
+        latents = read_batch(cache.store, [row.images[0].key])["latents"]
+        recipe = WAN.text_recipe()
+        padding = {"prompt_embeds": WAN.padding("prompt_embeds", recipe)}
+        texts = read_batch(cache.store, [ref.key for ref in row.captions], padding=padding)
+        assert texts["prompt_embeds_lengths"].max() < 40
+    assert latents.shape == (1, 16, 1, *[side // 8 for side in row.images[0].geometry.target_size])
+    live = encoded(parts, [ref.text for ref in row.captions])["prompt_embeds"].bfloat16()
+    assert torch.equal(texts["prompt_embeds"], live)
+    noise = torch.randn(2, *latents.shape[1:], generator=torch.Generator().manual_seed(0))
+    scaled = vae_facts(parts["vae"]).scaling.apply(latents)
+    gradients = []
+    for embeds in (texts["prompt_embeds"], live):
+        denoiser = tiny_denoiser(family="wan")
+        timesteps = torch.tensor([250.0, 800.0])
+        sigma = (timesteps / 1000).view(-1, 1, 1, 1, 1)
+        noisy = (1 - sigma) * scaled + sigma * noise
+        found = WAN.predict(denoiser, noisy, timesteps, {"prompt_embeds": embeds.float()})
+        (found - (noise - scaled)).square().mean().backward()
+        gradients.append([each.grad for each in denoiser.parameters() if each.grad is not None])
+    assert gradients[0] and all(map(torch.equal, *gradients))
+
+
+def test_buckets_that_the_denoiser_does_not_take_are_refused(make_config: Callable[..., Config]) -> None:
+    buckets = {"area": 96 * 96, "step": 8}
+    with pytest.raises(ConfigError, match="sides that are multiples of 16 pixels; set step") as caught:
+        run_precache(make_config(**{"model.family": "wan", "datasets.0.buckets": buckets}))
+    assert caught.value.key == "datasets.buckets"
+    with_sdxl = make_config(**{"datasets.0.buckets": buckets})
+    assert run_precache(with_sdxl, dry_run=True).num_misses > 0
