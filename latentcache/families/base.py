@@ -53,19 +53,30 @@ VAE_WEIGHTS = ("encoder.", "quant_conv.")
 
 
 @dataclass(frozen=True, slots=True)
+class Preview:
+    """A linear approximation of a VAE's decoder, for latents that are scaled by `scaling_factor`.
+
+    `weights`: what a unit of each channel adds to red, green and blue (0 to 255). `biases`: those of a latent of zeros.
+    """
+
+    weights: Sequence[Sequence[float]]
+    biases: Sequence[float]
+    scaling_factor: float
+
+
+@dataclass(frozen=True, slots=True)
 class LatentSpace:
-    """What is particular about a family's latents. Their scaling is read from the VAE: `models.vae.scaling_of`.
+    """What is particular about a family's latents. Their scaling is read from the VAE: `models.vae.vae_facts`.
 
     `is_video`: they are [C, F, h, w]; an image has one frame. `draws`: the model is trained with draws from the
-    posterior; without it with its mean, as the family's pipelines encode images. `preview`: what a unit of each channel
-    of scaled latents adds to red, green and blue (0 to 255), and these of a latent of zeros.
+    posterior; without it with its mean, as the family's pipelines encode images. `preview`: where one is known.
     """
 
     channels: int
     downscale: int = 8
     is_video: bool = False
     draws: bool = True
-    preview: tuple[Sequence[Sequence[float]], Sequence[float]] | None = None
+    preview: Preview | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +208,10 @@ class Family(ABC):
         return [Caption(text, len(each)) for text, each in zip(texts, ids, strict=True)]
 
     def token_limit(self, parts: Mapping[str, Any], recipe: Mapping[str, Any]) -> int:
-        """The number of tokens, as `tokenize` counts them, above which a text is cut."""
+        """The number of tokens, as `tokenize` counts them, above which a text is cut.
+
+        Without parts it is that of the family's usual tokenizers.
+        """
         return int(recipe.get("max_length", self.max_length))
 
     @abstractmethod

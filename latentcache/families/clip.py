@@ -58,7 +58,8 @@ class ClipFamily(Family):
 
     @override
     def token_limit(self, parts: Mapping[str, Any], recipe: Mapping[str, Any]) -> int:
-        return int(min(parts[name].model_max_length for name in self.names("tokenizer")))
+        known = (parts[name].model_max_length for name in self.names("tokenizer") if name in parts)
+        return int(min(known, default=self.max_length))
 
     @override
     def encode_text(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from latentcache.families.base import VAE_WEIGHTS, LatentSpace, Part, TextField, TimestepSampling
+from latentcache.families.base import VAE_WEIGHTS, LatentSpace, Part, Preview, TextField, TimestepSampling
 from latentcache.families.clip import ClipFamily
 from latentcache.families.tiny_parts import clip_text_model, clip_tokenizer, frozen, image_vae, seeded
 from latentcache.types import Geometry
@@ -36,7 +36,12 @@ class SDXL(ClipFamily):
     denoiser = "unet"
     denoiser_class = "diffusers.UNet2DConditionModel"
     # The linear map is that of diffusers' documentation (using-diffusers/callback), for quick previews.
-    latent = LatentSpace(4, preview=(((60, -60, 25, -70), (60, -5, 15, -50), (60, 10, -5, -35)), (150, 140, 130)))
+    latent = LatentSpace(
+        4,
+        preview=Preview(
+            ((60, -60, 25, -70), (60, -5, 15, -50), (60, 10, -5, -35)), (150, 140, 130), scaling_factor=SCALING_FACTOR
+        ),
+    )
     fields = {"prompt_embeds": TextField("cross_attention_dim"), "pooled_prompt_embeds": TextField()}
     layers_above = 1
     has_zero_negative = True

@@ -25,7 +25,7 @@ from latentcache.service.responses import OCTETS
 MAX_PROMPTS = 32
 """In one request. Their keys are a header of the answer."""
 MAX_CHARACTERS = 1 << 14
-"""Of a prompt. CLIP reads 77 tokens."""
+"""Of a prompt: more than the encoders of any family read."""
 MAX_REQUESTS = 32
 """Requests that wait for the encoder at once: others must find room on the server."""
 MAX_IMAGES = 8
@@ -48,7 +48,7 @@ class PromptToEncode(BaseModel):
 
     text: Annotated[str, Field(max_length=MAX_CHARACTERS)]
     negative: bool = False
-    """diffusers applies clip_skip to positive prompts only."""
+    """Some families encode negative prompts otherwise: of those with CLIP alone clip_skip is for positive ones only."""
 
 
 class PromptsToEncode(BaseModel):

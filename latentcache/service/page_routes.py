@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request, Response
 
 import latentcache
-from latentcache.errors import ConfigError, LatentCacheError, RequestRefused
+from latentcache.errors import ConfigError, EntryDamagedError, EntryMissingError, LatentCacheError, RequestRefused
 from latentcache.service import page_text
 from latentcache.service.access import COOKIE, SESSION_S, Role
 from latentcache.service.cache_health import health, running
@@ -24,7 +24,7 @@ from latentcache.service.page_text import query_of, rendered, url
 from latentcache.service.photos import photo_webp
 from latentcache.service.problems import problem_of, problems
 from latentcache.service.sample_details import Explainer, sample_details
-from latentcache.service.thumbnails import DEFAULT_SIDE, SIDES, Thumbnails
+from latentcache.service.thumbnails import DEFAULT_SIDE, SIDES, WAYS, Thumbnails, Way
 from latentcache.service.validation_runs import loss_curve, validation_picture, validation_steps
 
 PAGES = (
@@ -46,6 +46,9 @@ HEADERS = {
 }
 FOR_EVER = "public, max-age=31536000, immutable"
 FOR_AN_HOUR = "private, max-age=3600"
+DECODED_HEADER = "Latentcache-Decoded"
+WITHOUT_PICTURE = ("refused", "damaged", "missing")
+"""States of samples whose picture is not shown."""
 NOT_KEPT = "no-store"
 
 
@@ -96,8 +99,12 @@ def page_router(context: ServiceContext) -> APIRouter:
         responses={200: {"content": {"image/webp": {}}, "description": "A picture."}, **problems(404, 409)},
     )
     async def thumbnail(key: KeyInPath, side: Side = DEFAULT_SIDE) -> Response:
-        """The cached image, decoded, as WebP of at most `side` pixels."""
-        return _webp(await context.view(source.thumbnails.webp, key, side))
+        """The cached image, decoded, as WebP of at most `side` pixels.
+
+        The header `Latentcache-Decoded` says how: `vae`, `linear`, or `components`, whose colours are not the photo's.
+        """
+        data, way = await context.view(source.thumbnails.webp, key, side)
+        return _webp(data, {DECODED_HEADER: way})
 
     return router
 
@@ -183,7 +190,8 @@ def _page(source: PageSource, template: str, page: str = "", status: int = 200, 
         shell_path=shlex.quote(str(source.store.path)),
         states=source.gallery.states,
         thumbnail=thumbnail,
-        decoder=source.thumbnails.name,
+        ways=WAYS,
+        way=source.thumbnails.way,
         can_log_out=source.has_sessions,
         **values,
     )
@@ -246,7 +254,16 @@ def _models(source: PageSource, query: Fields) -> Response:
 def _gallery(source: PageSource, query: Fields) -> Response:
     filters, start = _filters(query)
     page, names = source.gallery.page(filters, start), source.views.dataset_names()
-    return _page(source, "gallery.html", "/gallery", gallery=page, filters=filters, datasets=names)
+    found = {_way_of(source, tile.key) for tile in page.tiles if tile.key and tile.state not in WITHOUT_PICTURE}
+    decoded = [words for way, words in WAYS.items() if way in found]
+    return _page(source, "gallery.html", "/gallery", gallery=page, filters=filters, datasets=names, decoded=decoded)
+
+
+def _way_of(source: PageSource, key: str) -> Way | None:
+    try:
+        return source.thumbnails.way(source.store.record(key).identity, source.store.describe(key))
+    except (EntryMissingError, EntryDamagedError):  # since the page was put together
+        return None
 
 
 def _results(source: PageSource, query: Fields) -> Response:
@@ -294,8 +311,8 @@ def _named(query: Fields) -> tuple[str, str]:
     return query["dataset"], query["id"]
 
 
-def _webp(data: bytes) -> Response:
-    return Response(data, 200, {**HEADERS, "Cache-Control": FOR_AN_HOUR}, "image/webp")
+def _webp(data: bytes, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(data, 200, {**HEADERS, "Cache-Control": FOR_AN_HOUR, **(headers or {})}, "image/webp")
 
 
 def _buckets(source: PageSource, query: Fields) -> Response:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from latentcache.dataset.manifest_row import CaptionRef, ImageRef, Row
 from latentcache.errors import EntryDamagedError, EntryMissingError
-from latentcache.families import DEFAULT, family_named
+from latentcache.families import DEFAULT, FAMILIES, family_named
 from latentcache.service.charts import crop_box
 from latentcache.service.gallery import Gallery, State
 from latentcache.service.photos import Photo, examine_photo
@@ -18,6 +18,7 @@ from latentcache.types import Record
 
 if TYPE_CHECKING:
     from latentcache.config import Config
+    from latentcache.families.base import Family
     from latentcache.models.model_loader import ModelLoader
     from latentcache.precache.planner import Explanation
 
@@ -39,8 +40,14 @@ class EntryDetails:
 
     @property
     def num_cut(self) -> int:
-        """How many of them the text encoders did not read."""
-        return max(0, (self.num_tokens or 0) - family_named(DEFAULT).max_length)
+        """How many of them the text encoders did not read, by the family and the recipe in its identity."""
+        encoding = None if self.record is None else self.record.identity.get("encoding")
+        recipe = encoding if isinstance(encoding, Mapping) else {}
+        family = recipe.get("family", DEFAULT)
+        if self.num_tokens is None or family not in FAMILIES:
+            return 0
+        numbers = {name: value for name, value in recipe.items() if type(value) is int}
+        return max(0, self.num_tokens - family_named(family).token_limit({}, numbers))
 
     @property
     def created(self) -> str:
@@ -140,17 +147,33 @@ class Explainer:
             if self._models is None:
                 self._models = load_models(self._config.model, {})
             explanation = explain(self._config, row.sample_id, models=self._models)
-            tokenizer = next(iter(self._models.tokenizers().values()))
-        return Reasons(explanation, tuple(cut_caption(tokenizer, caption.text) for caption in row.captions))
+            encode, family = self._config.encode, self._models.family
+            recipe = family.text_recipe(
+                clip_skip=encode.clip_skip, max_length=encode.max_length, padding=encode.padding
+            )
+            tokenizers = self._models.tokenizers()
+            cut = tuple(cut_caption(family, tokenizers, recipe, caption.text) for caption in row.captions)
+        return Reasons(explanation, cut)
 
 
-def cut_caption(tokenizer: Any, text: str) -> CutCaption:
-    """Where a fast tokenizer cuts a caption: begin and end take two of its places."""
+def cut_caption(family: Family, tokenizers: Mapping[str, Any], recipe: Mapping[str, Any], text: str) -> CutCaption:
+    """Where a fast tokenizer of the family cuts a caption.
+
+    A family that cleans the text shows it cleaned. Of a template nothing is shown.
+    """
     readable = text.encode("utf-8", "replace").decode()  # a lone surrogate is one character, as is its stand-in
-    offsets = tokenizer(readable, truncation=False, return_offsets_mapping=True, verbose=False)["offset_mapping"]
-    content = offsets[1:-1]
-    num_read = tokenizer.model_max_length - 2
-    if len(content) <= num_read:
-        return CutCaption(text, "")
-    start = content[num_read][0]
-    return CutCaption(text[:start], text[start:])
+    rendered = family.rendered(tokenizers, readable)
+    found = tokenizers[family.names("tokenizer")[-1]]
+    tokenizer = getattr(found, "tokenizer", found)  # a processor has one
+    limit = family.token_limit(tokenizers, recipe)
+
+    def offsets(**options: Any) -> list[tuple[int, int]]:
+        """Where the tokens of the text are in it: begin and end, which are not in it, have no length."""
+        read = tokenizer(rendered, return_offsets_mapping=True, verbose=False, **options)["offset_mapping"]
+        return [(start, end) for start, end in read if end > start]
+
+    whole, num_read = offsets(truncation=False), len(offsets(truncation=True, max_length=limit))
+    begin = rendered.find(readable)
+    shown, begin = (text, begin) if begin >= 0 else (rendered, 0)
+    start = whole[num_read][0] - begin if num_read < len(whole) else len(shown)
+    return CutCaption(shown[: max(start, 0)], shown[max(start, 0) :])

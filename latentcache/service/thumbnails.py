@@ -1,43 +1,62 @@
 """Small pictures of cached images: latents -> pixels -> WebP. Legend: C latent channels, h and w latent rows, columns.
 
-Pixels are uint8 [H, W, 3]. By default they come from the linear approximation of the family, which takes milliseconds
-and no model. A `Decoder` is the VAE's own, where the service has one.
+Pixels are uint8 [H, W, 3]. A `Decoder` is a VAE's own, where the service has one. Without it a picture comes from the
+linear approximation of the family, or, where there is none, from the latents' principal components: both take
+milliseconds and no model.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
 from PIL import Image
 
 from latentcache.errors import RequestRefused
-from latentcache.families import DEFAULT, family_named
-from latentcache.families.scaling import Scaling
-from latentcache.families.sdxl import SCALING_FACTOR
-from latentcache.store.base import Store
+from latentcache.families import FAMILIES, family_named
+from latentcache.families.base import Preview
+from latentcache.store.base import Description, Store
 from latentcache.types import Entry
-
-Decoder = Callable[[torch.Tensor], np.ndarray]
-"""Scaled latents [C, h, w], float32 on the CPU -> pixels. It is called by several threads."""
 
 SIDES = range(32, 2049)
 """Allowed for the longer side of a thumbnail, in pixels."""
 DEFAULT_SIDE = 256
 QUALITY = 70
 """Of WebP, up to 100."""
-_MAX_NUMBER = 1e30  # of a factor or a shift: what float32 holds, with room
+_FIELDS = ("moments", "latents")
+_SPREAD = 50.0
+"""Of 256 shades, for a standard deviation of a principal component: nearly all places are within two and a half."""
+
+Way = Literal["vae", "linear", "components"]
+WAYS: Mapping[Way, str] = {
+    "vae": "by the VAE",
+    "linear": "by a linear approximation: colours and shapes, no details",
+    "components": "into their three principal components: shapes, in colours that are not the photo's",
+}
+"""How latents become a picture, in words."""
+
+
+class Decoder(Protocol):
+    """Decodes latents by a VAE. It is called by several threads."""
+
+    channels: int
+    """Of the latents that it takes."""
+    downscale: int
+    """Pixels for each latent row."""
+
+    def __call__(self, latents: torch.Tensor) -> np.ndarray:
+        """Pixels of one frame's unscaled latents [C, h, w], float32 on the CPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class Thumbnails:
     """Makes thumbnails of a store's image entries. Threads may share it: it keeps nothing.
 
-    `name` names the way of decoding: thumbnails of another name may look different.
+    `name` names how this service decodes: thumbnails of another name may look different.
     """
 
     store: Store
@@ -45,11 +64,21 @@ class Thumbnails:
 
     @property
     def name(self) -> str:
-        """`vae` with a decoder, else `linear`."""
-        return "linear" if self.decoder is None else "vae"
+        """`vae` with a decoder, else `latents`."""
+        return "latents" if self.decoder is None else "vae"
 
-    def webp(self, key: str, side: int = DEFAULT_SIDE) -> bytes:
-        """The entry's picture, at most `side` pixels high and wide; never larger than what was decoded.
+    def way(self, identity: Mapping[str, Any], fields: Description) -> Way | None:
+        """How an entry of this identity and these fields becomes a picture; None for one without latents."""
+        shape = next((fields[name][1] for name in _FIELDS if name in fields), None)
+        if not shape:
+            return None
+        channels = shape[0] // (2 if "moments" in fields else 1)
+        if self.decoder is not None and self.decoder.channels == channels:
+            return "vae"
+        return "components" if preview_of(channels, identity) is None else "linear"
+
+    def webp(self, key: str, side: int = DEFAULT_SIDE) -> tuple[bytes, Way]:
+        """The entry's picture, at most `side` pixels high and wide, never larger than what was decoded; and its way.
 
         EntryMissingError, EntryDamagedError; RequestRefused for an entry that has no latents, and a side not in SIDES.
         """
@@ -57,61 +86,79 @@ class Thumbnails:
             allowed = f"{SIDES.start} to {SIDES.stop - 1}"
             raise RequestRefused("a thumbnail has no such side", status=422, met=side, allowed=allowed)
         entry = self.store.get(key)
-        latents = scaled_latents(entry)
-        if self.decoder is None:
-            return webp_of(linear_pixels(latents), side)
-        return webp_of(self.decoder(_shrunk(latents, side)), side)
+        latents = first_frame(entry)
+        if self.decoder is not None and self.decoder.channels == len(latents):
+            return webp_of(self.decoder(_shrunk(latents, side, self.decoder.downscale)), side), "vae"
+        preview = preview_of(len(latents), entry.record.identity)
+        if preview is None:
+            return webp_of(component_pixels(latents), side), "components"
+        return webp_of(linear_pixels(latents * preview.scaling_factor, preview), side), "linear"
 
 
-def scaled_latents(entry: Entry) -> torch.Tensor:
-    """The mean latents of an image entry, scaled as the denoiser sees them: float32 [C, h, w].
+def first_frame(entry: Entry) -> torch.Tensor:
+    """The mean latents of an image entry, of a video's first frame: unscaled, float32 [C, h, w].
 
     RequestRefused if it has none.
     """
     tensors, key = entry.tensors, entry.record.key
-    if "moments" in tensors:
-        latents = tensors["moments"].chunk(2)[0]  # mean, then log-variance
-    elif "latents" in tensors:
-        latents = tensors["latents"]
-    else:
+    field = next((name for name in _FIELDS if name in tensors), None)
+    if field is None:
         detail = f"entry {key} is of kind {entry.record.kind}: only entries with latents have a thumbnail"
         raise RequestRefused(detail, status=404)
-    channels = family_named(DEFAULT).latent.channels
-    if latents.ndim != 3 or len(latents) != channels:
-        expected = f"[{channels}, h, w]"
-        detail = f"entry {key} has latents {list(latents.shape)}: a thumbnail needs {expected}"
+    latents = tensors[field]
+    if latents.ndim not in (3, 4) or latents.numel() == 0:
+        detail = f"entry {key} has {field} {list(latents.shape)}: a thumbnail needs [C, h, w] or [C, F, h, w]"
         raise RequestRefused(detail, status=404)
-    return scaling_of(entry.record.identity).apply(latents.float())
+    if field == "moments":
+        latents = latents.chunk(2)[0]  # mean, then log-variance
+    return (latents[:, 0] if latents.ndim == 4 else latents).float()
 
 
-def scaling_of(identity: Mapping[str, Any]) -> Scaling:
-    """The scaling of the VAE that an entry was encoded with. Imported entries name none: they have the family's."""
+def preview_of(channels: int, identity: Mapping[str, Any]) -> Preview | None:
+    """The linear approximation for latents of so many channels, whose VAE has the scaling factor of the identity.
+
+    Imported entries name no factor: there the channels decide. None where no family has one for them.
+    """
     encoding = identity.get("encoding")
-    if isinstance(encoding, Mapping):
-        factor, shift = encoding.get("scaling_factor"), encoding.get("shift_factor")
-        if _is_number(factor) and factor != 0 and (shift is None or _is_number(shift)):
-            return Scaling(float(factor), shift)
-    return Scaling(SCALING_FACTOR)
+    stated = encoding.get("scaling_factor") if isinstance(encoding, Mapping) else None
+    for name in FAMILIES:
+        preview = family_named(name).latent.preview
+        if preview is not None and len(preview.weights[0]) == channels and stated in (None, preview.scaling_factor):
+            return preview
+    return None
 
 
-def _is_number(value: object) -> TypeGuard[float]:
-    """Whether it can be a factor or a shift: no NaN, and nothing that float32 cannot hold."""
-    return isinstance(value, (int, float)) and abs(value) < _MAX_NUMBER
-
-
-def _shrunk(latents: torch.Tensor, side: int) -> torch.Tensor:
+def _shrunk(latents: torch.Tensor, side: int, downscale: int) -> torch.Tensor:
     """The latents, halved as long as their picture stays larger than `side`: decoding costs the square of the side."""
-    while max(latents.shape[1:]) * family_named(DEFAULT).latent.downscale >= 2 * side and min(latents.shape[1:]) >= 2:
+    while max(latents.shape[1:]) * downscale >= 2 * side and min(latents.shape[1:]) >= 2:
         latents = torch.nn.functional.avg_pool2d(latents, 2)
     return latents
 
 
-def linear_pixels(latents: torch.Tensor) -> np.ndarray:
-    """The family's linear approximation of the decoder: a pixel for each latent's row and column."""
-    preview = family_named(DEFAULT).latent.preview
-    assert preview is not None
-    weights, biases = (torch.tensor(values, dtype=torch.float32) for values in preview)
-    colours = torch.einsum("chw,rc->hwr", latents, weights) + biases
+def linear_pixels(latents: torch.Tensor, preview: Preview) -> np.ndarray:
+    """The linear approximation of the decoder for scaled latents: a pixel for each row and column."""
+    weights, biases = (torch.tensor(values, dtype=torch.float32) for values in (preview.weights, preview.biases))
+    return _pixels(torch.einsum("chw,rc->hwr", latents, weights) + biases)
+
+
+def component_pixels(latents: torch.Tensor) -> np.ndarray:
+    """The first three principal components as red, green and blue: a pixel for each row and column.
+
+    They show what is where. Their colours are no colours of the photo.
+    """
+    values = latents.nan_to_num(0.0, 0.0, 0.0).flatten(1).double()
+    values = values - values.mean(1, keepdim=True)
+    axes = torch.linalg.eigh(values @ values.T)[1][:, -3:].flip(1)  # ascending: the last have the most variance
+    # The sign of an axis is arbitrary: this one is the same in every picture of the same contents.
+    axes = axes * torch.where(axes.sum(0) < 0, -1.0, 1.0)
+    found = axes.T @ values
+    deviation = found.std(1, correction=0, keepdim=True)
+    shades = 128 + _SPREAD * found / deviation.clamp_min(1e-12)
+    colours = torch.nn.functional.pad(shades, (0, 0, 0, 3 - len(shades)), value=128.0)
+    return _pixels(colours.T.reshape(*latents.shape[1:], 3))
+
+
+def _pixels(colours: torch.Tensor) -> np.ndarray:
     pixels: np.ndarray = colours.nan_to_num(0.0).clamp(0, 255).byte().numpy()
     return pixels
 

@@ -18,7 +18,7 @@ from latentcache.precache.encodings import load_models
 def decoder_of(config: Config) -> VaeDecoder | None:
     """The decoder of a config's VAE where it is quick: on an accelerator, or for a tiny model. Nothing is loaded yet.
 
-    On a CPU SDXL's VAE takes seconds for a picture, and the linear approximation a millisecond. DeviceError.
+    On a CPU a VAE takes seconds for a picture, and what is done without it a millisecond. DeviceError, ModelError.
     """
     is_tiny = config.model.path in (TINY, TINY_PHOTOS) and config.model.vae is None
     if device_named(config.encode.device).type == "cpu" and not is_tiny:
@@ -36,19 +36,25 @@ class VaeDecoder:
         self._config, self._models = config, models
         self._lock = threading.Lock()
         self._vae: torch.nn.Module | None = None
+        self._facts = models.vae_facts()
+        self.channels, self.downscale = self._facts.latent_channels, self._facts.downscale_factor
 
     def __call__(self, latents: torch.Tensor) -> np.ndarray:
-        """Pixels uint8 [H, W, 3] of scaled latents [C, h, w]. ModelError, DeviceError."""
+        """Pixels uint8 [H, W, 3] of unscaled latents [C, h, w]. ModelError, DeviceError."""
+        if self._facts.scaling.rule == "batch_norm":  # which joins rows and columns in pairs
+            latents = latents[:, : latents.shape[1] // 2 * 2, : latents.shape[2] // 2 * 2]
+        is_video = self._models.family.latent.is_video
+        scaled = self._facts.scaling.apply(latents[None, :, None] if is_video else latents[None])
         with self._lock:
             vae = self._loaded()
             with placed(vae, device_named(self._config.encode.device)):
-                images, _ = decode_fitting(vae, latents[None])
-        pixels: np.ndarray = images[0]
+                images, _ = decode_fitting(vae, scaled)
+        pixels: np.ndarray = images[0, 0] if is_video else images[0]
         return pixels
 
     def _loaded(self) -> torch.nn.Module:
         if self._vae is None:
             device = device_named(self._config.encode.device)
-            dtype, _ = vae_dtype(self._config.encode.vae_dtype, self._models.vae_facts(), device)
+            dtype, _ = vae_dtype(self._config.encode.vae_dtype, self._facts, device)
             self._vae = self._models.vae(dtype)
         return self._vae

@@ -60,7 +60,11 @@ COMMON = {
     "image_encoding": encoding_json(IMAGE),
     "text_encoding": encoding_json(TEXT),
 }
-_WEIGHTS = torch.tensor(sdxl.FAMILY.latent.preview[0], dtype=torch.float32)
+assert sdxl.FAMILY.latent.preview is not None
+_WEIGHTS, _BIASES = (
+    torch.tensor(values, dtype=torch.float32)
+    for values in (sdxl.FAMILY.latent.preview.weights, sdxl.FAMILY.latent.preview.biases)
+)
 
 
 def image_entry(sample_id: str, path: Path, pixels: np.ndarray, source: str, geometry: Geometry) -> Entry:
@@ -68,7 +72,7 @@ def image_entry(sample_id: str, path: Path, pixels: np.ndarray, source: str, geo
     prepared = Image.fromarray(prepare(pixels, geometry))
     factor = sdxl.FAMILY.latent.downscale
     small = np.asarray(prepared.resize((prepared.width // factor, prepared.height // factor), Image.Resampling.BOX))
-    colours = torch.from_numpy(small.astype(np.float32)) - torch.tensor(sdxl.FAMILY.latent.preview[1])
+    colours = torch.from_numpy(small.astype(np.float32)) - _BIASES
     latents = torch.einsum("hwr,cr->chw", colours, torch.linalg.pinv(_WEIGHTS)) / sdxl.SCALING_FACTOR
     moments = torch.cat([latents, torch.full_like(latents, -8.0)]).half()
     policy = with_filter(preparation_policy(ImagesConfig()), "lanczos")

@@ -8,17 +8,21 @@ from pathlib import Path
 from urllib.request import urlopen
 
 import numpy as np
+import pytest
+import torch
 from helpers.page_server import page_of
 from PIL import Image
 
 from latentcache.config import Config
+from latentcache.families import FAMILIES, family_named
 from latentcache.models.model_loader import ModelLoader
-from latentcache.models.vae import decode_latents
+from latentcache.models.vae import decode_latents, vae_facts
 from latentcache.precache.progress_note import read_note
 from latentcache.precache.run import run_precache
+from latentcache.service import sample_details
 from latentcache.service.page_text import url
-from latentcache.service.sample_details import cut_caption
-from latentcache.service.thumbnails import scaled_latents, webp_of
+from latentcache.service.sample_details import CutCaption
+from latentcache.service.thumbnails import first_frame, webp_of
 from latentcache.service.vae_decoder import decoder_of
 from latentcache.store import DiskStore
 
@@ -56,8 +60,8 @@ def test_reasons_cut_captions_and_the_vae_s_pictures(make_config: Callable[..., 
         with DiskStore(config.cache.path, create=False) as store:
             entry = next(entry for key in store.keys() if (entry := store.get(key)).record.kind == "image")
         shown = Image.open(io.BytesIO(fetch(base, f"/v1/thumbnails/{entry.record.key}.webp")))
-        vae = ModelLoader("tiny").vae(entry.tensors["moments"].float().dtype)
-        pixels = decode_latents(vae, scaled_latents(entry)[None])[0]  # type: ignore[arg-type]
+        latents = vae_facts(vae := ModelLoader("tiny").vae(torch.float32)).scaling.apply(first_frame(entry)[None])
+        pixels = decode_latents(vae, latents)[0]
         expected = Image.open(io.BytesIO(webp_of(pixels, 256)))
         assert shown.size == expected.size == pixels.shape[1::-1]
         assert np.array_equal(np.asarray(shown), np.asarray(expected))
@@ -75,11 +79,37 @@ def test_a_large_vae_on_a_cpu_decodes_no_thumbnails(make_config: Callable[..., C
 
 
 def test_captions_are_cut_where_the_tokenizer_cuts_them() -> None:
-    tokenizer = ModelLoader("tiny").tokenizers()["tokenizer"]
+    tokenizers = ModelLoader("tiny").tokenizers()
+    tokenizer, family = tokenizers["tokenizer"], family_named("sdxl")
+
+    def cut_caption(text: str) -> CutCaption:
+        return sample_details.cut_caption(family, tokenizers, family.text_recipe(), text)
+
     for text in ("", "a cat", "Ünïcode 🐈 cat", "word " * 500, "é" * 300, "\ud800 " * 100):
-        found = cut_caption(tokenizer, text)
+        found = cut_caption(text)
         assert found.read + found.cut == text
         read = found.read.encode("utf-8", "replace").decode()
         assert len(tokenizer(read, verbose=False)["input_ids"]) <= tokenizer.model_max_length
-    assert cut_caption(tokenizer, "a cat").cut == ""
-    assert cut_caption(tokenizer, "word " * 500).cut != ""
+    assert cut_caption("a cat").cut == ""
+    assert cut_caption("word " * 500).cut != ""
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_captions_are_cut_where_the_family_s_encoder_stops_reading(name: str) -> None:
+    """What is cut changes no embedding: the encoder of the tiny model is asked."""
+    family = family_named(name)
+    parts = {part: value for part, value in family.tiny().items() if part in family.parts}
+    tokenizers = {part: parts[part] for part in family.names("tokenizer")}
+    length = 60 if family.max_length != 77 else None
+    recipe = family.text_recipe(max_length=length) if length else family.text_recipe()
+    text = "a red cat on the table " * 60
+    found = sample_details.cut_caption(family, tokenizers, recipe, text)
+    assert found.read and found.cut and found.read + found.cut == text.strip() + " " * text.endswith(" ")
+
+    def encoded(caption: str) -> dict[str, torch.Tensor]:
+        return family.encode_text(parts, family.tokenize(parts, [caption]), recipe)
+
+    whole, other = encoded(text), encoded(found.read + found.cut.replace("cat", "table"))
+    shorter = encoded(found.read[: len(found.read) // 2] + "table" + found.read[len(found.read) // 2 :])
+    assert all(torch.equal(whole[field], other[field]) for field in ["prompt_embeds"])
+    assert not torch.equal(whole["prompt_embeds"], shorter["prompt_embeds"])

@@ -11,17 +11,24 @@ import pytest
 import torch
 from helpers.page_caches import image_entry, text_entry
 from helpers.photo_files import write_photo
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 from PIL import Image
 
 from latentcache.config import ImagesConfig
 from latentcache.dataset.buckets import fit
 from latentcache.dataset.images import decode
 from latentcache.errors import EntryMissingError, RequestRefused, StoreError
-from latentcache.families import sdxl
+from latentcache.families import FAMILIES, family_named, sdxl
 from latentcache.identity import digest, key_of
-from latentcache.service.thumbnails import Thumbnails, linear_pixels, scaled_latents, scaling_of
+from latentcache.models.vae import encode_images, vae_facts
+from latentcache.service.thumbnails import Thumbnails, component_pixels, first_frame, linear_pixels, webp_of
 from latentcache.store import MemoryStore
 from latentcache.types import Bucket, Entry, Record, Size
+
+assert sdxl.FAMILY.latent.preview is not None
+PREVIEW = sdxl.FAMILY.latent.preview
 
 
 def opened(data: bytes) -> Image.Image:
@@ -37,19 +44,19 @@ def test_the_thumbnail_of_cached_latents_is_the_photo(tmp_path: Path) -> None:
     entry = image_entry("a.png", path, pixels, digest(path.read_bytes()), geometry)
     store = MemoryStore()
     store.add([entry])
-    image = opened(Thumbnails(store).webp(entry.record.key))
+    image = opened(Thumbnails(store).webp(entry.record.key)[0])
     assert image.size == (48, 32)
     small = np.asarray(Image.fromarray(pixels).resize((48, 32), Image.Resampling.BOX), dtype=int)
     assert np.abs(np.asarray(image.convert("RGB"), dtype=int) - small).mean() < 8
 
 
 def test_linear_pixels_are_the_family_s_map_and_clipped() -> None:
-    assert linear_pixels(torch.zeros(4, 2, 3)).tolist() == [[list(sdxl.FAMILY.latent.preview[1])] * 3] * 2
+    assert linear_pixels(torch.zeros(4, 2, 3), PREVIEW).tolist() == [[list(PREVIEW.biases)] * 3] * 2
     one = torch.zeros(4, 1, 1)
     one[0] = 1.0
-    assert linear_pixels(one)[0, 0].tolist() == [210, 200, 190]
-    assert linear_pixels(torch.full((4, 1, 1), torch.nan)).tolist() == [[[0, 0, 0]]]
-    assert linear_pixels(one * 1e9)[0, 0].tolist() == [255, 255, 255]
+    assert linear_pixels(one, PREVIEW)[0, 0].tolist() == [210, 200, 190]
+    assert linear_pixels(torch.full((4, 1, 1), torch.nan), PREVIEW).tolist() == [[[0, 0, 0]]]
+    assert linear_pixels(one * 1e9, PREVIEW)[0, 0].tolist() == [255, 255, 255]
 
 
 def make(**identity: object) -> Record:
@@ -57,42 +64,118 @@ def make(**identity: object) -> Record:
     return Record(key_of(value), "image", value, {})
 
 
-def test_moments_and_latents_of_any_scaling_give_the_same_picture() -> None:
+def stored(record: Record, **tensors: torch.Tensor) -> Thumbnails:
+    store = MemoryStore()
+    store.add([Entry(record, tensors)])
+    return Thumbnails(store)
+
+
+def test_moments_latents_and_imported_entries_give_the_same_picture() -> None:
     latents = torch.randn(4, 3, 5)
-    shifted = make(encoding={"scaling_factor": 0.5, "shift_factor": 0.25})
-    plain = make(encoding={"scaling_factor": sdxl.SCALING_FACTOR, "shift_factor": None})
-    imported, strange = make(imported={"format": "kohya"}), make(encoding={"scaling_factor": "1"})
-    moments = torch.cat([latents / sdxl.SCALING_FACTOR, torch.zeros_like(latents)])
+    expected = linear_pixels(latents * PREVIEW.scaling_factor, PREVIEW)
+    plain = make(encoding={"scaling_factor": PREVIEW.scaling_factor, "shift_factor": None})
+    moments = torch.cat([latents, torch.zeros_like(latents)])
     for record, tensors in (
-        (shifted, {"latents": latents / 0.5 + 0.25}),
+        (plain, {"latents": latents}),
         (plain, {"moments": moments}),
-        (imported, {"latents": latents / sdxl.SCALING_FACTOR}),
-        (strange, {"moments": moments}),
+        (make(imported={"format": "kohya"}), {"latents": latents}),
     ):
-        torch.testing.assert_close(scaled_latents(Entry(record, tensors)), latents)
+        assert torch.equal(first_frame(Entry(record, tensors)), latents)
+        assert stored(record, **tensors).webp(record.key, 64) == (webp_of(expected, 64), "linear")
+
+
+@pytest.mark.parametrize("factor", [0.5, 10**400, float("nan"), float("inf"), 0, "x", [1]])
+def test_colours_are_not_guessed_for_the_latents_of_another_vae(factor: Any) -> None:
+    """SD 1.5 has as many channels as SDXL, and another factor: SDXL's map would give wrong colours."""
+    record = Record("0" * 64, "image", {"encoding": {"scaling_factor": factor}}, {})
+    fields = {"latents": ("float32", (4, 3, 5))}
+    assert Thumbnails(MemoryStore()).way(record.identity, fields) == "components"
+    assert Thumbnails(MemoryStore()).way({"encoding": {"scaling_factor": PREVIEW.scaling_factor}}, fields) == "linear"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_each_family_s_images_have_a_thumbnail(name: str) -> None:
+    """The tiny model's encoding of two halves, dark and bright: they differ in the picture, whatever its colours."""
+    family = family_named(name)
+    vae = family.tiny()[family.names("vae")[0]]
+    pixels = np.zeros((1, 64, 128, 3), np.uint8)
+    pixels[:, :, 64:] = 255
+    facts = vae_facts(vae)
+    moments = encode_images(vae, pixels, family)[0].contiguous()
+    factor = facts.scaling.scaling_factor
+    record = make(encoding={"scaling_factor": factor, "shift_factor": facts.scaling.shift_factor}, family=name)
+    thumbnails = stored(record, moments=moments)
+    data, way = thumbnails.webp(record.key)
+    assert way == thumbnails.way(record.identity, thumbnails.store.describe(record.key))
+    assert way == ("linear" if family.latent.preview else "components")
+    image = opened(data)
+    assert image.size == (128 // family.latent.downscale, 64 // family.latent.downscale)
+    shown = np.asarray(image.convert("RGB"), dtype=int)
+    half = shown.shape[1] // 2
+    contrast = np.abs(shown[:, :half].mean((0, 1)) - shown[:, half:].mean((0, 1))).max()
+    assert contrast > (
+        20 if way == "components" else 1
+    )  # a linear map does not stretch it, and these VAEs know nothing
+
+
+def test_of_a_video_the_first_frame_is_shown() -> None:
+    frames = torch.randn(16, 3, 4, 6)
+    video, still = make(), make(still=1)
+    expected = webp_of(component_pixels(frames[:, 0]), 64), "components"
+    assert stored(video, latents=frames).webp(video.key, 64) == expected
+    assert stored(still, latents=frames[:, :1].clone()).webp(still.key, 64) == expected
+
+
+@given(
+    arrays(
+        np.float32, st.tuples(st.integers(1, 20), st.integers(1, 4), st.integers(1, 4)), elements=st.floats(width=32)
+    )
+)
+def test_components_of_any_latents_are_pixels(latents: np.ndarray) -> None:
+    pixels = component_pixels(torch.from_numpy(latents))
+    assert pixels.shape == (*latents.shape[1:], 3) and pixels.dtype == np.uint8
+
+
+def test_components_separate_what_differs_and_do_not_depend_on_the_scaling() -> None:
+    latents = torch.randn(16, 8, 8, generator=torch.Generator().manual_seed(1)) * 0.1
+    latents[3, :, 4:] += 2.0
+    pixels = component_pixels(latents).astype(int)
+    assert abs(pixels[:, :4, 0].mean() - pixels[:, 4:, 0].mean()) > 80
+    assert np.abs(component_pixels(latents * 7.5 - 3.0).astype(int) - pixels).max() <= 1
+    assert component_pixels(torch.ones(16, 2, 2)).tolist() == [[[128] * 3] * 2] * 2
+
+
+class WhiteDecoder:
+    """Says what it was asked for."""
+
+    channels, downscale = 4, 8
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, ...]] = []
+
+    def __call__(self, latents: torch.Tensor) -> np.ndarray:
+        self.seen.append(tuple(latents.shape))
+        return np.full((64, 128, 3), 200, np.uint8)
 
 
 def test_a_decoder_takes_the_place_of_the_approximation() -> None:
-    seen: list[tuple[int, ...]] = []
-
-    def decoder(latents: torch.Tensor) -> np.ndarray:
-        seen.append(tuple(latents.shape))
-        return np.full((64, 128, 3), 200, np.uint8)
-
-    record = make()
+    record, other, decoder = make(), make(other=1), WhiteDecoder()
     store = MemoryStore()
-    store.add([Entry(record, {"latents": torch.ones(4, 8, 16)})])
+    store.add([Entry(record, {"latents": torch.ones(4, 8, 16)}), Entry(other, {"latents": torch.ones(16, 8, 16)})])
     thumbnails = Thumbnails(store, decoder)
-    assert opened(thumbnails.webp(record.key, 100)).size == (100, 50)
-    assert opened(thumbnails.webp(record.key, 1000)).size == (128, 64)
-    assert seen == [(4, 8, 16)] * 2
-    assert (thumbnails.name, Thumbnails(store).name) == ("vae", "linear")
+    assert opened(thumbnails.webp(record.key, 100)[0]).size == (100, 50)
+    assert opened(thumbnails.webp(record.key, 1000)[0]).size == (128, 64)
+    assert decoder.seen == [(4, 8, 16)] * 2
+    assert (thumbnails.name, Thumbnails(store).name) == ("vae", "latents")
+    assert thumbnails.webp(record.key)[1] == "vae"
+    # The cache may hold another model's latents too, which this VAE does not take.
+    assert thumbnails.webp(other.key)[1] == "components" and len(decoder.seen) == 3
 
 
 def test_what_has_no_thumbnail_is_refused() -> None:
-    text, wide = text_entry("a", "a caption", 4), Entry(make(wide=1), {"latents": torch.ones(16, 2, 2)})
+    text, flat = text_entry("a", "a caption", 4), Entry(make(wide=1), {"latents": torch.ones(16, 2)})
     store = MemoryStore()
-    store.add([text, wide])
+    store.add([text, flat])
     thumbnails = Thumbnails(store)
     with pytest.raises(EntryMissingError):
         thumbnails.webp("0" * 64)
@@ -100,14 +183,7 @@ def test_what_has_no_thumbnail_is_refused() -> None:
         thumbnails.webp("../../etc/passwd")
     with pytest.raises(RequestRefused, match="of kind text"):
         thumbnails.webp(text.record.key)
-    with pytest.raises(RequestRefused, match=r"\[4, h, w\]"):
-        thumbnails.webp(wide.record.key)
+    with pytest.raises(RequestRefused, match=r"\[C, h, w\]"):
+        thumbnails.webp(flat.record.key)
     with pytest.raises(RequestRefused, match="no such side"):
-        thumbnails.webp(wide.record.key, 10**9)
-
-
-@pytest.mark.parametrize("factor", [10**400, float("nan"), float("inf"), 0, "x", None])
-def test_a_scaling_factor_that_is_no_factor_is_the_family_s(factor: Any) -> None:
-    assert (
-        scaling_of({"encoding": {"scaling_factor": factor, "shift_factor": None}}).scaling_factor == sdxl.SCALING_FACTOR
-    )
+        thumbnails.webp(flat.record.key, 10**9)
