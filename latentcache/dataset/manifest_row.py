@@ -1,4 +1,4 @@
-"""One sample of a manifest: its keys, geometries and captions, and the line of the manifest's file that says them."""
+"""One sample of a manifest: the keys, geometries and texts of all its parts, and its line in the manifest's file."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from latentcache.types import MAX_SIDE, Geometry, Refusal
 
 Trust = Literal["verified", "unverified"]
 """`unverified`: imported, and not shown to equal what encoding gives. Everything else is `verified`."""
+
+PartRole = Literal["control", "mask"]
+"""What a further part of a sample is: an image that the model is given beside the text, or the weights of the loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +38,22 @@ class CaptionRef:
 
 
 @dataclass(frozen=True, slots=True)
+class PartRef:
+    """One entry of a further part of a sample. `source` is the digest of the bytes that it was made of."""
+
+    role: PartRole
+    key: str
+    geometry: Geometry
+    source: str
+    trust: Trust = "verified"
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
     """One sample. A refused sample has a refusal, and keeps what was known before it was refused.
 
     `images` is the image and, if the dataset flips, its mirrored twin. `source` is the digest of the image's bytes.
+    `parts` are its control images in their order, then its mask; each is followed by its mirrored twin.
     """
 
     sample_id: str
@@ -47,21 +62,32 @@ class Row:
     images: tuple[ImageRef, ...]
     captions: tuple[CaptionRef, ...]
     refusal: Refusal | None = None
+    parts: tuple[PartRef, ...] = ()
 
     def keys(self) -> Iterator[str]:
-        """The keys of its images, then of its captions."""
+        """The keys of its images, then of its captions, then of its further parts."""
         yield from (ref.key for ref in self.images)
         yield from (ref.key for ref in self.captions)
+        yield from (ref.key for ref in self.parts)
+
+    def named_parts(self, *, flip: bool | None = None) -> Iterator[tuple[str, PartRef]]:
+        """Each further part with its name: `control 1`, `control 2`, `mask`. With `flip` only those mirrored so."""
+        numbers: dict[tuple[str, bool], int] = {}
+        for ref in self.parts:
+            which = ref.role, ref.geometry.flip
+            numbers[which] = numbers.get(which, 0) + 1
+            if flip in (None, ref.geometry.flip):
+                yield ref.role if ref.role == "mask" else f"{ref.role} {numbers[which]}", ref
 
     @property
     def is_verified(self) -> bool:
         """Whether none of its entries was imported and left unverified."""
         # No Python function runs for a reference: each sample of a batch is asked.
-        return "unverified" not in map(attrgetter("trust"), (*self.images, *self.captions))
+        return "unverified" not in map(attrgetter("trust"), (*self.images, *self.captions, *self.parts))
 
     def to_json(self) -> dict[str, Any]:
-        """The row as a line of the manifest."""
-        return {
+        """The row as a line of the manifest. Without further parts it does not speak of them."""
+        line = {
             "sample_id": self.sample_id,
             "path": self.path,
             "source": self.source,
@@ -69,9 +95,15 @@ class Row:
             "captions": [{"key": ref.key, "text": ref.text, **_trust_json(ref)} for ref in self.captions],
             "refusal": None if self.refusal is None else self.refusal.to_json(),
         }
+        if self.parts:
+            line["parts"] = [
+                {"role": ref.role, "key": ref.key, "source": ref.source, **ref.geometry.to_json(), **_trust_json(ref)}
+                for ref in self.parts
+            ]
+        return line
 
 
-def _trust_json(ref: ImageRef | CaptionRef) -> dict[str, str]:
+def _trust_json(ref: ImageRef | CaptionRef | PartRef) -> dict[str, str]:
     """Nothing for a verified entry, so that manifests stay small."""
     return {} if ref.trust == "verified" else {"trust": ref.trust}
 
@@ -96,6 +128,11 @@ class _CaptionLine(msgspec.Struct, gc=False):
     trust: Trust = "verified"
 
 
+class _PartLine(_ImageLine, kw_only=True, gc=False):
+    role: PartRole
+    source: str
+
+
 class RowLine(msgspec.Struct):
     """What a line of a manifest has to say. Values of other types are refused, not converted.
 
@@ -108,6 +145,7 @@ class RowLine(msgspec.Struct):
     images: list[_ImageLine]
     captions: list[_CaptionLine]
     refusal: Refusal | None
+    parts: list[_PartLine] = []
 
 
 def check_geometry(geometry: Geometry) -> None:

@@ -26,6 +26,8 @@ class RowChecker:
         """Check these lines. ValueError, adding none, for a key or a source that is no digest."""
         _check("key", [ref.key for line in lines for ref in line.images])
         _check("key", [ref.key for line in lines for ref in line.captions])
+        _check("key", [ref.key for line in lines for ref in line.parts])
+        _check("source", [ref.source for line in lines for ref in line.parts])
         _check("source", [line.source for line in lines if line.source is not None])
         for line in lines:
             self._digests += xxhash.xxh3_128_digest(line.sample_id.encode("utf-8", "surrogatepass"))

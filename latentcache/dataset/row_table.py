@@ -4,130 +4,69 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
-from dataclasses import dataclass
-from itertools import accumulate, islice
-from operator import attrgetter, eq
+from itertools import islice
+from operator import eq
 from typing import Any, Literal
 
 import numpy as np
 import xxhash
 from typing_extensions import override
 
-from latentcache.dataset.manifest_row import CaptionRef, ImageRef, Row, RowLine, Trust
-from latentcache.identity import is_key
+from latentcache.dataset.manifest_row import CaptionRef, ImageRef, Row, RowLine
+from latentcache.dataset.row_columns import (
+    CODEC,
+    ERRORS,
+    FLIP,
+    GEOMETRY,
+    KEY_BYTES,
+    SIZES,
+    TRUSTS,
+    Entries,
+    EntriesBuilder,
+    Geometries,
+    Parts,
+    PartsBuilder,
+    Texts,
+    TextsBuilder,
+    as_keys,
+    bytes_of,
+    hex_of,
+)
 from latentcache.types import Crop, Geometry, Refusal, Size
 
 _CHUNK = 1024
 """Rows or keys that are made together when all are wanted."""
-_KEY_BYTES = 32
-_NO_SOURCE = "0" * 2 * _KEY_BYTES
-_CODEC, _ERRORS = "utf-8", "surrogatepass"
-_TRUSTS: tuple[Trust, Trust] = ("verified", "unverified")
-_GEOMETRY = attrgetter("original_size", "resized_size", "crop_top_left", "target_size", "flip")
-_SIZES = {"original_size": slice(0, 2), "target_size": slice(6, 8)}
-_FLIP = 8
-"""Where these lie in the nine numbers of a geometry, in the order of _GEOMETRY."""
-
-
-class _Texts:
-    """Texts in one buffer. Names may hold half of a surrogate pair, which plain UTF-8 refuses."""
-
-    def __init__(self, data: bytearray, bounds: array[int]):
-        self.data = np.frombuffer(data, np.uint8)
-        self.bounds = np.frombuffer(bounds, np.int64)
-
-    def __getitem__(self, number: int) -> str:
-        return self.data[self.bounds.item(number) : self.bounds.item(number + 1)].tobytes().decode(_CODEC, _ERRORS)
-
-
-class _TextsBuilder:
-    def __init__(self) -> None:
-        self._data, self._bounds = bytearray(), array("q", [0])
-
-    def add(self, encoded: Sequence[bytes]) -> None:
-        self._bounds.extend(islice(accumulate(map(len, encoded), initial=len(self._data)), 1, None))
-        self._data += b"".join(encoded)
-
-    def finish(self) -> _Texts:
-        return _Texts(self._data, self._bounds)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Entries:
-    """The entries of all rows: those of row i are bounds[i] to bounds[i + 1]."""
-
-    bounds: np.ndarray
-    keys: np.ndarray
-    is_unverified: np.ndarray
-
-    def unverified_rows(self) -> np.ndarray:
-        """The numbers of the rows with an unverified entry, ascending; some may repeat."""
-        return np.searchsorted(self.bounds, np.flatnonzero(self.is_unverified), side="right") - 1
-
-
-class _EntriesBuilder:
-    def __init__(self) -> None:
-        self._bounds, self._keys, self._is_unverified = array("I", [0]), bytearray(), bytearray()
-
-    def add(self, lengths: Iterable[int], keys: bytes, trusts: Iterable[Trust]) -> None:
-        self._bounds.extend(islice(accumulate(lengths, initial=self._bounds[-1]), 1, None))
-        self._keys += keys
-        self._is_unverified.extend(trust != "verified" for trust in trusts)
-
-    def finish(self) -> _Entries:
-        is_unverified = np.frombuffer(self._is_unverified, np.bool_)
-        return _Entries(np.frombuffer(self._bounds, np.uint32), _as_keys(self._keys), is_unverified)
-
-
-def _as_keys(data: bytearray) -> np.ndarray:
-    return np.frombuffer(data, np.uint8).reshape(-1, _KEY_BYTES)
-
-
-def _hex_of(keys: np.ndarray) -> list[str]:
-    digits, size = keys.tobytes().hex(), 2 * _KEY_BYTES
-    return [digits[at : at + size] for at in range(0, len(digits), size)]
-
-
-def _bytes_of(keys: Sequence[str], what: str) -> bytes:
-    """The bytes of digests. ValueError for the first that is none."""
-    digits = "".join(keys)
-    if set(map(len, keys)) <= {2 * _KEY_BYTES}:
-        try:
-            data = bytes.fromhex(digits)
-        except ValueError:
-            data = b""
-        if data.hex() == digits:  # fromhex takes capitals and spaces too
-            return data
-    wrong = next(key for key in keys if not is_key(key))
-    raise ValueError(f"{what} is {wrong!r:.80}, where 64 hexadecimal digits are needed")
+_NO_SOURCE = "0" * 2 * KEY_BYTES
 
 
 class RowTable(Mapping[str, Row]):
     """The rows of a manifest by sample_id, in their order. A `Row` is made each time that one is requested.
 
-    A sample with one image takes 190 bytes and its texts; the folder of its path is there once. Threads share it, forks
-    too, and it can be pickled. Rows also have numbers, from 0.
+    A sample with one image takes 195 bytes and its texts, and 105 for each entry of a further part; the folder of its
+    path is there once. Threads share it, forks too, and it can be pickled. Rows also have numbers, from 0.
     """
 
     def __init__(  # noqa: PLR0913 - the columns, which the builder gives by keyword
         self,
         *,
-        ids: _Texts,
+        ids: Texts,
         hashes: np.ndarray,
-        heads: _Texts,
+        heads: Texts,
         head_of: np.ndarray,
         is_joined: np.ndarray,
         sources: np.ndarray,
         has_source: np.ndarray,
-        images: _Entries,
+        images: Entries,
         geometries: np.ndarray,
-        captions: _Entries,
-        texts: _Texts,
+        captions: Entries,
+        texts: Texts,
+        parts: Parts,
         refusals: Mapping[int, Refusal],
     ):
         self._ids, self._heads, self._head_of, self._is_joined = ids, heads, head_of, is_joined
         self._sources, self._has_source = sources, has_source
         self._images, self._geometries, self._captions, self._texts = images, geometries, captions, texts
+        self._parts = parts
         self._order = np.argsort(hashes, kind="stable").astype(np.uint32)
         self._hashes = hashes[self._order]
         self.refusals = refusals
@@ -186,7 +125,7 @@ class RowTable(Mapping[str, Row]):
 
     def number(self, sample_id: str) -> int | None:
         """The number of a sample's row; of the last one if it has several. None for an unknown one."""
-        encoded = sample_id.encode(_CODEC, _ERRORS)
+        encoded = sample_id.encode(CODEC, ERRORS)
         hashes, found = self._hashes, None
         wanted = np.uint64(_hash_of(encoded))
         at = int(hashes.searchsorted(wanted))
@@ -213,19 +152,19 @@ class RowTable(Mapping[str, Row]):
         """One row: it takes some microseconds."""
         # Written out, so that no function of ours runs for its parts: a trainer waits for its first batches.
         ids, heads, texts, head = self._ids, self._heads, self._texts, self._head_of.item(number)
-        sample_id = ids.data[ids.bounds.item(number) : ids.bounds.item(number + 1)].tobytes().decode(_CODEC, _ERRORS)
-        path = heads.data[heads.bounds.item(head) : heads.bounds.item(head + 1)].tobytes().decode(_CODEC, _ERRORS)
+        sample_id = ids.data[ids.bounds.item(number) : ids.bounds.item(number + 1)].tobytes().decode(CODEC, ERRORS)
+        path = heads.data[heads.bounds.item(head) : heads.bounds.item(head + 1)].tobytes().decode(CODEC, ERRORS)
         images, captions = [], []
         keys, is_unverified = self._images.keys, self._images.is_unverified
         for at in range(self._images.bounds.item(number), self._images.bounds.item(number + 1)):
             height, width, resized_height, resized_width, top, left, *target, flip = self._geometries[at].tolist()
             resized = Size(resized_height, resized_width)
             geometry = Geometry(Size(height, width), resized, Crop(top, left), Size(*target), bool(flip))
-            images.append(ImageRef(keys[at].tobytes().hex(), geometry, _TRUSTS[is_unverified.item(at)]))
+            images.append(ImageRef(keys[at].tobytes().hex(), geometry, TRUSTS[is_unverified.item(at)]))
         keys, is_unverified = self._captions.keys, self._captions.is_unverified
         for at in range(self._captions.bounds.item(number), self._captions.bounds.item(number + 1)):
-            text = texts.data[texts.bounds.item(at) : texts.bounds.item(at + 1)].tobytes().decode(_CODEC, _ERRORS)
-            captions.append(CaptionRef(text, keys[at].tobytes().hex(), _TRUSTS[is_unverified.item(at)]))
+            text = texts.data[texts.bounds.item(at) : texts.bounds.item(at + 1)].tobytes().decode(CODEC, ERRORS)
+            captions.append(CaptionRef(text, keys[at].tobytes().hex(), TRUSTS[is_unverified.item(at)]))
         return Row(
             sample_id,
             path + sample_id if self._is_joined.item(head) else path,
@@ -233,6 +172,7 @@ class RowTable(Mapping[str, Row]):
             tuple(images),
             tuple(captions),
             self.refusals.get(number),
+            self._parts.of(number) if len(self._parts.roles) else (),
         )
 
     def rows(self, start: int, stop: int) -> list[Row]:
@@ -242,16 +182,16 @@ class RowTable(Mapping[str, Row]):
     # As columns
 
     def entry_keys(self) -> Iterator[str]:
-        """The keys of all images, then of all captions. Equal ones repeat."""
-        for entries in (self._images, self._captions):
+        """The keys of all images, then of all captions, then of further parts. Equal ones repeat."""
+        for entries in (self._images, self._captions, self._parts.entries):
             for at in range(0, len(entries.keys), _CHUNK):
-                yield from _hex_of(entries.keys[at : at + _CHUNK])
+                yield from hex_of(entries.keys[at : at + _CHUNK])
 
     def first_sizes(self, name: Literal["original_size", "target_size"]) -> np.ndarray:
         """For each row this size of its first image: (height, width), or zeros without images. int32 [n, 2]."""
         starts, found = self._images.bounds[:-1], np.zeros((len(self), 2), np.int32)
         has_image = starts < self._images.bounds[1:]
-        found[has_image] = self._geometries[starts[has_image], _SIZES[name]]
+        found[has_image] = self._geometries[starts[has_image], SIZES[name]]
         return found
 
     def image_keys(self, numbers: np.ndarray, *, flip: bool) -> list[str]:
@@ -261,9 +201,9 @@ class RowTable(Mapping[str, Row]):
         chosen, is_open = starts.copy(), np.ones(len(numbers), np.bool_)
         for place in range(int(counts.max(initial=0))):
             here = np.flatnonzero(is_open & (place < counts))
-            here = here[self._geometries[starts[here] + place, _FLIP] == flip]
+            here = here[self._geometries[starts[here] + place, FLIP] == flip]
             chosen[here], is_open[here] = starts[here] + place, False
-        return _hex_of(self._images.keys[chosen])
+        return hex_of(self._images.keys[chosen])
 
     def usable(self) -> np.ndarray:
         """The numbers of the rows that are not refused, ascending: uint32 [m]."""
@@ -273,13 +213,14 @@ class RowTable(Mapping[str, Row]):
 
     def unverified(self) -> np.ndarray:
         """The numbers of the rows with an entry that was imported and not verified, ascending: int64 [m]."""
-        return np.union1d(self._images.unverified_rows(), self._captions.unverified_rows())
+        rows = [entries.unverified_rows() for entries in (self._images, self._captions, self._parts.entries)]
+        return np.unique(np.concatenate(rows))
 
     def sources(self) -> Iterator[str]:
         """The digests of all images that are known."""
         known = np.flatnonzero(self._has_source)
         for at in range(0, len(known), _CHUNK):
-            yield from _hex_of(self._sources[known[at : at + _CHUNK]])
+            yield from hex_of(self._sources[known[at : at + _CHUNK]])
 
 
 class _Values(ValuesView[Row]):
@@ -303,12 +244,12 @@ class RowTableBuilder:
     """Collects rows, some at a time, and makes a table of them. After `finish` it is used up."""
 
     def __init__(self) -> None:
-        self._ids, self._heads, self._texts = _TextsBuilder(), _TextsBuilder(), _TextsBuilder()
+        self._ids, self._heads, self._texts = TextsBuilder(), TextsBuilder(), TextsBuilder()
         self._hashes, self._head_of, self._is_joined = array("Q"), array("I"), bytearray()
         self._last_head: tuple[str, bool] | None = None
         self._sources, self._has_source = bytearray(), bytearray()
-        self._images, self._captions = _EntriesBuilder(), _EntriesBuilder()
-        self._geometries = array("i")
+        self._images, self._captions, self._parts = EntriesBuilder(), EntriesBuilder(), PartsBuilder()
+        self._geometries = Geometries()
         self._refusals: dict[int, Refusal] = {}
 
     def __len__(self) -> int:
@@ -316,22 +257,22 @@ class RowTableBuilder:
 
     def add(self, rows: Sequence[Row]) -> None:
         """Add rows. ValueError, adding none, for a key or a source that is no digest."""
-        self._add(rows, [_GEOMETRY(ref.geometry) for row in rows for ref in row.images])
+        self._add(rows, [GEOMETRY(ref.geometry) for row in rows for ref in row.images])
 
     def add_lines(self, lines: Sequence[RowLine]) -> None:
         """Add the rows of these lines. As `add`."""
-        self._add(lines, [_GEOMETRY(ref) for line in lines for ref in line.images])
+        self._add(lines, [GEOMETRY(ref) for line in lines for ref in line.images])
 
     def _add(self, rows: Sequence[Row | RowLine], geometries: list[tuple[Any, ...]]) -> None:
         images = [ref for row in rows for ref in row.images]
         captions = [ref for row in rows for ref in row.captions]
-        image_keys = _bytes_of([ref.key for ref in images], "key")
-        caption_keys = _bytes_of([ref.key for ref in captions], "key")
+        image_keys = bytes_of([ref.key for ref in images], "key")
+        caption_keys = bytes_of([ref.key for ref in captions], "key")
+        parts = [ref for row in rows for ref in row.parts]
+        part_keys = bytes_of([ref.key for ref in parts], "key")
+        part_sources = bytes_of([ref.source for ref in parts], "source")
         sources = [row.source for row in rows]
-        source_bytes = _bytes_of([_NO_SOURCE if source is None else source for source in sources], "source")
-        numbers = array("i")
-        for original, resized, crop, target, flip in geometries:
-            numbers.extend((*original, *resized, *crop, *target, flip))
+        source_bytes = bytes_of([_NO_SOURCE if source is None else source for source in sources], "source")
         # Nothing raises from here on.
         first = len(self)
         self._refusals |= {first + at: row.refusal for at, row in enumerate(rows) if row.refusal is not None}
@@ -339,7 +280,8 @@ class RowTableBuilder:
         self._has_source.extend(source is not None for source in sources)
         self._images.add([len(row.images) for row in rows], image_keys, [ref.trust for ref in images])
         self._captions.add([len(row.captions) for row in rows], caption_keys, [ref.trust for ref in captions])
-        self._geometries += numbers
+        self._geometries.add(geometries)
+        self._parts.add([len(row.parts) for row in rows], parts, part_keys, part_sources)
         self._texts.add([_encoded(ref.text) for ref in captions])
         ids = [_encoded(row.sample_id) for row in rows]
         self._ids.add(ids)
@@ -368,15 +310,16 @@ class RowTableBuilder:
             heads=self._heads.finish(),
             head_of=np.frombuffer(self._head_of, np.uint32),
             is_joined=np.frombuffer(self._is_joined, np.bool_),
-            sources=_as_keys(self._sources),
+            sources=as_keys(self._sources),
             has_source=np.frombuffer(self._has_source, np.bool_),
             images=self._images.finish(),
-            geometries=np.frombuffer(self._geometries, np.int32).reshape(-1, _FLIP + 1),
+            geometries=self._geometries.finish(),
             captions=self._captions.finish(),
             texts=self._texts.finish(),
+            parts=self._parts.finish(),
             refusals=self._refusals,
         )
 
 
 def _encoded(text: str) -> bytes:
-    return text.encode(_CODEC, _ERRORS)
+    return text.encode(CODEC, ERRORS)

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from latentcache.dataset import manifest as manifest_module
 from latentcache.dataset.manifest import Manifest, check_manifest, manifest_lines, prompts_name, read_manifest
 from latentcache.dataset.manifest_folder import LOCK, ManifestFolder
-from latentcache.dataset.manifest_row import CaptionRef, ImageRef, Row
+from latentcache.dataset.manifest_row import CaptionRef, ImageRef, PartRef, Row
 from latentcache.errors import DatasetError, LatentCacheError, StorageFullError, StoreError
 from latentcache.types import Crop, Geometry, Refusal, Size
 
@@ -36,6 +36,9 @@ def manifest(*sample_ids: str, name: str = "photos") -> Manifest:
     rows = [
         Row(s, f"/x/{s}", "d" * 64, (ImageRef("a" * 64, GEOMETRY),), (CaptionRef(f"of {s}", "b" * 64),))
         for s in sample_ids
+    ]
+    rows[1:2] = [
+        replace(row, parts=(PartRef("mask", "c" * 64, GEOMETRY, "e" * 64, "unverified"),)) for row in rows[1:2]
     ]
     rows.append(Row("bad", "/x/bad", None, (), (), Refusal("bad", "/x/bad", "empty", "0 bytes")))
     return Manifest(name, "train", 2, COMMON, {row.sample_id: row for row in rows})
@@ -50,6 +53,8 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert folder.read("photos") == manifest("three")
     assert sorted(path.name for path in folder.path.iterdir()) == [LOCK, "photos.jsonl"]
     assert manifest("one").keys() == {"a" * 64, "b" * 64}
+    assert manifest("one", "two").keys() == {"a" * 64, "b" * 64, "c" * 64}
+    assert "parts" not in manifest("one").rows["one"].to_json(), "old manifests and new ones are equal without parts"
 
 
 def test_no_update_undoes_another(tmp_path: Path) -> None:
@@ -284,6 +289,9 @@ def test_a_check_refuses_what_a_reader_refuses() -> None:
         {"one": replace(row, source="D" * 64)},
         {"one": replace(row, images=(ImageRef("a" * 63, GEOMETRY),))},
         {"one": row, "two": replace(row, sample_id="two", captions=(CaptionRef("of two", "b" * 63 + " "),))},
+        {"one": replace(row, parts=(PartRef("mask", "a" * 63, GEOMETRY, "b" * 64),))},
+        {"one": replace(row, parts=(PartRef("mask", "a" * 64, GEOMETRY, "B" * 64),))},
+        {"one": replace(row, parts=(PartRef("depth", "a" * 64, GEOMETRY, "b" * 64),))},  # type: ignore[arg-type]
         {"one": replace(row, images=(ImageRef("a" * 64, replace(GEOMETRY, target_size=Size(0, 1))),))},
     ]
     good = b"".join(manifest_lines(manifest("one", "two", "\udcff")))

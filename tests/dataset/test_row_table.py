@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import tracemalloc
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from latentcache.dataset.manifest import merged_rows
-from latentcache.dataset.manifest_row import CaptionRef, ImageRef, Row
+from latentcache.dataset.manifest_row import CaptionRef, ImageRef, PartRef, Row
 from latentcache.dataset.row_table import RowTable, RowTableBuilder
 from latentcache.types import Crop, Geometry, Refusal, Size
 
@@ -30,9 +31,12 @@ def tables_of_rows(draw: st.DrawFn) -> dict[str, Row]:
     for sample_id in draw(st.lists(TEXTS, unique=True, max_size=6)):
         images = draw(st.lists(st.builds(ImageRef, KEYS, GEOMETRIES, TRUSTS), max_size=2))
         captions = draw(st.lists(st.builds(CaptionRef, TEXTS, KEYS, TRUSTS), max_size=3))
+        roles = st.sampled_from(["control", "mask"])
+        parts = draw(st.lists(st.builds(PartRef, roles, KEYS, GEOMETRIES, KEYS, TRUSTS), max_size=3))
         refusal = draw(st.none() | st.builds(Refusal, TEXTS, TEXTS, TEXTS, TEXTS))
         path = draw(st.sampled_from([f"/a/{sample_id}", f"/b/{sample_id}", f"{sample_id}#1", sample_id]) | TEXTS)
-        rows[sample_id] = Row(sample_id, path, draw(st.none() | KEYS), tuple(images), tuple(captions), refusal)
+        source = draw(st.none() | KEYS)
+        rows[sample_id] = Row(sample_id, path, source, tuple(images), tuple(captions), refusal, tuple(parts))
     return rows
 
 
@@ -89,21 +93,41 @@ def make_row(number: int) -> Row:
     )
 
 
-def test_a_sample_takes_300_bytes_at_most() -> None:
+def make_pair(number: int) -> Row:
+    """As `make_row`, with a control image."""
+    row = make_row(number)
+    return replace(row, parts=(PartRef("control", f"{2**99 + number:064x}", row.images[0].geometry, "f" * 64),))
+
+
+@pytest.mark.parametrize(("make", "most"), [(make_row, 300), (make_pair, 410)])
+def test_a_sample_takes_300_bytes_at_most_and_110_more_for_a_control(make: Callable[[int], Row], most: int) -> None:
     num_rows = 50_000
     tracemalloc.start()
     try:
         before, _ = tracemalloc.get_traced_memory()
         builder = RowTableBuilder()
         for start in range(0, num_rows, 1000):
-            builder.add([make_row(number) for number in range(start, start + 1000)])
+            builder.add([make(number) for number in range(start, start + 1000)])
         table = builder.finish()
         del builder
         num_bytes = tracemalloc.get_traced_memory()[0] - before
     finally:
         tracemalloc.stop()
-    assert num_bytes / num_rows <= 300
-    assert table["0049/49999.png"] == make_row(49_999)
+    assert num_bytes / num_rows <= most
+    assert table["0049/49999.png"] == make(49_999)
+
+
+def test_parts_have_names_by_role_and_number() -> None:
+    plain, mirrored = (replace(make_row(0).images[0].geometry, flip=flip) for flip in (False, True))
+    control, mask = (
+        [PartRef(role, f"{number}" * 64, geometry, "e" * 64) for number, geometry in enumerate((plain, mirrored))]
+        for role in ("control", "mask")
+    )
+    row = replace(make_row(0), parts=(*control, *control, *mask))
+    names = ["control 1", "control 2", "mask"]
+    assert [name for name, _ in row.named_parts(flip=False)] == names
+    assert list(row.named_parts(flip=True)) == [*zip(names, (control[1], control[1], mask[1]), strict=True)]
+    assert [name for name, _ in row.named_parts()] == [name for name in names for _ in range(2)]
 
 
 def test_merging_and_comparing_makes_few_rows_at_once() -> None:
@@ -121,9 +145,9 @@ def test_merging_and_comparing_makes_few_rows_at_once() -> None:
 
 
 @pytest.mark.parametrize("key", ["", "a" * 63, "A" * 64, "g" * 64, " a" + "a" * 62, "a" * 65, "\u0661" * 64])
-@pytest.mark.parametrize("where", ["images", "captions", "source"])
+@pytest.mark.parametrize("where", ["images", "captions", "source", "parts"])
 def test_what_is_no_digest_is_refused_and_nothing_is_added(where: str, key: str) -> None:
-    builder, good = RowTableBuilder(), make_row(1)
+    builder, good = RowTableBuilder(), make_pair(1)
     value = key if where == "source" else (replace(getattr(good, where)[0], key=key),)
     with pytest.raises(ValueError, match="where 64 hexadecimal digits are needed"):
         builder.add([make_row(0), replace(good, **{where: value})])
