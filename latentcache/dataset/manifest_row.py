@@ -16,7 +16,7 @@ Trust = Literal["verified", "unverified"]
 """`unverified`: imported, and not shown to equal what encoding gives. Everything else is `verified`."""
 
 PartRole = Literal["control", "mask"]
-"""What a further part of a sample is: an image that the model is given beside the text, or the weights of the loss."""
+"""What a further part of a sample is: an image that the model is given with the text, or the weights of the loss."""
 
 
 @dataclass(frozen=True, slots=True)
