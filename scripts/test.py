@@ -1,9 +1,9 @@
 """Check and test the project: makes .venv if needed, runs ruff and mypy, then each lane of tests in its own process.
 
 Lanes: `default`; `sim`, the tests that need a second device, on a simulated one; `bench`, the benchmarks at a tiny
-size; `soak`, the soak programs at a short size; `service`, the service and its client; `remote`, object stores, Ray
-and other people's readers; `page`, the service's page in Chromium, which is installed if it is missing (Debian, as
-root); `cuda`, the tests of `sim` on a CUDA device where there is one.
+size; `soak`, the soak programs at a short size; `families`, every model family on a tiny model; `service`, the service
+and its client; `remote`, object stores, Ray and other people's readers; `page`, the service's page in Chromium, which
+is installed if it is missing (Debian, as root); `cuda`, the tests of `sim` on a CUDA device where there is one.
 `--lane NAME` runs this lane alone, without the checks, and may come several times. Two lanes run only so: `deepspeed`,
 which installs DeepSpeed into .venv and needs a C++ compiler; `onetrainer-pins`, in an environment of its own with the
 releases that OneTrainer pins. Extra arguments go to pytest: in the default lane, or in all that `--lane` names.
@@ -31,9 +31,21 @@ NUM_WORKERS = str(min(4, os.cpu_count() or 1))
 MEMORY = Path("/dev/shm")
 """Linux' file system in memory. The suite writes thousands of small files durably: a disk takes half of its time."""
 MEMORY_BYTES = 2 << 30
-LANES = ("default", "sim", "bench", "soak", "service", "remote", "page", "cuda", "deepspeed", "onetrainer-pins")
+LANES = (
+    "default",
+    "sim",
+    "bench",
+    "soak",
+    "families",
+    "service",
+    "remote",
+    "page",
+    "cuda",
+    "deepspeed",
+    "onetrainer-pins",
+)
 OPT_IN = ("deepspeed", "onetrainer-pins")
-IN_MEMORY = ("default", "sim", "service", "remote", "page", "onetrainer-pins")
+IN_MEMORY = ("default", "sim", "families", "service", "remote", "page", "onetrainer-pins")
 PINS = bootstrap.Environment(".venv-onetrainer-pins", "constraints-onetrainer.txt", "test")
 PINS_TESTS = (
     *("tests/integrations", "tests/models", "tests/families"),
@@ -133,8 +145,9 @@ def run_lane(name: str, for_pytest: Sequence[str]) -> bool:
     match name:
         case "default":
             return lane(name, *shared, *for_pytest)
-        case "sim":
-            return lane(name, *shared, "-m", "sim and not cuda", "tests/sim", *for_pytest)
+        case "sim" | "families":
+            where = "tests/sim" if name == "sim" else "tests"
+            return lane(name, *shared, "-m", f"{name} and not cuda", where, *for_pytest)
         case "bench":
             benchmarks = map(str, bootstrap.ROOT.glob("tests/*/test_bench_*.py"))
             return lane(name, *shared, "-m", "bench", *benchmarks, *for_pytest)

@@ -6,6 +6,7 @@ overlap the computation, a batch is launched before the results of the last one 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -52,6 +53,7 @@ class TextStage:
         self._placement = context.encodings.text_encoders
         self._transfer = transfer_to(self._placement.device)
         self._parts: dict[str, Any] = {}
+        self._parts_ahead: dict[str, Any] = {}
 
     def run(self, batches: Sequence[Sequence[TextTask]]) -> int:
         """Encode the batches, each of one recipe, and return how many captions were done."""
@@ -62,7 +64,10 @@ class TextStage:
         with ExitStack() as stack:
             with timed(context.report, "load"):
                 encoders = context.models.text_encoders(placement.dtype)
-                self._parts = {**encoders, **context.models.tokenizers()}
+                tokenizers = context.models.tokenizers()
+                self._parts = {**encoders, **tokenizers}
+                # Tokenizing ahead must not change how the encoding's own calls pad and cut: a tokenizer keeps that.
+                self._parts_ahead = {**encoders, **copy.deepcopy(tokenizers)}
                 for encoder in encoders.values():
                     stack.enter_context(placed(encoder, placement.device))
             context.progress.start("encode captions", sum(map(len, batches)))
@@ -89,7 +94,7 @@ class TextStage:
         """The batches with their tokens, tokenized a few groups ahead."""
 
         def read(batch: Sequence[TextTask]) -> Sequence[Any]:
-            return self._family.tokenize(self._parts, [task.caption for task in batch])
+            return self._family.tokenize(self._parts_ahead, [task.caption for task in batch])
 
         for batch, made in bounded_map(executor, read, filter(None, map(self._context.claim, batches)), GROUPS_AHEAD):
             yield [TextItem(task, tokens) for task, tokens in zip(batch, made.result(), strict=True)]
@@ -105,7 +110,7 @@ class TextStage:
             made = self._family.encode_text(
                 self._parts, [item.tokens for item in items], recipe, upload=self._transfer.upload
             )
-        masks = {name: tensor for name, tensor in made.items() if name.endswith(MASK)}
+        masks = {name + MASK: made[name + MASK] for name in made if name + MASK in made}
         dtype = DTYPES[self._context.encodings.text.store_dtype]
         tensors = {name: tensor.to(dtype) for name, tensor in made.items() if name not in masks}
         flags = torch.stack([problem_flags(tensor.float()) for tensor in tensors.values()])
@@ -115,7 +120,7 @@ class TextStage:
         context = self._context
         tensors = {name: tensor.cpu() for name, tensor in outputs.items()}
         problems = [problem_names(flags) for flags in tensors.pop(_FLAGS)]
-        masks = {name.removesuffix(MASK): tensors.pop(name) for name in list(tensors) if name.endswith(MASK)}
+        masks = {name: tensors.pop(name + MASK) for name in list(tensors) if name + MASK in tensors}
         for number, item in enumerate(items):
             task = item.task
             problem = next((names[number] for names in problems if names[number]), None)

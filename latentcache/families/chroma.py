@@ -1,0 +1,121 @@
+"""Chroma, whose denoiser masks the padding of T5's texts but for one row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from latentcache.families.base import VAE_WEIGHTS, Caption, Encoded, LatentSpace, Part, TextField, Upload
+from latentcache.families.packed import PackedFamily, image_ids, text_ids
+from latentcache.families.tiny_parts import (
+    flow_scheduler,
+    frozen,
+    image_vae,
+    randomised,
+    seeded,
+    t5_model,
+    t5_tokenizer,
+)
+from latentcache.types import Padding
+
+_MASK = "prompt_attention_mask"
+
+
+class Chroma(PackedFamily):
+    """T5's rows of a text and one row of padding, with a mask.
+
+    The mask of its pipeline in diffusers 0.42.1 is 0 and 1 in floating point, which attention adds: it masks nothing,
+    and all rows count. `padding: keep` stores all rows and that mask, and gives the pipeline's images. Without padding
+    the mask is bool, and masks: the model as it was trained, and other images. The recipe says which.
+    """
+
+    name = "chroma"
+    pipeline_name = "ChromaPipeline"
+    pipeline_names = ("ChromaImg2ImgPipeline", "ChromaInpaintPipeline")
+    repositories = ("lodestones/Chroma1-HD", "lodestones/Chroma1-Base")
+    parts = {
+        "vae": Part("vae", "diffusers.AutoencoderKL", VAE_WEIGHTS),
+        "text_encoder": Part("text_encoder", "transformers.T5EncoderModel"),
+        "tokenizer": Part("tokenizer", "transformers.T5TokenizerFast"),
+    }
+    denoiser_class = "diffusers.ChromaTransformer2DModel"
+    latent = LatentSpace(16)
+    fields = {"prompt_embeds": TextField("joint_attention_dim", Padding())}
+    max_length = 512
+
+    @override
+    def padding(self, field: str, recipe: Mapping[str, Any]) -> Padding | None:
+        """To the length that its pipeline pads to: with fewer rows the last bits differ."""
+        return None if recipe["keeps_padding"] else Padding(recipe["max_length"])
+
+    @override
+    def encode_text(
+        self, parts: Mapping[str, Any], texts: Sequence[Caption], recipe: Mapping[str, Any], *, upload: Upload = None
+    ) -> Encoded:
+        pipeline = self.pipeline(text_encoder=parts["text_encoder"], tokenizer=parts["tokenizer"])
+        embeds, _, mask, *_ = pipeline.encode_prompt(
+            [text.text for text in texts],
+            device=parts["text_encoder"].device,
+            do_classifier_free_guidance=False,
+            max_sequence_length=recipe["max_length"],
+        )
+        if recipe["keeps_padding"]:
+            return {"prompt_embeds": embeds, _MASK: mask}
+        return {"prompt_embeds": embeds, "prompt_embeds_mask": mask.bool()}
+
+    @override
+    def text_shapes(self, parts: Mapping[str, Any], recipe: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        length = recipe["max_length"]
+        shapes: dict[str, tuple[int, ...]] = {"prompt_embeds": (length, parts["text_encoder"].config.d_model)}
+        return shapes | ({_MASK: (length,)} if recipe["keeps_padding"] else {})
+
+    @override
+    def conditions(self, denoiser: Any, noisy: torch.Tensor, batch: Mapping[str, Any]) -> dict[str, Any]:
+        image, embeds = image_ids(noisy), batch["prompt_embeds"]
+        is_image = torch.ones(len(embeds), len(image), dtype=torch.bool, device=embeds.device)
+        return {
+            "encoder_hidden_states": embeds,
+            "attention_mask": torch.cat([_mask(batch), is_image], dim=1),
+            "txt_ids": text_ids(embeds),
+            "img_ids": image,
+        }
+
+    @override
+    def pipeline_kwargs(self, embeds: Mapping[str, Any], negative: Mapping[str, Any] | None) -> dict[str, Any]:
+        kwargs = super().pipeline_kwargs(embeds, negative) | {_MASK: _mask(embeds)}
+        return kwargs | ({} if negative is None else {f"negative_{_MASK}": _mask(negative)})
+
+    @override
+    def tiny(self, seed: int = 0) -> dict[str, Any]:
+        import diffusers
+
+        tokenizer = t5_tokenizer()
+        with seeded(seed):
+            vae = image_vae(self.latent.channels, scaling_factor=0.3611, shift_factor=0.1159)
+            transformer = diffusers.ChromaTransformer2DModel(
+                in_channels=64,
+                num_layers=1,
+                num_single_layers=1,
+                attention_head_dim=16,
+                num_attention_heads=2,
+                joint_attention_dim=32,
+                axes_dims_rope=(4, 4, 8),
+                approximator_num_channels=32,
+                approximator_hidden_dim=32,
+                approximator_layers=1,
+            )
+            encoder = t5_model(tokenizer)
+        parts = {"vae": vae, "text_encoder": encoder, "tokenizer": tokenizer}
+        return frozen({**parts, "transformer": randomised(transformer, seed), "scheduler": flow_scheduler()})
+
+
+def _mask(batch: Mapping[str, Any]) -> torch.Tensor:
+    """[B, L]: the pipeline's own, where it is stored, else the bool one."""
+    found: torch.Tensor = batch[_MASK] if _MASK in batch else batch["prompt_embeds_mask"]
+    return found
+
+
+FAMILY = Chroma()

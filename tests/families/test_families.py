@@ -1,0 +1,123 @@
+"""Every family: what a cache returns is what the family's own pipeline makes, on a tiny model, to the last bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from helpers.family_references import SCALED_LATENTS, generator
+from helpers.family_runs import SIDE, TEXTS, FamilyRun, equal, family_run, recorded
+
+from latentcache.families import FAMILIES
+from latentcache.models.vae import latents_from_moments
+from latentcache.validation.noise_schedule import NoiseSchedule
+
+pytestmark = pytest.mark.families
+
+RECIPES: tuple[tuple[str, dict[str, Any]], ...] = (*((name, {}) for name in FAMILIES), ("chroma", {"padding": "keep"}))
+PAIR = TEXTS[:2]
+"""Of unequal length. The run encoded the two together, as the pipelines do here: alone the last bits may differ."""
+GRADIENTS = {"krea2": 2e-6}
+"""Largest difference of a gradient from that of live encoding. Of all others there is none."""
+
+
+@pytest.fixture(scope="module", params=RECIPES, ids=[f"{name}{''.join(more.values())}" for name, more in RECIPES])
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FamilyRun]:
+    name, settings = request.param
+    made = family_run(tmp_path_factory.mktemp(name), name, **settings)
+    yield made
+    made.cache.close()
+
+
+def test_the_denoiser_gets_what_its_pipeline_gives_it(run: FamilyRun) -> None:
+    call, noisy, timesteps = run.first_call(PAIR)
+    batch = run.batch(PAIR)
+    with torch.no_grad(), recorded(run.denoiser) as calls:
+        run.family.predict(run.denoiser, noisy, timesteps, batch)
+    [own] = calls
+    assert own.arguments.keys() == call.arguments.keys()
+    kept = batch.get("prompt_embeds_mask")
+    for name, value in call.arguments.items():
+        # Padding may have other values: then the output shows that they do not count.
+        pair = [
+            each[kept] if kept is not None and is_padded(each, kept) else each for each in (own.arguments[name], value)
+        ]
+        assert equal(*pair), name
+    assert equal(own.output, call.output)
+
+
+def is_padded(value: Any, mask: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim > 2 and value.shape[:2] == mask.shape
+
+
+def scaled_latents(run: FamilyRun, text: str) -> torch.Tensor:
+    stored = run.stored_image(text)
+    if run.family.latent.draws:
+        return run.scaling.apply(latents_from_moments(stored["moments"], generator()))
+    return run.scaling.apply(stored["latents"])
+
+
+@pytest.mark.parametrize("text", PAIR)
+def test_scaled_latents_are_those_of_the_pipeline(run: FamilyRun, text: str) -> None:
+    assert torch.equal(scaled_latents(run, text), SCALED_LATENTS[run.family.name](run.pipeline, run.pixels(text)))
+
+
+def test_two_guided_steps_without_encoders_are_those_with_them(run: FamilyRun) -> None:
+    family, negative = run.family, ["", ""]
+    guidance, kwargs = family.guidance_kwargs(4.0), run.prompts(PAIR, negative)
+    given = None if not family.uses_negative(4.0) else run.batch(negative, negative=True)
+    from_cache = family.pipeline_kwargs(run.batch(PAIR), given)
+    live = run.generate(run.pipeline, **kwargs, **guidance)
+    assert torch.equal(run.generate(run.bare_pipeline, **from_cache, **guidance), live)
+
+
+def test_unscaled_latents_are_what_the_pipeline_decodes(run: FamilyRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    kwargs = run.prompts(TEXTS[:1], [""]) | run.family.guidance_kwargs(4.0)
+    decoded, decode = [], run.pipeline.vae.decode
+    monkeypatch.setattr(
+        run.pipeline.vae, "decode", lambda z, *args, **rest: (decoded.append(z), decode(z, *args, **rest))[1]
+    )
+    run.generate(run.pipeline, **kwargs)
+    latents = run.generate(run.pipeline, **kwargs, output_type="latent")
+    found = run.scaling.undo(run.family.final_latents(latents, SIDE, SIDE))
+    assert torch.equal(found, decoded[0])
+
+
+def gradients(run: FamilyRun, predict: Any, latents: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss and gradients of one training step on two samples."""
+    schedule = NoiseSchedule.of(run.parts["scheduler"])
+    index = torch.tensor([812, 455])
+    noise = torch.randn(latents.shape, generator=torch.Generator().manual_seed(12))
+    noisy, target = schedule.noised(latents, noise, index), schedule.target(latents, noise, index)
+    run.denoiser.requires_grad_(True).zero_grad()
+    loss = (predict(noisy.contiguous(), schedule.timesteps[index]) - target).square().mean()
+    loss.backward()
+    found = {name: each.grad.clone() for name, each in run.denoiser.named_parameters() if each.grad is not None}
+    run.denoiser.requires_grad_(False).zero_grad()
+    return loss.detach(), found
+
+
+def test_a_training_step_is_that_of_live_encoding(run: FamilyRun) -> None:
+    family, cached = run.family, run.batch(PAIR)
+    call, _, _ = run.first_call(PAIR)
+    conditions = family.conditions(run.denoiser, torch.zeros(2, run.denoiser_channels, 8, 8), cached)
+
+    class Live:
+        """The denoiser with all conditions from the pipeline's own call."""
+
+        config = run.denoiser.config
+
+        def __call__(self, *arguments: Any, **options: Any) -> Any:
+            given = {name: call.arguments.get(name) for name in conditions}
+            return run.denoiser(*arguments, **{**options, **given})
+
+    live = torch.cat([SCALED_LATENTS[family.name](run.pipeline, run.pixels(text)) for text in PAIR])
+    stored = torch.cat([scaled_latents(run, text) for text in PAIR])
+    loss, wanted = gradients(run, lambda noisy, steps: family.predict(Live(), noisy, steps, cached), live)
+    cached_loss, found = gradients(run, lambda noisy, steps: family.predict(run.denoiser, noisy, steps, cached), stored)
+    assert torch.equal(cached_loss, loss) and loss > 0
+    assert found.keys() == wanted.keys() and sum(each.abs().sum() > 0 for each in found.values()) > len(found) / 2
+    for name, gradient in wanted.items():
+        assert (found[name] - gradient).abs().max() <= GRADIENTS.get(family.name, 0), name

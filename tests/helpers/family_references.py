@@ -1,0 +1,62 @@
+"""What diffusers itself makes of an image, family by family: the code of its image-to-image pipelines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import diffusers
+import torch
+
+
+class NoNoise:
+    """Stands in for a scheduler where the clean latents are wanted that a pipeline would add noise to."""
+
+    @staticmethod
+    def add_noise(latents: torch.Tensor, *_: Any) -> torch.Tensor:
+        return latents
+
+    scale_noise = add_noise
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(11)
+
+
+def sd15(pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
+    image = diffusers.StableDiffusionImg2ImgPipeline(**pipeline.components, requires_safety_checker=False)
+    image.scheduler = NoNoise()
+    return image.prepare_latents(pixels, None, len(pixels), 1, pixels.dtype, "cpu", generator())
+
+
+def sdxl(pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
+    image = diffusers.StableDiffusionXLImg2ImgPipeline(**pipeline.components, add_watermarker=False)
+    image.scheduler = NoNoise()
+    return image.prepare_latents(pixels, None, len(pixels), 1, pixels.dtype, "cpu", generator())
+
+
+def flux(pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
+    return diffusers.FluxImg2ImgPipeline(**pipeline.components)._encode_vae_image(pixels, generator())
+
+
+def chroma(pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
+    return diffusers.ChromaImg2ImgPipeline(**pipeline.components)._encode_vae_image(pixels, generator())
+
+
+def z_image(pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
+    image = diffusers.ZImageImg2ImgPipeline(**pipeline.components)
+    image.scheduler = NoNoise()
+    size = pixels.shape[-2:]
+    return image.prepare_latents(
+        pixels, torch.tensor([500.0]), len(pixels), 16, *size, pixels.dtype, "cpu", generator()
+    )
+
+
+SCALED_LATENTS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "sd15": sd15,
+    "sdxl": sdxl,
+    "flux": flux,
+    "chroma": chroma,
+    "z-image": z_image,
+}
+"""Scaled latents of pixels [B, 3, (F,) H, W] in -1..1. Where the pipeline draws, it does so with `generator()`."""

@@ -1,0 +1,277 @@
+"""A family's tiny model: its pipeline of diffusers, and a cache that a real run filled by it."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from helpers.family_references import generator
+from helpers.photo_files import write_photo
+
+from latentcache import LatentCache
+from latentcache.config import Config, ImagesConfig, parse_config
+from latentcache.dataset.images import decode, prepare
+from latentcache.families import family_named
+from latentcache.families.base import MASK, Family
+from latentcache.models.model_loader import LoadedModels, Models
+from latentcache.precache import encodings
+from latentcache.precache.encodings import Encodings, choose_encodings
+from latentcache.precache.run import run_precache
+from latentcache.store.stacking import read_batch
+from latentcache.types import Padding
+
+SIDE = 64
+TEXTS = ("cat", "a red cat on the table", "a photograph of two small cats, one asleep, in warm evening light")
+SIZE = {"height": SIDE, "width": SIDE}
+
+
+def family_config(folder: Path, **settings: Any) -> Config:
+    """Three photos of 64x64 with captions of unequal length; everything is computed and stored in float32."""
+    photos = folder / "photos"
+    if not photos.exists():
+        for number, text in enumerate(TEXTS):
+            path = write_photo(photos / f"{number}.png", number, (SIDE, SIDE))
+            path.with_suffix(".txt").write_text(text)
+    encode = {"device": "cpu", "num_workers": 1, "batch_size": 1, "text_store_dtype": "float32", **settings}
+    return parse_config(
+        {
+            "cache": {"path": folder / "cache"},
+            "datasets": [
+                {
+                    "name": "photos",
+                    "source": {"kind": "folder", "path": photos},
+                    "buckets": {"area": SIDE**2, "step": 16},
+                    "images": {"min_side": 8},
+                }
+            ],
+            "model": {"path": "tiny"},
+            "encode": encode,
+        }
+    )
+
+
+def guidance_without_negative(family: Family) -> float:
+    """A guidance at which the denoiser gets the positive prompt alone, as in training."""
+    return next(scale for scale in (3.5, 1.0, 0.0) if not family.uses_negative(scale))
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Whether two arguments of a denoiser say the same, to the last bit. A number may stand for a batch of it."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        wide = one if one.ndim >= other.ndim else other
+        return bool(torch.equal(one.expand_as(wide).to(wide.dtype), other.expand_as(wide).to(wide.dtype)))
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(equal(one[name], other[name]) for name in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return bool(one == other)
+
+
+class StopDenoising(Exception):
+    """The first call of the denoiser was seen."""
+
+
+@dataclass
+class DenoiserCall:
+    """Arguments by their names, and the output."""
+
+    arguments: dict[str, Any]
+    output: Any
+
+
+@contextmanager
+def recorded(denoiser: torch.nn.Module, *, stop: bool = False) -> Iterator[list[DenoiserCall]]:
+    """The calls of a denoiser while inside. With `stop` the first one raises StopDenoising, which ends the block."""
+    calls: list[DenoiserCall] = []
+    signature = inspect.signature(denoiser.forward)
+
+    def note(_: Any, arguments: Any, options: Any, output: Any) -> None:
+        bound = {
+            name: value
+            for name, value in signature.bind(*arguments, **options).arguments.items()
+            # What says nothing may be left out.
+            if name != "return_dict" and value is not None and value != {}
+        }
+        calls.append(DenoiserCall(bound, output))
+        if stop:
+            raise StopDenoising
+
+    handle = denoiser.register_forward_hook(note, with_kwargs=True)
+    try:
+        yield calls
+    except StopDenoising:
+        pass
+    finally:
+        handle.remove()
+
+
+@dataclass
+class FamilyRun:
+    """One family's tiny model with a filled cache."""
+
+    family: Family
+    parts: dict[str, Any]
+    config: Config
+    cache: LatentCache
+
+    @property
+    def denoiser(self) -> Any:
+        return self.parts[self.family.denoiser]
+
+    @cached_property
+    def pipeline(self) -> Any:
+        """With all parts."""
+        return self.family.pipeline(**self.parts)
+
+    @cached_property
+    def bare_pipeline(self) -> Any:
+        """Without text encoders and tokenizers."""
+        gone = (*self.family.names("text_encoder"), *self.family.names("tokenizer"))
+        return self.family.pipeline(**{name: part for name, part in self.parts.items() if name not in gone})
+
+    @property
+    def models(self) -> Models:
+        return loaded_models(self.family, self.parts)
+
+    @cached_property
+    def encodings(self) -> Encodings:
+        return choose_encodings(self.config, self.models, {})
+
+    @cached_property
+    def rows(self) -> dict[str, Any]:
+        """Each sample by its caption."""
+        rows = self.cache.manifest("photos").rows.values()
+        return {row.captions[0].text: row for row in rows}
+
+    @property
+    def scaling(self) -> Any:
+        return self.cache.scaling(self.cache.manifest("photos"))
+
+    def pixels(self, text: str) -> torch.Tensor:
+        """The photo of this caption as the VAE gets it: [1, 3, (1,) H, W]."""
+        row = self.rows[text]
+        policy = ImagesConfig(min_side=8)
+        path = self.config.datasets[0].source.path / row.sample_id  # type: ignore[union-attr]
+        image = prepare(decode(path.read_bytes(), row.sample_id, policy), row.images[0].geometry)
+        pixels = torch.from_numpy(image).permute(2, 0, 1)[None].float().div(127.5).sub(1.0)
+        return pixels.unsqueeze(2) if self.family.latent.is_video else pixels
+
+    def text_key(self, text: str, *, negative: bool = False) -> str:
+        if text in self.rows and not negative:
+            key: str = self.rows[text].captions[0].key
+            return key
+        return self.cache.prompt_ref(text, negative=negative).keys[0]
+
+    def batch(self, texts: Sequence[str], *, negative: bool = False) -> dict[str, Any]:
+        """Texts from the cache, padded as the family has it."""
+        recipe = (self.encodings.negative if negative else self.encodings.text).settings
+        rules = {name: rule for name in self.family.fields if (rule := self.family.padding(name, recipe)) is not None}
+        found: dict[str, Any] = read_batch(
+            self.cache.store, [self.text_key(text, negative=negative) for text in texts], padding=rules
+        )
+        for name, rule in rules.items():
+            found[name + MASK] = row_mask(found.pop(f"{name}_lengths"), found[name].shape[1], rule)
+        sizes = [self.family.size_conditions(self.rows[text].images[0].geometry) for text in texts if text in self.rows]
+        if sizes and sizes[0] is not None:
+            found["add_time_ids"] = torch.tensor(sizes, dtype=torch.float32)
+        return found
+
+    def stored_image(self, text: str) -> dict[str, torch.Tensor]:
+        """The image entry of this caption's photo, with a batch dimension."""
+        tensors = self.cache.get(self.rows[text].images[0].key).tensors
+        return {name: tensor[None] for name, tensor in tensors.items()}
+
+    def prompts(self, texts: Sequence[str], negative: Sequence[str] | None = None) -> dict[str, Any]:
+        """The pipeline's arguments for texts. Of the recipes that no pipeline has, its own encoding changed to them."""
+        accepted = inspect.signature(self.pipeline.__call__).parameters
+        kwargs: dict[str, Any] = {"prompt": list(texts)}
+        if negative is not None and "negative_prompt" in accepted:
+            kwargs["negative_prompt"] = list(negative)
+        if "max_sequence_length" in accepted:
+            kwargs["max_sequence_length"] = self.encodings.text.settings["max_length"]
+        return kwargs if self.family.name != "chroma" else self._masked(kwargs)
+
+    def _masked(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Chroma's pipeline with a mask that masks, unless its padding is kept."""
+        if self.encodings.text.settings["keeps_padding"]:
+            return kwargs
+        embeds, _, mask, negative, _, negative_mask = self.pipeline.encode_prompt(
+            **kwargs, do_classifier_free_guidance="negative_prompt" in kwargs
+        )
+        found = {"prompt_embeds": embeds, "prompt_attention_mask": mask.bool()}
+        if negative is not None:
+            found |= {"negative_prompt_embeds": negative, "negative_prompt_attention_mask": negative_mask.bool()}
+        return found
+
+    def first_call(self, texts: Sequence[str]) -> tuple[DenoiserCall, torch.Tensor, torch.Tensor]:
+        """The pipeline's first call of the denoiser for these texts, without guidance.
+
+        With it the noise that it was given, as scaled latents in the family's layout, and the timestep [B].
+        """
+        noise: list[torch.Tensor] = []
+        module = sys.modules[type(self.pipeline).__module__]
+        draw = module.randn_tensor
+
+        def noted(*arguments: Any, **options: Any) -> torch.Tensor:
+            noise.append(draw(*arguments, **options))
+            return noise[-1]
+
+        guidance = self.family.guidance_kwargs(guidance_without_negative(self.family))
+        prompts = self.prompts(texts)
+        with patch.object(module, "randn_tensor", noted), recorded(self.denoiser, stop=True) as calls:
+            self.generate(self.pipeline, **prompts, **guidance)
+        [call] = calls
+        latents = call.arguments.get("sample")
+        if latents is None:
+            channels = self.denoiser_channels
+            latents = noise[0].reshape(len(texts), channels, *self._frames(), *noise[0].shape[-2:])
+        return call, latents, self.pipeline.scheduler.timesteps[0].float().expand(len(texts))
+
+    @property
+    def denoiser_channels(self) -> int:
+        """Channels of scaled latents."""
+        channels = self.family.latent.channels
+        return 4 * channels if self.scaling.rule == "batch_norm" else channels
+
+    def _frames(self) -> tuple[int, ...]:
+        return (1,) if self.family.latent.is_video else ()
+
+    def generate(self, pipeline: Any, **kwargs: Any) -> Any:
+        """Two steps of a pipeline; one frame of a video."""
+        accepted = inspect.signature(pipeline.__call__).parameters
+        frames = {"num_frames": 1} if "num_frames" in accepted else {}
+        settings: dict[str, Any] = {"num_inference_steps": 2, "output_type": "pt", **SIZE, **frames, **kwargs}
+        # Copies: some pipelines write to the lists that they are given.
+        settings = {name: list(value) if isinstance(value, list) else value for name, value in settings.items()}
+        return pipeline(generator=generator(), **settings)[0]
+
+
+def row_mask(lengths: torch.Tensor, num_rows: int, rule: Padding) -> torch.Tensor:
+    """bool [B, L]: which rows of a padded batch are no padding."""
+    places = torch.arange(num_rows)[None]
+    if rule.side == "left":
+        return places >= num_rows - lengths[:, None]
+    return (places < lengths[:, None] - rule.num_last) | (places >= num_rows - rule.num_last)
+
+
+def loaded_models(family: Family, parts: Mapping[str, Any]) -> Models:
+    return LoadedModels(family=family, **{name: parts[name] for name in family.parts})
+
+
+def family_run(folder: Path, name: str, *, seed: int = 0, **settings: Any) -> FamilyRun:
+    """A family's tiny model, and a cache that `run_precache` filled by it. `settings` are those of `encode`."""
+    family = family_named(name)
+    parts, config = family.tiny(seed), family_config(folder, **settings)
+    # Two texts at once, as the pipelines get them below.
+    with patch.object(encodings, "text_batch_size", lambda device: 2):
+        report = run_precache(config, models=loaded_models(family, parts))
+    assert report.num_refused == 0 and report.num_encoded == 2 * len(TEXTS) + 1, report.to_json()
+    return FamilyRun(family, parts, config, LatentCache(config.cache.path))
