@@ -52,11 +52,34 @@ def z_image(pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
     )
 
 
+def qwen_image(pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
+    """Of Krea 2 too, which has the same VAE and no pipeline for images."""
+    names = ("vae", "text_encoder", "tokenizer", "transformer", "scheduler")
+    image = diffusers.QwenImageImg2ImgPipeline(**{name: pipeline.components[name] for name in names})
+    return image._encode_vae_image(pixels, generator())
+
+
+def wan(pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
+    names = ("tokenizer", "text_encoder", "transformer", "vae", "scheduler")
+    video = diffusers.WanVideoToVideoPipeline(**{name: pipeline.components[name] for name in names})
+    video.scheduler = NoNoise()
+    size, time = pixels.shape[-2:], torch.tensor([500.0])
+    return video.prepare_latents(pixels, len(pixels), 16, *size, pixels.dtype, "cpu", generator(), timestep=time)
+
+
+def flux2(pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
+    return pipeline._encode_vae_image(pixels, generator())
+
+
 SCALED_LATENTS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     "sd15": sd15,
     "sdxl": sdxl,
     "flux": flux,
     "chroma": chroma,
     "z-image": z_image,
+    "qwen-image": qwen_image,
+    "krea2": qwen_image,
+    "flux2": flux2,
+    "wan": wan,
 }
 """Scaled latents of pixels [B, 3, (F,) H, W] in -1..1. Where the pipeline draws, it does so with `generator()`."""
