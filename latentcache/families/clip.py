@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from typing_extensions import override
 
-from latentcache.errors import ModelError
+from latentcache.errors import ConfigError, ModelError
 from latentcache.families.base import Encoded, Family, Upload, inference
 
 
@@ -33,6 +33,7 @@ class ClipFamily(Family):
 
     text_dtype = "float16"
     max_length = 77
+    is_exact = False
     layers_above: ClassVar[int]
     """How many of the last layers are not read with `clip_skip` 0."""
 
@@ -40,6 +41,9 @@ class ClipFamily(Family):
     def text_recipe(self, *, negative: bool = False, **settings: Any) -> dict[str, Any]:
         """As `Family.text_recipe`. diffusers applies clip_skip to positive prompts only."""
         super().text_recipe(**{**settings, "clip_skip": 0})
+        if settings.get("max_length") not in (None, self.max_length):
+            message = f"max_length is {settings['max_length']}, but CLIP takes {self.max_length} tokens. Set it to null"
+            raise ConfigError(message, key="encode.max_length")
         return {**self.recipe, "clip_skip": 0 if negative else settings.get("clip_skip", 0)}
 
     @override

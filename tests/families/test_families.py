@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from helpers.family_references import SCALED_LATENTS, generator
-from helpers.family_runs import SIDE, TEXTS, FamilyRun, equal, family_run, recorded
+from helpers.family_runs import SIDE, TEXTS, FamilyRun, equal, recorded
 
-from latentcache.families import FAMILIES
 from latentcache.models.vae import latents_from_moments
 from latentcache.validation.noise_schedule import NoiseSchedule
 
 pytestmark = pytest.mark.families
 
-RECIPES: tuple[tuple[str, dict[str, Any]], ...] = (*((name, {}) for name in FAMILIES), ("chroma", {"padding": "keep"}))
 PAIR = TEXTS[:2]
 """Of unequal length. The run encoded the two together, as the pipelines do here: alone the last bits may differ."""
 GRADIENTS = {"krea2": 2e-6}
 """Largest difference of a gradient from that of live encoding. Of all others there is none."""
-
-
-@pytest.fixture(scope="module", params=RECIPES, ids=[f"{name}{''.join(more.values())}" for name, more in RECIPES])
-def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FamilyRun]:
-    name, settings = request.param
-    made = family_run(tmp_path_factory.mktemp(name), name, **settings)
-    yield made
-    made.cache.close()
 
 
 def test_the_denoiser_gets_what_its_pipeline_gives_it(run: FamilyRun) -> None:

@@ -1,0 +1,214 @@
+"""Every family: what changes its keys, what is stored without padding, and the formats that its models come in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers.family_references import generator
+from helpers.family_runs import TEXTS, FamilyRun, family_config, loaded_models
+from models.single_file import save_vae
+
+from latentcache.config import ModelConfig
+from latentcache.errors import ConfigError
+from latentcache.families import FAMILIES, family_named
+from latentcache.families.base import MASK, Family
+from latentcache.families.clip import ClipFamily
+from latentcache.identity import caption_digest
+from latentcache.models.family import family_of
+from latentcache.models.model_loader import ModelLoader, Models
+from latentcache.models.vae import encode_images
+from latentcache.precache.encodings import choose_encodings
+from latentcache.precache.texts import TextKeys
+
+pytestmark = pytest.mark.families
+
+ALL = pytest.mark.parametrize("name", FAMILIES)
+
+
+def text_key(models: Models, folder: Path, text: str = TEXTS[1], *, negative: bool = False, **settings: Any) -> str:
+    made = choose_encodings(family_config(folder, **settings), models, {})
+    return TextKeys(models.family, models.tokenizers, made.negative if negative else made.text, "").key(text)
+
+
+def test_entries_have_the_rows_of_their_own_text(run: FamilyRun) -> None:
+    family, recipe, cached = run.family, run.encodings.text.settings, run.batch(TEXTS)
+    trimmed = [name for name in family.fields if family.padding(name, recipe) is not None]
+    assert bool(trimmed) == (family.is_exact and not recipe.get("keeps_padding", True))
+    live = family.encode_text(run.parts, family.tokenize(run.parts, TEXTS), recipe)
+    for name in trimmed:
+        lengths = live[name + MASK].sum(1).tolist()
+        assert len(set(lengths)) == len(TEXTS) and max(lengths) < recipe["max_length"]
+        assert [run.cache.get(run.text_key(text)).tensors[name].shape[0] for text in TEXTS] == lengths
+        assert torch.equal(cached[name + MASK].sum(1), torch.tensor(lengths))
+
+
+def test_padding_does_not_change_what_the_denoiser_predicts(run: FamilyRun) -> None:
+    """In a batch with longer texts, and alone."""
+    scaled = (len(TEXTS), run.denoiser_channels, *(1,) * run.family.latent.is_video, 8, 8)
+    noisy = torch.randn(scaled, generator=generator())
+    if run.scaling.rule == "batch_norm":
+        noisy = noisy[..., :4, :4].contiguous()
+    timesteps = torch.tensor([812.0, 455.0, 230.0])
+    with torch.no_grad():
+        together = run.family.predict(run.denoiser, noisy, timesteps, run.batch(TEXTS))
+        for number, text in enumerate(TEXTS):
+            part = slice(number, number + 1)
+            alone = run.family.predict(run.denoiser, noisy[part], timesteps[part], run.batch([text]))
+            # The order of additions may differ: measured 1e-5 at most.
+            torch.testing.assert_close(alone, together[part], rtol=0, atol=3e-5)
+        other = run.family.predict(run.denoiser, noisy, timesteps, run.batch(TEXTS[::-1]))
+    assert (other - together).abs().max() > 1e-2, "the text reaches the output"
+
+
+@ALL
+def test_padding_is_dropped_only_where_that_is_exact(name: str, tmp_path: Path) -> None:
+    family = family_named(name)
+    models, config = loaded_models(family, family.tiny()), family_config(tmp_path, padding="drop")
+    if family.is_exact:
+        assert choose_encodings(config, models, {}).text.settings["keeps_padding"] is False
+    else:
+        with pytest.raises(ConfigError, match=f"padding is drop, but {name}"):
+            choose_encodings(config, models, {})
+
+
+def changes_of(family: Family) -> dict[str, dict[str, Any]]:
+    """Settings of `encode` that a family has, each changed."""
+    changes: dict[str, dict[str, Any]] = {
+        "dtype": {"text_dtype": "bfloat16"},
+        "stored": {"text_store_dtype": "float16"},
+    }
+    for setting, value in (("max_length", 40), ("padding", "keep"), ("clip_skip", 1)):
+        try:
+            changed = family.text_recipe(**{setting: value})
+        except ConfigError:
+            continue
+        if changed != family.text_recipe():
+            changes[setting] = {setting: value}
+    return changes
+
+
+@ALL
+def test_each_setting_of_a_recipe_changes_the_key(name: str, tmp_path: Path) -> None:
+    family = family_named(name)
+    models = loaded_models(family, family.tiny())
+    keys = {"as it is": text_key(models, tmp_path)}
+    for change, settings in changes_of(family).items():
+        keys[change] = text_key(models, tmp_path, **settings)
+    keys["another text"] = text_key(models, tmp_path, TEXTS[0])
+    for encoder in family.names("text_encoder"):
+        parts = family.tiny()
+        next(parts[encoder].parameters()).add_(1e-3)
+        keys[f"another {encoder}"] = text_key(loaded_models(family, parts), tmp_path)
+    parts = family.tiny()
+    next(parts[family.denoiser].parameters()).add_(1e-3)
+    assert text_key(loaded_models(family, parts), tmp_path) == keys["as it is"], "the denoiser does not count"
+    if "clip_skip" in changes_of(family):
+        assert text_key(models, tmp_path, negative=True, clip_skip=1) == keys["as it is"], (
+            "diffusers skips in positives"
+        )
+    else:
+        assert "max_length" in keys
+    assert len(set(keys.values())) == len(keys), keys
+
+
+def test_the_key_is_of_the_text_as_the_tokenizer_gets_it(run: FamilyRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    family, models = run.family, run.models
+    given: list[str] = []
+    for name in family.names("tokenizer"):
+        reader = type(getattr(run.parts[name], "tokenizer", run.parts[name]))
+
+        def noted(self: Any, text: Any, *arguments: Any, call: Any = reader.__call__, **options: Any) -> Any:
+            given.extend([text] if isinstance(text, str) else text)
+            return call(self, text, *arguments, **options)
+
+        monkeypatch.setattr(reader, "__call__", noted)
+    tokens = family.tokenize(run.parts, TEXTS)
+    if not isinstance(family, ClipFamily):  # which has its tokens by now
+        given.clear()
+        family.encode_text(run.parts, tokens, run.encodings.text.settings)
+    for text in TEXTS:
+        assert family.rendered(run.parts, text) in given
+        keys = TextKeys(family, models.tokenizers, run.encodings.text, "")
+        assert keys.source(text) == caption_digest(family.rendered(run.parts, text))
+
+
+def test_recipes_of_two_families_differ() -> None:
+    recipes = [tuple(family_named(name).text_recipe().items()) for name in FAMILIES]
+    assert len(set(recipes)) == len(FAMILIES)
+
+
+SHARED = [("flux", "z-image"), ("flux", "chroma"), ("qwen-image", "krea2")]
+
+
+@pytest.mark.parametrize("pair", [pair for pair in SHARED if set(pair) <= {*FAMILIES}], ids="-".join)
+def test_families_with_one_vae_share_latents(pair: tuple[str, str], tmp_path: Path) -> None:
+    first, second = map(family_named, pair)
+    parts = first.tiny()
+    models = [loaded_models(first, parts), loaded_models(second, {**second.tiny(1), "vae": parts["vae"]})]
+    encodings = [choose_encodings(family_config(tmp_path), each, {}).image for each in models]
+    assert encodings[0] == encodings[1]
+    assert choose_encodings(family_config(tmp_path), loaded_models(second, second.tiny(1)), {}).image != encodings[0]
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {}
+
+
+@pytest.fixture
+def folder(run: FamilyRun, folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model as a diffusers folder."""
+    if run.family.name not in folders:
+        folders[run.family.name] = tmp_path_factory.mktemp("folder")
+        run.pipeline.save_pretrained(folders[run.family.name])
+    return folders[run.family.name]
+
+
+def test_a_diffusers_folder_gives_the_same(run: FamilyRun, folder: Path) -> None:
+    family = family_of(ModelConfig(path=str(folder)))
+    assert family is run.family, "inferred from model_index.json"
+    models = ModelLoader(str(folder), family=family)
+    assert choose_encodings(run.config, models, {}) == run.encodings
+    recipe, parts = run.encodings.text.settings, models.text(torch.float32)
+    live = family.encode_text(run.parts, family.tokenize(run.parts, TEXTS), recipe)
+    loaded = family.encode_text(parts, family.tokenize(parts, TEXTS), recipe)
+    assert live.keys() == loaded.keys() and all(torch.equal(live[name], loaded[name]) for name in live)
+    pixels = ((run.pixels(TEXTS[0]) + 1) * 127.5).round().to(torch.uint8).movedim(1, -1)
+    assert torch.equal(
+        encode_images(models.vae(torch.float32), pixels, family), encode_images(run.parts["vae"], pixels, family)
+    )
+    for text in TEXTS:
+        key = TextKeys(family, models.tokenizers, run.encodings.text, "").key(text)
+        assert key == run.rows[text].captions[0].key
+
+
+def test_a_vae_of_one_file_gives_the_same_latents(run: FamilyRun, folder: Path, tmp_path: Path) -> None:
+    """As ae.safetensors of FLUX.1 and vae-ft-mse of Stable Diffusion have it."""
+    if run.family.parts["vae"].class_name != "diffusers.AutoencoderKL":
+        pytest.skip("its VAE comes in diffusers' layout alone")
+    file = save_vae(run.parts["vae"], tmp_path / "vae.safetensors")
+    models = ModelLoader(str(folder), vae=str(file), family=run.family)
+    assert choose_encodings(run.config, models, {}).image == run.encodings.image
+
+
+def test_a_denoiser_that_does_not_fit_is_named(run: FamilyRun) -> None:
+    shapes = {name: tuple(tensor.shape[1:]) for name, tensor in run.batch(TEXTS).items() if name in run.family.fields}
+    assert run.family.check_denoiser(run.denoiser, shapes) is None
+    for name, text in run.family.fields.items():
+        if text.width is None:
+            continue
+        config = {**run.denoiser.config, text.width: run.denoiser.config[text.width] + 3}
+        problem = run.family.check_denoiser(SimpleNamespace(config=Settings(config)), shapes)
+        assert problem is not None and name in problem
+        assert str(config[text.width]) in problem and str(shapes[name][-1]) in problem
+
+
+class Settings(dict[str, Any]):
+    """A config as diffusers has it: a mapping whose keys are attributes too."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
