@@ -17,8 +17,8 @@ DeviceLike: TypeAlias = "torch.device | str | torch.Tensor | torch.nn.Module"
 """Names the requesting device: a device, its name, or a tensor or module that lies on it."""
 
 VAE_BYTES_PER_PIXEL = 128 * 5
-"""Peak activations of the SDXL VAE's encoder, in elements per pixel: 128 channels at full resolution, of which about
-five copies live at once (input, norm, activation, convolution output and workspace). A start value only: when it
+"""Peak activations of an AutoencoderKL's encoder, in elements per pixel: 128 channels at full resolution, of which
+about five copies live at once (input, norm, activation, convolution output and workspace). A start value only: when it
 proves too high the batch is halved."""
 
 
@@ -128,17 +128,32 @@ def free_memory(device: torch.device) -> int | None:
 def placed(module: torch.nn.Module, device: torch.device) -> Iterator[torch.nn.Module]:
     """The module on `device` and in eval mode; its own device and every training flag are restored afterwards."""
     home = device_of(module)
+    with in_eval_mode(module):
+        try:
+            try:
+                module.to(device)
+            except torch.OutOfMemoryError as error:
+                raise does_not_fit(module, device) from error
+            yield module
+        finally:
+            module.to(home)
+
+
+@contextmanager
+def in_eval_mode(module: torch.nn.Module) -> Iterator[None]:
+    """The module in eval mode; every training flag is restored afterwards."""
     training = [(part, part.training) for part in module.modules()]
     try:
-        try:
-            module.to(device)
-        except torch.OutOfMemoryError as error:
-            raise DeviceError(
-                f"{type(module).__name__} does not fit into the free memory of {device}: "
-                "free some, use a smaller dtype (encode.vae_dtype, encode.text_dtype), or encode.device: cpu"
-            ) from error
-        yield module.eval()
+        module.eval()
+        yield
     finally:
-        module.to(home)
         for part, flag in training:
             part.training = flag
+
+
+def does_not_fit(module: torch.nn.Module, device: torch.device) -> DeviceError:
+    """The error of a module that is larger than the free memory of a device."""
+    return DeviceError(
+        f"{type(module).__name__} does not fit into the free memory of {device}: "
+        "free some, use a smaller dtype (encode.vae_dtype, encode.text_dtype), or encode.device: cpu"
+    )

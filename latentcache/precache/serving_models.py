@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Hashable, MutableMapping, Sequence
 from contextlib import ExitStack
@@ -12,6 +13,7 @@ from latentcache.config import Config
 from latentcache.devices.placement import placed
 from latentcache.errors import DeviceError, ModelError
 from latentcache.models.model_loader import Models
+from latentcache.models.offloading import encoders_placed
 from latentcache.models.running import free_cached_memory
 from latentcache.precache.encodings import Encodings, choose_encodings
 from latentcache.precache.image_stage import ImageStage
@@ -20,6 +22,8 @@ from latentcache.precache.report import Failure, Report, RunContext
 from latentcache.precache.text_stage import TextStage
 from latentcache.types import Entry, Kind
 from latentcache.utils.progress import Progress
+
+logger = logging.getLogger("latentcache")
 
 EntryTask = TextTask | ImageTask
 """One entry to encode."""
@@ -117,9 +121,10 @@ class ServingModels:
                 if kind == "image":
                     stack.enter_context(placed(self._models.vae(encodings.vae.dtype), encodings.vae.device))
                 else:
-                    device = encodings.text_encoders.device
-                    for encoder in self._models.text_encoders(encodings.text_encoders.dtype).values():
-                        stack.enter_context(placed(encoder, device))
+                    encoders = self._models.text_encoders(encodings.text_encoders.dtype)
+                    notes = stack.enter_context(encoders_placed(encoders, encodings.text_encoders.device))
+                    for name, note in notes.items():
+                        logger.info("%s: %s", name, note)
                 self._placed[kind] = encodings, stack.pop_all()
         return self._placed[kind][0]
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from latentcache.devices.placement import placed
 from latentcache.devices.transfer import Download, transfer_to
 from latentcache.families.base import MASK, inference
+from latentcache.models.offloading import encoders_placed
 from latentcache.models.running import BatchRunner, text_settings
 from latentcache.models.vae import problem_flags, problem_names
 from latentcache.precache.plan import TextTask
@@ -42,6 +42,8 @@ class TextItem:
 
 class TextStage:
     """Encodes captions as the family does. The text encoders always return to where they were.
+
+    Those that the device has no room for run there layer by layer, which the report says.
 
     A caption whose tokens wait, or whose outputs are not stored yet, costs some hundred kilobytes: at most
     GROUPS_AHEAD + 1 groups of tokens and BATCHES_TO_STORE + 2 batches of outputs are in memory.
@@ -68,8 +70,7 @@ class TextStage:
                 self._parts = {**encoders, **tokenizers}
                 # Tokenizing ahead must not change how the encoding's own calls pad and cut: a tokenizer keeps that.
                 self._parts_ahead = {**encoders, **copy.deepcopy(tokenizers)}
-                for encoder in encoders.values():
-                    stack.enter_context(placed(encoder, placement.device))
+                context.report.placement |= stack.enter_context(encoders_placed(encoders, placement.device))
             context.progress.start("encode captions", sum(map(len, batches)))
             stack.enter_context(timed(context.report, "text"))
             stack.enter_context(text_settings([*encoders.values()], compile=context.encode.compile))
