@@ -77,8 +77,8 @@ def _dispatched(encoder: torch.nn.Module, device: torch.device, budget: int) -> 
     device_map = {name: device if place == 0 else place for name, place in found.items()}
     if device not in device_map.values():
         raise DeviceError(
-            f"{type(encoder).__name__} cannot run on {device}, not even layer by layer: its first layer does not fit "
-            f"beside its largest one into {budget / 1e9:.3g} GB. Free memory there, or set encode.device: cpu"
+            f"{type(encoder).__name__} cannot run on {device}, not even layer by layer: its first layer and its "
+            f"largest one need more than {budget / 1e9:.3g} GB. Free memory there, or set encode.device: cpu"
         )
     own = [(part, dict(part._parameters), dict(part._buffers)) for part in encoder.modules()]
     with in_eval_mode(encoder):
