@@ -38,14 +38,14 @@ class BucketsConfig(BaseModel):
     rule: RuleName = "latentcache"
     """Whose buckets. A trainer can use exported latents only if they have the buckets that it would make itself."""
     area: int = Field(1024 * 1024, ge=64, le=_MAX_SIDE**2)
-    """`latentcache`: largest number of pixels of a bucket. SDXL: 1048576."""
+    """`latentcache`: largest number of pixels of a bucket; 1048576 for models of 1024x1024."""
     max_aspect: float = Field(2.0, ge=1.0, le=64.0)
     """`latentcache`: longest side of a bucket divided by its shortest, at most."""
     resolution: int = Field(1024, ge=64, le=_MAX_SIDE)
     """All other rules: the trainer's resolution, the side of its square in pixels. An area of 1.0 in SimpleTuner is
     1000."""
     step: int = Field(64, ge=8, le=1024, multiple_of=8)
-    """Height and width of a bucket are multiples of this many pixels. `ai-toolkit`: 16 by default, as it has for SDXL.
+    """Height and width of a bucket are multiples of this many pixels. `ai-toolkit`: 16 by default, as it is there.
     `diffusers` has none."""
     square: bool = False
     """`kohya` (no enable_bucket), `simpletuner` (crop_aspect square), `ai-toolkit` (square_crop), `onetrainer` (no
@@ -53,7 +53,7 @@ class BucketsConfig(BaseModel):
     min_side: Side = 256
     """`kohya`: min_bucket_reso."""
     max_side: Side = 1024
-    """`kohya`: max_bucket_reso. Trainings of SDXL often have 2048."""
+    """`kohya`: max_bucket_reso. Trainings at 1024 often have 2048."""
     upscale: bool = True
     """`kohya`: false is bucket_no_upscale: small images are cropped and never enlarged."""
     resolution_type: Literal["pixel_area", "pixel"] = "pixel_area"

@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BaseModel, ByteSize, ConfigDict, Field, Pla
 
 from latentcache.bucket_config import SECTION
 from latentcache.errors import StoreError
+from latentcache.families import DEFAULT
 
 TOKEN_VARIABLE, WRITE_TOKEN_VARIABLE = "LATENTCACHE_TOKEN", "LATENTCACHE_WRITE_TOKEN"
 """Of the environment: the token of a service that allows reading, and the one that allows writing too."""
@@ -93,7 +94,7 @@ class CacheConfig(BaseModel):
     # A path may be a URL into which somebody pasted a password.
     model_config = ConfigDict(**SECTION, hide_input_in_errors=True)
 
-    path: CacheLocation = Path("cache/sdxl")
+    path: CacheLocation = Path("cache", DEFAULT)
     """Directory of the cache, the URL of a bucket (`s3://BUCKET/PREFIX`, `gs://`, `az://`), or of a service
     (`latentcache serve`). Several datasets, models and runs may share one."""
     store: Literal["disk", "cpu"] = "disk"

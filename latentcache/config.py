@@ -31,7 +31,7 @@ from pydantic import (
 from latentcache.bucket_config import SECTION, BucketsConfig
 from latentcache.cache_config import TOKEN_VARIABLE, WRITE_TOKEN_VARIABLE, CacheConfig, UserPath
 from latentcache.errors import ConfigError, StoreError, UnsafeStoreError
-from latentcache.families import FamilyName
+from latentcache.families import DEFAULT_REPOSITORY, FamilyName
 from latentcache.ray_config import RayConfig
 from latentcache.utils.durable_files import read_regular
 
@@ -126,7 +126,7 @@ class ModelConfig(_Section):
     family: FamilyName | None = None
     """Which model family the parts belong to. null: that of the folder's model_index.json; else the first one,
     which the run says."""
-    path: UserText = "stabilityai/stable-diffusion-xl-base-1.0"
+    path: UserText = DEFAULT_REPOSITORY
     """Hub id, diffusers folder, one .safetensors checkpoint, `tiny-photos` (a tiny model in the package, which knows
     the quickstart's photos), or `tiny` (the family's tiny model with random weights, for tests)."""
     vae: UserText | None = None

@@ -264,7 +264,7 @@ def doctor(
     Args:
         device: The device that is meant: auto, cpu, cuda, cuda:1, mps, xpu, ...
         deepspeed: Check this DeepSpeed config too: settings that are ignored, refused or left to be filled in.
-        training: Also train a tiny SDXL for one step on the device, and audit where everything is.
+        training: Also train a tiny model for one step on the device, and audit where everything is.
     """
     from latentcache.doctor.environment import diagnose
 

@@ -67,7 +67,7 @@ class ImportOptions:
     tolerance: float | None = None
     """Largest absolute difference that counts as equal. Default: by dtype."""
     no_scale_check: Switch = False
-    """Do not compare the latents' standard deviation with SDXL's: they are of another VAE."""
+    """Do not compare the latents' standard deviation with the family's: they are of another VAE."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ def bucket_table(config: BucketsConfig) -> tuple[Bucket, ...]:
 
     Sides are multiples of `step`. For each height the width is the largest that keeps height * width <= `area`, and
     the other way round; so a taller or a wider bucket would exceed the area. The longest side is at most `max_aspect`
-    times the shortest. The table is symmetric. `area` 1048576 and `step` 64 give SDXL's buckets.
+    times the shortest. The table is symmetric. `area` 1048576 and `step` 64 give the buckets of models of 1024x1024.
 
     Raises ConfigError if no bucket fits.
     """

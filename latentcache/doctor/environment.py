@@ -35,7 +35,7 @@ PASSING_TYPES = {
     "overlay": "is a container's own layer: the cache is gone with the container",
 }
 LITTLE_BYTES = 1_000_000_000
-"""An SDXL image of 1024x1024 with its caption takes about 1 MB in the cache, so this is a thousand samples."""
+"""An image of 1024x1024 with its caption takes about 1 MB in the cache, so this is a thousand samples."""
 
 
 class BadRange(NamedTuple):

@@ -18,6 +18,8 @@ FamilyName = Literal["sdxl", "sd15", "flux", "chroma", "z-image", "wan"]
 FAMILIES: tuple[FamilyName, ...] = get_args(FamilyName)
 DEFAULT: FamilyName = FAMILIES[0]
 """That of caches and models that name none: those of the first versions."""
+DEFAULT_REPOSITORY = "stabilityai/stable-diffusion-xl-base-1.0"
+"""The first of the default family's `repositories`, for those who do not import its file."""
 
 
 @cache

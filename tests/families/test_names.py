@@ -1,0 +1,67 @@
+"""What is particular about a family is in its file: no other module of the core names one."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import latentcache
+from latentcache.families import DEFAULT, DEFAULT_REPOSITORY, FAMILIES, family_named
+
+PACKAGE = Path(latentcache.__file__).parent
+MAY_NAME = ("families", "integrations", "interop")
+"""Folders about families, and about other people's programs and files."""
+SUFFIXES = {".py", ".html", ".css", ".js", ".json", ".yaml", ".txt"}
+WORK_UNDER_WAY = frozenset({"loading/cache.py", "models/lora.py", "models/unet.py", "validation/sample_images.py"})
+"""Files that are not searched yet."""
+SCRIPT = re.compile(r"\btrain_\w+\.py\b")
+"""Scripts of diffusers, whose rules are cited."""
+NAMES = re.compile(
+    # As words: digits, dashes, dots and underscores end one. `wan` and `chroma` are words of the language too.
+    r"(?<![a-z])(?:sdxl|sd[ -]?(?:1\.?5|2\.?[01]|3\.?5?)|stable[ _-]?diffusion|flux|kontext|z[ _-]?image|qwen|krea)"
+    r"(?![a-z])"
+    # And as parts of names of classes.
+    r"|(?-i:Sdxl|SDXL|StableDiffusion|Flux(?![a-z])|ZImage|Qwen|Krea|Wan(?![a-z])|Chroma(?![a-z]))"
+    r"|(?-i:(?<![A-Za-z])wan(?![A-Za-z]))",
+    re.IGNORECASE,
+)
+
+
+def texts() -> list[tuple[str, str]]:
+    found = []
+    for path in sorted(PACKAGE.rglob("*")):
+        name = path.relative_to(PACKAGE)
+        searched = path.suffix in SUFFIXES and name.parts[0] not in MAY_NAME and "tiny_photos" not in name.parts
+        if searched and name.as_posix() not in WORK_UNDER_WAY:
+            found.append((name.as_posix(), SCRIPT.sub("", path.read_text(encoding="utf-8"))))
+    return found
+
+
+def test_no_module_names_a_family() -> None:
+    assert len(texts()) > 100
+    found = [
+        f"{name}:{text.count(chr(10), 0, match.start()) + 1}: {match[0]}"
+        for name, text in texts()
+        for match in NAMES.finditer(text)
+    ]
+    if found:
+        pytest.fail("What these say of a family belongs into its file:\n" + "\n".join(found), pytrace=False)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_names_are_recognised(name: str) -> None:
+    """A new family must be added to the pattern."""
+    family = family_named(name)
+    for text in (f'family == "{name}"', family.pipeline_name, f"the file of {family.repositories[0]}"):
+        assert NAMES.search(text) or name == "chroma", text
+
+
+@pytest.mark.parametrize("text", ["wanted", "influx", "Swan", "chroma subsampling", "unwanted", "an image", "fluxes"])
+def test_other_words_are_none(text: str) -> None:
+    assert not NAMES.search(text)
+
+
+def test_the_default_repository_is_the_default_family_s() -> None:
+    assert family_named(DEFAULT).repositories[0] == DEFAULT_REPOSITORY
