@@ -1,4 +1,4 @@
-"""Write docs/reference/: the pages on the command line, the config and the errors, from the code itself.
+"""Write docs/reference/: pages on the command line, config, errors and model families, from the code itself.
 
 `--check` writes nothing and exits with 1 where a page differs from what the code says.
 """
@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 import bootstrap
+from family_page import families_page
 
 REFERENCE = bootstrap.ROOT / "docs" / "reference"
 GENERATED = "<!-- Written by scripts/make_reference.py: change the code, and run it again. -->"
@@ -23,7 +24,12 @@ def pages() -> dict[str, str]:
     """File name -> text of each generated page."""
     return {
         name: "\n".join((GENERATED, "", *lines)).rstrip() + "\n"
-        for name, lines in {"cli.md": cli_page(), "config.md": config_page(), "errors.md": errors_page()}.items()
+        for name, lines in {
+            "cli.md": cli_page(),
+            "config.md": config_page(),
+            "errors.md": errors_page(),
+            "families.md": families_page(),
+        }.items()
     }
 
 

@@ -83,11 +83,13 @@ class LatentSpace:
 class TextField:
     """A field of a text entry. `width` is the setting of the denoiser's config that states its last dimension.
 
-    With `padding` an entry has the rows of its own text only, and a batch is padded so.
+    With `padding` an entry has the rows of its own text only, and a batch is padded so. `features` are the dimensions
+    of one row, or of a field without rows, in the published models: for the documentation.
     """
 
     width: str | None = None
     padding: Padding | None = None
+    features: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

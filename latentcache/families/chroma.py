@@ -43,7 +43,7 @@ class Chroma(PackedFamily):
     }
     denoiser_class = "diffusers.ChromaTransformer2DModel"
     latent = LatentSpace(16)
-    fields = {"prompt_embeds": TextField("joint_attention_dim", Padding())}
+    fields = {"prompt_embeds": TextField("joint_attention_dim", Padding(), (4096,))}
     max_length = 512
 
     @override

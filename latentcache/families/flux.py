@@ -43,8 +43,8 @@ class Flux(PackedFamily):
     denoiser_class = "diffusers.FluxTransformer2DModel"
     latent = LatentSpace(16)
     fields = {
-        "prompt_embeds": TextField("joint_attention_dim"),
-        "pooled_prompt_embeds": TextField("pooled_projection_dim"),
+        "prompt_embeds": TextField("joint_attention_dim", features=(4096,)),
+        "pooled_prompt_embeds": TextField("pooled_projection_dim", features=(768,)),
     }
     max_length = 512
     is_exact = False

@@ -29,7 +29,7 @@ class SD15(ClipFamily):
     denoiser = "unet"
     denoiser_class = "diffusers.UNet2DConditionModel"
     latent = LatentSpace(4)
-    fields = {"prompt_embeds": TextField("cross_attention_dim")}
+    fields = {"prompt_embeds": TextField("cross_attention_dim", features=(768,))}
     recipe = {"family": "sd15"}
     layers_above = 0
     timesteps = TimestepSampling("uniform")

@@ -42,7 +42,10 @@ class SDXL(ClipFamily):
             ((60, -60, 25, -70), (60, -5, 15, -50), (60, 10, -5, -35)), (150, 140, 130), scaling_factor=SCALING_FACTOR
         ),
     )
-    fields = {"prompt_embeds": TextField("cross_attention_dim"), "pooled_prompt_embeds": TextField()}
+    fields = {
+        "prompt_embeds": TextField("cross_attention_dim", features=(2048,)),
+        "pooled_prompt_embeds": TextField(features=(1280,)),
+    }
     layers_above = 1
     has_zero_negative = True
     timesteps = TimestepSampling("uniform")

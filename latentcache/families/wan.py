@@ -54,7 +54,7 @@ class Wan(Family):
     latent = LatentSpace(16, is_video=True, draws=False)
     has_clips = True
     patch = 2
-    fields = {"prompt_embeds": TextField("text_dim", Padding(length=_ROWS))}
+    fields = {"prompt_embeds": TextField("text_dim", Padding(length=_ROWS), (4096,))}
     max_length = _ROWS
     timesteps = TimestepSampling("logit_normal", shift=3.0)  # as musubi-tuner's documentation advises for 480p
 

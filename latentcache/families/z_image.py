@@ -40,7 +40,7 @@ class ZImage(Family):
     denoiser_class = "diffusers.ZImageTransformer2DModel"
     latent = LatentSpace(16)
     patch = 2
-    fields = {"prompt_embeds": TextField("cap_feat_dim", Padding())}
+    fields = {"prompt_embeds": TextField("cap_feat_dim", Padding(), (2560,))}
     max_length = 512
     renders = True
 

@@ -1,0 +1,140 @@
+"""The page docs/reference/families.md: what is stored of each family, from its declaration and its tiny model."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from latentcache.families.base import Family
+
+SIDE = 1024
+NUM_TOKENS = 40
+BYTES = 2
+"""Of a number in float16 and bfloat16."""
+
+
+def families_page() -> Iterator[str]:
+    """One table of bytes, then a section for each family."""
+    from latentcache.families import FAMILIES, family_named
+
+    families = [family_named(name) for name in FAMILIES]
+    parts = {family.name: family.tiny() for family in families}
+    yield from ("# Model families", "")
+    yield "What is cached of each family, from its declaration in `latentcache/families/`. `model.family` names one."
+    yield "Without it the pipeline in the folder's `model_index.json` says which it is. Latents are stored unscaled:"
+    yield "the posterior's moments, or its mean where the family is trained with that. Texts are stored without padding"
+    yield "where a batch that is padded again gives the same result to the last bit."
+    yield from ("", "Bytes are those of the published models, in numbers of two bytes, for an image of")
+    yield f"{SIDE}x{SIDE} pixels and a caption of {NUM_TOKENS} tokens."
+    yield from ("", "| family | latents | bytes | text | bytes | with padding | texts without padding |")
+    yield "|---|---|---|---|---|---|---|"
+    for family in families:
+        latents, padded = latent_shape(family), padded_shapes(family, parts[family.name])
+        shapes = caption_shapes(family, parts[family.name])
+        ratio = f" ({num_bytes(padded) / num_bytes(shapes):.0f} x)" if shapes != padded else ""
+        yield (
+            f"| `{family.name}` | {shape_text(latents)} | {math.prod(latents) * BYTES:,} | {shapes_text(shapes)} | "
+            f"{num_bytes(shapes):,} | {num_bytes(padded):,}{ratio} | {exactness(family)} |"
+        )
+    for family in families:
+        yield from ("", *section(family, families, parts))
+
+
+def section(family: Family, families: list[Family], parts: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """What the family declares."""
+    yield from (f"## {family.name}", "", " ".join((inspect.getdoc(type(family)) or "").split()), "")
+    yield from ("| | |", "|---|---|")
+    yield f"| hub ids | {', '.join(f'`{each}`' for each in family.repositories)} |"
+    names = (family.pipeline_name, *family.pipeline_names)
+    yield f"| pipelines of diffusers | {', '.join(f'`{each}`' for each in names)} |"
+    frozen = (f"`{name}` ({part.class_name})" for name, part in family.parts.items())
+    yield f"| frozen parts | {', '.join(frozen)} |"
+    yield f"| denoiser | `{family.denoiser}` ({family.denoiser_class}) |"
+    yield f"| scaling of latents | {scaling_text(family, parts[family.name])} |"
+    shared = [other.name for other in families if other is not family and shares_vae(family, other, parts)]
+    names_shared = ", ".join(f"`{each}`" for each in shared)
+    yield f"| latents shared with | {f'{names_shared}, where the weights of the VAE are equal' if shared else 'none'} |"
+    recipe = ", ".join(f"`{name}: {value}`" for name, value in family.text_recipe().items())
+    yield f"| recipe of a text, in its key | {recipe} |"
+    yield f"| tokens at most | {family.max_length} |"
+    yield f"| text encoders compute in | {family.text_dtype} on an accelerator |"
+
+
+def latent_shape(family: Family) -> tuple[int, ...]:
+    """Of what is stored: moments have twice the channels."""
+    rows = SIDE // family.latent.downscale
+    frames = (1,) if family.latent.is_video else ()
+    return (family.latent.channels * (2 if family.latent.draws else 1), *frames, rows, rows)
+
+
+def padded_shapes(family: Family, parts: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Each field of a text with its padding, as the published models have it."""
+    shapes = family.text_shapes(parts, family.text_recipe())
+    sizes = {name: field.features for name, field in family.fields.items()}
+    if not all(sizes.values()):
+        raise SystemExit(f"{family.name}: declare the features of {', '.join(sizes)} in its TextField")
+    return {name: (*shapes[name][: -len(sizes[name])], *sizes[name]) for name in sizes}
+
+
+def caption_shapes(family: Family, parts: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The same of a caption of NUM_TOKENS tokens without its padding: the tiny model counts the rows."""
+    from latentcache.families.base import MASK
+
+    recipe, shapes = family.text_recipe(), padded_shapes(family, parts)
+    trimmed = [name for name in shapes if family.padding(name, recipe) is not None]
+    if not trimmed:
+        return shapes
+    text = " ".join(["a"] * NUM_TOKENS)  # each of which is a token of the tiny tokenizers
+    made = family.encode_text(parts, family.tokenize(parts, [text]), recipe)
+    return {
+        name: (int(made[name + MASK].sum()), *shape[1:]) if name in trimmed else shape for name, shape in shapes.items()
+    }
+
+
+def exactness(family: Family) -> str:
+    """Whether padding is dropped, and how a batch is padded again."""
+    rules = [rule for name in family.fields if (rule := family.padding(name, family.text_recipe())) is not None]
+    if not rules:
+        return "not exact: the denoiser attends to padding"
+    [rule] = rules
+    rows = "to the longest of the batch" if rule.length is None else f"to {rule.length} rows"
+    where = f" before the last {rule.num_last} rows" if rule.num_last else ""
+    return f"exact: padded again with {rule.value:g}{where}, {rows}"
+
+
+def scaling_text(family: Family, parts: dict[str, Any]) -> str:
+    """The rule; its numbers are read from the VAE."""
+    from latentcache.models.vae import vae_facts
+
+    scaling = vae_facts(parts[family.names("vae")[0]]).scaling
+    return {
+        "factor": "`z * scaling_factor`" if scaling.shift_factor is None else "`(z - shift_factor) * scaling_factor`",
+        "mean_std": "`(z - mean) * (1 / std)` for each channel",
+        "batch_norm": "patches of 2x2 become channels, then `(z - mean) / std` for each",
+    }[scaling.rule]
+
+
+def shares_vae(one: Family, other: Family, parts: dict[str, dict[str, Any]]) -> bool:
+    """Whether two families have VAEs of one class, with latents that are scaled alike."""
+    from latentcache.models.vae import vae_facts
+
+    first, second = (parts[family.name][family.names("vae")[0]] for family in (one, other))
+    return type(first) is type(second) and vae_facts(first) == vae_facts(second)
+
+
+def num_bytes(shapes: dict[str, tuple[int, ...]]) -> int:
+    """Bytes of these fields."""
+    return sum(map(math.prod, shapes.values())) * BYTES
+
+
+def shapes_text(shapes: dict[str, tuple[int, ...]]) -> str:
+    """`prompt_embeds` [40, 4096]."""
+    return ", ".join(f"`{name}` {shape_text(shape)}" for name, shape in shapes.items())
+
+
+def shape_text(shape: tuple[int, ...]) -> str:
+    """[32, 128, 128]."""
+    return f"[{', '.join(map(str, shape))}]"
