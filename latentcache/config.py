@@ -20,6 +20,7 @@ import yaml
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ByteSize,
     Field,
     StringConstraints,
@@ -32,6 +33,7 @@ from latentcache.bucket_config import SECTION, BucketsConfig
 from latentcache.cache_config import TOKEN_VARIABLE, WRITE_TOKEN_VARIABLE, CacheConfig, UserPath
 from latentcache.errors import ConfigError, StoreError, UnsafeStoreError
 from latentcache.families import DEFAULT_REPOSITORY, FamilyName
+from latentcache.part_config import MAX_CONTROLS, ControlConfig, MaskConfig, PartConfig, as_list
 from latentcache.ray_config import RayConfig
 from latentcache.utils.durable_files import read_regular
 
@@ -118,6 +120,28 @@ class DatasetConfig(_Section):
     """How images are decoded, and which are refused."""
     flip: bool = False
     """Also cache each image mirrored left to right, as its own entry."""
+    control: Annotated[tuple[ControlConfig, ...], BeforeValidator(as_list), Field(max_length=MAX_CONTROLS)] = ()
+    """Control images of each sample, such as what an edit begins with; one may stand without a list."""
+    mask: MaskConfig | None = None
+    """How much each place of the image counts in the loss; `alpha`: the image's alpha channel."""
+
+    @property
+    def part_files(self) -> tuple[PartConfig, ...]:
+        """The further parts that have files or columns of their own: control images, then the mask."""
+        return self.control if self.mask is None or self.mask.alpha else (*self.control, self.mask)
+
+    @model_validator(mode="after")
+    def _parts_fit_the_source(self) -> DatasetConfig:
+        for part in self.part_files:
+            part.check_kind(self.source.kind)
+        small = [
+            control.area for control in self.control if (control.area or self.buckets.step**2) < self.buckets.step**2
+        ]
+        if small:
+            raise ValueError(f"area of control is {small[0]}; one bucket of step {self.buckets.step} has more")
+        if any(self.part_files.count(part) > 1 for part in self.part_files):
+            raise ValueError("two of control and mask are the same file; give another suffix, path or column")
+        return self
 
 
 class ModelConfig(_Section):
@@ -408,6 +432,10 @@ def _merge(settings: dict[str, Any], changes: Mapping[str, Any]) -> None:
     for name, value in changes.items():
         if isinstance(value, Mapping):
             section = settings.setdefault(name, {})
+            if isinstance(section, list):
+                section = dict(zip(map(str, range(len(section))), section, strict=True))
+                if unknown := [number for number in value if not isinstance(section.get(number), dict)]:
+                    raise ConfigError(f"there is no number {unknown[0]!r} of {len(section)}", key=name)
             if isinstance(section, dict):  # anything else is a fault in the file, which parse_config reports
                 _merge(section, value)
         else:

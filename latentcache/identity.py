@@ -161,6 +161,22 @@ class ImageIdentity:
 
 
 @dataclass(frozen=True, slots=True)
+class MaskIdentity:
+    """Everything that determines a mask's value. Each of its numbers stands for `downscale` x `downscale` pixels."""
+
+    source: str
+    preparation: Preparation
+    downscale: int
+    salt: str = ""
+    kind: Literal["mask"] = "mask"
+    schema: int = SCHEMA
+
+    def to_json(self) -> dict[str, Any]:
+        """The identity in the form that `key_of` takes."""
+        return _values(self) | {"preparation": _values(self.preparation)}
+
+
+@dataclass(frozen=True, slots=True)
 class TextIdentity:
     """Everything that determines a text entry's value. `source` is the digest of the processed caption in UTF-8."""
 
@@ -175,7 +191,7 @@ class TextIdentity:
         return _values(self) | {"encoding": encoding_json(self.encoding)}
 
 
-def keys_like(identity: ImageIdentity | TextIdentity) -> Callable[[str], str]:
+def keys_like(identity: ImageIdentity | MaskIdentity | TextIdentity) -> Callable[[str], str]:
     """Gives the key of an identity that differs from this one in its source alone, which is a digest.
 
     A plan makes millions of keys, and the rest of their identities is the same text.

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 if TYPE_CHECKING:
     import torch
 
-Kind = Literal["image", "text"]
+Kind = Literal["image", "text", "mask"]
 ImageOutput = Literal["moments", "mean", "sample"]
 Json = Mapping[str, Any]
 Batch = dict[str, Any]
 """Field -> tensor of the batch's rows, or list with one value a row."""
 
 RefusalReason = Literal[
-    "missing",  # the file is not there
+    "missing",  # the file is not there, or a part of the sample is not
     "unreadable",  # the operating system refused to read it
     "empty",  # zero bytes
     "not-an-image",  # no known image format
@@ -28,12 +28,14 @@ RefusalReason = Literal[
     "too-many-pixels",  # a decompression bomb, or just too large
     "too-small",  # smaller than the least usable side
     "extreme-aspect",  # longer than max_aspect times its shorter side
+    "other-shape",  # the mask has other proportions than its image
+    "has-parts",  # exported: the format has no place for control images or masks
     "no-bucket",  # the trainer whose rule it is makes no bucket of this size
     "other-bucket",  # exported: the trainer would make another bucket of it, and fails on this one
     "bad-output",  # the encoder gave NaN, Inf or all zeros, in float32 too
     "out-of-memory",  # one image alone does not fit on the device
     "crashed",  # the process that decoded or encoded it died, twice
-    "duplicate",  # another sample of the dataset has the same sample_id
+    "duplicate",  # another sample of the dataset has the same sample_id; or several files could be one part of it
     "changed",  # the file changed while the run was reading it
     "bad-caption",  # the caption cannot be read, or cannot be encoded
     "untold",  # imported, and its trainer resized the image in a way of its own: equality is not known

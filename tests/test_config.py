@@ -34,9 +34,11 @@ def test_there_are_the_promised_configs() -> None:
     assert {path.name for path in CONFIGS} >= {"quickstart.yaml", "sdxl.yaml", "low_vram.yaml"}
 
 
-def test_the_sdxl_config_shows_every_setting() -> None:
-    """It is the reference that users copy: a setting that it does not show is not known to them."""
-    settings = yaml.safe_load((CONFIGS[0].parent / "sdxl.yaml").read_text())
+def test_the_sdxl_config_shows_every_setting_and_edit_pairs_those_of_parts() -> None:
+    """They are the reference that users copy: a setting that they do not show is not known to them."""
+    settings, pairs = (
+        yaml.safe_load((CONFIGS[0].parent / f"{name}.yaml").read_text()) for name in ("sdxl", "edit_pairs")
+    )
 
     def shown(value: object, prefix: str) -> set[str]:
         if isinstance(value, list) and value and isinstance(value[0], dict):
@@ -48,7 +50,7 @@ def test_the_sdxl_config_shows_every_setting() -> None:
             found |= shown(child, f"{prefix}.{name}" if prefix else name)
         return found
 
-    assert set(known_settings()) <= shown(settings, "")
+    assert set(known_settings()) <= shown(settings, "") | shown(pairs, "")
 
 
 def test_the_schema_has_the_fixed_names() -> None:

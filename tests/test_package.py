@@ -22,7 +22,7 @@ MODULES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 LAYERS = [
     {"errors", "types", "__init__"},
     {"utils"},
-    {"config", "bucket_config", "cache_config", "ray_config", "identity", "provenance", "families"},
+    {"config", "bucket_config", "cache_config", "ray_config", "part_config", "identity", "provenance", "families"},
     {"dataset", "store", "devices"},
     {"checkpoints", "remote"},
     {"models"},

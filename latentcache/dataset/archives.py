@@ -94,10 +94,10 @@ class TarHeaders(io.BufferedReader):
         return f"{num_bytes:,} bytes follow its end mark, and are not read: is it several tars?"
 
 
-def scan(name: str, path: str) -> _Tar:
-    """Read the headers of a tar. `name` is its name within the dataset. Raises OSError."""
+def scan(name: str, path: str, parts: frozenset[str] = frozenset()) -> _Tar:
+    """Read the headers of a tar. `name` is its name within the dataset, `parts` its parts' columns. Raises OSError."""
     with TarHeaders(path) as file:
-        shard = _Tar(name, path, Signature.of(os.fstat(file.fileno())))
+        shard = _Tar(name, path, Signature.of(os.fstat(file.fileno())), parts)
         try:
             for member in file.members():
                 shard.add(member)
@@ -113,10 +113,11 @@ def scan(name: str, path: str) -> _Tar:
 
 @dataclass(slots=True)
 class _Group:
-    """The members that share a key: places (offset, size) in the tar, those of captions by `txt` and `json`."""
+    """The members that share a key, as places in the tar: captions by `txt` and `json`, parts by their columns."""
 
     images: list[tuple[str, int, int]] = field(default_factory=list)
     captions: dict[str, tuple[int, int]] = field(default_factory=dict)
+    parts: dict[str, list[tuple[str, int, int]]] = field(default_factory=dict)
     twice: str | None = None
     """A member with captions whose name another has too."""
 
@@ -128,6 +129,7 @@ class _Tar:
     name: str
     path: str
     signature: Signature
+    part_columns: frozenset[str] = frozenset()
     groups: dict[str, _Group] = field(default_factory=dict)
     refusals: list[Refusal] = field(default_factory=list)
     damage: Refusal | None = None
@@ -157,7 +159,9 @@ class _Tar:
             elif member.size > MAX_IMAGE_BYTES:
                 self.refusals.append(Refusal(f"{self.name}/{key}", place, "unreadable", too_large(member.size)))
             else:
-                group.images.append((member.name, member.offset_data, member.size))
+                column = extension.rpartition(".")[0]
+                images = group.parts.setdefault(column, []) if column in self.part_columns else group.images
+                images.append((member.name, member.offset_data, member.size))
 
 
 class WebDatasetSource(SampleSource):
@@ -169,12 +173,17 @@ class WebDatasetSource(SampleSource):
     samples before the damage; so is its last key, whose caption may be lost. A second image under one key is refused.
     """
 
-    def __init__(self, shards: Sequence[tuple[str, str]], caption_columns: tuple[str, ...] | None):
-        """`shards`: (name, path) of each tar, sorted.
+    def __init__(
+        self,
+        shards: Sequence[tuple[str, str]],
+        caption_columns: tuple[str, ...] | None,
+        parts: tuple[tuple[str, str], ...] = (),
+    ):
+        """`shards`: (name, path) of each tar, sorted. `parts`: (name, column) of each further part.
 
         DatasetError if none can be read, and for a compressed one, which has no random access.
         """
-        self._shards, self._columns = tuple(shards), caption_columns
+        self._shards, self._columns, self._parts = tuple(shards), caption_columns, parts
         unreadable: list[DatasetError] = []
         for _, path in self._shards:
             try:
@@ -212,7 +221,7 @@ class WebDatasetSource(SampleSource):
         return data
 
     def _samples_of(self, name: str, path: str) -> Iterator[Sample | Refusal]:
-        shard = scan(name, path)
+        shard = scan(name, path, frozenset(column.lower() for _, column in self._parts))
         for key, group in shard.groups.items():
             yield from self._samples_in(f"{name}/{key}", path, shard.signature, group)
         yield from shard.refusals
@@ -227,10 +236,28 @@ class WebDatasetSource(SampleSource):
                 continue
             try:
                 captions = self._captions(path, group)
+                parts = self._parts_of(sample_id, path, signature, group)
             except CaptionError as error:
                 yield Refusal(sample_id, place, "bad-caption", str(error))
                 continue
-            yield Sample.of(sample_id, place, captions, signature, (path, offset, num_bytes))
+            except ImageRefused as refused:
+                yield Refusal(sample_id, place, refused.reason, refused.detail)
+                continue
+            yield Sample.of(sample_id, place, captions, signature, (path, offset, num_bytes), parts)
+
+    def _parts_of(self, sample_id: str, path: str, signature: Signature, group: _Group) -> tuple[Sample, ...]:
+        """Raises ImageRefused, naming the part, for one that is not there or there twice."""
+        found = []
+        for name, column in self._parts:
+            members = group.parts.get(column.lower(), [])
+            if not members:
+                raise ImageRefused(path, "missing", f"{name}: its key has no member .{column} of an image")
+            if len(members) > 1:
+                names = ", ".join(member for member, _, _ in members)
+                raise ImageRefused(path, "duplicate", f"{name}: its key has several: {names}")
+            [(member, offset, num_bytes)] = members
+            found.append(Sample.of(sample_id, f"{path}#{member}", (), signature, (path, offset, num_bytes)))
+        return tuple(found)
 
     def _captions(self, path: str, group: _Group) -> tuple[str, ...]:
         """Raises CaptionError."""

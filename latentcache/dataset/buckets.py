@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 from latentcache.bucket_config import BucketsConfig
@@ -82,3 +83,18 @@ def fit(
         target_size=Bucket(*bucket),
         flip=flip,
     )
+
+
+def fit_like(original_size: Size, image: Geometry) -> Geometry:
+    """What becomes of a control image of this size, so that it lies on its image, whose geometry is `image`.
+
+    With the image's proportions it is resized and cropped as that is. Otherwise its middle fills the same bucket.
+    """
+    if is_alike(original_size, image.original_size):
+        return replace(image, original_size=Size(*original_size))
+    return fit(original_size, image.target_size, flip=image.flip)
+
+
+def is_alike(size: Size, other: Size) -> bool:
+    """Whether both have the same proportions, but for sides that were cut to whole pixels."""
+    return abs(size.height * other.width - size.width * other.height) <= max(sum(size), sum(other))

@@ -133,13 +133,13 @@ def probe(data: bytes, path: str, config: ImagesConfig) -> Size:
     return _open(data, path, config)[2]
 
 
-def decode(data: bytes, path: str, config: ImagesConfig) -> np.ndarray:
+def decode(data: bytes, path: str, config: ImagesConfig, *, alpha_only: bool = False) -> np.ndarray:
     """Upright sRGB pixels of these very bytes: uint8 [H, W, 3], C-contiguous and writable. Raises ImageRefused.
 
     Colours: an ICC profile is converted to sRGB with the perceptual intent, unless it is sRGB to within one step.
     CMYK without a profile becomes (255 - C)(255 - K) / 255, and so on. 16-bit grey is divided by 257 and rounded; of
     16-bit RGB, Pillow keeps the high byte, at most one step away. Transparent pixels are blended in straight alpha,
-    in sRGB, with `config.alpha_colour`. Raises ImageRefused.
+    in sRGB, with `config.alpha_colour`. With `alpha_only` it is the alpha channel: uint8 [H, W], 255 without one.
     """
     image, name, size, orientation = _open(data, path, config)
     try:
@@ -149,8 +149,11 @@ def decode(data: bytes, path: str, config: ImagesConfig) -> np.ndarray:
         transparency = _transparency(image)
         image.load()
         colour, alpha = _colour_and_alpha(image, transparency)
-        upright = _to_srgb(colour, image.info.get("icc_profile"), path)
-        if alpha is not None:
+        if alpha_only:
+            upright = Image.new("L", colour.size, 255) if alpha is None else alpha
+        else:
+            upright = _to_srgb(colour, image.info.get("icc_profile"), path)
+        if alpha is not None and not alpha_only:
             canvas = Image.new("RGB", upright.size, config.alpha_colour)
             canvas.paste(upright, mask=alpha)
             upright = canvas

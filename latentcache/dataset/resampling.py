@@ -13,9 +13,15 @@ Array = np.ndarray
 LANCZOS = "lanczos"
 """The usual filter: keys of entries that were made before there were others have it."""
 
+BOX = "box"
+"""The mean over the area of each new pixel; the nearest pixel where the image is enlarged."""
+
 
 def resize(pixels: Array, size: Size, name: str) -> Array:
-    """uint8 [H, W, 3] -> uint8 [h, w, 3] of `size` by the filter `name`, one of `FILTERS`. KeyError for another."""
+    """uint8 [H, W, 3] -> uint8 [h, w, 3] of `size` by the filter `name`, one of `FILTERS`. KeyError for another.
+
+    Pillow's filters take [H, W] too.
+    """
     return pixels if pixels.shape[:2] == size else FILTERS[name](pixels, size)
 
 
@@ -84,6 +90,7 @@ FILTERS: dict[str, Callable[[Array, Size], Array]] = {
     LANCZOS: _pillow(Image.Resampling.LANCZOS),
     "bicubic": _pillow(Image.Resampling.BICUBIC),
     "bilinear": _pillow(Image.Resampling.BILINEAR),
+    BOX: _pillow(Image.Resampling.BOX),
     "opencv-area": _opencv_area,
     "opencv-linear": _opencv_linear,
 }

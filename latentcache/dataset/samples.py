@@ -230,13 +230,28 @@ class Signature:
         return f"{self.size} {self.mtime_ns} {self.ctime_ns} {self.inode}"
 
 
+def signature_of(path: str) -> Signature:
+    """The file's signature. Raises ImageRefused. Only a regular file has one: reading a named pipe waits for ever."""
+    try:
+        status = os.stat(path)
+    except FileNotFoundError:
+        detail = "a link to nothing" if os.path.islink(path) else "there is no such file"
+        raise ImageRefused(path, "missing", detail) from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        raise ImageRefused(path, "unreadable", str(error)) from error
+    if not stat.S_ISREG(status.st_mode):
+        raise ImageRefused(path, "unreadable", "not a regular file")
+    return Signature.of(status)
+
+
 @dataclass(frozen=True, slots=True)
 class Sample:
     """One training item: where its image's bytes are, and its captions.
 
     `sample_id` is the image's path relative to the dataset's root with `/`, `<tar>/<key>`, or `<file>#<row>`. `path`
     is for people: the real path, with `#member` or `#row`. `captions` are stripped and never empty: a missing caption
-    is `("",)`, and `has_caption` is False. `locator` belongs to the source that made it.
+    is `("",)`, and `has_caption` is False. `locator` belongs to the source that made it. `parts` are its control images
+    and its mask, in the order of the config, each a sample without captions that the same source reads.
     """
 
     sample_id: str
@@ -245,13 +260,20 @@ class Sample:
     has_caption: bool
     signature: Signature | None
     locator: Any
+    parts: tuple[Sample, ...] = ()
 
     @classmethod
     def of(
-        cls, sample_id: str, path: str, captions: tuple[str, ...], signature: Signature | None, locator: Any
+        cls,
+        sample_id: str,
+        path: str,
+        captions: tuple[str, ...],
+        signature: Signature | None,
+        locator: Any,
+        parts: tuple[Sample, ...] = (),
     ) -> Sample:
         """The sample; without captions it gets the empty one."""
-        return cls(sample_id, path, captions or ("",), bool(captions), signature, locator)
+        return cls(sample_id, path, captions or ("",), bool(captions), signature, locator, parts)
 
 
 class SampleSource(Protocol):

@@ -8,8 +8,7 @@ import json
 import logging
 import os
 import posixpath
-import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import count
 from typing import Any
@@ -18,13 +17,12 @@ from typing_extensions import override
 
 from latentcache.config import SourceConfig
 from latentcache.dataset.archives import WebDatasetSource
+from latentcache.dataset.part_files import PartFiles, name_below
 from latentcache.dataset.samples import (
     MAX_CAPTION_BYTES,
-    MAX_NAME_CHARS,
     CaptionError,
     Sample,
     SampleSource,
-    Signature,
     captions_in_columns,
     captions_in_text,
     is_image,
@@ -32,10 +30,12 @@ from latentcache.dataset.samples import (
     open_file,
     read_image,
     read_small,
+    signature_of,
     walk,
 )
 from latentcache.dataset.tables import ParquetSource
 from latentcache.errors import ConfigError, DatasetError, ImageRefused
+from latentcache.part_config import PartConfig, part_names
 from latentcache.types import Refusal
 
 METADATA = "metadata.jsonl"
@@ -48,37 +48,44 @@ _PARQUET_SUFFIXES = (".parquet",)
 _log = logging.getLogger(__name__)
 
 
-def open_source(config: SourceConfig) -> SampleSource:
+def open_source(config: SourceConfig, parts: Sequence[PartConfig] = ()) -> SampleSource:
     """The dataset at `config.path`: a folder; also a tar or a glob of tars, or a parquet file.
 
-    Raises ConfigError for a wrong `caption_extension`, and DatasetError if nothing is at the path, it cannot be read,
-    or it holds no images.
+    Each sample has these `parts` too, or is a Refusal. Raises ConfigError for a wrong `caption_extension` and for a
+    part that would be the image itself, and DatasetError if nothing is at the path, it cannot be read, or it holds no
+    images.
     """
     root = os.path.abspath(config.path)
     source: SampleSource
     if config.kind == "webdataset":
-        source = WebDatasetSource(_files(root, _TAR_SUFFIXES), config.caption_columns)
+        source = WebDatasetSource(_files(root, _TAR_SUFFIXES), config.caption_columns, _columns_of(parts))
     elif config.kind == "parquet":
-        source = ParquetSource(_files(root, _PARQUET_SUFFIXES), config.image_column, config.caption_columns)
+        files = _files(root, _PARQUET_SUFFIXES)
+        source = ParquetSource(files, config.image_column, config.caption_columns, _columns_of(parts))
     else:
-        source = _folder(root, config)
+        source = _folder(root, config, PartFiles(root, parts))
     if next(source.samples(), None) is None:
         raise DatasetError(root, f"holds no images for a source of kind {config.kind!r}")
     return source
 
 
-def _folder(root: str, config: SourceConfig) -> SampleSource:
+def _columns_of(parts: Sequence[PartConfig]) -> tuple[tuple[str, str], ...]:
+    """The name and the column of each part."""
+    return tuple(zip(part_names(parts), (str(part.column) for part in parts), strict=True))
+
+
+def _folder(root: str, config: SourceConfig, parts: PartFiles) -> SampleSource:
     if not os.path.isdir(root):
         raise DatasetError(root, "is not a folder" if os.path.exists(root) else "does not exist")
     if config.kind == "imagefolder":
         folders = (found for found in walk(root) if not isinstance(found, Refusal))
         if not any(METADATA in names for _, names in folders):
             raise DatasetError(root, f"has no {METADATA}; for caption files next to the images use kind 'folder'")
-        return ImageFolderSource(root, config.caption_columns)
+        return ImageFolderSource(root, config.caption_columns, parts)
     extension = config.caption_extension
     if not extension.startswith(".") or is_image(f"a{extension}"):
         raise ConfigError(f"caption_extension is {extension!r}; write it like '.txt'", key="source.caption_extension")
-    return CaptionFileSource(root, extension, joined=config.caption_lines == "joined")
+    return CaptionFileSource(root, extension, joined=config.caption_lines == "joined", parts=parts)
 
 
 def _files(path: str, suffixes: tuple[str, ...]) -> list[tuple[str, str]]:
@@ -112,8 +119,9 @@ def _files(path: str, suffixes: tuple[str, ...]) -> list[tuple[str, str]]:
 class _FileSource(SampleSource):
     """Images that are files in a folder, whose captions are found in its files."""
 
-    def __init__(self, root: str):
+    def __init__(self, root: str, parts: PartFiles | None = None):
         self._root, self._prefix = root, os.path.join(root, "")
+        self._parts = parts or PartFiles(root, ())
 
     @override
     def samples(self) -> Iterator[Sample | Refusal]:
@@ -132,31 +140,21 @@ class _FileSource(SampleSource):
         return read_image(sample.locator)
 
     def _sample(
-        self, sample_id: str, caption_place: str, read_captions: Callable[[], tuple[str, ...]]
+        self,
+        sample_id: str,
+        caption_place: str,
+        read_captions: Callable[[], tuple[str, ...]],
+        find_parts: Callable[[str], tuple[Sample, ...]],
     ) -> Sample | Refusal:
-        """The sample with these captions. `caption_place` says where they are, if they are refused."""
+        """The sample with these captions and parts. `caption_place` says where captions are, if they are refused."""
         path = self._prefix + sample_id
         try:
-            signature = _signature(path)
-            return Sample.of(sample_id, path, read_captions(), signature, path)
+            signature = signature_of(path)
+            return Sample.of(sample_id, path, read_captions(), signature, path, find_parts(sample_id))
         except ImageRefused as error:
             return Refusal(sample_id, error.path, error.reason, error.detail)
         except CaptionError as error:
             return Refusal(sample_id, caption_place, "bad-caption", str(error))
-
-
-def _signature(path: str) -> Signature:
-    """The file's signature. Raises ImageRefused. Only a regular file has one: reading a named pipe waits for ever."""
-    try:
-        status = os.stat(path)
-    except FileNotFoundError:
-        detail = "a link to nothing" if os.path.islink(path) else "there is no such file"
-        raise ImageRefused(path, "missing", detail) from None
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        raise ImageRefused(path, "unreadable", str(error)) from error
-    if not stat.S_ISREG(status.st_mode):
-        raise ImageRefused(path, "unreadable", "not a regular file")
-    return Signature.of(status)
 
 
 class CaptionFileSource(_FileSource):
@@ -167,8 +165,8 @@ class CaptionFileSource(_FileSource):
     file that cannot be read or is not UTF-8 refuses the sample.
     """
 
-    def __init__(self, root: str, caption_extension: str, *, joined: bool = False):
-        super().__init__(root)
+    def __init__(self, root: str, caption_extension: str, *, joined: bool = False, parts: PartFiles | None = None):
+        super().__init__(root, parts)
         self._caption_extension, self._joined = caption_extension, joined
 
     @override
@@ -176,12 +174,12 @@ class CaptionFileSource(_FileSource):
         present, prefix = set(names), f"{folder}/" if folder else ""
         for name in names:
             stem, suffix = os.path.splitext(name)
-            if not is_image_suffix(suffix):
+            if not is_image_suffix(suffix) or self._parts.is_part(prefix + name):
                 continue
             caption_name = stem + self._caption_extension
             caption_path = f"{self._prefix}{prefix}{caption_name}"
             read_captions = partial(_captions_at, caption_path, self._joined) if caption_name in present else tuple
-            yield self._sample(prefix + name, caption_path, read_captions)
+            yield self._sample(prefix + name, caption_path, read_captions, self._parts.of)
 
 
 def _captions_at(path: str, joined: bool) -> tuple[str, ...]:
@@ -189,7 +187,7 @@ def _captions_at(path: str, joined: bool) -> tuple[str, ...]:
         captions = captions_in_text(read_small(path, MAX_CAPTION_BYTES + 1))
         return (" ".join(captions),) if joined and captions else captions
     except OSError as error:
-        _signature(path)  # of what is no file it says so
+        signature_of(path)  # of what is no file it says so
         raise ImageRefused(path, "unreadable", f"caption file: {error.strerror}") from error
 
 
@@ -200,8 +198,8 @@ class ImageFolderSource(_FileSource):
     their number is logged. Samples come in the order of the lines. A name outside the dataset's folder is refused.
     """
 
-    def __init__(self, root: str, caption_columns: tuple[str, ...] | None):
-        super().__init__(root)
+    def __init__(self, root: str, caption_columns: tuple[str, ...] | None, parts: PartFiles | None = None):
+        super().__init__(root, parts)
         self._columns = caption_columns
 
     @override
@@ -211,7 +209,9 @@ class ImageFolderSource(_FileSource):
             if isinstance(found, Refusal):
                 yield found
                 continue
-            num_images += sum(map(is_image, found[1]))
+            num_images += sum(
+                is_image(name) and not self._parts.is_part(posixpath.join(found[0], name)) for name in found[1]
+            )
             for item in self._samples_in(*found):
                 num_listed += isinstance(item, Sample) or item.reason == "bad-caption"
                 yield item
@@ -248,10 +248,9 @@ class ImageFolderSource(_FileSource):
         file_name = row.get("file_name") if isinstance(row, dict) else None
         if not isinstance(file_name, str) or not file_name:
             return Refusal(line_id, place, "corrupt", "it has no file_name")
-        if len(file_name) > MAX_NAME_CHARS:
-            detail = f"file_name has {len(file_name):,} characters; {MAX_NAME_CHARS:,} are allowed"
-            return Refusal(line_id, place, "unreadable", detail)
-        sample_id = posixpath.normpath(posixpath.join(folder, file_name))
-        if posixpath.isabs(sample_id) or os.path.isabs(file_name) or sample_id.split("/")[0] == "..":
-            return Refusal(line_id, place, "unreadable", f"file_name {file_name!r} leads out of the dataset's folder")
-        return self._sample(sample_id, place, partial(captions_in_columns, row, self._columns))
+        try:
+            sample_id = name_below(folder, file_name)
+        except ValueError as error:
+            return Refusal(line_id, place, "unreadable", f"file_name {error}")
+        find_parts = partial(self._parts.of, row=row, folder=folder)
+        return self._sample(sample_id, place, partial(captions_in_columns, row, self._columns), find_parts)

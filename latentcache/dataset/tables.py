@@ -55,8 +55,14 @@ class ParquetSource(SampleSource):
     neighbouring rows soon after each other.
     """
 
-    def __init__(self, files: Sequence[tuple[str, str]], image_column: str, caption_columns: tuple[str, ...] | None):
-        """`files`: (name, path) of each, sorted.
+    def __init__(
+        self,
+        files: Sequence[tuple[str, str]],
+        image_column: str,
+        caption_columns: tuple[str, ...] | None,
+        parts: tuple[tuple[str, str], ...] = (),
+    ):
+        """`files`: (name, path) of each, sorted. `parts`: (name, column) of each further part.
 
         DatasetError if none can be read, or the first one that can be read lacks a column.
         """
@@ -68,12 +74,13 @@ class ParquetSource(SampleSource):
                 "a parquet source needs pyarrow: pip install 'latentcache[parquet]'", key="source.kind"
             ) from error
         self._files, self._image_column, self._columns = tuple(files), image_column, caption_columns
+        self._parts = parts
         self._pq: Any = pq
         # ArrowInvalid is a ValueError and ArrowIOError an OSError; pyarrow raises plain ones too.
         self._errors: tuple[type[BaseException], ...] = (pyarrow.ArrowException, OSError, ValueError, OverflowError)
         self._read_errors: tuple[type[BaseException], ...] = (*self._errors, IndexError)
         self._lock = threading.Lock()
-        self._cache: OrderedDict[tuple[str, int], pa.ChunkedArray] = OrderedDict()
+        self._cache: OrderedDict[tuple[str, int, str], pa.ChunkedArray] = OrderedDict()
         unreadable: list[DatasetError] = []
         for _, path in self._files:
             try:
@@ -89,7 +96,7 @@ class ParquetSource(SampleSource):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # One for all images that a process is sent: else each would read its whole row group again.
-        return _sent, (self._files, self._image_column, self._columns)
+        return _sent, (self._files, self._image_column, self._columns, self._parts)
 
     @override
     def samples(self) -> Iterator[Sample | Refusal]:
@@ -121,16 +128,16 @@ class ParquetSource(SampleSource):
 
     @override
     def read(self, sample: Sample) -> bytes:
-        path, row_group, row = sample.locator
+        path, row_group, row, column = sample.locator
         try:
-            value = self._images(path, row_group)[row].as_py()
+            value = self._images(path, row_group, column)[row].as_py()
         except FileNotFoundError as error:
             refuse_read(sample.path, error)
         except self._read_errors as error:
             raise ImageRefused(sample.path, "corrupt", f"the row group cannot be read: {error}") from error
         data: bytes | None = value.get("bytes") if isinstance(value, dict) else value
         if data is None:
-            raise ImageRefused(sample.path, "missing", f"column {self._image_column!r} has no bytes in this row")
+            raise ImageRefused(sample.path, "missing", f"column {column!r} has no bytes in this row")
         return data
 
     def _samples_of(
@@ -145,7 +152,12 @@ class ParquetSource(SampleSource):
                     sample_id, place = f"{name}#{first_row + row}", f"{path}#{first_row + row}"
                     try:
                         captions = captions_in_columns(values, columns)
-                        yield Sample.of(sample_id, place, captions, signature, (path, group, row))
+                        locator = path, group, row, self._image_column
+                        parts = tuple(
+                            Sample.of(sample_id, f"{place}:{column}", (), signature, (path, group, row, column))
+                            for _, column in self._parts
+                        )
+                        yield Sample.of(sample_id, place, captions, signature, locator, parts)
                     except CaptionError as error:
                         yield Refusal(sample_id, place, "bad-caption", str(error))
                     row += 1
@@ -171,39 +183,41 @@ class ParquetSource(SampleSource):
         import pyarrow.types as types
 
         present = ", ".join(schema.names)
-        missing = [column for column in (self._image_column, *(self._columns or ())) if column not in schema.names]
+        images = (self._image_column, *(column for _, column in self._parts))
+        missing = [column for column in (*images, *(self._columns or ())) if column not in schema.names]
         if missing:
             return f"has no column {missing[0]!r}, but: {present}"
         if twice := [column for column in schema.names if schema.names.count(column) > 1]:
             return f"has several columns {twice[0]!r}; rename one"
-        kind = schema.field(self._image_column).type
-        if types.is_struct(kind):
-            if kind.get_field_index("bytes") < 0:
-                return f"column {self._image_column!r} is {kind}; a struct needs a field `bytes`"
-            kind = kind.field("bytes").type
-        if not (types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind)):
-            return f"column {self._image_column!r} is {kind}; it must hold the bytes of the encoded image"
+        for column in images:
+            kind = schema.field(column).type
+            if types.is_struct(kind):
+                if kind.get_field_index("bytes") < 0:
+                    return f"column {column!r} is {kind}; a struct needs a field `bytes`"
+                kind = kind.field("bytes").type
+            if not (types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind)):
+                return f"column {column!r} is {kind}; it must hold the bytes of the encoded image"
         return None
 
-    def _images(self, path: str, row_group: int) -> pa.ChunkedArray:
-        """The image column of a row group. One thread reads at a time: the others most likely need the same one."""
-        key = (path, row_group)
+    def _images(self, path: str, row_group: int, name: str) -> pa.ChunkedArray:
+        """A column of images of a row group. One thread reads at a time: the others most likely need the same one."""
+        key = (path, row_group, name)
         with self._lock:
             if key not in self._cache:
                 with self._opened(path) as (file, _):
-                    self._cache[key] = self._column(file, row_group)
+                    self._cache[key] = self._column(file, row_group, name)
                 while len(self._cache) > 1 and sum(column.nbytes for column in self._cache.values()) > CACHE_BYTES:
                     self._cache.popitem(last=False)
             self._cache.move_to_end(key)
             return self._cache[key]
 
-    def _column(self, file: pq.ParquetFile, group: int) -> pa.ChunkedArray:
-        """The image column of a row group. ValueError if it takes more than MAX_ROW_GROUP_BYTES."""
+    def _column(self, file: pq.ParquetFile, group: int, name: str) -> pa.ChunkedArray:
+        """A column of images of a row group. ValueError if it takes more than MAX_ROW_GROUP_BYTES."""
         import pyarrow
 
-        _check_size(file, group, [self._image_column])
+        _check_size(file, group, [name])
         num_bytes, arrays = 0, []
-        for batch in file.iter_batches(_ROWS_AT_ONCE, row_groups=[group], columns=[self._image_column]):
+        for batch in file.iter_batches(_ROWS_AT_ONCE, row_groups=[group], columns=[name]):
             arrays.append(batch.column(0))
             num_bytes += arrays[-1].nbytes
             if num_bytes > MAX_ROW_GROUP_BYTES:

@@ -21,7 +21,7 @@ from latentcache.models.model_loader import ModelLoader, Models
 from latentcache.models.vae import VaeFacts, text_dtype, vae_dtype
 from latentcache.precache.plan import TEXT_BATCH_SIZE
 from latentcache.store.base import DTYPES
-from latentcache.types import Bucket
+from latentcache.types import Bucket, ImageOutput
 from latentcache.utils.json_document import recalled
 
 
@@ -61,9 +61,9 @@ class Encodings(TextEncodings):
             )
             raise ConfigError(message, key="datasets.buckets")
 
-    def image_bytes(self, bucket: Bucket) -> int:
+    def image_bytes(self, bucket: Bucket, output: ImageOutput) -> int:
         """Bytes of one image entry of this bucket."""
-        channels = self.facts.latent_channels * (2 if self.image.output == "moments" else 1)
+        channels = self.facts.latent_channels * (2 if output == "moments" else 1)
         num_pixels = math.prod(bucket) // self.facts.downscale_factor**2
         return channels * num_pixels * DTYPES[self.image.store_dtype].itemsize
 

@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any
 
 from latentcache.dataset.manifest import Manifest
-from latentcache.dataset.manifest_row import CaptionRef, ImageRef, Row
+from latentcache.dataset.manifest_row import CaptionRef, ImageRef, PartRef, Row
 from latentcache.dataset.row_table import RowTable
 from latentcache.identity import PartIdentity
 
@@ -83,6 +83,31 @@ class History:
             causes += islice(_changes(old, new), 1)
         return ", ".join(causes) or LOST
 
+    def why_part(self, row: Row | None, name: str, now: PartRef, common: Mapping[str, Any]) -> str:
+        """Why the entry `now` of the part `name` (see `Row.named_parts`) is a miss."""
+        if now.key in self._damaged:
+            return DAMAGED
+        if row is None or self._manifest is None:
+            return NEW
+        known = dict(row.named_parts(flip=now.geometry.flip))
+        if (twin := known.get(name)) is None:
+            has_other = any(other == name for other, _ in row.named_parts())
+            return "flip added" if has_other else NEW
+        if twin.key == now.key:
+            return LOST if row.refusal is None else f"{REFUSED} ({row.refusal.reason})"
+        before, encoding = self._manifest.common, "image_encoding" if now.role == "control" else ""
+        causes = [*_encoding_changes(_of_parts(before), _of_parts(common), encoding)]
+        old, new = _part_of(before, name), _part_of(common, name)
+        causes += _changes(old.get("policy") or {}, new["policy"], " policy")
+        if old.get("downscale") != new.get("downscale"):
+            causes.append("downscale changed")
+        if twin.source != now.source:
+            causes.insert(0, "image changed")
+        else:
+            was, now_is = ({each: getattr(ref.geometry, each) for each in GEOMETRY} for ref in (twin, now))
+            causes += islice(_changes(was, now_is), 1)
+        return ", ".join(causes) or LOST
+
     def why_text(self, row: Row | None, now: CaptionRef, common: Mapping[str, Any], encoding: str) -> str:
         """Why the text entry `now` is a miss. `encoding` names the part of `common` that it is made with."""
         if now.key in self._damaged:
@@ -98,6 +123,18 @@ class History:
         if all(ref.text != now.text for ref in row.captions):
             causes.insert(0, "caption changed")
         return ", ".join(causes) or LOST
+
+
+def _of_parts(common: Mapping[str, Any]) -> dict[str, Any]:
+    """What parts depend on: whatever is kept of images, of control images it is the mean. Masks have no encoding."""
+    encoding = common.get("image_encoding") or {}
+    kept = {name: value for name, value in encoding.items() if name not in ("output", "seed")}
+    return {**common, "image_encoding": kept, "": {}}
+
+
+def _part_of(common: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """What the samples of a manifest share of this part."""
+    return next((part for part in common.get("parts") or () if part["name"] == name), {})
 
 
 def _why_imported(ref: ImageRef | CaptionRef | None, key: str) -> str:

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from latentcache.config import ImagesConfig
 from latentcache.dataset.manifest import Manifest
-from latentcache.dataset.manifest_row import CaptionRef, ImageRef, Row
+from latentcache.dataset.manifest_row import CaptionRef, ImageRef, PartRef, Row
 from latentcache.dataset.samples import Sample, SampleSource
 from latentcache.errors import ConfigError
-from latentcache.identity import ImageIdentity, TextEncoding, TextIdentity
+from latentcache.identity import ImageIdentity, MaskIdentity, TextEncoding, TextIdentity
 from latentcache.store.base import Store
-from latentcache.types import Refusal
+from latentcache.types import ImageOutput, Refusal
 
 if TYPE_CHECKING:  # it imports diffusers, which a process that takes a part of a plan may do without
     from latentcache.precache.encodings import Encodings
@@ -30,6 +30,9 @@ TEXT_BATCH_SIZE = 16
 """Captions per encoder call on an accelerator: beyond this the encoders gain little. On a CPU it is one: there the
 last bits of pooled_prompt_embeds depend on the batch (up to 2e-6), and a caption should give what encode_prompt gives
 for it alone."""
+
+MASK_BATCH_SIZE = 64
+"""Masks that one rank makes together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,18 @@ class ImageTask:
     sample: Sample
     source: SampleSource
     images: ImagesConfig
+
+
+@dataclass(frozen=True, slots=True)
+class MaskTask:
+    """One mask to be made; it needs no model. `sample` is that of the mask's file, or of the image with its alpha."""
+
+    key: str
+    identity: MaskIdentity
+    sample: Sample
+    source: SampleSource
+    images: ImagesConfig
+    is_alpha: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +79,7 @@ class Plan:
     manifests: list[Manifest] = field(default_factory=list)
     image_batches: list[list[ImageTask]] = field(default_factory=list)
     text_batches: list[list[TextTask]] = field(default_factory=list)
+    mask_batches: list[list[MaskTask]] = field(default_factory=list)
     num_samples: int = 0
     num_hits: int = 0
     num_missing_captions: int = 0
@@ -164,6 +180,7 @@ class PlanBuilder:
         self._seen: set[str] = set()
         self._images: Batches[ImageTask] = Batches(shard)
         self._texts: Batches[TextTask] = Batches(shard)
+        self._masks: Batches[MaskTask] = Batches(shard)
 
     def find(self, keys: Iterable[str]) -> set[str]:
         """Those of the keys that are in the store."""
@@ -171,17 +188,30 @@ class PlanBuilder:
 
     def add_image(
         self,
-        ref: ImageRef,
+        ref: ImageRef | PartRef,
         encodings: Encodings,
         present: set[str],
         why: Callable[[], str],
         task: Callable[[], ImageTask],
+        output: ImageOutput | None = None,
     ) -> None:
-        """Count an image entry. `why` and `task` are called for misses only: a plan may have millions of hits."""
+        """Count an image entry. `why` and `task` are called for misses only: a plan may have millions of hits.
+
+        `output` is that of a control image, where it is another than that of images.
+        """
         if ref.key not in self._seen:
             bucket = ref.geometry.target_size
-            is_miss = self._is_miss(ref.key, present, why, encodings.image_bytes(bucket))
-            self._images.add(bucket, encodings.image_group_size, task() if is_miss else None)
+            output = output or encodings.image.output
+            is_miss = self._is_miss(ref.key, present, why, encodings.image_bytes(bucket, output))
+            self._images.add((bucket, output), encodings.image_group_size, task() if is_miss else None)
+
+    def add_mask(
+        self, ref: PartRef, num_bytes: int, present: set[str], why: Callable[[], str], task: Callable[[], MaskTask]
+    ) -> None:
+        """Count a mask of `num_bytes`. `why` and `task` are called for a miss only."""
+        if ref.key not in self._seen:
+            is_miss = self._is_miss(ref.key, present, why, num_bytes)
+            self._masks.add("mask", MASK_BATCH_SIZE, task() if is_miss else None)
 
     def add_text(
         self,
@@ -204,6 +234,7 @@ class PlanBuilder:
         """The plan with this shard's batches."""
         self.plan.image_batches = self._images.finish()
         self.plan.text_batches = self._texts.finish()
+        self.plan.mask_batches = self._masks.finish()
         return self.plan
 
     def _is_miss(self, key: str, present: set[str], why: Callable[[], str], num_bytes: int) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import logging
+import math
 import os
 import threading
 from collections.abc import Iterator, Mapping
@@ -19,16 +20,17 @@ from pydantic import Field, PositiveInt, TypeAdapter
 from latentcache.config import Config, DatasetConfig
 from latentcache.dataset.images import probe
 from latentcache.dataset.manifest import Manifest, prompts_name
-from latentcache.dataset.manifest_row import CaptionRef, ImageRef, Row
+from latentcache.dataset.manifest_row import CaptionRef, ImageRef, PartRef, Row
 from latentcache.dataset.row_table import RowTableBuilder
 from latentcache.dataset.samples import Sample
 from latentcache.dataset.sources import open_source
 from latentcache.errors import ImageRefused, SampleError
-from latentcache.identity import SCHEMA, digest, encoding_json
+from latentcache.identity import SCHEMA, ImageIdentity, MaskIdentity, digest, encoding_json
 from latentcache.models.model_loader import Models
 from latentcache.precache.encodings import Encodings, choose_encodings, family_json, load_models
 from latentcache.precache.miss_reasons import REFUSED, History
-from latentcache.precache.plan import ImageTask, Plan, PlanBuilder, Shard
+from latentcache.precache.part_preparations import CONTROL_OUTPUT, Facts, PartPreparations
+from latentcache.precache.plan import ImageTask, MaskTask, Plan, PlanBuilder, Shard
 from latentcache.precache.preparations import Preparations
 from latentcache.precache.prompts import last_manifest, plan_prompts
 from latentcache.precache.texts import TextKeys
@@ -128,7 +130,8 @@ class _DatasetPlanner:
         self._images_digest = digest(dataset.images.model_dump_json().encode())
         self._preparations = Preparations(dataset, encodings, builder.salt)
         self._texts = TextKeys(encodings.family, models.tokenizers, encodings.text, builder.salt)
-        self._source = open_source(dataset.source)
+        self._parts = PartPreparations(dataset, encodings, builder.salt)
+        self._source = open_source(dataset.source, dataset.part_files)
         self._common = {
             "schema": SCHEMA,
             "salt": builder.salt,
@@ -137,6 +140,7 @@ class _DatasetPlanner:
             "image_encoding": encoding_json(encodings.image),
             "text_encoding": encoding_json(encodings.text),
             **family_json(encodings),
+            **({"parts": parts} if (parts := self._parts.to_json()) else {}),
         }
 
     def run(
@@ -186,7 +190,7 @@ class _DatasetPlanner:
                 yield None, Row(item.sample_id, item.path, None, (), (), facts)
                 continue
             assert isinstance(item, Sample)  # a refusal has no other facts than itself
-            row = self._row(item, *facts)
+            row = self._row(item, facts)
             if row.refusal is not None:
                 plan.refused.append(row.refusal)
                 yield None, row
@@ -194,41 +198,55 @@ class _DatasetPlanner:
             plan.num_missing_captions += not item.has_caption
             yield item, row
 
-    def _known_facts(self, item: Sample | Refusal) -> tuple[str, Size] | Refusal | None:
-        """What is known of an image without reading it: its refusal, or its facts when its file was last read."""
+    def _known_facts(self, item: Sample | Refusal) -> list[Facts] | Refusal | None:
+        """What is known of an image and its parts without reading them: a refusal, or facts of the last reading."""
         if isinstance(item, Refusal):
             return item
         if self._verify_sources:
             return None
-        facts = recalled(self._workspace.memo, self._memo_name(item), _FACTS.validate_json)
-        return None if facts is None else (facts[0], Size(*facts[1:]))
+        found = []
+        for sample in (item, *item.parts):
+            facts = recalled(self._workspace.memo, self._memo_name(sample), _FACTS.validate_json)
+            if facts is None:
+                return None
+            found.append((facts[0], Size(*facts[1:])))
+        return found
 
-    def _facts(self, item: Sample | Refusal) -> tuple[str, Size] | Refusal:
-        """Digest of the image's bytes and its upright size. The memo stores them until the file changes."""
+    def _facts(self, item: Sample | Refusal) -> list[Facts] | Refusal:
+        """The facts of a sample's image, then of its parts. The memo stores them until the files change."""
         assert isinstance(item, Sample)  # else the facts are known
-        try:
-            data = self._source.read(item)
-            size = probe(data, item.path, self._dataset.images)
-        except ImageRefused as refused:
-            return Refusal(item.sample_id, refused.path, refused.reason, refused.detail)
-        source, signature = digest(data), item.signature
+        found: list[Facts] = []
+        for sample in (item, *item.parts):
+            try:
+                found.append(self._facts_of(sample))
+            except ImageRefused as refused:
+                detail = f"{self._parts.names[len(found) - 1]}: {refused.detail}" if found else refused.detail
+                return Refusal(item.sample_id, refused.path, refused.reason, detail)
+        return found
+
+    def _facts_of(self, sample: Sample) -> Facts:
+        data = self._source.read(sample)
+        size = probe(data, sample.path, self._dataset.images)
+        source, signature = digest(data), sample.signature
         if signature is not None and signature.is_settled():
-            self._workspace.memo[self._memo_name(item)] = json.dumps([source, *size])
+            self._workspace.memo[self._memo_name(sample)] = json.dumps([source, *size])
         return source, size
 
     def _memo_name(self, sample: Sample) -> str:
         signature = sample.signature.to_text() if sample.signature is not None else "unsigned"
         return f"image/1 {self._images_digest} {signature} {sample.path}"
 
-    def _row(self, sample: Sample, source: str, size: Size) -> Row:
+    def _row(self, sample: Sample, facts: list[Facts]) -> Row:
+        (source, size), *parts = facts
         try:
             images = self._preparations.refs(source, size, sample.path)
+            part_refs = self._parts.refs(images, facts[0], parts, sample.path) if self._parts.names else ()
         except ImageRefused as refused:
             refusal = Refusal(sample.sample_id, refused.path, refused.reason, refused.detail)
             return Row(sample.sample_id, sample.path, source, (), (), refusal)
         texts = dict.fromkeys(sample.captions)
         captions = tuple([CaptionRef(text, self._texts.key(text)) for text in texts])
-        return Row(sample.sample_id, sample.path, source, images, captions)
+        return Row(sample.sample_id, sample.path, source, images, captions, None, part_refs)
 
     def _add(self, sample: Sample, row: Row, history: History, present: set[str]) -> None:
         encodings = self._encodings
@@ -239,6 +257,16 @@ class _DatasetPlanner:
             why = partial(self._why_text, history, row, caption)
             identity = partial(self._texts.identity, caption.text)
             self._builder.add_text(row, caption, encodings.text, encodings.text_bytes, present, why, identity)
+        for name, part in row.named_parts():
+            why = partial(self._why_part, history, row, name, part)
+            number = self._parts.names.index(name)
+            if part.role == "mask":
+                mask_task = partial(self._mask_task, sample, part, number)
+                num_bytes = math.prod(part.geometry.target_size) // self._parts.downscale**2
+                self._builder.add_mask(part, num_bytes, present, why, mask_task)
+            else:
+                task = partial(self._control_task, sample, part, number)
+                self._builder.add_image(part, encodings, present, why, task, CONTROL_OUTPUT)
 
     # Of misses alone: finding a sample's last row takes as long as all the rest of its plan.
 
@@ -249,6 +277,22 @@ class _DatasetPlanner:
     def _why_text(self, history: History, row: Row, ref: CaptionRef) -> str:
         before = history.row(row.sample_id, row.source)
         return history.why_text(before, ref, self._common, "text_encoding")
+
+    def _why_part(self, history: History, row: Row, name: str, ref: PartRef) -> str:
+        before = history.row(row.sample_id, row.source)
+        return f"{name}: {history.why_part(before, name, ref, self._common)}"
+
+    def _control_task(self, sample: Sample, ref: PartRef, number: int) -> ImageTask:
+        identity = self._parts.identity(number, ref.source, ref.geometry)
+        assert isinstance(identity, ImageIdentity)
+        return ImageTask(ref.key, identity, sample.parts[number], self._source, self._dataset.images)
+
+    def _mask_task(self, sample: Sample, ref: PartRef, number: int) -> MaskTask:
+        identity = self._parts.identity(number, ref.source, ref.geometry)
+        assert isinstance(identity, MaskIdentity)
+        is_alpha = self._parts.takes_alpha
+        read = sample if is_alpha else sample.parts[number]
+        return MaskTask(ref.key, identity, read, self._source, self._dataset.images, is_alpha)
 
     def _task(self, sample: Sample, row: Row, ref: ImageRef) -> ImageTask:
         identity = self._preparations.identity(str(row.source), ref.geometry)
@@ -316,6 +360,9 @@ def _explained(name: str, row: Row, reasons: Mapping[str, str]) -> Json:
         ("image", ref.key, f"{ref.geometry.target_size}{' flipped' if ref.geometry.flip else ''}") for ref in row.images
     ]
     entries += [("text", ref.key, repr(ref.text)) for ref in row.captions]
+    for name, part in row.named_parts():
+        what = f"{name}, {part.geometry.target_size}{' flipped' if part.geometry.flip else ''}"
+        entries.append(("mask" if part.role == "mask" else "image", part.key, what))
     return {
         "dataset": name,
         "path": row.path,

@@ -55,6 +55,11 @@ class Preparations:
             raise ImageRefused(path, "no-bucket", detail)
         return tuple([ImageRef(key(source), geometry) for geometry, key in entries])
 
+    @property
+    def rule(self) -> BucketRule:
+        """The dataset's rule of buckets."""
+        return self._rule
+
     def identity(self, source: str, geometry: Geometry) -> ImageIdentity:
         """What the entry of such an image is."""
         preparation = Preparation.of(with_filter(self._policy, self._rule.resample(geometry)), geometry)

@@ -27,6 +27,7 @@ from latentcache.errors import ConfigError
 from latentcache.models.model_loader import Models
 from latentcache.precache.encodings import Encodings, choose_encodings, dtype_name, load_models
 from latentcache.precache.image_stage import ImageStage
+from latentcache.precache.mask_stage import MaskStage
 from latentcache.precache.plan import Plan, Shard
 from latentcache.precache.planner import Stopped, make_plan
 from latentcache.precache.progress_note import write_note
@@ -142,6 +143,9 @@ def _check_ranks(shard: Shard, workspace: Workspace) -> None:
         )
 
 
+_Stage = TextStage | ImageStage | MaskStage
+
+
 @dataclass(slots=True)
 class _Run:
     """The state of one run."""
@@ -189,15 +193,16 @@ class _Run:
     def encode(self) -> None:
         """Encode this shard's misses, store them, and replace the manifests."""
         plan, report, failures = self._plan, self.report, Failures(self.shard, self.workspace)
-        if plan.text_batches or plan.image_batches:
+        if plan.text_batches or plan.image_batches or plan.mask_batches:
             for manifest in plan.manifests:
                 self.workspace.manifests.begin(manifest.name)
             write_note(self.workspace, len(plan.reasons))
-            for batches in (plan.text_batches, plan.image_batches):
+            for batches in (plan.text_batches, plan.image_batches, plan.mask_batches):
                 failures.forget(task.key for batch in batches for task in batch)
             if self.elsewhere is None:
                 self._encode_here(failures)
             else:
+                self._encode_here(failures, masks_only=True)  # they need no model
                 self._encode_elsewhere(self.elsewhere, failures)
         failed = [refusal for manifest in plan.manifests for refusal in failures.refusals(manifest).values()]
         report.refused += failed
@@ -206,11 +211,11 @@ class _Run:
             with timed(report, "write"):
                 report.manifests_waiting = write_manifests(self.workspace, plan.manifests, failures)
 
-    def _encode_here(self, failures: Failures) -> None:
+    def _encode_here(self, failures: Failures, *, masks_only: bool = False) -> None:
         report, writer = self.report, self.workspace.store.writer()
         try:
             with writer:
-                self._run_stages(writer, failures)
+                self._run_stages(writer, failures, masks_only)
                 with timed(report, "write"):
                     writer.seal()
         finally:
@@ -225,9 +230,9 @@ class _Run:
         with timed(report, "encode"):
             encoders.encode(work)
 
-    def _run_stages(self, writer: Writer, failures: Failures) -> None:
-        """Encode captions, then images: the text encoders are released before the VAE needs the memory."""
-        plan, others = self._plan, list[Sequence[Any]]()
+    def _run_stages(self, writer: Writer, failures: Failures, masks_only: bool) -> None:
+        """Make masks, encode captions, then images: the text encoders are released before the VAE needs the memory."""
+        others = list[Sequence[Any]]()
 
         def claim(batch: Sequence[Any]) -> Sequence[Any]:
             """Those tasks that no other process does, or has done. Those that one does are put into `others`."""
@@ -254,8 +259,8 @@ class _Run:
             claim=claim,
         )
 
-        def run(kind: str, stage: TextStage | ImageStage, batches: Sequence[Sequence[Any]]) -> None:
-            self._run_stage(kind, lambda: stage.run(batches))
+        def run(kind: str, stage: _Stage, batches: Sequence[Sequence[Any]]) -> None:
+            self._run_stage(kind, stage, batches)
             while others and not context.is_stopped():
                 writer.seal()  # the other process may wait for what this one has
                 theirs, others[:] = list(others), []
@@ -263,19 +268,27 @@ class _Run:
                     stage.run(left)
                 else:
                     self.stop.wait(CLAIM_WAIT_S)
-
-        if plan.text_batches and not context.is_stopped():
-            run("text", TextStage(context), plan.text_batches)
             self.models.release(*(name for name in self.models.family.parts if name != self.models.vae_name))
-        if plan.image_batches and not context.is_stopped():
-            run("image", ImageStage(context), plan.image_batches)
 
-    def _run_stage(self, kind: str, stage: Callable[[], int]) -> None:
+        for kind, stage, batches in self._stages(masks_only):
+            if batches and not context.is_stopped():
+                run(kind, stage(context), batches)
+
+    def _stages(self, masks_only: bool) -> list[tuple[str, type[_Stage], Sequence[Sequence[Any]]]]:
+        plan = self._plan
+        found: list[tuple[str, type[_Stage], Sequence[Sequence[Any]]]] = [
+            ("mask", MaskStage, plan.mask_batches),
+            ("text", TextStage, plan.text_batches),
+            ("image", ImageStage, plan.image_batches),
+        ]
+        return found[:1] if masks_only else found
+
+    def _run_stage(self, kind: str, stage: _Stage, batches: Sequence[Sequence[Any]]) -> None:
         """Run a stage, and note for the next estimate how long each of what it returns took, without loading."""
         started = time.monotonic() - self.report.seconds["load"]
-        amount = stage()
+        amount = stage.run(batches)
         seconds = time.monotonic() - self.report.seconds["load"] - started
-        if amount:
+        if amount and kind != "mask":  # that takes a moment
             self.workspace.memo[self._rate_name(kind)] = repr(seconds / amount)
 
     def _estimate_seconds(self) -> float | None:
@@ -316,13 +329,18 @@ class Failures:
 
     def refusal(self, row: Row) -> Refusal | None:
         """The refusal of a sample that needs one of the entries. Samples with equal images share one."""
-        failure = next((self._by_key[key] for key in row.keys() if key in self._by_key), None)
-        if failure is None:
+        key = next((key for key in row.keys() if key in self._by_key), None)
+        if key is None:
             return None
-        detail = failure.detail
-        if failure.path not in (None, row.path):
+        failure = self._by_key[key]
+        detail, path = failure.detail, row.path
+        own = (*(ref.key for ref in row.images), *(ref.key for ref in row.captions))
+        if key not in own:
+            name = next(name for name, part in row.named_parts() if part.key == key)
+            detail, path = f"{name}: {detail}", failure.path or row.path
+        elif failure.path not in (None, row.path):
             detail = f"the same image at {failure.path}: {detail}"
-        return Refusal(row.sample_id, row.path, failure.reason, detail)
+        return Refusal(row.sample_id, path, failure.reason, detail)
 
     def refusals(self, manifest: Manifest) -> dict[str, Refusal]:
         """The refusals of a manifest's samples, by sample_id."""

@@ -1,0 +1,44 @@
+"""From a decoded mask to the weights of an image's latents, one for each."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from latentcache.dataset.resampling import BOX, resize
+from latentcache.types import Geometry
+
+
+def mask_policy(images: dict[str, str], *, alpha: bool) -> dict[str, str]:
+    """What changes the values of every mask, by name, where images have the policy `images`.
+
+    With `alpha` it is the image's own alpha channel.
+    """
+    if alpha:
+        return {**images, "colour": "alpha-channel", "alpha": "alpha-channel", "resample": BOX}
+    return {**images, "colour": f"{images['colour']} luma", "resample": BOX}
+
+
+def luma(pixels: np.ndarray) -> np.ndarray:
+    """The brightness of sRGB pixels, uint8 [H, W, 3] -> uint8 [H, W], as Pillow's mode L has it (ITU-R 601-2)."""
+    red, green, blue = (pixels[..., channel].astype(np.uint32) for channel in range(3))
+    grey: np.ndarray = (red * 19595 + green * 38470 + blue * 7471 + 0x8000) >> 16
+    return grey.astype(np.uint8)
+
+
+def prepare_mask(values: np.ndarray, geometry: Geometry, downscale: int) -> np.ndarray:
+    """The mask [H, W] resized, cropped and mirrored as its image is; then the mean of squares of `downscale` pixels.
+
+    uint8 [1, h, w], halves rounded up. ValueError for a mask of another size than the geometry's. kohya's trainer has
+    the mean too (`interpolate(..., mode="area")` in `apply_masked_loss`), of floating point.
+    """
+    if values.shape != geometry.original_size or values.dtype != np.uint8:
+        raise ValueError(f"the mask is {values.dtype} {values.shape}, but uint8 {geometry.original_size} is needed")
+    (top, left), (height, width) = geometry.crop_top_left, geometry.target_size
+    taken = resize(values, geometry.resized_size, BOX)[top : top + height, left : left + width]
+    if geometry.flip:
+        taken = taken[:, ::-1]
+    rows, columns, area = height // downscale, width // downscale, downscale**2
+    squares = taken[: rows * downscale, : columns * downscale].reshape(rows, downscale, columns, downscale)
+    means: np.ndarray = (squares.sum(axis=(1, 3), dtype=np.uint32) + area // 2) // area
+    mask: np.ndarray = means.astype(np.uint8)[None]
+    return mask
