@@ -137,6 +137,10 @@ class Export:
         if stem.is_absolute() or ".." in stem.parts or "\0" in row.sample_id or not stem.name:
             self.skip(row.sample_id, row.path, "unreadable", "its sample_id leads out of the folder")
             return None
+        if row.parts:
+            names = ", ".join(dict.fromkeys(name for name, _ in row.named_parts()))
+            self.skip(row.sample_id, row.path, "has-parts", f"it has {names}, for which the format has no place")
+            return None
         if stem.suffix.lower() in IMAGE_SUFFIXES:
             stem = stem.with_suffix("")
         try:

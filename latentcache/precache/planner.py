@@ -360,8 +360,8 @@ def _explained(name: str, row: Row, reasons: Mapping[str, str]) -> Json:
         ("image", ref.key, f"{ref.geometry.target_size}{' flipped' if ref.geometry.flip else ''}") for ref in row.images
     ]
     entries += [("text", ref.key, repr(ref.text)) for ref in row.captions]
-    for name, part in row.named_parts():
-        what = f"{name}, {part.geometry.target_size}{' flipped' if part.geometry.flip else ''}"
+    for part_name, part in row.named_parts():
+        what = f"{part_name}, {part.geometry.target_size}{' flipped' if part.geometry.flip else ''}"
         entries.append(("mask" if part.role == "mask" else "image", part.key, what))
     return {
         "dataset": name,
