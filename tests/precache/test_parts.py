@@ -203,7 +203,7 @@ def corrupt(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "name", "reason", "message"),
+    ("harm", "name", "reason", "message"),
     [
         (Path.unlink, "before/a.png", "missing", "control 1: there is no image a in"),
         (truncate, "before/a.png", "truncated", "control 1: "),
@@ -219,9 +219,9 @@ def corrupt(path: Path) -> None:
     ],
 )
 def test_a_bad_part_refuses_its_sample_by_name_and_nothing_else(
-    pairs: Path, spoil: Callable[[Path], Any], name: str, reason: str, message: str
+    pairs: Path, harm: Callable[[Path], Any], name: str, reason: str, message: str
 ) -> None:
-    spoil(pairs / name)
+    harm(pairs / name)
     config = config_of(pairs)
     report = run(config)
     [refusal] = report.refused
