@@ -102,7 +102,7 @@ class TimestepSampling:
 
 @dataclass(frozen=True, slots=True)
 class Caption:
-    """A text as the tokenizer gets it, and how many tokens it has, uncut."""
+    """A text, as the pipeline takes it, and how many tokens it has as the tokenizer gets it, uncut."""
 
     text: str
     num_tokens: int
@@ -142,7 +142,9 @@ class Family(ABC):
     text_dtype: ClassVar[str] = "bfloat16"
     """In which the text encoders compute on an accelerator, and in which texts are stored."""
     max_length: ClassVar[int]
-    """Tokens of a text, at most."""
+    """Tokens of a text, at most, as its pipeline has it by default."""
+    longest: ClassVar[int | None] = None
+    """What `encode.max_length` may be, at most: the pipeline cuts texts there. None where nothing is known."""
     recipe: ClassVar[Mapping[str, Any]] = {}
     """What else than weights and the text determines an embedding: it is part of the key, as it stands here."""
     renders: ClassVar[bool] = False
@@ -151,6 +153,8 @@ class Family(ABC):
     """Whether its pipelines take zeros where there is no negative prompt. Else they take the empty text."""
     is_exact: ClassVar[bool] = True
     """Whether texts may be stored without their padding: a batch that is padded again gives the same result."""
+    can_keep_padding: ClassVar[bool] = True
+    """Whether they may be stored with it: not where the denoiser masks it, or its pipeline drops it."""
     timesteps: ClassVar[TimestepSampling] = TimestepSampling("logit_normal")
     lora_targets: ClassVar[Sequence[str]] = ("to_q", "to_k", "to_v", "to_out.0")
     repositories: ClassVar[tuple[str, ...]] = ()
@@ -192,6 +196,12 @@ class Family(ABC):
         if keeps and padding == "drop":
             message = f"padding is drop, but {self.name} attends to padding: its texts are stored with it"
             raise ConfigError(message, key="encode.padding")
+        if keeps and not self.can_keep_padding:
+            message = f"padding is keep, but {self.name} does not read padding; set it to auto"
+            raise ConfigError(message, key="encode.padding")
+        if length and self.longest and length > self.longest:
+            message = f"max_length is {length}, but the pipeline of {self.name} takes {self.longest} tokens at most"
+            raise ConfigError(message, key="encode.max_length")
         return {"family": self.name, "max_length": length or self.max_length, "keeps_padding": keeps, **self.recipe}
 
     def padding(self, field: str, recipe: Mapping[str, Any]) -> Padding | None:
@@ -203,7 +213,7 @@ class Family(ABC):
         return text
 
     def tokenize(self, parts: Mapping[str, Any], texts: Sequence[str]) -> Sequence[Any]:
-        """Rendered texts as `encode_text` takes them, each with `num_tokens`. One thread at a time."""
+        """Texts as `encode_text` takes them, each with `num_tokens` when it is rendered. One thread at a time."""
         tokenizer = parts[self.names("tokenizer")[-1]]
         rendered = [self.rendered(parts, text) for text in texts]
         ids = tokenizer(rendered, truncation=False, padding=False, verbose=False).input_ids

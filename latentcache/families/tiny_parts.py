@@ -274,7 +274,7 @@ def image_vae(channels: int, **options: Any) -> Any:
     )
 
 
-def video_vae(class_name: str) -> Any:
+def video_vae(class_name: str, seed: int = 0) -> Any:
     """A VAE of this class whose 16 channels have uneven statistics: 8 pixels per latent row."""
     import diffusers
 
@@ -286,7 +286,21 @@ def video_vae(class_name: str) -> Any:
         latents_mean=list(CHANNEL_MEANS),
         latents_std=list(CHANNEL_STDS),
     )
-    return randomised(vae, 6)
+    return randomised(vae, seed)
+
+
+def flux2_vae(channels: int, seed: int = 0) -> Any:
+    """An AutoencoderKLFlux2 of 8 pixels per latent row, whose batch norm has uneven statistics."""
+    from diffusers import AutoencoderKLFlux2
+
+    vae: Any = AutoencoderKLFlux2(
+        block_out_channels=(8, 16, 16, 16), latent_channels=channels, norm_num_groups=4, sample_size=SIDE
+    )
+    randomised(vae, seed)
+    with seeded(seed):
+        vae.bn.running_mean.normal_(0.3, 1)
+        vae.bn.running_var.uniform_(0.2, 3)
+    return vae
 
 
 def flow_scheduler() -> Any:

@@ -109,7 +109,7 @@ class Wan(Family):
         tokenizer = t5_tokenizer()
         with seeded(seed):
             parts = {
-                "vae": video_vae("AutoencoderKLWan"),
+                "vae": video_vae("AutoencoderKLWan", seed),
                 "text_encoder": t5_model(tokenizer, "UMT5"),
                 "tokenizer": tokenizer,
             }

@@ -66,6 +66,12 @@ def _check_no_adapters(part: str, module: torch.nn.Module) -> None:
             )
 
 
+def _counting(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that count. Those of a model of several parts have configs of their own inside."""
+    counting = {key: value for key, value in values.items() if key not in IGNORED_CONFIG and value is not None}
+    return {key: _counting(value) if isinstance(value, Mapping) else value for key, value in counting.items()}
+
+
 def module_identity(
     part: str, module: torch.nn.Module, dtype: torch.dtype, weights: Sequence[str] = ("",)
 ) -> PartIdentity:
@@ -77,7 +83,7 @@ def module_identity(
     _check_no_adapters(part, module)
     config: Any = module.config
     values = config.to_dict() if hasattr(config, "to_dict") else dict(config)
-    settings = {key: value for key, value in values.items() if key not in IGNORED_CONFIG and value is not None}
+    settings = _counting(values)
     if getattr(module, "use_tiling", False):
         # Tiles are encoded apart and blended: other outputs. Slicing only takes the images one by one.
         names = sorted(filter(_TILE_SETTING.fullmatch, vars(module)))

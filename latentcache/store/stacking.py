@@ -119,8 +119,10 @@ def _blank(
 def _fill(tensor: torch.Tensor, arrays: Sequence[np.ndarray], rule: Padding) -> None:
     padded = as_array(tensor)
     for row, array in zip(padded, arrays, strict=True):
-        start = len(row) - len(array) if rule.side == "left" else 0
-        row[start : start + len(array)] = array
+        # Rows before the padding, and those after it: with num_last the last ones of each entry.
+        num_after = len(array) if rule.side == "left" else min(rule.num_last, len(array))
+        num_before = len(array) - num_after
+        row[:num_before], row[len(row) - num_after :] = array[:num_before], array[num_before:]
 
 
 def stack_columns(

@@ -400,6 +400,17 @@ class StoreContract:
         only = read_batch(store, keys, fields=["hidden"], padding=rules)
         assert only.keys() == {"hidden", "hidden_lengths"} and same(only["hidden"], expected)
 
+    def test_padding_may_come_before_the_last_rows(self, store):
+        entries = [make_text(number, length) for number, length in enumerate([2, 5, 3])]
+        store.add(entries)
+        rules = {"hidden": Padding(length=6, value=-1.5, num_last=2)}
+        batch = read_batch(store, [entry.record.key for entry in entries], ["hidden"], padding=rules)
+        for row, entry in zip(batch["hidden"], entries, strict=True):
+            stored = entry.tensors["hidden"]
+            zeros = torch.full((6 - len(stored), 3), -1.5)
+            assert same(row, torch.cat([stored[:-2], zeros, stored[-2:]]))
+        assert batch["hidden_lengths"].tolist() == [2, 5, 3]
+
     def test_without_a_rule_lengths_must_be_equal(self, store):
         entries = [make_text(1, 3), make_text(2, 3), make_text(3, 4)]
         store.add(entries)

@@ -101,7 +101,8 @@ def test_each_setting_of_a_recipe_changes_the_key(name: str, tmp_path: Path) -> 
     keys["another text"] = text_key(models, tmp_path, TEXTS[0])
     for encoder in family.names("text_encoder"):
         parts = family.tiny()
-        next(parts[encoder].parameters()).add_(1e-3)
+        read = family.parts[encoder].weights
+        next(weight for name, weight in parts[encoder].named_parameters() if name.startswith(read)).add_(1e-3)
         keys[f"another {encoder}"] = text_key(loaded_models(family, parts), tmp_path)
     parts = family.tiny()
     next(parts[family.denoiser].parameters()).add_(1e-3)
@@ -130,8 +131,10 @@ def test_the_key_is_of_the_text_as_the_tokenizer_gets_it(run: FamilyRun, monkeyp
     if not isinstance(family, ClipFamily):  # which has its tokens by now
         given.clear()
         family.encode_text(run.parts, tokens, run.encodings.text.settings)
+    # Krea 2 has its tokenizer read what follows the text apart.
+    wholes = {first + second for first in given for second in ("", given[-1])}
     for text in TEXTS:
-        assert family.rendered(run.parts, text) in given
+        assert family.rendered(run.parts, text) in wholes
         keys = TextKeys(family, models.tokenizers, run.encodings.text, "")
         assert keys.source(text) == caption_digest(family.rendered(run.parts, text))
 

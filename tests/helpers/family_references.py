@@ -80,6 +80,7 @@ SCALED_LATENTS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     "qwen-image": qwen_image,
     "krea2": qwen_image,
     "flux2": flux2,
+    "flux2-dev": flux2,
     "wan": wan,
 }
 """Scaled latents of pixels [B, 3, (F,) H, W] in -1..1. Where the pipeline draws, it does so with `generator()`."""

@@ -1,0 +1,150 @@
+"""FLUX.2 klein: 4B and 9B, the base models and the distilled ones. `families/flux2_dev.py` is FLUX.2 dev."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+from typing_extensions import override
+
+from latentcache.families import tiny_parts
+from latentcache.families.base import VAE_WEIGHTS, Caption, Encoded, Family, LatentSpace, Part, TextField, Upload
+from latentcache.families.scaling import patchified
+
+_GUIDANCE = 3.5
+"""While training, where guidance is distilled: the default of diffusers' train_dreambooth_lora_flux2.py."""
+
+
+class _WithoutStatistics:  # no module, as the pipeline runs on the device of its first one
+    """Stands in for the VAE in a pipeline: `output_type="latent"` is scaled then."""
+
+    def __init__(self, channels: int):
+        self.bn = SimpleNamespace(running_mean=torch.zeros(channels), running_var=torch.ones(channels))
+        self.config = SimpleNamespace(batch_norm_eps=0.0, block_out_channels=(0,) * 4)
+
+
+class Flux2(Family):
+    """Three layers of an LLM, joined for each of 512 tokens: padding too, to which the denoiser attends.
+
+    Latents are scaled by statistics of the VAE, 2x2 patches as channels: [B, 4C, h, w]. Images are encoded by the
+    posterior's mean, as in diffusers' train_dreambooth_lora_flux2.py.
+    """
+
+    name = "flux2"
+    pipeline_name = "Flux2KleinPipeline"
+    pipeline_names: ClassVar[tuple[str, ...]] = ("Flux2KleinInpaintPipeline", "Flux2KleinKVPipeline")
+    repositories: ClassVar[tuple[str, ...]] = ("black-forest-labs/FLUX.2-klein-base-9B",)
+    layers: ClassVar[tuple[int, ...]] = (9, 18, 27)
+    """Of the encoder's hidden states, 0 being its embeddings: the pipeline's `text_encoder_out_layers`."""
+    is_guided: ClassVar[bool] = False
+    """Whether guidance is an input of the denoiser, and there is no negative prompt."""
+    parts = {
+        "vae": Part("vae", "diffusers.AutoencoderKLFlux2", VAE_WEIGHTS),
+        # A hidden state is the output of the layer before it; those above are not read.
+        "text_encoder": Part(
+            "text_encoder",
+            "transformers.Qwen3ForCausalLM",
+            ("model.embed_tokens.", *(f"model.layers.{layer}." for layer in range(max(layers)))),
+        ),
+        "tokenizer": Part("tokenizer", "transformers.Qwen2Tokenizer"),
+    }
+    denoiser_class = "diffusers.Flux2Transformer2DModel"
+    latent, patch = LatentSpace(32, draws=False), 2
+    fields = {"prompt_embeds": TextField("joint_attention_dim")}
+    max_length = 512
+    recipe = {"layers": " ".join(map(str, layers))}
+    renders, is_exact = True, False
+    lora_targets = ("to_q", "to_k", "to_v", "to_out.0", "to_qkv_mlp_proj")
+
+    @override
+    def pipeline(self, **parts: Any) -> Any:
+        if parts.get("vae") is None and "transformer" in parts:
+            parts["vae"] = _WithoutStatistics(parts["transformer"].config.in_channels)
+        return super().pipeline(**parts)
+
+    @override
+    def rendered(self, parts: Mapping[str, Any], text: str) -> str:
+        """As `_get_qwen3_prompt_embeds` of the pipeline renders it: without an instruction, and without thinking."""
+        messages, options = [{"role": "user", "content": text}], {"tokenize": False, "enable_thinking": False}
+        return str(parts["tokenizer"].apply_chat_template(messages, add_generation_prompt=True, **options))
+
+    @override
+    def encode_text(
+        self, parts: Mapping[str, Any], texts: Sequence[Caption], recipe: Mapping[str, Any], *, upload: Upload = None
+    ) -> Encoded:
+        encoder = parts["text_encoder"]
+        # Without the head, whose scores of the vocabulary nobody reads.
+        pipeline = self.pipeline(text_encoder=encoder.model, tokenizer=parts["tokenizer"])
+        embeds, _ = pipeline.encode_prompt(
+            [text.text for text in texts],
+            device=encoder.device,
+            max_sequence_length=recipe["max_length"],
+            text_encoder_out_layers=self.layers,
+        )
+        return {"prompt_embeds": embeds}
+
+    @override
+    def text_shapes(self, parts: Mapping[str, Any], recipe: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        width = parts["text_encoder"].config.get_text_config().hidden_size
+        return {"prompt_embeds": (recipe["max_length"], len(self.layers) * width)}
+
+    @override
+    def conditions(self, denoiser: Any, noisy: torch.Tensor, batch: Mapping[str, Any]) -> dict[str, Any]:
+        import diffusers
+
+        embeds, guidance = batch["prompt_embeds"], torch.full([len(noisy)], _GUIDANCE, device=noisy.device)
+        return {
+            "guidance": guidance if self.is_guided else None,
+            "encoder_hidden_states": embeds,
+            "txt_ids": diffusers.Flux2Pipeline._prepare_text_ids(embeds).to(noisy.device),
+            "img_ids": diffusers.Flux2Pipeline._prepare_latent_ids(noisy).to(noisy.device),
+        }
+
+    @override
+    def predict(
+        self, denoiser: Any, noisy: torch.Tensor, timesteps: torch.Tensor, batch: Mapping[str, Any]
+    ) -> torch.Tensor:
+        conditions = self.conditions(denoiser, noisy, batch)
+        packed = noisy.flatten(2).transpose(1, 2)
+        tokens: torch.Tensor = denoiser(packed, timestep=timesteps / 1000, return_dict=False, **conditions)[0]
+        return tokens.transpose(1, 2).reshape(noisy.shape)
+
+    @override
+    def uses_negative(self, guidance_scale: float) -> bool:
+        return not self.is_guided and super().uses_negative(guidance_scale)
+
+    @override
+    def final_latents(self, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
+        """Scaled latents [B, 4C, h, w] of [B, C, 2h, 2w], of which `pipeline` undid the scaling by 0 and 1 alone."""
+        return patchified(latents)
+
+    def tiny_encoder(self, tokenizer: Any) -> Any:
+        """The text encoder of the tiny model, of 16 features: it has a layer more than is read."""
+        return tiny_parts.qwen3_model(tokenizer, max(self.layers) + 1, "Qwen3ForCausalLM")
+
+    @override
+    def tiny(self, seed: int = 0) -> dict[str, Any]:
+        import diffusers
+
+        tokenizer = tiny_parts.qwen_tokenizer()
+        with tiny_parts.seeded(seed):
+            vae, encoder = tiny_parts.flux2_vae(self.latent.channels, seed), self.tiny_encoder(tokenizer)
+            transformer = diffusers.Flux2Transformer2DModel(
+                in_channels=4 * self.latent.channels,
+                num_layers=1,
+                num_single_layers=1,
+                attention_head_dim=16,
+                num_attention_heads=2,
+                joint_attention_dim=16 * len(self.layers),
+                timestep_guidance_channels=32,
+                axes_dims_rope=(4, 4, 4, 4),
+                guidance_embeds=self.is_guided,
+            )
+        parts = {"vae": vae, "text_encoder": encoder, "tokenizer": tokenizer}
+        denoiser, scheduler = tiny_parts.randomised(transformer, seed), tiny_parts.flow_scheduler()
+        return tiny_parts.frozen({**parts, "transformer": denoiser, "scheduler": scheduler})
+
+
+FAMILY = Flux2()

@@ -1,0 +1,78 @@
+"""FLUX.2 dev: FLUX.2 with Mistral as its text encoder, and with guidance as an input of the denoiser."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from latentcache.families import tiny_parts
+from latentcache.families.base import Part
+from latentcache.families.flux2 import Flux2
+
+_TINY_TEMPLATE = (  # Mistral's, reduced: messages are lists of blocks
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% for block in message.content %}{{ block.text }}{% endfor %}<|im_end|>\n{% endfor %}"
+)
+
+
+class Flux2Dev(Flux2):
+    """Mistral reads the text after a system prompt, whose rows are kept.
+
+    The model's folder holds a processor, which cannot be made without torchvision. Texts alone need its tokenizer only.
+    """
+
+    name = "flux2-dev"
+    pipeline_name = "Flux2Pipeline"
+    pipeline_names = ()
+    repositories = ("black-forest-labs/FLUX.2-dev",)
+    layers = (10, 20, 30)
+    is_guided = True
+    parts = {
+        "vae": Flux2.parts["vae"],
+        "text_encoder": Part(
+            "text_encoder",
+            "transformers.Mistral3ForConditionalGeneration",
+            (
+                "model.language_model.embed_tokens.",
+                *(f"model.language_model.layers.{layer}." for layer in range(max(layers))),
+            ),
+        ),
+        "tokenizer": Part("tokenizer", "transformers.AutoTokenizer"),
+    }
+    recipe = {"layers": " ".join(map(str, layers))}
+
+    @override
+    def rendered(self, parts: Mapping[str, Any], text: str) -> str:
+        """With the pipeline's own system prompt."""
+        module: Any = importlib.import_module("diffusers.pipelines.flux2.pipeline_flux2")
+        made: str = parts["tokenizer"].apply_chat_template(
+            module.format_input([text])[0], tokenize=False, add_generation_prompt=False
+        )
+        return made
+
+    @override
+    def final_latents(self, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
+        """Scaled latents [B, 4C, h, w] of the pipeline's tokens [B, h * w, 4C]."""
+        pixels = 2 * self.latent.downscale
+        return latents.transpose(1, 2).reshape(len(latents), -1, height // pixels, width // pixels)
+
+    @override
+    def tiny_encoder(self, tokenizer: Any) -> Any:
+        import transformers
+
+        tokenizer.chat_template = _TINY_TEMPLATE
+        sizes = {"hidden_size": 16, "intermediate_size": 32, "head_dim": 8, "num_attention_heads": 2}
+        text = {"vocab_size": len(tokenizer), "num_hidden_layers": max(self.layers) + 1, "num_key_value_heads": 1}
+        vision = {"model_type": "pixtral", "num_hidden_layers": 1, "patch_size": 14, "image_size": 28}
+        config = transformers.Mistral3Config(
+            text_config={"model_type": "mistral", "max_position_embeddings": 4096, **sizes, **text},
+            vision_config={**vision, **sizes},
+        )
+        return tiny_parts.randomised(transformers.Mistral3ForConditionalGeneration(config), 4)
+
+
+FAMILY = Flux2Dev()

@@ -1,0 +1,147 @@
+"""Krea 2: the base model and the distilled one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from latentcache.families import tiny_parts
+from latentcache.families.base import MASK, VAE_WEIGHTS, Caption, Encoded, LatentSpace, Part, TextField, Upload
+from latentcache.families.packed import PackedFamily
+from latentcache.families.qwen_image import NUM_DROPPED, check_prefix
+from latentcache.types import Padding
+
+_LAYERS = (2, 5, 8, 11, 14, 17, 20, 23, 26, 29, 32, 35)
+"""Of the encoder's hidden states, 0 being its embeddings: `text_encoder_select_layers` of the pipeline."""
+_NUM_SUFFIX = 5
+"""Tokens of the template after the text: the encoder reads them after the padding."""
+_READ = tuple(f"language_model.layers.{layer}." for layer in range(max(_LAYERS)))
+
+
+class Krea2(PackedFamily):
+    """Twelve layers of Qwen3-VL for each token, and the VAE of Qwen-Image. Guidance is off at 0.
+
+    An entry has the rows of the text and of the suffix, [n, 12, D]. A batch has the pipeline's layout: zeros before the
+    suffix up to `max_length` rows. Zeros elsewhere, or fewer of them, change the order of additions: 8e-6.
+    """
+
+    name = "krea2"
+    pipeline_name = "Krea2Pipeline"
+    repositories = ("krea/Krea-2-Raw", "krea/Krea-2-Turbo")
+    parts = {
+        "vae": Part("vae", "diffusers.AutoencoderKLQwenImage", VAE_WEIGHTS),
+        # A hidden state is the output of the layer before it; only the last one is normed, and is not read.
+        "text_encoder": Part("text_encoder", "transformers.Qwen3VLModel", ("language_model.embed_tokens.", *_READ)),
+        "tokenizer": Part("tokenizer", "transformers.Qwen2Tokenizer"),
+    }
+    denoiser_class = "diffusers.Krea2Transformer2DModel"
+    latent = LatentSpace(16, is_video=True)
+    fields = {"prompt_embeds": TextField("text_hidden_dim", Padding(512, num_last=_NUM_SUFFIX))}
+    max_length = 512
+    recipe = {"layers": " ".join(map(str, _LAYERS)), "num_dropped": NUM_DROPPED}
+    can_keep_padding = False
+
+    @override
+    def padding(self, field: str, recipe: Mapping[str, Any]) -> Padding:
+        """To one length, so that a negative prompt has that of the positive: the pipeline needs it."""
+        return Padding(recipe["max_length"], num_last=_NUM_SUFFIX)
+
+    @override
+    def rendered(self, parts: Mapping[str, Any], text: str) -> str:
+        prefix, suffix = _template()
+        return f"{prefix}{text}{suffix}"
+
+    @override
+    def token_limit(self, parts: Mapping[str, Any], recipe: Mapping[str, Any]) -> int:
+        return int(recipe["max_length"]) + NUM_DROPPED
+
+    @override
+    def encode_text(
+        self, parts: Mapping[str, Any], texts: Sequence[Caption], recipe: Mapping[str, Any], *, upload: Upload = None
+    ) -> Encoded:
+        """As `Family.encode_text`. ModelError if the tokenizer cuts the system prompt into another number of tokens."""
+        check_prefix(parts["tokenizer"], _template()[0])
+        pipeline = self.pipeline(
+            text_encoder=parts["text_encoder"], tokenizer=parts["tokenizer"], text_encoder_select_layers=_LAYERS
+        )
+        # It states the positions, which skip the padding: without them the rows of the suffix would differ.
+        embeds, mask = pipeline.encode_prompt(
+            [text.text for text in texts],
+            device=parts["text_encoder"].device,
+            max_sequence_length=recipe["max_length"],
+        )
+        return {"prompt_embeds": embeds, f"prompt_embeds{MASK}": mask}
+
+    @override
+    def text_shapes(self, parts: Mapping[str, Any], recipe: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        width = parts["text_encoder"].config.text_config.hidden_size
+        return {"prompt_embeds": (recipe["max_length"], len(_LAYERS), width)}
+
+    @override
+    def conditions(self, denoiser: Any, noisy: torch.Tensor, batch: Mapping[str, Any]) -> dict[str, Any]:
+        import diffusers
+
+        embeds, sides = batch["prompt_embeds"], [side // 2 for side in noisy.shape[-2:]]
+        return {
+            "encoder_hidden_states": embeds,
+            "encoder_attention_mask": batch[f"prompt_embeds{MASK}"],
+            "position_ids": diffusers.Krea2Pipeline.prepare_position_ids(embeds.shape[1], *sides, noisy.device),
+        }
+
+    @override
+    def pipeline_kwargs(self, embeds: Mapping[str, Any], negative: Mapping[str, Any] | None) -> dict[str, Any]:
+        name = f"prompt_embeds{MASK}"
+        masks = {name: embeds[name]} | ({} if negative is None else {f"negative_{name}": negative[name]})
+        return super().pipeline_kwargs(embeds, negative) | masks
+
+    @override
+    def uses_negative(self, guidance_scale: float) -> bool:
+        return guidance_scale > 0
+
+    @override
+    def tiny(self, seed: int = 0) -> dict[str, Any]:
+        import diffusers
+
+        tokenizer = tiny_parts.qwen_tokenizer()
+        rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+        text, vision = {"head_dim": 8, "rope_parameters": rope}, {"deepstack_visual_indexes": [0]}
+        with tiny_parts.seeded(seed):
+            encoder = tiny_parts.qwen_vl_model(
+                tokenizer, 36, "Qwen3VL", "Qwen3VLModel", text, {**vision, "num_position_embeddings": 16}
+            )
+            vae = tiny_parts.video_vae("AutoencoderKLQwenImage", seed)
+            transformer = diffusers.Krea2Transformer2DModel(
+                in_channels=64,
+                num_layers=2,
+                attention_head_dim=16,
+                num_attention_heads=2,
+                num_key_value_heads=1,
+                intermediate_size=32,
+                timestep_embed_dim=32,
+                text_hidden_dim=16,
+                num_text_layers=len(_LAYERS),
+                text_num_attention_heads=2,
+                text_num_key_value_heads=2,
+                text_intermediate_size=32,
+                num_layerwise_text_blocks=1,
+                num_refiner_text_blocks=1,
+                axes_dims_rope=(8, 4, 4),
+            )
+        parts = {"vae": vae, "text_encoder": encoder, "tokenizer": tokenizer}
+        return tiny_parts.frozen(
+            {**parts, "transformer": tiny_parts.randomised(transformer, seed), "scheduler": tiny_parts.flow_scheduler()}
+        )
+
+
+@cache
+def _template() -> tuple[str, str]:
+    """What the pipeline puts before a text and after it."""
+    pipeline = FAMILY.pipeline()
+    return pipeline.prompt_template_encode_prefix, pipeline.prompt_template_encode_suffix
+
+
+FAMILY = Krea2()

@@ -1,0 +1,146 @@
+"""Qwen-Image, with what was finetuned from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from latentcache.errors import ModelError
+from latentcache.families import tiny_parts
+from latentcache.families.base import MASK, VAE_WEIGHTS, Caption, Encoded, LatentSpace, Part, TextField, Upload
+from latentcache.families.packed import PackedFamily
+from latentcache.types import Padding
+
+NUM_DROPPED = 34
+"""Tokens of the system prompt, whose rows the pipeline drops."""
+
+
+class QwenImage(PackedFamily):
+    """The last layer of Qwen2.5-VL, after its norm, without the system prompt's rows; latents with one frame.
+
+    The pipeline pads a batch to its longest text, so the values of a text depend on the others of its batch: by 8e-7 on
+    the CPU in float32. There latentcache encodes texts one by one, and several at once on an accelerator.
+    """
+
+    name = "qwen-image"
+    pipeline_name = "QwenImagePipeline"
+    pipeline_names = ("QwenImageImg2ImgPipeline", "QwenImageInpaintPipeline")
+    repositories = ("Qwen/Qwen-Image", "Qwen/Qwen-Image-2512")
+    parts = {
+        "vae": Part("vae", "diffusers.AutoencoderKLQwenImage", VAE_WEIGHTS),
+        "text_encoder": Part(
+            "text_encoder", "transformers.Qwen2_5_VLForConditionalGeneration", ("model.language_model.",)
+        ),
+        "tokenizer": Part("tokenizer", "transformers.Qwen2Tokenizer"),
+    }
+    denoiser_class = "diffusers.QwenImageTransformer2DModel"
+    latent = LatentSpace(16, is_video=True)
+    fields = {"prompt_embeds": TextField("joint_attention_dim", Padding())}
+    max_length = 512
+    longest = 1024
+    recipe = {"layers": "-1", "num_dropped": NUM_DROPPED}
+    can_keep_padding = False
+
+    @override
+    def rendered(self, parts: Mapping[str, Any], text: str) -> str:
+        return _template(self).format(text)
+
+    @override
+    def token_limit(self, parts: Mapping[str, Any], recipe: Mapping[str, Any]) -> int:
+        return int(recipe["max_length"]) + NUM_DROPPED
+
+    @override
+    def encode_text(
+        self, parts: Mapping[str, Any], texts: Sequence[Caption], recipe: Mapping[str, Any], *, upload: Upload = None
+    ) -> Encoded:
+        """As `Family.encode_text`. ModelError if the tokenizer cuts the system prompt into another number of tokens."""
+        encoder = parts["text_encoder"]
+        check_prefix(parts["tokenizer"], _template(self).partition("{}")[0])
+        # Without the head, whose scores of the vocabulary nobody reads. Hidden states are the same.
+        pipeline = self.pipeline(text_encoder=encoder.model, tokenizer=parts["tokenizer"])
+        embeds, mask = pipeline.encode_prompt(
+            [text.text for text in texts], device=encoder.device, max_sequence_length=recipe["max_length"]
+        )
+        mask = torch.ones(embeds.shape[:2], device=embeds.device) if mask is None else mask
+        return {"prompt_embeds": embeds, f"prompt_embeds{MASK}": mask.bool()}
+
+    @override
+    def text_shapes(self, parts: Mapping[str, Any], recipe: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        return {"prompt_embeds": (recipe["max_length"], parts["text_encoder"].config.text_config.hidden_size)}
+
+    @override
+    def conditions(self, denoiser: Any, noisy: torch.Tensor, batch: Mapping[str, Any]) -> dict[str, Any]:
+        shape = (1, noisy.shape[-2] // 2, noisy.shape[-1] // 2)
+        return {
+            "guidance": None,
+            "encoder_hidden_states": batch["prompt_embeds"],
+            "encoder_hidden_states_mask": needed_mask(batch),
+            "img_shapes": [[shape]] * len(noisy),
+        }
+
+    @override
+    def pipeline_kwargs(self, embeds: Mapping[str, Any], negative: Mapping[str, Any] | None) -> dict[str, Any]:
+        given = {"": embeds} | ({} if negative is None else {"negative_": negative})
+        masks = {f"{name}prompt_embeds{MASK}": needed_mask(each) for name, each in given.items()}
+        return super().pipeline_kwargs(embeds, negative) | masks
+
+    @override
+    def guidance_kwargs(self, guidance_scale: float) -> dict[str, Any]:
+        return {"true_cfg_scale": guidance_scale}
+
+    @override
+    def tiny(self, seed: int = 0) -> dict[str, Any]:
+        import diffusers
+
+        tokenizer = tiny_parts.qwen_tokenizer()
+        rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 2]}
+        vision = {"patch_size": 14, "fullatt_block_indexes": [1], "window_size": 56}
+        class_name = "Qwen2_5_VLForConditionalGeneration"
+        with tiny_parts.seeded(seed):
+            encoder = tiny_parts.qwen_vl_model(
+                tokenizer, 3, "Qwen2_5_VL", class_name, {"rope_parameters": rope}, vision
+            )
+            vae = tiny_parts.video_vae("AutoencoderKLQwenImage", seed)
+            transformer = diffusers.QwenImageTransformer2DModel(
+                in_channels=64,
+                out_channels=16,
+                num_layers=2,
+                attention_head_dim=16,
+                num_attention_heads=2,
+                joint_attention_dim=16,
+                axes_dims_rope=(8, 4, 4),
+            )
+        parts = {"vae": vae, "text_encoder": encoder, "tokenizer": tokenizer}
+        return tiny_parts.frozen(
+            {**parts, "transformer": tiny_parts.randomised(transformer, seed), "scheduler": tiny_parts.flow_scheduler()}
+        )
+
+
+@cache
+def _template(family: QwenImage) -> str:
+    """The chat template of the family's pipeline, in which `{}` stands for the text."""
+    return str(family.pipeline().prompt_template_encode)
+
+
+def needed_mask(batch: Mapping[str, Any]) -> torch.Tensor | None:
+    """The mask of the batch's texts [B, L]; None where all rows are of texts, as the pipeline has it."""
+    mask: torch.Tensor | None = batch.get(f"prompt_embeds{MASK}")
+    return None if mask is None or bool(mask.all()) else mask
+
+
+def check_prefix(tokenizer: Any, prefix: str) -> None:
+    """Raise ModelError if the system prompt has not NUM_DROPPED tokens: its rows would be taken as the text's."""
+    found = len(tokenizer(prefix).input_ids)
+    if found != NUM_DROPPED:
+        raise ModelError(
+            f"tokenizer: it cuts the system prompt into {found} tokens, but the pipeline drops {NUM_DROPPED}. Name the "
+            "tokenizer of the model.",
+            part="tokenizer",
+        )
+
+
+FAMILY = QwenImage()
