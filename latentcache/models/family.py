@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 from pathlib import Path
 
@@ -13,22 +12,21 @@ from latentcache.families import DEFAULT, FAMILIES, family_named, family_of_pipe
 from latentcache.families.base import Family
 from latentcache.models.model_files import TINY, TINY_PHOTOS, is_checkpoint, loading, local_folder
 
-logger = logging.getLogger("latentcache")
 
+def family_of(config: ModelConfig) -> tuple[Family, str]:
+    """The family of the config's model, and where that is stated, for people.
 
-def family_of(config: ModelConfig) -> Family:
-    """The family of the config's model: `model.family`, else that of the pipeline which its model_index.json names.
-
-    A file and a folder without a model_index.json say nothing: they are taken as of the family DEFAULT, which is
-    logged. Raises ModelError for a pipeline of a family that is not known.
+    It is `model.family`, else that of the pipeline which the model's model_index.json names. A file and a folder
+    without a model_index.json say nothing: they are taken as of the family DEFAULT. Raises ModelError for a pipeline of
+    a family that is not known, and for a hub id that cannot be read.
     """
     if config.family is not None:
-        return family_named(config.family)
+        return family_named(config.family), "model.family says so"
     name = config.config or config.path
     if name in (TINY, TINY_PHOTOS):
-        return family_named(DEFAULT)
+        return family_named(DEFAULT), f"{name} is of this family where model.family names no other one"
     if not os.path.isdir(name) and is_checkpoint("model", name):
-        return _default(name, "is one file")
+        return _default(name, "is one file, which does not say it")
     folder = local_folder("model", name, ["model_index.json"])[1]
     if not (folder / "model_index.json").is_file():
         return _default(name, "has no model_index.json")
@@ -40,14 +38,11 @@ def family_of(config: ModelConfig) -> Family:
             f"parts it has: {', '.join(FAMILIES)}.",
             part="model",
         )
-    if family.name != DEFAULT:
-        logger.info("%s is a model of %s, so its family is %s", name, class_name, family.name)
-    return family
+    return family, f"{name} is a model of {class_name}"
 
 
-def _default(name: str, reason: str) -> Family:
-    logger.info("%s %s, so its family is taken as %s; model.family says another one", name, reason, DEFAULT)
-    return family_named(DEFAULT)
+def _default(name: str, reason: str) -> tuple[Family, str]:
+    return family_named(DEFAULT), f"{name} {reason}: set model.family if it is another one"
 
 
 def _pipeline_in(index: Path, name: str) -> str:

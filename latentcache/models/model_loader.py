@@ -38,6 +38,8 @@ class Models(ABC):
 
     def __init__(self, family: Family) -> None:
         self.family = family
+        self.family_reason = "the caller said so"
+        """Where the family is stated, for people."""
         self._modules: dict[tuple[str, torch.dtype], torch.nn.Module] = {}
 
     @abstractmethod

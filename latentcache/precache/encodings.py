@@ -88,10 +88,12 @@ TYPICAL_TOKENS = 64
 
 def load_models(config: ModelConfig, memo: MutableMapping[str, str]) -> ModelLoader:
     """The models that the config names; nothing is loaded before it is needed, but what names the family."""
-    family = family_of(config)
-    return ModelLoader(
+    family, reason = family_of(config)
+    models = ModelLoader(
         config.path, vae=config.vae, config=config.config, variant=config.variant, memo=memo, family=family
     )
+    models.family_reason = reason
+    return models
 
 
 def choose_encodings(

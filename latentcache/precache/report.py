@@ -51,7 +51,7 @@ class Report:
     estimate: dict[str, float | int | None] = field(default_factory=dict)
     """Of the misses, before encoding: `bytes` and `seconds`. None where nothing is known yet."""
     placement: dict[str, str] = field(default_factory=dict)
-    """Part of the model -> device, dtype, and the reason for them."""
+    """Part of the model -> device, dtype, and the reason for them; `family` -> its family, and who states it."""
     cache: dict[str, Any] = field(default_factory=dict)
     manifests_waiting: list[str] = field(default_factory=list)
     """Manifests that were left as they are, because entries of other ranks are not there yet."""

@@ -185,7 +185,9 @@ class _Run:
         report.misses_by_reason = dict(plan.misses_by_reason)
         report.refused = list(plan.refused)
         report.estimate = {"bytes": plan.miss_bytes, "seconds": self._estimate_seconds()}
-        report.placement = {
+        family = self.models.family
+        report.placement = {"family": f"{family.name}: {self.models.family_reason}"}
+        report.placement |= {
             name: f"{placement.device} {dtype_name(placement.dtype)}: {placement.reason}"
             for name, placement in (("vae", encodings.vae), ("text", encodings.text_encoders))
         }

@@ -172,7 +172,7 @@ def folder(run: FamilyRun, folders: dict[str, Path], tmp_path_factory: pytest.Te
 
 
 def test_a_diffusers_folder_gives_the_same(run: FamilyRun, folder: Path) -> None:
-    family = family_of(ModelConfig(path=str(folder)))
+    family, _ = family_of(ModelConfig(path=str(folder)))
     assert family is run.family, "inferred from model_index.json"
     models = ModelLoader(str(folder), family=family)
     assert choose_encodings(run.config, models, {}) == run.encodings

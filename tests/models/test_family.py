@@ -1,0 +1,103 @@
+"""Which family a config's model is of, and what the run says of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from latentcache.config import Config, ModelConfig
+from latentcache.errors import ModelError
+from latentcache.families import DEFAULT, FAMILIES, family_named
+from latentcache.models import model_files
+from latentcache.models.family import family_of
+from latentcache.models.model_loader import LoadedModels
+from latentcache.models.tiny import tiny_parts
+from latentcache.precache.run import run_precache
+
+
+def folder_of(path: Path, index: object) -> Path:
+    path.mkdir()
+    (path / "model_index.json").write_text(index if isinstance(index, str) else json.dumps(index), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_folder_names_its_pipeline(name: str, tmp_path: Path) -> None:
+    expected = family_named(name)
+    for number, pipeline in enumerate((expected.pipeline_name, *expected.pipeline_names)):
+        folder = folder_of(tmp_path / str(number), {"_class_name": pipeline})
+        family, reason = family_of(ModelConfig(path=str(folder)))
+        assert family is expected and reason == f"{folder} is a model of {pipeline}"
+        # What the config states goes first, and nothing is read.
+        assert family_of(ModelConfig(family=DEFAULT, path=str(folder))) == (
+            family_named(DEFAULT),
+            "model.family says so",
+        )
+
+
+def test_no_pipeline_is_of_two_families() -> None:
+    names = [
+        each for name in FAMILIES for each in (family_named(name).pipeline_name, *family_named(name).pipeline_names)
+    ]
+    assert len(names) == len(set(names))
+
+
+def test_a_pipeline_of_no_family_is_refused_with_those_that_there_are(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "model", {"_class_name": "LTXPipeline"})
+    with pytest.raises(ModelError, match=r"is a model of LTXPipeline.*Set model\.family.*sdxl, sd15"):
+        family_of(ModelConfig(path=str(folder)))
+
+
+@pytest.mark.parametrize("index", ["{", "[]", "{}", "", "3"])
+def test_a_damaged_index_is_an_error_and_no_guess(index: str, tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "model", index)
+    with pytest.raises(ModelError, match="could not be loaded"):
+        family_of(ModelConfig(path=str(folder)))
+
+
+def test_what_says_nothing_is_of_the_default_family_and_says_so(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    (tmp_path / "folder").mkdir()
+    for path, words in (
+        (tmp_path / "model.safetensors", "is one file, which does not say it"),
+        (tmp_path / "folder", "has no model_index.json"),
+    ):
+        family, reason = family_of(ModelConfig(path=str(path)))
+        assert family.name == DEFAULT
+        assert reason == f"{path} {words}: set model.family if it is another one"
+
+
+def test_a_checkpoint_s_config_says_it(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    config = folder_of(tmp_path / "config", {"_class_name": "FluxPipeline"})
+    family, _ = family_of(ModelConfig(path=str(tmp_path / "model.safetensors"), config=str(config)))
+    assert family.name == "flux"
+
+
+@pytest.mark.parametrize("path", ["tiny", "tiny-photos"])
+def test_the_tiny_models_are_of_the_default_family(path: str) -> None:
+    assert family_of(ModelConfig(path=path))[0].name == DEFAULT
+    assert family_of(ModelConfig(path=path, family="flux"))[0].name == "flux"
+
+
+def test_a_hub_id_that_cannot_be_had_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def offline(path: str, **options: object) -> str:
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(model_files, "snapshot_download", offline)
+    with pytest.raises(ModelError, match=r"someone/a-model is no local path.*no network"):
+        family_of(ModelConfig(path="someone/a-model"))
+    assert family_of(ModelConfig(path="someone/a-model", family="flux"))[0].name == "flux"
+
+
+def test_the_report_says_the_family_and_why(make_config: Callable[..., Config]) -> None:
+    report = run_precache(make_config(), dry_run=True)
+    assert report.placement["family"] == "sdxl: tiny is of this family where model.family names no other one"
+    assert "family    sdxl: " in report.to_text()
+    report = run_precache(make_config(**{"model.family": "sd15"}), dry_run=True)
+    assert report.placement["family"] == "sd15: model.family says so"
+    report = run_precache(make_config(), models=LoadedModels(**tiny_parts()), dry_run=True)
+    assert report.placement["family"] == "sdxl: the caller said so"
