@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers.family_references import SCALED_LATENTS, generator
-from helpers.family_runs import SIDE, TEXTS, FamilyRun, equal, recorded
+from helpers.family_runs import SIDE, TEXTS, FamilyRun, equal, family_run, recorded
 
+from latentcache.families.tiny_parts import randomised
 from latentcache.models.vae import latents_from_moments
 from latentcache.validation.noise_schedule import NoiseSchedule
 
@@ -21,6 +23,21 @@ GRADIENTS = {"krea2": 2e-6}
 
 
 def test_the_denoiser_gets_what_its_pipeline_gives_it(run: FamilyRun) -> None:
+    check_first_call(run)
+
+
+def test_a_denoiser_without_guidance_gets_none(tmp_path: Path) -> None:
+    """FLUX.1 schnell, whose texts have 256 rows."""
+    run = family_run(tmp_path, "flux", max_length=256)
+    config = {**run.denoiser.config, "guidance_embeds": False}
+    run.parts["transformer"] = randomised(type(run.denoiser).from_config(config), 1).eval().requires_grad_(False)
+    check_first_call(run)
+    assert run.batch(PAIR)["prompt_embeds"].shape[1] == 256
+    run.cache.close()
+
+
+def check_first_call(run: FamilyRun) -> None:
+    """What `predict` hands to the denoiser, and what that gives, are those of the pipeline's own first call."""
     call, noisy, timesteps = run.first_call(PAIR)
     batch = run.batch(PAIR)
     with torch.no_grad(), recorded(run.denoiser) as calls:

@@ -1,0 +1,47 @@
+"""What tiny text encoders give, in a few numbers: they show when a new transformers gives hidden states a new meaning.
+
+A pipeline of diffusers reads hidden states by their index, and so does a cache: both follow such a change, and neither
+notices it. An old cache would have keys that are right and values that are not. Then the family's recipe needs a
+version, and `python tests/families/golden_texts.py` writes the numbers again.
+
+Weights are drawn here, in the order of a model's parameters: how a library begins them does not matter.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from latentcache.families import FAMILIES, family_named
+from latentcache.families.base import MASK
+from latentcache.families.tiny_parts import frozen, randomised
+
+FILE = Path(__file__).with_name("golden_texts.json")
+TEXTS = ("cat", "a red cat on the table")
+
+
+def text_numbers(name: str) -> dict[str, Any]:
+    """Of each text and field: the number of rows, mean, deviation, and the first features of the first and last row."""
+    family = family_named(name)
+    parts = family.tiny()
+    for number, encoder in enumerate(family.names("text_encoder")):
+        randomised(parts[encoder], 100 + number)
+    parts = frozen(parts)
+    made = family.encode_text(parts, family.tokenize(parts, TEXTS), family.text_recipe())
+    found: dict[str, Any] = {}
+    for field in family.fields:
+        mask = made.get(field + MASK, torch.ones(made[field].shape[:2], dtype=torch.bool))
+        for number, text in enumerate(TEXTS):
+            rows = made[field][number][mask[number]] if made[field].ndim > 2 else made[field][number][None]
+            ends = torch.cat([rows[0].flatten()[:4], rows[-1].flatten()[:4]])
+            numbers = [float(rows.mean()), float(rows.std()), *ends.tolist()]
+            found[f"{field}: {text}"] = {"rows": len(rows), "numbers": [round(each, 5) for each in numbers]}
+    return found
+
+
+if __name__ == "__main__":
+    lines = [f'"{name}": {json.dumps(text_numbers(name))}' for name in FAMILIES]
+    FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
