@@ -211,7 +211,7 @@ class ValidationConfig(_Section):
     snr_gamma: float | None = Field(None, gt=0, allow_inf_nan=False)
     """Weight the loss by min-SNR with this gamma (5 is usual); null: every timestep counts the same."""
     batch_size: int = Field(4, ge=1)
-    """Noised latents per UNet call when the loss is measured."""
+    """Noised latents per call of the denoiser when the loss is measured."""
     seed: int = Field(0, ge=0, lt=2**63)
     """Seed of the noise and timesteps of the loss, and of the first image; image n has this seed plus n."""
     height: int = Field(1024, ge=64, multiple_of=8)

@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_leaves_with_path
 
 from latentcache.config import Config, parse_config
 from latentcache.errors import CheckpointError, ConfigError, ModelError, StoreError
+from latentcache.integrations.diffusers import load_unet
 from latentcache.models.lora import load_lora
-from latentcache.models.unet import load_unet
 from latentcache.precache.run import run_precache
 
 ROOT = Path(__file__).parent.parent

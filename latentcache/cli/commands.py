@@ -79,7 +79,7 @@ def validate(
     config: Path,
     /,
     *,
-    unet: str | None = None,
+    denoiser: Annotated[str | None, Parameter(name=("--denoiser", "--unet"))] = None,
     lora: str | None = None,
     lora_scale: float = 1.0,
     dtype: str = "auto",
@@ -91,11 +91,12 @@ def validate(
 
     Args:
         config: The config that the cache was made with; its datasets with the role validation are measured.
-        unet: The UNet: a diffusers folder, a UNet's own folder, a .safetensors checkpoint, a checkpoint folder of
-            train_lora_sdxl.py, or a hub id. Default: the model's own.
+        denoiser: The UNet or transformer: a diffusers folder, its own folder, a .safetensors checkpoint, a checkpoint
+            folder of train_lora.py, or a hub id. Default: the model's own.
         lora: LoRA weights on top of it: the file or folder that diffusers or kohya wrote.
         lora_scale: The strength of the LoRA.
-        dtype: Of the UNet: float32, float16, bfloat16, or auto: float16 on an accelerator, float32 on a CPU.
+        dtype: Of the denoiser: float32, float16, bfloat16, or auto: the family's on an accelerator, float32 on a
+            CPU.
         step: The number of the training's step: the results are kept under it, in a subfolder of validation.path.
         against: The metrics.json of another checkpoint: also report the difference of the losses, sample by sample.
     """
@@ -104,7 +105,7 @@ def validate(
 
     found = validate_checkpoint(
         options.load(config),
-        unet=unet,
+        denoiser=denoiser,
         lora=lora,
         lora_scale=lora_scale,
         dtype=dtype,

@@ -21,6 +21,8 @@ from latentcache.dataset.manifest_row import Row, RowLine, parse_line, parse_lin
 from latentcache.dataset.row_checker import RowChecker
 from latentcache.dataset.row_table import RowTable, RowTableBuilder
 from latentcache.errors import DatasetError, StoreError
+from latentcache.families import DEFAULT, family_named
+from latentcache.families.base import Family
 from latentcache.identity import canonical_json, digest
 from latentcache.utils.host_memory import collector_paused
 from latentcache.utils.json_document import first_fault
@@ -52,6 +54,11 @@ class Manifest:
         if isinstance(self.rows, RowTable):
             return set(self.rows.entry_keys())
         return {key for row in self.rows.values() for key in row.keys()}
+
+    @property
+    def family(self) -> Family:
+        """The family of the model that it was encoded with. ModelError for one that this version does not know."""
+        return family_named(self.common.get("family", DEFAULT))
 
     @property
     def imported_from(self) -> str | None:

@@ -21,6 +21,9 @@ DEFAULT: FamilyName = FAMILIES[0]
 DEFAULT_REPOSITORY = "stabilityai/stable-diffusion-xl-base-1.0"
 """The first of the default family's `repositories`, for those who do not import its file."""
 
+DENOISERS = ("unet", "transformer")
+"""The names that denoisers have among the parts of a training."""
+
 
 @cache
 def family_named(name: str) -> Family:
@@ -29,6 +32,13 @@ def family_named(name: str) -> Family:
         raise ModelError(f"there is no model family {name!r}; there are {', '.join(FAMILIES)}", part="model")
     found: Family = importlib.import_module(f"latentcache.families.{name.replace('-', '_')}").FAMILY
     return found
+
+
+def family_of_denoiser(denoiser: object) -> Family:
+    """The first family whose denoiser is of this class; that of DEFAULT for a class that is not known."""
+    made = (family_named(name) for name in FAMILIES)
+    class_name = type(denoiser).__name__
+    return next((each for each in made if each.denoiser_class.endswith(f".{class_name}")), family_named(DEFAULT))
 
 
 def family_of_pipeline(class_name: str) -> Family | None:

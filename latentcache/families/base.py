@@ -94,7 +94,7 @@ class TextField:
 
 @dataclass(frozen=True, slots=True)
 class TimestepSampling:
-    """How a training draws its timesteps, as the family's reference script does: see `training_sigmas`."""
+    """How a training draws its timesteps, as the family's reference script does: see `NoiseSchedule.draw`."""
 
     density: Literal["uniform", "logit_normal"] = "uniform"
     shift: float = 1.0
@@ -133,6 +133,8 @@ class Family(ABC):
     """The frozen parts, by the names of their folders."""
     denoiser: ClassVar[str] = "transformer"
     denoiser_class: ClassVar[str]
+    unused_weights: ClassVar[tuple[str, ...]] = ()
+    """Of the denoiser in a file of the original layout, those that no denoiser of diffusers has."""
     latent: ClassVar[LatentSpace]
     patch: ClassVar[int] = 1
     """Rows and columns of latents that the denoiser makes one token of: their numbers have to be multiples of it."""
@@ -156,6 +158,8 @@ class Family(ABC):
     can_keep_padding: ClassVar[bool] = True
     """Whether they may be stored with it: not where the denoiser masks it, or its pipeline drops it."""
     timesteps: ClassVar[TimestepSampling] = TimestepSampling("logit_normal")
+    needed_of_scheduler: ClassVar[tuple[str, ...]] = ("set_timesteps", "step")
+    """What the denoising loop of its pipeline uses of a scheduler."""
     lora_targets: ClassVar[Sequence[str]] = ("to_q", "to_k", "to_v", "to_out.0")
     repositories: ClassVar[tuple[str, ...]] = ()
     """Hub ids of models of this family, for the documentation."""
@@ -166,9 +170,17 @@ class Family(ABC):
         """The names of the parts of this role, in their order."""
         return tuple(name for name, part in self.parts.items() if part.role == role)
 
+    @property
+    def pipeline_class(self) -> Any:
+        """The class of `pipeline_name`."""
+        return getattr(importlib.import_module("diffusers"), self.pipeline_name)
+
     def pipeline(self, **parts: Any) -> Any:
-        """A pipeline of diffusers of these parts alone, without a progress bar."""
-        made_class: Any = getattr(importlib.import_module("diffusers"), self.pipeline_name)
+        """A pipeline of diffusers of these parts alone, without a progress bar.
+
+        Validation gives the denoiser and the scheduler alone, and requests latents: see `final_latents`.
+        """
+        made_class = self.pipeline_class
         parameters = inspect.signature(made_class.__init__).parameters.values()
         needed = [each.name for each in parameters if each.default is each.empty and each.name != "self"]
         pipeline = made_class(**{**dict.fromkeys(needed), **self.pipeline_options, **parts})
@@ -181,6 +193,16 @@ class Family(ABC):
 
         One seed gives one set of weights. The global random state is left as it was.
         """
+
+    @property
+    def denoiser_word(self) -> str:
+        """What messages call the denoiser."""
+        return "UNet" if self.denoiser == "unet" else self.denoiser
+
+    @property
+    def side_step(self) -> int:
+        """Pixels of which the sides of its images are multiples."""
+        return self.latent.downscale * self.patch
 
     # Text
 
@@ -273,6 +295,17 @@ class Family(ABC):
             wanted = None if text.width is None else denoiser.config[text.width]
             if wanted is not None and name in shapes and shapes[name][-1] != wanted:
                 return f"takes {name} of width {wanted}, but the cache has {shapes[name][-1]}"
+        return None
+
+    def check_settings(self, settings: Mapping[str, Any]) -> str | None:
+        """What is wrong where these settings of a denoiser's config.json are not this family's; None if they are."""
+        channels, allowed = settings.get("in_channels"), self.latent.channels
+        if channels in (None, allowed, allowed * self.patch**2):
+            return None
+        return f"takes {channels} channels, as one for inpainting or control does, not {allowed * self.patch**2}"
+
+    def check_weights(self, shapes: Mapping[str, Sequence[int]]) -> str | None:
+        """What is wrong where these weights, by their names in a file, are not of this family's denoiser, or None."""
         return None
 
     # Generation

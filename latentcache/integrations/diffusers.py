@@ -3,30 +3,34 @@
 The scripts are `train_text_to_image_sdxl.py` and `train_text_to_image_lora_sdxl.py` of diffusers' examples, as they
 were in August 2026. The names of a batch, its types, and how it is used are theirs.
 
-For a trainer of one's own: `load_unet`, `load_scheduler` and `check_conditioning` give the model of the config's
-`model` section, refusing what diffusers would accept with a warning; `validation_parts` what a ValidationRunner needs
-next to them; `save_lora` and `lora_settings` are for what was trained.
+For a trainer of one's own, of any family: `load_denoiser` (of SDXL `load_unet`) and `load_scheduler` give the model of
+the config's `model` section, refusing what diffusers would accept with a warning; `check_fits` (of SDXL
+`check_conditioning`) says whether it takes what is cached; `validation_parts` what a ValidationRunner needs next to
+them; `save_lora` and `lora_settings` are for what was trained.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from latentcache.config import Config
+from latentcache.config import Config, ModelConfig
 from latentcache.devices.placement import DeviceLike, device_named, device_of
 from latentcache.errors import ModelError, StoreError
+from latentcache.families import family_named
 from latentcache.loading.batch import IMAGE_FIELDS, TEXT_FIELDS, to_device
 from latentcache.loading.cache import LatentCache
 from latentcache.loading.dataset import LatentDataset, LatentDatasets
 from latentcache.loading.pack_order import Places
 from latentcache.loading.sampler import BucketBatchSampler, Visit, seed_of
+from latentcache.models.denoiser import check_fits, load_denoiser
 from latentcache.models.lora import load_lora, lora_settings, save_lora
-from latentcache.models.unet import check_conditioning, load_scheduler, load_unet
+from latentcache.models.scheduler import load_scheduler
 from latentcache.models.vae import text_dtype, vae_dtype
 from latentcache.precache.encodings import load_models
 from latentcache.types import Batch, Bucket
@@ -35,8 +39,10 @@ from latentcache.validation.sample_images import prompt_embeddings
 __all__ = [
     "PrecomputedDataset",
     "check_conditioning",
+    "check_fits",
     "collate",
     "data_loader",
+    "load_denoiser",
     "load_lora",
     "load_scheduler",
     "load_unet",
@@ -49,6 +55,17 @@ __all__ = [
 
 SIZES = {"original_sizes": "original_size", "crop_top_lefts": "crop_top_left", "target_sizes": "target_size"}
 """The names of the sizes in a batch of the scripts, and in LatentDataset."""
+
+
+def load_unet(path: str | Path | None = None, *, dtype: torch.dtype, model: ModelConfig | None = None) -> Any:
+    """SDXL's UNet at `path`, as `load_denoiser` loads it."""
+    return load_denoiser(path, dtype=dtype, model=model, family=family_named("sdxl"))
+
+
+def check_conditioning(unet: Any, prompt_embeds_dim: int, pooled_dim: int) -> None:
+    """ModelError unless the UNet takes prompt_embeds [B, 77, D] and pooled_prompt_embeds [B, P] of these D and P."""
+    shapes = dict(zip(TEXT_FIELDS, ((prompt_embeds_dim,), (pooled_dim,)), strict=True))
+    check_fits(unet, family_named("sdxl"), shapes)
 
 
 class PrecomputedDataset(Dataset[Batch]):

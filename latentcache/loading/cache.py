@@ -20,7 +20,7 @@ from latentcache.devices.placement import DeviceLike, device_of, dtype_of
 from latentcache.errors import EntryDamagedError, EntryMissingError, SampleError, StoreError
 from latentcache.families.scaling import Scaling
 from latentcache.identity import caption_digest, key_of
-from latentcache.loading.batch import IMAGE_FIELDS, TEXT_FIELDS, copy_into, is_cpu, to_device
+from latentcache.loading.batch import IMAGE_FIELDS, copy_into, is_cpu, to_device
 from latentcache.loading.sample import DESCRIPTION, PRECACHE, SampleMemory, SampleReader, SampleRef
 from latentcache.store.base import DTYPES, Closing, Store
 from latentcache.store.direct import Io
@@ -217,15 +217,13 @@ class LatentCache(SampleIndex, Closing):
         view.only = manifest
         return view
 
-    def text_widths(self) -> tuple[int, int] | None:
-        """D and P (see `batch`) of the first caption that is cached; None where there is none."""
+    def text_shapes(self) -> dict[str, tuple[int, ...]] | None:
+        """The shape of each field of the first caption that is cached; None where there is none."""
         rows = (row for manifest in self.datasets() for row in manifest.rows.values())
         key = next((caption.key for row in rows for caption in row.captions), None)
         if key is None or not self.store.find([key]):
             return None
-        fields = self.store.describe(key)
-        width, pooled_width = (fields[name][1][-1] for name in TEXT_FIELDS)
-        return width, pooled_width
+        return {name: shape for name, (_, shape) in self.store.describe(key).items()}
 
     def get(self, key: str, *, device: DeviceLike = "cpu", dtype: torch.dtype | None = None) -> Entry:
         """One entry, compared with its digest, with its tensors on `device`.

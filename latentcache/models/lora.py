@@ -1,7 +1,8 @@
-"""LoRA adapters on a UNet: loading and saving them as files, and keeping their settings in a checkpoint."""
+"""LoRA adapters on a denoiser: loading and saving them as files, and keeping their settings in a checkpoint."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -11,7 +12,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from diffusers import StableDiffusionXLPipeline, UNet2DConditionModel
 from diffusers.loaders.single_file_utils import load_single_file_checkpoint
 from diffusers.utils import convert_state_dict_to_diffusers, is_peft_available
 from diffusers.utils.state_dict_utils import convert_unet_state_dict_to_peft
@@ -19,6 +19,8 @@ from diffusers.utils.state_dict_utils import convert_unet_state_dict_to_peft
 from latentcache.checkpoints.folder import DOCUMENT
 from latentcache.checkpoints.parts import unwrapped_module
 from latentcache.devices.placement import dtype_of
+from latentcache.families import family_of_denoiser
+from latentcache.families.base import Family
 from latentcache.models.model_files import is_checkpoint, loading, refused
 from latentcache.utils.durable_files import typed_errors, write_sealed
 
@@ -30,92 +32,112 @@ _ENCODERS = ("text_encoder.", "text_encoder_2.", "lora_te_", "lora_te1_", "lora_
 _KINDS = (".lora_A.weight", ".lora_B.weight", ".lora_B.bias", ".lora_magnitude_vector.weight", ".lora_magnitude_vector")
 
 
-def load_lora(unet: UNet2DConditionModel, path: str | Path, *, scale: float = 1.0) -> str:
-    """Add the LoRA in a .safetensors file, or in a folder with one, to the UNet; returns the new adapter's name.
+def load_lora(denoiser: Any, path: str | Path, *, scale: float = 1.0, family: Family | None = None) -> str:
+    """Add the LoRA in a .safetensors file, or in a folder with one, to the denoiser; returns the new adapter's name.
 
-    Files of diffusers (`save_lora_weights`, `save_lora_adapter`) and of kohya are read. The LoRA acts with `scale` (1:
-    as trained), next to the adapters that the UNet has; without alphas in the file each is taken as the rank, as
-    diffusers does. The new parameters are frozen. ModelError, and the UNet as it was, if peft is missing, or if
-    anything in the file has no place in the UNet: names, shapes, weights of text encoders, kinds other than LoRA and
-    peft's DoRA.
+    Files of diffusers (`save_lora_weights`, `save_lora_adapter`) are read, and of kohya and others what the pipeline of
+    the `family` reads, by default the first whose denoiser is of this class. The LoRA acts with `scale` (1: as
+    trained), next to the adapters that the denoiser has; without alphas in the file each is taken as the rank, as
+    diffusers does. The new parameters are frozen. ModelError, and the denoiser as it was, if peft is missing, or if
+    anything in the file has no place in the denoiser: names, shapes, weights of text encoders, kinds other than LoRA
+    and peft's DoRA.
     """
+    family = family or family_of_denoiser(denoiser)
     _need_peft()
     file = _lora_file(str(path))
     with loading("lora", str(file)):
         names = list(load_single_file_checkpoint(str(file)))
-    _check_names(str(file), names)
-    with loading("lora", str(file)):
-        # The folder and the name apart: from a path alone diffusers 0.39 loads no local file.
-        state, alphas, metadata = StableDiffusionXLPipeline.lora_state_dict(
-            str(file.parent),
-            weight_name=file.name,
-            unet_config=unet.config,
-            use_safetensors=True,
-            local_files_only=True,
-            return_lora_metadata=True,
-        )
+    _check_names(str(file), names, family)
+    state, alphas, metadata = _read(file, denoiser, family)
     # diffusers converts a whole file or nothing, by its first name, and no alphas. Its own save_lora_weights mixes both
     # ways of naming; diffusers then leaves out what it did not convert, or gives it another layer's alpha.
     state, alphas = convert_unet_state_dict_to_peft(state), convert_unet_state_dict_to_peft(alphas or {})
-    prefix = "unet" if any(key.startswith("unet.") for key in state) else None
-    _check_fit(str(file), state, prefix, unet)
-    dtype = dtype_of(unet)
-    requires_grad = {id(parameter): parameter.requires_grad for parameter in unet.parameters()}
-    had = set(getattr(unet, "peft_config", {}))
-    active = _active_adapters(unet)
+    prefix = family.denoiser if any(key.startswith(f"{family.denoiser}.") for key in state) else None
+    _check_fit(str(file), state, prefix, denoiser, family)
+    dtype = dtype_of(denoiser)
+    requires_grad = {id(parameter): parameter.requires_grad for parameter in denoiser.parameters()}
+    had = set(getattr(denoiser, "peft_config", {}))
+    active = _active_adapters(denoiser)
     with loading("lora", str(file)), _several_adapters():
         # On meta until the values come: an initialisation would draw from the global random state.
-        unet.load_lora_adapter(
+        denoiser.load_lora_adapter(
             state, prefix=prefix, network_alphas=alphas or None, metadata=metadata, low_cpu_mem_usage=True
         )
-    name: str = (set(unet.peft_config) - had).pop()
-    unet.set_adapter([*active, name])
-    for layer in _adapted(unet):
+    name: str = (set(denoiser.peft_config) - had).pop()
+    denoiser.set_adapter([*active, name])
+    for layer in _adapted(denoiser):
         layer.set_scale(name, scale)
-        layer.train(unet.training)
-    for parameter in unet.parameters():
+        layer.train(denoiser.training)
+    for parameter in denoiser.parameters():
         parameter.requires_grad_(requires_grad.get(id(parameter), False))
         if id(parameter) not in requires_grad:
-            # A copy: the file may be replaced while the UNet is in use.
+            # A copy: the file may be replaced while the denoiser is in use.
             parameter.data = parameter.data.to(dtype, copy=True)
     return name
 
 
-def save_lora(unet: UNet2DConditionModel, folder: str | Path, *, adapter: str = "default") -> Path:
-    """Write an adapter of the UNet to LORA_FILE in a folder, as diffusers does, but whole or not at all.
+def _read(file: Path, denoiser: Any, family: Family) -> tuple[dict[str, Any], dict[str, Any] | None, Any]:
+    """The weights in the file, its alphas and its metadata, as the family's pipeline reads them."""
+    read = family.pipeline_class.lora_state_dict
+    # Pipelines differ in what they need and return. Where none are asked for, alphas are in the weights.
+    needed: dict[str, Any] = {}
+    if family.denoiser == "unet":
+        needed = {"unet_config": denoiser.config}
+    elif "return_alphas" in inspect.signature(read).parameters:
+        needed = {"return_alphas": True}
+    with loading("lora", str(file)):
+        # The folder and the name apart: from a path alone diffusers 0.39 loads no local file.
+        state, *alphas, metadata = read(
+            str(file.parent),
+            weight_name=file.name,
+            use_safetensors=True,
+            local_files_only=True,
+            return_lora_metadata=True,
+            **needed,
+        )
+    return state, alphas[0] if alphas else None, metadata
 
-    Returns the file's path. Raises StoreError where it cannot be written.
+
+def save_lora(denoiser: Any, folder: str | Path, *, adapter: str = "default", family: Family | None = None) -> Path:
+    """Write an adapter of the denoiser to LORA_FILE in a folder, as diffusers does, but whole or not at all.
+
+    `family` is by default the first whose denoiser is of this class. Returns the file's path. Raises StoreError where
+    it cannot be written.
     """
     from peft.utils import get_peft_model_state_dict
 
-    layers = convert_state_dict_to_diffusers(get_peft_model_state_dict(unet, adapter_name=adapter))
+    family = family or family_of_denoiser(denoiser)
+    layers = get_peft_model_state_dict(denoiser, adapter_name=adapter)
+    if family.denoiser == "unet":  # as diffusers' scripts have it: other denoisers came after the older names
+        layers = convert_state_dict_to_diffusers(layers)
+    given = {"layers": layers, "adapter_metadata": denoiser.peft_config[adapter].to_dict()}
     path = Path(folder, LORA_FILE)
     with typed_errors(path, 0), TemporaryDirectory(dir=folder) as temporary:
-        StableDiffusionXLPipeline.save_lora_weights(
-            temporary, unet_lora_layers=layers, unet_lora_adapter_metadata=unet.peft_config[adapter].to_dict()
+        family.pipeline_class.save_lora_weights(
+            temporary, **{f"{family.denoiser}_lora_{name}": value for name, value in given.items()}
         )
         data = Path(temporary, LORA_FILE).read_bytes()
     write_sealed(path, data)
     return path
 
 
-def lora_settings(unet: torch.nn.Module) -> dict[str, Any]:
-    """The settings of the UNet's LoRA adapters, as plain data, for `extra["lora"]` of a checkpoint.
+def lora_settings(denoiser: torch.nn.Module) -> dict[str, Any]:
+    """The settings of the denoiser's LoRA adapters, as plain data, for `extra["lora"]` of a checkpoint.
 
-    A state_dict has an adapter's weights, but not its alpha. `unet` is a UNet with `add_adapter`, or inside peft's or a
-    parallel wrapper. Raises ModelError if it has no adapter.
+    A state_dict has an adapter's weights, but not its alpha. `denoiser` is one with `add_adapter`, or inside peft's or
+    a parallel wrapper. Raises ModelError if it has no adapter.
     """
-    unet = unwrapped_module(unet)
-    configs = getattr(unet, "peft_config", None)
+    denoiser = unwrapped_module(denoiser)
+    configs = getattr(denoiser, "peft_config", None)
     if not configs:
-        raise refused("lora", "the UNet has no adapter. Call unet.add_adapter(LoraConfig(...)) first.")
+        raise refused("lora", "the denoiser has no adapter. Call its add_adapter(LoraConfig(...)) first.")
     # peft's configs hold sets and enums of text: as JSON they are lists and text, which LoraConfig takes as well.
     adapters = {name: json.loads(json.dumps(config.to_dict(), default=sorted)) for name, config in configs.items()}
-    return {"adapters": adapters, "active": _active_adapters(unet)}
+    return {"adapters": adapters, "active": _active_adapters(denoiser)}
 
 
-def add_adapters(unet: UNet2DConditionModel, settings: Mapping[str, Any] | None) -> None:
-    """Build the adapters that `lora_settings` describes into a UNet that has none; their weights are not set."""
+def add_adapters(denoiser: Any, settings: Mapping[str, Any] | None) -> None:
+    """Build the adapters that `lora_settings` describes into a denoiser that has none; their weights are not set."""
     if settings is None:
         return
     _need_peft()
@@ -123,9 +145,9 @@ def add_adapters(unet: UNet2DConditionModel, settings: Mapping[str, Any] | None)
 
     with loading("lora", "the checkpoint's extra['lora']"), _several_adapters():
         for name, config in settings["adapters"].items():
-            # The weights come from the checkpoint: no initialisation, which some kinds compute from the UNet's own.
-            unet.add_adapter(LoraConfig(**{**config, "init_lora_weights": False}), name)
-        unet.set_adapter(list(settings["active"]))
+            # The weights come from the checkpoint: no initialisation, which some kinds compute from the denoiser's own.
+            denoiser.add_adapter(LoraConfig(**{**config, "init_lora_weights": False}), name)
+        denoiser.set_adapter(list(settings["active"]))
 
 
 def is_lora(names: Iterable[str]) -> bool:
@@ -153,7 +175,7 @@ def _lora_file(path: str) -> Path:
             )
         return Path(path)
     if (folder / DOCUMENT).is_file():
-        raise refused("lora", f"{path} is a checkpoint of a whole UNet with its LoRA. Name it as the UNet.")
+        raise refused("lora", f"{path} is a checkpoint of a whole denoiser with its LoRA. Name it as the denoiser.")
     if (folder / LORA_FILE).is_file():
         return folder / LORA_FILE
     files = sorted(folder.glob("*.safetensors"))
@@ -163,7 +185,7 @@ def _lora_file(path: str) -> Path:
     return files[0]
 
 
-def _check_names(file: str, names: list[str]) -> None:
+def _check_names(file: str, names: list[str], family: Family) -> None:
     encoders = [name for name in names if name.startswith(_ENCODERS)]
     if encoders:
         raise refused(
@@ -178,15 +200,17 @@ def _check_names(file: str, names: list[str]) -> None:
     if others or not names:
         raise refused(
             "lora",
-            f"{file} holds {len(others)} tensors that are not LoRA weights of a UNet, e.g. "
+            f"{file} holds {len(others)} tensors that are not LoRA weights of a {family.denoiser_word}, e.g. "
             f"{others[0] if others else 'nothing at all'}. Name a LoRA in diffusers' or kohya's format.",
         )
 
 
-def _check_fit(file: str, state: Mapping[str, torch.Tensor], prefix: str | None, unet: torch.nn.Module) -> None:
+def _check_fit(
+    file: str, state: Mapping[str, torch.Tensor], prefix: str | None, denoiser: torch.nn.Module, family: Family
+) -> None:
     """ModelError unless every tensor has its place: peft leaves out what has none, at most with a warning."""
     own = {key.removeprefix(f"{prefix}."): value for key, value in state.items()}
-    layers = {name.removesuffix(".base_layer"): module for name, module in unet.named_modules()}
+    layers = {name.removesuffix(".base_layer"): module for name, module in denoiser.named_modules()}
     faults = []
     for key, tensor in own.items():
         kind = next((kind for kind in _KINDS if key.endswith(kind)), None)
@@ -194,7 +218,7 @@ def _check_fit(file: str, state: Mapping[str, torch.Tensor], prefix: str | None,
         if kind is None:
             faults.append(f"{key} is not a LoRA weight")
         elif weight is None or weight.ndim < 2:
-            faults.append(f"{key} has no layer in the UNet")
+            faults.append(f"{key} has no layer in the {family.denoiser_word}")
         elif kind == ".lora_A.weight" and tensor.shape[1:] != weight.shape[1:]:
             faults.append(f"{key} takes {list(tensor.shape[1:])}, the layer {list(weight.shape[1:])}")
         elif kind == ".lora_B.weight" and tensor.shape[0] != weight.shape[0]:
@@ -206,8 +230,8 @@ def _check_fit(file: str, state: Mapping[str, torch.Tensor], prefix: str | None,
     if faults or not own:
         raise refused(
             "lora",
-            f"{file} does not fit this UNet: of {len(own)} tensors {len(faults)} have no place in it, e.g. "
-            f"{faults[0] if faults else 'nothing'}. Name a LoRA of an SDXL UNet.",
+            f"{file} does not fit this {family.denoiser_word}: of {len(own)} tensors {len(faults)} have no place "
+            f"in it, e.g. {faults[0] if faults else 'nothing'}. Name a LoRA of a model of {family.name}.",
         )
 
 
@@ -219,12 +243,12 @@ def _several_adapters() -> Iterator[None]:
         yield
 
 
-def _adapted(unet: torch.nn.Module) -> list[Any]:
+def _adapted(denoiser: torch.nn.Module) -> list[Any]:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    return [module for module in unet.modules() if isinstance(module, BaseTunerLayer)]
+    return [module for module in denoiser.modules() if isinstance(module, BaseTunerLayer)]
 
 
-def _active_adapters(unet: torch.nn.Module) -> list[str]:
-    layer = next(iter(_adapted(unet)), None)
+def _active_adapters(denoiser: torch.nn.Module) -> list[str]:
+    layer = next(iter(_adapted(denoiser)), None)
     return [] if layer is None else list(layer.active_adapters)

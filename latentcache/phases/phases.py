@@ -13,6 +13,7 @@ from latentcache.devices.audit import audit
 from latentcache.devices.placement import DeviceLike, device_of
 from latentcache.devices.tensor_location import is_optimizer, is_scaler, numbered
 from latentcache.errors import PhaseError
+from latentcache.families import DENOISERS
 from latentcache.phases.model_parts import GatheredShards, ModelParts, why_rearranged
 from latentcache.phases.module_state import (
     CompiledCalls,
@@ -53,12 +54,12 @@ class Phase:
 class Phases:
     """Switches the parts of a model between phases.
 
-    `parts` are modules by name (`unet`, `vae`, `text_encoder`, `text_encoder_2`), and what trains them: `optimizer`,
+    `parts` are modules by name (`unet` or `transformer`, `vae`, `text_encoder`), and what trains them: `optimizer`,
     `scaler`, `ema`. Modules may be wrapped by DistributedDataParallel, `torch.compile` or accelerate: the eager module
     inside is the one that `module` returns. `device` is where phases put parts, `park` where they put the others.
 
-    By default the parts that have parameters to train, and the UNet, are on the device in all three phases. They are
-    in train mode only in `train`; the other two use averaged weights. Parts that other software places are never
+    By default the parts that have parameters to train, and the denoiser, are on the device in all three phases. They
+    are in train mode only in `train`; the other two use averaged weights. Parts that other software places are never
     moved: quantised, FSDP and ZeRO-3 parts, parts under offload hooks, and those named in `immovable` (block swapping).
     The averages of an `ema` stay where they are, unless a phase names it in `on_device`: then the others park it.
     """
@@ -77,7 +78,7 @@ class Phases:
         self.device, self._park = numbered(device_of(device)), numbered(device_of(park))
         self._model = ModelParts(parts, immovable)
         trained = tuple(self._model.trained())
-        needed = tuple(name for name in self._model.modules if name == "unet" or name in trained)
+        needed = tuple(name for name in self._model.modules if name in DENOISERS or name in trained)
         self._phases = {
             "train": train or Phase(needed, trained),
             "validate": validate or Phase(needed, averaged=True),
@@ -306,8 +307,9 @@ class _OpenPhase:
         self.averages: list[EmaWeights | ScheduleFreeMode] = [
             ScheduleFreeMode(part) for part in model.parts.values() if is_optimizer(part)
         ]
-        if model.parts.get("ema") is not None and "unet" in model.modules:
-            averaged = list(model.modules["unet"].parameters())
+        denoiser = next((name for name in DENOISERS if name in model.modules), None)
+        if model.parts.get("ema") is not None and denoiser is not None:
+            averaged = list(model.modules[denoiser].parameters())
             self.averages.append(EmaWeights(model.parts["ema"], averaged, needed=phase.averaged))
         # In the order in which they are restored. Random streams are last: nothing after them may draw.
         self._snapshots: tuple[Snapshot, ...] = (

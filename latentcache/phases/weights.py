@@ -238,7 +238,7 @@ def why_unfit(ema: Any, parameters: Sequence[torch.nn.Parameter]) -> str | None:
     if num_averaged in (len(parameters), num_trained):
         return None
     return (
-        f"the ema averages {num_averaged} parameters, but the unet has {len(parameters)}, {num_trained} of them "
+        f"the ema averages {num_averaged} parameters, but the denoiser has {len(parameters)}, {num_trained} of them "
         "trained; build it over one of these"
     )
 

@@ -11,10 +11,13 @@ import torch
 from latentcache.config import Config
 from latentcache.devices.placement import device_named
 from latentcache.errors import ConfigError
+from latentcache.families.base import Family
 from latentcache.loading.cache import LatentCache
+from latentcache.models.denoiser import load_denoiser
+from latentcache.models.family import family_of
 from latentcache.models.lora import load_lora
 from latentcache.models.model_loader import ModelLoader
-from latentcache.models.unet import load_scheduler, load_unet
+from latentcache.models.scheduler import load_scheduler
 from latentcache.models.vae import DTYPES, vae_dtype
 from latentcache.phases.phases import Phases
 from latentcache.utils.progress import Progress
@@ -26,7 +29,7 @@ from latentcache.validation.runner import ValidationRunner
 def validate(
     config: Config,
     *,
-    unet: str | None = None,
+    denoiser: str | None = None,
     lora: str | None = None,
     lora_scale: float = 1.0,
     dtype: str = "auto",
@@ -34,12 +37,13 @@ def validate(
     against: Path | None = None,
     progress: Progress | None = None,
 ) -> CheckpointValidation:
-    """Validate a UNet on the cached validation sets of a config, and write the results.
+    """Validate a denoiser on the cached validation sets of a config, and write the results.
 
-    `unet` is anything that `models.unet.load_unet` reads, by default the model's own; `lora` a LoRA on top of it. The
-    device is `encode.device`, `dtype` that of the UNet: `auto` is float16 on an accelerator, float32 on the CPU. No
-    text encoder is loaded. `against` is the metrics.json of another checkpoint: the result has the difference of the
-    losses. Raises ConfigError, MetricsError, ModelError, DeviceError, and StoreError for what is not cached.
+    `denoiser` is anything that `models.denoiser.load_denoiser` reads, by default the model's own; `lora` a LoRA on
+    top of it. The device is `encode.device`, `dtype` that of the denoiser: `auto` is on an accelerator that of the
+    family (float16 or bfloat16), float32 on the CPU. No text encoder is loaded. `against` is the metrics.json of
+    another checkpoint: the result has the difference of the losses. Raises ConfigError, MetricsError, ModelError,
+    DeviceError, and StoreError for what is not cached.
     """
     other = None if against is None else _losses_in(against)
     if config.cache.store == "cpu":
@@ -47,16 +51,15 @@ def validate(
     device = device_named(config.encode.device)
     # Opened first: an empty cache is reported before any model is loaded.
     with LatentCache(config.cache) as cache:
-        model = config.model
-        parts: dict[str, Any] = {
-            "unet": load_unet(unet, dtype=_dtype(dtype, device), model=model),
-            "scheduler": load_scheduler(unet, model=model),
-        }
+        model, family = config.model, family_of(config.model)
+        loaded = load_denoiser(denoiser, dtype=_dtype(dtype, device, family), model=model, family=family)
+        scheduler = load_scheduler(denoiser, model=model, family=family)
+        parts: dict[str, Any] = {family.denoiser: loaded, "scheduler": scheduler}
         if lora is not None:
-            load_lora(parts["unet"], lora, scale=lora_scale)
-            parts["unet"].requires_grad_(False)
+            load_lora(loaded, lora, scale=lora_scale, family=family)
+            loaded.requires_grad_(False)
         if config.validation.prompts:
-            loader = ModelLoader(model.path, vae=model.vae, config=model.config, variant=model.variant)
+            loader = ModelLoader(model.path, vae=model.vae, config=model.config, variant=model.variant, family=family)
             parts["vae"] = loader.vae(vae_dtype(config.encode.vae_dtype, loader.vae_facts(), device)[0])
         phases = Phases(parts, device=device)
         runner = ValidationRunner(parts, cache, config, phases=phases, progress=progress)
@@ -106,9 +109,9 @@ def _losses_in(path: Path) -> LossReport:
     return loss
 
 
-def _dtype(name: str, device: torch.device) -> torch.dtype:
+def _dtype(name: str, device: torch.device, family: Family) -> torch.dtype:
     if name == "auto":
-        return torch.float32 if device.type == "cpu" else torch.float16
+        return torch.float32 if device.type == "cpu" else DTYPES[family.text_dtype]
     if name not in DTYPES:
         raise ConfigError(f"--dtype is {name!r}, but one of auto, {', '.join(DTYPES)} is needed")
     return DTYPES[name]

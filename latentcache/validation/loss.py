@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -13,10 +13,12 @@ import torch
 from latentcache.config import ValidationConfig
 from latentcache.devices.placement import device_of, dtype_of
 from latentcache.errors import ConfigError, ModelError, SampleError, StoreError
+from latentcache.families.base import MASK, Family
 from latentcache.identity import canonical_json, digest
 from latentcache.loading.cache import LatentCache
 from latentcache.loading.sample import SampleRef
 from latentcache.models.running import uncached_autocast
+from latentcache.types import Padding
 from latentcache.utils.progress import Progress
 from latentcache.validation.metrics import (
     Estimate,
@@ -29,7 +31,7 @@ from latentcache.validation.metrics import (
 from latentcache.validation.noise_schedule import OFFSET_BITS, NoiseSchedule, index_in, strata
 
 BATCH_SIZE_TOLERANCE: Mapping[torch.dtype, float] = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
-"""Largest relative difference of a sample's loss between two batch sizes, by the dtype of the UNet or of autocast.
+"""Largest relative difference of a sample's loss between two batch sizes, by the dtype of the denoiser or of autocast.
 
 Kernels round differently for other batch sizes. Measured with tiny UNets on a CPU, batch sizes 1 to 16: 8e-7 in
 float32 and 3e-4 in float16. Ten times that is allowed, because other devices have other kernels. bfloat16 rounds
@@ -40,7 +42,7 @@ logger = logging.getLogger("latentcache")
 
 
 def validation_loss(
-    unet: torch.nn.Module,
+    denoiser: torch.nn.Module,
     cache: LatentCache,
     *,
     scheduler: Any,
@@ -50,7 +52,7 @@ def validation_loss(
     device: torch.device | None = None,
     progress: Progress | None = None,
 ) -> LossReport:
-    """The mean squared error of the UNet's prediction on cached samples, without any encoder.
+    """The mean squared error of the denoiser's prediction on cached samples, without any encoder.
 
     `datasets` names manifests; by default all with the role `validation` (StoreError if there are none). `scheduler`
     is a diffusers scheduler or its config, and is only read: see `NoiseSchedule.of`. Of `settings` the timesteps, the
@@ -58,7 +60,7 @@ def validation_loss(
     depends on seed, sample_id and timestep alone, and the timesteps on seed and sample_id: one from each of
     `num_timesteps` equal parts of the schedule, so that many samples cover each part.
 
-    The UNet is used where it is and in the mode it is in: call `unet.eval()` first, and give the plain module, not
+    The denoiser is used where it is and in the mode it is in: call its `eval()` first, and give the plain module, not
     DDP's. Inputs go to its device; name a `device` where its blocks are swapped, so that it lies on several.
     `autocast` is float16 or bfloat16; with None a surrounding autocast stays in force. Gradients are off. Two runs with
     one batch size on one machine are equal to the last bit (if cudnn.benchmark is off: it picks kernels by time); see
@@ -66,13 +68,14 @@ def validation_loss(
 
     A sample that is missing or damaged is skipped, logged and listed. If none is left, the first SampleError is
     raised. A loss that is not finite is NaN, and so is each mean that it is in. ConfigError for settings that the
-    schedule does not allow.
+    schedule does not allow, StoreError for datasets of several model families.
     """
     settings = settings or ValidationConfig()
     schedule = check_loss_settings(scheduler, settings, autocast)
     views = {name: _view(cache, name) for name in _dataset_names(cache, datasets)}
-    device = device or device_of(unet)
-    measurement = _Measurement(unet, schedule, settings, progress or Progress(), device=device, autocast=autocast)
+    device, family = device or device_of(denoiser), _family_of(views)
+    progress = progress or Progress()
+    measurement = _Measurement(denoiser, family, schedule, settings, progress, device=device, autocast=autocast)
     losses = measurement.run(views)
     by_timestep = [row for samples in losses.values() for row in samples.values()]
     by_sample = {name: {key: mean_of(row) for key, row in samples.items()} for name, samples in losses.items()}
@@ -124,6 +127,15 @@ def _view(cache: LatentCache, name: str) -> LatentCache:
     return view
 
 
+def _family_of(views: Mapping[str, LatentCache]) -> Family:
+    found = {name: view.manifest(name).family for name, view in views.items()}
+    family = next(iter(found.values()))
+    others = {name: other.name for name, other in found.items() if other is not family}
+    if others:
+        raise StoreError(f"the datasets are of several model families, {family.name} and {others}: measure each alone")
+    return family
+
+
 def _data_digest(view: LatentCache, name: str) -> str:
     """What the measured samples resolve to: it changes with any sample, first caption, VAE or text encoder."""
     rows = [row for row in view.manifest(name).rows.values() if row.refusal is None]
@@ -146,12 +158,20 @@ class _TimestepSample:
     sample: Mapping[str, torch.Tensor]
 
 
+def _padded(rows: torch.Tensor, length: int, rule: Padding) -> torch.Tensor:
+    """Rows [1, L, ...] with padding, [1, length, ...]: as the store pads a batch."""
+    at = 0 if rule.side == "left" else rows.shape[1] - rule.num_last
+    blank = rows.new_full((1, length - rows.shape[1], *rows.shape[2:]), rule.value)
+    return torch.cat([rows[:, :at], blank, rows[:, at:]], dim=1)
+
+
 class _Measurement:
     """One run of `validation_loss`."""
 
     def __init__(
         self,
-        unet: torch.nn.Module,
+        denoiser: torch.nn.Module,
+        family: Family,
         schedule: tuple[NoiseSchedule, tuple[range, ...]],
         settings: ValidationConfig,
         progress: Progress,
@@ -159,11 +179,14 @@ class _Measurement:
         device: torch.device,
         autocast: torch.dtype | None,
     ):
-        self.unet, (self.schedule, self.strata), self.settings, self.progress = unet, schedule, settings, progress
+        self.denoiser, self.family, (self.schedule, self.strata) = denoiser, family, schedule
+        self.settings, self.progress = settings, progress
         self.device, self.autocast = device, autocast
-        self.dtype = dtype_of(unet) or torch.float32
+        self.dtype = dtype_of(denoiser) or torch.float32
         if self.autocast is None and torch.is_autocast_enabled(self.device.type):
             self.autocast = torch.get_autocast_dtype(self.device.type)
+        rules = {name: field.padding for name, field in family.fields.items() if field.padding is not None}
+        self._padded = rules | {f"{name}{MASK}": replace(rule, value=0) for name, rule in rules.items()}
         self.skipped: list[SkippedSample] = []
         self.errors: list[SampleError] = []
 
@@ -226,12 +249,8 @@ class _Measurement:
         except SampleError as error:
             self._skip(name, error)
             return
-        sample = {
-            "latents": batch["latents"],
-            "prompt_embeds": batch["prompt_embeds"].to(self.dtype),
-            "text_embeds": batch["pooled_prompt_embeds"].to(self.dtype),
-            "time_ids": batch["add_time_ids"],
-        }
+        sample = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+        sample |= {name: sample[name].to(self.dtype) for name in self.family.fields}
         offset = _seed_of("timesteps", self.settings.seed, sample_id)
         for stratum in self.strata:
             yield _TimestepSample(sample_id, index_in(stratum, offset), sample)
@@ -243,30 +262,35 @@ class _Measurement:
         self.progress.advance(len(self.strata))
 
     def _losses(self, pairs: Sequence[_TimestepSample]) -> list[float]:
-        """The loss of each pair: one UNet call, and one wait for the device."""
-        inputs = {name: torch.cat([pair.sample[name] for pair in pairs]) for name in pairs[0].sample}
-        latents = inputs["latents"]
+        """The loss of each pair: one call of the denoiser, and one wait for the device."""
+        inputs = {name: self._joined(name, [pair.sample[name] for pair in pairs]) for name in pairs[0].sample}
+        latents = inputs.pop("latents")
         noise = torch.stack([self._noise(pair, latents.shape[1:]) for pair in pairs]).to(self.device)
         index = torch.tensor([pair.index for pair in pairs])
-        prediction = self.unet(
-            self.schedule.noised(latents, noise, index).to(self.dtype),
-            self.schedule.timesteps[index].to(self.device),
-            encoder_hidden_states=inputs["prompt_embeds"],
-            added_cond_kwargs={name: inputs[name] for name in ("text_embeds", "time_ids")},
-            return_dict=False,
-        )[0]
+        noisy = self.schedule.noised(latents, noise, index).to(self.dtype)
+        timesteps = self.schedule.timesteps[index].to(self.device)
+        prediction = self.family.predict(self.denoiser, noisy, timesteps, inputs)
         target = self.schedule.target(latents, noise, index)
         if prediction.shape != target.shape:
             raise ModelError(
-                f"the UNet predicts {list(prediction.shape)} for latents {list(target.shape)}: it does not fit the VAE "
-                "of this cache",
-                part="unet",
+                f"the {self.family.denoiser_word} predicts {list(prediction.shape)} for latents {list(target.shape)}: "
+                "it does not fit the VAE of this cache",
+                part=self.family.denoiser,
             )
-        losses: list[float] = (prediction.float() - target).square().mean(dim=(1, 2, 3)).tolist()
+        errors = (prediction.float() - target).square()
+        losses: list[float] = errors.mean(dim=tuple(range(1, errors.ndim))).tolist()
         if self.settings.snr_gamma is not None:
             weights = self.schedule.min_snr_weight(index, self.settings.snr_gamma).tolist()
             losses = [loss * weight for loss, weight in zip(losses, weights, strict=True)]
         return losses
+
+    def _joined(self, name: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """One batch of these; texts of several lengths are padded to the longest, as the family has it."""
+        longest = max(tensor.shape[1] for tensor in tensors)
+        if all(tensor.shape[1] == longest for tensor in tensors) or name not in self._padded:
+            return torch.cat([*tensors])
+        rule = self._padded[name]
+        return torch.cat([_padded(tensor, longest, rule) for tensor in tensors])
 
     def _noise(self, pair: _TimestepSample, shape: torch.Size) -> torch.Tensor:
         # Drawn on the CPU, one pair at a time: the noise depends on no device, no batch and no other sample.

@@ -11,6 +11,7 @@ import torch
 from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler
 
 from latentcache.errors import ConfigError
+from latentcache.families.base import TimestepSampling
 from latentcache.identity import canonical_json, digest
 
 FLOW = "flow_prediction"
@@ -23,8 +24,8 @@ class NoiseSchedule:
     """Noise, timesteps and targets of a training, by index: 0 is the cleanest, num_train_timesteps - 1 the noisiest.
 
     `signal` and `noise_scale` are float32 [num_train_timesteps] on the CPU. `timesteps` [num_train_timesteps] are the
-    inputs of the UNet (int64; float32 for flow). `digest` identifies the schedule. An `index` is an int64 tensor [B] on
-    the CPU.
+    inputs of the denoiser (int64; float32 for flow). `digest` identifies the schedule. An `index` is an int64 tensor
+    [B] on the CPU.
     """
 
     prediction_type: str
@@ -43,7 +44,7 @@ class NoiseSchedule:
         """
         class_names, config = _config_of(scheduler)
         try:
-            if any(name.startswith("FlowMatch") for name in class_names) or config.get("prediction_type") == FLOW:
+            if is_flow(scheduler):
                 schedule = cls._of_flow(config)
             else:
                 schedule = cls._of_betas(class_names[0], config)
@@ -112,6 +113,21 @@ class NoiseSchedule:
             digest=digest(canonical_json({"kind": "flow", **settings})),
         )
 
+    def draw(self, sampling: TimestepSampling, num: int, generator: torch.Generator) -> torch.Tensor:
+        """Indices [num] of timesteps to train at, of a CPU generator: int64 on the CPU.
+
+        `uniform`: each as often as another. `logit_normal`: the sigmoid of a normal number, as `weighting_scheme` of
+        diffusers' compute_density_for_timestep_sampling has it. A `shift` moves them towards noise, by SD3's formula
+        (arXiv 2403.03206, 5.3.2): `shift * t / (1 + (shift - 1) * t)`, besides that of the schedule itself.
+        """
+        if sampling == TimestepSampling():
+            return torch.randint(self.num_train_timesteps, (num,), generator=generator)
+        shift = sampling.shift
+        drawn = {"uniform": torch.rand, "logit_normal": torch.randn}[sampling.density](num, generator=generator)
+        noise = drawn.sigmoid() if sampling.density == "logit_normal" else drawn
+        noise = shift * noise / (1 + (shift - 1) * noise)
+        return (noise * self.num_train_timesteps).long().clamp(max=self.num_train_timesteps - 1)
+
     @property
     def num_train_timesteps(self) -> int:
         """The number of timesteps of the training."""
@@ -123,7 +139,7 @@ class NoiseSchedule:
         return signal * latents.float() + noise_scale * noise.float()
 
     def target(self, latents: torch.Tensor, noise: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """What the UNet is trained to predict, in float32. v is diffusers' `get_velocity`."""
+        """What the denoiser is trained to predict, in float32. v is diffusers' `get_velocity`."""
         latents, noise = latents.float(), noise.float()
         if self.prediction_type == "epsilon":
             return noise
@@ -159,6 +175,12 @@ class NoiseSchedule:
     def _factors(self, latents: torch.Tensor, index: torch.Tensor) -> list[torch.Tensor]:
         shape = (-1, *[1] * (latents.ndim - 1))
         return [factor[index].reshape(shape).to(latents.device) for factor in (self.signal, self.noise_scale)]
+
+
+def is_flow(scheduler: Any) -> bool:
+    """Whether a diffusers scheduler, or its config, is one of flow matching. ConfigError if it is neither."""
+    class_names, config = _config_of(scheduler)
+    return any(name.startswith("FlowMatch") for name in class_names) or config.get("prediction_type") == FLOW
 
 
 def strata(num_train_timesteps: int, num_timesteps: int) -> tuple[range, ...]:

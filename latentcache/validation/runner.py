@@ -15,11 +15,12 @@ from latentcache.config import Config, DatasetConfig
 from latentcache.devices.placement import device_named, dtype_of
 from latentcache.devices.tensor_location import hooks_by_path
 from latentcache.errors import ConfigError, StoreError
-from latentcache.families import DEFAULT, family_named
+from latentcache.families.base import Family
 from latentcache.loading.cache import LatentCache
+from latentcache.models.denoiser import check_fits
+from latentcache.models.family import family_of
 from latentcache.models.model_loader import LoadedModels, check_frozen
 from latentcache.models.running import uncached_autocast
-from latentcache.models.unet import check_conditioning
 from latentcache.phases.model_parts import why_sharded
 from latentcache.phases.phases import Phase, Phases
 from latentcache.precache.plan import Shard
@@ -57,16 +58,17 @@ FILL = Phase(on_device=())
 class ValidationRunner:
     """Measures the validation loss and samples images from the cache, and restores training afterwards.
 
-    `parts` are those of the training: `unet`, and `scheduler`, whose config is read; `vae` for images; `optimizer`,
-    `scaler` and `ema` if the training has them, so that they are restored; `text_encoder`, `text_encoder_2`,
-    `tokenizer` and `tokenizer_2` only to encode what is not cached yet. Modules may be wrapped (DDP, torch.compile,
-    accelerate). `config` names the validation sets (`role: validation`) and has the settings under `validation`.
-    `phases` is the training's own switch; by default there is a new one, on the device of the UNet. A UNet whose blocks
-    are swapped needs it, with `immovable=("unet",)`. `writer` is a TensorBoard SummaryWriter or a W&B run. `autocast`
-    is the dtype that training computes in under autocast.
+    `parts` are those of the training: the denoiser, by the name that its family gives it (`unet` or `transformer`), and
+    `scheduler`, whose config is read; `vae` for images; `optimizer`, `scaler` and `ema` if the training has them, so
+    that they are restored; text encoders and tokenizers (`text_encoder`, `tokenizer`, ...) only to encode what is not
+    cached yet. Modules may be wrapped (DDP, torch.compile, accelerate). `config` names the validation sets (`role:
+    validation`) and has the settings under `validation`. The family is that of `model.family`, else of what is cached,
+    else of `model.path`. `phases` is the training's own switch; by default there is a new one, on the device of the
+    denoiser. A denoiser whose blocks are swapped needs it, with its name in `immovable=`. `writer` is a TensorBoard
+    SummaryWriter or a W&B run. `autocast` is the dtype that training computes in under autocast.
 
     With several processes call `run` in all of them. The first process validates and returns the report; the others
-    return None at once, unless the UNet is sharded (FSDP, ZeRO-3): then its forwards need every process. The others
+    return None at once, unless the denoiser is sharded (FSDP, ZeRO-3): then its forwards need every process. The others
     wait in the next step of the training: `init_process_group(timeout=)` has to be longer than a validation, and NCCL's
     10 minutes may not be.
 
@@ -85,20 +87,22 @@ class ValidationRunner:
         autocast: torch.dtype | None = None,
         progress: Progress | None = None,
     ):
-        missing = [name for name in ("unet", "scheduler") if parts.get(name) is None]
+        self.family = _family(cache, config)
+        name = self.family.denoiser
+        missing = [needed for needed in (name, "scheduler") if parts.get(needed) is None]
         if missing:
-            given = ", ".join(name for name, part in parts.items() if part is not None) or "none"
+            given = ", ".join(given for given, part in parts.items() if part is not None) or "none"
             raise ConfigError(
-                f"validation needs the parts unet and scheduler; {', '.join(missing)} is missing of {given}"
+                f"validation needs the parts {name} and scheduler; {', '.join(missing)} is missing of {given}"
             )
         tracker_log(writer)
         self.parts, self.cache, self.config = dict(parts), cache, config
-        self.phases = phases or Phases({k: v for k, v in parts.items() if v is not None}, device=parts["unet"])
-        for name in ("text_encoder", "text_encoder_2", "vae"):
-            if self.phases.has(name):
-                check_frozen(name, self.phases.module(name))
+        self.phases = phases or Phases({k: v for k, v in parts.items() if v is not None}, device=parts[name])
+        for frozen in self.family.parts:
+            if self.phases.has(frozen):
+                check_frozen(frozen, self.phases.module(frozen))
         self._writer, self._autocast, self._progress = writer, autocast, progress
-        self._filler = ColdCacheFiller(self.parts, cache, config, self.phases)
+        self._filler = ColdCacheFiller(self.parts, cache, config, self.phases, self.family)
         self._check_settings()
         self.paths: ResultPaths | None = None
         """The files of the last `run`."""
@@ -112,7 +116,7 @@ class ValidationRunner:
         cannot be written, and PhaseError if training could not be restored. Training is restored after every error.
         """
         rank, step = _rank(), checked_step(step)
-        if rank and why_sharded(self.phases.module("unet")) is None:
+        if rank and why_sharded(self._denoiser()) is None:
             return None
         if not rank:
             prepare_folder(self.config.validation.path)
@@ -164,12 +168,12 @@ class ValidationRunner:
                 key="validation.prompts",
             )
         if self._samples_images():
-            check_sampling(self.phases.module("vae"), scheduler, validation)
+            check_sampling(self.phases.module("vae"), scheduler, validation, self.family)
 
     def _loss(self) -> LossReport:
         names = [dataset.name for dataset in self.config.datasets if dataset.role == "validation"]
         return validation_loss(
-            self.phases.module("unet"),
+            self._denoiser(),
             self.cache,
             scheduler=self.parts["scheduler"],
             datasets=names or None,
@@ -191,30 +195,40 @@ class ValidationRunner:
             self._own_cache(),
             validation.prompts,
             validation.negative_prompt,
-            device=self._device() or self.phases.module("unet"),
-            dtype=dtype_of(self.phases.module("unet")),
+            device=self._device() or self._denoiser(),
+            dtype=dtype_of(self._denoiser()),
             encode=None if self._filler.obstacle else self._filler.fill_prompts,
         )
 
     def _images(self, embeddings: list[PromptEmbeddings], seconds: dict[str, float]) -> tuple[SampleImage, ...]:
-        unet, settings = self.phases.module("unet"), self.config.validation
+        denoiser, settings, scheduler = self._denoiser(), self.config.validation, self.parts["scheduler"]
         with _timed(seconds, "sample"), uncached_autocast(self.phases.device, self._autocast):
-            latents = denoise(unet, self.parts["scheduler"], embeddings, settings, device=self._device())
+            device = self._device()
+            latents = denoise(denoiser, scheduler, embeddings, settings, device=device, family=self.family)
         with _timed(seconds, "decode"), self.phases.lend("vae"):
             return tuple(decode_samples(self.phases.module("vae"), latents, embeddings, settings))
 
+    def _denoiser(self) -> torch.nn.Module:
+        return self.phases.module(self.family.denoiser)
+
     def _device(self) -> torch.device | None:
-        """Where a UNet with swapped blocks runs, whose weights are on several devices. None: where its weights are."""
-        unet = self.phases.module("unet")
-        spread = len({tensor.device for tensor in chain(unet.parameters(), unet.buffers())}) > 1
-        return self.phases.device if spread and not hooks_by_path(unet) else None
+        """Where one with swapped blocks runs, whose weights are on several devices. None: where its weights are."""
+        denoiser = self._denoiser()
+        spread = len({tensor.device for tensor in chain(denoiser.parameters(), denoiser.buffers())}) > 1
+        return self.phases.device if spread and not hooks_by_path(denoiser) else None
 
     def _check_conditioning(self) -> None:
-        """Check that the UNet fits the cached embeddings: its own error would be a matrix product deep inside."""
-        unet = self.phases.module("unet")
-        widths = self._own_cache().text_widths()
-        if widths is not None and hasattr(unet, "config"):
-            check_conditioning(unet, *widths)
+        """Check that it fits the cached embeddings: its own error would be a matrix product deep inside."""
+        shapes = self._own_cache().text_shapes()
+        if shapes is not None and hasattr(self._denoiser(), "config"):
+            check_fits(self._denoiser(), self.family, shapes)
+
+
+def _family(cache: LatentCache, config: Config) -> Family:
+    """The config's, else that of what is cached: a trainer may have a model that the config does not name."""
+    if config.model.family is None and (cached := cache.datasets()):
+        return cached[0].family
+    return family_of(config.model)
 
 
 def _rank() -> int:
@@ -237,8 +251,8 @@ class ColdCacheFiller:
     Nothing is encoded where `parts` lack encoders, or the cache is read only: `obstacle` says which.
     """
 
-    def __init__(self, parts: Mapping[str, Any], cache: LatentCache, config: Config, phases: Phases):
-        self._parts, self._cache, self._phases = parts, cache, phases
+    def __init__(self, parts: Mapping[str, Any], cache: LatentCache, config: Config, phases: Phases, family: Family):
+        self._parts, self._cache, self._phases, self._family = parts, cache, phases, family
         self._config = config
         self._device = device_named(config.encode.device)
         if config.encode.device == "auto" and self._device.type == phases.device.type:
@@ -251,7 +265,7 @@ class ColdCacheFiller:
     @property
     def obstacle(self) -> str | None:
         """Why nothing can be encoded, or None if it can."""
-        missing = [name for name in family_named(DEFAULT).parts if self._parts.get(name) is None]
+        missing = [name for name in self._family.parts if self._parts.get(name) is None]
         if missing:
             return f"{', '.join(missing)} {'was' if len(missing) == 1 else 'were'} not given to encode it"
         return "this cache is open for reading only" if self._cache.store.read_only else None
@@ -329,10 +343,9 @@ class ColdCacheFiller:
         """A workspace and the encoders, with every part parked. Afterwards the placement is declared again."""
         cache, phases = self._cache, self._phases
         parts: dict[str, Any] = {
-            name: phases.module(name) if phases.has(name) else self._parts.get(name)
-            for name in family_named(DEFAULT).parts
+            name: phases.module(name) if phases.has(name) else self._parts.get(name) for name in self._family.parts
         }
-        models = LoadedModels(**parts)
+        models = LoadedModels(family=self._family, **parts)
         with phases.enter(FILL):
             if cache.path is None or isinstance(cache.path, str):
                 yield Workspace(cache.store, cache.manifests), models

@@ -1,4 +1,4 @@
-"""Sample images from cached prompt embeddings, by SDXL's own pipeline without its encoders and its VAE."""
+"""Sample images from cached prompt embeddings, by the family's own pipeline without its encoders and its VAE."""
 
 from __future__ import annotations
 
@@ -20,40 +20,35 @@ from latentcache.devices.guard import check_same_device
 from latentcache.devices.placement import DeviceLike, device_of
 from latentcache.devices.tensor_location import offload_hook_of
 from latentcache.errors import ConfigError, ModelError, SampleError
-from latentcache.families import DEFAULT, family_named
+from latentcache.families import DEFAULT, family_named, family_of_denoiser
+from latentcache.families.base import Family
 from latentcache.loading.cache import LatentCache
 from latentcache.models.running import uncached_autocast
 from latentcache.models.vae import decode_fitting, vae_facts
 from latentcache.phases.module_state import TrainingModes
 from latentcache.phases.process_state import RandomStreams
-
-PIXELS_PER_LATENT = 8
-"""Pixels per latent row or column. The pipeline reads it from the VAE's config, and has this value without a VAE."""
-NEEDED_OF_SCHEDULER = ("init_noise_sigma", "order", "scale_model_input", "set_timesteps", "step")
-"""What the denoising loop of SDXL's pipeline uses of a scheduler."""
+from latentcache.validation.noise_schedule import is_flow
 
 PromptPair = tuple[str, bool]
-"""A text, and whether it is a negative prompt: with clip_skip the two are encoded differently."""
+"""A text, and whether it is a negative prompt: some families encode the two differently."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptEmbeddings:
-    """What SDXL's pipeline takes in place of a prompt: embeddings [1, T, D] and pooled embeddings [1, P].
+    """What a pipeline takes in place of a prompt: the fields of its cached text, [1, ...], with their masks.
 
-    With `negative_prompt` None the negative ones are zeros, as the pipeline has it with `force_zeros_for_empty_prompt`.
+    With `negative_prompt` None the negative ones are what the family's pipeline takes then: zeros, as SDXL's has it
+    with `force_zeros_for_empty_prompt`, or those of the empty text.
     """
 
     prompt: str
     negative_prompt: str | None
-    prompt_embeds: torch.Tensor
-    pooled_prompt_embeds: torch.Tensor
-    negative_prompt_embeds: torch.Tensor
-    negative_pooled_prompt_embeds: torch.Tensor
+    embeds: Mapping[str, torch.Tensor]
+    negative: Mapping[str, torch.Tensor]
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The four tensors by the names of the pipeline's arguments."""
-        names = ("prompt_embeds", "pooled_prompt_embeds", "negative_prompt_embeds", "negative_pooled_prompt_embeds")
-        return {name: getattr(self, name) for name in names}
+        """All of them by name; those of the negative prompt begin with `negative_`."""
+        return {**self.embeds, **{f"negative_{name}": tensor for name, tensor in self.negative.items()}}
 
 
 def prompt_embeddings(
@@ -72,8 +67,9 @@ def prompt_embeddings(
     SampleError names the first such prompt and the command that caches it.
     """
     pairs: list[PromptPair] = [(prompt, False) for prompt in prompts]
-    if prompts and negative_prompt is not None:
-        pairs.append((negative_prompt, True))
+    text = "" if negative_prompt is None and not family_of_cache(cache).has_zero_negative else negative_prompt
+    if prompts and text is not None:
+        pairs.append((text, True))
     found, missing = _read_prompts(cache, pairs, device, dtype)
     if missing and encode is not None:
         encode(list(missing))
@@ -85,13 +81,15 @@ def prompt_embeddings(
     embeddings = []
     for prompt in prompts:
         positive = found[prompt, False]
-        if negative_prompt is None:
-            negative = {name: torch.zeros_like(tensor) for name, tensor in positive.items()}
-        else:
-            negative = found[negative_prompt, True]
-        tensors = {f"negative_{name}": tensor for name, tensor in negative.items()} | positive
-        embeddings.append(PromptEmbeddings(prompt, negative_prompt, **tensors))
+        zeros = {name: torch.zeros_like(tensor) for name, tensor in positive.items()}
+        negative = zeros if text is None else found[text, True]
+        embeddings.append(PromptEmbeddings(prompt, negative_prompt, positive, negative))
     return embeddings
+
+
+def family_of_cache(cache: LatentCache) -> Family:
+    """The family of the first dataset that is cached; that of DEFAULT where there is none yet."""
+    return next((manifest.family for manifest in cache.datasets()), family_named(DEFAULT))
 
 
 def _read_prompts(
@@ -120,60 +118,61 @@ class SampleImage:
 
 
 def denoise(
-    unet: torch.nn.Module,
+    denoiser: torch.nn.Module,
     scheduler: Any,
     embeddings: Sequence[PromptEmbeddings],
     settings: ValidationConfig,
     *,
     device: torch.device | None = None,
+    family: Family | None = None,
 ) -> list[torch.Tensor]:
-    """Scaled latents [1, C, h, w] of each image, on the UNet's device: what the pipeline would decode.
+    """Scaled latents [1, C, (F,) h, w] of each image, on the denoiser's device: what the pipeline would decode.
 
-    They are `StableDiffusionXLPipeline`'s for the same prompt, seed and device, bit by bit. Each image is one call with
-    a CPU generator of its own, and depends on no other prompt. The negative embeddings count only where
-    `guidance_scale` is above 1. A surrounding autocast stays in force.
+    They are those of the pipeline of `family` (by default the first whose denoiser is of this class) for the same
+    prompt, seed and device, bit by bit. Each image is one call with a CPU generator of its own, and depends on no other
+    prompt. The negative embeddings count only where the pipeline uses them at this `guidance_scale`: with most, above
+    1. A surrounding autocast stays in force.
 
-    The UNet runs where it is, in eval mode. Name the `device` where its blocks are swapped, so that it lies on several:
-    the pipeline runs on the device of the first parameter. The UNet's training flags, the global random state and
-    `scheduler` are afterwards as they were, also after an error: the loop has a copy of the scheduler. Raises
-    DeviceMismatchError if UNet and embeddings are on different devices, ConfigError for a scheduler that cannot be
-    used, ModelError for a wrapped UNet.
+    The denoiser runs where it is, in eval mode. Name the `device` where its blocks are swapped, so that it lies on
+    several: the pipeline runs on the device of the first parameter. The denoiser's training flags, the global random
+    state and `scheduler` are afterwards as they were, also after an error: the loop has a copy of the scheduler. Raises
+    DeviceMismatchError if denoiser and embeddings are on different devices, ConfigError for a scheduler that cannot be
+    used, ModelError for a wrapped denoiser.
     """
-    if not hasattr(unet, "config"):
+    family = family or family_of_denoiser(denoiser)
+    if not hasattr(denoiser, "config"):
+        name, word = family.denoiser, family.denoiser_word
         raise ModelError(
-            f"unet: {type(unet).__name__} has no config, so it is a wrapper. Give the UNet inside of it, as "
-            "accelerator.unwrap_model(unet) does.",
-            part="unet",
+            f"{name}: {type(denoiser).__name__} has no config, so it is a wrapper. Give the {word} inside of it, as "
+            f"accelerator.unwrap_model({name}) does.",
+            part=name,
         )
-    _check_devices(unet, embeddings, device)
-    device = device or device_of(unet)
+    _check_devices(denoiser, family.denoiser, embeddings, device)
+    device = device or device_of(denoiser)
+    guidance = settings.guidance_scale
     latents = []
     with ExitStack() as stack:
         stack.callback(RandomStreams().restore)
-        stack.callback(TrainingModes({"unet": unet}).restore)
-        unet.eval()
+        stack.callback(TrainingModes({family.denoiser: denoiser}).restore)
+        denoiser.eval()
         stack.enter_context(uncached_autocast(device, None))
         for number, each in enumerate(embeddings):
-            pipeline: Any = family_named(DEFAULT).pipeline(
-                unet=unet, scheduler=scheduler_copy(scheduler, settings.scheduler)
-            )
+            copied = scheduler_copy(scheduler, settings.scheduler, family)
+            pipeline = family.pipeline(**{family.denoiser: denoiser, "scheduler": copied})
             generator = torch.Generator().manual_seed(settings.seed + number)
             # The few schedulers that draw from the global generator give the same image each time too.
             torch.manual_seed(settings.seed + number)
-            tensors = each.tensors()
-            if settings.guidance_scale <= 1:
-                tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("negative_")}
-            (latent,) = pipeline(
-                **tensors,
+            latent, *_ = pipeline(
+                **family.pipeline_kwargs(each.embeds, each.negative if family.uses_negative(guidance) else None),
+                **family.guidance_kwargs(guidance),
                 height=settings.height,
                 width=settings.width,
                 num_inference_steps=settings.num_inference_steps,
-                guidance_scale=settings.guidance_scale,
                 generator=generator,
                 output_type="latent",
                 return_dict=False,
             )
-            latents.append(latent)
+            latents.append(family.final_latents(latent, settings.height, settings.width))
     return latents
 
 
@@ -183,20 +182,25 @@ def decode_samples(
     embeddings: Sequence[PromptEmbeddings],
     settings: ValidationConfig,
 ) -> list[SampleImage]:
-    """The images of what `denoise` gave for the same embeddings and settings, with the VAE where it is."""
+    """The images of what `denoise` gave for the same embeddings and settings, with the VAE where it is.
+
+    Of several frames it is the first one.
+    """
     samples = []
     for number, (latent, each) in enumerate(zip(latents, embeddings, strict=True)):
         images, tiled = decode_fitting(vae, latent)
-        image = Image.fromarray(images[0])
+        image = Image.fromarray(images[0] if images.ndim == 4 else images[0, 0])
         samples.append(SampleImage(each.prompt, each.negative_prompt, settings.seed + number, image, tiled))
     return samples
 
 
-def scheduler_copy(scheduler: Any, class_name: str | None = None) -> Any:
+def scheduler_copy(scheduler: Any, class_name: str | None = None, family: Family | None = None) -> Any:
     """A new scheduler from a copy of the config, of this class of diffusers; by default of its own class.
 
-    Raises ConfigError if there is no such class, or SDXL's pipeline cannot use it, or not with this config.
+    `family` None is DEFAULT. Raises ConfigError if there is no such class, or the family's pipeline cannot use it, or
+    not with this config.
     """
+    family = family or family_named(DEFAULT)
     if not isinstance(getattr(scheduler, "config", None), Mapping):
         raise ConfigError(f"scheduler is {type(scheduler).__name__}, but a scheduler of diffusers is needed")
     scheduler_class = type(scheduler) if class_name is None else _scheduler_class(class_name)
@@ -205,18 +209,34 @@ def scheduler_copy(scheduler: Any, class_name: str | None = None) -> Any:
     except (ImportError, NotImplementedError, TypeError, ValueError) as error:
         name = scheduler_class.__name__
         raise _refused(f"{name} cannot be made from the model's scheduler config: {error}") from error
-    missing = [name for name in NEEDED_OF_SCHEDULER if not hasattr(copied, name)]
+    missing = [name for name in family.needed_of_scheduler if not hasattr(copied, name)]
     if missing:
-        raise _refused(f"{scheduler_class.__name__} has no {', '.join(missing)}, which SDXL's pipeline needs")
+        pipeline = family.pipeline_name
+        raise _refused(f"{scheduler_class.__name__} has no {', '.join(missing)}, which {pipeline} needs")
+    if is_flow(scheduler) and not is_flow(copied):
+        raise _refused(f"{scheduler_class.__name__} with the model's scheduler config is not one of flow matching")
     return copied
 
 
-def check_sampling(vae: torch.nn.Module, scheduler: Any, settings: ValidationConfig) -> None:
-    """Raise before any forward what the images would raise: ConfigError for the scheduler, ModelError for the VAE."""
-    scheduler_copy(scheduler, settings.scheduler)
-    factor = vae_facts(vae).downscale_factor
-    if factor != PIXELS_PER_LATENT:
-        raise ModelError(f"vae: {factor} pixels per latent, but SDXL's pipeline has {PIXELS_PER_LATENT}", part="vae")
+def check_sampling(
+    vae: torch.nn.Module, scheduler: Any, settings: ValidationConfig, family: Family | None = None
+) -> None:
+    """Raise before any forward what the images would raise: ConfigError for the settings, ModelError for the VAE.
+
+    `family` None is DEFAULT.
+    """
+    family = family or family_named(DEFAULT)
+    scheduler_copy(scheduler, settings.scheduler, family)
+    factor, step = vae_facts(vae).downscale_factor, family.side_step
+    if factor != family.latent.downscale:
+        expected = family.latent.downscale
+        raise ModelError(f"vae: {factor} pixels per latent, but {family.pipeline_name} has {expected}", part="vae")
+    for name, side in (("height", settings.height), ("width", settings.width)):
+        if side % step:
+            raise ConfigError(
+                f"{name} is {side}, but images of {family.name} have sides that are multiples of {step}",
+                key=f"validation.{name}",
+            )
 
 
 def _settings_of(scheduler: Any) -> dict[str, Any]:
@@ -246,12 +266,14 @@ def _refused(detail: str) -> ConfigError:
     )
 
 
-def _check_devices(unet: torch.nn.Module, embeddings: Sequence[PromptEmbeddings], device: torch.device | None) -> None:
+def _check_devices(
+    denoiser: torch.nn.Module, name: str, embeddings: Sequence[PromptEmbeddings], device: torch.device | None
+) -> None:
     """Checked before diffusers runs: its own error would name neither the tensor nor the prompt."""
     tensors: dict[str, Any] = {f"embeddings of {each.prompt!r}": each.tensors() for each in embeddings}
     if device is not None:
-        tensors["unet"] = dict(islice(unet.named_parameters(), 1))
-    elif not any(map(offload_hook_of, unet.modules())):
-        # Weights that wait elsewhere for their offload hook say nothing about where the UNet will run.
-        tensors["unet"] = dict(chain(unet.named_parameters(), unet.named_buffers()))
+        tensors[name] = dict(islice(denoiser.named_parameters(), 1))
+    elif not any(map(offload_hook_of, denoiser.modules())):
+        # Weights that wait elsewhere for their offload hook say nothing about where the denoiser will run.
+        tensors[name] = dict(chain(denoiser.named_parameters(), denoiser.named_buffers()))
     check_same_device(**tensors)

@@ -17,9 +17,9 @@ from unets import F16, F32, TINY, adapted_unet, frozen_unet, output
 
 from latentcache.checkpoints.checkpoint import save_checkpoint
 from latentcache.errors import ModelError, StoreError
+from latentcache.integrations.diffusers import load_unet
 from latentcache.models import lora
 from latentcache.models.lora import LORA_FILE, load_lora, save_lora
-from latentcache.models.unet import load_unet
 
 TARGETS = ["to_q", "to_out.0", "conv1", "time_emb_proj", "ff.net.0.proj"]
 
@@ -280,7 +280,7 @@ def test_what_is_no_lora_file_is_refused(adapted, tmp_path):
     os.truncate(folder / "a.safetensors", 100)
     refused(unet, folder / "a.safetensors", "could not be loaded")
     save_checkpoint(tmp_path / "step", model=adapted)
-    refused(unet, tmp_path / "step", "Name it as the UNet")
+    refused(unet, tmp_path / "step", "Name it as the denoiser")
     unet.save_pretrained(tmp_path / "unet")
     refused(unet, tmp_path / "unet", "not LoRA weights of a UNet")
 

@@ -19,10 +19,11 @@ from unets import F16, F32, TINY, adapted_unet, check_same, frozen_unet, output,
 from latentcache.checkpoints.checkpoint import save_checkpoint
 from latentcache.config import ModelConfig
 from latentcache.errors import ModelError
+from latentcache.integrations.diffusers import check_conditioning, load_unet
 from latentcache.models import model_files
 from latentcache.models.lora import lora_settings
+from latentcache.models.scheduler import load_scheduler
 from latentcache.models.tiny import tiny_denoiser, tiny_pipeline
-from latentcache.models.unet import check_conditioning, load_scheduler, load_unet
 
 STEM = "diffusion_pytorch_model"
 

@@ -85,7 +85,7 @@ def test_batches_are_those_of_the_local_cache(
     assert epochs(section, 3) == expected, "from the local tier"
     with LatentCache(server.url) as far, LatentCache(served_cache) as near:
         ids = near.sample_ids()[:8:2]
-        assert far.sample_ids() == near.sample_ids() and far.text_widths() == near.text_widths()
+        assert far.sample_ids() == near.sample_ids() and far.text_shapes() == near.text_shapes()
         for options in ({}, {"output": "moments"}, {"scaled": True, "dtype": torch.bfloat16}):
             left, right = (cache.batch(ids, device="cpu", **options) for cache in (far, near))
             assert left.keys() == right.keys()

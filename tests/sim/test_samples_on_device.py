@@ -96,17 +96,19 @@ def test_a_surrounding_autocast_holds_without_its_cache(device: torch.device) ->
 
 
 def made_up(device: torch.device) -> list[PromptEmbeddings]:
-    shapes = [(1, 77, 72), (1, 40), (1, 77, 72), (1, 40)]
-    return [PromptEmbeddings("made up", "", *(torch.ones(shape, device=device) for shape in shapes))]
+    shapes = {"prompt_embeds": (1, 77, 72), "pooled_prompt_embeds": (1, 40)}
+    both = ({name: torch.ones(shape, device=device) for name, shape in shapes.items()} for _ in range(2))
+    return [PromptEmbeddings("made up", "", *both)]
 
 
-@pytest.mark.parametrize(
-    "name", ["prompt_embeds", "pooled_prompt_embeds", "negative_prompt_embeds", "negative_pooled_prompt_embeds"]
-)
-def test_one_embedding_elsewhere_is_named(device: torch.device, name: str) -> None:
+@pytest.mark.parametrize("name", ["prompt_embeds", "pooled_prompt_embeds"])
+@pytest.mark.parametrize("side", ["embeds", "negative"])
+def test_one_embedding_elsewhere_is_named(device: torch.device, side: str, name: str) -> None:
     unet = tiny_denoiser().to(device)
     (embeddings,) = made_up(device)
-    embeddings = replace(embeddings, **{name: getattr(embeddings, name).cpu()})
+    tensors = getattr(embeddings, side)
+    embeddings = replace(embeddings, **{side: {**tensors, name: tensors[name].cpu()}})
+    name = name if side == "embeds" else f"negative_{name}"
     with pytest.raises(DeviceMismatchError, match=rf"embeddings of 'made up'\.{name} \[1, .*\] float32 is on cpu"):
         denoise(unet, tiny_pipeline().scheduler, [embeddings], SETTINGS)
 
@@ -123,9 +125,9 @@ def test_a_half_precision_vae_is_upcast_and_put_back(
     vae = parts["vae"].half()
     before = [(id(p), p.dtype, p.device, p.detach().clone()) for p in vae.parameters()]
     unet = tiny_denoiser().half().to(device)
-    embeddings = [
-        replace(each, **{name: tensor.half() for name, tensor in each.tensors().items()}) for each in made_up(device)
-    ]
+    (made,) = made_up(device)
+    half = {name: tensor.half() for name, tensor in made.embeds.items()}
+    embeddings = [replace(made, embeds=half, negative=half)]
     seen = []
     decode = vae.decode
 

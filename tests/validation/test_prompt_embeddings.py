@@ -69,25 +69,28 @@ def test_cached_prompts_in_their_order_and_in_the_requesters_dtype(cache: Latent
     first, second = prompt_embeddings(cache, ["a validation prompt", ""], "ugly", device=unet)
     assert (first.prompt, second.prompt, first.negative_prompt) == ("a validation prompt", "", "ugly")
     assert {tensor.dtype for tensor in first.tensors().values()} == {torch.float16}
-    assert torch.equal(first.negative_prompt_embeds, second.negative_prompt_embeds)
+    assert torch.equal(first.negative["prompt_embeds"], second.negative["prompt_embeds"])
     for text, names in (
         ("a validation prompt", ("prompt_embeds", "pooled_prompt_embeds")),
         ("ugly", ("negative_prompt_embeds", "negative_pooled_prompt_embeds")),
     ):
         encoded = encode_captions(LoadedModels(**parts).text(torch.float32), [text])
         for name, tensor in zip(names, encoded.values(), strict=True):
-            assert torch.equal(getattr(first, name), tensor.half())
+            assert torch.equal(first.tensors()[name], tensor.half())
     exact = prompt_embeddings(cache, [""], "ugly", device=unet, dtype=torch.float32)
-    assert exact[0].prompt_embeds.dtype == torch.float32
+    assert exact[0].embeds["prompt_embeds"].dtype == torch.float32
     assert prompt_embeddings(cache, [], "never cached", device="cpu") == []
 
 
 def test_no_negative_prompt_is_zeros(cache: LatentCache) -> None:
     (embeddings,) = prompt_embeddings(cache, [""], None, device="cpu")
     assert embeddings.negative_prompt is None
-    assert embeddings.negative_prompt_embeds.shape == (1, 77, 72) and not embeddings.negative_prompt_embeds.any()
-    assert embeddings.negative_pooled_prompt_embeds.shape == (1, 40)
-    assert not embeddings.negative_pooled_prompt_embeds.any() and embeddings.prompt_embeds.any()
+    assert {name: tuple(zeros.shape) for name, zeros in embeddings.negative.items()} == {
+        "prompt_embeds": (1, 77, 72),
+        "pooled_prompt_embeds": (1, 40),
+    }
+    assert not any(zeros.any() for zeros in embeddings.negative.values())
+    assert embeddings.embeds["prompt_embeds"].any()
 
 
 @pytest.mark.parametrize(
@@ -128,8 +131,8 @@ def test_with_encoders_what_is_missing_is_cached_once(
     assert encoders(parts) == before
     text = LoadedModels(**parts).text(torch.float32)
     late, negative = (encode_captions(text, [caption]) for caption in ("a late idea", "blurry"))
-    assert torch.equal(embeddings[1].prompt_embeds, late["prompt_embeds"])
-    assert torch.equal(embeddings[1].negative_pooled_prompt_embeds, negative["pooled_prompt_embeds"])
+    assert torch.equal(embeddings[1].embeds["prompt_embeds"], late["prompt_embeds"])
+    assert torch.equal(embeddings[1].negative["pooled_prompt_embeds"], negative["pooled_prompt_embeds"])
     with LatentCache(config.cache.path) as other:
         assert prompt_embeddings(other, ["a late idea"], "blurry", device="cpu")
 
@@ -211,7 +214,7 @@ def test_lost_and_damaged_entries_are_encoded_again(
         return cache_prompts(config, workspace, models, pairs, device="cpu")
 
     (embeddings,) = prompt_embeddings(cache, ["a validation prompt"], "", device="cpu", encode=encode)
-    assert torch.equal(embeddings.prompt_embeds, before["prompt_embeds"])
+    assert torch.equal(embeddings.embeds["prompt_embeds"], before["prompt_embeds"])
     needle = before["pooled_prompt_embeds"].numpy().tobytes()
     for pack in config.cache.path.glob("packs/*/*.safetensors"):
         data = pack.read_bytes()
@@ -220,7 +223,7 @@ def test_lost_and_damaged_entries_are_encoded_again(
             pack.write_bytes(data.replace(needle, bytes(len(needle))))
     with LatentCache(config.cache.path) as damaged:
         (embeddings,) = prompt_embeddings(damaged, ["a validation prompt"], "", device="cpu", encode=encode)
-    assert torch.equal(embeddings.pooled_prompt_embeds, before["pooled_prompt_embeds"])
+    assert torch.equal(embeddings.embeds["pooled_prompt_embeds"], before["pooled_prompt_embeds"])
 
 
 def test_other_text_encoders_are_refused(config: Config, workspace: Workspace, parts: dict[str, Any]) -> None:

@@ -136,8 +136,12 @@ def test_negative_prompts_and_guidance_count(caches: Callable[[torch.dtype], Pat
 def embeddings() -> list[PromptEmbeddings]:
     """Made up: for what needs no cache."""
     numbers = torch.Generator().manual_seed(0)
-    shapes = [(1, 77, 72), (1, 40), (1, 77, 72), (1, 40)]
-    return [PromptEmbeddings(prompt, "", *(torch.randn(s, generator=numbers) for s in shapes)) for prompt in PROMPTS]
+    shapes = {"prompt_embeds": (1, 77, 72), "pooled_prompt_embeds": (1, 40)}
+
+    def made() -> dict[str, torch.Tensor]:
+        return {name: torch.randn(shape, generator=numbers) for name, shape in shapes.items()}
+
+    return [PromptEmbeddings(prompt, "", made(), made()) for prompt in PROMPTS]
 
 
 def test_an_image_does_not_depend_on_the_other_prompts(embeddings: list[PromptEmbeddings]) -> None:
@@ -244,7 +248,7 @@ def test_what_was_set_after_the_scheduler_was_made_counts_too() -> None:
         ("AutoencoderKL", r"'AutoencoderKL' is no scheduler class"),
         ("no such thing", r"'no such thing' is no scheduler class"),
         ("pipelines", r"'pipelines' is no scheduler class"),
-        ("FlowMatchEulerDiscreteScheduler", r"has no .*which SDXL's pipeline needs"),
+        ("FlowMatchEulerDiscreteScheduler", r"has no .*which StableDiffusionXLPipeline needs"),
     ],
 )
 def test_schedulers_that_cannot_be_used(name: str, said: str, embeddings: list[PromptEmbeddings]) -> None:
@@ -274,7 +278,7 @@ def test_settings_that_the_scheduler_refuses() -> None:
 def test_embeddings_elsewhere_are_named_before_diffusers_runs(embeddings: list[PromptEmbeddings]) -> None:
     pipeline = tiny_pipeline()
     one = embeddings[1]
-    moved = PromptEmbeddings(one.prompt, "", *(tensor.to("meta") for tensor in one.tensors().values()))
+    moved = PromptEmbeddings(one.prompt, "", {n: t.to("meta") for n, t in one.embeds.items()}, one.negative)
     with pytest.raises(DeviceMismatchError, match=r"embeddings of 'a blue car in the rain'\.prompt_embeds.* on meta"):
         denoise(pipeline.unet, pipeline.scheduler, [embeddings[0], moved], SETTINGS)
 
@@ -302,7 +306,7 @@ def test_an_offloaded_unet_runs(embeddings: list[PromptEmbeddings]) -> None:
 def test_a_vae_of_another_factor_is_refused() -> None:
     pipeline = tiny_pipeline()
     pipeline.vae.register_to_config(block_out_channels=(16, 32, 32))
-    with pytest.raises(ModelError, match="vae: 4 pixels per latent, but SDXL's pipeline has 8"):
+    with pytest.raises(ModelError, match="vae: 4 pixels per latent, but StableDiffusionXLPipeline has 8"):
         check_sampling(pipeline.vae, pipeline.scheduler, SETTINGS)
 
 

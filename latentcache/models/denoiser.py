@@ -1,0 +1,317 @@
+"""The denoiser of a model of any family, for validation and training. Filling a cache needs none.
+
+diffusers' `from_single_file` and `from_pretrained` fill in or leave out weights with a warning at most. Here every
+tensor of the denoiser comes from the file, and every tensor of the file's denoiser has its place.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from accelerate import init_empty_weights
+from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
+from diffusers.loaders.single_file_utils import load_single_file_checkpoint
+
+from latentcache.checkpoints.folder import DOCUMENT, read_document, read_tensors
+from latentcache.checkpoints.state_codec import unpack
+from latentcache.config import ModelConfig
+from latentcache.errors import CheckpointError, ModelError
+from latentcache.families.base import Family, Part
+from latentcache.models.family import family_of
+from latentcache.models.lora import LORA_FILE, SETTINGS_KEY, add_adapters, is_lora
+from latentcache.models.model_files import (
+    TINY,
+    config_folder,
+    has_weights,
+    is_checkpoint,
+    load_pretrained,
+    loading,
+    local_part,
+    part_folder,
+    read_config,
+    refused,
+    weights_name,
+)
+from latentcache.models.tiny import tiny_denoiser
+
+ORIGINAL_PREFIX = "model.diffusion_model."
+"""The first part of a denoiser's names in a whole model of the original layout (Stability's, kohya's, ComfyUI's)."""
+
+logger = logging.getLogger("latentcache")
+
+_PEFT_PREFIX = "base_model.model."
+"""What peft's own wrapper (`get_peft_model`) puts before a module's names."""
+_PEFT_MARKS = (".lora_", ".base_layer.", ".modules_to_save.", ".original_module.")
+_State: TypeAlias = "Mapping[str, torch.Tensor]"
+
+
+def load_denoiser(
+    path: str | Path | None = None,
+    *,
+    dtype: torch.dtype,
+    model: ModelConfig | None = None,
+    family: Family | None = None,
+) -> Any:
+    """The denoiser at `path`, in `dtype`, on the CPU, frozen and in eval mode.
+
+    `path` is `tiny`; a diffusers folder (its `unet/` or `transformer/`); a denoiser's own folder; a .safetensors file,
+    in the original layout or with diffusers' names; a checkpoint folder of `save_checkpoint` (its model part, with the
+    LoRA adapters whose settings its `extra` holds, see `lora_settings`); or a hub id. Default: `model.path`. The
+    `family` is by default that of `model`.
+
+    Weights alone take their architecture from a config.json next to them, else from `model`: `model.config`, or the
+    denoiser of `model.path`. `model.variant` counts for `model.path`, and for a local folder that has it. ModelError
+    for pickles, for weights that are missing, left over or of another shape, and for a denoiser of another family.
+    """
+    model = ModelConfig() if model is None else model
+    name = model.path if path is None else str(path)
+    denoiser = _Denoisers(family or family_of(model), model, dtype).load(name)
+    return denoiser.eval().requires_grad_(False)
+
+
+def check_fits(denoiser: Any, family: Family, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """ModelError unless the denoiser takes cached fields of these shapes."""
+    problem = family.check_denoiser(denoiser, shapes)
+    if problem is not None:
+        word = family.denoiser_word
+        raise refused(family.denoiser, f"{problem}. Name a {word} of the model that made the cache.")
+
+
+@dataclass(frozen=True, slots=True)
+class _Denoisers:
+    """Loads denoisers of a family, in `dtype`. `model` is what weights alone take their architecture from."""
+
+    family: Family
+    model: ModelConfig
+    dtype: torch.dtype
+
+    def load(self, name: str) -> Any:
+        part = self.part
+        if name == TINY:
+            return torch.nn.Module.to(tiny_denoiser(family=self.family.name), self.dtype)
+        if os.path.isdir(name):
+            return self._from_folder(Path(name))
+        if is_checkpoint(part, name):
+            return self._from_file(Path(name))
+        variant = self.model.variant if name == self.model.path else None
+        return self._from_own_folder(part_folder(local_part(part, name, variant)[1], part), variant)
+
+    @property
+    def part(self) -> str:
+        """Its name among the parts of a model."""
+        return self.family.denoiser
+
+    @property
+    def word(self) -> str:
+        """What messages call it."""
+        return self.family.denoiser_word
+
+    @property
+    def model_class(self) -> Any:
+        """Its class in diffusers."""
+        return Part("denoiser", self.family.denoiser_class).load_class()
+
+    # A folder: a checkpoint of a training run, a diffusers model, or a denoiser alone.
+
+    def _from_folder(self, folder: Path) -> Any:
+        if (folder / DOCUMENT).is_file():
+            return self._from_training_checkpoint(folder)
+        if (folder / LORA_FILE).is_file():
+            raise self._lora_refused(folder)
+        own = part_folder(folder, self.part)
+        if not (own / "config.json").is_file():
+            raise self._refused(
+                f"{own} has no config.json. Name a diffusers folder with {self.part}/, a {self.word}'s own folder with "
+                f"config.json and {weights_name(self.part)}.safetensors, or a checkpoint folder with {DOCUMENT}."
+            )
+        variant = self.model.variant
+        is_model = str(folder) == self.model.path
+        return self._from_own_folder(own, variant if is_model or self._has_variant(own) else None)
+
+    def _has_variant(self, folder: Path) -> bool:
+        return bool(self.model.variant) and has_weights(self.part, folder, self.model.variant)
+
+    def _from_own_folder(self, folder: Path, variant: str | None) -> Any:
+        self._read_settings(folder)
+        denoiser, unexpected = load_pretrained(self.part, self.model_class, folder, variant, self.dtype)
+        if unexpected:
+            raise self._refused(
+                f"{folder} has {len(unexpected)} weights that its config.json has no place for, e.g. "
+                f"{unexpected[0]}. Use a folder written by save_pretrained."
+            )
+        return denoiser
+
+    def _from_training_checkpoint(self, folder: Path) -> Any:
+        """The denoiser of the checkpoint's model part: the whole part, or the module of its name of several."""
+        try:
+            document = read_document(folder)
+            saved, extra = (
+                unpack(document["parts"][part], read_tensors(folder, document, part)) for part in ("model", "extra")
+            )
+        except CheckpointError as error:
+            raise self._refused(str(error)) from error
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise self._refused(f"{folder} is not what latentcache writes: {error!r}. Save it again.") from error
+        denoiser = self._empty(self._architecture())
+        state = self._own_weights(saved, folder, denoiser)
+        if any(mark in key for key in state for mark in _PEFT_MARKS):
+            adapters = extra.get(SETTINGS_KEY) if isinstance(extra, Mapping) else None
+            if not isinstance(adapters, Mapping):
+                raise self._refused(
+                    f"{folder} holds a {self.word} with LoRA weights, but not their settings (alpha, rank, targets), "
+                    f"without which the weights mean nothing. Save it with extra={{{SETTINGS_KEY!r}: "
+                    f"lora_settings({self.part})}}, or write the LoRA with {self.family.pipeline_name}."
+                    "save_lora_weights and name that file as the LoRA."
+                )
+            with init_empty_weights(include_buffers=False):
+                add_adapters(denoiser, adapters)
+        else:
+            self._check_weights(state, str(folder))
+        self._fill(denoiser, state, str(folder))
+        return denoiser
+
+    def _own_weights(self, model: _State, folder: Path, denoiser: torch.nn.Module) -> _State:
+        """The denoiser's weights in a checkpoint's model part, by its own names."""
+        prefix = f"{self.part}."
+        state = {key.removeprefix(prefix): value for key, value in model.items() if key.startswith(prefix)}
+        others = sorted({key.split(".", 1)[0] for key in model if not key.startswith(prefix)})
+        if state and others:
+            logger.warning("%s: only its %s is loaded, not its %s", folder, self.part, ", ".join(others))
+        state = {key.removeprefix(_PEFT_PREFIX): value for key, value in (state or model).items()}
+        if state.keys().isdisjoint(denoiser.state_dict()):
+            names = ", ".join(sorted({key.split(".", 1)[0] for key in model})[:8]) or "nothing"
+            raise self._refused(
+                f"the model part of {folder} holds {names}, but no {self.word}. Save one as model={self.part}, or as "
+                f"model={{{self.part!r}: {self.part}, ...}}."
+            )
+        return state
+
+    # One file: a whole model in the original layout, or a denoiser by diffusers' names or by the original ones.
+
+    def _from_file(self, file: Path) -> Any:
+        with loading(self.part, str(file)):
+            state = load_single_file_checkpoint(str(file))
+        if is_lora(state):
+            raise self._lora_refused(file)
+        original = {key: value for key, value in state.items() if key.startswith(ORIGINAL_PREFIX)}
+        self._check_is_denoiser(original or state, file)
+        has_config = not original and (file.parent / "config.json").is_file()
+        settings = self._read_settings(file.parent) if has_config else self._architecture()
+        denoiser = self._empty(settings)
+        names = denoiser.state_dict().keys()
+        if original or 2 * len(names & state.keys()) < len(names):
+            state = self._converted(original or state, settings, str(file))
+        self._fill(denoiser, state, str(file))
+        return denoiser
+
+    def _check_is_denoiser(self, state: _State, file: Path) -> None:
+        is_original = any(key.startswith(ORIGINAL_PREFIX) for key in state)
+        if self.part == "unet" and not is_original and "conv_in.weight" not in state:
+            raise self._refused(
+                f"{file} holds no UNet (its first tensor is {next(iter(sorted(state)), 'missing')}). Name a "
+                f"checkpoint in the original layout ({ORIGINAL_PREFIX}*), or the weights of a diffusers UNet "
+                "(conv_in.weight, ...)."
+            )
+        self._check_weights(state, str(file))
+
+    def _converted(self, original: _State, settings: Mapping[str, Any], name: str) -> _State:
+        """Weights of the original layout by diffusers' names. ModelError if the conversion leaves out any."""
+        class_name = self.model_class.__name__
+        if class_name not in SINGLE_FILE_LOADABLE_CLASSES:
+            raise self._refused(
+                f"{name} does not have diffusers' names, and diffusers converts no files of a {class_name}. Name a "
+                "diffusers folder, or a file with diffusers' names."
+            )
+        if self.part != "unet":  # whose conversion needs the prefix; that of others takes both, or only bare names
+            original = {key.removeprefix(ORIGINAL_PREFIX): value for key, value in original.items()}
+        unused = self.family.unused_weights
+        original = {key: value for key, value in original.items() if key not in unused}
+        convert = SINGLE_FILE_LOADABLE_CLASSES[class_name]["checkpoint_mapping_fn"]
+        with loading(self.part, name):
+            state: _State = convert(checkpoint=dict(original), config=settings)
+        # It renames, splits and joins tensors, so that only the sum of their numbers stays.
+        given, placed = (sum(value.numel() for value in each.values()) for each in (original, state))
+        if given != placed:
+            raise self._refused(
+                f"{name} has {given} numbers in the {len(original)} tensors of its {self.word}, of which diffusers "
+                f"places {placed} in a {class_name}. Name a checkpoint of {self.family.name}."
+            )
+        return state
+
+    def _empty(self, settings: Mapping[str, Any]) -> Any:
+        with init_empty_weights(include_buffers=False):
+            return self.model_class.from_config(settings)
+
+    def _fill(self, denoiser: Any, state: _State, name: str) -> None:
+        """Give an empty denoiser these weights: all of them, and no others."""
+        shapes = {key: tuple(value.shape) for key, value in denoiser.state_dict().items()}
+        faults = {
+            "missing": sorted(shapes.keys() - state.keys()),
+            "without a place": sorted(state.keys() - shapes.keys()),
+            "of another shape": [
+                f"{key}: {list(state[key].shape)}, not {list(shape)}"
+                for key, shape in sorted(shapes.items())
+                if key in state and tuple(state[key].shape) != shape
+            ],
+        }
+        met = "; ".join(f"{len(keys)} {what}, e.g. {keys[0]}" for what, keys in faults.items() if keys)
+        if met:
+            raise self._refused(
+                f"the weights of {name} do not fit the model's {self.word} ({len(shapes)} tensors): {met}. Name a "
+                f"complete {self.word} of the model in model.path, or that model's configs as model.config."
+            )
+        # Copies: the tensors of a file are views of it, and it may be replaced while the denoiser is in use.
+        copies = {key: state[key].to(self._dtype_of(key, state[key]), copy=True) for key in shapes}
+        denoiser.load_state_dict(copies, assign=True)
+
+    def _dtype_of(self, name: str, tensor: torch.Tensor) -> torch.dtype:
+        """As `from_pretrained` has it: some modules of some models stay in float32."""
+        if not tensor.is_floating_point():
+            return tensor.dtype
+        stay = self.model_class._keep_in_fp32_modules or ()
+        return torch.float32 if set(stay) & set(name.split(".")) else self.dtype
+
+    # What a denoiser is, by its config or its names.
+
+    def _architecture(self) -> Mapping[str, Any]:
+        """The settings of the model's denoiser: those that weights without a config must fit."""
+        model, part = self.model, self.part
+        if model.config is None and model.path == TINY:
+            return dict(tiny_denoiser(family=self.family.name).config)
+        folder, _, _ = config_folder(model.path, model.config, [f"{part}/config.json"])
+        if not (folder / part / "config.json").is_file():
+            raise self._refused(
+                f"{folder} has no {part}/config.json, which weights without a config of their own need. "
+                f"Set model.config to the diffusers folder or hub id of a model of {self.family.name}."
+            )
+        return self._read_settings(folder / part)
+
+    def _read_settings(self, folder: Path) -> Mapping[str, Any]:
+        """The settings in a denoiser's config.json. ModelError unless they are those of the family's."""
+        wanted = self.model_class.__name__
+        settings = read_config(self.part, folder, self.model_class)
+        class_name = settings.get("_class_name", wanted)
+        met = f"is a {class_name}" if class_name != wanted else self.family.check_settings(settings)
+        if met is not None:
+            raise self._refused(f"{folder} {met}. Name a {wanted} of {self.family.name}.")
+        return settings
+
+    def _check_weights(self, state: _State, name: str) -> None:
+        met = self.family.check_weights({key: tuple(value.shape) for key, value in state.items()})
+        if met is not None:
+            raise self._refused(f"{name} {met}. Name a {self.word} of {self.family.name}.")
+
+    def _refused(self, message: str) -> ModelError:
+        return refused(self.part, message)
+
+    def _lora_refused(self, path: Path) -> ModelError:
+        return self._refused(
+            f"{path} is a LoRA, which changes a {self.word} but is none. Name it as the LoRA, and the {self.word} that "
+            f"it was trained on as the {self.word}."
+        )
