@@ -94,10 +94,13 @@ class TextField:
 
 @dataclass(frozen=True, slots=True)
 class TimestepSampling:
-    """How a training draws its timesteps, as the family's reference script does: see `NoiseSchedule.draw`."""
+    """How a training draws its timesteps, as the family's reference script does: see `NoiseSchedule.draw`.
+
+    `shift` moves them towards noise; None leaves that to the shift in the scheduler's config.
+    """
 
     density: Literal["uniform", "logit_normal"] = "uniform"
-    shift: float = 1.0
+    shift: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,11 +201,6 @@ class Family(ABC):
     def denoiser_word(self) -> str:
         """What messages call the denoiser."""
         return "UNet" if self.denoiser == "unet" else self.denoiser
-
-    @property
-    def side_step(self) -> int:
-        """Pixels of which the sides of its images are multiples."""
-        return self.latent.downscale * self.patch
 
     # Text
 

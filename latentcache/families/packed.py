@@ -43,7 +43,7 @@ class PackedFamily(Family):
 
     @override
     def final_latents(self, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
-        rows, columns = (2 * (side // self.side_step) for side in (height, width))
+        rows, columns = (2 * (side // (2 * self.latent.downscale)) for side in (height, width))
         found = unpacked(latents, rows, columns)
         return found.unsqueeze(2) if self.latent.is_video else found
 

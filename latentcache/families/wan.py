@@ -98,6 +98,11 @@ class Wan(Family):
         return torch.cat([super(Wan, self).encode_image(vae, each[None]) for each in pixels])
 
     @override
+    def check_settings(self, settings: Mapping[str, Any]) -> str | None:
+        """As `Family.check_settings`. TI2V-5B takes 48 channels."""
+        return None if settings.get("in_channels") == 48 else super().check_settings(settings)
+
+    @override
     def pipeline_kwargs(self, embeds: Mapping[str, Any], negative: Mapping[str, Any] | None) -> dict[str, Any]:
         """For one frame, a still image; the pipeline's own default is 81."""
         return {**super().pipeline_kwargs(embeds, negative), "num_frames": 1}

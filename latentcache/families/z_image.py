@@ -38,6 +38,7 @@ class ZImage(Family):
         "tokenizer": Part("tokenizer", "transformers.Qwen2Tokenizer"),
     }
     denoiser_class = "diffusers.ZImageTransformer2DModel"
+    unused_weights = ("norm_final.weight",)
     latent = LatentSpace(16)
     patch = 2
     fields = {"prompt_embeds": TextField("cap_feat_dim", Padding(), (2560,))}

@@ -250,7 +250,10 @@ class _Measurement:
             self._skip(name, error)
             return
         sample = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
-        sample |= {name: sample[name].to(self.dtype) for name in self.family.fields}
+        texts = [
+            name for name in sample if name not in ("latents", "add_time_ids") and sample[name].is_floating_point()
+        ]
+        sample |= {name: sample[name].to(self.dtype) for name in texts}
         offset = _seed_of("timesteps", self.settings.seed, sample_id)
         for stratum in self.strata:
             yield _TimestepSample(sample_id, index_in(stratum, offset), sample)

@@ -116,17 +116,23 @@ class NoiseSchedule:
     def draw(self, sampling: TimestepSampling, num: int, generator: torch.Generator) -> torch.Tensor:
         """Indices [num] of timesteps to train at, of a CPU generator: int64 on the CPU.
 
-        `uniform`: each as often as another. `logit_normal`: the sigmoid of a normal number, as `weighting_scheme` of
-        diffusers' compute_density_for_timestep_sampling has it. A `shift` moves them towards noise, by SD3's formula
-        (arXiv 2403.03206, 5.3.2): `shift * t / (1 + (shift - 1) * t)`, besides that of the schedule itself.
+        `uniform`: each place in the schedule as often as another. `logit_normal`: the sigmoid of a normal number, as
+        diffusers' compute_density_for_timestep_sampling has it, is the place. With a `shift` it is the part of noise
+        before shifting, by SD3's formula (arXiv 2403.03206, 5.3.2): `shift * t / (1 + (shift - 1) * t)`; what the
+        schedule itself is shifted by does not count then.
         """
         if sampling == TimestepSampling():
             return torch.randint(self.num_train_timesteps, (num,), generator=generator)
-        shift = sampling.shift
-        drawn = {"uniform": torch.rand, "logit_normal": torch.randn}[sampling.density](num, generator=generator)
-        noise = drawn.sigmoid() if sampling.density == "logit_normal" else drawn
-        noise = shift * noise / (1 + (shift - 1) * noise)
-        return (noise * self.num_train_timesteps).long().clamp(max=self.num_train_timesteps - 1)
+        if sampling.density == "logit_normal":
+            drawn = torch.randn(num, generator=generator).sigmoid()
+        else:
+            drawn = torch.rand(num, generator=generator)
+        if sampling.shift is None:
+            index = (drawn * self.num_train_timesteps).long()
+        else:
+            noise = sampling.shift * drawn / (1 + (sampling.shift - 1) * drawn)
+            index = torch.searchsorted(self.noise_scale, noise)
+        return index.clamp(max=self.num_train_timesteps - 1)
 
     @property
     def num_train_timesteps(self) -> int:

@@ -227,7 +227,8 @@ def check_sampling(
     """
     family = family or family_named(DEFAULT)
     scheduler_copy(scheduler, settings.scheduler, family)
-    factor, step = vae_facts(vae).downscale_factor, family.side_step
+    factor = vae_facts(vae).downscale_factor
+    step = factor * family.patch
     if factor != family.latent.downscale:
         expected = family.latent.downscale
         raise ModelError(f"vae: {factor} pixels per latent, but {family.pipeline_name} has {expected}", part="vae")
