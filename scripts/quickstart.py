@@ -76,7 +76,7 @@ def read_back(path: Path, name: str) -> list[dict[str, object]]:
 
 def run(config: Config) -> dict[str, Any]:
     """The whole job, as one document."""
-    from train_lora_sdxl import Options, train
+    from train_lora import Options, train
 
     from latentcache import run_precache
 

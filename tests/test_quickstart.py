@@ -23,7 +23,7 @@ def quickstart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]
     import quickstart
 
     yield quickstart
-    for name in ("quickstart", "train_lora_sdxl"):
+    for name in ("quickstart", "train_lora"):
         sys.modules.pop(name, None)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import DDPMScheduler
 from helpers.photo_files import write_photo
 from torch.utils._pytree import tree_leaves_with_path
 
@@ -25,9 +26,10 @@ from latentcache.errors import CheckpointError, ConfigError, ModelError, StoreEr
 from latentcache.integrations.diffusers import load_unet
 from latentcache.models.lora import load_lora
 from latentcache.precache.run import run_precache
+from latentcache.validation.noise_schedule import NoiseSchedule
 
 ROOT = Path(__file__).parent.parent
-SCRIPT = ROOT / "scripts" / "train_lora_sdxl.py"
+SCRIPT = ROOT / "scripts" / "train_lora.py"
 NUM_STEPS = 6
 
 
@@ -35,10 +37,10 @@ NUM_STEPS = 6
 def script() -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(SCRIPT.parent))
-        import train_lora_sdxl
+        import train_lora
 
-        yield train_lora_sdxl
-        sys.modules.pop("train_lora_sdxl")
+        yield train_lora
+        sys.modules.pop("train_lora")
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +114,7 @@ class Outcome:
             patch.setattr(script, "Training", Kept)
             self.result = script.train(config, options, **others)
         self.training = built[0]
-        unet, optimizer, scaler = self.training.unet, self.training.optimizer, self.training.scaler
+        unet, optimizer, scaler = self.training.denoiser, self.training.optimizer, self.training.scaler
         state = [unet.state_dict(), optimizer.state_dict(), scaler.state_dict()]
         drawn = [torch.get_rng_state(), self.training.generator.get_state()]
         self.leaves = {str(path): leaf for path, leaf in tree_leaves_with_path([state, drawn])}
@@ -144,7 +146,7 @@ def test_a_run_trains_the_lora_alone(whole: Outcome) -> None:
     assert len(result["losses"]) == len(set(result["losses"])) == NUM_STEPS
     assert result["validations"] == []
     fresh = load_unet(dtype=torch.float32, model=whole.training.config.model).state_dict()
-    for name, value in whole.training.unet.state_dict().items():
+    for name, value in whole.training.denoiser.state_dict().items():
         if "lora_B" in name:
             assert value.dtype == torch.float32 and value.abs().max() > 0, name
         elif "lora_A" not in name:
@@ -202,15 +204,15 @@ def test_the_lora_can_be_loaded_and_changes_the_unet(script: ModuleType, whole: 
     unet = load_unet(dtype=torch.float32, model=whole.training.config.model)
     without = predict(unet)
     load_lora(unet, Path(whole.result["lora"]).parent)
-    trained = predict(whole.training.unet.eval())
-    whole.training.unet.train()
+    trained = predict(whole.training.denoiser.eval())
+    whole.training.denoiser.train()
     assert torch.equal(predict(unet), trained)
     assert not torch.equal(without, trained)
 
 
 def test_a_checkpoint_is_a_unet_for_validation(whole: Outcome) -> None:
     unet = load_unet(whole.result["checkpoint"], dtype=torch.float32, model=whole.training.config.model)
-    trained = whole.training.unet.state_dict()
+    trained = whole.training.denoiser.state_dict()
     assert all(torch.equal(value, trained[name]) for name, value in unet.state_dict().items())
 
 
@@ -255,7 +257,7 @@ def test_gradient_checkpointing_changes_no_loss(
     script: ModuleType, cached: Config, options: Any, whole: Outcome
 ) -> None:
     found = Outcome(script, training_only(cached), replace(options, gradient_checkpointing=True))
-    assert found.training.unet.is_gradient_checkpointing
+    assert found.training.denoiser.is_gradient_checkpointing
     assert found.result["losses"] == whole.result["losses"]
     assert_equal(found, whole)
 
@@ -268,12 +270,13 @@ def test_the_target_follows_the_schedulers_config(
     script: ModuleType, cached: Config, options: Any, prediction_type: str, target: Callable[..., Any] | None
 ) -> None:
     training = script.Training(training_only(cached), options)
-    training.scheduler.register_to_config(prediction_type=prediction_type)
-    target = target or training.scheduler.get_velocity.__func__
+    scheduler = DDPMScheduler.from_config(training.scheduler.config, prediction_type=prediction_type)
+    training.schedule = NoiseSchedule.of(scheduler)
+    target = target or DDPMScheduler.get_velocity
     with training.loader as loader:
         batch = next(iter(loader))
     seen = {}
-    hook = training.unet.register_forward_hook(lambda module, given, output: seen.update(output=output.sample))
+    hook = training.denoiser.register_forward_hook(lambda module, given, output: seen.update(output=output[0]))
     state = training.generator.get_state()
     loss = training.loss(batch)
     hook.remove()
@@ -282,7 +285,7 @@ def test_the_target_follows_the_schedulers_config(
     latents = batch["latents"]
     noise = torch.randn(latents.shape, generator=generator)
     steps = torch.randint(1000, (len(latents),), generator=generator)
-    expected = (seen["output"] - target(training.scheduler, latents, noise, steps)).square().mean()
+    expected = (seen["output"] - target(scheduler, latents, noise, steps)).square().mean()
     torch.testing.assert_close(loss, expected)
 
 

@@ -204,10 +204,10 @@ def test_verify_makes_precache_hit(
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    import train_lora_sdxl
+    import train_lora
 
-    yield train_lora_sdxl
-    sys.modules.pop("train_lora_sdxl")
+    yield train_lora
+    sys.modules.pop("train_lora")
 
 
 def test_training_on_an_import_is_training_on_what_was_exported(
@@ -224,7 +224,7 @@ def test_training_on_an_import_is_training_on_what_was_exported(
 
     def train(file: Path, out: str) -> tuple[int, dict[str, Any], str]:
         flags = ["--steps", "3", "--batch_size", "2", "--rank", "2", "--device", "cpu", "--json", "--out"]
-        monkeypatch.setattr(sys, "argv", ["train_lora_sdxl", str(file), *flags, str(tmp_path / out)])
+        monkeypatch.setattr(sys, "argv", ["train_lora", str(file), *flags, str(tmp_path / out)])
         code = script.main()
         captured = capsys.readouterr()
         return code, json.loads(captured.out), captured.err
@@ -257,7 +257,7 @@ def test_validation_prompts_are_encoded_next_to_an_import(
     config = exported.model_copy(update={"validation": exported.validation.model_copy(update=small)})
     file = config_file(config, tmp_path / "config.json", path=str(cache), unverified=True)
     flags = ["--steps", "1", "--batch_size", "2", "--rank", "2", "--device", "cpu", "--json", "--out"]
-    monkeypatch.setattr(sys, "argv", ["train_lora_sdxl", str(file), *flags, str(tmp_path / "out")])
+    monkeypatch.setattr(sys, "argv", ["train_lora", str(file), *flags, str(tmp_path / "out")])
     assert script.main() == 0
     assert Path(json.loads(capsys.readouterr().out)["validations"][0]["grid"]).exists()
     shutil.rmtree(tmp_path / "validation")

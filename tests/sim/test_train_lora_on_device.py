@@ -20,10 +20,10 @@ SCRIPTS = Path(__file__).parent.parent.parent / "scripts"
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.syspath_prepend(str(SCRIPTS))
-    import train_lora_sdxl
+    import train_lora
 
-    yield train_lora_sdxl
-    sys.modules.pop("train_lora_sdxl")
+    yield train_lora
+    sys.modules.pop("train_lora")
 
 
 def cold_config(make_config: Callable[..., Config], tmp_path: Path, encode_device: str) -> Config:

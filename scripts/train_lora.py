@@ -1,7 +1,7 @@
-"""Train a LoRA on SDXL's UNet from cached data alone, with validation in the middle, checkpoints and resume.
+"""Train a LoRA of any model family from cached data alone, with validation in the middle, checkpoints and resume.
 
     latentcache precache CONFIG
-    python scripts/train_lora_sdxl.py CONFIG --steps 1000 --validate_every 100
+    python scripts/train_lora.py CONFIG --steps 1000 --validate_every 100
     latentcache validate CONFIG --lora lora
 
 Made to be read from top to bottom, and copied. While it trains, no VAE and no text encoder is on the device.
@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from diffusers import DDPMScheduler
 from diffusers.training_utils import cast_training_params
 from peft import LoraConfig
 from tqdm import tqdm
@@ -46,17 +45,17 @@ from latentcache import (
     load_config,
     save_checkpoint,
 )
+from latentcache.families.base import Family
 from latentcache.integrations.diffusers import (
-    check_conditioning,
+    check_fits,
+    load_denoiser,
     load_scheduler,
-    load_unet,
     lora_settings,
     save_lora,
     validation_parts,
 )
+from latentcache.validation.noise_schedule import NoiseSchedule
 
-TARGET_MODULES = ["to_q", "to_k", "to_v", "to_out.0"]
-"""The layers that get a LoRA: those of diffusers' own script for SDXL."""
 FUSED = ("cpu", "cuda", "mps", "xpu")
 """Types of devices for which torch has fused optimizer kernels."""
 DTYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -111,7 +110,9 @@ def train(config: Config, options: Options, *, stop: threading.Event | None = No
                 validations.append(validate(runner, step))
     interrupted = stop.is_set()
     if not interrupted:
-        lora = save_lora(training.unet, options.out)  # before the validation, which may fail
+        lora = save_lora(
+            training.denoiser, options.out, family=training.family
+        )  # before the validation, which may fail
         if runner is not None:
             validations.append(validate(runner, step))
     return {
@@ -129,7 +130,7 @@ def train(config: Config, options: Options, *, stop: threading.Event | None = No
 
 
 class Training:
-    """The UNet with its LoRA, what trains it, and the data."""
+    """The denoiser (a UNet or a transformer) with its LoRA, what trains it, and the data."""
 
     def __init__(self, config: Config, options: Options):
         self.config, self.options, self.checkpoint = config, options, options.out / "checkpoint"
@@ -156,29 +157,29 @@ class Training:
         self.dtype = compute_dtype(options.mixed_precision, self.device)
         self.autocast = None if self.dtype is torch.float32 else self.dtype
 
-        # The UNet is frozen, in the dtype of the computation; the LoRA in it is trained, in float32.
+        # The family knows what its denoiser takes, and which layers get a LoRA. The denoiser is frozen, in the dtype of
+        # the computation; the LoRA in it is trained, in float32.
+        self.family = family_of(self.dataset, self.cache)
         torch.manual_seed(options.seed)
-        self.unet = load_unet(dtype=self.dtype, model=config.model)
+        self.denoiser = load_denoiser(dtype=self.dtype, model=config.model, family=self.family)
         sample = self.dataset[0]
-        check_conditioning(self.unet, sample["prompt_embeds"].shape[-1], sample["pooled_prompt_embeds"].shape[-1])
-        self.unet.add_adapter(LoraConfig(r=options.rank, lora_alpha=options.rank, target_modules=TARGET_MODULES))
-        cast_training_params(self.unet, torch.float32)
+        check_fits(self.denoiser, self.family, {name: tuple(sample[name].shape) for name in self.family.fields})
+        targets = [*self.family.lora_targets]
+        self.denoiser.add_adapter(LoraConfig(r=options.rank, lora_alpha=options.rank, target_modules=targets))
+        cast_training_params(self.denoiser, torch.float32)
         if options.gradient_checkpointing:
-            self.unet.enable_gradient_checkpointing()
-        self.unet.to(self.device)
-        self.parameters = [parameter for parameter in self.unet.parameters() if parameter.requires_grad]
+            self.denoiser.enable_gradient_checkpointing()
+        self.denoiser.to(self.device)
+        self.parameters = [parameter for parameter in self.denoiser.parameters() if parameter.requires_grad]
         fused = self.device.type in FUSED
         self.optimizer = torch.optim.AdamW(self.parameters, lr=options.learning_rate, fused=fused)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype is torch.float16)
-        self.scheduler = DDPMScheduler.from_config(load_scheduler(model=config.model).config)
-        if self.scheduler.config.prediction_type not in ("epsilon", "v_prediction"):
-            raise errors.ConfigError(
-                f"the model predicts {self.scheduler.config.prediction_type}, not epsilon or v_prediction"
-            )
+        self.scheduler = load_scheduler(model=config.model, family=self.family)
+        self.schedule = NoiseSchedule.of(self.scheduler)
 
-        # A phase says which parts are on the device. In training it is the UNet alone; the others are on the CPU.
-        self.parts = {name: getattr(self, name) for name in ("unet", "optimizer", "scaler", "scheduler")}
-        self.parts |= validation_parts(config, self.cache)
+        # A phase says which parts are on the device. In training it is the denoiser alone; the others are on the CPU.
+        self.parts = {name: getattr(self, name) for name in ("optimizer", "scaler", "scheduler")}
+        self.parts |= {self.family.denoiser: self.denoiser, **validation_parts(config, self.cache)}
         self.phases = Phases(self.parts, device=self.device)
         self.phases.start("train")
 
@@ -195,21 +196,15 @@ class Training:
         return loss.item()
 
     def loss(self, batch: dict[str, Any]) -> torch.Tensor:
-        """The mean squared error of the UNet's prediction, at a random timestep of each sample."""
+        """The mean squared error of what the denoiser predicts, at a random timestep of each sample."""
         latents = batch["latents"]
         # Drawn on the CPU: the numbers are the same on every device.
         noise = torch.randn(latents.shape, generator=self.generator).to(self.device)
-        num_timesteps = self.scheduler.config.num_train_timesteps
-        timesteps = torch.randint(num_timesteps, (len(latents),), generator=self.generator).to(self.device)
-        predicted = self.unet(
-            self.scheduler.add_noise(latents, noise, timesteps).to(self.dtype),
-            timesteps,
-            encoder_hidden_states=batch["prompt_embeds"],
-            added_cond_kwargs={"text_embeds": batch["pooled_prompt_embeds"], "time_ids": batch["add_time_ids"]},
-        ).sample
-        is_velocity = self.scheduler.config.prediction_type == "v_prediction"
-        target = self.scheduler.get_velocity(latents, noise, timesteps) if is_velocity else noise
-        return F.mse_loss(predicted.float(), target)
+        index = self.schedule.draw(self.family.timesteps, len(latents), self.generator)
+        noisy = self.schedule.noised(latents, noise, index).to(self.dtype)
+        timesteps = self.schedule.timesteps[index].to(self.device)
+        predicted = self.family.predict(self.denoiser, noisy, timesteps, batch)
+        return F.mse_loss(predicted.float(), self.schedule.target(latents, noise, index))
 
     def validation_runner(self) -> ValidationRunner | None:
         """None where there is nothing to validate, and `validate_every` is 0."""
@@ -226,13 +221,13 @@ class Training:
     def save(self, step: int) -> None:
         save_checkpoint(
             self.checkpoint,
-            model=self.unet,
+            model=self.denoiser,
             optimizer=self.optimizer,
             scaler=self.scaler,
             epoch=step // len(self.loader),
             step=step,
             extra={
-                "lora": lora_settings(self.unet),  # without them the LoRA's weights mean nothing
+                "lora": lora_settings(self.denoiser),  # without them the LoRA's weights mean nothing
                 "settings": self.settings(),
                 "generator": self.generator.get_state(),
                 "loader": self.loader.state_dict(),
@@ -241,7 +236,7 @@ class Training:
 
     def load(self) -> int:
         """Load the checkpoint, each tensor to where it is on the device now; returns how many steps are done."""
-        state = load_checkpoint(self.checkpoint, model=self.unet, optimizer=self.optimizer, scaler=self.scaler)
+        state = load_checkpoint(self.checkpoint, model=self.denoiser, optimizer=self.optimizer, scaler=self.scaler)
         here = self.settings()
         differing = [
             f"{k}: {v} when it began, {here[k]} now" for k, v in state.extra["settings"].items() if v != here[k]
@@ -267,6 +262,16 @@ def training_set(config: Config, cache: LatentCache) -> LatentDatasets:
     if not len(found):
         raise errors.StoreError(f"{cache.path}: every sample was refused: `latentcache precache CONFIG` says why")
     return found
+
+
+def family_of(dataset: LatentDatasets, cache: LatentCache) -> Family:
+    """The model family that the training sets were encoded with."""
+    families = {cache.manifest(part.manifest_name).family for part in dataset.datasets}
+    if len(families) > 1:
+        raise errors.ConfigError(
+            f"the training sets are of {', '.join(sorted(each.name for each in families))}: name one"
+        )
+    return families.pop()
 
 
 def check_writable(folder: Path) -> None:
@@ -347,12 +352,12 @@ def main() -> int:
         with stop_on_signals(stop) as caught:
             result = train(load_config(config), options, stop=stop)
     except LatentCacheError as error:
-        print(f"train_lora_sdxl: {error}", file=sys.stderr)
+        print(f"train_lora: {error}", file=sys.stderr)
         if as_json:
             print(json.dumps({"error": str(error), "type": type(error).__name__}))
         return 2
     except KeyboardInterrupt:
-        print("train_lora_sdxl: interrupted at once; the last checkpoint, if any, is whole", file=sys.stderr)
+        print("train_lora: interrupted at once; the last checkpoint, if any, is whole", file=sys.stderr)
         return 130
     if as_json:
         losses = [loss if math.isfinite(loss) else None for loss in result["losses"]]  # JSON has no NaN
