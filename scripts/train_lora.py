@@ -45,8 +45,9 @@ from latentcache import (
     load_config,
     save_checkpoint,
 )
-from latentcache.families.base import Family
 from latentcache.integrations.diffusers import (
+    Family,
+    NoiseSchedule,
     check_fits,
     load_denoiser,
     load_scheduler,
@@ -54,7 +55,6 @@ from latentcache.integrations.diffusers import (
     save_lora,
     validation_parts,
 )
-from latentcache.validation.noise_schedule import NoiseSchedule
 
 FUSED = ("cpu", "cuda", "mps", "xpu")
 """Types of devices for which torch has fused optimizer kernels."""

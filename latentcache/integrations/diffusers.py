@@ -6,7 +6,8 @@ were in August 2026. The names of a batch, its types, and how it is used are the
 For a trainer of one's own, of any family: `load_denoiser` (of SDXL `load_unet`) and `load_scheduler` give the model of
 the config's `model` section, refusing what diffusers would accept with a warning; `check_fits` (of SDXL
 `check_conditioning`) says whether it takes what is cached; `validation_parts` what a ValidationRunner needs next to
-them; `save_lora` and `lora_settings` are for what was trained.
+them; `NoiseSchedule` and `Family` the timesteps, the targets and the call of the denoiser; `save_lora` and
+`lora_settings` are for what was trained.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from latentcache.config import Config, ModelConfig
 from latentcache.devices.placement import DeviceLike, device_named, device_of
 from latentcache.errors import ModelError, StoreError
 from latentcache.families import family_named
+from latentcache.families.base import Family
 from latentcache.loading.batch import IMAGE_FIELDS, TEXT_FIELDS, to_device
 from latentcache.loading.cache import LatentCache
 from latentcache.loading.dataset import LatentDataset, LatentDatasets
@@ -34,9 +36,12 @@ from latentcache.models.scheduler import load_scheduler
 from latentcache.models.vae import text_dtype, vae_dtype
 from latentcache.precache.encodings import load_models
 from latentcache.types import Batch, Bucket
+from latentcache.validation.noise_schedule import NoiseSchedule
 from latentcache.validation.sample_images import prompt_embeddings
 
 __all__ = [
+    "Family",
+    "NoiseSchedule",
     "PrecomputedDataset",
     "check_conditioning",
     "check_fits",
