@@ -52,7 +52,7 @@ class Flux2(Family):
     }
     denoiser_class = "diffusers.Flux2Transformer2DModel"
     latent, patch = LatentSpace(32, draws=False), 2
-    fields = {"prompt_embeds": TextField("joint_attention_dim")}
+    fields: ClassVar[Mapping[str, TextField]] = {"prompt_embeds": TextField("joint_attention_dim", features=(12288,))}
     max_length = 512
     recipe = {"layers": " ".join(map(str, layers))}
     renders, is_exact = True, False

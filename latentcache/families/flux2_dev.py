@@ -10,7 +10,7 @@ import torch
 from typing_extensions import override
 
 from latentcache.families import tiny_parts
-from latentcache.families.base import Part
+from latentcache.families.base import Part, TextField
 from latentcache.families.flux2 import Flux2
 
 _TINY_TEMPLATE = (  # Mistral's, reduced: messages are lists of blocks
@@ -30,6 +30,7 @@ class Flux2Dev(Flux2):
     pipeline_names = ()
     repositories = ("black-forest-labs/FLUX.2-dev",)
     layers = (10, 20, 30)
+    fields = {"prompt_embeds": TextField("joint_attention_dim", features=(15360,))}
     is_guided = True
     parts = {
         "vae": Flux2.parts["vae"],

@@ -31,7 +31,7 @@ class Krea2(PackedFamily):
 
     name = "krea2"
     pipeline_name = "Krea2Pipeline"
-    repositories = ("krea/Krea-2-Raw", "krea/Krea-2-Turbo")
+    repositories = ("krea/Krea-2-Raw",)
     parts = {
         "vae": Part("vae", "diffusers.AutoencoderKLQwenImage", VAE_WEIGHTS),
         # A hidden state is the output of the layer before it; only the last one is normed, and is not read.
@@ -40,7 +40,7 @@ class Krea2(PackedFamily):
     }
     denoiser_class = "diffusers.Krea2Transformer2DModel"
     latent = LatentSpace(16, is_video=True)
-    fields = {"prompt_embeds": TextField("text_hidden_dim", Padding(512, num_last=_NUM_SUFFIX))}
+    fields = {"prompt_embeds": TextField("text_hidden_dim", Padding(512, num_last=_NUM_SUFFIX), (12, 2560))}
     max_length = 512
     recipe = {"layers": " ".join(map(str, _LAYERS)), "num_dropped": NUM_DROPPED}
     can_keep_padding = False

@@ -29,7 +29,7 @@ class QwenImage(PackedFamily):
     name = "qwen-image"
     pipeline_name = "QwenImagePipeline"
     pipeline_names = ("QwenImageImg2ImgPipeline", "QwenImageInpaintPipeline")
-    repositories = ("Qwen/Qwen-Image", "Qwen/Qwen-Image-2512")
+    repositories = ("Qwen/Qwen-Image",)
     parts = {
         "vae": Part("vae", "diffusers.AutoencoderKLQwenImage", VAE_WEIGHTS),
         "text_encoder": Part(
@@ -39,7 +39,7 @@ class QwenImage(PackedFamily):
     }
     denoiser_class = "diffusers.QwenImageTransformer2DModel"
     latent = LatentSpace(16, is_video=True)
-    fields = {"prompt_embeds": TextField("joint_attention_dim", Padding())}
+    fields = {"prompt_embeds": TextField("joint_attention_dim", Padding(), (3584,))}
     max_length = 512
     longest = 1024
     recipe = {"layers": "-1", "num_dropped": NUM_DROPPED}
