@@ -48,7 +48,7 @@ OWNERS = {
         *("store/index.py", "store/connection.py"),
         *("interop/formats/diffusion_pipe.py", "interop/formats/energon.py"),
     ),
-    "safetensors": ("store/tensor_file.py", "checkpoints/folder.py", "interop/formats/ai_toolkit.py"),
+    "safetensors": ("store/tensor_file.py", "checkpoints/folder.py", "interop/foreign_safetensors.py"),
     # The service writes thumbnails.
     "PIL": ("dataset/images.py", "dataset/resampling.py", "validation/", "service/thumbnails.py"),
     "psutil": ("utils/host_memory.py", "doctor/environment.py"),

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 FORMATS = {
     "kohya": "kohya",
+    "musubi": "musubi",
     "simpletuner": "simpletuner",
     "ai-toolkit": "ai_toolkit",
     "diffusion-pipe": "diffusion_pipe",
@@ -74,6 +75,8 @@ class ImportOptions:
 class ReaderOptions:
     """How a format is read. Each format has some of these."""
 
+    family: str | None = None
+    """kohya, musubi: the model family of the files. Default: the one that their names say."""
     images: Path | None = None
     """The images' folder. kohya: if the images are not next to the files."""
     caption_extension: str | None = None
@@ -101,7 +104,7 @@ class WriterOptions:
     """How a format is written. Each format has some of these."""
 
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """simpletuner, ai-toolkit: dtype of the latents. Default: bfloat16. webdataset, mds, parquet: of all tensors,
+    """simpletuner, ai-toolkit: dtype of the latents. Default: bfloat16, of musubi float32. webdataset, mds, parquet: of all tensors,
     float16 or float32. Default: as they are stored, bfloat16 as float32."""
     scaled: Switch = False
     """webdataset, mds, parquet: write latents as the UNet expects them. Default: unscaled, as they are stored."""
@@ -135,7 +138,7 @@ def import_foreign(
 
     Args:
         root: The folder of the foreign cache.
-        source: Its format: kohya, simpletuner, ai-toolkit, diffusion-pipe, onetrainer, webdataset or mds.
+        source: Its format: kohya, musubi, simpletuner, ai-toolkit, diffusion-pipe, onetrainer, webdataset or mds.
     """
     from latentcache.interop.importing import DatasetUse, import_cache
     from latentcache.precache.workspace import open_workspace
@@ -180,7 +183,7 @@ def export_foreign(
     Args:
         root: The folder to write to. kohya: the images' folder, or one laid out like it. webdataset, mds, parquet: a
             new one.
-        target: The format: kohya, simpletuner, ai-toolkit, webdataset, mds or parquet.
+        target: The format: kohya, musubi, simpletuner, ai-toolkit, webdataset, mds or parquet.
         manifest: The dataset. Default: the only one.
         unverified: Also export entries that were imported and not verified.
     """

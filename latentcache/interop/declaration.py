@@ -15,6 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from latentcache.config import read_file
 from latentcache.errors import ConfigError
+from latentcache.families import DEFAULT, FamilyName, family_named
+from latentcache.families.scaling import Rule, Scaling
 from latentcache.identity import canonical_json
 from latentcache.utils.json_document import first_fault
 
@@ -25,7 +27,10 @@ Stated = Annotated[str, Field(min_length=1)] | Annotated[dict[str, Any], Field(m
 """In the user's own words, or as a document."""
 Factor = Annotated[float, Field(gt=0, le=1e9)]
 Shift = Annotated[float, Field(ge=-1e9, le=1e9)]
+Statistics = Annotated[list[Shift], Field(max_length=4096)]
 _MAX_STATEMENT_BYTES = 1 << 14
+_UNUSUAL = ("family", "rule", "mean", "std", "keeps_padding")
+"""Younger than the records of the first family's entries, which are not to change."""
 _REMEDY = "docs/howto/import-export.md has an example"
 
 
@@ -57,8 +62,10 @@ class FieldNames(_Stated):
 
 
 class Declaration(_Stated):
-    """What the user states. Scaled latents are `(latents - shift_factor) * scaling_factor`."""
+    """What the user states. Scaled latents are `(latents - shift_factor) * scaling_factor`, or as `rule` says."""
 
+    family: FamilyName = DEFAULT
+    """The model family that they are for."""
     vae: Stated
     """Which VAE gave the latents."""
     scaled: bool
@@ -66,11 +73,18 @@ class Declaration(_Stated):
     scaling_factor: Factor
     """That of the VAE, also where the latents are not scaled."""
     shift_factor: Shift | None = None
+    rule: Rule = "factor"
+    """How `mean` and `std` are applied: `families.scaling.Scaling`."""
+    mean: Statistics = []
+    """Of each channel of latents, where the VAE has it."""
+    std: Statistics = []
     output: Literal["mean", "sample"]
     """Whether a latent is the posterior's mean or one draw."""
     preparation: Stated
     """How the images were resized and cropped."""
     text_encoders: Stated | None = None
+    keeps_padding: bool = True
+    """Whether texts have their padding. Without it each has the rows of its own tokens."""
     fields: FieldNames
     raw: dict[str, RawForm] = {}
     """Columns of plain bytes."""
@@ -89,16 +103,32 @@ class Declaration(_Stated):
 
     @model_validator(mode="after")
     def _texts_are_whole(self) -> Declaration:
-        names = (self.fields.prompt_embeds, self.fields.pooled_prompt_embeds)
-        if (names[0] is None) != (names[1] is None):
-            raise ValueError("fields needs both prompt_embeds and pooled_prompt_embeds, or neither")
-        if names[0] is not None and self.text_encoders is None:
+        given = {name for name in ("prompt_embeds", "pooled_prompt_embeds") if getattr(self.fields, name) is not None}
+        needed = list(family_named(self.family).fields)
+        if given and given != set(needed):
+            both = "both " if len(needed) > 1 else ""
+            raise ValueError(f"fields needs {both}{' and '.join(needed)}, or {'neither' if both else 'no texts'}")
+        if given and self.text_encoders is None:
             raise ValueError("text_encoders is missing: which encoders gave the embeddings?")
         return self
 
+    @model_validator(mode="after")
+    def _statistics_fit(self) -> Declaration:
+        if len(self.mean) != len(self.std) or (self.rule != "factor" and not self.mean):
+            raise ValueError(f"mean has {len(self.mean)} numbers and std {len(self.std)}: one for each channel")
+        if any(std <= 0 for std in self.std):
+            raise ValueError("std holds a number that is not above 0")
+        return self
+
+    @property
+    def scaling(self) -> Scaling:
+        """How scaled latents follow from unscaled ones."""
+        return Scaling(self.scaling_factor, self.shift_factor, self.rule, tuple(self.mean), tuple(self.std))
+
     def statement(self) -> dict[str, Any]:
-        """What is repeated in records and manifests: all but where the numbers lie."""
-        return self.model_dump(exclude={"fields", "raw"})
+        """What is repeated in records and manifests: all but where the numbers lie, and what is as usual."""
+        usual = {name for name in _UNUSUAL if getattr(self, name) == type(self).model_fields[name].get_default()}
+        return self.model_dump(exclude={"fields", "raw", *usual})
 
 
 def read_declaration(file: Path | None, folder: Path) -> Declaration:

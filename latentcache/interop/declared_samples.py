@@ -12,7 +12,8 @@ import torch
 from latentcache.dataset.buckets import fit
 from latentcache.dataset.samples import CaptionError, captions_in_columns
 from latentcache.errors import ForeignFileRefused
-from latentcache.interop.declaration import Declaration
+from latentcache.families import family_named
+from latentcache.interop.declaration import Declaration, FieldNames
 from latentcache.interop.foreign_files import corrupt
 from latentcache.interop.readers import (
     ForeignImage,
@@ -46,8 +47,8 @@ class ShardSample(Protocol):
     def value(self, field: str) -> Any:
         """A text, a number or a JSON document."""
 
-    def tensor(self, field: str, ndim: int) -> torch.Tensor | None:
-        """Floating point, on the CPU; None also for one without values."""
+    def tensor(self, field: str, ndim: int | None) -> torch.Tensor | None:
+        """Floating point, on the CPU, of this many dimensions, or of 2 or 3; None also for one without values."""
 
 
 def numbered(field: str, suffix: object) -> str:
@@ -61,7 +62,8 @@ def declared_items(sample: ShardSample, declaration: Declaration, images: Source
     names = declaration.fields
     stated = None if names.sample_id is None else sample.value(names.sample_id)
     sample_id = sample_id_of(str(sample.name if stated is None else stated), sample.path)
-    latents = sample.tensor(names.latents, 3)
+    ndim = 4 if family_named(declaration.family).latent.is_video else 3
+    latents = sample.tensor(names.latents, ndim)
     if latents is None:
         raise ForeignFileRefused(sample.path, "missing", f"it has no {names.latents}")
     image_path, size = images.image(images.find(sample_id))
@@ -71,30 +73,30 @@ def declared_items(sample: ShardSample, declaration: Declaration, images: Source
         path=sample.path,
         image_path=image_path,
         latents=latents,
-        scaling_factor=declaration.scaling_factor if declaration.scaled else None,
+        is_scaled=declaration.scaled,
         output=declaration.output,
         geometry=geometry,
         note=note,
     )
     yield image
-    flipped = sample.tensor(numbered(names.latents, "flipped"), 3)
+    flipped = sample.tensor(numbered(names.latents, "flipped"), ndim)
     if flipped is not None:
         stated = None if names.geometry is None else sample.value(numbered(names.geometry, "flipped"))
         mirrored = fit(geometry.original_size, geometry.target_size, flip=True)
         yield replace(
             image, latents=flipped, geometry=mirrored if stated is None else _parsed(stated, sample.path), note=note
         )
-    if names.prompt_embeds is not None and names.pooled_prompt_embeds is not None:
-        yield from _texts(sample, sample_id, names.caption, names.prompt_embeds, names.pooled_prompt_embeds)
+    if names.prompt_embeds is not None:
+        yield from _texts(sample, sample_id, names, names.prompt_embeds)
 
 
-def _texts(
-    sample: ShardSample, sample_id: str, caption_field: str | None, embeds_field: str, pooled_field: str
-) -> Iterator[ForeignText]:
-    for number, caption in enumerate(_captions(sample, caption_field)):
-        fields = [numbered(field, number) if number else field for field in (embeds_field, pooled_field)]
-        embeds, pooled = sample.tensor(fields[0], 2), sample.tensor(fields[1], 1)
-        if embeds is None or pooled is None:
+def _texts(sample: ShardSample, sample_id: str, names: FieldNames, embeds_field: str) -> Iterator[ForeignText]:
+    given = [field for field in (embeds_field, names.pooled_prompt_embeds) if field is not None]
+    for number, caption in enumerate(_captions(sample, names.caption)):
+        fields = [numbered(field, number) if number else field for field in given]
+        tensors = [sample.tensor(field, None if field is fields[0] else 1) for field in fields]
+        embeds, pooled = tensors[0], tensors[1] if len(tensors) > 1 else None
+        if embeds is None or any(tensor is None for tensor in tensors):
             raise ForeignFileRefused(sample.path, "missing", f"it has no {' and no '.join(fields)} for a caption")
         yield ForeignText((sample_id,), sample.path, caption, embeds, pooled)
 
@@ -113,20 +115,28 @@ def _geometry(
 ) -> tuple[Geometry, str | None]:
     """The geometry of the latents, and what of it was derived. `size` is that of the image, where it is there."""
     names, note = declaration.fields, None
+    bucket = _bucket_of(latents, declaration)
     if names.geometry is not None and (stated := sample.value(names.geometry)) is not None:
         geometry = _parsed(stated, sample.path)
     else:
-        original, note = size or bucket_of(latents), NOTE_DERIVED if size else NOTE_NO_SIZE
+        original, note = size or bucket, NOTE_DERIVED if size else NOTE_NO_SIZE
         if names.original_size is not None:
             sides = pixel_pair([sample.value(name) for name in names.original_size], 1)
             if sides is None:
                 raise corrupt(sample.path, f"its {' and '.join(names.original_size)} are no size in pixels")
             original, note = Size(*sides), NOTE_DERIVED
-        geometry = fit(original, bucket_of(latents))
+        geometry = fit(original, bucket)
     if size is not None and size != geometry.original_size:
         detail = f"the image is {size} now (upright), but one of {geometry.original_size} was cached"
         raise ForeignFileRefused(sample.path, "changed", detail)
     return geometry, note
+
+
+def _bucket_of(latents: torch.Tensor, declaration: Declaration) -> Size:
+    """The bucket of latents as they are in the file: scaled ones may be patches of 2x2."""
+    bucket = bucket_of(latents, declaration.family)
+    is_patched = declaration.scaled and declaration.rule == "batch_norm"
+    return Size(2 * bucket.height, 2 * bucket.width) if is_patched else bucket
 
 
 def _parsed(value: Any, path: str) -> Geometry:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -19,7 +19,9 @@ from latentcache.dataset.images import IMAGE_SUFFIXES
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_row import ImageRef, Row
 from latentcache.errors import ConfigError, EntryDamagedError, EntryMissingError, StoreError
+from latentcache.families import DEFAULT, family_named
 from latentcache.identity import digest
+from latentcache.interop.foreign_family import check_family
 from latentcache.interop.reports import ExportReport
 from latentcache.loading.cache import LatentCache
 from latentcache.models.vae import latents_from_moments
@@ -30,16 +32,18 @@ from latentcache.utils.progress import Progress
 
 @dataclass(frozen=True, slots=True)
 class ExportCaption:
-    """One caption: `prompt_embeds` [T, D] and `pooled_prompt_embeds` [P], as they are stored."""
+    """One caption's embeddings, as they are stored: [T, D] or [T, layers, D], and [P] where the family has them."""
 
     text: str
     prompt_embeds: torch.Tensor
-    pooled_prompt_embeds: torch.Tensor
+    pooled_prompt_embeds: torch.Tensor | None
+    num_tokens: int | None
+    """Tokens of the caption, uncut; None where they were not counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExportSample:
-    """One sample: `latents` and, if the dataset flips, `flipped` [C, h, w]: unscaled, float32, on the CPU.
+    """One sample: `latents` and, if the dataset flips, `flipped` [C, (F,) h, w]: unscaled, float32, on the CPU.
 
     `geometry` is that of `latents`, `flipped_geometry` that of `flipped`. `stem` is the path of its files below the
     folder of an export: the sample_id without an image's suffix.
@@ -61,7 +65,7 @@ class ExportSample:
 
 
 class _Latents(NamedTuple):
-    """[C, h, w] in float32; the stored dtype; and `mean` or `sample`."""
+    """[C, (F,) h, w] in float32; the stored dtype; and `mean` or `sample`."""
 
     values: torch.Tensor
     dtype: torch.dtype
@@ -74,10 +78,11 @@ class Export:
     Moments give their mean, or with `seed` one draw for each entry, which the seed and the entry determine. Files that
     exist are left alone, and listed, unless `overwrite`. `buckets` are those of the training that is to read the files;
     by default those of the cache, if it was made with the trainer's rule, else the trainer's own defaults for that
-    area. Raises ConfigError if they are of another rule.
+    area. `families` are those that the format can hold; None is all. Raises StoreError if there is no such manifest,
+    or it holds prompts, and ConfigError for another family, and for buckets of another rule.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what an export has, by keyword
         self,
         format_name: str,
         cache: LatentCache,
@@ -87,6 +92,7 @@ class Export:
         seed: int | None = None,
         overwrite: bool = False,
         buckets: BucketsConfig | None = None,
+        families: Collection[str] | None = (DEFAULT,),
         progress: Progress | None = None,
     ):
         if buckets is not None and buckets.rule != format_name:
@@ -97,6 +103,10 @@ class Export:
         self._cache, self._seed, self._overwrite = cache, seed, overwrite
         self._progress = progress or Progress()
         self._written: set[Path] = set()
+        self.manifest = cache.manifest(name)
+        self.scaling = cache.scaling(self.manifest)
+        family = str(self.manifest.common.get("family", DEFAULT))
+        self.family = family_named(family if families is None else check_family(family, families, format_name))
 
     def __contains__(self, path: Path) -> bool:
         """Whether this file was written."""
@@ -110,11 +120,9 @@ class Export:
         """The samples, one in memory at a time; what cannot be exported is listed in the report.
 
         Raises SampleError, before the first sample, if one was imported and is unverified, unless the cache was opened
-        with `unverified`; StoreError if there is no such manifest, or it holds prompts; and ConfigError if the
-        trainer's buckets cannot be derived from the cache's.
+        with `unverified`, and ConfigError if the trainer's buckets cannot be derived from the cache's.
         """
-        cache, manifest = self._cache, self._cache.manifest(self.report.name)
-        cache.scaling(manifest)
+        cache, manifest = self._cache, self.manifest
         self._rule = self._rule_of(manifest)
         # Twice, for a list of all rows would take a kilobyte each.
         for row in manifest.rows.values():
@@ -147,9 +155,9 @@ class Export:
             images = {ref.geometry.flip: (ref.geometry, self._latents(ref)) for ref in row.images}
             captions = []
             for caption in row.captions:
-                tensors = self._cache.get(caption.key).tensors
-                embeds = tensors["prompt_embeds"], tensors["pooled_prompt_embeds"]
-                captions.append(ExportCaption(caption.text, *embeds))
+                entry = self._cache.get(caption.key)
+                embeds = entry.tensors["prompt_embeds"], entry.tensors.get("pooled_prompt_embeds")
+                captions.append(ExportCaption(caption.text, *embeds, entry.record.provenance.get("num_tokens")))
         except (EntryMissingError, EntryDamagedError) as error:
             reason = "missing" if isinstance(error, EntryMissingError) else "corrupt"
             self.skip(row.sample_id, row.path, reason, str(error))

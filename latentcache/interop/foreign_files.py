@@ -134,13 +134,16 @@ def torch_bytes(content: Any) -> bytes:
     return buffer.getvalue()
 
 
-def tensor_in(value: object, name: str, path: str | Path, *, ndim: int) -> torch.Tensor:
-    """`value` as a tensor of float32, float16 or bfloat16 with memory of its own. Raises ForeignFileRefused."""
+def tensor_in(value: object, name: str, path: str | Path, *, ndim: int | None) -> torch.Tensor:
+    """`value` as a tensor of float32, float16 or bfloat16 with memory of its own. Raises ForeignFileRefused.
+
+    It has `ndim` dimensions; None, as for embeddings: 2 or 3.
+    """
     if type(value) is not torch.Tensor:
         raise corrupt(path, f"{name} is a {type(value).__name__}; it must be a tensor")
     shape = tuple(value.shape)
-    if value.dtype not in _DTYPES or len(shape) != ndim or 0 in shape:
-        allowed = f"float32, float16 or bfloat16 with {ndim} dimensions"
+    if value.dtype not in _DTYPES or len(shape) not in ((2, 3) if ndim is None else (ndim,)) or 0 in shape:
+        allowed = f"float32, float16 or bfloat16 with {'2 or 3' if ndim is None else ndim} dimensions"
         raise corrupt(path, f"{name} is {value.dtype} {list(shape)}; it must be {allowed}")
     if value.numel() * value.element_size() > value.untyped_storage().nbytes():
         raise corrupt(path, f"{name} of shape {list(shape)} has more values than the file")
@@ -234,7 +237,7 @@ def _npy_header(file: IO[bytes], name: str, path: str | Path) -> tuple[tuple[int
         raise corrupt(path, f"{name} has the npy version {version}")
     shape, fortran, dtype = readers[version](file, max_header_size=_MAX_HEADER_BYTES)
     # torch has no wider numbers.
-    if dtype.kind not in "fiu" or dtype.itemsize > 8 or any(side < 0 for side in shape):
+    if dtype.kind not in "fiub" or dtype.itemsize > 8 or any(side < 0 for side in shape):
         allowed = "which is no array of numbers of at most 8 bytes (objects are never unpickled)"
         detail = f"{name} is {dtype} {list(shape)}, {allowed}"
         raise corrupt(path, detail)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -15,13 +14,16 @@ from pydantic import TypeAdapter, ValidationError
 from latentcache.config import PROMPTS_PREFIX, Name
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_row import CaptionRef, ImageRef, Row, check_geometry
-from latentcache.errors import ConfigError, DatasetError, ForeignFileRefused, StoreError
-from latentcache.families.sdxl import SCALING_FACTOR
+from latentcache.errors import ConfigError, ForeignFileRefused, StoreError
+from latentcache.families import DEFAULT, family_named
+from latentcache.families.scaling import Scaling
 from latentcache.identity import SCHEMA, canonical_json, caption_digest, digest, key_of
 from latentcache.interop.declaration import Declaration
+from latentcache.interop.foreign_family import published_scaling
 from latentcache.interop.foreign_files import corrupt
 from latentcache.interop.readers import ForeignCache, ForeignImage, ForeignText, bucket_of, refusal_of
 from latentcache.interop.reports import ImportReport
+from latentcache.interop.scale_check import ScaleCheck
 from latentcache.interop.verification import Verification, Verifier
 from latentcache.models.vae import problems
 from latentcache.precache.prompts import last_manifest
@@ -32,12 +34,6 @@ from latentcache.types import Entry, Kind, Record, Refusal
 from latentcache.utils.progress import Progress
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-UNSCALED_STD = 7.7
-"""Median standard deviation of unscaled SDXL latents: the scaling factor was chosen to bring it near 1."""
-BORDER = UNSCALED_STD**0.5
-"""Separates scaled (near 1) from unscaled (near 7.7) latents: their geometric mean, 2.77."""
-FIRST_LOOK = 64
-"""A wrong claim is found after so many latents, before the rest is read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +61,7 @@ def import_cache(
 ) -> ImportReport:
     """Import a foreign cache as the manifest `name`; what is refused is listed in the report.
 
-    Latents are stored unscaled: scaled ones are divided by their factor in float32. `store_dtype` None keeps the dtype
+    Latents are stored unscaled: the scaling of scaled ones is undone in float32. `store_dtype` None keeps the dtype
     of unscaled latents and of embeddings, and float32 for what was divided: an export then writes the same values, but
     for the last bit of a float32. Entries are unverified, unless `verification` shows that encoding gives them. With
     `verification` all entries are stored in the dtypes of its config, so that verified and unverified ones fit into one
@@ -74,7 +70,7 @@ def import_cache(
 
     Raises StoreError if precache made the manifest of that name, or if the foreign cache holds nothing at all, and
     DatasetError if the latents are not scaled as the format claims (then nothing is imported): `scale_check` False is
-    for VAEs other than SDXL's.
+    for VAEs other than the family's published one.
     """
     started = time.monotonic()
     _check_name(name)
@@ -128,17 +124,29 @@ def _check_name(name: str) -> None:
 
 def _common(foreign: ForeignCache) -> dict[str, Any]:
     """The `common` of an imported manifest. Of the encoding, only the scale of the latents is known, or declared."""
-    declared, factors = foreign.declaration, {"scaling_factor": SCALING_FACTOR, "shift_factor": None}
-    if declared is not None:
-        factors = {"scaling_factor": declared.scaling_factor, "shift_factor": declared.shift_factor}
+    scaling = _scaling(foreign)
     return {
         "schema": SCHEMA,
         "salt": "",
-        "imported": {"format": foreign.format, "time": now(), **_declared(declared)},
+        "imported": {"format": foreign.format, "time": now(), **_declared(foreign.declaration)},
         "policy": {},
-        "image_encoding": factors,
-        "text_encoding": {},
+        "image_encoding": {"scaling_factor": scaling.scaling_factor, "shift_factor": scaling.shift_factor},
+        "text_encoding": _recipe(foreign),
+        **({} if foreign.family == DEFAULT else {"family": foreign.family}),
+        **({"scaling": scaling.to_json()} if scaling.mean else {}),
     }
+
+
+def _scaling(foreign: ForeignCache) -> Scaling:
+    """That of the VAE: as it is declared, else that of the family's published one."""
+    return published_scaling(foreign.family) if foreign.declaration is None else foreign.declaration.scaling
+
+
+def _recipe(foreign: ForeignCache) -> dict[str, Any]:
+    """What is known of how texts were made; nothing for the first family, whose caches are older than this."""
+    if foreign.family == DEFAULT:
+        return {}
+    return {"family": foreign.family, "keeps_padding": foreign.keeps_padding}
 
 
 def _declared(declaration: Declaration | None) -> dict[str, Any]:
@@ -158,18 +166,15 @@ class _Import:
         report: ImportReport,
     ):
         self._foreign, self._workspace, self._dtypes = foreign, workspace, dtypes
-        self._scale_check, self._report = scale_check, report
+        self._family, self._scaling, self._report = family_named(foreign.family), _scaling(foreign), report
+        self._scale_check = ScaleCheck(
+            foreign.family, self._scaling, is_declared=foreign.declaration is not None, is_wanted=scale_check
+        )
         self._rows: dict[str, Row] = {}
         self._forms: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         self._before = set(workspace.store.keys())
         self._new: set[str] = set()
         self._last_digest: tuple[Path, str] | None = None
-        self._stds: list[float] = []
-        """The standard deviations of the latents as if all were scaled: near 1 for SDXL."""
-        self._claims: set[float | None] = set()
-        declared = foreign.declaration
-        self._factor = SCALING_FACTOR if declared is None else declared.scaling_factor
-        self._shift = None if declared is None else declared.shift_factor
 
     def read(self, progress: Progress) -> dict[str, Row]:
         """Store every item; the rows of the manifest. If the scale is wrong, what was stored is removed again."""
@@ -185,14 +190,13 @@ class _Import:
                         self._report.refused.append(refusal)
                     progress.advance()
                 writer.seal()
-            self._check_scale(path)
+            self._scale_check.check(path)
         except BaseException:
             # No manifest refers to these entries, and a second attempt stores them again.
             store.remove(store.find(self._new))
             raise
         self._report.bytes_written = writer.bytes_written
-        median = round(statistics.median(self._stds), 4) if self._stds else None
-        self._report.scale = {"median_std_scaled": median, "checked": self._scale_check}
+        self._report.scale = self._scale_check.to_json()
         return {sample_id: self._finished(row) for sample_id, row in self._rows.items()}
 
     def _keep(self, item: ForeignImage | ForeignText, writer: Writer) -> Refusal | None:
@@ -223,11 +227,11 @@ class _Import:
 
     def _image_entry(self, item: ForeignImage) -> Entry:
         """The entry of a latent. Raises ForeignFileRefused."""
-        latents, shape, target = item.latents, tuple(item.latents.shape), item.geometry.target_size
-        if len(shape) != 3 or bucket_of(latents) != target:
-            raise corrupt(
-                item.path, f"its latents have the shape {list(shape)}, which does not fit a bucket of {target}"
-            )
+        latents, target = item.latents, item.geometry.target_size
+        unscaled = self._unscaled(item)
+        if unscaled is None or bucket_of(unscaled, self._family.name) != target:
+            shape = list(latents.shape)
+            raise corrupt(item.path, f"its latents have the shape {shape}, which does not fit a bucket of {target}")
         try:
             check_geometry(item.geometry)
         except ValueError as error:
@@ -237,18 +241,22 @@ class _Import:
             twin = "flipped " if item.geometry.flip else ""
             detail = f"sample {item.sample_id!r} has a {twin}latent already; only the first is imported"
             raise ForeignFileRefused(item.path, "duplicate", detail)
-        self._check("image", {"latents": latents}, shape[:1], item.path)
-        self._stds.append(latents.float().std().item() * (self._factor if item.scaling_factor is None else 1.0))
-        self._claims.add(item.scaling_factor)
-        if len(self._stds) == FIRST_LOOK:
-            self._check_scale(item.path)
+        self._check("image", {"latents": latents}, tuple(latents.shape[:-2]), item.path)
+        self._scale_check.add(latents, item.is_scaled, item.path)
         self._report.num_images += 1
         self._report.num_flipped += item.geometry.flip
-        if item.scaling_factor is not None:
-            latents = latents.float() / item.scaling_factor
-            latents = latents if self._shift is None else latents + self._shift
-        latents = latents.to(self._dtypes["image"] or latents.dtype)
-        return self._entry(item, {"latents": latents}, self._digest_of(item.image_path))
+        stored = unscaled.to(self._dtypes["image"] or unscaled.dtype)
+        return self._entry(item, {"latents": stored}, self._digest_of(item.image_path))
+
+    def _unscaled(self, item: ForeignImage) -> torch.Tensor | None:
+        """What the VAE's encoder gave: in float32 where it was scaled. None for latents of another shape."""
+        latents, is_scaled = item.latents, item.is_scaled
+        num_channels = len(self._scaling.mean) or self._family.latent.channels
+        if self._scaling.rule == "batch_norm" and not is_scaled:
+            num_channels //= 4  # of which scaling makes patches of 2x2
+        if latents.ndim != (4 if self._family.latent.is_video else 3) or latents.shape[0] != num_channels:
+            return None
+        return self._scaling.undo(latents.float()) if is_scaled and latents.numel() else latents
 
     def _text_entry(self, item: ForeignText) -> Entry:
         """The entry of a caption. Raises ForeignFileRefused."""
@@ -256,22 +264,34 @@ class _Import:
         if not item.sample_ids:
             detail = "it is the caption of no sample here: no manifest would refer to it"
             raise ForeignFileRefused(item.path, "missing", detail)
-        if embeds.ndim != 2 or pooled.ndim != 1:
-            raise corrupt(item.path, f"its embeddings have the shapes {list(embeds.shape)} and {list(pooled.shape)}")
-        tensors = {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}
-        self._check("text", tensors, (*embeds.shape, *pooled.shape), item.path)
+        tensors = {"prompt_embeds": embeds, **({} if pooled is None else {"pooled_prompt_embeds": pooled})}
+        shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
+        if embeds.ndim not in (2, 3) or (pooled is not None and pooled.ndim != 1):
+            raise corrupt(item.path, f"its embeddings have the shapes {' and '.join(map(str, shapes.values()))}")
+        if tensors.keys() != self._family.fields.keys():
+            wanted = " and ".join(self._family.fields)
+            raise corrupt(item.path, f"it has {' and '.join(tensors)}; texts of {self._family.name} have {wanted}")
+        ragged = self._ragged()
+        form = tuple(side for name, sides in shapes.items() for side in sides[name in ragged :])
+        self._check("text", tensors, form, item.path)
         self._report.num_texts += 1
         self._report.num_unknown_captions += item.caption is None
         dtype = self._dtypes["text"] or embeds.dtype
         tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
         source = None if item.caption is None else caption_digest(item.caption)
-        return self._entry(item, tensors, source)
+        return self._entry(item, tensors, source, ragged)
+
+    def _ragged(self) -> frozenset[str]:
+        """The fields that are stored without padding."""
+        recipe = {"keeps_padding": self._foreign.keeps_padding}
+        return frozenset(name for name in self._family.fields if self._family.padding(name, recipe) is not None)
 
     def _entry(
         self,
         item: ForeignImage | ForeignText,
         tensors: Mapping[str, torch.Tensor],
         source: str | None,
+        ragged: frozenset[str] = frozenset(),
     ) -> Entry:
         """An entry whose identity says that it was imported: an encoded entry never has its key.
 
@@ -294,6 +314,7 @@ class _Import:
                 "output": output,
                 "dtype": described[0][1],
                 **_declared(self._foreign.declaration),
+                **(_recipe(self._foreign) if kind == "text" else {}),
             },
             "source": source,
             "geometry": geometry,
@@ -307,7 +328,7 @@ class _Import:
             file_dtype=dtype_name(values),
             note=item.note,
         )
-        return Entry(Record(key_of(identity), kind, identity, provenance), tensors)
+        return Entry(Record(key_of(identity), kind, identity, provenance), tensors, ragged)
 
     def _digest_of(self, path: Path | None) -> str | None:
         if path is None:
@@ -340,29 +361,6 @@ class _Import:
                 f"its {what} are {dtype} of form {list(form)}, but the first are {first[1]} of form {list(first[0])}, "
                 "and a batch holds one form; for dtypes alone give --dtype",
             )
-
-    def _check_scale(self, path: str) -> None:
-        """Raises DatasetError, with both numbers, if the median standard deviation contradicts what is claimed."""
-        if not self._scale_check or not self._stds:
-            return
-        median = statistics.median(self._stds)
-        # A claim that is wrong shifts the value by 7.7: to 7.7 (scaled is claimed) or to 0.13 (unscaled is).
-        if 1 / BORDER <= median <= BORDER:
-            return
-        scaled = None not in self._claims
-        declared = self._foreign.declaration is not None
-        unscaled = 1 / self._factor if declared else UNSCALED_STD
-        met, expected = (median, 1.0) if scaled else (median * unscaled, unscaled)
-        remedy = "the cache was made for another model, or is of another format."
-        if declared:
-            remedy = "correct `scaled` or `scaling_factor` of the declaration."
-        raise DatasetError(
-            path,
-            f"the latents' median standard deviation is {met:.3g} (of {len(self._stds)} latents), but "
-            f"{'the declaration says' if declared else 'this format holds'} {'scaled' if scaled else 'unscaled'} "
-            f"{'latents' if declared else 'SDXL latents'}, which have about {expected:.3g}. Nothing was "
-            f"imported: {remedy} For another VAE than SDXL's give --no-scale-check",
-        )
 
     def _finished(self, row: Row) -> Row:
         """The row for the manifest: the flipped latent last, and refused if the image or all texts are lacking."""

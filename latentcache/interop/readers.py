@@ -15,7 +15,7 @@ from latentcache.dataset.images import probe
 from latentcache.dataset.samples import Sample, walk
 from latentcache.dataset.sources import open_source
 from latentcache.errors import DatasetError
-from latentcache.families.sdxl import FAMILY as SDXL
+from latentcache.families import DEFAULT, family_named
 from latentcache.interop.declaration import Declaration
 from latentcache.interop.foreign_files import corrupt
 from latentcache.types import Geometry, Refusal, Size
@@ -38,9 +38,9 @@ class ForeignImage:
     image_path: Path | None
     """The image that it was made from; None where it is not known or not there."""
     latents: torch.Tensor
-    """[C, h, w], floating point, on the CPU, as the file holds them."""
-    scaling_factor: float | None
-    """The format multiplied the latents by it (SDXL: 0.13025). None: they are unscaled."""
+    """[C, h, w], with frames [C, F, h, w], floating point, on the CPU, as the file holds them."""
+    is_scaled: bool
+    """Whether they are scaled as the denoiser expects them: by the family's published scaling, or the declared one."""
     output: Literal["mean", "sample"]
     """Whether the file holds the posterior's mean, or one draw."""
     geometry: Geometry
@@ -58,9 +58,9 @@ class ForeignText:
     caption: str | None
     """None: the format does not carry it, and none was found."""
     prompt_embeds: torch.Tensor
-    """[T, D], floating point, on the CPU: both encoders' penultimate hidden states, concatenated."""
-    pooled_prompt_embeds: torch.Tensor
-    """[P], floating point, on the CPU."""
+    """[T, D], or [T, layers, D], floating point, on the CPU, as the family's denoiser gets them."""
+    pooled_prompt_embeds: torch.Tensor | None
+    """[P], floating point, on the CPU; None for a family without."""
     note: str | None = None
 
 
@@ -71,7 +71,11 @@ class ForeignCache(Protocol):
     """A cache of another trainer, for reading."""
 
     format: str
-    """`kohya`, `simpletuner`, `ai-toolkit`, `diffusion-pipe`, `onetrainer`, `webdataset`, `mds`."""
+    """`kohya`, `musubi`, `simpletuner`, `ai-toolkit`, `diffusion-pipe`, `onetrainer`, `webdataset`, `mds`."""
+    family: str
+    """The name of the model family that it is of."""
+    keeps_padding: bool
+    """Whether its texts have their padding."""
 
     @property
     def declaration(self) -> Declaration | None:
@@ -123,9 +127,10 @@ def pixel_pair(value: object, least: int) -> tuple[int, int] | None:
     return value[0], value[1]
 
 
-def bucket_of(latents: torch.Tensor) -> Size:
-    """The bucket, in pixels, of latents [C, h, w] of SDXL's VAE."""
-    return Size(latents.shape[1] * SDXL.latent.downscale, latents.shape[2] * SDXL.latent.downscale)
+def bucket_of(latents: torch.Tensor, family: str = DEFAULT) -> Size:
+    """The bucket, in pixels, of unscaled latents [C, (F,) h, w]."""
+    downscale = family_named(family).latent.downscale
+    return Size(latents.shape[-2] * downscale, latents.shape[-1] * downscale)
 
 
 def crop_fits(geometry: Geometry) -> bool:

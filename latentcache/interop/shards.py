@@ -14,18 +14,20 @@ import torch
 
 import latentcache
 from latentcache.errors import ConfigError, StoreError
+from latentcache.families.scaling import Scaling
 from latentcache.interop.declaration import DESCRIPTION
 from latentcache.interop.exporting import Export, ExportSample
 from latentcache.loading.cache import LatentCache
 from latentcache.models.vae import problems
+from latentcache.store.base import dtype_name
 from latentcache.utils.durable_files import make_folder, sealed_file, typed_errors
 from latentcache.utils.json_document import to_bytes
 from latentcache.utils.progress import Progress
 
-NOTE_BFLOAT16 = "bfloat16 was written as float32, which has all of its values: numpy has no bfloat16"
+NOTE_WIDER = "{0} was written as float32, which has all of its values: numpy has no {0}"
 NOTE_ROUNDED = "what was computed of latents was rounded to float16, in which they are stored: --dtype float32 keeps it"
-SCALED = "scaled: (latents - shift_factor) * scaling_factor is done, as the UNet expects it"
-UNSCALED = "unscaled, as the VAE gave them: the UNet expects (latents - shift_factor) * scaling_factor"
+SCALED = "scaled: {scaling} is done, as the denoiser expects it"
+UNSCALED = "unscaled, as the VAE gave them: the denoiser expects {scaling}"
 _DTYPES = (torch.float16, torch.float32)
 _SHARD_BYTES = (1 << 12, 1 << 31)
 
@@ -44,10 +46,11 @@ class ShardRow:
         return sum(array.nbytes for array in self.tensors.values())
 
 
-def text_fields(number: int) -> tuple[str, str]:
-    """The fields of a caption's embeddings."""
-    end = f"_{number}" if number else ""
-    return f"prompt_embeds{end}", f"pooled_prompt_embeds{end}"
+def _formula(scaling: Scaling) -> str:
+    if not scaling.mean:
+        return "(latents - shift_factor) * scaling_factor"
+    patches = "patches of 2x2 as channels, then " if scaling.rule == "batch_norm" else ""
+    return f"{patches}(latents - mean) / std{'' if scaling.rule != 'factor' else ' * scaling_factor'}"
 
 
 class ShardExport(Export):
@@ -72,7 +75,7 @@ class ShardExport(Export):
         seed: int | None,
         progress: Progress | None,
     ):
-        super().__init__(format_name, cache, name, folder, seed=seed, progress=progress)
+        super().__init__(format_name, cache, name, folder, seed=seed, families=None, progress=progress)
         if dtype not in (None, *_DTYPES):
             raise ConfigError(
                 f"dtype is {dtype}; {format_name} has float16 and float32: numpy has no others", key="dtype"
@@ -86,8 +89,6 @@ class ShardExport(Export):
                 raise StoreError(
                     f"{folder}: is not empty. Shards are written to a new folder: name another, or empty it"
                 )
-        self.manifest = cache.manifest(name)
-        self.scaling = cache.scaling(self.manifest)
         self.num_samples = 0
         self._scaled, self._dtype, self._shard_bytes = scaled, dtype, shard_bytes
         self._dtypes: dict[str, set[str]] = {}
@@ -101,8 +102,12 @@ class ShardExport(Export):
                 num_images, num_captions = max(num_images, len(row.images)), max(num_captions, len(row.captions))
         fields = ["latents", "latents_flipped"][: max(num_images, 1)]
         for number in range(num_captions):
-            fields += text_fields(number)
+            fields += self._text_fields(number)
         return fields
+
+    def _text_fields(self, number: int) -> list[str]:
+        """The fields of a caption's embeddings."""
+        return [f"{field}_{number}" if number else field for field in self.family.fields]
 
     def shards(self) -> Iterator[Iterator[ShardRow]]:
         """The samples, a run for each shard. Read each run before the next. Raises what `Export.samples` does."""
@@ -140,17 +145,17 @@ class ShardExport(Export):
             if latents is not None:
                 found[field] = self._cast(self.scaling.apply(latents) if self._scaled else latents, sample.dtype)
         for number, caption in enumerate(sample.captions):
-            embeds = caption.prompt_embeds, caption.pooled_prompt_embeds
-            for field, tensor in zip(text_fields(number), embeds, strict=True):
+            embeds = [each for each in (caption.prompt_embeds, caption.pooled_prompt_embeds) if each is not None]
+            for field, tensor in zip(self._text_fields(number), embeds, strict=True):
                 found[field] = tensor.to(self._dtype or tensor.dtype)
         for field, tensor in found.items():
-            if problem := problems(tensor[None])[0]:
+            if tensor.dtype not in _DTYPES:
+                self.report.note(NOTE_WIDER.format(dtype_name(tensor)))
+                found[field] = tensor.float()
+            if problem := problems(found[field][None])[0]:
                 detail = f"its {field} hold {problem} in {tensor.dtype}: give --dtype float32"
                 self.skip(sample.sample_id, sample.path, "bad-output", detail)
                 return None
-            if tensor.dtype is torch.bfloat16:
-                self.report.note(NOTE_BFLOAT16)
-                found[field] = tensor.float()
         return {field: tensor.contiguous().numpy() for field, tensor in found.items()}
 
     def _cast(self, latents: torch.Tensor, stored: torch.dtype) -> torch.Tensor:
@@ -158,7 +163,7 @@ class ShardExport(Export):
         if self._dtype is not None:
             return latents.to(self._dtype)
         if stored is torch.bfloat16:
-            self.report.note(NOTE_BFLOAT16)
+            self.report.note(NOTE_WIDER.format("bfloat16"))
             return latents
         written = latents.to(stored)
         if not torch.equal(written.float(), latents):
@@ -210,20 +215,29 @@ class ShardExport(Export):
             "manifest": self.manifest.name,
             "role": self.manifest.role,
             "num_samples": self.num_samples,
-            "latents": SCALED if self._scaled else UNSCALED,
+            "latents": (SCALED if self._scaled else UNSCALED).format(scaling=_formula(self.scaling)),
             "dtypes": {field: sorted(names) for field, names in self._dtypes.items()},
             "declaration": {
                 "vae": encoding.get("vae") or declared.get("vae") or unknown,
+                "family": self.family.name,
                 "scaled": self._scaled,
                 "scaling_factor": self.scaling.scaling_factor,
                 "shift_factor": self.scaling.shift_factor,
+                "rule": self.scaling.rule,
+                "mean": list(self.scaling.mean),
+                "std": list(self.scaling.std),
                 "output": "sample" if "sample" in self._outputs else "mean",
                 "preparation": common.get("policy") or declared.get("preparation") or unknown,
                 "text_encoders": common.get("text_encoding") or declared.get("text_encoders") or unknown,
-                "fields": fields,
+                "keeps_padding": bool(common.get("text_encoding", {}).get("keeps_padding", True)),
+                "fields": {name: place for name, place in fields.items() if name not in self._lacking()},
             },
             "common": common,
         }
+
+    def _lacking(self) -> set[str]:
+        """The fields of texts that other families have."""
+        return {"prompt_embeds", "pooled_prompt_embeds"} - set(self.family.fields)
 
     def finish(self, fields: dict[str, str]) -> dict[str, Any]:
         """Write the description of an export that has samples, and return it: what the shards hold, and where from.

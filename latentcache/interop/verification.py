@@ -282,7 +282,7 @@ class Verifier:
             shown = {"trust": "verified", "largest_difference": result.largest, "share_of_allowed": result.share}
             record = replace(encoded.record, provenance={**entry.record.provenance, "verification": shown})
             stored = {name: tensor.to(self.store_dtypes[kind]) for name, tensor in entry.tensors.items()}
-            writer.add(Entry(record, stored))
+            writer.add(Entry(record, stored, encoded.ragged))
 
     def _finding(self, encoded: Entry, entry: Entry) -> _Finding:
         tensors, std = encoded.tensors, None
@@ -352,6 +352,8 @@ class Verifier:
 def _other_shape(entry: Entry, encoded: Mapping[str, torch.Tensor]) -> str | None:
     """The first field whose shape is not that of the encoded one, for messages; None if there is none."""
     for name, tensor in entry.tensors.items():
+        if name not in encoded:
+            return f"{name} is stored, encoding gives {' and '.join(encoded)}"
         if tensor.shape != encoded[name].shape:
             return f"{name} has the shape {list(tensor.shape)}, encoding gives {list(encoded[name].shape)}"
     return None

@@ -24,6 +24,8 @@ class Foreign:
 
     contents: Sequence[ForeignItem]
     format: str = "test"
+    family: str = "sdxl"
+    keeps_padding: bool = True
     declaration: Declaration | None = None
 
     def items(self) -> Iterator[ForeignItem]:
@@ -34,7 +36,7 @@ def image(
     sample_id: str,
     *,
     latents: torch.Tensor | None = None,
-    scaling_factor: float | None = None,
+    is_scaled: bool = False,
     flip: bool = False,
     image_path: Path | None = None,
     std: float = STD,
@@ -49,7 +51,7 @@ def image(
         path=f"/foreign/{sample_id}.bin",
         image_path=image_path,
         latents=latents,
-        scaling_factor=scaling_factor,
+        is_scaled=is_scaled,
         output="sample",
         geometry=fit(Size(80, 160), BUCKET, flip=flip),
         note=note,

@@ -79,7 +79,7 @@ def test_an_unscaled_import_keeps_every_bit_and_says_what_it_is(tmp_path: Path) 
 def test_scaled_latents_are_divided_in_float32() -> None:
     workspace = Workspace()
     latents = (torch.randn(4, 8, 16) * 1.0).to(torch.bfloat16)
-    imported(workspace, image("a", latents=latents, scaling_factor=FACTOR), text("a"))
+    imported(workspace, image("a", latents=latents, is_scaled=True), text("a"))
     stored = workspace.store.get(rows_of(workspace)["a"].images[0].key).tensors["latents"]
     assert stored.dtype is torch.float32 and torch.equal(stored, latents.float() / FACTOR)
     # Multiplied again and rounded, they equal those of the file; and so a UNet gets them.
@@ -170,16 +170,16 @@ def test_samples_that_lack_a_part_are_listed_and_not_handed_back() -> None:
 
 
 @pytest.mark.parametrize(
-    ("scaling_factor", "std", "met", "expected"),
-    [(None, 1.0, r"is 1(\.0\d)?\b|is 0\.9", "about 7.7"), (FACTOR, STD, r"is 7\.\d", "about 1 |about 1[.]")],
+    ("is_scaled", "std", "met", "expected"),
+    [(False, 1.0, r"is 1(\.0\d)?\b|is 0\.9", "about 7.7"), (True, STD, r"is 7\.\d", "about 1 |about 1[.]")],
     ids=["unscaled-claimed", "scaled-claimed"],
 )
 @pytest.mark.parametrize("count", [1, 100])
 def test_latents_that_are_not_scaled_as_claimed_are_refused(
-    tmp_path: Path, scaling_factor: float | None, std: float, met: str, expected: str, count: int
+    tmp_path: Path, is_scaled: bool, std: float, met: str, expected: str, count: int
 ) -> None:
     # A few white images hide nothing: the median counts.
-    items = [image(f"{number}", scaling_factor=scaling_factor, std=std) for number in range(count)]
+    items = [image(f"{number}", is_scaled=is_scaled, std=std) for number in range(count)]
     read: list[str] = []
 
     class Counting(Foreign):
@@ -199,8 +199,8 @@ def test_latents_that_are_not_scaled_as_claimed_are_refused(
 
 
 def test_latents_that_are_scaled_as_claimed_pass_also_with_odd_ones_among_them() -> None:
-    scaled = [image(f"{number}", scaling_factor=FACTOR, std=1.0) for number in range(70)]
-    odd = [image(f"odd {number}", scaling_factor=FACTOR, std=20.0) for number in range(30)]
+    scaled = [image(f"{number}", is_scaled=True, std=1.0) for number in range(70)]
+    odd = [image(f"odd {number}", is_scaled=True, std=20.0) for number in range(30)]
     report = imported(Workspace(), *odd, *scaled)
     assert report.num_images == 100 and report.scale["median_std_scaled"] == pytest.approx(1.1, abs=0.3)
 

@@ -105,7 +105,7 @@ def test_columns_as_mosaicml_diffusion_writes_them(tmp_path: Path) -> None:
     small = SAMPLE | {"latents_256": b"", "key": b"000018"}  # the image was smaller
     folder = write_mds(tmp_path / "mds", [SAMPLE, small])
     (found,), texts, (refusal,) = split(opened(folder, scaling_factor=0.18215))
-    assert torch.equal(found.latents, torch.from_numpy(LATENTS)) and found.scaling_factor == 0.18215
+    assert torch.equal(found.latents, torch.from_numpy(LATENTS)) and found.is_scaled
     assert (found.sample_id, found.geometry.original_size, found.geometry.target_size) == (
         "000017",
         (600, 620),

@@ -54,7 +54,7 @@ class Copy:
                         path=sample.path,
                         image_path=self.folder / sample.sample_id,
                         latents=self.change(latents),
-                        scaling_factor=None,
+                        is_scaled=False,
                         output=self.output,
                         geometry=replace(sample.geometry, flip=flip),
                     )
@@ -170,7 +170,7 @@ def test_rounding_is_equal_where_the_file_is_rounded(target: Config, samples: li
 
 def test_scaled_latents_are_rounded_as_their_file_is(target: Config, samples: list[ExportSample], photos: Path) -> None:
     items = [
-        replace(item, latents=(item.latents * 0.13025).bfloat16(), scaling_factor=0.13025)
+        replace(item, latents=(item.latents * 0.13025).bfloat16(), is_scaled=True)
         for item in Copy(samples, photos).items()
         if isinstance(item, ForeignImage)
     ]

@@ -98,7 +98,7 @@ def test_foreign_tars_are_read_as_they_are_declared(folder: Path) -> None:
     found, texts, refusals = split(webdataset.read(folder, declaration=declared(folder, fields=SMALL)))
     assert [each.sample_id for each in found] == [f"part-{shard}.tar/00{key}" for shard in (0, 1) for key in (0, 1)]
     assert texts == [] and refusals == []
-    assert torch.equal(found[2].latents, torch.from_numpy(latents(1))) and found[0].scaling_factor == 0.13025
+    assert torch.equal(found[2].latents, torch.from_numpy(latents(1))) and found[0].is_scaled
     assert (found[0].geometry.original_size, found[0].geometry.target_size) == ((80, 160), (64, 128))
     assert (found[0].output, found[0].note) == ("sample", NOTE_DERIVED)
 

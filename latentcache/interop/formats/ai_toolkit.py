@@ -21,15 +21,15 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save
 
 from latentcache.bucket_config import BucketsConfig
 from latentcache.dataset.samples import MAX_CAPTION_BYTES
 from latentcache.errors import ForeignFileRefused
+from latentcache.families import DEFAULT
 from latentcache.families.sdxl import SCALING_FACTOR
 from latentcache.interop.exporting import Export, ExportSample
 from latentcache.interop.foreign_files import corrupt, read_file, tensor_in
+from latentcache.interop.foreign_safetensors import metadata_in, safetensors_bytes, tensors_in
 from latentcache.interop.readers import (
     ForeignImage,
     ForeignItem,
@@ -66,7 +66,6 @@ _STRINGS = ("filename", "latent_space_version")
 _SIDES = ("scale_to_height", "scale_to_width", "crop_height", "crop_width")
 _STARTS = ("crop_y", "crop_x")
 _KNOWN = {*_STRINGS, *_SIDES, *_STARTS, "latent_version", "flip_x", "flip_y", "cache_tensors_to_disk"}
-_MAX_HEADER_BYTES = 1 << 20
 _TAIL = len("_") + 22 + len(_SUFFIX)
 """Characters of a name after the image's stem: 16 bytes are 22 characters of base64."""
 _SLACK = 2
@@ -108,7 +107,7 @@ def export(  # noqa: PLR0913 - the options of the format, by keyword
                 continue
             facts = _facts_of(PurePosixPath(sample.sample_id).name, geometry)
             scaled = (latents * SCALING_FACTOR).to(dtype).contiguous()
-            data = save({"latent": scaled}, _metadata(facts))
+            data = safetensors_bytes({"latent": scaled}, _metadata(facts))
             run.report.num_images += run.write(base.parent / LATENT_FOLDER / latent_name(facts), data, sample)
         _export_text(sample, base, run, caption_extension)
     return run.report
@@ -134,11 +133,9 @@ def _export_text(sample: ExportSample, base: Path, run: Export, caption_extensio
     path = base.parent / TEXT_FOLDER / text_name(base.name, _encoded(text, None))
     if path in run:
         return  # an image with the same stem has it
-    tensors = {
-        "text_embed": caption.prompt_embeds[None].contiguous(),
-        "pooled_embed": caption.pooled_prompt_embeds[None].contiguous(),
-    }
-    run.report.num_texts += run.write(path, save(tensors), sample)
+    assert caption.pooled_prompt_embeds is not None, "SDXL has pooled embeddings"
+    tensors = {"text_embed": caption.prompt_embeds[None], "pooled_embed": caption.pooled_prompt_embeds[None]}
+    run.report.num_texts += run.write(path, safetensors_bytes(tensors), sample)
 
 
 def _facts_of(filename: str, geometry: Geometry) -> dict[str, Any]:
@@ -197,28 +194,18 @@ def _encoded(text: str, trigger: str | None) -> str:
     return text
 
 
-def _tensors(data: bytes, path: str) -> dict[str, torch.Tensor]:
-    try:
-        return load(data)
-    except (SafetensorError, ValueError, KeyError, RuntimeError, TypeError, OverflowError) as error:
-        raise corrupt(path, f"safetensors: {error}") from error
-
-
 def _facts(data: bytes, path: str) -> dict[str, Any]:
     """The metadata of a latent's file, with numbers as numbers. Raises ForeignFileRefused."""
-    length = int.from_bytes(data[:8], "little")
-    if length > min(len(data) - 8, _MAX_HEADER_BYTES):
-        raise ForeignFileRefused(path, "truncated", f"its header has {length:,} bytes, more than there are or may be")
+    metadata = metadata_in(data, path)
+    if not metadata:
+        raise corrupt(path, "it has no metadata, from which sizes and crop would follow")
     try:
-        metadata = json.loads(data[8 : 8 + length]).get("__metadata__")
-        if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-            raise corrupt(path, "it has no metadata, from which sizes and crop would follow")
         return {
             name: value if name in _STRINGS else json.loads(value)
             for name, value in metadata.items()
             if name not in _NOT_HASHED
         }
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise corrupt(path, f"its metadata cannot be read: {error}") from error
 
 
@@ -266,6 +253,8 @@ class AiToolkitCache:
     """
 
     format = "ai-toolkit"
+    family: str = DEFAULT
+    keeps_padding = True
     declaration = None
 
     def __init__(self, root: str | Path, *, caption_extension: str = ".txt", trigger: str | None = None):
@@ -294,9 +283,9 @@ class AiToolkitCache:
         sample_id = f"{folder}/{facts['filename']}".lstrip("/")
         image, size = self._images.image(sample_id)
         geometry = _geometry(facts, size, path)
-        latents = tensor_in(_tensors(data, path).get("latent"), "latent", path, ndim=3)
+        latents = tensor_in(tensors_in(data, path).get("latent"), "latent", path, ndim=3)
         note = NOTE_NO_IMAGE if image is None else None
-        yield ForeignImage(sample_id, path, image, latents, SCALING_FACTOR, "sample", geometry, note)
+        yield ForeignImage(sample_id, path, image, latents, True, "sample", geometry, note)
 
     def _text(self, stem: str, path: str) -> Iterator[ForeignText]:
         """The text of the images with this stem, the sample_id without suffix: they share their caption."""
@@ -309,7 +298,7 @@ class AiToolkitCache:
         if match is None:
             detail = "its name does not follow from the caption: edited since, or made with a trigger word (--trigger)"
             raise ForeignFileRefused(path, "missing", detail)
-        tensors = _tensors(read_file(path), path)
+        tensors = tensors_in(read_file(path), path)
         embeds = tensor_in(tensors.get("text_embed"), "text_embed", path, ndim=3)
         pooled = tensor_in(tensors.get("pooled_embed"), "pooled_embed", path, ndim=2)
         if embeds.shape[0] != 1 or pooled.shape[0] != 1:

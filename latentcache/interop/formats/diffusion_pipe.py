@@ -20,7 +20,7 @@ from urllib.parse import quote
 
 from latentcache.dataset.buckets import fit
 from latentcache.errors import DatasetError, ForeignFileRefused
-from latentcache.families.sdxl import SCALING_FACTOR
+from latentcache.families import DEFAULT
 from latentcache.interop.foreign_files import MAX_FILE_BYTES, corrupt, load_torch, opened, read_at, tensor_in
 from latentcache.interop.readers import (
     ForeignImage,
@@ -90,6 +90,8 @@ class DiffusionPipeCache:
     """
 
     format = "diffusion-pipe"
+    family: str = DEFAULT
+    keeps_padding = True
     declaration = None
 
     def __init__(self, root: str | Path, *, images: str | Path | None = None, recorded_root: str | None = None):
@@ -132,7 +134,7 @@ class DiffusionPipeCache:
         if content.get("mask") is not None:
             note = f"{note}; {NOTE_MASK}"
         sample_id, geometry = found or sample_id_of(recorded, path), fit(image_size or bucket, bucket)
-        yield ForeignImage(sample_id, path, image, latents, SCALING_FACTOR, "sample", geometry, note)
+        yield ForeignImage(sample_id, path, image, latents, True, "sample", geometry, note)
 
 
 read = DiffusionPipeCache

@@ -1,12 +1,13 @@
-"""kohya sd-scripts' caches for SDXL: `.npz` files next to the images.
+"""kohya sd-scripts' caches for SDXL, SD 1.5 and FLUX.1: `.npz` files next to the images.
 
 Its pairs are (width, height): they are swapped here, and nowhere else.
 Latents: `<image without suffix>_{W:04d}x{H:04d}_sdxl.npz`, W and H those of the image, or the older `<image without
 suffix>.npz`, which kohya prefers where it is there. One draw of the posterior, unscaled, float32 [4, h, w]. There are
 two dialects. A: `latents`, `original_size`, `crop_ltrb` and, on request, `latents_flipped` and `alpha_mask`. B, since
 2026: the same names with a suffix `_{h}x{w}`, in latent units, so that one file holds several resolutions.
-Text: `<image without suffix>_te_outputs.npz` with `hidden_state1` [77, 768], `hidden_state2` [77, 1280] and `pool2`
-[1280]. It does not name its caption: that is the first line of the image's caption file, unless it was edited since.
+SD 1.5's names end with `_sd.npz`. FLUX.1's, `_flux.npz`, are always in dialect B, and its latents are scaled.
+Text: `<image without suffix>_te_outputs.npz`, of FLUX.1 `<image without suffix>_flux_te.npz` (`kohya_texts`). It does
+not name its caption: that is the first line of the image's caption file, unless it was edited since.
 
 `crop_ltrb` is not the crop that kohya performs: it is where the whole image would lie inside the bucket. The image is
 resized to cover the bucket, and cropped in the middle; the geometry follows from that.
@@ -26,10 +27,14 @@ import torch
 
 from latentcache.bucket_config import BucketsConfig
 from latentcache.dataset.buckets import fit
+from latentcache.dataset.samples import walk
 from latentcache.errors import DatasetError, ForeignFileRefused
 from latentcache.families.sdxl import FAMILY as SDXL
 from latentcache.interop.exporting import Export, ExportSample
+from latentcache.interop.foreign_family import chosen_family
 from latentcache.interop.foreign_files import NpzFile, corrupt, npz_bytes, open_npz
+from latentcache.interop.formats.kohya_texts import SUFFIXES, float_tensor, read_text, text_arrays
+from latentcache.interop.image_match import matched_image
 from latentcache.interop.readers import (
     ForeignImage,
     ForeignItem,
@@ -41,14 +46,14 @@ from latentcache.interop.readers import (
 )
 from latentcache.interop.reports import ExportReport
 from latentcache.loading.cache import LatentCache
-from latentcache.types import Bucket, Geometry, Size
+from latentcache.types import Bucket, Geometry, Refusal, Size
 from latentcache.utils.progress import Progress
 
-SUFFIX, TEXT_SUFFIX = "_sdxl.npz", "_te_outputs.npz"
+ARCHITECTURES = {"sdxl": "sdxl", "sd": "sd15", "flux": "flux"}
+"""The architecture in a file's name -> the family. `sd` is SD 2 too, which has no texts here."""
+_OTHER_TEXTS = (*SUFFIXES.values(), "_sd3_te.npz")
 NOTE_MASK = "alpha_mask not imported: entries have no mask"
 NOTE_LEGACY = "the file has the older name, which does not say for which model it was made"
-NOTE_NO_IMAGE = "no image found: the sample_id has no suffix"
-NOTE_TURNED = "kohya does not turn images as EXIF says: this latent is of the image lying on its side"
 NOTE_CROP = "crop_ltrb does not follow kohya's rule: the crop is not known, a middle one is assumed"
 NOTE_NO_UPSCALE = "with bucket_no_upscale the image was cropped, not resized: a resize is assumed"
 NOTE_ENCODED_AGAIN = "another bucket than kohya makes: it encodes the image again; precache with `buckets.rule: kohya`"
@@ -81,10 +86,12 @@ class KohyaCache:
     """The `.npz` files below `root`. `images` is the images' folder if they are elsewhere, laid out in the same way.
 
     Of a file with several resolutions the one nearest to `area` (pixels) is read; by default the largest. Raises
-    DatasetError for folders that cannot be read.
+    DatasetError for folders that cannot be read, and ConfigError for a `family` that is not among those of kohya's
+    files, and where it is not given and they are of several.
     """
 
     format = "kohya"
+    keeps_padding = True
     declaration = None
 
     def __init__(
@@ -94,10 +101,12 @@ class KohyaCache:
         images: str | Path | None = None,
         caption_extension: str = ".txt",
         area: int | None = None,
+        family: str | None = None,
     ):
         if not os.path.isdir(root):
             raise DatasetError(root, "is not a folder")
         self._root, self._area = Path(root), area
+        self.family = chosen_family(family, _architectures(str(root)), ARCHITECTURES, self.format)
         try:
             self._images = SourceImages(root if images is None else images, caption_extension=caption_extension)
         except DatasetError:
@@ -117,17 +126,21 @@ class KohyaCache:
 
     def _file(self, name: str, path: Path, present: set[str]) -> Iterator[ForeignItem]:
         """What one file holds. `name` is its path below the root; `present` are the npz files of its folder."""
-        if name.endswith(TEXT_SUFFIX):
-            yield self._text(name.removesuffix(TEXT_SUFFIX), path)
+        suffix = next((each for each in _OTHER_TEXTS if name.endswith(each)), None)
+        if suffix is not None:
+            if suffix != SUFFIXES.get(self.family):
+                raise ForeignFileRefused(path, "unsupported-format", f"it holds no text of {self.family}")
+            yield self._text(name.removesuffix(suffix), path)
             return
         match = _LATENT_NAME.fullmatch(name)
         if match is None or self._images.with_stem(name.removesuffix(".npz")):  # an image may have such a name itself
             yield from self._latents(name.removesuffix(".npz"), path, None)
             return
-        if match["arch"] != "sdxl":
-            raise ForeignFileRefused(path, "unsupported-format", f"it is of the architecture {match['arch']}, not sdxl")
+        if ARCHITECTURES.get(match["arch"]) != self.family:
+            detail = f"it is of the architecture {match['arch']}, not of {self.family}"
+            raise ForeignFileRefused(path, "unsupported-format", detail)
         legacy = f"{PurePosixPath(match['base']).name}.npz"
-        if legacy in present:
+        if legacy in present and self.family != "flux":
             detail = f"kohya uses {legacy} in the same folder in its place; so does the import"
             raise ForeignFileRefused(path, "duplicate", detail)
         yield from self._latents(match["base"], path, Size(int(match["height"]), int(match["width"])))
@@ -141,53 +154,34 @@ class KohyaCache:
             notes = [NOTE_OTHERS] if stored.has_others else []
             notes += [] if named else [NOTE_LEGACY]
             size = _original_size(file, path, stored, named)
-            sample_id, image = self._image(base, path, size, notes)
+            sample_id, image, note = matched_image(self._images, base, size, path, self.format)
+            notes += [note] if note else []
             geometry = _geometry(file, size, stored, notes)
             if f"alpha_mask{stored.suffix}" in file.names:
                 notes.append(NOTE_MASK)
             for flip in (False, True):
                 name = f"latents{'_flipped' if flip else ''}{stored.suffix}"
                 if name in file.names:
-                    latents, flipped = _tensor(file, name, path, ndim=3), replace(geometry, flip=flip)
-                    note = "; ".join(notes) or None
-                    yield ForeignImage(sample_id, str(path), image, latents, None, "sample", flipped, note)
-
-    def _image(self, base: str, path: Path, size: Size, notes: list[str]) -> tuple[str, Path | None]:
-        """The sample that a latent is of, and its image; its sizes must agree."""
-        upright = {sample_id: self._images.size(sample_id) for sample_id in self._images.with_stem(base)}
-        if not upright:
-            notes.append(NOTE_NO_IMAGE)
-            return base, None
-        fitting = [sample_id for sample_id in upright if upright[sample_id] == size]
-        if not fitting:
-            # kohya takes the size as the file has it, before the EXIF turn.
-            fitting = [sample_id for sample_id in upright if upright[sample_id] == Size(size.width, size.height)]
-            notes += [NOTE_TURNED] if fitting else []
-        if not fitting:
-            met = ", ".join(f"{sample_id} is {size}" for sample_id, size in upright.items())
-            raise ForeignFileRefused(path, "changed", f"it is of an image of {size}, but {met}: it was replaced")
-        if len(fitting) > 1:
-            names = " and ".join(fitting)
-            raise ForeignFileRefused(path, "duplicate", f"{names} share this file, so it is of only one of them")
-        return fitting[0], self._images.path(fitting[0])
+                    latents, flipped = float_tensor(file, name, path, ndim=3), replace(geometry, flip=flip)
+                    note, is_scaled = "; ".join(notes) or None, self.family == "flux"
+                    yield ForeignImage(sample_id, str(path), image, latents, is_scaled, "sample", flipped, note)
 
     # Text
 
     def _text(self, base: str, path: Path) -> ForeignText:
         with open_npz(path) as file:
-            first, second = (_tensor(file, f"hidden_state{number}", path, ndim=2) for number in (1, 2))
-            pooled = _tensor(file, "pool2", path, ndim=1)
-        if first.shape[0] != SDXL.max_length or second.shape[0] != SDXL.max_length:
-            detail = f"hidden_state1 is {list(first.shape)}, hidden_state2 {list(second.shape)}: "
-            detail += f"{SDXL.max_length} tokens are needed (max_token_length 75)"
-            raise ForeignFileRefused(path, "unsupported-format", detail)
-        if not first.dtype == second.dtype == pooled.dtype:
-            raise corrupt(path, f"its dtypes are {first.dtype}, {second.dtype}, {pooled.dtype}")
+            embeds, pooled = read_text(self.family, file, path)
         sample_ids = self._images.with_stem(base)
         captions = next(filter(None, map(self._images.captions_of, sample_ids)), ())
         caption, note = captions[0] if captions else None, NOTE_FIRST_LINE if len(captions) > 1 else None
-        embeds = torch.cat([first, second], dim=-1)
         return ForeignText(sample_ids or (base,), str(path), caption, embeds, pooled, note)
+
+
+def _architectures(root: str) -> set[str]:
+    """Those that the names of files in and below `root` say."""
+    folders = (found for found in walk(root) if not isinstance(found, Refusal))
+    matches = (_LATENT_NAME.fullmatch(name) for _, names in folders for name in names)
+    return {match["arch"] for match in matches if match is not None}
 
 
 class _Stored(NamedTuple):
@@ -248,13 +242,6 @@ def _geometry(file: NpzFile, size: Size, stored: _Stored, notes: list[str]) -> G
     return geometry
 
 
-def _tensor(file: NpzFile, name: str, path: Path, *, ndim: int) -> torch.Tensor:
-    array = file.read(name)
-    if array.dtype not in (np.float32, np.float16) or array.ndim != ndim or array.size == 0:
-        raise corrupt(path, f"{name} is {array.dtype} {list(array.shape)}; it must be float with {ndim} dimensions")
-    return torch.from_numpy(array)
-
-
 read = KohyaCache
 
 
@@ -271,13 +258,27 @@ def export(
 ) -> ExportReport:
     """Write kohya's files for the manifest `name` below `folder`: the images' own folder, or a copy of its layout.
 
-    Dialect A, which every release reads; or, `with_resolution`, B. kohya takes a file of A as it is: a latent of
-    another bucket than kohya makes of that image ends the training. Such ones are skipped, and listed. `buckets` are
-    those of the training (`Export`). Latents are the mean of the moments, or with `seed` a draw, as kohya has it. A
-    sample has one caption in kohya: its first. Files that exist are listed and not replaced, unless `overwrite`. Images
-    that EXIF turns have another name in kohya, which does not turn them. Raises what `Export` does.
+    Dialect A, which every release reads; or, `with_resolution` and for FLUX.1, B. kohya takes a file of A as it is: a
+    latent of another bucket than kohya makes of that image ends the training. Such ones are skipped, and listed.
+    `buckets` are those of the training (`Export`). Latents are the mean of the moments, or with `seed` a draw, as kohya
+    has it. A sample has one caption in kohya: its first. Files that exist are listed and not replaced, unless
+    `overwrite`. Images that EXIF turns have another name in kohya, which does not turn them. Raises what `Export` does.
     """
-    run = Export("kohya", cache, name, folder, seed=seed, overwrite=overwrite, buckets=buckets, progress=progress)
+    families = ARCHITECTURES.values()
+    run = Export(
+        "kohya",
+        cache,
+        name,
+        folder,
+        seed=seed,
+        overwrite=overwrite,
+        buckets=buckets,
+        families=families,
+        progress=progress,
+    )
+    family = run.family.name
+    architecture = next(each for each, named in ARCHITECTURES.items() if named == family)
+    with_resolution = with_resolution or family == "flux"
     for sample in run.samples():
         base = Path(folder, sample.stem)
         height, width = sample.geometry.original_size
@@ -286,46 +287,45 @@ def export(
             run.skip(sample.sample_id, sample.path, "other-bucket", f"{other}: {REMEDY}")
         else:
             run.report.note(NOTE_ENCODED_AGAIN if other is not None else None)
-            latents = base.with_name(f"{base.name}_{width:04d}x{height:04d}{SUFFIX}")
-            if run.write(latents, npz_bytes(_latent_arrays(sample, with_resolution, run.report)), sample):
+            latents = base.with_name(f"{base.name}_{width:04d}x{height:04d}_{architecture}.npz")
+            if run.write(latents, npz_bytes(_latent_arrays(sample, with_resolution, run)), sample):
                 run.report.num_images += 1 if sample.flipped is None else 2
-        arrays = _text_arrays(sample, run) if sample.captions else None
-        if arrays is not None:
-            run.report.num_texts += run.write(base.with_name(base.name + TEXT_SUFFIX), npz_bytes(arrays), sample)
-        if len(sample.captions) > 1:
-            run.report.note("several captions: only the first was exported")
+        _export_text(sample, base, run)
     return run.report
 
 
-def _latent_arrays(sample: ExportSample, with_resolution: bool, report: ExportReport) -> dict[str, np.ndarray]:
-    geometry = sample.geometry
+def _export_text(sample: ExportSample, base: Path, run: Export) -> None:
+    if run.family.name not in SUFFIXES:
+        run.report.note(f"kohya caches no texts of {run.family.name}: it encodes captions as it trains")
+        return
+    if not sample.captions:
+        return
+    arrays = text_arrays(run.family.name, sample.captions[0], run.report)
+    if isinstance(arrays, str):
+        run.skip(sample.sample_id, sample.path, "unsupported-format", arrays)
+    else:
+        path = base.with_name(base.name + SUFFIXES[run.family.name])
+        run.report.num_texts += run.write(path, npz_bytes(arrays), sample)
+    if len(sample.captions) > 1:
+        run.report.note("several captions: only the first was exported")
+
+
+def _latent_arrays(sample: ExportSample, with_resolution: bool, run: Export) -> dict[str, np.ndarray]:
+    geometry, report = sample.geometry, run.report
     spare = Size(*(whole - side for whole, side in zip(geometry.resized_size, geometry.target_size, strict=True)))
     if geometry.crop_top_left != (spare.height // 2, spare.width // 2):
         report.note("the crop is not kohya's: its time ids will not say what was done")
     arrays = {
-        "latents": sample.latents.numpy(),
+        "latents": _written(sample.latents, run),
         "original_size": np.array([geometry.original_size.width, geometry.original_size.height], dtype=np.int64),
         "crop_ltrb": np.array(contain_rule(geometry.original_size, geometry.target_size), dtype=np.float64),
     }
     if sample.flipped is not None:
-        arrays["latents_flipped"] = sample.flipped.numpy()
+        arrays["latents_flipped"] = _written(sample.flipped, run)
     height, width = sample.latents.shape[1:]
     return {f"{name}_{height}x{width}": array for name, array in arrays.items()} if with_resolution else arrays
 
 
-def _text_arrays(sample: ExportSample, run: Export) -> dict[str, np.ndarray] | None:
-    """The first caption's arrays; None, and reported, if they are not SDXL's."""
-    embeds, pooled = sample.captions[0].prompt_embeds, sample.captions[0].pooled_prompt_embeds
-    # The second encoder's hidden states are as wide as its pooled output.
-    width = embeds.shape[1] - pooled.shape[0]
-    if embeds.shape[0] != SDXL.max_length or width < 1:
-        detail = f"embeddings of the shapes {list(embeds.shape)} and {list(pooled.shape)} are not SDXL's"
-        run.skip(sample.sample_id, sample.path, "unsupported-format", detail)
-        return None
-    if embeds.dtype is not torch.float16:
-        embeds, pooled = embeds.float(), pooled.float()  # npz has no bfloat16
-    return {
-        "hidden_state1": embeds[:, :width].contiguous().numpy(),
-        "hidden_state2": embeds[:, width:].contiguous().numpy(),
-        "pool2": pooled.numpy(),
-    }
+def _written(latents: torch.Tensor, run: Export) -> np.ndarray:
+    """As kohya has them: those of FLUX.1 are scaled."""
+    return (run.scaling.apply(latents) if run.family.name == "flux" else latents).contiguous().numpy()

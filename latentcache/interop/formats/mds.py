@@ -200,6 +200,7 @@ class MdsCache:
     def __init__(self, root: str | Path, *, declaration: Path | None = None, images: str | Path | None = None):
         self._root = os.path.abspath(root)
         self.declaration = read_declaration(declaration, Path(root))
+        self.family, self.keeps_padding = self.declaration.family, self.declaration.keeps_padding
         self._images = SourceImages(images)
         path = os.path.join(self._root, _INDEX)
         try:
@@ -343,7 +344,7 @@ class MdsSample:
             raise corrupt(self.path, f"its {field} ({encoding}) cannot be read: {error}") from error
         raise ForeignFileRefused(self.path, "unsupported-format", f"its {field} is encoded as {encoding}: no value")
 
-    def tensor(self, field: str, ndim: int) -> torch.Tensor | None:
+    def tensor(self, field: str, ndim: int | None) -> torch.Tensor | None:
         """The array of a column, or the plain bytes of one that the declaration has in `raw`."""
         if field not in self._columns:
             return None

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from latentcache.errors import DatasetError, ForeignFileRefused
+from latentcache.families import DEFAULT
 from latentcache.families.sdxl import FAMILY as SDXL
 from latentcache.interop.foreign_files import corrupt, load_torch, read_file, tensor_in
 from latentcache.interop.readers import (
@@ -98,6 +99,8 @@ class OneTrainerCache:
     """
 
     format = "onetrainer"
+    family: str = DEFAULT
+    keeps_padding = True
     declaration = None
 
     def __init__(
@@ -167,7 +170,7 @@ class OneTrainerCache:
         if any(content.get(name) is not None for name in ("latent_mask", "latent_conditioning_image")):
             note = f"{note}; {NOTE_MASK}"
         sample_id = found or sample_id_of(recorded, path)
-        yield ForeignImage(sample_id, path, image, latents, None, "mean", geometry, note)
+        yield ForeignImage(sample_id, path, image, latents, False, "mean", geometry, note)
 
     def _text_folder(
         self, samples_of: SamplesOf | None, seen: set[tuple[int, ...]], folder: str, names: list[str]

@@ -25,6 +25,7 @@ import torch
 from latentcache.bucket_config import BucketsConfig
 from latentcache.dataset.buckets import fit
 from latentcache.errors import ConfigError, DatasetError, ForeignFileRefused
+from latentcache.families import DEFAULT
 from latentcache.families.sdxl import SCALING_FACTOR
 from latentcache.interop.exporting import Export
 from latentcache.interop.foreign_files import (
@@ -113,9 +114,11 @@ def export(
             path = Path(folder, "text", text_name(caption.text))
             if path in run:
                 continue  # a caption of several samples
+            pooled = caption.pooled_prompt_embeds
+            assert pooled is not None, "SDXL has pooled embeddings"
             embeds = {
                 "prompt_embeds": caption.prompt_embeds[None].contiguous(),
-                "pooled_prompt_embeds": caption.pooled_prompt_embeds.contiguous(),
+                "pooled_prompt_embeds": pooled.contiguous(),
             }
             run.report.num_texts += run.write(path, torch_bytes(embeds), sample)
     return run.report
@@ -147,6 +150,8 @@ class SimpleTunerCache:
     """
 
     format = "simpletuner"
+    family: str = DEFAULT
+    keeps_padding = True
     declaration = None
 
     def __init__(
@@ -194,7 +199,7 @@ class SimpleTunerCache:
         latents = tensor_in(_payload(path), "the latent", path, ndim=3)
         geometry, note = self._sizes.geometry(sample_id, self._images.size(sample_id), bucket_of(latents), path)
         image = self._images.path(sample_id)
-        yield ForeignImage(sample_id, path, image, latents, SCALING_FACTOR, "sample", geometry, note)
+        yield ForeignImage(sample_id, path, image, latents, True, "sample", geometry, note)
 
     def _texts(self, used: set[str]) -> Iterator[ForeignItem]:
         for caption, sample_ids in self._images.captions():

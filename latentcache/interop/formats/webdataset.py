@@ -111,6 +111,7 @@ class WebDatasetCache:
     def __init__(self, root: str | Path, *, declaration: Path | None = None, images: str | Path | None = None):
         self._root = os.path.abspath(root)
         self.declaration = read_declaration(declaration, Path(root))
+        self.family, self.keeps_padding = self.declaration.family, self.declaration.keeps_padding
         self._images = SourceImages(images)
 
     def items(self) -> Iterator[ForeignItem]:
@@ -208,7 +209,7 @@ class TarSample:
         except UnicodeDecodeError as error:
             raise corrupt(self.path, f"its {field} is not UTF-8") from error
 
-    def tensor(self, field: str, ndim: int) -> torch.Tensor | None:
+    def tensor(self, field: str, ndim: int | None) -> torch.Tensor | None:
         """The array of a member that is an npy file."""
         if field not in self.members:
             return None

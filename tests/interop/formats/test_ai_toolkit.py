@@ -87,7 +87,7 @@ def test_a_latent_is_described_by_its_metadata(images):
     assert texts == [] and refusals == []
     assert found.sample_id == "img_001.png" and found.image_path == images / "img_001.png"
     assert torch.equal(found.latents, LATENTS) and found.latents.dtype == torch.bfloat16
-    assert (found.scaling_factor, found.output, found.note) == (0.13025, "sample", None)
+    assert (found.is_scaled, found.output, found.note) == (True, "sample", None)
     assert found.geometry == Geometry(Size(120, 64), Size(120, 64), Crop(12, 0), Size(96, 64))
 
 

@@ -80,7 +80,7 @@ def test_items_name_their_images(images, folder):
     assert [image.sample_id for image in found] == ["a.png", "b.png", "sub/c.png"]
     for image, latents in zip(found, LATENTS, strict=True):
         assert torch.equal(image.latents, latents)
-        assert (image.scaling_factor, image.output, image.note) == (0.13025, "sample", NOTE_DERIVED)
+        assert (image.is_scaled, image.output, image.note) == (True, "sample", NOTE_DERIVED)
         assert image.image_path == images / image.sample_id
         assert image.geometry == Geometry(Size(120, 64), Size(120, 64), Crop(12, 0), Size(96, 64))
 

@@ -23,6 +23,7 @@ from latentcache.bucket_config import BucketsConfig, settings_of
 from latentcache.config import Config
 from latentcache.errors import ConfigError, DatasetError, SampleError, StoreError
 from latentcache.interop.formats import kohya
+from latentcache.interop.image_match import NOTE_NO_IMAGE, NOTE_TURNED
 from latentcache.interop.importing import import_cache
 from latentcache.interop.readers import ForeignImage, ForeignItem, ForeignText
 from latentcache.loading.cache import LatentCache
@@ -54,7 +55,7 @@ def test_dialect_a_with_its_flipped_twin(tmp_path: Path) -> None:
         assert item.sample_id == "sub/cat.png" and item.path == str(path)
         assert item.image_path == tmp_path / "sub" / "cat.png"
         assert item.latents.dtype is torch.float32 and torch.equal(item.latents, torch.from_numpy(arrays[name]))
-        assert item.scaling_factor is None and item.output == "sample" and item.note is None
+        assert not item.is_scaled and item.output == "sample" and item.note is None
     # The whole image would lie at (16, 0) in the bucket; what kohya does is another thing.
     assert arrays["crop_ltrb"].tolist() == [16, 0, 48, 64]
     assert plain.geometry == Geometry(Size(600, 300), Size(128, 64), Crop(32, 0), Size(64, 64))
@@ -137,14 +138,14 @@ def test_an_image_that_lies_on_its_side(tmp_path: Path) -> None:
     write_photo(tmp_path / "cat.jpg", 0, (160, 320), exif=exif)
     write_npz(tmp_path / latents_name("cat", 320, 160), dialect_a(1, 320, 160, (128, 64)))
     item = only(tmp_path)
-    assert item.note == kohya.NOTE_TURNED and item.geometry.original_size == Size(160, 320)
+    assert item.note == NOTE_TURNED.format("kohya") and item.geometry.original_size == Size(160, 320)
 
 
 def test_files_without_images(tmp_path: Path) -> None:
     write_npz(tmp_path / "sub" / latents_name("a.b", 320, 160), dialect_a(1, 320, 160, (128, 64)))
     write_npz(tmp_path / "sub" / "a.b_te_outputs.npz", text_of(0))
     image, text = items_of(tmp_path)
-    assert (image.sample_id, image.image_path, image.note) == ("sub/a.b", None, kohya.NOTE_NO_IMAGE)
+    assert (image.sample_id, image.image_path, image.note) == ("sub/a.b", None, NOTE_NO_IMAGE)
     assert (text.sample_ids, text.caption) == (("sub/a.b",), None)
     with pytest.raises(DatasetError, match="holds no images"):
         kohya.read(tmp_path, images=tmp_path)
@@ -203,7 +204,7 @@ NAME = latents_name("cat", 320, 160)
         (NAME, {"latents_8x8": GOOD["latents"]}, "corrupt", "which its name denies"),
         (NAME, GOOD | {"latents": np.array([{}], dtype=object)}, "corrupt", "never unpickled"),
         (latents_name("cat", 640, 160), dialect_a(1, 640, 160, (128, 64)), "changed", "cat.png is 160x320"),
-        ("cat_0320x0160_flux.npz", GOOD, "unsupported-format", "architecture flux"),
+        ("cat_0320x0160_sd3.npz", GOOD, "unsupported-format", "architecture sd3"),
         ("cat_te_outputs.npz", text_of(0, length=152), "unsupported-format", "77 tokens are needed"),
         ("cat_te_outputs.npz", text_of(0) | {"pool2": np.zeros(1280, np.float16)}, "corrupt", "its dtypes are"),
         ("cat_te_outputs.npz", {"hidden_state1": np.zeros((77, 768), np.float32)}, "corrupt", "has no hidden_state2"),

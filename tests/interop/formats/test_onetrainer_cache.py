@@ -97,7 +97,7 @@ def test_images_are_unscaled_means_with_their_crop(images, root):
     assert [image.sample_id for image in found] == ["a.png", "sub/b.png"]
     for image, latents in zip(found, LATENTS, strict=True):
         assert torch.equal(image.latents, latents) and image.latents.dtype == torch.bfloat16
-        assert (image.scaling_factor, image.output, image.note) == (None, "mean", NOTE_AUGMENTED)
+        assert (image.is_scaled, image.output, image.note) == (False, "mean", NOTE_AUGMENTED)
         assert image.image_path == images / image.sample_id
     assert [image.geometry for image in found] == [
         Geometry(Size(120, 64), Size(120, 64), Crop(0, 0), Size(96, 64)),

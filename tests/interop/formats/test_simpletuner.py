@@ -65,7 +65,7 @@ def test_latents_are_found_by_the_hash_of_the_stem_below_the_same_sub_folder(ima
     assert [image.sample_id for image in found] == ["img_001.png", "sub/img_002.png"]
     first = found[0]
     assert torch.equal(first.latents, LATENTS) and first.latents.dtype == torch.bfloat16
-    assert (first.scaling_factor, first.output) == (0.13025, "sample")
+    assert (first.is_scaled, first.output) == (True, "sample")
     assert (first.path, first.image_path) == (str(vae / FIRST), images / "img_001.png")
 
 
