@@ -104,8 +104,8 @@ class WriterOptions:
     """How a format is written. Each format has some of these."""
 
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """simpletuner, ai-toolkit: dtype of the latents. Default: bfloat16, of musubi float32. webdataset, mds, parquet: of all tensors,
-    float16 or float32. Default: as they are stored, bfloat16 as float32."""
+    """simpletuner, ai-toolkit, musubi: dtype of the latents. Default: bfloat16, of musubi float32. webdataset, mds,
+    parquet: of all tensors, float16 or float32. Default: as they are stored, bfloat16 as float32."""
     scaled: Switch = False
     """webdataset, mds, parquet: write latents as the UNet expects them. Default: unscaled, as they are stored."""
     shard_bytes: str | None = None

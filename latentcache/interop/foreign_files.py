@@ -256,7 +256,8 @@ def _npy_array(file: IO[bytes], name: str, path: str | Path) -> np.ndarray:
         detail = f"{name} holds other than the {num_bytes:,} bytes that its header says"
         raise ForeignFileRefused(path, "truncated" if len(data) < num_bytes else "corrupt", detail)
     array = np.frombuffer(bytearray(data), dtype=dtype).reshape(shape, order="F" if fortran else "C")
-    return np.ascontiguousarray(array, dtype=dtype.newbyteorder("="))
+    # It makes a list of one number of a single number.
+    return np.ascontiguousarray(array, dtype=dtype.newbyteorder("=")).reshape(shape)
 
 
 def npy_array(data: bytes, name: str, path: str | Path) -> np.ndarray:

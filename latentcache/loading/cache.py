@@ -235,7 +235,7 @@ class LatentCache(SampleIndex, Closing):
         if not self.unverified and entry.record.identity.get("trust") == "unverified":
             imported_from = entry.record.identity["imported"]["format"]
             raise _unverified_error(str(entry.record.provenance.get("sample_id", key)), imported_from)
-        return Entry(entry.record, _moved(entry.tensors, device, dtype))
+        return Entry(entry.record, _moved(entry.tensors, device, dtype), entry.ragged)
 
     def prompt(
         self, text: str, *, device: DeviceLike, dtype: torch.dtype | None = None, negative: bool = False

@@ -6,12 +6,17 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 from foreign_samples import Foreign, image, pairs, text
 
-from latentcache.interop.formats import ai_toolkit, kohya
+from latentcache.dataset.buckets import fit
+from latentcache.errors import ConfigError
+from latentcache.interop.formats import ai_toolkit, kohya, musubi, simpletuner
 from latentcache.interop.importing import import_cache
+from latentcache.interop.readers import ForeignImage, ForeignText
 from latentcache.loading.cache import LatentCache
 from latentcache.precache.workspace import Workspace
+from latentcache.types import Size
 
 
 @pytest.mark.parametrize(
@@ -35,3 +40,30 @@ def test_names_that_the_format_cannot_have_are_listed(
     assert {(refusal.sample_id, refusal.reason) for refusal in report.skipped} == {(sample_id, "unreadable")}
     assert detail in report.skipped[0].detail
     assert (report.num_images, report.num_texts) == (1, 1)
+
+
+def cache_of_wan() -> LatentCache:
+    """One sample of a family with frames and texts of natural length."""
+    latents = torch.randn(16, 1, 8, 16, generator=torch.Generator().manual_seed(1))
+    items = [
+        ForeignImage("a.png", "a.bin", None, latents, True, "mean", fit(Size(80, 160), Size(64, 128))),
+        ForeignText(("a.png",), "a.text", "a cat", torch.ones(5, 8), None),
+    ]
+    workspace = Workspace()
+    import_cache(Foreign(items, family="wan", keeps_padding=False), workspace, name="foreign")
+    return LatentCache(store=workspace.store, manifests=workspace.manifests, unverified=True)
+
+
+@pytest.mark.parametrize("module", [kohya, ai_toolkit, simpletuner], ids=lambda module: module.__name__.split(".")[-1])
+def test_a_family_whose_layout_is_not_known_is_refused_by_name(tmp_path: Path, module: ModuleType) -> None:
+    with pytest.raises(ConfigError, match="lays out files of the family wan is not known; it is for sdxl"):
+        module.export(cache_of_wan(), "foreign", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_sdxl_is_refused_by_a_format_without_it(tmp_path: Path) -> None:
+    workspace = Workspace()
+    import_cache(Foreign(pairs("a.png")), workspace, name="foreign")
+    cache = LatentCache(store=workspace.store, manifests=workspace.manifests, unverified=True)
+    with pytest.raises(ConfigError, match="how musubi lays out files of the family sdxl is not known"):
+        musubi.export(cache, "foreign", tmp_path / "out")

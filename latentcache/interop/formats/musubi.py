@@ -3,8 +3,8 @@
 W and H are those of the image, `<name>` its file's name without suffix and folder, `<arch>` the architecture. Latents:
 `latents_{F}x{H}x{W}_{dtype}` [C, h, w], of Qwen-Image, Krea 2 and Wan [C, F, h, w]; of Z-Image unscaled, of others
 scaled; of FLUX.1 Kontext one draw, of others the mean. Metadata: `architecture`, `width`, `height`. An image was
-resized to cover its bucket, and cropped in the middle. Text: `varlen_<what>_{dtype}` has a row for each token, without padding;
-FLUX.1's has its padding. Metadata: `architecture`, `caption1`. (Read in musubi-tuner 30c658c.)
+resized to cover its bucket, and cropped in the middle. Text: `varlen_<what>_{dtype}` has a row for each token, without
+padding; FLUX.1's has its padding. Metadata: `architecture`, `caption1`. (Read in musubi-tuner 30c658c.)
 
 Latents of control images (`latents_control_...`) stand next to those of the image. A clip has frames in its name.
 """
