@@ -140,6 +140,8 @@ class _ForeignCache:
     """What a reader of another trainer's cache gives, without its files."""
 
     format = "kohya"
+    family = "sdxl"
+    keeps_padding = True
     declaration = None
 
     def items(self) -> Iterator[ForeignItem]:
@@ -147,7 +149,7 @@ class _ForeignCache:
         for number in range(NUM_SAMPLES):
             name = f"{number}.png"
             latents = torch.randn(4, 8, 8, generator=generator)
-            yield ForeignImage(name, f"{name}.npz", None, latents, None, "sample", GEOMETRY)
+            yield ForeignImage(name, f"{name}.npz", None, latents, False, "sample", GEOMETRY)
             embeds, pooled = torch.randn(5, 16, generator=generator), torch.randn(8, generator=generator)
             yield ForeignText((name,), f"{name}.npz", f"caption {number}", embeds, pooled)
 

@@ -231,7 +231,10 @@ class _Import:
         unscaled = self._unscaled(item)
         if unscaled is None or bucket_of(unscaled, self._family.name) != target:
             shape = list(latents.shape)
-            raise corrupt(item.path, f"its latents have the shape {shape}, which does not fit a bucket of {target}")
+            detail = (
+                f"its latents have the shape {shape}, which does not fit {self._family.name} and a bucket of {target}"
+            )
+            raise corrupt(item.path, detail)
         try:
             check_geometry(item.geometry)
         except ValueError as error:
@@ -251,10 +254,13 @@ class _Import:
     def _unscaled(self, item: ForeignImage) -> torch.Tensor | None:
         """What the VAE's encoder gave: in float32 where it was scaled. None for latents of another shape."""
         latents, is_scaled = item.latents, item.is_scaled
+        if latents.ndim != (4 if self._family.latent.is_video else 3):
+            return None
         num_channels = len(self._scaling.mean) or self._family.latent.channels
         if self._scaling.rule == "batch_norm" and not is_scaled:
             num_channels //= 4  # of which scaling makes patches of 2x2
-        if latents.ndim != (4 if self._family.latent.is_video else 3) or latents.shape[0] != num_channels:
+        # What names no family is taken as of the first one, and may be of any.
+        if latents.shape[0] != num_channels and (self._scaling.mean or self._family.name != DEFAULT):
             return None
         return self._scaling.undo(latents.float()) if is_scaled and latents.numel() else latents
 

@@ -89,7 +89,7 @@ def test_import_takes_name_role_and_repeats_from_the_config(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--from", "nothing", "--cache", "x"), "--from is 'nothing'; use one of kohya, simpletuner"),
+        (("--from", "nothing", "--cache", "x"), "--from is 'nothing'; use one of kohya, musubi, simpletuner"),
         (("--from", "kohya", "--trigger", "t", "--cache", "x"), "--trigger is no option of --from kohya"),
         (("--from", "simpletuner", "--cache", "x"), "--from simpletuner needs --images"),
         (("--from", "kohya"), "which cache? Give --cache DIR"),

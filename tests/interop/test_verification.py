@@ -43,6 +43,8 @@ class Copy:
     output: Any = "mean"
     format: str = "copy"
     declaration: Declaration | None = None
+    family: str = "sdxl"
+    keeps_padding: bool = True
 
     def items(self) -> Iterator[ForeignItem]:
         for sample in self.samples:
