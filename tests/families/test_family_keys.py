@@ -190,13 +190,20 @@ def test_a_diffusers_folder_gives_the_same(run: FamilyRun, folder: Path) -> None
         assert key == run.rows[text].captions[0].key
 
 
-def test_a_vae_of_one_file_gives_the_same_latents(run: FamilyRun, folder: Path, tmp_path: Path) -> None:
-    """As ae.safetensors of FLUX.1 and vae-ft-mse of Stable Diffusion have it."""
-    if run.family.parts["vae"].class_name != "diffusers.AutoencoderKL":
-        pytest.skip("its VAE comes in diffusers' layout alone")
-    file = save_vae(run.parts["vae"], tmp_path / "vae.safetensors")
-    models = ModelLoader(str(folder), vae=str(file), family=run.family)
-    assert choose_encodings(run.config, models, {}).image == run.encodings.image
+IMAGE_VAES = [name for name in FAMILIES if family_named(name).parts["vae"].class_name == "diffusers.AutoencoderKL"]
+
+
+@pytest.mark.parametrize("name", IMAGE_VAES)
+def test_a_vae_of_one_file_gives_the_same_latents(name: str, tmp_path: Path) -> None:
+    """As ae.safetensors of FLUX.1 and vae-ft-mse of Stable Diffusion have it. Other VAEs come in folders alone."""
+    family, config = family_named(name), family_config(tmp_path)
+    parts = family.tiny()
+    family.pipeline(**parts).save_pretrained(tmp_path / "folder")
+    file = save_vae(parts["vae"], tmp_path / "vae.safetensors")
+    models = ModelLoader(str(tmp_path / "folder"), vae=str(file), family=family)
+    assert (
+        choose_encodings(config, models, {}).image == choose_encodings(config, loaded_models(family, parts), {}).image
+    )
 
 
 def test_a_checkpoint_of_stable_diffusion_gives_the_same(tmp_path: Path) -> None:
