@@ -33,6 +33,7 @@ from latentcache.bucket_config import SECTION, BucketsConfig
 from latentcache.cache_config import TOKEN_VARIABLE, WRITE_TOKEN_VARIABLE, CacheConfig, UserPath
 from latentcache.errors import ConfigError, StoreError, UnsafeStoreError
 from latentcache.families import DEFAULT_REPOSITORY, FamilyName
+from latentcache.frames_config import FramesConfig
 from latentcache.part_config import MAX_CONTROLS, ControlConfig, MaskConfig, PartConfig, as_list
 from latentcache.ray_config import RayConfig
 from latentcache.utils.durable_files import read_regular
@@ -118,6 +119,9 @@ class DatasetConfig(_Section):
     """The sizes that images are resized and cropped to."""
     images: ImagesConfig = ImagesConfig()
     """How images are decoded, and which are refused."""
+    frames: FramesConfig | None = None
+    """Families of video: animated files (GIF, PNG, WebP) become clips of these frames. null: each image is one frame,
+    and `images.animated` says what becomes of animated ones."""
     flip: bool = False
     """Also cache each image mirrored left to right, as its own entry."""
     control: Annotated[tuple[ControlConfig, ...], BeforeValidator(as_list), Field(max_length=MAX_CONTROLS)] = ()
@@ -139,6 +143,8 @@ class DatasetConfig(_Section):
         ]
         if small:
             raise ValueError(f"area of control is {small[0]}; one bucket of step {self.buckets.step} has more")
+        if self.frames is not None and (self.control or self.mask):
+            raise ValueError("frames makes clips, which have no control images and no masks; leave one out")
         if any(self.part_files.count(part) > 1 for part in self.part_files):
             raise ValueError("two of control and mask are the same file; give another suffix, path or column")
         return self

@@ -77,7 +77,10 @@ class PartIdentity:
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
-    """From image bytes to the pixels that the encoder sees: each policy by name, then the geometry."""
+    """From image bytes to the pixels that the encoder sees: each policy by name, then the geometry.
+
+    Of a clip also the rule of its frames, as `frames_config.FramesConfig` has it: their rate, and where they start.
+    """
 
     exif: str
     colour: str
@@ -89,16 +92,34 @@ class Preparation:
     crop_top_left: Crop
     target_size: Size
     flip: bool
+    num_frames: int | None = None
+    fps: float | None = None
+    start: str | None = None
 
     @classmethod
     def of(cls, policy: Mapping[str, Any], geometry: Geometry) -> Preparation:
-        """`policy` gives exif, colour, alpha, decoder and resample (`dataset.images.preparation_policy`)."""
+        """`policy` gives exif, colour, alpha, decoder and resample (`dataset.images.preparation_policy`).
+
+        That of a clip also gives fps and start.
+        """
         return cls(**policy, **_values(geometry))
 
     @property
     def geometry(self) -> Geometry:
         """The part that is the geometry."""
-        return Geometry(self.original_size, self.resized_size, self.crop_top_left, self.target_size, self.flip)
+        sizes = self.original_size, self.resized_size, self.crop_top_left, self.target_size
+        return Geometry(*sizes, self.flip, self.num_frames)
+
+    def to_json(self) -> dict[str, Any]:
+        """The preparation as JSON. Of an image nothing of frames: its key is older than clips."""
+        values = _values(self)
+        if self.num_frames is None:
+            for name in _OF_CLIPS:
+                del values[name]
+        return values
+
+
+_OF_CLIPS = ("num_frames", "fps", "start")
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +177,7 @@ class ImageIdentity:
 
     def to_json(self) -> dict[str, Any]:
         """The identity in the form that `key_of` takes."""
-        nested = {"preparation": _values(self.preparation), "encoding": encoding_json(self.encoding)}
+        nested = {"preparation": self.preparation.to_json(), "encoding": encoding_json(self.encoding)}
         return _values(self) | nested
 
 

@@ -67,6 +67,21 @@ class Crop(NamedTuple):
 Bucket = Size
 
 
+class ClipSize(NamedTuple):
+    """Height and width of a clip, in pixels, and its number of frames."""
+
+    height: int
+    width: int
+    num_frames: int
+
+    def __str__(self) -> str:
+        return f"{self.num_frames} frames of {self.height}x{self.width}"
+
+
+Extent = Size | ClipSize
+"""What the images of one batch have in common: their bucket, and of clips the number of frames."""
+
+
 def prompt_id(text: str, *, negative: bool = False) -> str:
     """The sample_id of a validation prompt in the manifest of prompts."""
     return f"{'negative ' if negative else ''}prompt: {text}"
@@ -77,7 +92,7 @@ class Geometry:
     """What was done to an image between decoding and encoding, in integers.
 
     Every trainer's time ids can be derived from it. `original_size` is the size after the EXIF turn,
-    `resized_size` the size before the crop, `target_size` the bucket.
+    `resized_size` the size before the crop, `target_size` the bucket. `num_frames` is a clip's; None of an image.
     """
 
     original_size: Size
@@ -85,15 +100,23 @@ class Geometry:
     crop_top_left: Crop
     target_size: Bucket
     flip: bool = False
+    num_frames: int | None = None
+
+    @property
+    def extent(self) -> Extent:
+        """What it has to have in common with all others of its batch."""
+        return self.target_size if self.num_frames is None else ClipSize(*self.target_size, self.num_frames)
 
     def to_json(self) -> dict[str, Any]:
-        """The geometry as a JSON object; sizes are lists of two."""
+        """The geometry as a JSON object; sizes are lists of two. An image says nothing of frames."""
+        frames = {} if self.num_frames is None else {"num_frames": self.num_frames}
         return {
             "original_size": list(self.original_size),
             "resized_size": list(self.resized_size),
             "crop_top_left": list(self.crop_top_left),
             "target_size": list(self.target_size),
             "flip": self.flip,
+            **frames,
         }
 
 

@@ -34,10 +34,10 @@ def test_there_are_the_promised_configs() -> None:
     assert {path.name for path in CONFIGS} >= {"quickstart.yaml", "sdxl.yaml", "low_vram.yaml"}
 
 
-def test_the_sdxl_config_shows_every_setting_and_edit_pairs_those_of_parts() -> None:
+def test_the_configs_of_sdxl_edit_pairs_and_wan_show_every_setting() -> None:
     """They are the reference that users copy: a setting that they do not show is not known to them."""
-    settings, pairs = (
-        yaml.safe_load((CONFIGS[0].parent / f"{name}.yaml").read_text()) for name in ("sdxl", "edit_pairs")
+    settings, pairs, clips = (
+        yaml.safe_load((CONFIGS[0].parent / f"{name}.yaml").read_text()) for name in ("sdxl", "edit_pairs", "wan")
     )
 
     def shown(value: object, prefix: str) -> set[str]:
@@ -50,7 +50,7 @@ def test_the_sdxl_config_shows_every_setting_and_edit_pairs_those_of_parts() -> 
             found |= shown(child, f"{prefix}.{name}" if prefix else name)
         return found
 
-    assert set(known_settings()) <= shown(settings, "") | shown(pairs, "")
+    assert set(known_settings()) <= shown(settings, "") | shown(pairs, "") | shown(clips, "")
 
 
 def test_the_schema_has_the_fixed_names() -> None:

@@ -22,7 +22,10 @@ MODULES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 LAYERS = [
     {"errors", "types", "__init__"},
     {"utils"},
-    {"config", "bucket_config", "cache_config", "ray_config", "part_config", "identity", "provenance", "families"},
+    {
+        *("config", "bucket_config", "cache_config", "ray_config", "part_config", "frames_config"),
+        *("identity", "provenance", "families"),
+    },
     {"dataset", "store", "devices"},
     {"checkpoints", "remote"},
     {"models"},
@@ -50,7 +53,13 @@ OWNERS = {
     ),
     "safetensors": ("store/tensor_file.py", "checkpoints/folder.py", "interop/foreign_safetensors.py"),
     # The service writes thumbnails.
-    "PIL": ("dataset/images.py", "dataset/resampling.py", "validation/", "service/thumbnails.py"),
+    "PIL": (
+        "dataset/images.py",
+        "dataset/colour_profiles.py",
+        "dataset/resampling.py",
+        "validation/",
+        "service/thumbnails.py",
+    ),
     "psutil": ("utils/host_memory.py", "doctor/environment.py"),
     "pyarrow": ("dataset/tables.py", "interop/formats/parquet.py"),
     "diffusers": ("families/", "models/", "validation/", "integrations/diffusers.py"),

@@ -67,7 +67,7 @@ def ends_early(data: bytes, name: str) -> bool:
     if name == "WEBP":
         return len(data) < 30 or int.from_bytes(data[4:8], "little") + 8 > len(data)
     if name == "GIF":
-        return not all(is_whole for _, is_whole in _gif_frames(data))
+        return not all(is_whole for _, is_whole, _ in _gif_frames(data))
     if name == "BMP":
         return _bmp_ends_early(data)
     if name == "TIFF":
@@ -87,6 +87,33 @@ def num_frames(data: bytes, name: str) -> int | None:
         header = jpeg_xl_header.read_header(data)
         return 0 if header is None else 1 + header[1]
     return None
+
+
+def frame_times(data: bytes, name: str) -> list[float]:
+    """How many ms each frame of an animated GIF, PNG or WebP is shown, in their order; nothing for a still image.
+
+    Frames of 0 ms are shown for 100, as browsers show those of a GIF.
+    """
+    times: list[float] = []
+    if name == "GIF":
+        times = [milliseconds for _, _, milliseconds in _gif_frames(data)]
+    elif name == "PNG":
+        controls = [data[start:end] for kind, start, end in _png_chunks(data) if kind == b"fcTL"]
+        for numerator, denominator in (struct.unpack_from(">2H", each, 20) for each in controls if len(each) == 26):
+            times.append(1000 * numerator / (denominator or 100))
+    elif name == "WEBP":
+        times = [float(int.from_bytes(data[start + 12 : start + 15], "little")) for start in _webp_frames(data)]
+    return [each or 100.0 for each in times] if len(times) > 1 else []
+
+
+def _webp_frames(data: bytes) -> Iterator[int]:
+    """Where the contents of the frames of an animated WebP start."""
+    offset = 12
+    while offset + 8 <= len(data):
+        if data[offset : offset + 4] == b"ANMF":
+            yield offset + 8
+        length = int.from_bytes(data[offset + 4 : offset + 8], "little")
+        offset += 8 + length + length % 2
 
 
 def canvas(data: bytes, name: str) -> Size | None:
@@ -192,19 +219,23 @@ def _boxes_end_early(data: bytes) -> bool:
     return offset > len(data)
 
 
-def _gif_frames(data: bytes) -> Iterator[tuple[Size, bool]]:
-    """Of each frame the canvas that it needs, and whether it is whole. Nothing for bytes that are no GIF."""
+def _gif_frames(data: bytes) -> Iterator[tuple[Size, bool, float]]:
+    """Of each frame the canvas that it needs, whether it is whole, and how many ms it is shown. Nothing for no GIF."""
     if len(data) < 13:
         return
     height, width = struct.unpack_from("<6x2H", data)[::-1]
-    offset = 13 + _gif_table_bytes(data[10])
+    offset, milliseconds = 13 + _gif_table_bytes(data[10]), 0.0
     while offset + 10 <= len(data):
         if data[offset] == 0x21:  # an extension
+            if data[offset + 1] == 0xF9:
+                milliseconds = 10.0 * int.from_bytes(data[offset + 4 : offset + 6], "little")
             offset = _gif_blocks_end(data, offset + 2)
         elif data[offset] == 0x2C:
             left, top, frame_width, frame_height, flags = struct.unpack_from("<4HB", data, offset + 1)
             offset = _gif_blocks_end(data, offset + 11 + _gif_table_bytes(flags))
-            yield Size(max(height, top + frame_height), max(width, left + frame_width)), offset <= len(data)
+            size = Size(max(height, top + frame_height), max(width, left + frame_width))
+            yield size, offset <= len(data), milliseconds
+            milliseconds = 0.0
         else:  # the end mark, or nonsense
             return
 

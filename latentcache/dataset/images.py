@@ -14,13 +14,12 @@ so a transparent colour of such a file means all colours with the same high byte
 
 from __future__ import annotations
 
-import functools
 import importlib.util
-import logging
 import os
 import struct
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from io import BytesIO
 from typing import Any
 
@@ -41,11 +40,10 @@ from PIL.TiffImagePlugin import BITSPERSAMPLE, PHOTOMETRIC_INTERPRETATION
 
 from latentcache.config import ImagesConfig
 from latentcache.dataset import container
+from latentcache.dataset.colour_profiles import to_srgb
 from latentcache.dataset.resampling import LANCZOS, resize
 from latentcache.errors import ImageRefused
 from latentcache.types import Geometry, RefusalReason, Size
-
-_log = logging.getLogger(__name__)
 
 _SUFFIXES_OF_FORMAT = {
     "JPEG": (".jpg", ".jpeg", ".jpe", ".jfif", ".mpo"),
@@ -106,7 +104,6 @@ _TURNS = {
 }
 # 2 and 4 bits of grey are loaded as 8 bits.
 _STEP_OF_GREY = {"L;2": 85, "L;4": 17}
-_MODE_OF_COLOUR_SPACE = {"RGB": "RGB", "GRAY": "L", "CMYK": "CMYK"}
 
 
 def preparation_policy(config: ImagesConfig) -> dict[str, str]:
@@ -142,29 +139,62 @@ def decode(data: bytes, path: str, config: ImagesConfig, *, alpha_only: bool = F
     in sRGB, with `config.alpha_colour`. With `alpha_only` it is the alpha channel: uint8 [H, W], 255 without one.
     """
     image, name, size, orientation = _open(data, path, config)
+    with _refusals(path, name, size):
+        _check_crcs(data, name)
+        return _upright(image, path, config, orientation, alpha_only=alpha_only)
+
+
+def decode_frames(data: bytes, path: str, config: ImagesConfig, numbers: Iterable[int]) -> Iterator[np.ndarray]:
+    """As `decode` each of these frames of a GIF, PNG or WebP. They are numbered from 0, and come in ascending order.
+
+    An image that a PNG shows where animations are not known is none of its frames.
+    """
+    config = config.model_copy(update={"animated": "first-frame"})
+    image, name, size, orientation = _open(data, path, config)
+    with _refusals(path, name, size):
+        _check_crcs(data, name)
+        first = int(name == "PNG" and getattr(image, "default_image", False))
+        for number in numbers:
+            image.seek(first + number)
+            yield _upright(image, path, config, orientation)
+
+
+@contextmanager
+def _refusals(path: str, name: str, size: Size) -> Iterator[None]:
+    """What the decoder of this format raises becomes an ImageRefused."""
     try:
-        if name == "PNG":
-            # Loading checks no CRC of pixel data, so that a flipped bit could give another picture.
-            PngImagePlugin.PngImageFile(BytesIO(data)).verify()
-        transparency = _transparency(image)
-        image.load()
-        colour, alpha = _colour_and_alpha(image, transparency)
-        if alpha_only:
-            upright = Image.new("L", colour.size, 255) if alpha is None else alpha
-        else:
-            upright = _to_srgb(colour, image.info.get("icc_profile"), path)
-        if alpha is not None and not alpha_only:
-            canvas = Image.new("RGB", upright.size, config.alpha_colour)
-            canvas.paste(upright, mask=alpha)
-            upright = canvas
-        if orientation in _TURNS:
-            upright = upright.transpose(_TURNS[orientation])
+        yield
     except Image.DecompressionBombError as error:
         raise ImageRefused(path, "too-many-pixels", f"{error}") from error
     except _DECODER_ERRORS as error:
         raise _refusal(path, name, error) from error
     except MemoryError as error:
         raise ImageRefused(path, "out-of-memory", f"{size} pixels do not fit in this host's memory") from error
+
+
+def _check_crcs(data: bytes, name: str) -> None:
+    """Of a PNG: loading checks no CRC of pixel data, so that a flipped bit could give another picture."""
+    if name == "PNG":
+        PngImagePlugin.PngImageFile(BytesIO(data)).verify()
+
+
+def _upright(
+    image: ImageFile.ImageFile, path: str, config: ImagesConfig, orientation: int, *, alpha_only: bool = False
+) -> np.ndarray:
+    """The pixels of the frame at which an image stands: see `decode`."""
+    transparency = _transparency(image)
+    image.load()
+    colour, alpha = _colour_and_alpha(image, transparency)
+    if alpha_only:
+        upright = Image.new("L", colour.size, 255) if alpha is None else alpha
+    else:
+        upright = to_srgb(colour, image.info.get("icc_profile"), path)
+    if alpha is not None and not alpha_only:
+        canvas = Image.new("RGB", upright.size, config.alpha_colour)
+        canvas.paste(upright, mask=alpha)
+        upright = canvas
+    if orientation in _TURNS:
+        upright = upright.transpose(_TURNS[orientation])
     return np.array(upright)
 
 
@@ -337,57 +367,3 @@ def _transparency(image: ImageFile.ImageFile) -> int | bytes | tuple[int, ...] |
     if layout == "RGB;16B":
         return tuple(channel >> 8 for channel in value)
     return value  # type: ignore[no-any-return]  # an int, bytes or a tuple, by Pillow's PNG plugin
-
-
-def _to_srgb(image: Image.Image, icc: bytes | None, path: str) -> Image.Image:
-    """Mode L, RGB or CMYK -> RGB in sRGB."""
-    if icc:
-        found, transform = _conversion(icc)
-        mode = "RGB" if found == "RGB" and image.mode == "L" else image.mode
-        if isinstance(transform, str):
-            _log.warning("%s: its ICC profile cannot be used, and is ignored: %s", path, transform)
-        elif found != mode:
-            _log.warning("%s: its ICC profile is for %s images, not %s; ignored", path, found, image.mode)
-        elif transform is not None:
-            converted = ImageCms.applyTransform(image.convert(mode), transform)
-            assert converted is not None  # only in place it returns None
-            return converted
-    return image.convert("RGB")
-
-
-@functools.lru_cache(maxsize=16)
-def _conversion(icc: bytes) -> tuple[str, ImageCms.ImageCmsTransform | str | None]:
-    """The mode that a profile describes, and its transform to sRGB; None if it is sRGB, a text if it is unusable.
-
-    Most images of a dataset share a few profiles.
-    """
-    try:
-        profile = ImageCms.ImageCmsProfile(BytesIO(icc))
-        mode = _MODE_OF_COLOUR_SPACE.get(profile.profile.xcolor_space.strip())
-        if mode is None:
-            return "", f"unknown colour space {profile.profile.xcolor_space!r}"
-        transform = ImageCms.buildTransform(
-            profile,
-            ImageCms.createProfile("sRGB"),
-            mode,
-            "RGB",
-            ImageCms.Intent.PERCEPTUAL,
-            # lcms shares a transform between threads only without its cache of the last pixel.
-            ImageCms.Flags.NOCACHE,
-        )
-    except (ImageCms.PyCMSError, OSError, ValueError, TypeError) as error:
-        return "", str(error)
-    return mode, None if _is_srgb(transform, mode) else transform
-
-
-def _is_srgb(transform: ImageCms.ImageCmsTransform, mode: str) -> bool:
-    """Whether it moves no colour of a grid by more than one step. A profile's name is no proof."""
-    if mode == "CMYK":
-        return False
-    levels = np.arange(0, 256, 15, dtype=np.uint8)
-    grid = np.stack(np.meshgrid(levels, levels, levels, indexing="ij"), axis=-1).reshape(1, -1, 3)
-    if mode == "L":
-        grid = np.repeat(np.arange(256, dtype=np.uint8), 3).reshape(1, -1, 3)
-    source = Image.fromarray(grid if mode == "RGB" else np.ascontiguousarray(grid[..., 0]))
-    moved = np.asarray(ImageCms.applyTransform(source, transform))
-    return bool(np.abs(moved.astype(np.int16) - grid).max() <= 1)

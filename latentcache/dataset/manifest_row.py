@@ -120,6 +120,7 @@ class _ImageLine(msgspec.Struct, gc=False):
     target_size: tuple[_Side, _Side]
     flip: bool
     trust: Trust = "verified"
+    num_frames: _Side | None = None
 
 
 class _CaptionLine(msgspec.Struct, gc=False):

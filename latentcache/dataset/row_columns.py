@@ -18,10 +18,10 @@ from latentcache.types import Crop, Geometry, Size
 KEY_BYTES = 32
 CODEC, ERRORS = "utf-8", "surrogatepass"
 TRUSTS: tuple[Trust, Trust] = ("verified", "unverified")
-GEOMETRY = attrgetter("original_size", "resized_size", "crop_top_left", "target_size", "flip")
-SIZES = {"original_size": slice(0, 2), "target_size": slice(6, 8)}
-FLIP = 8
-"""Where these lie in the nine numbers of a geometry, in the order of GEOMETRY."""
+GEOMETRY = attrgetter("original_size", "resized_size", "crop_top_left", "target_size", "num_frames", "flip")
+SIZES = {"original_size": slice(0, 2), "target_size": slice(6, 8), "extent": slice(6, 9)}
+FLIP = 9
+"""Where these lie in the ten numbers of a geometry, in the order of GEOMETRY. An image has 0 frames."""
 _ROLES: tuple[PartRole, ...] = get_args(PartRole)
 
 
@@ -109,10 +109,10 @@ def bytes_of(keys: Sequence[str], what: str) -> bytes:
 
 
 def geometry_of(numbers: Sequence[int]) -> Geometry:
-    """The geometry of its nine numbers."""
-    height, width, *resized, top, left, target_height, target_width, flip = numbers
-    sizes = Size(height, width), Size(*resized)
-    return Geometry(*sizes, Crop(top, left), Size(target_height, target_width), bool(flip))
+    """The geometry of its ten numbers."""
+    height, width, resized_height, resized_width, top, left, *target, num_frames, flip = numbers
+    sizes = Size(height, width), Size(resized_height, resized_width)
+    return Geometry(*sizes, Crop(top, left), Size(*target), bool(flip), num_frames or None)
 
 
 class Geometries:
@@ -123,11 +123,11 @@ class Geometries:
 
     def add(self, geometries: Iterable[tuple[Any, ...]]) -> None:
         """Each as GEOMETRY gives it."""
-        for original, resized, crop, target, flip in geometries:
-            self._numbers.extend((*original, *resized, *crop, *target, flip))
+        for original, resized, crop, target, num_frames, flip in geometries:
+            self._numbers.extend((*original, *resized, *crop, *target, num_frames or 0, flip))
 
     def finish(self) -> np.ndarray:
-        """int32 [n, 9]."""
+        """int32 [n, 10]."""
         return np.frombuffer(self._numbers, np.int32).reshape(-1, FLIP + 1)
 
 

@@ -157,9 +157,10 @@ class RowTable(Mapping[str, Row]):
         images, captions = [], []
         keys, is_unverified = self._images.keys, self._images.is_unverified
         for at in range(self._images.bounds.item(number), self._images.bounds.item(number + 1)):
-            height, width, resized_height, resized_width, top, left, *target, flip = self._geometries[at].tolist()
-            resized = Size(resized_height, resized_width)
-            geometry = Geometry(Size(height, width), resized, Crop(top, left), Size(*target), bool(flip))
+            height, width, resized_height, resized_width, *others, num_frames, flip = self._geometries[at].tolist()
+            resized, (top, left, *target) = Size(resized_height, resized_width), others
+            whole, crop = Size(height, width), Crop(top, left)
+            geometry = Geometry(whole, resized, crop, Size(*target), bool(flip), num_frames or None)
             images.append(ImageRef(keys[at].tobytes().hex(), geometry, TRUSTS[is_unverified.item(at)]))
         keys, is_unverified = self._captions.keys, self._captions.is_unverified
         for at in range(self._captions.bounds.item(number), self._captions.bounds.item(number + 1)):
@@ -187,11 +188,15 @@ class RowTable(Mapping[str, Row]):
             for at in range(0, len(entries.keys), _CHUNK):
                 yield from hex_of(entries.keys[at : at + _CHUNK])
 
-    def first_sizes(self, name: Literal["original_size", "target_size"]) -> np.ndarray:
-        """For each row this size of its first image: (height, width), or zeros without images. int32 [n, 2]."""
-        starts, found = self._images.bounds[:-1], np.zeros((len(self), 2), np.int32)
+    def first_sizes(self, name: Literal["original_size", "target_size", "extent"]) -> np.ndarray:
+        """For each row this size of its first image: (height, width), or zeros without images. int32 [n, 2].
+
+        `extent`: (height, width, num_frames) of the target, with 0 frames of an image. int32 [n, 3].
+        """
+        numbers = self._geometries[:, SIZES[name]]
+        starts, found = self._images.bounds[:-1], np.zeros((len(self), numbers.shape[1]), np.int32)
         has_image = starts < self._images.bounds[1:]
-        found[has_image] = self._geometries[starts[has_image], SIZES[name]]
+        found[has_image] = numbers[starts[has_image]]
         return found
 
     def image_keys(self, numbers: np.ndarray, *, flip: bool) -> list[str]:

@@ -35,7 +35,7 @@ from latentcache.models.lora import load_lora, lora_settings, save_lora
 from latentcache.models.scheduler import load_scheduler
 from latentcache.models.vae import text_dtype, vae_dtype
 from latentcache.precache.encodings import load_models
-from latentcache.types import Batch, Bucket
+from latentcache.types import Batch, Extent, Size
 from latentcache.validation.noise_schedule import NoiseSchedule
 from latentcache.validation.sample_images import prompt_embeddings
 
@@ -106,7 +106,7 @@ class PrecomputedDataset(Dataset[Batch]):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def bucket(self, index: int) -> Bucket:
+    def bucket(self, index: int) -> Extent:
         """The bucket of an item, without reading it."""
         return self.dataset.bucket(index)
 
@@ -152,7 +152,7 @@ def collate(examples: Sequence[Batch]) -> Batch:
     """
     buckets = {example["target_sizes"] for example in examples}
     if len(buckets) > 1:
-        met = ", ".join(str(Bucket(*bucket)) for bucket in sorted(buckets))
+        met = ", ".join(str(Size(*bucket)) for bucket in sorted(buckets))
         raise StoreError(
             f"a batch has one bucket, but these samples lie in {met}: batch them with "
             "latentcache.integrations.diffusers.data_loader or latentcache.loading.sampler.BucketBatchSampler"

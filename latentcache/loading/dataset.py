@@ -27,7 +27,7 @@ from latentcache.loading.pack_order import Places
 from latentcache.loading.sample import PRECACHE, SIZES, SampleRef
 from latentcache.loading.sampler import Visit
 from latentcache.store.direct import Io
-from latentcache.types import Batch, Bucket, Size
+from latentcache.types import Batch, ClipSize, Extent, Size
 
 Order = Literal["random", "packs"]
 ORDERS: tuple[Order, ...] = get_args(Order)
@@ -85,9 +85,9 @@ class SampleDataset(Dataset[Batch]):
     def __getitems__(self, indices: Sequence[int]) -> list[Batch]:
         """Several items in one read; a DataLoader calls this. They may lie in different buckets."""
         refs = self.refs(indices)
-        groups: dict[tuple[int, int], list[int]] = {}
+        groups: dict[tuple[int, ...], list[int]] = {}
         for position, ref in enumerate(refs):
-            groups.setdefault(ref.layout.target_size, []).append(position)
+            groups.setdefault(ref.layout.extent, []).append(position)
         items: list[Batch] = [{} for _ in refs]
         for positions in groups.values():
             found = [refs[position] for position in positions]
@@ -167,7 +167,7 @@ class LatentDataset(SampleDataset):
         self._usable = self._rows.usable()
         for number in np.intersect1d(self._usable, self._rows.unverified())[:1].tolist():
             self.cache.check_trust(read, self._rows.row(number))
-        self._buckets = self._rows.first_sizes("target_size")
+        self._buckets = self._rows.first_sizes("extent")
         self._num_once = len(self._usable) * (1 + flips)
         self._num_items = self._num_once * read.repeats
 
@@ -181,15 +181,15 @@ class LatentDataset(SampleDataset):
         flip, place = divmod(int(index) % self._num_once, len(self._usable))
         return self._usable.item(place), bool(flip)
 
-    def bucket(self, index: int) -> Bucket:
-        """The bucket of an item, without reading it."""
+    def bucket(self, index: int) -> Extent:
+        """The bucket of an item, without reading it; of a clip with its number of frames."""
         return self._bucket(self._item(index)[0])
 
-    def _bucket(self, number: int) -> Bucket:
-        bucket = Size(*self._buckets[number].tolist())
-        if not bucket.height:
+    def _bucket(self, number: int) -> Extent:
+        height, width, num_frames = self._buckets[number].tolist()
+        if not height:
             raise SampleError(self._rows.sample_id(number), "has no image entry", PRECACHE)
-        return bucket
+        return ClipSize(height, width, num_frames) if num_frames else Size(height, width)
 
     def image_keys(self) -> list[str]:
         """As `SampleDataset.image_keys`. Of an item without its image, which cannot be read, that of another one."""
@@ -274,7 +274,7 @@ class LatentDatasets(SampleDataset, ConcatDataset[Batch]):
         for part in parts:
             part.own_cache = self.own_cache
 
-    def bucket(self, index: int) -> Bucket:
+    def bucket(self, index: int) -> Extent:
         """The bucket of an item, without reading it."""
         part, inner = self._part(index)
         return part.bucket(inner)

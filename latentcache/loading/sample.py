@@ -44,7 +44,7 @@ Pair = tuple[int, int]
 class Layout(NamedTuple):
     """What a batch says of a geometry: the pairs of SIZES, the same as int64 [4, 2], and the time ids as float32 [6].
 
-    Equal ones are shared.
+    `extent` is what all of a batch share: the target size, and of a clip its number of frames. Equal ones are shared.
     """
 
     original_size: Pair
@@ -53,9 +53,10 @@ class Layout(NamedTuple):
     target_size: Pair
     sizes: bytes
     time_ids: bytes
+    extent: tuple[int, ...]
 
 
-_NO_LAYOUT = Layout((0, 0), (0, 0), (0, 0), (0, 0), b"", b"")  # of what is no image
+_NO_LAYOUT = Layout((0, 0), (0, 0), (0, 0), (0, 0), b"", b"", ())  # of what is no image
 
 
 @lru_cache(_MAX_LAYOUTS)
@@ -64,7 +65,7 @@ def layout_of(geometry: Geometry) -> Layout:
     ids = family_named(DEFAULT).size_conditions(geometry)
     original, resized, crop, target = pairs = [tuple(getattr(geometry, name)) for name in SIZES]
     sizes = np.array(pairs, dtype=np.int64).tobytes()
-    return Layout(original, resized, crop, target, sizes, np.array(ids, dtype=np.float32).tobytes())
+    return Layout(original, resized, crop, target, sizes, np.array(ids, dtype=np.float32).tobytes(), geometry.extent)
 
 
 @dataclass(slots=True, eq=False)
@@ -255,7 +256,7 @@ def _description(names: tuple[str, ...], specs: tuple[tuple[str, tuple[int, ...]
 
 def metadata_of(sample_ids: Iterable[str], captions: Iterable[str], layouts: Iterable[Layout]) -> dict[str, Any]:
     """What the manifest says of at least one sample: ids, captions, sizes and time ids. The lists are new ones."""
-    original_size, resized_size, crop_top_left, target_size, _, time_ids = zip(*layouts, strict=True)
+    original_size, resized_size, crop_top_left, target_size, _, time_ids, _ = zip(*layouts, strict=True)
     # The bytearray is this tensor's own memory. A tensor made of lists takes five times as long.
     ids = np.ndarray((len(time_ids), 6), _FLOAT32, bytearray().join(time_ids))
     return {

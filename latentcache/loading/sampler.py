@@ -17,7 +17,7 @@ from torch.utils.data import Sampler
 from latentcache.errors import StoreError
 from latentcache.identity import canonical_json, digest
 from latentcache.loading.pack_order import WINDOW, Places, Spot, pack_batches, spots_ahead
-from latentcache.types import Bucket
+from latentcache.types import Extent
 
 STATE_VERSION = 1
 _MAX_DRAWS = 1 << 13  # batches whose draws are remembered: those of the packs that are read at the same time
@@ -66,7 +66,7 @@ class Bucketed(Protocol):
 
     def __len__(self) -> int: ...
 
-    def bucket(self, index: int) -> Bucket:
+    def bucket(self, index: int) -> Extent:
         """The bucket of an item, without reading it."""
 
     def identity(self) -> str:
@@ -172,7 +172,7 @@ class BucketBatchSampler(Sampler[list[int]]):
         self.dataset = dataset
         self.batch_size, self.shuffle, self.drop_last = batch_size, shuffle, drop_last
         self.seed, self.rank, self.world_size, self.uneven = seed, rank, world_size, uneven
-        buckets: dict[Bucket, list[int]] = {}
+        buckets: dict[Extent, list[int]] = {}
         for index in range(len(dataset)):
             buckets.setdefault(dataset.bucket(index), []).append(index)
         self._buckets = [np.array(buckets[bucket], dtype=np.int64) for bucket in sorted(buckets)]

@@ -21,7 +21,7 @@ from latentcache.models.model_loader import ModelLoader, Models
 from latentcache.models.vae import VaeFacts, text_dtype, vae_dtype
 from latentcache.precache.plan import TEXT_BATCH_SIZE
 from latentcache.store.base import DTYPES
-from latentcache.types import Bucket, ImageOutput
+from latentcache.types import Bucket, Geometry, ImageOutput
 from latentcache.utils.json_document import recalled
 
 
@@ -61,11 +61,13 @@ class Encodings(TextEncodings):
             )
             raise ConfigError(message, key="datasets.buckets")
 
-    def image_bytes(self, bucket: Bucket, output: ImageOutput) -> int:
-        """Bytes of one image entry of this bucket."""
-        channels = self.facts.latent_channels * (2 if output == "moments" else 1)
-        num_pixels = math.prod(bucket) // self.facts.downscale_factor**2
-        return channels * num_pixels * DTYPES[self.image.store_dtype].itemsize
+    def image_bytes(self, geometry: Geometry, output: ImageOutput) -> int:
+        """Bytes of one image entry of this geometry."""
+        facts = self.facts
+        channels = facts.latent_channels * (2 if output == "moments" else 1)
+        num_frames = ((geometry.num_frames or 1) - 1) // facts.frames_factor + 1
+        num_pixels = math.prod(geometry.target_size) // facts.downscale_factor**2
+        return channels * num_frames * num_pixels * DTYPES[self.image.store_dtype].itemsize
 
 
 def text_family_json(encodings: TextEncodings) -> dict[str, Any]:

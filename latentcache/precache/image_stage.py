@@ -9,7 +9,8 @@ Memory is bounded whatever the dataset's size. With T decoding threads, groups o
 batches of B, at most `T + G + 5 B` decoded images are alive, of bucket size (3 bytes a pixel): T + G decoded ahead, and
 B each in the batch that is formed, in the one that was launched before it, in the two that are stored or wait for it,
 and among those that wait for a retry in float32. In addition each decoding thread has its full-size image, and the
-writer two packs.
+writer two packs. Clips come after all images, in batches of one, CLIPS_AHEAD of them decoded ahead: at most 7 are
+alive, of 3 bytes for each pixel of each of their frames. Of a clip one frame at a time has its full size.
 """
 
 from __future__ import annotations
@@ -43,12 +44,15 @@ from latentcache.store.base import DTYPES
 from latentcache.types import Entry, Record
 from latentcache.utils.concurrency import BackgroundWorker, Outcome, bounded_map, lower_priority
 
+CLIPS_AHEAD = 2
+"""Clips that are decoded while others are encoded: one of 81 frames of 480x832 has 97 MB."""
+
 logger = logging.getLogger("latentcache")
 
 
 @dataclass(frozen=True, slots=True)
 class ImageItem:
-    """An image that is ready to be encoded: its pixels, uint8 [H, W, 3]."""
+    """An image that is ready to be encoded: its pixels, uint8 [H, W, 3]; those of a clip are [frames, H, W, 3]."""
 
     task: ImageTask
     pixels: np.ndarray
@@ -79,12 +83,12 @@ class ImageStage:
             decoders = ThreadPoolExecutor(num_threads, "latentcache-decode", initializer=lower_priority)
             stack.enter_context(decoders)
             worker = stack.enter_context(storing_worker(placement.device))
-            groups = self._groups(batches, decoders, num_threads + self._encodings.image_group_size)
+            groups = self._all_groups(batches, decoders, num_threads + self._encodings.image_group_size)
             stack.callback(groups.close)  # cancels the decoding of what still waits
             for items, moments in self._encoded(vae, groups, placement.batch_size, int(self._transfer.overlaps)):
                 with timed(context.report, "write"):
                     worker.call(self._store, items, moments)
-                num_pixels += sum(math.prod(item.pixels.shape[:2]) for item in items)
+                num_pixels += sum(math.prod(item.pixels.shape[:-1]) for item in items)
                 context.progress.advance(len(items))
                 self._retry(worker)
                 if context.is_stopped():
@@ -96,6 +100,14 @@ class ImageStage:
         return num_pixels
 
     # Decoding threads
+
+    def _all_groups(
+        self, batches: Sequence[Sequence[ImageTask]], executor: ThreadPoolExecutor, num_ahead: int
+    ) -> Generator[Iterator[ImageItem], None, None]:
+        """Those of `_groups`: of all images, then of all clips."""
+        images, clips = ([batch for batch in batches if _is_clip(batch[0]) is kind] for kind in (False, True))
+        yield from self._groups(images, executor, num_ahead)
+        yield from self._groups(clips, executor, CLIPS_AHEAD)
 
     def _groups(
         self, batches: Iterable[Sequence[ImageTask]], executor: ThreadPoolExecutor, num_ahead: int
@@ -190,6 +202,10 @@ class ImageStage:
                 reason = f"the VAE gave {problem} in {computed_dtype}: encoded again in float32"
                 logger.warning("%s: %s", task.sample.path, reason)
                 self._retries.append((item, reason))
+
+
+def _is_clip(task: ImageTask) -> bool:
+    return task.identity.preparation.num_frames is not None
 
 
 def _decode(task: ImageTask) -> np.ndarray:

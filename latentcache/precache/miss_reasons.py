@@ -27,9 +27,10 @@ LABELS = {
     "store_dtype": "stored dtype",
     "target_size": "bucket",
     "crop_top_left": "crop",
+    "num_frames": "number of frames",
 }
 """Names of fields in reasons, where they are not the field's own."""
-GEOMETRY = ("target_size", "original_size", "resized_size", "crop_top_left")
+GEOMETRY = ("target_size", "original_size", "resized_size", "crop_top_left", "num_frames")
 """A changed bucket changes resized size and crop with it, so the first of these that differs is the cause."""
 
 
@@ -74,6 +75,8 @@ class History:
         before = self._manifest.common
         causes = [*_encoding_changes(before, common, "image_encoding")]
         causes += _changes(before.get("policy") or {}, common["policy"], " policy")
+        if now.geometry.num_frames is not None:
+            causes += _changes(before.get("frames") or {}, common["frames"])
         if row.source != source:
             causes.insert(0, "image changed")
         elif twin is None:

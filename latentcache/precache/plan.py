@@ -200,10 +200,11 @@ class PlanBuilder:
         `output` is that of a control image, where it is another than that of images.
         """
         if ref.key not in self._seen:
-            bucket = ref.geometry.target_size
             output = output or encodings.image.output
-            is_miss = self._is_miss(ref.key, present, why, encodings.image_bytes(bucket, output))
-            self._images.add((bucket, output), encodings.image_group_size, task() if is_miss else None)
+            is_miss = self._is_miss(ref.key, present, why, encodings.image_bytes(ref.geometry, output))
+            # A clip alone: a group of them would not fit into memory.
+            size = encodings.image_group_size if ref.geometry.num_frames is None else 1
+            self._images.add((ref.geometry.extent, output), size, task() if is_miss else None)
 
     def add_mask(
         self, ref: PartRef, num_bytes: int, present: set[str], why: Callable[[], str], task: Callable[[], MaskTask]

@@ -18,6 +18,7 @@ from typing import Annotated, Any
 from pydantic import Field, PositiveInt, TypeAdapter
 
 from latentcache.config import Config, DatasetConfig
+from latentcache.dataset.clips import probe_clip
 from latentcache.dataset.images import probe
 from latentcache.dataset.manifest import Manifest, prompts_name
 from latentcache.dataset.manifest_row import CaptionRef, ImageRef, PartRef, Row
@@ -29,7 +30,7 @@ from latentcache.identity import SCHEMA, ImageIdentity, MaskIdentity, digest, en
 from latentcache.models.model_loader import Models
 from latentcache.precache.encodings import Encodings, choose_encodings, family_json, load_models
 from latentcache.precache.miss_reasons import REFUSED, History
-from latentcache.precache.part_preparations import CONTROL_OUTPUT, Facts, PartPreparations
+from latentcache.precache.part_preparations import CONTROL_OUTPUT, PartPreparations
 from latentcache.precache.plan import ImageTask, MaskTask, Plan, PlanBuilder, Shard
 from latentcache.precache.preparations import Preparations
 from latentcache.precache.prompts import last_manifest, plan_prompts
@@ -47,8 +48,13 @@ CHUNK = 1024
 logger = logging.getLogger("latentcache")
 
 
-_FACTS = TypeAdapter(tuple[Annotated[str, Field(pattern="^[0-9a-f]{64}$")], PositiveInt, PositiveInt])
-"""Of an image, as the memo has them: the digest of its bytes, its height and its width."""
+_Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+_FACTS: TypeAdapter[Any] = TypeAdapter(
+    tuple[_Digest, PositiveInt, PositiveInt] | tuple[_Digest, PositiveInt, PositiveInt, PositiveInt]
+)
+"""Of an image, as the memo has them: the digest of its bytes, its height and its width; of a clip its frames too."""
+FileFacts = tuple[str, Size, int | None]
+"""The digest of an image's bytes, its upright size, and how many frames a clip has."""
 
 
 class Stopped(Exception):
@@ -127,7 +133,8 @@ class _DatasetPlanner:
         self._builder, self._dataset, self._workspace, self._encodings = builder, dataset, workspace, encodings
         self._verify_sources, self._only = verify_sources, only
         # What was probed under some settings says nothing about others, which may refuse the image.
-        self._images_digest = digest(dataset.images.model_dump_json().encode())
+        frames = "" if dataset.frames is None else dataset.frames.model_dump_json()
+        self._images_digest = digest((dataset.images.model_dump_json() + frames).encode())
         self._preparations = Preparations(dataset, encodings, builder.salt)
         self._texts = TextKeys(encodings.family, models.tokenizers, encodings.text, builder.salt)
         self._parts = PartPreparations(dataset, encodings, builder.salt)
@@ -141,6 +148,7 @@ class _DatasetPlanner:
             "text_encoding": encoding_json(encodings.text),
             **family_json(encodings),
             **({"parts": parts} if (parts := self._parts.to_json()) else {}),
+            **({"frames": self._preparations.frames} if dataset.frames else {}),
         }
 
     def run(
@@ -198,7 +206,7 @@ class _DatasetPlanner:
             plan.num_missing_captions += not item.has_caption
             yield item, row
 
-    def _known_facts(self, item: Sample | Refusal) -> list[Facts] | Refusal | None:
+    def _known_facts(self, item: Sample | Refusal) -> list[FileFacts] | Refusal | None:
         """What is known of an image and its parts without reading them: a refusal, or facts of the last reading."""
         if isinstance(item, Refusal):
             return item
@@ -209,13 +217,13 @@ class _DatasetPlanner:
             facts = recalled(self._workspace.memo, self._memo_name(sample), _FACTS.validate_json)
             if facts is None:
                 return None
-            found.append((facts[0], Size(*facts[1:])))
+            found.append((facts[0], Size(*facts[1:3]), facts[3] if len(facts) > 3 else None))
         return found
 
-    def _facts(self, item: Sample | Refusal) -> list[Facts] | Refusal:
+    def _facts(self, item: Sample | Refusal) -> list[FileFacts] | Refusal:
         """The facts of a sample's image, then of its parts. The memo stores them until the files change."""
         assert isinstance(item, Sample)  # else the facts are known
-        found: list[Facts] = []
+        found: list[FileFacts] = []
         for sample in (item, *item.parts):
             try:
                 found.append(self._facts_of(sample))
@@ -224,23 +232,29 @@ class _DatasetPlanner:
                 return Refusal(item.sample_id, refused.path, refused.reason, detail)
         return found
 
-    def _facts_of(self, sample: Sample) -> Facts:
-        data = self._source.read(sample)
-        size = probe(data, sample.path, self._dataset.images)
+    def _facts_of(self, sample: Sample) -> FileFacts:
+        data, frames = self._source.read(sample), self._dataset.frames
+        images, num_frames = self._dataset.images, None
+        if frames is None:
+            size = probe(data, sample.path, images)
+        else:
+            size, num_frames = probe_clip(data, sample.path, images, frames)
         source, signature = digest(data), sample.signature
         if signature is not None and signature.is_settled():
-            self._workspace.memo[self._memo_name(sample)] = json.dumps([source, *size])
-        return source, size
+            facts = [source, *size] if num_frames is None else [source, *size, num_frames]
+            self._workspace.memo[self._memo_name(sample)] = json.dumps(facts)
+        return source, size, num_frames
 
     def _memo_name(self, sample: Sample) -> str:
         signature = sample.signature.to_text() if sample.signature is not None else "unsigned"
         return f"image/1 {self._images_digest} {signature} {sample.path}"
 
-    def _row(self, sample: Sample, facts: list[Facts]) -> Row:
-        (source, size), *parts = facts
+    def _row(self, sample: Sample, facts: list[FileFacts]) -> Row:
+        (source, size, num_frames), *_ = facts
+        whole, *parts = [each[:2] for each in facts]
         try:
-            images = self._preparations.refs(source, size, sample.path)
-            part_refs = self._parts.refs(images, facts[0], parts, sample.path) if self._parts.names else ()
+            images = self._preparations.refs(source, size, sample.path, num_frames)
+            part_refs = self._parts.refs(images, whole, parts, sample.path) if self._parts.names else ()
         except ImageRefused as refused:
             refusal = Refusal(sample.sample_id, refused.path, refused.reason, refused.detail)
             return Row(sample.sample_id, sample.path, source, (), (), refusal)
@@ -357,7 +371,7 @@ def explain(config: Config, sample_id: str, *, models: Models | None = None) -> 
 
 def _explained(name: str, row: Row, reasons: Mapping[str, str]) -> Json:
     entries = [
-        ("image", ref.key, f"{ref.geometry.target_size}{' flipped' if ref.geometry.flip else ''}") for ref in row.images
+        ("image", ref.key, f"{ref.geometry.extent}{' flipped' if ref.geometry.flip else ''}") for ref in row.images
     ]
     entries += [("text", ref.key, repr(ref.text)) for ref in row.captions]
     for part_name, part in row.named_parts():

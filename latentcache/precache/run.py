@@ -296,7 +296,7 @@ class _Run:
     def _estimate_seconds(self) -> float | None:
         """Seconds for this shard's misses at the rate of the last run with these models on this device, if any."""
         tasks = (task for batch in self._plan.image_batches for task in batch)
-        num_pixels = sum(math.prod(task.identity.preparation.target_size) for task in tasks)
+        num_pixels = sum(math.prod(task.identity.preparation.geometry.extent) for task in tasks)
         total = 0.0
         for kind, amount in (("text", sum(map(len, self._plan.text_batches))), ("image", num_pixels)):
             rate = recalled(self.workspace.memo, self._rate_name(kind), _RATE.validate_json)

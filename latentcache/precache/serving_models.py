@@ -143,4 +143,4 @@ def _group_of(task: EntryTask) -> Hashable:
     """What the members of a batch share."""
     if isinstance(task, TextTask):
         return task.identity.encoding.recipe
-    return task.identity.preparation.target_size
+    return task.identity.preparation.geometry.extent

@@ -229,14 +229,14 @@ class _Measurement:
 
     def _batches(self, name: str, view: LatentCache) -> Iterator[list[_TimestepSample]]:
         """Pairs of a sample and a timestep, all of one bucket. Their order does not depend on the manifest's."""
-        buckets: dict[tuple[int, int], list[str]] = {}
+        buckets: dict[tuple[int, ...], list[str]] = {}
         for sample_id in sorted(view.sample_ids()):
             try:
                 layout = SampleRef.of(view.row(sample_id)[1]).layout
             except SampleError as error:
                 self._skip(name, error)
             else:
-                buckets.setdefault(layout.target_size, []).append(sample_id)
+                buckets.setdefault(layout.extent, []).append(sample_id)
         for bucket in sorted(buckets):
             pairs = (pair for sample_id in buckets[bucket] for pair in self._pairs(name, view, sample_id))
             while batch := list(islice(pairs, self.settings.batch_size)):

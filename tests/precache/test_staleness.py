@@ -17,6 +17,7 @@ from PIL import Image
 
 import latentcache.identity as fingerprint
 from latentcache.config import Config
+from latentcache.families import family_named
 from latentcache.families.sdxl import FAMILY as SDXL
 from latentcache.models.model_loader import LoadedModels
 from latentcache.models.tiny import tiny_parts
@@ -37,6 +38,8 @@ class Change:
     models: Callable[[dict[str, Any]], None] | None = None
     patch: Callable[[pytest.MonkeyPatch], None] | None = None
     base: dict[str, Any] = dataclasses.field(default_factory=dict)
+    prepare: Callable[[Path], None] | None = None
+    family: str = "sdxl"
 
 
 def one_pixel(photos: Path) -> None:
@@ -76,6 +79,18 @@ def no_caption(photos: Path) -> None:
 
 def new_photo(photos: Path) -> None:
     write_photo(photos / "new.png", 77)
+
+
+def only_a_clip(photos: Path) -> None:
+    """Ten frames of a tenth of a second."""
+    shutil.rmtree(photos)
+    photos.mkdir()
+    frames = [Image.new("RGB", (96, 96), (20 * number, 0, 0)) for number in range(10)]
+    frames[0].save(photos / "a.gif", save_all=True, append_images=frames[1:], duration=100)
+
+
+def rule_of_frames(**changes: Any) -> dict[str, Any]:
+    return {"datasets.0.frames": {"count": 9, "fps": 10, **changes}}
 
 
 def one_bit(part: str) -> Callable[[dict[str, Any]], None]:
@@ -192,6 +207,33 @@ CHANGES = [
         patch=geometry(original_size=(81, 145)),
     ),
     Change("flip", ("preparation.flip",), "flip added", settings={"datasets.0.flip": True}),
+    Change(
+        "frames of a clip",
+        ("preparation.num_frames",),
+        "number of frames changed (9 -> 5)",
+        settings=rule_of_frames(count=7),
+        base=rule_of_frames(),
+        prepare=only_a_clip,
+        family="wan",
+    ),
+    Change(
+        "frames a second",
+        ("preparation.fps",),
+        "fps changed (10.0 -> 11.0)",
+        settings=rule_of_frames(fps=11),
+        base=rule_of_frames(),
+        prepare=only_a_clip,
+        family="wan",
+    ),
+    Change(
+        "where a clip starts",
+        ("preparation.start",),
+        "start changed (first -> middle)",
+        settings=rule_of_frames(start="middle"),
+        base=rule_of_frames(),
+        prepare=only_a_clip,
+        family="wan",
+    ),
     Change("one VAE weight bit", ("image_encoding.vae", "part.weights"), "vae changed (", models=one_bit("vae")),
     Change(
         "VAE config",
@@ -302,18 +344,25 @@ def test_every_field_of_an_identity_has_a_row() -> None:
 def test_each_input_changed_alone_is_a_miss_with_its_reason(
     change: Change, make_config: Callable[..., Config], photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if change.prepare is not None:
+        change.prepare(photos)
     base = make_config(**change.base)
-    first = run_precache(base, models=LoadedModels(**tiny_parts()))
-    assert first.num_refused == 0 and plan(base).num_misses == 0, "an unchanged run must be all hits"
+    family = family_named(change.family)
+    parts = tiny_parts(family=change.family)
+    first = run_precache(base, models=LoadedModels(family=family, **parts))
+    assert first.num_refused == 0 and first.num_encoded > 0
+    again = run_precache(base, models=LoadedModels(family=family, **parts), dry_run=True)
+    assert again.num_misses == 0, "an unchanged run must be all hits"
 
     if change.edit is not None:
         change.edit(photos)
     if change.patch is not None:
         change.patch(monkeypatch)
-    parts = tiny_parts()
+    parts = tiny_parts(family=change.family)
     if change.models is not None:
         change.models(parts)
-    report = run_precache(make_config(**change.base | change.settings), models=LoadedModels(**parts), dry_run=True)
+    models = LoadedModels(family=family, **parts)
+    report = run_precache(make_config(**change.base | change.settings), models=models, dry_run=True)
     assert report.num_misses > 0
     reasons = {reason for reason in report.misses_by_reason if change.reason in reason}
     assert reasons == set(report.misses_by_reason), report.misses_by_reason

@@ -1,0 +1,286 @@
+"""Animated files become clips: which frames are taken, what is cached of them, and what is refused."""
+
+from __future__ import annotations
+
+import io
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from latentcache import BucketBatchSampler, LatentCache, LatentDataset
+from latentcache.config import Config, ImagesConfig, parse_config
+from latentcache.dataset import clips, container
+from latentcache.dataset.clips import decode_clip, num_frames_of_clip, probe_clip
+from latentcache.dataset.images import decode_frames, preparation_policy
+from latentcache.errors import ConfigError, ImageRefused
+from latentcache.families import family_named
+from latentcache.frames_config import FramesConfig
+from latentcache.identity import Preparation
+from latentcache.models.tiny import tiny_parts
+from latentcache.models.vae import encode_images
+from latentcache.precache.planner import explain
+from latentcache.precache.run import run_precache
+from latentcache.types import ClipSize, Crop, Geometry, Size
+
+HEIGHT, WIDTH = 48, 64
+IMAGES = ImagesConfig(min_side=8)
+GREYS = [0, 17, 34, 51, 68, 85, 102, 119, 136, 153, 170, 187]
+
+
+def clip_file(durations: Sequence[int], suffix: str = ".gif", size: tuple[int, int] = (HEIGHT, WIDTH)) -> bytes:
+    """An animation whose frame k is of the grey GREYS[k % 12], and shown for durations[k] ms."""
+    frames = [Image.new("RGB", size[::-1], (GREYS[k % 12],) * 3) for k in range(len(durations))]
+    options: dict[str, Any] = {"duration": list(durations), "loop": 0}
+    if suffix == ".webp":
+        options["lossless"] = True
+    buffer = io.BytesIO()
+    kind = {".gif": "GIF", ".png": "PNG", ".webp": "WEBP"}[suffix]
+    frames[0].save(buffer, kind, save_all=True, append_images=frames[1:], **options)
+    return buffer.getvalue()
+
+
+def preparation(num_frames: int, fps: float | None, start: str = "first", **sizes: Any) -> Preparation:
+    whole = Size(HEIGHT, WIDTH)
+    geometry = Geometry(
+        **{"original_size": whole, "resized_size": whole, "crop_top_left": Crop(0, 0), **sizes},
+        target_size=sizes.get("resized_size", whole),
+        num_frames=num_frames,
+    )
+    return Preparation.of({**preparation_policy(IMAGES), "fps": fps, "start": start}, geometry)
+
+
+def shown(data: bytes, num_frames: int, fps: float | None, start: str = "first") -> list[int]:
+    """The numbers of the file's frames in the clip."""
+    pixels = decode_clip(data, "clip", IMAGES, preparation(num_frames, fps, start))
+    assert pixels.shape == (num_frames, HEIGHT, WIDTH, 3) and pixels.dtype == np.uint8
+    assert (pixels == pixels[:, :1, :1, :1]).all(), "each frame is of one grey"
+    return [GREYS.index(int(frame[0, 0, 0])) for frame in pixels]
+
+
+@pytest.mark.parametrize("suffix", [".gif", ".webp", ".png"])
+def test_frames_are_those_shown_at_the_times_of_the_rate(suffix: str) -> None:
+    data = clip_file([100, 300, 50, 50, 500], suffix)
+    assert container.frame_times(data, container.sniff(data) or "") == [100, 300, 50, 50, 500]
+    # Every 100 ms: at 400 frame 2 begins, and at 450 frame 3, which no such time meets.
+    assert probe_clip(data, "a", IMAGES, FramesConfig(fps=10)) == (Size(HEIGHT, WIDTH), 10)
+    assert shown(data, 9, 10) == [0, 1, 1, 1, 2, 4, 4, 4, 4]
+    assert shown(data, 5, 10, "middle") == [1, 1, 2, 4, 4]
+    assert probe_clip(data, "a", IMAGES, FramesConfig(fps=None))[1] == 5
+    assert shown(data, 5, None) == [0, 1, 2, 3, 4]
+    assert shown(data, 1, None, "middle") == [2]
+
+
+def test_a_still_image_stays_one(photos: Path) -> None:
+    data = (photos / "a.png").read_bytes()
+    assert probe_clip(data, "a.png", IMAGES, FramesConfig()) == (Size(80, 144), None)
+    assert container.frame_times(clip_file([40]), "GIF") == []
+
+
+def test_a_frame_of_no_time_is_shown_for_a_tenth_of_a_second() -> None:
+    data = clip_file([0, 0, 0, 200])
+    assert probe_clip(data, "a", IMAGES, FramesConfig(fps=10))[1] == 5
+    assert shown(data, 5, 10) == [0, 1, 2, 3, 3]
+
+
+def test_a_png_whose_first_picture_is_no_frame() -> None:
+    frames = [Image.new("RGB", (WIDTH, HEIGHT), (grey,) * 3) for grey in (255, *GREYS[:5])]
+    buffer = io.BytesIO()
+    frames[0].save(buffer, "PNG", save_all=True, append_images=frames[1:], default_image=True, duration=100)
+    assert shown(buffer.getvalue(), 5, 10) == [0, 1, 2, 3, 4]
+
+
+def test_each_frame_is_prepared_as_an_image() -> None:
+    """Resized, cropped, and on the colour of transparent images; pixels as Pillow composes them."""
+    rng = np.random.default_rng(0)
+    layers = [rng.integers(0, 256, (HEIGHT, WIDTH, 4), dtype=np.uint8) for _ in range(3)]
+    buffer = io.BytesIO()
+    pictures = [Image.fromarray(layer) for layer in layers]
+    pictures[0].save(buffer, "PNG", save_all=True, append_images=pictures[1:], duration=100, blend=0, disposal=1)
+    found = list(decode_frames(buffer.getvalue(), "a.png", IMAGES, [0, 2]))
+    for pixels, layer in zip(found, (layers[0], layers[2]), strict=True):
+        white = Image.new("RGB", (WIDTH, HEIGHT), "#ffffff")
+        white.paste(Image.fromarray(layer).convert("RGB"), mask=Image.fromarray(layer[..., 3]))
+        assert np.array_equal(pixels, np.array(white))
+    small = decode_clip(buffer.getvalue(), "a.png", IMAGES, preparation(1, None, resized_size=Size(24, 32)))
+    assert small.shape == (1, 24, 32, 3)
+
+
+@given(
+    durations=st.lists(st.integers(1, 90).map(lambda each: 10 * each), min_size=2, max_size=12),
+    fps=st.sampled_from([4.0, 10.0, 16.0, 24.0, None]),
+    count=st.integers(1, 40),
+    start=st.sampled_from(["first", "middle"]),
+)
+def test_any_clip_has_a_multiple_of_four_and_one_frames(
+    durations: list[int], fps: float | None, count: int, start: str
+) -> None:
+    data, rule = clip_file(durations, size=(16, 16)), FramesConfig(count=count, fps=fps)
+    num_available = probe_clip(data, "a.gif", IMAGES, rule)[1]
+    assert num_available is not None
+    num_frames = num_frames_of_clip(num_available, rule, 4)
+    assert num_frames % 4 == 1 and num_frames <= min(count, num_available) < num_frames + 4
+    sizes = {"original_size": Size(16, 16), "resized_size": Size(16, 16)}
+    pixels = decode_clip(data, "a.gif", IMAGES, preparation(num_frames, fps, start, **sizes))
+    step, ends = 1000 / fps if fps else None, np.cumsum(durations)
+    first = (num_available - num_frames) // 2 if start == "middle" else 0
+    for place, frame in enumerate(pixels[:, 0, 0, 0], first):
+        at = place if step is None else next(k for k, end in enumerate(ends) if place * step < end - 1e-6)
+        assert frame == GREYS[at]
+
+
+def truncated(data: bytes) -> bytes:
+    return data[: len(data) // 2]
+
+
+def broken_crc(data: bytes) -> bytes:
+    at = data.rindex(b"fdAT") + 10
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+def test_a_clip_whose_frames_take_days_to_decode_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clips, "MAX_DECODED_PIXELS", 7 * HEIGHT * WIDTH)
+    data = clip_file([100] * 12)
+    assert shown(data, 5, 10) == [0, 1, 2, 3, 4]
+    with pytest.raises(ImageRefused, match="8 frames of 48x64 to the last one") as caught:
+        shown(data, 5, 10, "middle")
+    assert caught.value.reason == "too-many-pixels"
+
+
+@pytest.mark.parametrize("num_bytes", [0, 4, 12, 20, 40])
+def test_times_of_bytes_that_end_anywhere(num_bytes: int) -> None:
+    for suffix, name in ((".gif", "GIF"), (".webp", "WEBP"), (".png", "PNG")):
+        assert container.frame_times(clip_file([100] * 3, suffix)[:num_bytes], name) == []
+    endless = b"RIFF" + struct.pack("<I", 1 << 31) + b"WEBP" + b"ANMF" + struct.pack("<I", 0) * 1000
+    assert all(each == 100 for each in container.frame_times(endless, "WEBP"))
+
+
+# Caching
+
+
+@pytest.fixture(scope="module")
+def cached(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """A cache of clips of 12, 10 and 3 frames at 10 fps, and of an image; all of one bucket."""
+    root = tmp_path_factory.mktemp("cached")
+    folder = root / "clips"
+    folder.mkdir()
+    (folder / "a.gif").write_bytes(clip_file([100] * 12))
+    (folder / "b.webp").write_bytes(clip_file([50] * 20, ".webp"))
+    (folder / "bad.gif").write_bytes(truncated(clip_file([100] * 9)))
+    (folder / "bad.png").write_bytes(broken_crc(clip_file([100] * 9, ".png")))
+    (folder / "bad.webp").write_bytes(truncated(clip_file([100] * 9, ".webp")))
+    (folder / "short.png").write_bytes(clip_file([100] * 3, ".png"))
+    Image.new("RGB", (WIDTH, HEIGHT), "#505050").save(folder / "still.png")
+    (folder / "a.txt").write_text("a grey wall\n")
+    config = parse_config(
+        {
+            "cache": {"path": root / "cache"},
+            "datasets": [
+                {
+                    "name": "clips",
+                    "source": {"path": folder},
+                    "buckets": {"area": HEIGHT * WIDTH, "step": 16},
+                    "images": {"min_side": 8},
+                    "frames": {"count": 9, "fps": 10},
+                }
+            ],
+            "model": {"path": "tiny", "family": "wan"},
+            "encode": {"device": "cpu", "num_workers": 2},
+        }
+    )
+    report = run_precache(config)
+    assert report.num_samples == 7
+    refused = {each["sample_id"]: each["reason"] for each in report.to_json()["refused"]}
+    assert refused == {"bad.gif": "truncated", "bad.png": "corrupt", "bad.webp": "truncated"}
+    return config
+
+
+def changed(config: Config, **changes: Any) -> Config:
+    dataset = config.datasets[0].model_copy(update=changes)
+    return config.model_copy(update={"datasets": (dataset,)})
+
+
+def test_clips_are_cached_as_the_vae_encodes_their_frames(cached: Config) -> None:
+    vae = tiny_parts(family="wan")["vae"]
+    with LatentCache(cached.cache.path) as cache:
+        for name, num_frames in (("a.gif", 9), ("b.webp", 9), ("short.png", 1), ("still.png", None)):
+            ref = cache.row(name)[1].images[0]
+            assert ref.geometry.num_frames == num_frames and ref.geometry.target_size == (HEIGHT, WIDTH)
+            entry = cache.get(ref.key)
+            preparation = entry.record.identity["preparation"]
+            assert ("fps" in preparation, "num_frames" in preparation) == (num_frames is not None,) * 2
+            latents = entry.tensors["latents"]
+            assert latents.shape == (16, ((num_frames or 1) - 1) // 4 + 1, HEIGHT // 8, WIDTH // 8)
+        greys = np.array([GREYS[k % 12] for k in range(0, 18, 2)], np.uint8)  # every second one is shown at 10 fps
+        pixels = np.broadcast_to(greys[None, :, None, None, None], (1, 9, HEIGHT, WIDTH, 3))
+        live = encode_images(vae, pixels.copy(), family_named("wan"))[0, :16]
+        assert torch.equal(cache.get(cache.row("b.webp")[1].images[0].key).tensors["latents"], live)
+
+
+def test_the_manifest_says_how_many_frames_a_clip_has_and_of_images_nothing(cached: Config) -> None:
+    with LatentCache(cached.cache.path) as cache:
+        manifest = cache.manifest("clips")
+    rows = {row.sample_id: row.to_json()["images"] for row in manifest.rows.values()}
+    found = {name: images[0].get("num_frames") for name, images in rows.items() if images}
+    assert {name: found[name] for name in ("a.gif", "b.webp", "short.png", "still.png")} == {
+        "a.gif": 9,
+        "b.webp": 9,
+        "short.png": 1,
+        "still.png": None,
+    }
+    assert "num_frames" not in rows["still.png"][0]
+    assert manifest.common["frames"] == {"fps": 10.0, "start": "first"}
+
+
+def test_batches_never_mix_numbers_of_frames(cached: Config) -> None:
+    dataset = LatentDataset(cached.cache.path)
+    extents = [dataset.bucket(index) for index in range(len(dataset))]
+    whole = Size(HEIGHT, WIDTH)
+    assert extents == [ClipSize(*whole, 9), ClipSize(*whole, 9), ClipSize(*whole, 1), whole]
+    assert str(extents[0]) == "9 frames of 48x64"
+    dealt = list(BucketBatchSampler(dataset, 4, shuffle=False))
+    assert sorted(map(sorted, dealt)) == [[0, 1], [2], [3]]
+
+
+def test_without_frames_an_animation_is_refused(cached: Config) -> None:
+    report = run_precache(changed(cached, frames=None), dry_run=True)
+    reasons = {each["sample_id"]: each["reason"] for each in report.to_json()["refused"]}
+    assert {reasons[name] for name in ("a.gif", "b.webp", "short.png")} == {"animated"} and "still.png" not in reasons
+
+
+def test_a_family_of_images_takes_no_clips(cached: Config) -> None:
+    model = cached.model.model_copy(update={"family": "sdxl"})
+    with pytest.raises(ConfigError, match="models of sdxl take no clips; leave frames out") as caught:
+        run_precache(cached.model_copy(update={"model": model}), dry_run=True)
+    assert caught.value.key == "datasets.frames"
+
+
+def test_explain_names_the_frames(cached: Config) -> None:
+    assert "(9 frames of 48x64)" in explain(cached, "a.gif").to_text()
+
+
+SLOWER = "fps changed (10.0 -> 5.0)"
+
+
+@pytest.mark.parametrize(
+    ("frames", "reasons"),
+    [
+        ({"count": 9, "fps": 5}, {f"{SLOWER}, number of frames changed (9 -> 5)": 3, SLOWER: 1}),
+        ({"count": 8, "fps": 10}, {"number of frames changed (9 -> 5)": 3}),
+        ({"count": 9, "fps": 10, "start": "middle"}, {"start changed (first -> middle)": 4}),
+        ({"count": 11, "fps": 10}, {}),
+    ],
+)
+def test_the_rule_of_frames_counts_for_clips_alone(
+    frames: dict[str, Any], reasons: dict[str, int], cached: Config
+) -> None:
+    report = run_precache(changed(cached, frames=FramesConfig(**frames)), dry_run=True)
+    found = {name: number for name, number in report.misses_by_reason.items() if not name.startswith("refused before")}
+    assert found == reasons
