@@ -71,7 +71,7 @@ def load_denoiser(
     """
     model = ModelConfig() if model is None else model
     name = model.path if path is None else str(path)
-    denoiser = _Denoisers(family or family_of(model), model, dtype).load(name)
+    denoiser = _Denoisers(family or family_of(model)[0], model, dtype).load(name)
     return denoiser.eval().requires_grad_(False)
 
 

@@ -44,7 +44,7 @@ def load_scheduler(
         marks |= _scheduler_marks(name)
         scheduler = None
         if name == TINY:
-            scheduler = (family or family_of(model)).tiny()["scheduler"]
+            scheduler = (family or family_of(model)[0]).tiny()["scheduler"]
         elif (folder := _scheduler_folder(name, model)) is not None:
             scheduler = _scheduler_from(name, folder)
         if scheduler is not None:

@@ -51,7 +51,7 @@ def validate(
     device = device_named(config.encode.device)
     # Opened first: an empty cache is reported before any model is loaded.
     with LatentCache(config.cache) as cache:
-        model, family = config.model, family_of(config.model)
+        model, family = config.model, family_of(config.model)[0]
         loaded = load_denoiser(denoiser, dtype=_dtype(dtype, device, family), model=model, family=family)
         scheduler = load_scheduler(denoiser, model=model, family=family)
         parts: dict[str, Any] = {family.denoiser: loaded, "scheduler": scheduler}

@@ -228,7 +228,7 @@ def _family(cache: LatentCache, config: Config) -> Family:
     """The config's, else that of what is cached: a trainer may have a model that the config does not name."""
     if config.model.family is None and (cached := cache.datasets()):
         return cached[0].family
-    return family_of(config.model)
+    return family_of(config.model)[0]
 
 
 def _rank() -> int:

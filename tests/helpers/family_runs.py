@@ -253,7 +253,7 @@ class FamilyRun:
         settings: dict[str, Any] = {"num_inference_steps": 2, "output_type": "pt", **SIZE, **frames, **kwargs}
         # Copies: some pipelines write to the lists that they are given.
         settings = {name: list(value) if isinstance(value, list) else value for name, value in settings.items()}
-        return pipeline(generator=generator(), **settings)[0]
+        return pipeline(**{"generator": generator(), **settings})[0]
 
 
 def row_mask(lengths: torch.Tensor, num_rows: int, rule: Padding) -> torch.Tensor:

@@ -1,0 +1,163 @@
+"""Every family's denoiser: loaded in each form, with a LoRA, and validated, on a tiny model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.family_references import generator
+from helpers.family_runs import SIDE, TEXTS, FamilyRun
+from peft import LoraConfig
+from safetensors.torch import save_file
+
+from latentcache.checkpoints.checkpoint import save_checkpoint
+from latentcache.config import ModelConfig, ValidationConfig
+from latentcache.errors import ConfigError, ModelError
+from latentcache.families.base import Family
+from latentcache.models.denoiser import check_fits, load_denoiser
+from latentcache.models.lora import LORA_FILE, load_lora, lora_settings, save_lora
+from latentcache.models.scheduler import load_scheduler
+from latentcache.validation.sample_images import (
+    PromptEmbeddings,
+    check_sampling,
+    decode_samples,
+    denoise,
+    scheduler_copy,
+)
+
+pytestmark = pytest.mark.families
+
+F32 = torch.float32
+TEXT = TEXTS[1]
+
+
+def output(run: FamilyRun, denoiser: Any) -> torch.Tensor:
+    """What this denoiser predicts for a cached text."""
+    space, side = run.family.latent, SIDE // run.family.latent.downscale
+    if run.scaling.rule == "batch_norm":
+        side //= 2
+    shape = (1, run.denoiser_channels, *([1] if space.is_video else []), side, side)
+    noisy = torch.randn(shape, generator=generator())
+    with torch.no_grad():
+        return run.family.predict(denoiser, noisy, torch.tensor([700.0]), run.batch([TEXT]))
+
+
+def check_same(found: torch.nn.Module, expected: torch.nn.Module) -> None:
+    state, wanted = found.state_dict(), expected.state_dict()
+    assert state.keys() == wanted.keys()
+    assert all(torch.equal(state[name], wanted[name]) for name in wanted)
+    assert not any(parameter.requires_grad for parameter in found.parameters()) and not found.training
+
+
+def adapted(run: FamilyRun) -> Any:
+    """A denoiser with a LoRA whose weights are all random."""
+    made = run.family.tiny()[run.family.denoiser]
+    made.add_adapter(LoraConfig(r=2, lora_alpha=3, target_modules=[*run.family.lora_targets]))
+    for name, parameter in made.named_parameters():
+        if "lora_" in name:
+            parameter.data = torch.randn(parameter.shape, generator=generator()) * 0.3
+    return made.eval().requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def other(run: FamilyRun) -> Iterator[Any]:
+    """A denoiser that is not the tiny model's own."""
+    yield run.family.tiny(seed=4)[run.family.denoiser]
+
+
+@pytest.mark.parametrize("form", ["model folder", "own folder", "file", "checkpoint", "part of a checkpoint"])
+def test_a_denoiser_in_every_form(run: FamilyRun, other: Any, form: str, tmp_path: Path) -> None:
+    family, path = run.family, tmp_path / "denoiser"
+    if form == "file":
+        tensors = {name: value.contiguous().clone() for name, value in other.state_dict().items()}
+        save_file(tensors, path := tmp_path / "denoiser.safetensors")
+    elif "checkpoint" in form:
+        save_checkpoint(path, model=other if form == "checkpoint" else {family.denoiser: other})
+    else:
+        other.save_pretrained(path / family.denoiser if form == "model folder" else path)
+    model = ModelConfig(path="tiny", family=family.name)
+    check_same(load_denoiser(path, dtype=F32, model=model), other)
+    assert load_denoiser(path, dtype=torch.bfloat16, model=model).dtype == torch.bfloat16
+
+
+def test_tiny_is_the_families_own(run: FamilyRun) -> None:
+    model = ModelConfig(path="tiny", family=run.family.name)
+    check_same(load_denoiser(dtype=F32, model=model), run.denoiser)
+    assert type(load_scheduler(model=model)) is type(run.parts["scheduler"])
+
+
+def test_weights_that_are_left_over_or_missing_are_refused(run: FamilyRun, other: Any, tmp_path: Path) -> None:
+    model = ModelConfig(path="tiny", family=run.family.name)
+    tensors = {name: value.contiguous().clone() for name, value in other.state_dict().items()}
+    first, *_, last = tensors
+    save_file({**tensors, f"{first}_extra": torch.ones(2)}, more := tmp_path / "more.safetensors")
+    save_file({name: value for name, value in tensors.items() if name != last}, less := tmp_path / "less.safetensors")
+    with pytest.raises(ModelError, match=rf"without a place, e\.g\. {first}_extra"):
+        load_denoiser(more, dtype=F32, model=model)
+    with pytest.raises(ModelError, match=rf"1 missing, e\.g\. {last}") as raised:
+        load_denoiser(less, dtype=F32, model=model)
+    assert raised.value.part == run.family.denoiser
+
+
+def test_a_lora_that_is_saved_is_the_one_that_is_loaded(run: FamilyRun, tmp_path: Path) -> None:
+    trained = adapted(run)
+    expected = output(run, trained)
+    assert not torch.equal(output(run, run.family.tiny()[run.family.denoiser]), expected)
+    assert save_lora(trained, tmp_path, family=run.family) == tmp_path / LORA_FILE
+    plain = run.family.tiny()[run.family.denoiser]
+    load_lora(plain, tmp_path, family=run.family)
+    assert torch.equal(output(run, plain), expected)
+    # diffusers' own loading says the same.
+    pipeline = run.family.pipeline(**{run.family.denoiser: (theirs := run.family.tiny()[run.family.denoiser])})
+    pipeline.load_lora_weights(tmp_path)
+    assert torch.equal(output(run, theirs), expected)
+
+
+def test_a_checkpoint_with_a_lora(run: FamilyRun, tmp_path: Path) -> None:
+    trained = adapted(run)
+    save_checkpoint(tmp_path / "step", model=trained, extra={"lora": lora_settings(trained)})
+    model = ModelConfig(path="tiny", family=run.family.name)
+    assert torch.equal(output(run, load_denoiser(tmp_path / "step", dtype=F32, model=model)), output(run, trained))
+
+
+def test_a_denoiser_of_another_width_is_refused(run: FamilyRun) -> None:
+    shapes = {name: (7, 3) for name in run.family.fields}
+    with pytest.raises(ModelError, match=r"but the cache has 3.*of the model that made the cache"):
+        check_fits(run.denoiser, run.family, shapes)
+    check_fits(run.denoiser, run.family, {name: tuple(t.shape[1:]) for name, t in run.batch([TEXT]).items()})
+
+
+def settings(**changes: Any) -> ValidationConfig:
+    return ValidationConfig(**{"height": SIDE, "width": SIDE, "num_inference_steps": 2, "seed": 5, **changes})
+
+
+@pytest.mark.parametrize("guidance", [0.0, 4.0])
+def test_sample_images_are_those_of_the_whole_pipeline(run: FamilyRun, guidance: float) -> None:
+    family, chosen = run.family, settings(guidance_scale=guidance)
+    embeddings = [PromptEmbeddings(TEXT, "", run.batch([TEXT]), run.batch([""], negative=True))]
+    scheduler, vae = run.parts["scheduler"], run.parts["vae"]
+    check_sampling(vae, scheduler, chosen, family)
+    latents = denoise(run.denoiser, scheduler, embeddings, chosen, family=family)
+    [sample] = decode_samples(vae, latents, embeddings, chosen)
+    live = run.family.pipeline(**{**run.parts, "scheduler": scheduler_copy(scheduler, None, family)})
+    negative = [""] if family.uses_negative(guidance) else None
+    kwargs = {**run.prompts([TEXT], negative), **family.guidance_kwargs(guidance)}
+    expected = run.generate(live, **kwargs, output_type="np", generator=torch.Generator().manual_seed(5))
+    image = expected[0][0] if family.latent.is_video and expected.ndim == 5 else expected[0]
+    assert np.array_equal(np.asarray(sample.image), (image * 255).round().astype(np.uint8))
+
+
+def test_sides_that_the_denoiser_does_not_take_are_refused(run: FamilyRun) -> None:
+    def check(family: Family, **sides: int) -> None:
+        check_sampling(run.parts["vae"], run.parts["scheduler"], settings(**sides), family)
+
+    if run.family.patch == 1:
+        check(run.family, height=72)
+        return
+    with pytest.raises(ConfigError, match=r"width is 72, .* multiples of 16") as raised:
+        check(run.family, width=72)
+    assert raised.value.key == "validation.width"
