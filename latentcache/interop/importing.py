@@ -143,10 +143,11 @@ def _scaling(foreign: ForeignCache) -> Scaling:
 
 
 def _recipe(foreign: ForeignCache) -> dict[str, Any]:
-    """What is known of how texts were made; nothing for the first family, whose caches are older than this."""
+    """How texts are padded in a batch, which is all that is known; nothing of the first family, as it was before."""
     if foreign.family == DEFAULT:
         return {}
-    return {"family": foreign.family, "keeps_padding": foreign.keeps_padding}
+    max_length = family_named(foreign.family).max_length
+    return {"family": foreign.family, "max_length": max_length, "keeps_padding": foreign.keeps_padding}
 
 
 def _declared(declaration: Declaration | None) -> dict[str, Any]:
@@ -231,10 +232,8 @@ class _Import:
         unscaled = self._unscaled(item)
         if unscaled is None or bucket_of(unscaled, self._family.name) != target:
             shape = list(latents.shape)
-            detail = (
-                f"its latents have the shape {shape}, which does not fit {self._family.name} and a bucket of {target}"
-            )
-            raise corrupt(item.path, detail)
+            detail = f"its latents have the shape {shape}, which does not fit a bucket of {target}"
+            raise corrupt(item.path, f"{detail} of {self._family.name}")
         try:
             check_geometry(item.geometry)
         except ValueError as error:
@@ -289,7 +288,9 @@ class _Import:
 
     def _ragged(self) -> frozenset[str]:
         """The fields that are stored without padding."""
-        recipe = {"keeps_padding": self._foreign.keeps_padding}
+        if self._foreign.keeps_padding:
+            return frozenset()
+        recipe = _recipe(self._foreign)
         return frozenset(name for name in self._family.fields if self._family.padding(name, recipe) is not None)
 
     def _entry(

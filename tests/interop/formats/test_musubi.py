@@ -53,7 +53,8 @@ def test_a_cache_is_imported_unscaled_with_the_rows_of_its_texts(tmp_path: Path,
     manifest = cache.manifest("foreign")
     assert manifest.common["family"] == family and manifest.imported_from == "musubi"
     assert cache.scaling(manifest) == published_scaling(family)
-    assert manifest.common["text_encoding"] == {"family": family, "keeps_padding": family == "flux"}
+    recipe = {"family": family, "max_length": family_named(family).max_length, "keeps_padding": family == "flux"}
+    assert manifest.common["text_encoding"] == recipe
     for seed, (name, row) in enumerate(sorted(manifest.rows.items())):
         stored = cache.get(row.images[0].key).tensors["latents"]
         expected = latents_of(family, seed)
