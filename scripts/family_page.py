@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import math
 from collections.abc import Iterator
@@ -57,10 +58,28 @@ def section(family: Family, families: list[Family], parts: dict[str, dict[str, A
     shared = [other.name for other in families if other is not family and shares_vae(family, other, parts)]
     names_shared = ", ".join(f"`{each}`" for each in shared)
     yield f"| latents shared with | {f'{names_shared}, where the weights of the VAE are equal' if shared else 'none'} |"
+    for function, name in (("read", "imported from"), ("export", "exported to")):
+        yield f"| {name} | {', '.join(others_of(family, function))} |"
     recipe = ", ".join(f"`{name}: {value}`" for name, value in family.text_recipe().items())
     yield f"| recipe of a text, in its key | {recipe} |"
     yield f"| tokens at most | {family.max_length} |"
     yield f"| text encoders compute in | {family.text_dtype} on an accelerator |"
+
+
+def others_of(family: Family, function: str) -> list[str]:
+    """The foreign formats with this function (`read`, `export`) for the family, by their names at the command line."""
+    from latentcache.cli.interop_commands import FORMATS
+
+    found = []
+    for name, module_name in FORMATS.items():
+        module = importlib.import_module(f"latentcache.interop.formats.{module_name}")
+        by_name = getattr(module, "ARCHITECTURES", {}).values()
+        families = {getattr(each, "family", each) for each in by_name}
+        # A format of one family says so by its class. Shards may hold any, as their declaration says.
+        families |= {each.family for each in vars(module).values() if isinstance(getattr(each, "family", None), str)}
+        if hasattr(module, function) and (not families or family.name in families):
+            found.append(f"`{name}`")
+    return found
 
 
 def latent_shape(family: Family) -> tuple[int, ...]:
