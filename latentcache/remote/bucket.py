@@ -314,7 +314,7 @@ class Bucket:
                 )
         return parts
 
-    def chunks(self, pack: str) -> Iterator[bytes]:
+    def chunks(self, pack: str) -> Iterator[memoryview]:
         """The bytes of a pack, one piece after the other. PackError if it ends early; FileNotFoundError."""
         import obstore
 
@@ -327,7 +327,7 @@ class Bucket:
             if chunk is None:
                 break
             num_bytes -= len(chunk)
-            yield bytes(chunk)
+            yield memoryview(chunk)
         if num_bytes:
             raise PackError(self._title(pack), f"came with {num_bytes:,} bytes less than it has")
 

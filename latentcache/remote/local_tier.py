@@ -161,7 +161,7 @@ class LocalTier:
         """Whether packs of so many bytes may be kept here at the same time."""
         return not self._is_broken and (self._max_bytes is None or num_bytes <= self._max_bytes)
 
-    def take(self, pack: str, chunks: Callable[[], Iterable[bytes]], num_bytes: int) -> bool:
+    def take(self, pack: str, chunks: Callable[[], Iterable[bytes | memoryview]], num_bytes: int) -> bool:
         """Keep a whole pack, which is fetched by one process at a time. False if nothing can be kept any more.
 
         PackError if it is not what was stored; errors of `chunks`, which gives its bytes.
@@ -179,6 +179,7 @@ class LocalTier:
                     return True
                 try:
                     take_pack(self.disk, pack, chunks(), num_bytes)
+                    self.disk.note_good(pack)
                 except StoreBusyError:  # its file is there; who works on the directory ends soon
                     with locked(self.disk.directory.lock, "keeping a pack", shared=True, wait=True):
                         take_sealed(self.disk, pack)

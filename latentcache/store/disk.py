@@ -232,6 +232,10 @@ class DiskStore(Store):
         self.mark_damaged({key: (location, problem)})
         raise EntryDamagedError(key, problem, is_marked=not self.read_only)
 
+    def note_good(self, pack: str) -> None:
+        """Each entry of a pack was compared with its digest just now, in the page cache: it need not be again."""
+        self._mapped.note_good(self.catalog.table.packs[pack])
+
     def mark_damaged(self, damaged: Mapping[str, tuple[Location, str]]) -> None:
         """Make entries misses from now on. If that cannot be written it is logged: the caller's error comes first."""
         # Also where nothing can be written: they are verified again, and fail.

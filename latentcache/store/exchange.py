@@ -117,7 +117,7 @@ class StoredEntries:
         return record_json(canonical_json(record.identity), canonical_json(record.provenance))
 
 
-def take_pack(store: DiskStore, pack: str, chunks: Iterable[bytes], num_bytes: int) -> int:
+def take_pack(store: DiskStore, pack: str, chunks: Iterable[bytes | memoryview], num_bytes: int) -> int:
     """Write a pack that came from elsewhere, check it whole, and seal it. Returns how many entries are new.
 
     `chunks` are its bytes, and `num_bytes` says how many there should be, for the message of StorageFullError. Nothing
@@ -153,10 +153,13 @@ def take_sealed(store: DiskStore, pack: str) -> int:
         return store.catalog.seal(row)
 
 
-def _gathered(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """The same bytes in larger parts: they come in pieces of some KiB."""
+def _gathered(chunks: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
+    """The same bytes in larger parts: a service's come in pieces of some KiB, those of an object store in large ones."""
     buffer = bytearray()
     for chunk in chunks:
+        if not buffer and len(chunk) >= _WRITE_BYTES:
+            yield chunk
+            continue
         buffer += chunk
         if len(buffer) >= _WRITE_BYTES:
             yield bytes(buffer)

@@ -168,6 +168,9 @@ class MappedReader(ReadAhead, Reader):
                 # What is found here counts for all of the pack's rows of this call.
                 whole[pack.id] = self._map(pack, pack.file_bytes)[0], self._verified.of(pack)
             data, good = whole[pack.id]  # not from the maps again: another thread may have released the pack
+            if data is not None and good[row]:
+                rows.append(arrays_in(data, location))
+                continue
             found = "" if data is None else verified_arrays(data, key, location)
             if isinstance(found, str):
                 found = self.verify(key, location)  # this finds out what is wrong with the entry, or where it is now
@@ -175,6 +178,10 @@ class MappedReader(ReadAhead, Reader):
                 good[row] = True
             rows.append(found)
         return rows
+
+    def note_good(self, pack: Pack) -> None:
+        """All entries of a pack were found good."""
+        self._verified.of(pack)[:] = True
 
     def verify(self, key: str, location: Location) -> EntryArrays:
         """The entry's arrays, mapped and compared with its digest, where they lie now."""
