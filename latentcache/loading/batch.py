@@ -102,12 +102,23 @@ def to_device(
         image = scaling.apply(image.float())
     stored_dtype = next(batch[name].dtype for name in IMAGE_FIELDS if name in batch)
     placed: Batch = {output: image.to(target, dtype or stored_dtype)}
-    for name, value in batch.items():
-        if isinstance(value, torch.Tensor) and name not in IMAGE_FIELDS:
-            placed[name] = value.to(target, torch.float32 if name == "add_time_ids" else dtype)
-        elif name not in IMAGE_FIELDS:
-            placed[name] = value
-    return placed
+    rest = {name: value for name, value in batch.items() if name not in IMAGE_FIELDS}
+    tensors = {name: value for name, value in rest.items() if isinstance(value, torch.Tensor)}
+    return placed | rest | moved(tensors, target, dtype)
+
+
+def moved(
+    tensors: Mapping[str, torch.Tensor], device: DeviceLike, dtype: torch.dtype | None = None
+) -> dict[str, torch.Tensor]:
+    """The tensors on the requesting device. Those of floating point are in `dtype`, by default the device's own.
+
+    Masks and integers keep their dtype, and so do time ids: bfloat16 cannot hold every integer above 256.
+    """
+    target, dtype = device_of(device), dtype or dtype_of(device)
+    return {
+        name: tensor.to(target, dtype if tensor.is_floating_point() and name != "add_time_ids" else None)
+        for name, tensor in tensors.items()
+    }
 
 
 def _moments(batch: Batch, scaling: Scaling | None) -> torch.Tensor:

@@ -6,138 +6,29 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from typing_extensions import Unpack
 
 from latentcache.cache_config import CacheConfig, RemoteOptions, location_of
-from latentcache.config import PROMPTS_PREFIX
-from latentcache.dataset.manifest import Manifest, prompts_name
+from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_folder import ManifestFolder, Manifests
-from latentcache.dataset.manifest_row import Row
 from latentcache.devices.placement import DeviceLike, device_of, dtype_of
 from latentcache.errors import EntryDamagedError, EntryMissingError, SampleError, StoreError
-from latentcache.families.scaling import Scaling
 from latentcache.identity import caption_digest, key_of
-from latentcache.loading.batch import IMAGE_FIELDS, copy_into, is_cpu, to_device
-from latentcache.loading.sample import DESCRIPTION, PRECACHE, SampleMemory, SampleReader, SampleRef
+from latentcache.loading.batch import IMAGE_FIELDS, copy_into, is_cpu, moved, to_device
+from latentcache.loading.manifest_facts import ManifestFacts, prompt_identity
+from latentcache.loading.sample import FIELDS, SampleMemory, SampleReader, SampleRef
+from latentcache.loading.sample_index import SampleIndex, unverified_error
 from latentcache.store.base import DTYPES, Closing, Store
 from latentcache.store.direct import Io
 from latentcache.store.disk import DiskStore
-from latentcache.types import Batch, Entry, prompt_id
+from latentcache.types import Batch, Entry
 from latentcache.utils.locks import ReadersLock
 
 if TYPE_CHECKING:
     from latentcache.remote.fetching_store import FetchingStore
-
-
-class SampleIndex:
-    """Finds samples in manifests, which are read once. `only` names the one manifest whose samples are seen.
-
-    Imported samples that are not verified are a SampleError unless `unverified`. Errors name the `path` of the cache.
-    """
-
-    def __init__(self, manifests: Manifests, *, only: str | None, unverified: bool, path: Path | str | None):
-        self.manifests, self.only, self.unverified, self.path = manifests, only, unverified, path
-        self._loaded: dict[str, Manifest] = {}
-        if only is not None:
-            self.manifest(only)
-
-    def manifest(self, name: str) -> Manifest:
-        """The manifest of this name. StoreError naming those that there are."""
-        if name not in self._loaded:
-            manifest = self.manifests.read(name)
-            if manifest is None:
-                known = ", ".join(self.manifests.names()) or "none yet: run `latentcache precache CONFIG` first"
-                raise StoreError(f"{self.path or 'cpu store'}: no manifest {name!r}; there are: {known}")
-            self._loaded[name] = manifest
-        return self._loaded[name]
-
-    def dataset_names(self) -> list[str]:
-        """Names of the manifests that hold samples, not prompts."""
-        if self.only is not None:
-            return [self.only]
-        return [name for name in self.manifests.names() if not name.startswith(PROMPTS_PREFIX)]
-
-    def datasets(self) -> list[Manifest]:
-        """The manifests that hold samples."""
-        return [self.manifest(name) for name in self.dataset_names()]
-
-    def sample_ids(self) -> list[str]:
-        """All samples that may be requested: those that were not refused, in the order of the manifests."""
-        return [row.sample_id for manifest in self.datasets() for row in manifest.rows.values() if row.refusal is None]
-
-    def row(self, sample_id: str, datasets: Sequence[Manifest] | None = None) -> tuple[Manifest, Row]:
-        """The sample's manifest, one of `datasets` (default: all), and row.
-
-        SampleError when it is unknown, ambiguous, refused, or may not be read.
-        """
-        datasets = self.datasets() if datasets is None else datasets
-        found = []
-        for manifest in datasets:
-            row = manifest.rows.get(sample_id)
-            if row is not None:
-                found.append((manifest, row))
-        if len(found) != 1:
-            names = ", ".join(manifest.name for manifest in [each for each, _ in found] or datasets)
-            if not found:
-                raise SampleError(sample_id, f"is in no manifest ({names})", PRECACHE)
-            raise SampleError(sample_id, f"is in several manifests: {names}", "LatentCache(path, manifest=NAME)")
-        [(manifest, row)] = found
-        if row.refusal is not None:
-            reason = f"was refused ({row.refusal.reason}): {row.refusal.detail}"
-            raise SampleError(sample_id, reason, f"replace {row.refusal.path}, then {PRECACHE}")
-        self.check_trust(manifest, row)
-        return manifest, row
-
-    def check_trust(self, manifest: Manifest, row: Row) -> None:
-        """SampleError if the sample was imported and is not verified, and such samples may not be read."""
-        if not self.unverified and not row.is_verified:
-            raise _unverified_error(row.sample_id, manifest.imported_from)
-
-    def scaling(self, manifest: Manifest) -> Scaling:
-        """The scaling of the VAE that encoded this manifest's latents. StoreError for a manifest of prompts."""
-        encoding = manifest.common.get("image_encoding")
-        if encoding is None:
-            raise StoreError(f"manifest {manifest.name} holds prompts, not images: use LatentCache.prompt")
-        if "scaling" in manifest.common:
-            return Scaling.from_json(manifest.common["scaling"])
-        return Scaling(encoding["scaling_factor"], encoding["shift_factor"])
-
-    def prompt_ref(self, text: str, *, negative: bool) -> SampleRef:
-        """A cached prompt of these datasets' text encoders. SampleError naming a prompt that is not cached.
-
-        StoreError if no dataset is cached, or if their text encoders differ.
-        """
-        datasets = self.datasets()
-        names = {prompts_name(manifest.common) for manifest in datasets if manifest.imported_from is None}
-        if datasets and not names:  # imported datasets name no encoders: all prompts may be theirs
-            names = {name for name in self.manifests.names() if name.startswith(PROMPTS_PREFIX)}
-        if len(names) > 1:
-            known = ", ".join(manifest.name for manifest in datasets)
-            raise StoreError(
-                f"the datasets {known} have different text encoders: say whose with LatentCache(path, manifest=NAME)"
-            )
-        if not datasets:
-            raise StoreError(f"{self.path or 'cpu store'}: no dataset is cached yet; {PRECACHE}")
-        sample_id = prompt_id(text, negative=negative)
-        # A manifest of prompts may be absent: no prompt was cached yet, or it was lost.
-        there = [name for name in names if name in self._loaded or name in self.manifests.names()]
-        row = self.manifest(there[0]).rows.get(sample_id) if there else None
-        if row is None:
-            remedy = f"add it to validation.{'negative_prompt' if negative else 'prompts'} and {PRECACHE}"
-            raise SampleError(sample_id, "is not cached", remedy)
-        return SampleRef(sample_id, (row.captions[0].key,))
-
-
-def _unverified_error(sample_id: str, imported_from: str | None) -> SampleError:
-    reason = f"was imported from {imported_from} and is unverified: nobody knows what its entries are of"
-    remedy = (
-        f"{PRECACHE}, which encodes it; or import it with --verify, which proves it; or take it as it is, with "
-        "`cache.unverified: true` in the config (`unverified=True` here)"
-    )
-    return SampleError(sample_id, reason, remedy)
 
 
 class LatentCache(SampleIndex, Closing):
@@ -234,13 +125,13 @@ class LatentCache(SampleIndex, Closing):
         entry = self.store.get(key)
         if not self.unverified and entry.record.identity.get("trust") == "unverified":
             imported_from = entry.record.identity["imported"]["format"]
-            raise _unverified_error(str(entry.record.provenance.get("sample_id", key)), imported_from)
-        return Entry(entry.record, _moved(entry.tensors, device, dtype), entry.ragged)
+            raise unverified_error(str(entry.record.provenance.get("sample_id", key)), imported_from)
+        return Entry(entry.record, moved(entry.tensors, device, dtype), entry.ragged)
 
     def prompt(
         self, text: str, *, device: DeviceLike, dtype: torch.dtype | None = None, negative: bool = False
     ) -> dict[str, torch.Tensor]:
-        """`prompt_embeds` [1, T, D] and `pooled_prompt_embeds` [1, P] of a cached validation prompt.
+        """`prompt_embeds` [1, T, D] and what else the family has of a text, of a cached validation prompt: see `batch`.
 
         They come from the text encoders of this cache's datasets; if these differ, say which with
         `LatentCache(path, manifest=NAME)`. The empty prompt is always there. A service that encodes makes a prompt that
@@ -252,7 +143,7 @@ class LatentCache(SampleIndex, Closing):
         except SampleError as missing:
             ref = self._encoded_prompt(text, negative, missing)
             tensors = self._prompt(ref)
-        return _moved(tensors, device, dtype)
+        return moved(tensors, device, dtype)
 
     def _prompt(self, ref: SampleRef) -> Mapping[str, torch.Tensor]:
         try:
@@ -265,14 +156,27 @@ class LatentCache(SampleIndex, Closing):
         keys = None if self._remote is None else self._remote.encode_prompts([(text, negative)])
         if keys is None:
             raise missing
-        manifests = [manifest for manifest in self.datasets() if manifest.imported_from is None]
-        if any(_prompt_key(manifest.common, text, negative=negative) != keys[0] for manifest in manifests):
+        datasets = self.datasets()
+        manifests = [manifest for manifest in datasets if manifest.imported_from is None]
+        if not all(self._is_prompt(keys[0], manifest, text, negative) for manifest in manifests):
             names = ", ".join(manifest.name for manifest in manifests)
             raise StoreError(
                 f"{self.path}: the service encodes prompts with other text encoders, or another clip_skip, dtype or "
                 f"salt, than {names} was cached with. Start it with the config of that dataset: serve --encode CONFIG"
             ) from missing
-        return SampleRef(missing.sample_id, (keys[0],))
+        return SampleRef(missing.sample_id, (keys[0],), facts=ManifestFacts.of([*manifests, *datasets][0]))
+
+    def _is_prompt(self, key: str, manifest: Manifest, text: str, negative: bool) -> bool:
+        """Whether the key is that of this prompt, encoded as the manifest's captions are.
+
+        A family that renders texts needs its tokenizer for that, which a reader has not: then the entry's identity says
+        how it was encoded, by which tokenizer too, and the service is believed that it is of this text.
+        """
+        expected, family = prompt_identity(manifest.common, negative=negative), ManifestFacts.of(manifest).family
+        if not family.renders:
+            return key == key_of({"source": caption_digest(family.rendered({}, text)), **expected})
+        found = self.store.record(key).identity
+        return found == {"source": found["source"], **expected}
 
     def batch(  # noqa: PLR0913 - one call is the whole request, by keyword
         self,
@@ -303,7 +207,7 @@ class LatentCache(SampleIndex, Closing):
         for a tensor in `out` that does not fit or that the batch does not have.
         """
         refs = self._refs(sample_ids, caption, flip)
-        scalings = {ref.scaling for ref in refs} if scaled else {None}
+        scalings = {ref.facts.scaling for ref in refs} if scaled else {None}
         if len(scalings) > 1:
             raise StoreError(f"the batch mixes latents of VAEs that scale differently: {sorted(map(str, scalings))}")
         scaling = next(iter(scalings), None)
@@ -322,31 +226,17 @@ class LatentCache(SampleIndex, Closing):
             pass
         known = self.memory.table(self.only, caption, flip, room_for=len(sample_ids))
         datasets, refs = self.datasets(), []
-        scalings: dict[str, Scaling] = {}
+        facts: dict[str, ManifestFacts] = {}
         for sample_id in sample_ids:
             ref = known.get(sample_id)
             if ref is None:
                 manifest, row = self.row(sample_id, datasets)
-                if manifest.name not in scalings:
-                    scalings[manifest.name] = self.scaling(manifest)
-                ref = SampleRef.of(row, caption=caption, flip=flip, scaling=scalings[manifest.name])
+                if manifest.name not in facts:
+                    facts[manifest.name] = self.facts(manifest)
+                ref = SampleRef.of(row, facts[manifest.name], caption=caption, flip=flip)
                 known[sample_id] = ref
             refs.append(ref)
         return refs
-
-
-def _prompt_key(common: Mapping[str, Any], text: str, *, negative: bool) -> str:
-    """The key of a prompt that is encoded as the captions of datasets with this `common` are."""
-    encoding = {**common["text_encoding"], **({"clip_skip": 0} if negative else {})}
-    parts = {"salt": common["salt"], "schema": common["schema"], "kind": "text"}
-    return key_of({"source": caption_digest(text), "encoding": encoding, **parts})
-
-
-def _moved(
-    tensors: Mapping[str, torch.Tensor], device: DeviceLike, dtype: torch.dtype | None
-) -> dict[str, torch.Tensor]:
-    target, dtype = device_of(device), dtype or dtype_of(device)
-    return {name: tensor.to(target, dtype) for name, tensor in tensors.items()}
 
 
 def _unconverted(
@@ -360,9 +250,10 @@ def _unconverted(
 
     None before the sample was read: its dtypes are not known yet.
     """
-    stored = ref.rows[DESCRIPTION]
-    if stored is None or device_of(device).type != "cpu":
+    found = ref.rows[FIELDS]
+    if found is None or device_of(device).type != "cpu":
         return {}
+    stored = found.description
     dtype = dtype or dtype_of(device)
     dtypes = {name: DTYPES[stored[name][0]] for name in stored.keys() - computed}
     return {name: out[name] for name in out if dtypes.get(name) is out[name].dtype and dtype in (None, dtypes[name])}

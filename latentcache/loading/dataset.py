@@ -13,20 +13,23 @@ from typing import Any, Literal, get_args
 import numpy as np
 import torch
 from blake3 import blake3
-from torch.utils.data import ConcatDataset, Dataset
+from torch.utils.data import ConcatDataset, Dataset, default_collate
 from typing_extensions import Unpack
 
 from latentcache.cache_config import CacheConfig, RemoteOptions, location_of
 from latentcache.dataset.row_table import RowTable
 from latentcache.devices.placement import DeviceLike
 from latentcache.errors import SampleError, StoreError
+from latentcache.families.base import MASK
 from latentcache.families.scaling import Scaling
 from latentcache.loading.batch import to_device
 from latentcache.loading.cache import LatentCache
+from latentcache.loading.manifest_facts import ManifestFacts
 from latentcache.loading.pack_order import Places
 from latentcache.loading.sample import PRECACHE, SIZES, SampleRef
 from latentcache.loading.sampler import Visit
 from latentcache.store.direct import Io
+from latentcache.store.stacking import pad_tensors
 from latentcache.types import Batch, ClipSize, Extent, Size
 
 Order = Literal["random", "packs"]
@@ -53,6 +56,7 @@ class _OwnCache:
 class SampleDataset(Dataset[Batch]):
     """What one manifest and several have in common as a dataset: samples that are read, and placed."""
 
+    facts: ManifestFacts
     scaling: Scaling
     own_cache: _OwnCache
     order: Order
@@ -91,9 +95,24 @@ class SampleDataset(Dataset[Batch]):
         items: list[Batch] = [{} for _ in refs]
         for positions in groups.values():
             found = [refs[position] for position in positions]
-            for position, item in zip(positions, _items(self.cache.reader.gather(found), found), strict=True):
+            read = self.cache.reader.gather(found, pad=False)
+            for position, item in zip(positions, _items(read, found), strict=True):
                 items[position] = item
         return items
+
+    def collate(self, items: Sequence[Batch]) -> Batch:
+        """The `collate_fn` of a DataLoader: torch's default, but texts that are stored without padding are padded.
+
+        They are padded as the family demands, and `<field>_mask` (bool [B, L]) says which rows are theirs. For a family
+        that stores padding the default does the same.
+        """
+        rules = {name: rule for name, rule in self.facts.padding if name in items[0]}
+        plain = [{name: value for name, value in item.items() if name not in rules} for item in items]
+        batch: Batch = default_collate(plain)
+        sample_ids = batch["sample_id"]
+        for name, rule in rules.items():
+            batch[name], batch[f"{name}{MASK}"] = pad_tensors(sample_ids, name, [item[name] for item in items], rule)
+        return batch
 
     def place(
         self,
@@ -105,7 +124,7 @@ class SampleDataset(Dataset[Batch]):
         scaled: bool = False,
         generator: torch.Generator | None = None,
     ) -> Batch:
-        """A collated batch on the requesting device; the arguments are those of `LatentCache.batch`."""
+        """A batch of `collate` on the requesting device; the arguments are those of `LatentCache.batch`."""
         sizes = {name: batch[name] for name in SIZES}
         rest = {name: value for name, value in batch.items() if name not in SIZES}
         scaling = self.scaling if scaled else None
@@ -113,7 +132,7 @@ class SampleDataset(Dataset[Batch]):
 
 
 def _items(batch: Batch, refs: Sequence[SampleRef]) -> list[Batch]:
-    """The rows of a batch, each a view of its tensors; sizes as int64 [2]."""
+    """The rows of a batch that is not padded, each a view of its tensors; sizes as int64 [2]."""
     joined = bytearray().join([ref.layout.sizes for ref in refs])
     sizes = torch.from_numpy(np.ndarray((len(refs), len(SIZES), 2), np.int64, joined))
     batch |= dict(zip(SIZES, sizes.unbind(1), strict=True))
@@ -124,10 +143,12 @@ def _items(batch: Batch, refs: Sequence[SampleRef]) -> list[Batch]:
 class LatentDataset(SampleDataset):
     """The samples of one manifest, without the refused ones, each `repeats` times.
 
-    An item is a dict of CPU tensors as they are stored: `moments` [2C, h, w] or `latents` [C, h, w], `prompt_embeds`
-    [T, D], `pooled_prompt_embeds` [P], `add_time_ids` [6] float32, the sizes as int64 [2], and the strings `sample_id`
-    and `caption`. torch's default collate stacks them. `place` then moves a batch to the requesting model and draws
-    latents from moments. Batches must not mix buckets: use `BucketBatchSampler`.
+    An item is a dict of CPU tensors as they are stored: `moments` [2C, h, w] or `latents` [C, h, w], with frames
+    before h for a family of video, `prompt_embeds` [L, D], what else the family has of a text (`pooled_prompt_embeds`
+    [P]) and of sizes (`add_time_ids` [6] float32), the sizes as int64 [2], and the strings `sample_id` and `caption`.
+    L is a caption's own where the family stores no padding: then a DataLoader's `collate_fn` is `dataset.collate`,
+    which pads; elsewhere torch's default does the same. `place` then moves a batch to the requesting model, and draws
+    latents from moments if it is given a generator. Batches must not mix buckets: use `BucketBatchSampler`.
 
     `flips` adds the mirrored entries as items of their own. `caption` is the number of the caption, or "random": one
     drawn at each visit. With `BucketBatchSampler` the draw follows from its seed, the epoch and the position; a plain
@@ -162,7 +183,7 @@ class LatentDataset(SampleDataset):
             raise StoreError(f"{self.path}: name the manifest; there are: {', '.join(names) or 'none'}")
         self.manifest_name = manifest or names[0]
         read = self.cache.manifest(self.manifest_name)
-        self.scaling = self.cache.scaling(read)
+        self.scaling, self.facts = self.cache.scaling(read), self.cache.facts(read)
         self._rows = RowTable.of(read.rows)
         self._usable = self._rows.usable()
         for number in np.intersect1d(self._usable, self._rows.unverified())[:1].tolist():
@@ -232,7 +253,7 @@ class LatentDataset(SampleDataset):
         memory, name, first = self.cache.memory, ("items", self.manifest_name, number), int(index) % self._num_once
         ref = memory.table(*name).get(first)
         if ref is None:
-            ref = SampleRef.of(row, caption=number, flip=flip)
+            ref = SampleRef.of(row, self.facts, caption=number, flip=flip)
             memory.table(*name, room_for=1)[first] = ref
         if index != first:
             memory.table(*name, room_for=1)[int(index)] = ref
@@ -243,14 +264,14 @@ class LatentDataset(SampleDataset):
         for place, flip in map(self._item, range(self._num_once)):
             row = self._rows.row(place)
             for number in range(len(row.captions)) if self.caption == "random" else [self.caption]:
-                yield SampleRef.of(row, caption=number, flip=flip)
+                yield SampleRef.of(row, self.facts, caption=number, flip=flip)
 
 
 class LatentDatasets(SampleDataset, ConcatDataset[Batch]):
-    """Several manifests of one cache as one dataset. Their latents must be scaled alike. They share one opened cache.
+    """Several manifests of one cache as one dataset, of one family. They share one opened cache.
 
-    Raises StoreError if there is none, if they lie in several caches, have several orders, or if their VAEs scale
-    differently.
+    Raises StoreError if there is none, if they lie in several caches, have several orders or families, if their VAEs
+    scale differently, or if only some of them store the padding of texts.
     """
 
     datasets: list[LatentDataset]  # type: ignore[assignment]  # ConcatDataset says list[Dataset]
@@ -263,14 +284,20 @@ class LatentDatasets(SampleDataset, ConcatDataset[Batch]):
         paths = {part.path if isinstance(part.path, str) else part.path.resolve() for part in parts}
         if len(paths) > 1:
             raise StoreError(f"the datasets lie in {len(paths)} caches: {', '.join(sorted(map(str, paths)))}; give one")
+        names = ", ".join(part.manifest_name for part in parts)
+        families = {part.facts.family.name for part in parts}
+        if len(families) > 1:
+            raise StoreError(f"{names} were cached for the families {', '.join(sorted(families))}: train them apart")
         scalings = {part.scaling for part in parts}
         if len(scalings) > 1:
-            names = ", ".join(part.manifest_name for part in parts)
             raise StoreError(f"the VAEs of {names} scale differently ({sorted(map(str, scalings))}): train them apart")
+        if len({part.facts.padding for part in parts}) > 1:
+            raise StoreError(f"only some of {names} store the padding of texts: precache all with one encode.padding")
         orders = {part.order for part in parts}
         if len(orders) > 1:
             raise StoreError(f"the datasets have the orders {', '.join(sorted(orders))}: give all the same")
-        self.scaling, self.own_cache, self.order = parts[0].scaling, parts[0].own_cache, parts[0].order
+        self.scaling, self.facts = parts[0].scaling, parts[0].facts
+        self.own_cache, self.order = parts[0].own_cache, parts[0].order
         for part in parts:
             part.own_cache = self.own_cache
 

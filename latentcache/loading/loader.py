@@ -112,7 +112,7 @@ class _BatchMaker:
 
     def _place(self, planned: PlannedBatch, batch: Batch) -> Batch:
         loader = self.loader
-        draws = loader.output == "latents" and "moments" in batch
+        draws = loader.output == "latents" and "moments" in batch and loader.dataset.facts.family.latent.draws
         return to_device(
             batch,
             self.transfer.device,
@@ -127,9 +127,10 @@ class LatentLoader(Closing):
     """Iterates over the batches of a `BucketBatchSampler` on the requesting device, `prefetch` batches ahead.
 
     A batch is what `LatentCache.batch` gives: tensors on the device, in its dtype, and lists. `output`: `latents` are
-    drawn from moments at each visit (stored latents are as they are), `mean` is the moments' mean, `moments` are
-    as stored. `scaled` applies the VAE's shift and scaling factor. All that is drawn follows from the sampler's seed,
-    the epoch and the batch's position (`sampler.noise_generator`), not from threads, ranks, `prefetch` or a resume.
+    drawn from moments at each visit, or are their mean where the family is trained with it (stored latents are as they
+    are), `mean` is the moments' mean, `moments` are as stored. `scaled` applies the VAE's scaling. All that is drawn
+    follows from the sampler's seed, the epoch and the batch's position (`sampler.noise_generator`), not from threads,
+    ranks, `prefetch` or a resume.
 
     One thread reads whole batches into buffers that are used again (pinned, with copies on a stream of their own, where
     the device has streams; `BufferPool` and `devices.transfer` have the rules). A batch stays valid while it is

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain, islice
 from operator import attrgetter
@@ -15,12 +15,12 @@ import torch
 
 from latentcache.dataset.manifest_row import Row
 from latentcache.errors import EntryDamagedError, EntryMissingError, SampleError, StoreError
-from latentcache.families import DEFAULT, family_named
-from latentcache.families.scaling import Scaling
+from latentcache.families.base import MASK, Family
 from latentcache.loading.batch import BufferPool
+from latentcache.loading.manifest_facts import ManifestFacts
 from latentcache.store.base import MANY_KEYS, Description, EntryArrays, Store
-from latentcache.store.stacking import common_fields, stack_columns
-from latentcache.types import Batch, Geometry, Size
+from latentcache.store.stacking import Padded, common_fields, concatenated, stack_columns, without_lengths
+from latentcache.types import Batch, Geometry, Padding, Size
 
 PRECACHE: Final = "run `latentcache precache CONFIG` again"
 """The remedy of most errors about a sample."""
@@ -29,8 +29,8 @@ MAX_REFS = 1 << 17
 """Samples that a `SampleMemory` keeps, at some 1,000 bytes each. Beyond it all are forgotten, and found again."""
 UNREAD: Final = (-1, None, None, None, None)
 """`SampleRef.rows` of a sample that was not read. No store has this generation."""
-DESCRIPTION: Final = 4
-"""Where the description of the fields is in `SampleRef.rows`."""
+FIELDS: Final = 4
+"""Where the `Fields` are in `SampleRef.rows`."""
 
 _FLOAT32 = np.dtype(np.float32)
 _MAX_LAYOUTS = 1 << 16  # photographs have few sizes; a set of crops may have many
@@ -42,9 +42,10 @@ Pair = tuple[int, int]
 
 
 class Layout(NamedTuple):
-    """What a batch says of a geometry: the pairs of SIZES, the same as int64 [4, 2], and the time ids as float32 [6].
+    """What a batch says of a geometry: the pairs of SIZES, the same as int64 [4, 2], and the time ids.
 
-    `extent` is what all of a batch share: the target size, and of a clip its number of frames. Equal ones are shared.
+    Those are float32, six numbers for SDXL, none for most families. `extent` is what all of a batch share: the target
+    size, and of a clip its number of frames. Equal layouts are shared.
     """
 
     original_size: Pair
@@ -60,34 +61,45 @@ _NO_LAYOUT = Layout((0, 0), (0, 0), (0, 0), (0, 0), b"", b"", ())  # of what is 
 
 
 @lru_cache(_MAX_LAYOUTS)
-def layout_of(geometry: Geometry) -> Layout:
+def layout_of(geometry: Geometry, family: Family) -> Layout:
     """The layout of a geometry. Time ids are float32: bfloat16 cannot hold every integer above 256."""
-    ids = family_named(DEFAULT).size_conditions(geometry)
+    ids = family.size_conditions(geometry) or []
     original, resized, crop, target = pairs = [tuple(getattr(geometry, name)) for name in SIZES]
     sizes = np.array(pairs, dtype=np.int64).tobytes()
     return Layout(original, resized, crop, target, sizes, np.array(ids, dtype=np.float32).tobytes(), geometry.extent)
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """What samples of one batch have in common: the family, all fields, and which of them are padded.
+
+    `description` has those without the length, which is each sample's own. Equal ones are shared.
+    """
+
+    description: Description
+    family: Family
+    padding: Mapping[str, Padding]
 
 
 @dataclass(slots=True, eq=False)
 class SampleRef:
     """One sample with one of its images and one of its captions: the keys of both entries, and what a batch says of it.
 
-    `scaling` is that of its manifest, where a batch may mix manifests. `rows` belongs to `SampleReader`: the
-    generation of the store in which the entries were read, `sample_id`, `caption`, `layout`, the description of all
-    fields, and an array [1, *shape] of each. They are one tuple because the time of a batch that is not copying is
-    cache misses, one for each object that is met.
+    `facts` are those of its manifest. `rows` belongs to `SampleReader`: the generation of the store in which the
+    entries were read, `sample_id`, `caption`, `layout`, the fields, and an array [1, *shape] of each. They are one
+    tuple because the time of a batch that is not copying is cache misses, one for each object that is met.
     """
 
     sample_id: str
     keys: tuple[str, ...]
     caption: str = ""
     layout: Layout = _NO_LAYOUT
-    scaling: Scaling | None = None
+    facts: ManifestFacts = field(default_factory=ManifestFacts)
     rows: tuple[Any, ...] = UNREAD
 
     @classmethod
-    def of(cls, row: Row, *, caption: int = 0, flip: bool = False, scaling: Scaling | None = None) -> SampleRef:
-        """The sample of a manifest's row. SampleError if it has no such caption or image."""
+    def of(cls, row: Row, facts: ManifestFacts, *, caption: int = 0, flip: bool = False) -> SampleRef:
+        """The sample of a row of the manifest that has these facts. SampleError if it has no such caption or image."""
         for image in row.images:
             if image.geometry.flip == flip:
                 break
@@ -98,7 +110,8 @@ class SampleRef:
             reason = f"has {len(row.captions)} captions, but number {caption} was requested"
             raise SampleError(row.sample_id, reason, "request a smaller number")
         text = row.captions[caption]
-        return cls(row.sample_id, (image.key, text.key), text.text, layout_of(image.geometry), scaling)
+        layout = layout_of(image.geometry, facts.family)
+        return cls(row.sample_id, (image.key, text.key), text.text, layout, facts)
 
 
 class SampleMemory:
@@ -149,40 +162,36 @@ class SampleReader:
         *,
         pool: BufferPool | None = None,
         out: Mapping[str, torch.Tensor] | None = None,
+        pad: bool = True,
     ) -> Batch:
         """The stored tensors of B samples of one bucket, [B, *shape] for each field, on the CPU, and their metadata.
 
-        They are written to the tensors of `out`, and others to a buffer of `pool` or to new memory. SampleError for a
-        sample whose entry is missing or damaged; StoreError for mixed buckets, unequal shapes, and a tensor in `out`
-        that does not fit.
+        Texts that are stored without padding are padded, and `<field>_mask` (bool [B, L]) says which rows are theirs;
+        without `pad` such a field is a list of B tensors [L, *rest], and has no mask. Tensors are written to those of
+        `out`, and others to a buffer of `pool` or to new memory. SampleError for a sample whose entry is missing or
+        damaged; StoreError for mixed buckets or families, unequal shapes, and a tensor in `out` that does not fit.
         """
         if not refs:
             raise StoreError("no samples were requested: a batch has at least one")
         try:
-            sample_ids, captions, layouts, descriptions, *columns = self._columns(refs)
+            sample_ids, captions, layouts, fields, *columns = self._columns(refs)
         except (EntryMissingError, EntryDamagedError) as error:
             raise self.sample_error(error, refs) from error
         metadata = metadata_of(sample_ids, captions, layouts)
-        buckets = metadata["target_size"]
-        if buckets.count(buckets[0]) != len(buckets):
-            names = sorted({str(Size(*bucket)) for bucket in buckets})
-            raise StoreError(
-                f"a batch has one bucket, but these samples lie in {', '.join(names)}: "
-                "batch them with latentcache.BucketBatchSampler"
-            )
-        batch: Batch = _stacked(sample_ids, descriptions, columns, pool, out)
+        _check_buckets(metadata["target_size"])
+        batch: Batch = _stacked(sample_ids, fields[0], columns, pool, out, pad)
         batch.update(metadata)
         return batch
 
     def entries(
-        self, refs: Sequence[SampleRef], *, out: Mapping[str, torch.Tensor] | None = None
-    ) -> dict[str, torch.Tensor]:
+        self, refs: Sequence[SampleRef], *, out: Mapping[str, torch.Tensor] | None = None, pad: bool = True
+    ) -> Batch:
         """The tensors of `gather` alone, of at least one sample. EntryMissingError, EntryDamagedError, StoreError."""
-        sample_ids, _, _, descriptions, *columns = self._columns(refs)
-        return _stacked(sample_ids, descriptions, columns, None, out)
+        sample_ids, _, _, fields, *columns = self._columns(refs)
+        return _stacked(sample_ids, fields[0], columns, None, out, pad)
 
     def _columns(self, refs: Sequence[SampleRef]) -> list[tuple[Any, ...]]:
-        """The columns of these samples' `rows`, without the generation."""
+        """The columns of these samples' `rows`, without the generation. StoreError unless their fields are equal."""
         generation = self.store.generation
         # Rows that were not read are shorter: then there are no columns.
         generations, *found = zip(*map(_ROWS, refs), strict=False)
@@ -191,6 +200,10 @@ class SampleReader:
         else:
             # The texts are prefetched with the images, so that they come while the images are copied.
             self.store.prefetch(_joined(map(_KEYS, refs)))
+        sample_ids, _, layouts, fields = found[:FIELDS]
+        if fields.count(fields[0]) != len(refs):
+            _check_buckets([layout.target_size for layout in layouts])
+            _check_alike(sample_ids, fields)
         return found
 
     def _read(self, refs: Sequence[SampleRef], generation: int | None) -> list[tuple[Any, ...]]:
@@ -204,7 +217,7 @@ class SampleReader:
         new = [ref for ref in dict.fromkeys(refs) if ref not in rows]
         found = iter(self.store.rows(list(_joined(map(_KEYS, new)))))
         for ref in new:
-            fields = _fields_of(islice(found, len(ref.keys)))
+            fields = _fields_of(islice(found, len(ref.keys)), ref.facts)
             rows[ref] = (generation, ref.sample_id, ref.caption, ref.layout, *fields)
             if generation is not None:
                 ref.rows = rows[ref]
@@ -226,45 +239,108 @@ class SampleReader:
 
 def _stacked(
     sample_ids: Sequence[str],
-    descriptions: Sequence[Description],
+    fields: Fields,
     columns: Sequence[Sequence[np.ndarray]],
     pool: BufferPool | None,
     out: Mapping[str, torch.Tensor] | None,
-) -> dict[str, torch.Tensor]:
-    description, num_rows = descriptions[0], len(sample_ids)
-    if descriptions.count(description) != num_rows:
-        common_fields(sample_ids, descriptions, None)  # raises the error that names them
+    pad: bool,
+) -> Batch:
+    num_rows = len(sample_ids)
+    if fields.padding:
+        return _ragged(sample_ids, fields, columns, pool, out, pad)
     empty = None if pool is None else pool.borrow([column[0].nbytes * num_rows for column in columns])
-    return stack_columns(description, columns, num_rows, out, empty)
+    return stack_columns(fields.description, columns, num_rows, out, empty)
 
 
-def _fields_of(entries: Iterable[EntryArrays]) -> tuple[Any, ...]:
-    """The description of all fields of these entries, in the order of their names, and the array of each."""
-    fields: dict[str, tuple[Any, Any]] = {}
+def _ragged(
+    sample_ids: Sequence[str],
+    fields: Fields,
+    columns: Sequence[Sequence[np.ndarray]],
+    pool: BufferPool | None,
+    out: Mapping[str, torch.Tensor] | None,
+    pad: bool,
+) -> Batch:
+    """`_stacked` of fields of which some are padded, or are to be lists."""
+    num_rows = len(sample_ids)
+    if pad:
+        padded = Padded.of(sample_ids, fields.description, columns, fields.padding)
+        empty = None if pool is None else pool.borrow([num_bytes * num_rows for num_bytes in padded.row_bytes()])
+        batch = stack_columns(padded.fields, columns, num_rows, out, empty, padded)
+        return {**batch, **{f"{name}{MASK}": mask for name, mask in padded.masks().items()}}
+    named = dict(zip(fields.description, columns, strict=True))
+    plain = {name: spec for name, spec in fields.description.items() if name not in fields.padding}
+    batch = stack_columns(plain, [named[name] for name in plain], num_rows, out)
+    return {**batch, **{name: concatenated(fields.description[name][0], named[name]) for name in fields.padding}}
+
+
+def _check_buckets(buckets: Sequence[tuple[int, int]]) -> None:
+    """StoreError unless all are one."""
+    if buckets.count(buckets[0]) != len(buckets):
+        names = sorted({str(Size(*bucket)) for bucket in buckets})
+        raise StoreError(
+            f"a batch has one bucket, but these samples lie in {', '.join(names)}: "
+            "batch them with latentcache.BucketBatchSampler"
+        )
+
+
+def _check_alike(sample_ids: Sequence[str], found: Sequence[Fields]) -> None:
+    """StoreError unless samples of these fields can be in one batch."""
+    families = sorted({fields.family.name for fields in found})
+    if len(families) > 1:
+        names = ", ".join(families)
+        raise StoreError(f"a batch has one family, but these samples were cached for {names}: train them apart")
+    for sample_id, fields in zip(sample_ids, found, strict=True):
+        differing = sorted(fields.padding.keys() ^ found[0].padding.keys())
+        if differing:
+            raise StoreError(
+                f"samples {sample_ids[0]!r} and {sample_id!r}: one has {', '.join(differing)} without padding, the "
+                "other with it: precache both datasets with the same encode.padding"
+            )
+    common_fields(sample_ids, [fields.description for fields in found], None)
+
+
+def _fields_of(entries: Iterable[EntryArrays], facts: ManifestFacts) -> tuple[Any, ...]:
+    """The `Fields` of these entries, in the order of their names, and the array of each."""
+    found: dict[str, tuple[Any, Any]] = {}
     for entry in entries:
-        fields.update(zip(entry.description, zip(entry.description.values(), entry.arrays, strict=True), strict=True))
-    names = tuple(sorted(fields))
-    specs, arrays = zip(*map(fields.__getitem__, names), strict=True)
-    return _description(names, specs), *arrays
+        found.update(zip(entry.description, zip(entry.description.values(), entry.arrays, strict=True), strict=True))
+    names = tuple(sorted(found))
+    specs, arrays = zip(*map(found.__getitem__, names), strict=True)
+    padding = facts.padding
+    if padding:
+        described = dict(zip(names, specs, strict=True))
+        padding = tuple((name, rule) for name, rule in padding if name in described)
+        specs = tuple(without_lengths(described, dict(padding)).values())
+    return _shared_fields(names, specs, facts.family, padding), *arrays
 
 
 @lru_cache(_MAX_DESCRIPTIONS)
-def _description(names: tuple[str, ...], specs: tuple[tuple[str, tuple[int, ...]], ...]) -> Description:
+def _shared_fields(
+    names: tuple[str, ...],
+    specs: tuple[tuple[str, tuple[int, ...]], ...],
+    family: Family,
+    padding: tuple[tuple[str, Padding], ...],
+) -> Fields:
     """Equal ones are the same object."""
-    return dict(zip(names, specs, strict=True))
+    return Fields(dict(zip(names, specs, strict=True)), family, dict(padding))
 
 
 def metadata_of(sample_ids: Iterable[str], captions: Iterable[str], layouts: Iterable[Layout]) -> dict[str, Any]:
-    """What the manifest says of at least one sample: ids, captions, sizes and time ids. The lists are new ones."""
+    """What the manifest says of at least one sample: ids, captions, sizes, and time ids where its family has them.
+
+    The lists are new ones. All samples are of one family.
+    """
     original_size, resized_size, crop_top_left, target_size, _, time_ids, _ = zip(*layouts, strict=True)
-    # The bytearray is this tensor's own memory. A tensor made of lists takes five times as long.
-    ids = np.ndarray((len(time_ids), 6), _FLOAT32, bytearray().join(time_ids))
-    return {
+    metadata: dict[str, Any] = {
         "sample_id": list(sample_ids),
         "caption": list(captions),
         "original_size": list(original_size),
         "resized_size": list(resized_size),
         "crop_top_left": list(crop_top_left),
         "target_size": list(target_size),
-        "add_time_ids": torch.from_numpy(ids),
     }
+    if num_bytes := len(time_ids[0]):
+        # The bytearray is this tensor's own memory. A tensor made of lists takes five times as long.
+        ids = np.ndarray((len(time_ids), num_bytes // _FLOAT32.itemsize), _FLOAT32, bytearray().join(time_ids))
+        metadata["add_time_ids"] = torch.from_numpy(ids)
+    return metadata

@@ -1,8 +1,10 @@
-"""Rows of equal shape, stacked into one tensor per field."""
+"""Rows stacked into one tensor per field; those of natural length are padded."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -67,62 +69,136 @@ def stack_padded(
     """
     if not rows:
         return {}
-    chosen = common_fields(keys, [_without_lengths(row.description, padding) for row in rows], fields)
-    named = [dict(zip(row.description, row.arrays, strict=True)) for row in rows]
-    plain = {name: spec for name, spec in chosen.items() if name not in padding}
-    tensors: dict[str, torch.Tensor] = {}
-    for name in chosen.keys() - plain.keys():
+    chosen = common_fields(keys, [without_lengths(row.description, padding) for row in rows], fields)
+    for name in chosen.keys() & padding.keys():
         if f"{name}_lengths" in chosen:
             raise StoreError(f"field {name!r} cannot be padded: the entries have a field {name}_lengths too")
-        dtype, tail = chosen[name]
-        lengths = [arrays[name].shape[1] for arrays in named]
-        blank = _blank(keys, lengths, (name, dtype, tail), padding[name])
-        if out and name in out:
-            check_output(name, out[name], blank.dtype, tuple(blank.shape), CPU)
-        tensors |= {name: blank, f"{name}_lengths": torch.tensor(lengths, dtype=torch.int64, device=CPU)}
-    # All has been checked but the outputs of the other fields, which are checked before anything is written.
-    tensors |= stack_columns(plain, ([arrays[name] for arrays in named] for name in plain), len(rows), out)
-    for name in chosen.keys() - plain.keys():
-        _fill(tensors[name], [arrays[name][0] for arrays in named], padding[name])
-        if out and name in out:
-            tensors[name] = out[name].copy_(tensors[name])
-    return tensors
+    named = [dict(zip(row.description, row.arrays, strict=True)) for row in rows]
+    columns = [[arrays[name] for arrays in named] for name in chosen]
+    padded = Padded.of(keys, chosen, columns, padding)
+    tensors = stack_columns(padded.fields, columns, len(rows), out, padded=padded)
+    lengths = {f"{name}_lengths": torch.tensor(each, device=CPU) for name, each in padded.lengths.items()}
+    return tensors | lengths
 
 
-def _without_lengths(description: Description, padding: Mapping[str, Padding]) -> Description:
-    """The description without the lengths of the fields that are padded."""
-    padded = {name: spec for name, spec in description.items() if name in padding}
+def without_lengths(description: Description, padding: Iterable[str]) -> Description:
+    """The description without the lengths of the fields that are padded. StoreError if one of them is a scalar."""
+    padded = {name: description[name] for name in padding if name in description}
     for name, (_, shape) in padded.items():
         if not shape:
             raise StoreError(f"field {name!r} is a scalar in each entry, and has no length that could be padded")
     return {**description, **{name: (dtype, shape[1:]) for name, (dtype, shape) in padded.items()}}
 
 
-def _blank(
-    keys: Sequence[str], lengths: Sequence[int], field: tuple[str, str, tuple[int, ...]], rule: Padding
-) -> torch.Tensor:
-    """A batch of nothing but padding. `field`: its name, dtype, and shape without the length."""
-    name, dtype, tail = field
+@dataclass(frozen=True, slots=True)
+class Padded:
+    """How the rows of a batch are padded. `fields` has the batch's lengths.
+
+    By field that is padded: the rule, the value (an array without dimensions), and the lengths of the rows.
+    """
+
+    fields: Description
+    padding: Mapping[str, Padding]
+    values: Mapping[str, np.ndarray]
+    lengths: Mapping[str, list[int]]
+
+    @classmethod
+    def of(
+        cls,
+        keys: Sequence[str],
+        fields: Description,
+        columns: Iterable[Sequence[np.ndarray]],
+        padding: Mapping[str, Padding],
+    ) -> Padded:
+        """That of rows that are grouped by field, in arrays [1, length, *rest]; `fields` are as `without_lengths`.
+
+        `keys` name the entries in errors. StoreError as for `stack_padded`.
+        """
+        whole, values, lengths = dict(fields), {}, {}
+        for (name, (dtype, tail)), column in zip(fields.items(), columns, strict=True):
+            if name in padding:
+                lengths[name] = [array.shape[1] for array in column]
+                whole[name] = dtype, (padded_length(keys, name, lengths[name], padding[name]), *tail)
+                values[name] = padding_value(name, dtype, padding[name].value)
+        return cls(whole, {name: padding[name] for name in lengths}, values, lengths)
+
+    def fill(self, name: str, target: np.ndarray, column: Sequence[np.ndarray]) -> None:
+        """Write the rows of this field to `target` [n, length, *rest], and padding between them."""
+        fill_padded(target, column, self.padding[name], self.values[name])
+
+    def row_bytes(self) -> list[int]:
+        """Bytes of a row of each field, in their order."""
+        return [ARRAY_DTYPES[dtype].itemsize * math.prod(shape) for dtype, shape in self.fields.values()]
+
+    def masks(self) -> dict[str, torch.Tensor]:
+        """For each field that is padded which rows are not padding: bool [n, length]."""
+        return {
+            name: mask_of(lengths, self.fields[name][1][0], self.padding[name])
+            for name, lengths in self.lengths.items()
+        }
+
+
+def concatenated(dtype: str, column: Sequence[np.ndarray]) -> list[torch.Tensor]:
+    """Arrays [1, length, *rest] as tensors [length, *rest]: views of one new tensor."""
+    lengths = [array.shape[1] for array in column]
+    tensor, array = new_tensor(dtype, (sum(lengths), *column[0].shape[2:]), np.empty)
+    np.concatenate([each[0] for each in column], out=array)
+    return list(torch.split(tensor, lengths))
+
+
+def pad_tensors(
+    keys: Sequence[str], name: str, tensors: Sequence[torch.Tensor], rule: Padding
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """CPU tensors [length, *rest] of one field, padded to one tensor, and its mask; errors as for `stack_padded`."""
+    fields = {name: (dtype_name(tensors[0]), tuple(tensors[0].shape[1:]))}
+    column = [as_array(tensor)[None] for tensor in tensors]
+    padded = Padded.of(keys, fields, [column], {name: rule})
+    return stack_columns(padded.fields, [column], len(column), None, padded=padded)[name], padded.masks()[name]
+
+
+def padded_length(keys: Sequence[str], name: str, lengths: Sequence[int], rule: Padding) -> int:
+    """The length of a batch of these rows. StoreError naming the first of `keys` that is longer than the rule's."""
     longest = max(lengths)
     length = longest if rule.length is None else rule.length
     if longest > length:
         key = keys[lengths.index(longest)]
         raise StoreError(f"entry {key}: field {name} has length {longest}, the batch is padded to {length}")
+    return length
+
+
+def padding_value(name: str, dtype: str, value: float) -> np.ndarray:
+    """The value in this dtype, as an array without dimensions. StoreError naming the field if the dtype has none."""
     try:
-        if not DTYPES[dtype].is_floating_point and rule.value != int(rule.value):
+        if not DTYPES[dtype].is_floating_point and value != int(value):
             raise ValueError("it is no whole number")
-        return torch.full((len(lengths), length, *tail), rule.value, dtype=DTYPES[dtype], device=CPU)
+        return as_array(torch.full((), value, dtype=DTYPES[dtype], device=CPU))
     except (RuntimeError, ValueError, OverflowError) as error:
-        raise StoreError(f"field {name}: {rule.value} cannot be padded with in {dtype}: {error}") from error
+        raise StoreError(f"field {name}: {value} cannot be padded with in {dtype}: {error}") from error
 
 
-def _fill(tensor: torch.Tensor, arrays: Sequence[np.ndarray], rule: Padding) -> None:
-    padded = as_array(tensor)
-    for row, array in zip(padded, arrays, strict=True):
-        # Rows before the padding, and those after it: with num_last the last ones of each entry.
-        num_after = len(array) if rule.side == "left" else min(rule.num_last, len(array))
-        num_before = len(array) - num_after
-        row[:num_before], row[len(row) - num_after :] = array[:num_before], array[num_before:]
+def fill_padded(target: np.ndarray, column: Sequence[np.ndarray], rule: Padding, value: np.ndarray) -> None:
+    """Write arrays [1, length, *rest] to `target` [n, longest, *rest], with `value` where the rule has padding."""
+    longest = target.shape[1]
+    for row, array in zip(target, column, strict=True):
+        first, last = _gap(array.shape[1], longest, rule)
+        row[:first] = array[0, :first]
+        row[first:last] = value
+        row[last:] = array[0, first:]
+
+
+def mask_of(lengths: Sequence[int], longest: int, rule: Padding) -> torch.Tensor:
+    """Which rows of a batch of these lengths are not padding: bool [n, longest]."""
+    mask = np.ones((len(lengths), longest), bool)
+    for row, length in zip(mask, lengths, strict=True):
+        first, last = _gap(length, longest, rule)
+        row[first:last] = False
+    return torch.from_numpy(mask)
+
+
+def _gap(length: int, longest: int, rule: Padding) -> tuple[int, int]:
+    """Where the padding of a row begins and ends."""
+    first = 0 if rule.side == "left" else max(0, length - rule.num_last)
+    return first, first + longest - length
 
 
 def stack_columns(
@@ -131,10 +207,12 @@ def stack_columns(
     num_rows: int,
     out: Mapping[str, torch.Tensor] | None,
     empty: Empty | None = None,
+    padded: Padded | None = None,
 ) -> dict[str, torch.Tensor]:
     """The same of rows that are grouped by field: for each of `fields` the arrays [1, *shape] of all entries.
 
-    `empty` gives the memory of new tensors. StoreError if a tensor of `out` does not fit; then nothing is written.
+    `empty` gives the memory of new tensors; `padded`, whose `fields` these are, pads its own. StoreError if a tensor of
+    `out` does not fit; then nothing is written.
     """
     tensors: dict[str, torch.Tensor] = {}
     arrays = []
@@ -147,9 +225,12 @@ def stack_columns(
             array = _writable(name, tensor, DTYPES[stored], shape)
         tensors[name] = tensor
         arrays.append(array)
-    for array, column in zip(arrays, columns, strict=True):
-        # One call for all rows: one for each, from Python, takes longer than the copy of a small row.
-        np.concatenate(column, out=array)
+    for name, array, column in zip(fields, arrays, columns, strict=True):
+        if padded is not None and name in padded.padding:
+            padded.fill(name, array, column)
+        else:
+            # One call for all rows: one for each, from Python, takes longer than the copy of a small row.
+            np.concatenate(column, out=array)
     return tensors
 
 

@@ -16,6 +16,7 @@ from latentcache.errors import ConfigError, ModelError, SampleError, StoreError
 from latentcache.families.base import MASK, Family
 from latentcache.identity import canonical_json, digest
 from latentcache.loading.cache import LatentCache
+from latentcache.loading.manifest_facts import ManifestFacts
 from latentcache.loading.sample import SampleRef
 from latentcache.models.running import uncached_autocast
 from latentcache.types import Padding
@@ -232,7 +233,8 @@ class _Measurement:
         buckets: dict[tuple[int, ...], list[str]] = {}
         for sample_id in sorted(view.sample_ids()):
             try:
-                layout = SampleRef.of(view.row(sample_id)[1]).layout
+                manifest, row = view.row(sample_id)
+                layout = SampleRef.of(row, ManifestFacts.of(manifest)).layout
             except SampleError as error:
                 self._skip(name, error)
             else:

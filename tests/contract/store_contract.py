@@ -47,14 +47,15 @@ def make_text(number, length, dtype=torch.float32, more=()):
     return dataclasses.replace(entry, tensors=tensors, ragged=frozenset({"hidden", "mask"}))
 
 
-def padded(tensors, length=None, value=0, side="right"):
+def padded(tensors, length=None, value=0, side="right", num_last=0):
     """What a batch of them must be, and their lengths."""
     lengths = [len(tensor) for tensor in tensors]
     length = length or max(lengths)
     rows = []
     for tensor in tensors:
         rest = torch.full((length - len(tensor), *tensor.shape[1:]), value, dtype=tensor.dtype)
-        rows.append(torch.cat([bits(part) for part in ((tensor, rest) if side == "right" else (rest, tensor))]))
+        first = len(tensor) - min(num_last, len(tensor)) if side == "right" else 0
+        rows.append(torch.cat([bits(part) for part in (tensor[:first], rest, tensor[first:])]))
     shape = (len(tensors), length, *tensors[0].shape[1:])
     return torch.stack(rows).reshape(-1).view(tensors[0].dtype).reshape(shape), torch.tensor(lengths)
 
@@ -376,40 +377,44 @@ class StoreContract:
         lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6),
         spare=st.none() | st.integers(0, 3),
         value=st.sampled_from([0, 7, -1.5]),
-        side=st.sampled_from(["left", "right"]),
+        place=st.sampled_from([("left", 0), ("right", 0), ("right", 1), ("right", 5)]),
         order=st.randoms(use_true_random=False),
         with_out=st.booleans(),
     )
-    @settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-    def test_any_lengths_are_padded(self, store, lengths, spare, value, side, order, with_out):
+    @settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    def test_any_lengths_are_padded(self, store, lengths, spare, value, place, order, with_out):
         entries = [make_text(100 + 10 * number + length, length) for number, length in enumerate(lengths)] * 2
         order.shuffle(entries)
         store.add(entries)
         keys = [entry.record.key for entry in entries]
         length = None if spare is None else max(lengths) + spare
-        expected, found_lengths = padded([entry.tensors["hidden"] for entry in entries], length, value, side)
+        expected, found_lengths = padded([entry.tensors["hidden"] for entry in entries], length, value, *place)
         out = {"hidden": torch.full_like(expected, 3), "pooled": torch.empty(len(keys), 7)} if with_out else None
-        rules = {"hidden": Padding(length, value, side), "mask": Padding(side=side), "other": Padding()}
+        rules = {"hidden": Padding(length, value, *place), "mask": Padding(side=place[0]), "other": Padding()}
         batch = read_batch(store, keys, out=out, padding=rules)
         assert batch.keys() == {"hidden", "hidden_lengths", "mask", "mask_lengths", "pooled", "pooled_2"}
         assert same(batch["hidden"], expected) and same(batch["hidden_lengths"], found_lengths)
-        assert same(batch["mask"], padded([entry.tensors["mask"] for entry in entries], side=side)[0])
+        assert same(batch["mask"], padded([entry.tensors["mask"] for entry in entries], side=place[0])[0])
         assert same(batch["pooled"], torch.stack([entry.tensors["pooled"] for entry in entries]))
         if out:
             assert batch["hidden"] is out["hidden"] and batch["pooled"] is out["pooled"]
         only = read_batch(store, keys, fields=["hidden"], padding=rules)
         assert only.keys() == {"hidden", "hidden_lengths"} and same(only["hidden"], expected)
 
-    def test_padding_may_come_before_the_last_rows(self, store):
-        entries = [make_text(number, length) for number, length in enumerate([2, 5, 3])]
+    def test_padding_comes_before_the_last_rows(self, store):
+        entries = [make_text(number, length, dtype=torch.float64) for number, length in enumerate([2, 3, 6])]
         store.add(entries)
-        rules = {"hidden": Padding(length=6, value=-1.5, num_last=2)}
-        batch = read_batch(store, [entry.record.key for entry in entries], ["hidden"], padding=rules)
-        for row, entry in zip(batch["hidden"], entries, strict=True):
-            stored = entry.tensors["hidden"]
-            zeros = torch.full((6 - len(stored), 3), -1.5)
-            assert same(row, torch.cat([stored[:-2], zeros, stored[-2:]]))
-        assert batch["hidden_lengths"].tolist() == [2, 5, 3]
+        keys = [entry.record.key for entry in entries]
+        short, middle, long = (entry.tensors["hidden"] for entry in entries)
+        blank = torch.zeros(4, 3, dtype=torch.float64)
+        rules = {"hidden": Padding(num_last=3), "mask": Padding()}
+        batch = read_batch(store, keys, padding=rules)["hidden"]
+        assert same(batch[0], torch.cat([blank, short])), "an entry of fewer rows comes last as a whole"
+        assert same(batch[1], torch.cat([blank[:3], middle])) and same(batch[2], long)
+        rules["hidden"] = Padding(7, num_last=1)
+        batch = read_batch(store, keys, padding=rules)["hidden"]
+        assert same(batch[1], torch.cat([middle[:2], blank, middle[2:]]))
+        assert same(batch[2], torch.cat([long[:5], blank[:1], long[5:]]))
 
     def test_without_a_rule_lengths_must_be_equal(self, store):
         entries = [make_text(1, 3), make_text(2, 3), make_text(3, 4)]
@@ -455,6 +460,8 @@ class StoreContract:
             Padding(length=0)
         with pytest.raises(ValueError, match="give left or right"):
             Padding(side="both")
+        with pytest.raises(ValueError, match="give 0 or more, and side right"):
+            Padding(side="left", num_last=1)
 
     def test_a_closed_store_says_so(self, store):
         store.add([make_entry(1)])

@@ -22,6 +22,7 @@ from latentcache.errors import SampleError, StoreError
 from latentcache.identity import key_of
 from latentcache.loading import loader, sample
 from latentcache.loading.loader import LatentLoader
+from latentcache.loading.manifest_facts import ManifestFacts
 from latentcache.loading.sample import SampleMemory, SampleReader, SampleRef, layout_of
 from latentcache.loading.sampler import BucketBatchSampler
 from latentcache.precache.run import run_precache
@@ -32,6 +33,8 @@ from latentcache.store.upkeep import compact
 from latentcache.types import Crop, Entry, Geometry, Record, Refusal, Size
 
 WIDE = ["a.png", "b.png", "sub/e.png"]
+FACTS = ManifestFacts()
+"""Of a cache of the first family."""
 
 
 @pytest.fixture(scope="module")
@@ -286,7 +289,7 @@ def test_fields_in_another_order_and_under_one_name_are_told_apart() -> None:
             tensors |= {"b": torch.full((2,), 7.0 + number)} if kind == "image" else {}
             store.add([Entry(Record(key_of(identity), kind, identity, {}), tensors)])  # type: ignore[arg-type]
         keys = [key_of({"number": number, "kind": kind}) for kind in ("image", "text")]
-        refs.append(SampleRef(str(number), tuple(keys), "caption", layout_of(geometry)))
+        refs.append(SampleRef(str(number), tuple(keys), "caption", layout_of(geometry, FACTS.family), FACTS))
     reader = SampleReader(store, SampleMemory())
     for _ in range(2):
         batch = reader.gather(refs)
@@ -298,7 +301,7 @@ def test_samples_of_unequal_fields_are_refused_and_named(cache: LatentCache) -> 
     identity = {"another": "width"}
     fields = {"prompt_embeds": torch.ones(77, 3), "pooled_prompt_embeds": torch.ones(40)}
     cache.store.add([Entry(Record(key_of(identity), "text", identity, {}), fields)])
-    refs = [SampleRef.of(cache.row(name)[1]) for name in ("a.png", "b.png")]
+    refs = [SampleRef.of(cache.row(name)[1], FACTS) for name in ("a.png", "b.png")]
     image, text = refs[1].keys
     refs[1].keys = image, key_of(identity)
     for _ in range(2):
@@ -306,7 +309,7 @@ def test_samples_of_unequal_fields_are_refused_and_named(cache: LatentCache) -> 
             StoreError, match=r"equal shapes and dtypes: field 'prompt_embeds' .* in a\.png and .* in b\.png"
         ):
             cache.reader.gather(refs)
-    refs[1].keys, refs[1].rows = (image, text), SampleRef.of(cache.row("b.png")[1]).rows
+    refs[1].keys, refs[1].rows = (image, text), SampleRef.of(cache.row("b.png")[1], FACTS).rows
     assert cache.reader.gather(refs)["sample_id"] == ["a.png", "b.png"]
 
 
