@@ -49,7 +49,7 @@ class Chroma(PackedFamily):
     @override
     def padding(self, field: str, recipe: Mapping[str, Any]) -> Padding | None:
         """To the length that its pipeline pads to: with fewer rows the last bits differ."""
-        return None if recipe["keeps_padding"] else Padding(recipe["max_length"])
+        return None if recipe.get("keeps_padding", True) else Padding(recipe["max_length"])
 
     @override
     def encode_text(

@@ -193,18 +193,21 @@ class LatentCache(SampleIndex, Closing):
     ) -> Batch:
         """A batch of B samples of one bucket on the requesting device.
 
-        Returns `latents` [B, C, h, w] (or `moments` [B, 2C, h, w]), `prompt_embeds` [B, T, D], `pooled_prompt_embeds`
-        [B, P], `add_time_ids` [B, 6] in float32, and lists: `sample_id`, `caption`, `original_size`, `resized_size`,
-        `crop_top_left`, `target_size` (pairs of integers, height or top first). `dtype` follows the requesting module.
-        Stored moments give a draw with `generator`, or their mean without one. `scaled` applies the VAE's shift and
-        scaling factor; without it latents are as the VAE gave them. `caption` is the number of the caption.
+        Returns `latents` [B, C, h, w] (or `moments` [B, 2C, h, w]), with frames before h for a family of video;
+        `prompt_embeds` [B, L, D]; what else the family has: `pooled_prompt_embeds` [B, P], `add_time_ids` [B, 6] in
+        float32; and lists: `sample_id`, `caption`, `original_size`, `resized_size`, `crop_top_left`, `target_size`
+        (pairs of integers, height or top first). Texts that the family stores without padding are padded as it demands,
+        and `prompt_embeds_mask` (bool [B, L]) says which rows are theirs. `dtype` follows the requesting module, masks
+        and integers keep theirs. Stored moments give a draw with `generator`, or their mean without one. `scaled`
+        applies the VAE's scaling, which changes the shape where its rule is `batch_norm`; without it latents are as the
+        VAE gave them. `caption` is the number of the caption.
 
         What is in `out`, by name, is written to and returned in the batch: contiguous tensors of the device, dtype and
         shape that the batch has. On the CPU, and where nothing is converted, the stored bytes are copied only once, and
         the memory of new tensors is numpy's: it cannot be resized.
 
-        Raises SampleError for a sample that is unknown, refused, missing or damaged; StoreError for mixed buckets, and
-        for a tensor in `out` that does not fit or that the batch does not have.
+        Raises SampleError for a sample that is unknown, refused, missing or damaged; StoreError for mixed buckets or
+        families, and for a tensor in `out` that does not fit or that the batch does not have.
         """
         refs = self._refs(sample_ids, caption, flip)
         scalings = {ref.facts.scaling for ref in refs} if scaled else {None}

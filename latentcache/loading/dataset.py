@@ -271,7 +271,7 @@ class LatentDatasets(SampleDataset, ConcatDataset[Batch]):
     """Several manifests of one cache as one dataset, of one family. They share one opened cache.
 
     Raises StoreError if there is none, if they lie in several caches, have several orders or families, if their VAEs
-    scale differently, or if only some of them store the padding of texts.
+    scale differently, or if their texts are padded differently.
     """
 
     datasets: list[LatentDataset]  # type: ignore[assignment]  # ConcatDataset says list[Dataset]
@@ -292,7 +292,9 @@ class LatentDatasets(SampleDataset, ConcatDataset[Batch]):
         if len(scalings) > 1:
             raise StoreError(f"the VAEs of {names} scale differently ({sorted(map(str, scalings))}): train them apart")
         if len({part.facts.padding for part in parts}) > 1:
-            raise StoreError(f"only some of {names} store the padding of texts: precache all with one encode.padding")
+            raise StoreError(
+                f"the texts of {names} are padded differently: precache all with one encode.padding and max_length"
+            )
         orders = {part.order for part in parts}
         if len(orders) > 1:
             raise StoreError(f"the datasets have the orders {', '.join(sorted(orders))}: give all the same")

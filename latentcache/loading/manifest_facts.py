@@ -35,7 +35,11 @@ class ManifestFacts:
             raise StoreError(f"manifest {manifest.name}: {error}. Update latentcache, or precache again.") from error
         padding = []
         for name in family.fields:
-            rule = family.padding(name, common["text_encoding"])
+            try:
+                rule = family.padding(name, common["text_encoding"])
+            except (LookupError, TypeError, ValueError) as error:
+                message = f"its text_encoding is no recipe of {family.name}: {error!r}. Precache again."
+                raise StoreError(f"manifest {manifest.name}: {message}") from error
             if rule is not None:
                 padding.append((name, rule))
         return cls(family, _scaling_of(common), tuple(padding))

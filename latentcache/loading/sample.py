@@ -178,7 +178,9 @@ class SampleReader:
         except (EntryMissingError, EntryDamagedError) as error:
             raise self.sample_error(error, refs) from error
         metadata = metadata_of(sample_ids, captions, layouts)
-        _check_buckets(metadata["target_size"])
+        buckets = metadata["target_size"]
+        if buckets.count(buckets[0]) != len(buckets):
+            raise _bucket_error(buckets)
         batch: Batch = _stacked(sample_ids, fields[0], columns, pool, out, pad)
         batch.update(metadata)
         return batch
@@ -202,8 +204,7 @@ class SampleReader:
             self.store.prefetch(_joined(map(_KEYS, refs)))
         sample_ids, _, layouts, fields = found[:FIELDS]
         if fields.count(fields[0]) != len(refs):
-            _check_buckets([layout.target_size for layout in layouts])
-            _check_alike(sample_ids, fields)
+            _check_alike(sample_ids, layouts, fields)
         return found
 
     def _read(self, refs: Sequence[SampleRef], generation: int | None) -> list[tuple[Any, ...]]:
@@ -273,28 +274,29 @@ def _ragged(
     return {**batch, **{name: concatenated(fields.description[name][0], named[name]) for name in fields.padding}}
 
 
-def _check_buckets(buckets: Sequence[tuple[int, int]]) -> None:
-    """StoreError unless all are one."""
-    if buckets.count(buckets[0]) != len(buckets):
-        names = sorted({str(Size(*bucket)) for bucket in buckets})
-        raise StoreError(
-            f"a batch has one bucket, but these samples lie in {', '.join(names)}: "
-            "batch them with latentcache.BucketBatchSampler"
-        )
+def _bucket_error(buckets: Iterable[tuple[int, int]]) -> StoreError:
+    names = sorted({str(Size(*bucket)) for bucket in buckets})
+    return StoreError(
+        f"a batch has one bucket, but these samples lie in {', '.join(names)}: "
+        "batch them with latentcache.BucketBatchSampler"
+    )
 
 
-def _check_alike(sample_ids: Sequence[str], found: Sequence[Fields]) -> None:
-    """StoreError unless samples of these fields can be in one batch."""
+def _check_alike(sample_ids: Sequence[str], layouts: Sequence[Layout], found: Sequence[Fields]) -> None:
+    """StoreError unless these samples can be in one batch."""
+    buckets = {layout.target_size for layout in layouts}
+    if len(buckets) > 1:
+        raise _bucket_error(buckets)
     families = sorted({fields.family.name for fields in found})
     if len(families) > 1:
         names = ", ".join(families)
         raise StoreError(f"a batch has one family, but these samples were cached for {names}: train them apart")
     for sample_id, fields in zip(sample_ids, found, strict=True):
-        differing = sorted(fields.padding.keys() ^ found[0].padding.keys())
+        differing = sorted({name for name, _ in fields.padding.items() ^ found[0].padding.items()})
         if differing:
             raise StoreError(
-                f"samples {sample_ids[0]!r} and {sample_id!r}: one has {', '.join(differing)} without padding, the "
-                "other with it: precache both datasets with the same encode.padding"
+                f"samples {sample_ids[0]!r} and {sample_id!r}: {', '.join(differing)} of each is padded otherwise: "
+                "precache both datasets with the same encode.padding and encode.max_length"
             )
     common_fields(sample_ids, [fields.description for fields in found], None)
 

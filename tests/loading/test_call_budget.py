@@ -19,6 +19,7 @@ from latentcache import LatentCache
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.dataset.manifest_row import CaptionRef, ImageRef, Row
+from latentcache.families import DEFAULT, family_named
 from latentcache.identity import key_of
 from latentcache.store import DiskStore
 from latentcache.types import Crop, Entry, Geometry, Record, Size
@@ -84,6 +85,7 @@ def check(calls: Counter[str], limit: int) -> None:
 @pytest.fixture
 def cache(path: Path) -> Iterator[LatentCache]:
     LatentCache(path).close()  # imports and first calls
+    family_named(DEFAULT)  # another import
     with LatentCache(path) as cache:
         cache.sample_ids()  # reads the manifest
         yield cache

@@ -1,0 +1,146 @@
+"""Small caches of families whose texts are stored without padding, written by hand: no model is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from latentcache.dataset.manifest import Manifest, prompts_name
+from latentcache.dataset.manifest_folder import ManifestFolder, ManifestMemory, Manifests
+from latentcache.dataset.manifest_row import CaptionRef, ImageRef, Row
+from latentcache.families import DEFAULT, FamilyName, family_named
+from latentcache.families.scaling import Scaling
+from latentcache.identity import caption_digest, key_of
+from latentcache.store import DiskStore, MemoryStore
+from latentcache.store.base import Store
+from latentcache.types import Crop, Entry, Geometry, Padding, Record, Size, prompt_id
+
+WIDTH, CHANNELS = 6, 4
+MAX_LENGTH = 24
+SIZES = (Size(64, 64), Size(64, 96))
+"""The buckets: every third sample lies in the second."""
+VIDEO = Scaling(rule="mean_std", mean=(0.1, -0.2, 0.3, 0.4), std=(1.1, 0.9, 1.3, 0.7))
+IMAGE = Scaling(0.3611, 0.1159)
+NEGATIVE_ROWS = 3
+
+
+def bucket_of(number: int) -> Size:
+    return SIZES[number % 3 == 2]
+
+
+def common_of(family: FamilyName, **settings: Any) -> dict[str, Any]:
+    """The `common` of a manifest of this family; `settings` are those of its recipe."""
+    scaling = VIDEO if family_named(family).latent.is_video else IMAGE
+    settings = settings or ({"max_length": MAX_LENGTH} if family == "chroma" else {})
+    common: dict[str, Any] = {
+        "schema": 1,
+        "salt": "",
+        "text_encoding": {
+            "compute_dtype": "float32",
+            "store_dtype": "bfloat16",
+            **family_named(family).text_recipe(**settings),
+        },
+        "image_encoding": {"scaling_factor": scaling.scaling_factor, "shift_factor": scaling.shift_factor},
+    }
+    if family != DEFAULT:
+        common["family"] = family
+    if scaling.rule != "factor":
+        common["scaling"] = scaling.to_json()
+    return common
+
+
+def rule_of(common: dict[str, Any]) -> Padding | None:
+    return family_named(common.get("family", DEFAULT)).padding("prompt_embeds", common["text_encoding"])
+
+
+def image_of(family: FamilyName, number: int, field: str = "moments") -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    frames = [1] if family_named(family).latent.is_video else []
+    sides = [side // 8 for side in bucket_of(number)]
+    channels = CHANNELS * (2 if field == "moments" else 1)
+    return {field: torch.randn([channels, *frames, *sides], generator=generator)}
+
+
+def text_of(number: int, length: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10_000 + number)
+    return torch.randn([length, WIDTH], generator=generator).to(dtype)
+
+
+def fill(
+    store: Store,
+    manifests: Manifests,
+    family: FamilyName,
+    lengths: Sequence[int],
+    *,
+    name: str = "ragged",
+    field: str = "moments",
+    dtype: torch.dtype = torch.bfloat16,
+    first: int = 0,
+    **settings: Any,
+) -> Manifest:
+    """Add samples `str(first)`, `str(first + 1)` and so on, whose captions have these numbers of rows, and a prompt."""
+    common = common_of(family, **settings)
+    is_ragged = rule_of(common) is not None
+
+    def text_entry(number: int, length: int, identity: dict[str, Any]) -> Entry:
+        ragged = frozenset({"prompt_embeds"}) if is_ragged else frozenset()
+        tensors = {"prompt_embeds": text_of(number, length, dtype)}
+        if "pooled_prompt_embeds" in family_named(family).fields:
+            tensors["pooled_prompt_embeds"] = text_of(number, 1, dtype)[0]
+        return Entry(Record(key_of(identity), "text", identity, {}), tensors, ragged)
+
+    rows, entries = {}, []
+    for number, length in enumerate(lengths, first):
+        identity = {"kind": "image", "number": number, "family": family, "field": field}
+        image = Entry(Record(key_of(identity), "image", identity, {}), image_of(family, number, field))
+        text = text_entry(number, length, {"kind": "text", "of": number, "length": length, "common": common})
+        size = bucket_of(number)
+        geometry = Geometry(size, size, Crop(0, 0), size)
+        images, captions = (ImageRef(image.record.key, geometry),), (CaptionRef(f"photo {number}", text.record.key),)
+        rows[str(number)] = Row(str(number), str(number), None, images, captions)
+        entries += [image, text]
+    prompts = {}
+    for negative in (False, True):
+        identity = prompt_identity(common, "a cat", negative=negative)
+        entry = text_entry(900 + negative, NEGATIVE_ROWS if negative else 5, identity)
+        sample_id = prompt_id("a cat", negative=negative)
+        prompts[sample_id] = Row(sample_id, sample_id, None, (), (CaptionRef("a cat", entry.record.key),))
+        entries.append(entry)
+    store.add(entries)
+    manifest = Manifest(name, "train", 1, common, rows)
+    manifests.write(manifest)
+    without_images = {key: value for key, value in common.items() if key not in ("image_encoding", "scaling")}
+    manifests.write(Manifest(prompts_name(common), "prompts", 1, without_images, prompts))
+    return manifest
+
+
+def prompt_identity(common: dict[str, Any], text: str, *, negative: bool) -> dict[str, Any]:
+    """The identity of a prompt of a family that renders no texts and encodes negative ones as others."""
+    source = caption_digest(text if not negative else f"not {text}")
+    return {"source": source, "encoding": common["text_encoding"], "salt": "", "schema": 1, "kind": "text"}
+
+
+def in_memory(family: FamilyName, lengths: Sequence[int], **options: Any) -> tuple[MemoryStore, ManifestMemory]:
+    store, manifests = MemoryStore(), ManifestMemory()
+    fill(store, manifests, family, lengths, **options)
+    return store, manifests
+
+
+def on_disk(path: Path, family: FamilyName, lengths: Sequence[int], **options: Any) -> Path:
+    with DiskStore(path) as store:
+        fill(store, ManifestFolder(path / "manifests"), family, lengths, **options)
+    return path
+
+
+def padded(numbers: Sequence[int], lengths: Sequence[int], length: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a batch of these samples must have: embeddings with zeros after them, and the mask."""
+    longest = length or max(lengths)
+    embeds = torch.zeros(len(numbers), longest, WIDTH, dtype=torch.bfloat16)
+    mask = torch.zeros(len(numbers), longest, dtype=torch.bool)
+    for place, (number, rows) in enumerate(zip(numbers, lengths, strict=True)):
+        embeds[place, :rows] = text_of(number, rows)
+        mask[place, :rows] = True
+    return embeds, mask

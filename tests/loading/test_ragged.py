@@ -1,0 +1,358 @@
+"""Texts of natural length: every way to read pads them by the family's rule, and says which rows are theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+from helpers.ragged_samples import (
+    IMAGE,
+    MAX_LENGTH,
+    NEGATIVE_ROWS,
+    VIDEO,
+    common_of,
+    fill,
+    image_of,
+    in_memory,
+    on_disk,
+    padded,
+    prompt_identity,
+    text_of,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, default_collate
+
+from latentcache import BucketBatchSampler, LatentCache, LatentDataset, LatentDatasets, LatentLoader
+from latentcache.dataset.manifest import Manifest
+from latentcache.dataset.manifest_folder import ManifestFolder
+from latentcache.errors import StoreError
+from latentcache.families import FamilyName
+from latentcache.identity import key_of
+from latentcache.store import DiskStore, MemoryStore
+from latentcache.types import Entry, Record
+
+LENGTHS = (3, 9, 2, 7, 1, 5, 4, 8, 6)
+SQUARE = ["0", "1", "3", "4", "6", "7"]
+"""The samples of the first bucket."""
+PADDED_TO: dict[FamilyName, int | None] = {"z-image": None, "chroma": MAX_LENGTH, "wan": 512}
+RAGGED = pytest.mark.parametrize("family", PADDED_TO)
+
+
+def expected(family: FamilyName, names: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
+    numbers = [int(name) for name in names]
+    return padded(numbers, [LENGTHS[number] for number in numbers], PADDED_TO[family])
+
+
+def check(batch: dict[str, Any], family: FamilyName) -> None:
+    embeds, mask = expected(family, batch["sample_id"])
+    assert torch.equal(batch["prompt_embeds"], embeds)
+    assert batch["prompt_embeds_mask"].dtype == torch.bool and torch.equal(batch["prompt_embeds_mask"], mask)
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> Callable[[FamilyName], Path]:
+    """A cache on disk of each family, made once."""
+    folder = tmp_path_factory.mktemp("ragged")
+
+    def path_of(family: FamilyName) -> Path:
+        path = folder / family
+        return path if path.exists() else on_disk(path, family, LENGTHS)
+
+    return path_of
+
+
+@pytest.fixture
+def open_cache(paths: Callable[[FamilyName], Path]) -> Iterator[Callable[[FamilyName], LatentCache]]:
+    opened: list[LatentCache] = []
+
+    def opening(family: FamilyName) -> LatentCache:
+        opened.append(LatentCache(paths(family)))
+        return opened[-1]
+
+    yield opening
+    for cache in opened:
+        cache.close()
+
+
+@RAGGED
+def test_a_batch_is_padded_and_has_a_mask(open_cache: Callable[..., LatentCache], family: FamilyName) -> None:
+    cache = open_cache(family)
+    for names in (SQUARE, ["7", "0"], ["4"], ["4", "4"]):
+        for _ in range(2):
+            batch = cache.batch(names, device="cpu")
+            check(batch, family)
+            assert "add_time_ids" not in batch and "pooled_prompt_embeds" not in batch
+            assert batch["caption"] == [f"photo {name}" for name in names] and batch["target_size"][0] == (64, 64)
+
+
+@given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=7), order=st.randoms(use_true_random=False))
+@settings(max_examples=40, derandomize=True)
+def test_any_lengths_are_padded(lengths: list[int], order: Any) -> None:
+    lengths = [length for length in lengths for _ in range(3)]  # numbers 0, 3, 6 and so on lie in one bucket
+    store, manifests = in_memory("z-image", lengths)
+    numbers = [*range(0, len(lengths), 3)] * 2
+    order.shuffle(numbers)
+    embeds, mask = padded(numbers, [lengths[number] for number in numbers], None)
+    with LatentCache(store=store, manifests=manifests) as cache:
+        batch = cache.batch([str(number) for number in numbers], device="cpu")
+    assert torch.equal(batch["prompt_embeds"], embeds) and torch.equal(batch["prompt_embeds_mask"], mask)
+
+
+@RAGGED
+def test_a_batch_follows_the_requesting_module(open_cache: Callable[..., LatentCache], family: FamilyName) -> None:
+    batch = open_cache(family).batch(SQUARE, device=torch.nn.Linear(1, 1).half(), scaled=True)
+    embeds, mask = expected(family, SQUARE)
+    assert torch.equal(batch["prompt_embeds"], embeds.half()) and torch.equal(batch["prompt_embeds_mask"], mask)
+    moments = torch.stack([image_of(family, int(name))["moments"] for name in SQUARE])
+    scaling = VIDEO if family == "wan" else IMAGE
+    mean = DiagonalGaussianDistribution(moments).mode()
+    assert torch.equal(batch["latents"], scaling.apply(mean).half())
+    assert batch["latents"].ndim == (5 if family == "wan" else 4)
+
+
+@RAGGED
+def test_given_tensors_are_written_to(open_cache: Callable[..., LatentCache], family: FamilyName) -> None:
+    cache = open_cache(family)
+    embeds, mask = expected(family, SQUARE)
+    for dtype in (torch.bfloat16, torch.float32):
+        out = {"prompt_embeds": torch.full_like(embeds, 3, dtype=dtype), "prompt_embeds_mask": torch.zeros_like(mask)}
+        for _ in range(2):
+            batch = cache.batch(SQUARE, device="cpu", dtype=dtype, out=out)
+            assert all(batch[name] is tensor for name, tensor in out.items())
+            assert torch.equal(out["prompt_embeds"], embeds.to(dtype)) and torch.equal(out["prompt_embeds_mask"], mask)
+    with pytest.raises(StoreError, match=r"out\['prompt_embeds'\] is bfloat16 \[6, 1, 6\]"):
+        cache.batch(SQUARE, device="cpu", out={"prompt_embeds": embeds[:, :1].contiguous()})
+
+
+@RAGGED
+def test_items_have_their_own_length_and_collate_pads_them(
+    paths: Callable[[FamilyName], Path], family: FamilyName
+) -> None:
+    dataset = LatentDataset(paths(family))
+    for item, number in zip(dataset.__getitems__([8, 0, 2, 1]), (8, 0, 2, 1), strict=True):
+        assert torch.equal(item["prompt_embeds"], text_of(number, LENGTHS[number]))
+        assert "prompt_embeds_mask" not in item and item["sample_id"] == str(number)
+    sampler = BucketBatchSampler(dataset, 4, seed=1)
+    loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=dataset.collate)
+    seen: list[str] = []
+    for batch in loader:
+        check(batch, family)
+        placed = dataset.place(batch, device="cpu", dtype=torch.float16, scaled=True)
+        direct = dataset.cache.batch(batch["sample_id"], device="cpu", dtype=torch.float16, scaled=True)
+        for name in ("latents", "prompt_embeds", "prompt_embeds_mask"):
+            assert placed[name].dtype == direct[name].dtype and torch.equal(placed[name], direct[name]), name
+        assert placed["target_size"].dtype == torch.int64
+        seen += batch["sample_id"]
+    assert sorted(seen) == sorted(map(str, range(len(LENGTHS))))
+
+
+def test_for_a_family_that_stores_padding_collate_is_the_default(tmp_path: Path) -> None:
+    dataset = LatentDataset(on_disk(tmp_path / "cache", "sdxl", [7] * 3))
+    items = dataset.__getitems__([0, 1])
+    ours, default = dataset.collate(items), default_collate(items)
+    assert ours.keys() == default.keys() and ours["add_time_ids"].shape == (2, 6)
+    assert all(
+        torch.equal(ours[name], v) if isinstance(v, torch.Tensor) else ours[name] == v for name, v in default.items()
+    )
+
+
+@RAGGED
+@pytest.mark.parametrize("where", [None, "cpu"])
+@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize("order", ["random", "packs"])
+def test_the_loader_gives_what_the_cache_gives(
+    paths: Callable[[FamilyName], Path], family: FamilyName, where: str | None, prefetch: int, order: Any
+) -> None:
+    dataset = LatentDataset(paths(family), order=order)
+    sampler = BucketBatchSampler(dataset, 3, seed=5)
+    with LatentLoader(sampler, device="cpu", output="mean", scaled=True, resident=where, prefetch=prefetch) as loader:
+        held = [(batch, batch["prompt_embeds"].clone()) for _ in range(2) for batch in loader]
+        assert len(held) == 6 or order == "packs"
+        for batch, embeds in held:
+            check(batch, family)
+            direct = dataset.cache.batch(batch["sample_id"], device="cpu", scaled=True)
+            assert batch.keys() == direct.keys() and torch.equal(batch["latents"], direct["latents"])
+            assert torch.equal(batch["prompt_embeds"], embeds), "a batch that is held is not overwritten"
+
+
+def test_what_a_family_is_trained_with_decides_whether_latents_are_drawn(
+    paths: Callable[[FamilyName], Path],
+) -> None:
+    for family, draws in (("wan", False), ("z-image", True)):
+        dataset = LatentDataset(paths(family))
+        with LatentLoader(BucketBatchSampler(dataset, 3, seed=5), device="cpu") as loader:
+            for batch in loader:
+                mean = dataset.cache.batch(batch["sample_id"], device="cpu")["latents"]
+                assert torch.equal(batch["latents"], mean) is not draws
+    cache = LatentDataset(paths("wan")).cache
+    drawn = cache.batch(["0", "1"], device="cpu", generator=torch.Generator().manual_seed(3))["latents"]
+    posterior = DiagonalGaussianDistribution(cache.batch(["0", "1"], device="cpu", output="moments")["moments"])
+    assert drawn.ndim == 5 and torch.equal(drawn, posterior.sample(torch.Generator().manual_seed(3)))
+
+
+def test_a_batch_norm_changes_the_shape(tmp_path: Path) -> None:
+    path = on_disk(tmp_path / "cache", "flux", [4] * 3)
+    folder = ManifestFolder(path / "manifests")
+    manifest = folder.read("ragged")
+    assert manifest is not None
+    numbers = [0.1 * number for number in range(1, 4 * 4 + 1)]
+    scaling = {"scaling_factor": 1.0, "rule": "batch_norm", "mean": numbers, "std": numbers}
+    folder.write(Manifest("ragged", "train", 1, {**manifest.common, "scaling": scaling}, manifest.rows))
+    with LatentCache(path) as cache:
+        names = ["0", "1"]
+        plain, scaled = (cache.batch(names, device="cpu", scaled=flag)["latents"] for flag in (False, True))
+        assert plain.shape == (2, 4, 8, 8) and scaled.shape == (2, 16, 4, 4)
+        assert torch.equal(scaled, cache.scaling(cache.manifest("ragged")).apply(plain))
+        out = {"latents": torch.empty_like(scaled)}
+        assert cache.batch(names, device="cpu", scaled=True, out=out)["latents"] is out["latents"]
+        assert torch.equal(out["latents"], scaled)
+
+
+@pytest.mark.parametrize("where", [None, "cpu"])
+def test_float8_texts_are_converted_for_a_module_and_given_as_they_are_without_one(
+    tmp_path: Path, where: str | None
+) -> None:
+    path = on_disk(tmp_path / "cache", "flux", [4] * 3, dtype=torch.float8_e4m3fn)
+    stored = torch.stack([text_of(number, 4, torch.float8_e4m3fn) for number in (0, 1)])
+    dataset = LatentDataset(path)
+    for device, dtype in (("cpu", torch.float8_e4m3fn), (torch.nn.Linear(1, 1).bfloat16(), torch.bfloat16)):
+        with LatentLoader(
+            BucketBatchSampler(dataset, 2, shuffle=False), device=device, resident=where, prefetch=0
+        ) as loader:
+            batch = next(batch for batch in loader if batch["sample_id"] == ["0", "1"])
+        for found in (batch, dataset.cache.batch(["0", "1"], device=device)):
+            assert found["prompt_embeds"].dtype == dtype
+            assert torch.equal(found["prompt_embeds"].float(), stored.float())
+
+
+# Families beside each other -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mixed() -> Iterator[LatentCache]:
+    """Datasets of several families and recipes in one cache: 0-2 z-image, 10-12 wan, 20-22 sdxl, 30-32 and 40-42."""
+    store, manifests = in_memory("z-image", LENGTHS[:3], name="z")
+    fill(store, manifests, "wan", LENGTHS[:3], name="w", first=12)
+    fill(store, manifests, "sdxl", [7] * 3, name="s", first=21)
+    fill(store, manifests, "chroma", LENGTHS[:3], name="short", first=30)
+    fill(store, manifests, "chroma", LENGTHS[:3], name="long", first=42, max_length=MAX_LENGTH + 1)
+    with LatentCache(store=store, manifests=manifests) as cache:
+        yield cache
+
+
+def test_datasets_of_several_families_are_read_each_as_its_own(mixed: LatentCache) -> None:
+    assert mixed.batch(["0", "1"], device="cpu")["prompt_embeds"].shape == (2, 9, 6)
+    video = mixed.batch(["12", "13"], device="cpu", scaled=True)
+    assert video["prompt_embeds"].shape == (2, 512, 6) and video["latents"].shape == (2, 4, 1, 8, 8)
+    image = mixed.batch(["21", "22"], device="cpu")
+    assert image["add_time_ids"].tolist() == [[64, 64, 0, 0, 64, 64]] * 2 and "prompt_embeds_mask" not in image
+    assert {name: len(mixed.restricted(name).sample_ids()) for name in ("z", "w", "s")} == {"z": 3, "w": 3, "s": 3}
+
+
+def test_a_batch_that_mixes_families_or_recipes_is_refused(mixed: LatentCache) -> None:
+    for names in (["0", "12"], ["12", "0"], ["21", "0"], ["0", "21"]):
+        known = {"0": "z-image", "12": "wan", "21": "sdxl"}
+        families = ", ".join(sorted(known[name] for name in names))
+        for _ in range(2):
+            with pytest.raises(StoreError, match=f"one family, but these samples were cached for {families}"):
+                mixed.batch(names, device="cpu")
+    with pytest.raises(StoreError, match=r"'30' and '42': prompt_embeds of each is padded otherwise.*max_length"):
+        mixed.batch(["30", "42"], device="cpu")
+
+
+def test_datasets_of_several_families_or_recipes_are_refused(tmp_path: Path) -> None:
+    path = on_disk(tmp_path / "cache", "chroma", LENGTHS[:3])
+    with DiskStore(path) as store:
+        manifests = ManifestFolder(path / "manifests")
+        fill(store, manifests, "z-image", LENGTHS[:3], name="other", first=12)
+        fill(store, manifests, "chroma", LENGTHS[:3], name="long", first=21, max_length=MAX_LENGTH + 1)
+    sets = {name: LatentDataset(path, name) for name in ("ragged", "other", "long")}
+    with pytest.raises(
+        StoreError, match="ragged, other were cached for the families chroma, z-image: train them apart"
+    ):
+        LatentDatasets([sets["ragged"], sets["other"]])
+    with pytest.raises(StoreError, match="texts of ragged, long are padded differently"):
+        LatentDatasets([sets["ragged"], sets["long"]])
+    both = LatentDatasets([sets["ragged"], LatentDataset(path, "ragged")])
+    assert both.collate(both.__getitems__([0, 4]))["prompt_embeds_mask"].sum().item() == LENGTHS[0] + LENGTHS[1]
+
+
+def test_a_manifest_of_another_family_or_recipe_is_refused_by_name() -> None:
+    for change, match in (
+        (
+            {"family": "sdxl9"},
+            "manifest ragged: .*there is no model family 'sdxl9'; there are sdxl, .*Update latentcache",
+        ),
+        (
+            {"text_encoding": {"keeps_padding": False, "max_length": "long"}},
+            "ragged: its text_encoding is no recipe of",
+        ),
+        ({"text_encoding": {"keeps_padding": False}}, "ragged: its text_encoding is no recipe of chroma"),
+    ):
+        store, manifests = in_memory("chroma", LENGTHS)
+        manifest = manifests.read("ragged")
+        assert manifest is not None
+        manifests.write(Manifest("ragged", "train", 1, {**manifest.common, **change}, manifest.rows))
+        with LatentCache(store=store, manifests=manifests) as cache, pytest.raises(StoreError, match=match):
+            cache.batch(["0"], device="cpu")
+
+
+# Prompts --------------------------------------------------------------------------------------------------------------
+
+
+@RAGGED
+def test_a_prompt_is_padded_by_the_same_rule(open_cache: Callable[..., LatentCache], family: FamilyName) -> None:
+    cache, length = open_cache(family), PADDED_TO[family]
+    for negative, rows in ((False, 5), (True, NEGATIVE_ROWS)):
+        found = cache.prompt("a cat", device=torch.nn.Linear(1, 1).half(), negative=negative)
+        embeds, mask = padded([900 + negative], [rows], length)
+        assert found.keys() == {"prompt_embeds", "prompt_embeds_mask"}
+        assert torch.equal(found["prompt_embeds"], embeds.half()) and torch.equal(found["prompt_embeds_mask"], mask)
+    assert cache.text_shapes() == {"prompt_embeds": (LENGTHS[0], 6)}
+    entry = cache.get(cache.row("1")[1].captions[0].key)
+    assert entry.ragged == {"prompt_embeds"} and torch.equal(entry.tensors["prompt_embeds"], text_of(1, LENGTHS[1]))
+
+
+class Encoding(MemoryStore):
+    """A store that encodes prompts as a service does: under this identity, whatever was requested."""
+
+    identity: dict[str, Any]
+
+    def encode_prompts(self, prompts: list[tuple[str, bool]]) -> list[str]:
+        key = key_of(self.identity)
+        self.add(
+            [
+                Entry(
+                    Record(key, "text", self.identity, {}),
+                    {"prompt_embeds": text_of(1, 4)},
+                    frozenset({"prompt_embeds"}),
+                )
+            ]
+        )
+        return [key]
+
+
+@pytest.mark.parametrize("family", ["z-image", "chroma"])
+def test_what_a_service_encoded_is_compared_with_the_dataset(family: FamilyName) -> None:
+    common, store = common_of(family), Encoding()
+    _, manifests = in_memory(family, LENGTHS)
+    right = prompt_identity(common, "a dog", negative=False)
+    other = {**right, "encoding": {**right["encoding"], "max_length": 77}}
+    for identity, is_right in ((right, True), (other, False), ({**right, "salt": "other"}, False)):
+        store.identity = identity
+        with LatentCache(store=store, manifests=manifests) as cache:
+            cache._remote = store  # type: ignore[assignment]
+            if is_right:
+                found = cache.prompt("a dog", device="cpu")
+                assert (
+                    torch.equal(found["prompt_embeds"][0, :4], text_of(1, 4)) and found["prompt_embeds_mask"].sum() == 4
+                )
+            else:
+                with pytest.raises(StoreError, match="encodes prompts with other text encoders"):
+                    cache.prompt("a dog", device="cpu")
+        store = Encoding()
