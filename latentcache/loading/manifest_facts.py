@@ -30,7 +30,7 @@ class ManifestFacts:
         """Those of a manifest. StoreError for one of a family that this version does not know."""
         common = manifest.common
         try:
-            family = family_named(common.get("family", DEFAULT))
+            family = manifest.family
         except ModelError as error:
             raise StoreError(f"manifest {manifest.name}: {error}. Update latentcache, or precache again.") from error
         padding = []
