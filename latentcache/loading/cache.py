@@ -18,8 +18,8 @@ from latentcache.devices.placement import DeviceLike, device_of, dtype_of
 from latentcache.errors import EntryDamagedError, EntryMissingError, SampleError, StoreError
 from latentcache.identity import caption_digest, key_of
 from latentcache.loading.batch import IMAGE_FIELDS, copy_into, is_cpu, moved, to_device
-from latentcache.loading.manifest_facts import ManifestFacts, prompt_identity
 from latentcache.loading.sample import FIELDS, SampleMemory, SampleReader, SampleRef
+from latentcache.loading.sample_facts import SampleFacts, prompt_identity
 from latentcache.loading.sample_index import SampleIndex, unverified_error
 from latentcache.store.base import DTYPES, Closing, Store
 from latentcache.store.direct import Io
@@ -164,7 +164,7 @@ class LatentCache(SampleIndex, Closing):
                 f"{self.path}: the service encodes prompts with other text encoders, or another clip_skip, dtype or "
                 f"salt, than {names} was cached with. Start it with the config of that dataset: serve --encode CONFIG"
             ) from missing
-        return SampleRef(missing.sample_id, (keys[0],), facts=ManifestFacts.of([*manifests, *datasets][0]))
+        return SampleRef(missing.sample_id, (keys[0],), facts=SampleFacts.of([*manifests, *datasets][0]))
 
     def _is_prompt(self, key: str, manifest: Manifest, text: str, negative: bool) -> bool:
         """Whether the key is that of this prompt, encoded as the manifest's captions are.
@@ -172,7 +172,7 @@ class LatentCache(SampleIndex, Closing):
         A family that renders texts needs its tokenizer for that, which a reader has not: then the entry's identity says
         how it was encoded, by which tokenizer too, and the service is believed that it is of this text.
         """
-        expected, family = prompt_identity(manifest.common, negative=negative), ManifestFacts.of(manifest).family
+        expected, family = prompt_identity(manifest.common, negative=negative), SampleFacts.of(manifest).family
         if not family.renders:
             return key == key_of({"source": caption_digest(family.rendered({}, text)), **expected})
         found = self.store.record(key).identity
@@ -229,7 +229,7 @@ class LatentCache(SampleIndex, Closing):
             pass
         known = self.memory.table(self.only, caption, flip, room_for=len(sample_ids))
         datasets, refs = self.datasets(), []
-        facts: dict[str, ManifestFacts] = {}
+        facts: dict[str, SampleFacts] = {}
         for sample_id in sample_ids:
             ref = known.get(sample_id)
             if ref is None:

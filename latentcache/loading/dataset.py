@@ -24,9 +24,9 @@ from latentcache.families.base import MASK
 from latentcache.families.scaling import Scaling
 from latentcache.loading.batch import to_device
 from latentcache.loading.cache import LatentCache
-from latentcache.loading.manifest_facts import ManifestFacts
 from latentcache.loading.pack_order import Places
 from latentcache.loading.sample import PRECACHE, SIZES, SampleRef
+from latentcache.loading.sample_facts import SampleFacts
 from latentcache.loading.sampler import Visit
 from latentcache.store.direct import Io
 from latentcache.store.stacking import pad_tensors
@@ -56,7 +56,7 @@ class _OwnCache:
 class SampleDataset(Dataset[Batch]):
     """What one manifest and several have in common as a dataset: samples that are read, and placed."""
 
-    facts: ManifestFacts
+    facts: SampleFacts
     scaling: Scaling
     own_cache: _OwnCache
     order: Order

@@ -17,7 +17,7 @@ from latentcache.dataset.manifest_row import Row
 from latentcache.errors import EntryDamagedError, EntryMissingError, SampleError, StoreError
 from latentcache.families.base import MASK, Family
 from latentcache.loading.batch import BufferPool
-from latentcache.loading.manifest_facts import ManifestFacts
+from latentcache.loading.sample_facts import SampleFacts
 from latentcache.store.base import MANY_KEYS, Description, EntryArrays, Store
 from latentcache.store.stacking import Padded, common_fields, concatenated, stack_columns, without_lengths
 from latentcache.types import Batch, Geometry, Padding, Size
@@ -94,11 +94,11 @@ class SampleRef:
     keys: tuple[str, ...]
     caption: str = ""
     layout: Layout = _NO_LAYOUT
-    facts: ManifestFacts = field(default_factory=ManifestFacts)
+    facts: SampleFacts = field(default_factory=SampleFacts)
     rows: tuple[Any, ...] = UNREAD
 
     @classmethod
-    def of(cls, row: Row, facts: ManifestFacts, *, caption: int = 0, flip: bool = False) -> SampleRef:
+    def of(cls, row: Row, facts: SampleFacts, *, caption: int = 0, flip: bool = False) -> SampleRef:
         """The sample of a row of the manifest that has these facts. SampleError if it has no such caption or image."""
         for image in row.images:
             if image.geometry.flip == flip:
@@ -301,7 +301,7 @@ def _check_alike(sample_ids: Sequence[str], layouts: Sequence[Layout], found: Se
     common_fields(sample_ids, [fields.description for fields in found], None)
 
 
-def _fields_of(entries: Iterable[EntryArrays], facts: ManifestFacts) -> tuple[Any, ...]:
+def _fields_of(entries: Iterable[EntryArrays], facts: SampleFacts) -> tuple[Any, ...]:
     """The `Fields` of these entries, in the order of their names, and the array of each."""
     found: dict[str, tuple[Any, Any]] = {}
     for entry in entries:

@@ -11,8 +11,8 @@ from latentcache.dataset.manifest_folder import Manifests
 from latentcache.dataset.manifest_row import Row
 from latentcache.errors import SampleError, StoreError
 from latentcache.families.scaling import Scaling
-from latentcache.loading.manifest_facts import ManifestFacts
 from latentcache.loading.sample import PRECACHE, SampleRef
+from latentcache.loading.sample_facts import SampleFacts
 from latentcache.types import prompt_id
 
 
@@ -80,9 +80,9 @@ class SampleIndex:
         if not self.unverified and not row.is_verified:
             raise unverified_error(row.sample_id, manifest.imported_from)
 
-    def facts(self, manifest: Manifest) -> ManifestFacts:
+    def facts(self, manifest: Manifest) -> SampleFacts:
         """What is said of all samples of this manifest. StoreError for a manifest of prompts."""
-        facts = ManifestFacts.of(manifest)
+        facts = SampleFacts.of(manifest)
         if facts.scaling is None:
             raise StoreError(f"manifest {manifest.name} holds prompts, not images: use LatentCache.prompt")
         return facts
@@ -117,7 +117,7 @@ class SampleIndex:
         if prompts is None or row is None:
             remedy = f"add it to validation.{'negative_prompt' if negative else 'prompts'} and {PRECACHE}"
             raise SampleError(sample_id, "is not cached", remedy)
-        return SampleRef(sample_id, (row.captions[0].key,), facts=ManifestFacts.of(prompts))
+        return SampleRef(sample_id, (row.captions[0].key,), facts=SampleFacts.of(prompts))
 
 
 def unverified_error(sample_id: str, imported_from: str | None) -> SampleError:

@@ -16,8 +16,8 @@ from latentcache.errors import ConfigError, ModelError, SampleError, StoreError
 from latentcache.families.base import MASK, Family
 from latentcache.identity import canonical_json, digest
 from latentcache.loading.cache import LatentCache
-from latentcache.loading.manifest_facts import ManifestFacts
 from latentcache.loading.sample import SampleRef
+from latentcache.loading.sample_facts import SampleFacts
 from latentcache.models.running import uncached_autocast
 from latentcache.types import Padding
 from latentcache.utils.progress import Progress
@@ -234,7 +234,7 @@ class _Measurement:
         for sample_id in sorted(view.sample_ids()):
             try:
                 manifest, row = view.row(sample_id)
-                layout = SampleRef.of(row, ManifestFacts.of(manifest)).layout
+                layout = SampleRef.of(row, SampleFacts.of(manifest)).layout
             except SampleError as error:
                 self._skip(name, error)
             else:

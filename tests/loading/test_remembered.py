@@ -22,8 +22,8 @@ from latentcache.errors import SampleError, StoreError
 from latentcache.identity import key_of
 from latentcache.loading import loader, sample
 from latentcache.loading.loader import LatentLoader
-from latentcache.loading.manifest_facts import ManifestFacts
 from latentcache.loading.sample import SampleMemory, SampleReader, SampleRef, layout_of
+from latentcache.loading.sample_facts import SampleFacts
 from latentcache.loading.sampler import BucketBatchSampler
 from latentcache.precache.run import run_precache
 from latentcache.precache.workspace import Workspace
@@ -33,7 +33,7 @@ from latentcache.store.upkeep import compact
 from latentcache.types import Crop, Entry, Geometry, Record, Refusal, Size
 
 WIDE = ["a.png", "b.png", "sub/e.png"]
-FACTS = ManifestFacts()
+FACTS = SampleFacts()
 """Of a cache of the first family."""
 
 

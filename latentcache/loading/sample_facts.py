@@ -15,7 +15,7 @@ from latentcache.types import Padding
 
 
 @dataclass(frozen=True, slots=True)
-class ManifestFacts:
+class SampleFacts:
     """Of two manifests: samples of equal facts may be in one batch.
 
     `scaling` is None for a manifest of prompts. `padding` names the fields that its texts store without padding.
@@ -26,7 +26,7 @@ class ManifestFacts:
     padding: tuple[tuple[str, Padding], ...] = ()
 
     @classmethod
-    def of(cls, manifest: Manifest) -> ManifestFacts:
+    def of(cls, manifest: Manifest) -> SampleFacts:
         """Those of a manifest. StoreError for one of a family that this version does not know."""
         common = manifest.common
         try:
