@@ -230,7 +230,7 @@ def test_float8_texts_are_converted_for_a_module_and_given_as_they_are_without_o
             assert torch.equal(found["prompt_embeds"].float(), stored.float())
 
 
-# Several families in one cache -----------------------------------------------------------------------------------------
+# Several families in one cache ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
