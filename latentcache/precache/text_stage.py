@@ -29,7 +29,7 @@ from latentcache.utils.concurrency import bounded_map
 
 GROUPS_AHEAD = 3
 """Groups of captions that are tokenized ahead of the encoders."""
-_FLAGS = "problem flags"
+_FLAGS, _LOST = "problem flags", "numbers that were lost"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,18 +115,28 @@ class TextStage:
         dtype = DTYPES[self._context.encodings.text.store_dtype]
         tensors = {name: tensor.to(dtype) for name, tensor in made.items() if name not in masks}
         flags = torch.stack([problem_flags(tensor.float()) for tensor in tensors.values()])
-        return self._transfer.download({**tensors, **masks, _FLAGS: flags})
+        lost = {_LOST: _num_lost([made[name] for name in tensors], dtype)} if dtype.itemsize == 1 else {}
+        return self._transfer.download({**tensors, **masks, _FLAGS: flags, **lost})
 
     def _store(self, items: Sequence[TextItem], outputs: Mapping[str, torch.Tensor]) -> None:
         context = self._context
         tensors = {name: tensor.cpu() for name, tensor in outputs.items()}
         problems = [problem_names(flags) for flags in tensors.pop(_FLAGS)]
+        lost = tensors.pop(_LOST).tolist() if _LOST in tensors else [0] * len(items)
         masks = {name: tensors.pop(name + MASK) for name in list(tensors) if name + MASK in tensors}
         for number, item in enumerate(items):
             task = item.task
-            problem = next((names[number] for names in problems if names[number]), None)
+            problem, detail = next((names[number] for names in problems if names[number]), None), ""
             if problem is not None:
                 detail = f"the text encoders gave {problem} for caption {task.caption!r}"
+            elif lost[number]:
+                dtype = context.encodings.text.store_dtype
+                detail = (
+                    f"{lost[number]} numbers of the embedding of caption {task.caption!r} are larger than "
+                    f"{torch.finfo(DTYPES[dtype]).max:g}, which is all that {dtype} holds; set "
+                    "encode.text_store_dtype to bfloat16"
+                )
+            if detail:
                 context.fail(task.key, Failure("bad-output", detail))
                 continue
             provenance = Provenance(
@@ -144,3 +154,12 @@ class TextStage:
                 for name, tensor in tensors.items()
             }
             context.store(Entry(record, kept, frozenset(masks)))
+
+
+def _num_lost(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """How many numbers of each item [B, ...] are outside of the range of `dtype`: int64 [B], where the tensors are.
+
+    A conversion to an 8-bit float makes them its largest number (torch 2.13), or NaN (before).
+    """
+    largest = torch.finfo(dtype).max
+    return torch.stack([(~(tensor.abs() <= largest)).flatten(1).sum(1) for tensor in tensors]).sum(0)

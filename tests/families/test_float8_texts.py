@@ -1,0 +1,88 @@
+"""Texts in float8, for families that store padding: the key names it, its error is bounded, and nothing is clipped."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.family_runs import TEXTS, family_config
+
+from latentcache.errors import ConfigError
+from latentcache.families import FAMILIES, family_named
+from latentcache.families.base import Family
+from latentcache.models.model_loader import LoadedModels
+from latentcache.precache.encodings import choose_encodings
+from latentcache.precache.run import run_precache
+from latentcache.precache.workspace import Workspace
+from latentcache.types import Entry
+
+FLOAT8 = "float8_e4m3fn"
+PADDED = [name for name in FAMILIES if not family_named(name).is_exact]
+EXACT = [name for name in FAMILIES if family_named(name).is_exact]
+
+
+def models_of(family: Family, **changed: Any) -> LoadedModels:
+    parts = {name: part for name, part in family.tiny().items() if name in family.parts}
+    return LoadedModels(family=family, **{**parts, **changed})
+
+
+def texts_of(folder: Path, family: Family, models: LoadedModels, dtype: str) -> tuple[dict[str, Entry], Any]:
+    """The text entries of a run by their caption's digest, and the report."""
+    workspace = Workspace()
+    report = run_precache(family_config(folder, text_store_dtype=dtype), models=models, workspace=workspace)
+    entries = [workspace.store.get(key) for key in workspace.store.keys()]
+    return {entry.record.identity["source"]: entry for entry in entries if entry.record.kind == "text"}, report
+
+
+def test_there_are_families_of_both_kinds() -> None:
+    assert {"flux", "flux2"} <= set(PADDED) and {"wan", "z-image"} <= set(EXACT)
+
+
+@pytest.mark.families
+@pytest.mark.parametrize("name", PADDED)
+def test_the_key_names_it_and_the_error_is_that_of_three_bits(name: str, tmp_path: Path) -> None:
+    """docs/guide/families.md has these figures. The models are tiny and random: real ones may differ."""
+    family = family_named(name)
+    exact, _ = texts_of(tmp_path, family, models_of(family), "float32")
+    rounded, report = texts_of(tmp_path, family, models_of(family), FLOAT8)
+    assert not report.refused and exact.keys() == rounded.keys() and len(rounded) >= len(TEXTS)
+    for source, entry in rounded.items():
+        assert entry.record.identity["encoding"]["store_dtype"] == FLOAT8
+        assert entry.record.key != exact[source].record.key
+        for field, tensor in entry.tensors.items():
+            assert tensor.dtype == torch.float8_e4m3fn
+            was, now = exact[source].tensors[field].flatten().double(), tensor.float().flatten().double()
+            relative_rms = float((now - was).norm() / was.norm())
+            cosine = float(torch.nn.functional.cosine_similarity(now, was, dim=0))
+            print(
+                f"{name} {field}: relative RMS {relative_rms:.4f}, cosine {cosine:.5f}, largest {was.abs().max():.1f}"
+            )
+            # A rounding to 4 significant bits is wrong by 1/16 at most, and by 0.026 in the mean of their squares.
+            assert 0.01 < relative_rms < 0.04 and cosine > 0.999
+
+
+@pytest.mark.families
+@pytest.mark.parametrize("name", EXACT)
+def test_where_padding_is_dropped_it_is_refused(name: str, tmp_path: Path) -> None:
+    family = family_named(name)
+    with pytest.raises(ConfigError, match="stores no padding, which saves more"):
+        choose_encodings(family_config(tmp_path, text_store_dtype=FLOAT8), models_of(family), {})
+
+
+@pytest.mark.parametrize(
+    ("factor", "message"),
+    [(1e4, r"\d+ numbers of the embedding .* larger than 448, .* bfloat16"), (float("nan"), "nan")],
+)
+def test_numbers_that_it_does_not_hold_are_refused_and_not_clipped(factor: float, message: str, tmp_path: Path) -> None:
+    family = family_named("flux")
+    encoder = family.tiny()["text_encoder_2"]
+    encoder.encoder.final_layer_norm.weight.mul_(factor)
+    models = models_of(family, text_encoder_2=encoder)
+    texts, report = texts_of(tmp_path, family, models, FLOAT8)
+    assert not texts and {refusal.sample_id for refusal in report.refused} >= {f"{n}.png" for n in range(len(TEXTS))}
+    for refusal in report.refused:
+        assert refusal.reason == "bad-output"
+        assert re.search(message, refusal.detail)
