@@ -1,0 +1,73 @@
+"""Each family has a config that shows every setting, and that runs on its tiny model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from helpers.photo_files import write_photo
+
+from latentcache import LatentCache
+from latentcache.config import is_scalar, known_settings, load_config
+from latentcache.families import FAMILIES, family_named
+from latentcache.precache.run import run_precache
+
+CONFIGS = Path(__file__).parent.parent.parent / "configs"
+BASE = "sdxl.yaml"
+
+
+def shown(value: object, prefix: str = "") -> dict[str, object]:
+    """The settings of a document by dotted name; items of a list are `N`, and the first one counts."""
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return {prefix: value} | shown(value[0], f"{prefix}.N")
+    if not isinstance(value, dict):
+        return {prefix: value}
+    found: dict[str, object] = {prefix: value} if prefix else {}
+    for name, child in value.items():
+        found |= shown(child, f"{prefix}.{name}" if prefix else name)
+    return found
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_each_family_has_a_complete_config(name: str) -> None:
+    """What the base config leaves to `edit_pairs.yaml` these leave to it too."""
+    path, family = CONFIGS / f"{name}.yaml", family_named(name)
+    settings = shown(yaml.safe_load(path.read_text(encoding="utf-8")))
+    base = shown(yaml.safe_load((CONFIGS / BASE).read_text(encoding="utf-8")))
+    assert settings.keys() == base.keys()
+    assert set(filter(is_scalar, known_settings())) - base.keys() <= {
+        setting for setting in known_settings() if ".control" in setting or ".mask" in setting
+    }
+    config = load_config(path, environ={})
+    assert config.model.family == name and config.model.path in family.repositories
+    assert config.cache.path == Path("cache", name)
+    step = family.latent.downscale * family.patch
+    validation, buckets = config.validation, config.datasets[0].buckets
+    assert validation.height % step == validation.width % step == buckets.step % step == 0
+    assert buckets.area == validation.height * validation.width
+
+
+@pytest.mark.families
+@pytest.mark.parametrize(("config_name", "name"), [(f"{n}.yaml", n) for n in FAMILIES] + [(BASE, n) for n in FAMILIES])
+def test_any_config_runs_on_the_tiny_model(config_name: str, name: str, tmp_path: Path) -> None:
+    for number in range(2):
+        photo = write_photo(tmp_path / "photos" / f"{number}.png", number, (64, 64))
+        photo.with_suffix(".txt").write_text("a red cat on the table")
+    small = {"source": {"path": str(tmp_path / "photos")}, "buckets": {"area": 64 * 64, "step": 16}}
+    overrides = {
+        "cache": {"path": str(tmp_path / "cache")},
+        "datasets": {each: {**small, "images": {"min_side": 16}} for each in ("my-photos", "held-out")},
+        "model": {"family": name, "path": "tiny"},
+        "encode": {"device": "cpu"},
+    }
+    config = load_config(CONFIGS / config_name, environ={}, overrides=overrides)
+    report = run_precache(config)
+    assert not report.refused and report.num_samples == 4
+    assert report.placement["family"] == f"{name}: model.family says so"
+    with LatentCache(config.cache.path, manifest="my-photos") as cache:
+        batch = cache.batch(["0.png", "1.png"], device="cpu")
+    family = family_named(name)
+    latents = batch["latents"]
+    assert latents.shape[1] == family.latent.channels and latents.ndim == (5 if family.latent.is_video else 4)
+    assert all(field in batch for field in family.fields)
