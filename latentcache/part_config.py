@@ -11,7 +11,7 @@ from latentcache.bucket_config import SECTION
 from latentcache.cache_config import UserPath
 
 MAX_CONTROLS = 16
-"""Of a sample. Qwen-Image-Edit and FLUX.2 read some few."""
+"""Of a sample. Models of edits read some few."""
 
 
 def _one_name(text: str) -> str:

@@ -34,10 +34,10 @@ def test_there_are_the_promised_configs() -> None:
     assert {path.name for path in CONFIGS} >= {"quickstart.yaml", "sdxl.yaml", "low_vram.yaml"}
 
 
-def test_the_configs_of_sdxl_edit_pairs_and_wan_show_every_setting() -> None:
+def test_the_configs_of_sdxl_edit_pairs_and_clips_show_every_setting() -> None:
     """They are the reference that users copy: a setting that they do not show is not known to them."""
     settings, pairs, clips = (
-        yaml.safe_load((CONFIGS[0].parent / f"{name}.yaml").read_text()) for name in ("sdxl", "edit_pairs", "wan")
+        yaml.safe_load((CONFIGS[0].parent / f"{name}.yaml").read_text()) for name in ("sdxl", "edit_pairs", "wan_clips")
     )
 
     def shown(value: object, prefix: str) -> set[str]:

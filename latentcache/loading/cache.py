@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class LatentCache(SampleIndex, Closing):
-    """A cache, for reading: `LatentCache("cache/sdxl").batch(sample_ids, device=unet)`.
+    """A cache, for reading: `LatentCache("cache/photos").batch(sample_ids, device=unet)`.
 
     Give a path, the URL of a bucket or a service, the section `cache` of a config, or a store and manifests (the CPU
     tier). For a URL `options` are those of `cache_config.RemoteOptions`, as `token` and `local`. `manifest` restricts

@@ -118,7 +118,7 @@ class NoiseSchedule:
 
         `uniform`: each place in the schedule as often as another. `logit_normal`: the sigmoid of a normal number, as
         diffusers' compute_density_for_timestep_sampling has it, is the place. With a `shift` it is the part of noise
-        before shifting, by SD3's formula (arXiv 2403.03206, 5.3.2): `shift * t / (1 + (shift - 1) * t)`; what the
+        before shifting, by the formula of arXiv 2403.03206, 5.3.2: `shift * t / (1 + (shift - 1) * t)`; what the
         schedule itself is shifted by does not count then.
         """
         if sampling == TimestepSampling():

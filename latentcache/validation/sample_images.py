@@ -37,7 +37,7 @@ PromptPair = tuple[str, bool]
 class PromptEmbeddings:
     """What a pipeline takes in place of a prompt: the fields of its cached text, [1, ...], with their masks.
 
-    With `negative_prompt` None the negative ones are what the family's pipeline takes then: zeros, as SDXL's has it
+    With `negative_prompt` None the negative ones are what the family's pipeline takes then: zeros, where it is made
     with `force_zeros_for_empty_prompt`, or those of the empty text.
     """
 

@@ -9,7 +9,7 @@ import yaml
 from helpers.photo_files import write_photo
 
 from latentcache import LatentCache
-from latentcache.config import is_scalar, known_settings, load_config
+from latentcache.config import known_settings, load_config
 from latentcache.families import FAMILIES, family_named
 from latentcache.precache.run import run_precache
 
@@ -31,14 +31,14 @@ def shown(value: object, prefix: str = "") -> dict[str, object]:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_each_family_has_a_complete_config(name: str) -> None:
-    """What the base config leaves to `edit_pairs.yaml` these leave to it too."""
+    """It shows every setting; those of further parts and of clips are in `edit_pairs.yaml` and `wan_clips.yaml`."""
     path, family = CONFIGS / f"{name}.yaml", family_named(name)
     settings = shown(yaml.safe_load(path.read_text(encoding="utf-8")))
     base = shown(yaml.safe_load((CONFIGS / BASE).read_text(encoding="utf-8")))
     assert settings.keys() == base.keys()
-    assert set(filter(is_scalar, known_settings())) - base.keys() <= {
-        setting for setting in known_settings() if ".control" in setting or ".mask" in setting
-    }
+    others = (CONFIGS / f"{other}.yaml" for other in ("edit_pairs", "wan_clips"))
+    shown_there = {each for other in others for each in shown(yaml.safe_load(other.read_text(encoding="utf-8")))}
+    assert set(known_settings()) - settings.keys() <= shown_there
     config = load_config(path, environ={})
     assert config.model.family == name and config.model.path in family.repositories
     assert config.cache.path == Path("cache", name)

@@ -14,8 +14,6 @@ PACKAGE = Path(latentcache.__file__).parent
 MAY_NAME = ("families", "integrations", "interop")
 """Folders about families, and about other people's programs and files."""
 SUFFIXES = {".py", ".html", ".css", ".js", ".json", ".yaml", ".txt"}
-WORK_UNDER_WAY = frozenset({"loading/cache.py", "models/lora.py", "models/unet.py", "validation/sample_images.py"})
-"""Files that are not searched yet."""
 SCRIPT = re.compile(r"\btrain_\w+\.py\b")
 """Scripts of diffusers, whose rules are cited."""
 NAMES = re.compile(
@@ -34,7 +32,7 @@ def texts() -> list[tuple[str, str]]:
     for path in sorted(PACKAGE.rglob("*")):
         name = path.relative_to(PACKAGE)
         searched = path.suffix in SUFFIXES and name.parts[0] not in MAY_NAME and "tiny_photos" not in name.parts
-        if searched and name.as_posix() not in WORK_UNDER_WAY:
+        if searched:
             found.append((name.as_posix(), SCRIPT.sub("", path.read_text(encoding="utf-8"))))
     return found
 
