@@ -120,8 +120,8 @@ class DatasetConfig(_Section):
     images: ImagesConfig = ImagesConfig()
     """How images are decoded, and which are refused."""
     frames: FramesConfig | None = None
-    """Families of video: animated files (GIF, PNG, WebP) become clips of these frames. null: each image is one frame,
-    and `images.animated` says what becomes of animated ones."""
+    """Families of video: animated files (GIF, PNG, WebP) and videos become clips of these frames. null: each image is
+    one frame, and `images.animated` says what becomes of animated ones."""
     flip: bool = False
     """Also cache each image mirrored left to right, as its own entry."""
     control: Annotated[tuple[ControlConfig, ...], BeforeValidator(as_list), Field(max_length=MAX_CONTROLS)] = ()

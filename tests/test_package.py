@@ -60,6 +60,7 @@ OWNERS = {
         "validation/",
         "service/thumbnails.py",
     ),
+    "av": ("dataset/video_files.py",),
     "psutil": ("utils/host_memory.py", "doctor/environment.py"),
     "pyarrow": ("dataset/tables.py", "interop/formats/parquet.py"),
     "diffusers": ("families/", "models/", "validation/", "integrations/diffusers.py"),

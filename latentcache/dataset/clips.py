@@ -1,4 +1,4 @@
-"""Animated files -> the frames of a clip.
+"""Animated files and videos -> the frames of a clip.
 
 A clip's frames are those that are shown at the times 0, 1/fps, 2/fps, ... of its file. Legend: F frames of the clip.
 """
@@ -12,6 +12,7 @@ import numpy as np
 from latentcache.config import ImagesConfig
 from latentcache.dataset import container
 from latentcache.dataset.images import decode_frames, prepare, probe
+from latentcache.dataset.video_files import decode_video, probe_video
 from latentcache.errors import ImageRefused
 from latentcache.frames_config import FramesConfig
 from latentcache.identity import Preparation
@@ -27,8 +28,11 @@ _ROUNDING = 1e-6
 def probe_clip(data: bytes, path: str, images: ImagesConfig, frames: FramesConfig) -> tuple[Size, int | None]:
     """The upright size, and how many frames the file has at the rate of `frames`; None for a still image.
 
-    By the headers alone. Raises ImageRefused.
+    By the headers alone; of a video the first frame is decoded. Raises ImageRefused.
     """
+    if container.is_video(data):
+        size, shown = probe_video(data, path, images)
+        return size, _num_frames(shown, frames.fps)
     times = _times(data)
     if not len(times):
         return probe(data, path, images), None
@@ -50,8 +54,9 @@ def decode_clip(data: bytes, path: str, images: ImagesConfig, preparation: Prepa
     One frame at a time has its full size. Raises ImageRefused.
     """
     geometry = preparation.geometry
-    num_frames, times = preparation.num_frames, _times(data)
+    num_frames, is_video = preparation.num_frames, container.is_video(data)
     assert num_frames is not None
+    times = probe_video(data, path, images)[1] if is_video else _times(data)
     num_available = _num_frames(times, preparation.fps)
     if num_available < num_frames:
         raise ImageRefused(path, "corrupt", f"{num_available} frames are shown, where {num_frames} are needed")
@@ -61,8 +66,8 @@ def decode_clip(data: bytes, path: str, images: ImagesConfig, preparation: Prepa
         numbers = np.cumsum(times).searchsorted(numbers * (1000 / preparation.fps) + _ROUNDING, side="right")
     _check_work(int(numbers[-1]) + 1, geometry.original_size, path)
     clip = np.empty((num_frames, *geometry.target_size, 3), np.uint8)
-    wanted = np.unique(numbers)
-    for number, pixels in zip(wanted, decode_frames(data, path, images, wanted.tolist()), strict=True):
+    wanted, decode = np.unique(numbers), decode_video if is_video else decode_frames
+    for number, pixels in zip(wanted, decode(data, path, images, wanted.tolist()), strict=True):
         clip[numbers == number] = prepare(pixels, geometry, preparation.resample)
     return clip
 

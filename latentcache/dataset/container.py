@@ -57,6 +57,15 @@ def sniff(data: bytes) -> str | None:
     return None
 
 
+MATROSKA_MAGIC = b"\x1a\x45\xdf\xa3"
+"""Of `.mkv` and `.webm`."""
+
+
+def is_video(data: bytes) -> bool:
+    """Whether it is a video of MP4's kind or Matroska's, and no image."""
+    return data.startswith(MATROSKA_MAGIC) or (data[4:8] == b"ftyp" and sniff(data) is None)
+
+
 def ends_early(data: bytes, name: str) -> bool:
     """Whether the container says that bytes are missing at the end. `name` is what `sniff` gives."""
     if name == "JPEG":

@@ -243,7 +243,7 @@ def _open(data: bytes, path: str, config: ImagesConfig) -> tuple[ImageFile.Image
     orientation = _orientation(image, data, name)
     width, height = image.size
     size = Size(width, height) if orientation >= 5 else Size(height, width)
-    _check_limits(size, path, config)
+    check_limits(size, path, config)
     if num_frames is None:
         num_frames = 1 if name == "JPEG" else getattr(image, "n_frames", 1)
     _check_kind(image, name, num_frames, path, config)
@@ -307,7 +307,8 @@ def _check_num_pixels(size: Size, path: str, config: ImagesConfig) -> None:
         )
 
 
-def _check_limits(size: Size, path: str, config: ImagesConfig) -> None:
+def check_limits(size: Size, path: str, config: ImagesConfig) -> None:
+    """ImageRefused, naming `path`, for an image of a size that the config does not allow."""
     _check_num_pixels(size, path, config)
     if max(size) > config.max_aspect * min(size):
         raise ImageRefused(

@@ -44,16 +44,17 @@ MAX_LINE_BYTES = 8 << 20
 # Compressed tars are found too, so that they are refused by name and not left out.
 _TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 _PARQUET_SUFFIXES = (".parquet",)
+VIDEO_SUFFIXES = (".mp4", ".m4v", ".mov", ".webm", ".mkv")
 
 _log = logging.getLogger(__name__)
 
 
-def open_source(config: SourceConfig, parts: Sequence[PartConfig] = ()) -> SampleSource:
+def open_source(config: SourceConfig, parts: Sequence[PartConfig] = (), *, videos: bool = False) -> SampleSource:
     """The dataset at `config.path`: a folder; also a tar or a glob of tars, or a parquet file.
 
-    Each sample has these `parts` too, or is a Refusal. Raises ConfigError for a wrong `caption_extension` and for a
-    part that would be the image itself, and DatasetError if nothing is at the path, it cannot be read, or it holds no
-    images.
+    Each sample has these `parts` too, or is a Refusal. With `videos` those in a folder are samples too. Raises
+    ConfigError for a wrong `caption_extension` and for a part that would be the image itself, and DatasetError if
+    nothing is at the path, it cannot be read, or it holds no images.
     """
     root = os.path.abspath(config.path)
     source: SampleSource
@@ -63,7 +64,7 @@ def open_source(config: SourceConfig, parts: Sequence[PartConfig] = ()) -> Sampl
         files = _files(root, _PARQUET_SUFFIXES)
         source = ParquetSource(files, config.image_column, config.caption_columns, _columns_of(parts))
     else:
-        source = _folder(root, config, PartFiles(root, parts))
+        source = _folder(root, config, PartFiles(root, parts), videos)
     if next(source.samples(), None) is None:
         raise DatasetError(root, f"holds no images for a source of kind {config.kind!r}")
     return source
@@ -74,7 +75,7 @@ def _columns_of(parts: Sequence[PartConfig]) -> tuple[tuple[str, str], ...]:
     return tuple(zip(part_names(parts), (str(part.column) for part in parts), strict=True))
 
 
-def _folder(root: str, config: SourceConfig, parts: PartFiles) -> SampleSource:
+def _folder(root: str, config: SourceConfig, parts: PartFiles, videos: bool) -> SampleSource:
     if not os.path.isdir(root):
         raise DatasetError(root, "is not a folder" if os.path.exists(root) else "does not exist")
     if config.kind == "imagefolder":
@@ -85,7 +86,8 @@ def _folder(root: str, config: SourceConfig, parts: PartFiles) -> SampleSource:
     extension = config.caption_extension
     if not extension.startswith(".") or is_image(f"a{extension}"):
         raise ConfigError(f"caption_extension is {extension!r}; write it like '.txt'", key="source.caption_extension")
-    return CaptionFileSource(root, extension, joined=config.caption_lines == "joined", parts=parts)
+    joined = config.caption_lines == "joined"
+    return CaptionFileSource(root, extension, joined=joined, parts=parts, videos=videos)
 
 
 def _files(path: str, suffixes: tuple[str, ...]) -> list[tuple[str, str]]:
@@ -162,19 +164,29 @@ class CaptionFileSource(_FileSource):
 
     Files with an image's suffix are samples, also of formats that are refused later, so that the report names them.
     Hidden files and folders are skipped. `cat.jpg` and `cat.png` are two samples with the same captions. A caption
-    file that cannot be read or is not UTF-8 refuses the sample.
+    file that cannot be read or is not UTF-8 refuses the sample. With `videos` these are samples too.
     """
 
-    def __init__(self, root: str, caption_extension: str, *, joined: bool = False, parts: PartFiles | None = None):
+    def __init__(
+        self,
+        root: str,
+        caption_extension: str,
+        *,
+        joined: bool = False,
+        parts: PartFiles | None = None,
+        videos: bool = False,
+    ):
         super().__init__(root, parts)
         self._caption_extension, self._joined = caption_extension, joined
+        self._suffixes = VIDEO_SUFFIXES if videos else ()
 
     @override
     def _samples_in(self, folder: str, names: list[str]) -> Iterator[Sample | Refusal]:
         present, prefix = set(names), f"{folder}/" if folder else ""
         for name in names:
             stem, suffix = os.path.splitext(name)
-            if not is_image_suffix(suffix) or self._parts.is_part(prefix + name):
+            is_sample = is_image_suffix(suffix) or suffix.lower() in self._suffixes
+            if not is_sample or self._parts.is_part(prefix + name):
                 continue
             caption_name = stem + self._caption_extension
             caption_path = f"{self._prefix}{prefix}{caption_name}"

@@ -138,7 +138,7 @@ class _DatasetPlanner:
         self._preparations = Preparations(dataset, encodings, builder.salt)
         self._texts = TextKeys(encodings.family, models.tokenizers, encodings.text, builder.salt)
         self._parts = PartPreparations(dataset, encodings, builder.salt)
-        self._source = open_source(dataset.source, dataset.part_files)
+        self._source = open_source(dataset.source, dataset.part_files, videos=dataset.frames is not None)
         self._common = {
             "schema": SCHEMA,
             "salt": builder.salt,

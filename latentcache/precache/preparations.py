@@ -16,6 +16,9 @@ from latentcache.errors import ConfigError, ImageRefused
 from latentcache.identity import ImageIdentity, Preparation, keys_like
 from latentcache.types import Geometry, Size
 
+CLIP_DECODER = "pillow-or-pyav"
+"""Pillow reads animated images and PyAV videos: the bytes of a file say which."""
+
 if TYPE_CHECKING:  # it imports diffusers
     from latentcache.precache.encodings import Encodings
 
@@ -80,6 +83,6 @@ class Preparations:
         """What the entry of such an image is."""
         policy: dict[str, Any] = with_filter(self._policy, self._rule.resample(geometry))
         if geometry.num_frames is not None:
-            policy = {**policy, **self.frames}
+            policy = {**policy, **self.frames, "decoder": CLIP_DECODER}
         preparation = Preparation.of(policy, geometry)
         return ImageIdentity(source, preparation, self._encoding, self._salt)
