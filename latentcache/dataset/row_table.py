@@ -210,6 +210,10 @@ class RowTable(Mapping[str, Row]):
             chosen[here], is_open[here] = starts[here] + place, False
         return hex_of(self._images.keys[chosen])
 
+    def part_sizes(self, number: int) -> tuple[int, ...]:
+        """Heights and widths of a row's further parts, in their order."""
+        return self._parts.target_sizes(number) if len(self._parts.roles) else ()
+
     def usable(self) -> np.ndarray:
         """The numbers of the rows that are not refused, ascending: uint32 [m]."""
         is_usable = np.ones(len(self), np.bool_)

@@ -17,7 +17,7 @@ from latentcache.dataset.manifest_folder import ManifestFolder, Manifests
 from latentcache.devices.placement import DeviceLike, device_of, dtype_of
 from latentcache.errors import EntryDamagedError, EntryMissingError, SampleError, StoreError
 from latentcache.identity import caption_digest, key_of
-from latentcache.loading.batch import IMAGE_FIELDS, copy_into, is_cpu, moved, to_device
+from latentcache.loading.batch import CONTROL, IMAGE_FIELDS, copy_into, is_cpu, moved, to_device
 from latentcache.loading.sample import FIELDS, SampleMemory, SampleReader, SampleRef
 from latentcache.loading.sample_facts import SampleFacts, prompt_identity
 from latentcache.loading.sample_index import SampleIndex, unverified_error
@@ -29,6 +29,9 @@ from latentcache.utils.locks import ReadersLock
 
 if TYPE_CHECKING:
     from latentcache.remote.fetching_store import FetchingStore
+
+
+_SCALED = (*IMAGE_FIELDS, CONTROL)
 
 
 class LatentCache(SampleIndex, Closing):
@@ -202,6 +205,9 @@ class LatentCache(SampleIndex, Closing):
         applies the VAE's scaling, which changes the shape where its rule is `batch_norm`; without it latents are as the
         VAE gave them. `caption` is the number of the caption.
 
+        Samples of several parts give `control_latents_1`, `control_latents_2` ... [B, C, h, w] too, the means of their
+        control images, which `scaled` scales; and `mask` uint8 [B, 1, h, w], with 255 where the loss counts wholly.
+
         What is in `out`, by name, is written to and returned in the batch: contiguous tensors of the device, dtype and
         shape that the batch has. On the CPU, and where nothing is converted, the stored bytes are copied only once, and
         the memory of new tensors is numpy's: it cannot be resized.
@@ -216,7 +222,7 @@ class LatentCache(SampleIndex, Closing):
         scaling = next(iter(scalings), None)
         direct = out
         if out and refs and (scaled or dtype is not None or not is_cpu(device)):
-            direct = _unconverted(out, refs[0], device, dtype, computed=IMAGE_FIELDS if scaled else ())
+            direct = _unconverted(out, refs[0], device, dtype, computed=_SCALED if scaled else ())
         gathered = self.reader.gather(refs, out=direct)
         batch = to_device(gathered, device, dtype=dtype, output=output, scaling=scaling, generator=generator)
         return copy_into(out, batch) if out else batch
@@ -258,5 +264,5 @@ def _unconverted(
         return {}
     stored = found.description
     dtype = dtype or dtype_of(device)
-    dtypes = {name: DTYPES[stored[name][0]] for name in stored.keys() - computed}
+    dtypes = {name: DTYPES[spec[0]] for name, spec in stored.items() if not name.startswith(tuple(computed))}
     return {name: out[name] for name in out if dtypes.get(name) is out[name].dtype and dtype in (None, dtypes[name])}

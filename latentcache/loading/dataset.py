@@ -89,9 +89,9 @@ class SampleDataset(Dataset[Batch]):
     def __getitems__(self, indices: Sequence[int]) -> list[Batch]:
         """Several items in one read; a DataLoader calls this. They may lie in different buckets."""
         refs = self.refs(indices)
-        groups: dict[tuple[int, ...], list[int]] = {}
+        groups: dict[tuple[Any, ...], list[int]] = {}
         for position, ref in enumerate(refs):
-            groups.setdefault(ref.layout.extent, []).append(position)
+            groups.setdefault((ref.layout.extent, ref.parts), []).append(position)
         items: list[Batch] = [{} for _ in refs]
         for positions in groups.values():
             found = [refs[position] for position in positions]
@@ -146,6 +146,7 @@ class LatentDataset(SampleDataset):
     An item is a dict of CPU tensors as they are stored: `moments` [2C, h, w] or `latents` [C, h, w], with frames
     before h for a family of video, `prompt_embeds` [L, D], what else the family has of a text (`pooled_prompt_embeds`
     [P]) and of sizes (`add_time_ids` [6] float32), the sizes as int64 [2], and the strings `sample_id` and `caption`.
+    Samples of several parts have `control_latents_1` [C, h, w] and so on, and `mask` uint8 [1, h, w].
     L is a caption's own where the family stores no padding: then a DataLoader's `collate_fn` is `dataset.collate`,
     which pads; elsewhere torch's default does the same. `place` then moves a batch to the requesting model, and draws
     latents from moments if it is given a generator. Batches must not mix buckets: use `BucketBatchSampler`.
@@ -206,6 +207,11 @@ class LatentDataset(SampleDataset):
         """The bucket of an item, without reading it; of a clip with its number of frames."""
         return self._bucket(self._item(index)[0])
 
+    def group(self, index: int) -> tuple[int, ...]:
+        """What items of one batch share: the bucket, and the target sizes of control images."""
+        number = self._item(index)[0]
+        return (*self._bucket(number), *self._rows.part_sizes(number))
+
     def _bucket(self, number: int) -> Extent:
         height, width, num_frames = self._buckets[number].tolist()
         if not height:
@@ -226,7 +232,8 @@ class LatentDataset(SampleDataset):
         hasher = blake3()
         for number, flip in map(self._item, range(len(self))):
             sample_id, bucket = self._rows.sample_id(number), self._bucket(number)
-            hasher.update(f"{len(sample_id)} {sample_id} {bucket} {flip}\n".encode("utf-8", "surrogatepass"))
+            sizes = "".join(f" {side}" for side in self._rows.part_sizes(number))
+            hasher.update(f"{len(sample_id)} {sample_id} {bucket} {flip}{sizes}\n".encode("utf-8", "surrogatepass"))
         return hasher.hexdigest()
 
     @property
@@ -307,6 +314,11 @@ class LatentDatasets(SampleDataset, ConcatDataset[Batch]):
         """The bucket of an item, without reading it."""
         part, inner = self._part(index)
         return part.bucket(inner)
+
+    def group(self, index: int) -> tuple[int, ...]:
+        """As `LatentDataset.group`."""
+        part, inner = self._part(index)
+        return part.group(inner)
 
     def image_keys(self) -> list[str]:
         """As `SampleDataset.image_keys`."""

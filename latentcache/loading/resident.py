@@ -179,6 +179,11 @@ class ResidentEntries:
 
         They are written to a buffer of `pool` if `device` is the CPU.
         """
+        names = [name for name, _ in refs[0].parts]
+        for ref in refs:
+            if [name for name, _ in ref.parts] != names:
+                pair = f"samples {refs[0].sample_id!r} and {ref.sample_id!r}"
+                raise StoreError(f"{pair} have different parts: {names} and {[name for name, _ in ref.parts]}")
         parts = [self._rows(keys, refs) for keys in zip(*[ref.keys for ref in refs], strict=True)]
         sample_ids, empty = [ref.sample_id for ref in refs], None
         if pool is not None and self.device.type == "cpu":
@@ -189,8 +194,10 @@ class ResidentEntries:
             ]
             empty = pool.borrow([dtype.itemsize * math.prod(shape) for dtype, shape in shapes])
         batch: Batch = {}
-        for table, rows in parts:
-            batch |= table.gather(rows, sample_ids, empty)
+        fields = [None] * (len(parts) - len(names)) + names
+        for name, (table, rows) in zip(fields, parts, strict=True):
+            found = table.gather(rows, sample_ids, empty)
+            batch |= found if name is None else dict(zip([name], found.values(), strict=True))
         return batch | metadata_of(*zip(*[(ref.sample_id, ref.caption, ref.layout) for ref in refs], strict=True))
 
     def prefetch(self, refs: Sequence[SampleRef]) -> None:

@@ -16,7 +16,7 @@ import torch
 from latentcache.dataset.manifest_row import Row
 from latentcache.errors import EntryDamagedError, EntryMissingError, SampleError, StoreError
 from latentcache.families.base import MASK, Family
-from latentcache.loading.batch import BufferPool
+from latentcache.loading.batch import CONTROL, BufferPool
 from latentcache.loading.sample_facts import SampleFacts
 from latentcache.store.base import MANY_KEYS, Description, EntryArrays, Store
 from latentcache.store.stacking import Padded, common_fields, concatenated, stack_columns, without_lengths
@@ -85,6 +85,7 @@ class Fields:
 class SampleRef:
     """One sample with one of its images and one of its captions: the keys of both entries, and what a batch says of it.
 
+    `parts` are its control images and its mask: the name of each in a batch, and its target size; their keys come last.
     `facts` are those of its manifest. `rows` belongs to `SampleReader`: the generation of the store in which the
     entries were read, `sample_id`, `caption`, `layout`, the fields, and an array [1, *shape] of each. They are one
     tuple because the time of a batch that is not copying is cache misses, one for each object that is met.
@@ -95,6 +96,7 @@ class SampleRef:
     caption: str = ""
     layout: Layout = _NO_LAYOUT
     facts: SampleFacts = field(default_factory=SampleFacts)
+    parts: tuple[tuple[str, Size], ...] = ()
     rows: tuple[Any, ...] = UNREAD
 
     @classmethod
@@ -111,7 +113,12 @@ class SampleRef:
             raise SampleError(row.sample_id, reason, "request a smaller number")
         text = row.captions[caption]
         layout = layout_of(image.geometry, facts.family)
-        return cls(row.sample_id, (image.key, text.key), text.text, layout, facts)
+        ref = cls(row.sample_id, (image.key, text.key), text.text, layout, facts)
+        if row.parts:
+            found = list(row.named_parts(flip=flip))
+            ref.keys += tuple(part.key for _, part in found)
+            ref.parts = tuple((part_field(name), part.geometry.target_size) for name, part in found)
+        return ref
 
 
 class SampleMemory:
@@ -218,7 +225,8 @@ class SampleReader:
         new = [ref for ref in dict.fromkeys(refs) if ref not in rows]
         found = iter(self.store.rows(list(_joined(map(_KEYS, new)))))
         for ref in new:
-            fields = _fields_of(islice(found, len(ref.keys)), ref.facts)
+            own = tuple(islice(found, len(ref.keys) - len(ref.parts)))
+            fields = _fields_of(own, ref.facts, dict(zip(dict(ref.parts), found, strict=False)))
             rows[ref] = (generation, ref.sample_id, ref.caption, ref.layout, *fields)
             if generation is not None:
                 ref.rows = rows[ref]
@@ -301,11 +309,24 @@ def _check_alike(sample_ids: Sequence[str], layouts: Sequence[Layout], found: Se
     common_fields(sample_ids, [fields.description for fields in found], None)
 
 
-def _fields_of(entries: Iterable[EntryArrays], facts: SampleFacts) -> tuple[Any, ...]:
-    """The `Fields` of these entries, in the order of their names, and the array of each."""
+def part_field(name: str) -> str:
+    """The name that a part has in a batch: `control_latents_1` for `control 1`."""
+    return name.replace("control ", CONTROL)
+
+
+def _fields_of(
+    entries: Iterable[EntryArrays], facts: SampleFacts, parts: Mapping[str, EntryArrays]
+) -> tuple[Any, ...]:
+    """The `Fields` of these entries, in the order of their names, and the array of each.
+
+    `parts` have one field each, which is known by the part's name.
+    """
     found: dict[str, tuple[Any, Any]] = {}
     for entry in entries:
         found.update(zip(entry.description, zip(entry.description.values(), entry.arrays, strict=True), strict=True))
+    for name, entry in parts.items():
+        [spec], [array] = entry.description.values(), entry.arrays
+        found[name] = spec, array
     names = tuple(sorted(found))
     specs, arrays = zip(*map(found.__getitem__, names), strict=True)
     padding = facts.padding

@@ -74,6 +74,14 @@ class Bucketed(Protocol):
 
 
 @runtime_checkable
+class Grouped(Protocol):
+    """A dataset whose items need more than an equal bucket to be in one batch."""
+
+    def group(self, index: int) -> tuple[int, ...]:
+        """What items of one batch share; the bucket comes first."""
+
+
+@runtime_checkable
 class Placed(Bucketed, Protocol):
     """A dataset that can be visited in pack order."""
 
@@ -172,9 +180,10 @@ class BucketBatchSampler(Sampler[list[int]]):
         self.dataset = dataset
         self.batch_size, self.shuffle, self.drop_last = batch_size, shuffle, drop_last
         self.seed, self.rank, self.world_size, self.uneven = seed, rank, world_size, uneven
-        buckets: dict[Extent, list[int]] = {}
+        buckets: dict[tuple[int, ...], list[int]] = {}
+        group = dataset.group if isinstance(dataset, Grouped) else dataset.bucket
         for index in range(len(dataset)):
-            buckets.setdefault(dataset.bucket(index), []).append(index)
+            buckets.setdefault(group(index), []).append(index)
         self._buckets = [np.array(buckets[bucket], dtype=np.int64) for bucket in sorted(buckets)]
         self.window = window
         self._dealt: tuple[int, int] | None = None  # an epoch whose packs were dealt to another number of ranks

@@ -1,0 +1,130 @@
+"""Batches of samples of several parts: control images and masks come with their images, by every way of reading."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.photo_files import write_photo
+from PIL import Image
+from torch.utils.data import default_collate
+
+from latentcache import BucketBatchSampler, LatentCache, LatentDataset, LatentLoader
+from latentcache.config import Config, parse_config
+from latentcache.errors import SampleError, StoreError
+from latentcache.precache.run import run_precache
+
+NAMES = [f"{number}.png" for number in range(4)]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """Four images of one bucket. Their second control images have buckets of their own, of two shapes."""
+    folder = tmp_path_factory.mktemp("pairs")
+    for number, name in enumerate(NAMES):
+        write_photo(folder / "after" / name, number, (64, 64))
+        write_photo(folder / "first" / name, 10 + number, (32, 32))
+        write_photo(folder / "second" / name, 20 + number, (64, 64) if number < 2 else (64, 160))
+        mask = np.random.default_rng(number).integers(0, 256, (64, 64), dtype=np.uint8)
+        (folder / "masks").mkdir(exist_ok=True)
+        Image.fromarray(mask).save(folder / "masks" / name)
+    config = parse_config(
+        {
+            "cache": {"path": folder / "cache"},
+            "datasets": [
+                {
+                    "name": "pairs",
+                    "source": {"path": folder / "after"},
+                    "buckets": {"area": 64 * 64, "step": 32, "max_aspect": 4.0},
+                    "images": {"min_side": 8},
+                    "flip": True,
+                    "control": [{"path": folder / "first"}, {"path": folder / "second", "area": 64 * 64}],
+                    "mask": {"path": folder / "masks"},
+                }
+            ],
+            "model": {"path": "tiny"},
+            "encode": {"device": "cpu", "num_workers": 2},
+        }
+    )
+    assert run_precache(config).num_refused == 0
+    return config
+
+
+def stored(cache: LatentCache, sample_id: str, name: str, *, flip: bool = False) -> torch.Tensor:
+    part = dict(cache.manifest("pairs").rows[sample_id].named_parts(flip=flip))[name]
+    [tensor] = cache.get(part.key).tensors.values()
+    return tensor
+
+
+def test_a_batch_has_the_parts_of_its_samples(config: Config) -> None:
+    with LatentCache(config.cache) as cache:
+        for flip in (False, True):
+            batch = cache.batch(NAMES[:2], device="cpu", output="moments", flip=flip)
+            for number, sample_id in enumerate(NAMES[:2]):
+                for name, field in (("control 1", "control_latents_1"), ("control 2", "control_latents_2")):
+                    assert torch.equal(batch[field][number], stored(cache, sample_id, name, flip=flip))
+                assert torch.equal(batch["mask"][number], stored(cache, sample_id, "mask", flip=flip))
+        assert batch["control_latents_1"].shape == batch["control_latents_2"].shape == (2, 4, 8, 8)
+        assert batch["mask"].shape == (2, 1, 8, 8) and batch["mask"].dtype == torch.uint8
+        assert "latents" not in batch and batch["moments"].shape == (2, 8, 8, 8), "nothing took the image's place"
+
+
+def test_control_latents_are_scaled_as_latents_are_and_masks_keep_their_numbers(config: Config) -> None:
+    with LatentCache(config.cache) as cache:
+        plain = cache.batch(NAMES[:2], device="cpu")
+        scaled = cache.batch(NAMES[:2], device="cpu", dtype=torch.bfloat16, scaled=True)
+        scaling = cache.scaling(cache.manifest("pairs"))
+        expected = scaling.apply(plain["control_latents_1"].float()).to(torch.bfloat16)
+        assert torch.equal(scaled["control_latents_1"], expected)
+        assert torch.equal(scaled["mask"], plain["mask"]) and scaled["mask"].dtype == torch.uint8
+        out = {name: torch.empty_like(scaled[name]) for name in ("control_latents_2", "mask")}
+        again = cache.batch(NAMES[:2], device="cpu", dtype=torch.bfloat16, scaled=True, out=out)
+        for name, tensor in out.items():
+            assert again[name] is tensor and torch.equal(tensor, scaled[name])
+
+
+def test_control_images_of_other_shapes_are_in_other_batches(config: Config) -> None:
+    dataset = LatentDataset(config.cache, "pairs", flips=True)
+    assert {dataset.bucket(index) for index in range(len(dataset))} == {(64, 64)}
+    sampler = BucketBatchSampler(dataset, 8, shuffle=False)
+    batches = list(sampler)
+    assert sorted(map(len, batches)) == [4, 4]
+    shapes = {default_collate(dataset.__getitems__(batch))["control_latents_2"].shape[2:] for batch in batches}
+    assert shapes == {(8, 8), (4, 12)}
+    items = dataset.__getitems__(list(range(len(dataset))))  # of both shapes, in one read
+    assert [item["sample_id"] for item in items] == NAMES * 2
+    with pytest.raises(StoreError, match="control_latents_2"):
+        dataset.cache.batch(NAMES, device="cpu")
+
+
+@pytest.mark.parametrize("resident", [None, "cpu"])
+def test_a_loader_gives_what_the_cache_gives(config: Config, resident: str | None) -> None:
+    dataset = LatentDataset(config.cache, "pairs", flips=True)
+    sampler = BucketBatchSampler(dataset, 2, seed=3)
+    names = ["control_latents_1", "control_latents_2", "mask", "moments"]
+    with (
+        LatentCache(config.cache) as cache,
+        LatentLoader(sampler, device="cpu", output="moments", resident=resident) as loader,
+    ):
+        flips = [[index >= len(NAMES) for index in batch] for batch in sampler]
+        for batch, which in zip(loader, flips, strict=True):
+            for number, (sample_id, flip) in enumerate(zip(batch["sample_id"], which, strict=True)):
+                expected = cache.batch([sample_id], device="cpu", output="moments", flip=flip)
+                for name in names:
+                    assert torch.equal(batch[name][number], expected[name][0]), name
+
+
+def test_a_lost_part_is_an_error_of_its_sample(config: Config, tmp_path: Path) -> None:
+    import shutil
+
+    shutil.copytree(config.cache.path, tmp_path / "cache")
+    with LatentCache(tmp_path / "cache") as cache:
+        part = dict(cache.manifest("pairs").rows["0.png"].named_parts(flip=False))["mask"]
+        assert cache.store.remove([part.key]) == 1
+        with pytest.raises(SampleError, match=r"0\.png.*has no entry"):
+            cache.batch(["0.png"], device="cpu")
+        batch: dict[str, Any] = cache.batch(["1.png"], device="cpu")
+        assert "mask" in batch
