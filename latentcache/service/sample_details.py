@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from latentcache.dataset.manifest_row import CaptionRef, ImageRef, Row
+from latentcache.dataset.manifest_row import CaptionRef, ImageRef, PartRef, Row
 from latentcache.errors import EntryDamagedError, EntryMissingError
 from latentcache.families import DEFAULT, FAMILIES, family_named
 from latentcache.service.charts import crop_box
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class EntryDetails:
     """An entry of a sample. `problem` says why it is a miss; then there is no record."""
 
-    ref: ImageRef | CaptionRef
+    ref: ImageRef | CaptionRef | PartRef
     record: Record | None
     fields: Description
     problem: str
@@ -77,6 +77,8 @@ class SampleDetails:
     state: State | None
     images: tuple[EntryDetails, ...]
     captions: tuple[EntryDetails, ...]
+    parts: tuple[tuple[str, EntryDetails], ...]
+    """Control images and the mask, each with its name."""
     photo: Photo
     crop: Mapping[str, float] | None
     before: Row | None
@@ -97,6 +99,7 @@ def sample_details(gallery: Gallery, dataset: str, sample_id: str, *, show_photo
         state=gallery.state(view, row),
         images=tuple(_details(gallery.store, ref) for ref in row.images),
         captions=tuple(_details(gallery.store, ref) for ref in row.captions),
+        parts=tuple((name, _details(gallery.store, ref)) for name, ref in row.named_parts()),
         photo=photo or examine_photo(row),
         crop=crop_box(row.images[0].geometry.to_json()) if row.images else None,
         before=before,
@@ -104,7 +107,7 @@ def sample_details(gallery: Gallery, dataset: str, sample_id: str, *, show_photo
     )
 
 
-def _details(store: Store, ref: ImageRef | CaptionRef) -> EntryDetails:
+def _details(store: Store, ref: ImageRef | CaptionRef | PartRef) -> EntryDetails:
     try:
         return EntryDetails(ref, store.record(ref.key), store.describe(ref.key), "")
     except (EntryMissingError, EntryDamagedError) as error:

@@ -17,12 +17,15 @@ import pytest
 from helpers.hostile_texts import HOSTILE
 from helpers.page_caches import COMMON, write_cache
 from helpers.page_server import LONG_CAPTION, page_of, photo_cache
+from helpers.photo_files import write_photo
 from PIL import Image
 
+from latentcache.config import parse_config
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.dataset.manifest_row import CaptionRef, Row
 from latentcache.precache.progress_note import write_note
+from latentcache.precache.run import run_precache
 from latentcache.precache.workspace import Memo, Workspace
 from latentcache.service.access import Access
 from latentcache.service.page_text import byte_size, duration, environment, query_of, static, url
@@ -158,6 +161,26 @@ def test_a_sample_shows_photo_crop_captions_and_records(base: str) -> None:
     refused = fetch(base, url("/sample", dataset="photos", id="broken.jpg")).text
     assert "Refused: truncated" in refused
     assert "latentcache precache CONFIG" in refused
+
+
+def test_a_sample_shows_its_control_image_and_its_mask(tmp_path: Path) -> None:
+    for number, name in enumerate(("after", "before")):
+        write_photo(tmp_path / name / "a.png", number, (64, 64))
+    dataset = {
+        "name": "pairs",
+        "source": {"path": tmp_path / "after"},
+        "buckets": {"area": 64 * 64, "step": 32},
+        "control": {"path": tmp_path / "before"},
+        "mask": "alpha",
+    }
+    cache, model = {"path": tmp_path / "cache"}, {"path": "tiny"}
+    run_precache(parse_config({"cache": cache, "datasets": [dataset], "model": model, "encode": {"device": "cpu"}}))
+    with page_of(tmp_path / "cache") as base:
+        page = fetch(base, url("/sample", dataset="pairs", id="a.png"))
+        assert "control 1: the cached latents of 64x64" in page.text
+        assert "mask: one weight for each latent of 64x64" in page.text and '"kind": "mask"' in page.text
+        [shown] = [each for tag, each in page.elements if tag == "img" and "control 1" in str(each.get("alt"))]
+        assert fetch(base, str(shown["src"])).status == 200
 
 
 def test_a_photo_that_changed_or_went_is_said_so(tmp_path: Path) -> None:
