@@ -314,9 +314,7 @@ def part_field(name: str) -> str:
     return name.replace("control ", CONTROL)
 
 
-def _fields_of(
-    entries: Iterable[EntryArrays], facts: SampleFacts, parts: Mapping[str, EntryArrays]
-) -> tuple[Any, ...]:
+def _fields_of(entries: Iterable[EntryArrays], facts: SampleFacts, parts: Mapping[str, EntryArrays]) -> tuple[Any, ...]:
     """The `Fields` of these entries, in the order of their names, and the array of each.
 
     `parts` have one field each, which is known by the part's name.
