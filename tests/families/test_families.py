@@ -14,7 +14,6 @@ from helpers.family_runs import SIDE, TEXTS, FamilyRun, equal, family_run, recor
 from latentcache.errors import ConfigError
 from latentcache.families import family_named
 from latentcache.families.tiny_parts import randomised
-from latentcache.models.vae import latents_from_moments
 from latentcache.validation.noise_schedule import NoiseSchedule
 
 pytestmark = pytest.mark.families
@@ -61,22 +60,15 @@ def is_padded(value: Any, mask: torch.Tensor) -> bool:
     return isinstance(value, torch.Tensor) and value.ndim > 2 and value.shape[:2] == mask.shape
 
 
-def scaled_latents(run: FamilyRun, text: str) -> torch.Tensor:
-    stored = run.stored_image(text)
-    if run.family.latent.draws:
-        return run.scaling.apply(latents_from_moments(stored["moments"], generator()))
-    return run.scaling.apply(stored["latents"])
-
-
 @pytest.mark.parametrize("text", PAIR)
 def test_scaled_latents_are_those_of_the_pipeline(run: FamilyRun, text: str) -> None:
-    assert torch.equal(scaled_latents(run, text), SCALED_LATENTS[run.family.name](run.pipeline, run.pixels(text)))
+    assert torch.equal(run.latents(text), SCALED_LATENTS[run.family.name](run.pipeline, run.pixels(text)))
 
 
 def test_two_guided_steps_without_encoders_are_those_with_them(run: FamilyRun) -> None:
     family, negative = run.family, ["", ""]
     guidance, kwargs = family.guidance_kwargs(4.0), run.prompts(PAIR, negative)
-    given = None if not family.uses_negative(4.0) else run.batch(negative, negative=True)
+    given = None if not family.uses_negative(4.0) else run.negative(len(PAIR))
     from_cache = family.pipeline_kwargs(run.batch(PAIR), given)
     live = run.generate(run.pipeline, **kwargs, **guidance)
     assert torch.equal(run.generate(run.bare_pipeline, **from_cache, **guidance), live)
@@ -126,7 +118,7 @@ def test_a_training_step_is_that_of_live_encoding(run: FamilyRun) -> None:
             return run.denoiser(*arguments, **{**options, **given})
 
     live = torch.cat([SCALED_LATENTS[family.name](run.pipeline, run.pixels(text)) for text in PAIR])
-    stored = torch.cat([scaled_latents(run, text) for text in PAIR])
+    stored = torch.cat([run.latents(text) for text in PAIR])
     loss, wanted = gradients(run, lambda noisy, steps: family.predict(Live(), noisy, steps, cached), live)
     cached_loss, found = gradients(run, lambda noisy, steps: family.predict(run.denoiser, noisy, steps, cached), stored)
     assert torch.equal(cached_loss, loss) and loss > 0

@@ -128,7 +128,7 @@ def test_a_denoiser_of_another_width_is_refused(run: FamilyRun) -> None:
     shapes = {name: (7, 3) for name in run.family.fields}
     with pytest.raises(ModelError, match=r"but the cache has 3.*of the model that made the cache"):
         check_fits(run.denoiser, run.family, shapes)
-    check_fits(run.denoiser, run.family, {name: tuple(t.shape[1:]) for name, t in run.batch([TEXT]).items()})
+    check_fits(run.denoiser, run.family, {name: tuple(t.shape[1:]) for name, t in run.texts([TEXT]).items()})
 
 
 def settings(**changes: Any) -> ValidationConfig:
@@ -138,7 +138,7 @@ def settings(**changes: Any) -> ValidationConfig:
 @pytest.mark.parametrize("guidance", [0.0, 4.0])
 def test_sample_images_are_those_of_the_whole_pipeline(run: FamilyRun, guidance: float) -> None:
     family, chosen = run.family, settings(guidance_scale=guidance)
-    embeddings = [PromptEmbeddings(TEXT, "", run.batch([TEXT]), run.batch([""], negative=True))]
+    embeddings = [PromptEmbeddings(TEXT, "", run.texts([TEXT]), run.negative(1))]
     scheduler, vae = run.parts["scheduler"], run.parts["vae"]
     check_sampling(vae, scheduler, chosen, family)
     latents = denoise(run.denoiser, scheduler, embeddings, chosen, family=family)

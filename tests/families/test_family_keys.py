@@ -43,7 +43,7 @@ def test_entries_have_the_rows_of_their_own_text(run: FamilyRun) -> None:
     for name in trimmed:
         lengths = live[name + MASK].sum(1).tolist()
         assert len(set(lengths)) == len(TEXTS) and max(lengths) < recipe["max_length"]
-        assert [run.cache.get(run.text_key(text)).tensors[name].shape[0] for text in TEXTS] == lengths
+        assert [run.cache.get(run.rows[text].captions[0].key).tensors[name].shape[0] for text in TEXTS] == lengths
         assert torch.equal(cached[name + MASK].sum(1), torch.tensor(lengths))
 
 

@@ -20,15 +20,13 @@ from latentcache import LatentCache
 from latentcache.config import Config, ImagesConfig, parse_config
 from latentcache.dataset.images import decode, prepare
 from latentcache.families import family_named
-from latentcache.families.base import MASK, Family
+from latentcache.families.base import Family
 from latentcache.models.model_loader import LoadedModels, Models
 from latentcache.precache import encodings
 from latentcache.precache.encodings import Encodings, choose_encodings
 from latentcache.precache.prompts import cache_prompts
 from latentcache.precache.run import run_precache
 from latentcache.precache.workspace import open_workspace
-from latentcache.store.stacking import read_batch
-from latentcache.types import Padding
 
 SIDE = 64
 TEXTS = ("cat", "a red cat on the table", "a photograph of two small cats, one asleep, in warm evening light")
@@ -166,30 +164,26 @@ class FamilyRun:
         pixels = torch.from_numpy(image).permute(2, 0, 1)[None].float().div(127.5).sub(1.0)
         return pixels.unsqueeze(2) if self.family.latent.is_video else pixels
 
-    def text_key(self, text: str, *, negative: bool = False) -> str:
-        if text in self.rows and not negative:
-            key: str = self.rows[text].captions[0].key
-            return key
-        return self.cache.prompt_ref(text, negative=negative).keys[0]
+    def batch(self, texts: Sequence[str]) -> dict[str, Any]:
+        """The samples of these captions, with scaled latents."""
+        return dict(self.cache.batch([self.rows[text].sample_id for text in texts], device="cpu", scaled=True))
 
-    def batch(self, texts: Sequence[str], *, negative: bool = False) -> dict[str, Any]:
-        """Texts from the cache, padded as the family has it."""
-        recipe = (self.encodings.negative if negative else self.encodings.text).settings
-        rules = {name: rule for name in self.family.fields if (rule := self.family.padding(name, recipe)) is not None}
-        found: dict[str, Any] = read_batch(
-            self.cache.store, [self.text_key(text, negative=negative) for text in texts], padding=rules
-        )
-        for name, rule in rules.items():
-            found[name + MASK] = row_mask(found.pop(f"{name}_lengths"), found[name].shape[1], rule)
-        sizes = [self.family.size_conditions(self.rows[text].images[0].geometry) for text in texts if text in self.rows]
-        if sizes and sizes[0] is not None:
-            found["add_time_ids"] = torch.tensor(sizes, dtype=torch.float32)
-        return found
+    def texts(self, texts: Sequence[str]) -> dict[str, torch.Tensor]:
+        """What `batch` has of these captions alone, as `prompt` has it of a prompt."""
+        prompt = self.cache.prompt("", device="cpu")
+        return {name: value for name, value in self.batch(texts).items() if name in prompt}
 
-    def stored_image(self, text: str) -> dict[str, torch.Tensor]:
-        """The image entry of this caption's photo, with a batch dimension."""
-        tensors = self.cache.get(self.rows[text].images[0].key).tensors
-        return {name: tensor[None] for name, tensor in tensors.items()}
+    def negative(self, size: int) -> dict[str, Any]:
+        """The empty text as the negative prompt of so many samples."""
+        found = self.cache.prompt("", device="cpu", negative=True)
+        return {name: tensor.expand(size, *tensor.shape[1:]) for name, tensor in found.items()}
+
+    def latents(self, text: str) -> torch.Tensor:
+        """Scaled latents of this caption's photo, drawn with `generator()` where the family draws: [1, ...]."""
+        draw = generator() if self.family.latent.draws else None
+        batch = self.cache.batch([self.rows[text].sample_id], device="cpu", scaled=True, generator=draw)
+        latents: torch.Tensor = batch["latents"]
+        return latents
 
     def prompts(self, texts: Sequence[str], negative: Sequence[str] | None = None) -> dict[str, Any]:
         """The pipeline's arguments for texts. Of the recipes that no pipeline has, its own encoding changed to them."""
@@ -254,14 +248,6 @@ class FamilyRun:
         # Copies: some pipelines write to the lists that they are given.
         settings = {name: list(value) if isinstance(value, list) else value for name, value in settings.items()}
         return pipeline(**{"generator": generator(), **settings})[0]
-
-
-def row_mask(lengths: torch.Tensor, num_rows: int, rule: Padding) -> torch.Tensor:
-    """bool [B, L]: which rows of a padded batch are no padding."""
-    places = torch.arange(num_rows)[None]
-    if rule.side == "left":
-        return places >= num_rows - lengths[:, None]
-    return (places < lengths[:, None] - rule.num_last) | (places >= num_rows - rule.num_last)
 
 
 def loaded_models(family: Family, parts: Mapping[str, Any]) -> Models:
