@@ -141,6 +141,8 @@ class Family(ABC):
     latent: ClassVar[LatentSpace]
     patch: ClassVar[int] = 1
     """Rows and columns of latents that the denoiser makes one token of: their numbers have to be multiples of it."""
+    reads_controls: ClassVar[bool] = False
+    """Whether `predict` gives the denoiser the control images of a batch too: `control_latents_1`, ..., scaled."""
     has_clips: ClassVar[bool] = False
     """Whether its denoiser takes latents of several frames."""
     fields: ClassVar[Mapping[str, TextField]]

@@ -9,7 +9,7 @@ import torch
 from typing_extensions import override
 
 from latentcache.families.base import VAE_WEIGHTS, Caption, Encoded, LatentSpace, Part, TextField, Upload
-from latentcache.families.packed import PackedFamily, image_ids, text_ids
+from latentcache.families.packed import PackedFamily, control_latents, image_ids, text_ids
 from latentcache.families.tiny_parts import (
     clip_text_model,
     clip_tokenizer,
@@ -48,6 +48,7 @@ class Flux(PackedFamily):
     }
     max_length = 512
     is_exact = False
+    reads_controls = True
 
     @override
     def encode_text(
@@ -70,12 +71,17 @@ class Flux(PackedFamily):
         guidance = None
         if denoiser.config.guidance_embeds:
             guidance = torch.full([len(noisy)], _GUIDANCE, device=noisy.device, dtype=torch.float32)
+        ids = [image_ids(noisy)]
+        # As FluxKontextPipeline has it, which takes one: the first has 1.
+        for control in control_latents(batch, noisy):
+            ids.append(image_ids(control))
+            ids[-1][:, 0] = len(ids) - 1
         return {
             "guidance": guidance,
             "pooled_projections": batch["pooled_prompt_embeds"],
             "encoder_hidden_states": batch["prompt_embeds"],
             "txt_ids": text_ids(batch["prompt_embeds"]),
-            "img_ids": image_ids(noisy),
+            "img_ids": torch.cat(ids),
         }
 
     @override

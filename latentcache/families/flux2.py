@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from latentcache.families import tiny_parts
 from latentcache.families.base import VAE_WEIGHTS, Caption, Encoded, Family, LatentSpace, Part, TextField, Upload
+from latentcache.families.packed import control_latents
 from latentcache.families.scaling import patchified
 
 _GUIDANCE = 3.5
@@ -55,7 +56,7 @@ class Flux2(Family):
     fields: ClassVar[Mapping[str, TextField]] = {"prompt_embeds": TextField("joint_attention_dim", features=(12288,))}
     max_length = 512
     recipe = {"layers": " ".join(map(str, layers))}
-    renders, is_exact = True, False
+    renders, is_exact, reads_controls = True, False, True
     lora_targets = ("to_q", "to_k", "to_v", "to_out.0", "to_qkv_mlp_proj")
 
     @override
@@ -95,11 +96,15 @@ class Flux2(Family):
         import diffusers
 
         embeds, guidance = batch["prompt_embeds"], torch.full([len(noisy)], _GUIDANCE, device=noisy.device)
+        ids, controls = [diffusers.Flux2Pipeline._prepare_latent_ids(noisy)], control_latents(batch, noisy)
+        if controls:
+            of_controls = diffusers.Flux2Pipeline._prepare_image_ids([each[:1] for each in controls])
+            ids.append(of_controls.expand(len(noisy), -1, -1))
         return {
             "guidance": guidance if self.is_guided else None,
             "encoder_hidden_states": embeds,
             "txt_ids": diffusers.Flux2Pipeline._prepare_text_ids(embeds).to(noisy.device),
-            "img_ids": diffusers.Flux2Pipeline._prepare_latent_ids(noisy).to(noisy.device),
+            "img_ids": torch.cat(ids, dim=1).to(noisy.device),
         }
 
     @override
@@ -107,9 +112,9 @@ class Flux2(Family):
         self, denoiser: Any, noisy: torch.Tensor, timesteps: torch.Tensor, batch: Mapping[str, Any]
     ) -> torch.Tensor:
         conditions = self.conditions(denoiser, noisy, batch)
-        packed = noisy.flatten(2).transpose(1, 2)
-        tokens: torch.Tensor = denoiser(packed, timestep=timesteps / 1000, return_dict=False, **conditions)[0]
-        return tokens.transpose(1, 2).reshape(noisy.shape)
+        given = torch.cat([each.flatten(2) for each in (noisy, *control_latents(batch, noisy))], dim=2).transpose(1, 2)
+        tokens: torch.Tensor = denoiser(given, timestep=timesteps / 1000, return_dict=False, **conditions)[0]
+        return tokens[:, : noisy[0, 0].numel()].transpose(1, 2).reshape(noisy.shape)
 
     @override
     def uses_negative(self, guidance_scale: float) -> bool:
@@ -126,22 +131,10 @@ class Flux2(Family):
 
     @override
     def tiny(self, seed: int = 0) -> dict[str, Any]:
-        import diffusers
-
         tokenizer = tiny_parts.qwen_tokenizer()
         with tiny_parts.seeded(seed):
             vae, encoder = tiny_parts.flux2_vae(self.latent.channels, seed), self.tiny_encoder(tokenizer)
-            transformer = diffusers.Flux2Transformer2DModel(
-                in_channels=4 * self.latent.channels,
-                num_layers=1,
-                num_single_layers=1,
-                attention_head_dim=16,
-                num_attention_heads=2,
-                joint_attention_dim=16 * len(self.layers),
-                timestep_guidance_channels=32,
-                axes_dims_rope=(4, 4, 4, 4),
-                guidance_embeds=self.is_guided,
-            )
+            transformer = tiny_parts.flux2_transformer(4 * self.latent.channels, 16 * len(self.layers), self.is_guided)
         parts = {"vae": vae, "text_encoder": encoder, "tokenizer": tokenizer}
         denoiser, scheduler = tiny_parts.randomised(transformer, seed), tiny_parts.flow_scheduler()
         return tiny_parts.frozen({**parts, "transformer": denoiser, "scheduler": scheduler})

@@ -26,6 +26,14 @@ def unpacked(tokens: torch.Tensor, height: int, width: int) -> torch.Tensor:
     return unpatchified(rows)
 
 
+def control_latents(batch: Mapping[str, Any], noisy: torch.Tensor) -> list[torch.Tensor]:
+    """The scaled latents of the batch's control images, in their order, in the dtype of the noisy ones."""
+    found: list[torch.Tensor] = []
+    while (name := f"control_latents_{len(found) + 1}") in batch:
+        found.append(batch[name].to(noisy.dtype))
+    return found
+
+
 class PackedFamily(Family):
     """A family whose denoiser takes tokens of patches, and timesteps from 0 to 1. It may have frames: one an image."""
 
@@ -37,8 +45,11 @@ class PackedFamily(Family):
     ) -> torch.Tensor:
         image = noisy.squeeze(2) if self.latent.is_video else noisy
         conditions = self.conditions(denoiser, image, batch)
-        tokens = denoiser(hidden_states=packed(image), timestep=timesteps / 1000, return_dict=False, **conditions)[0]
-        found = unpacked(tokens, *image.shape[-2:])
+        given = tokens = packed(image)
+        if self.reads_controls:
+            given = torch.cat([tokens, *map(packed, control_latents(batch, image))], dim=1)
+        made = denoiser(hidden_states=given, timestep=timesteps / 1000, return_dict=False, **conditions)[0]
+        found = unpacked(made[:, : tokens.shape[1]], *image.shape[-2:])
         return found.unsqueeze(2) if self.latent.is_video else found
 
     @override

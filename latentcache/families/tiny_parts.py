@@ -303,6 +303,23 @@ def flux2_vae(channels: int, seed: int = 0) -> Any:
     return vae
 
 
+def flux2_transformer(channels: int, text_width: int, guidance_embeds: bool) -> Any:
+    """A denoiser of FLUX.2, of two blocks, for scaled latents of so many channels."""
+    from diffusers import Flux2Transformer2DModel
+
+    return Flux2Transformer2DModel(
+        in_channels=channels,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=text_width,
+        timestep_guidance_channels=32,
+        axes_dims_rope=(4, 4, 4, 4),
+        guidance_embeds=guidance_embeds,
+    )
+
+
 def flow_scheduler() -> Any:
     """The scheduler of most flow models."""
     from diffusers import FlowMatchEulerDiscreteScheduler
