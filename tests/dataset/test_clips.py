@@ -20,7 +20,7 @@ from latentcache.config import Config, ImagesConfig, parse_config
 from latentcache.dataset import clips, container
 from latentcache.dataset.clips import decode_clip, num_frames_of_clip, probe_clip
 from latentcache.dataset.images import decode_frames, preparation_policy
-from latentcache.errors import ConfigError, ImageRefused
+from latentcache.errors import ConfigError, ImageRefused, StoreError
 from latentcache.families import family_named
 from latentcache.frames_config import FramesConfig
 from latentcache.identity import Preparation
@@ -284,3 +284,17 @@ def test_the_rule_of_frames_counts_for_clips_alone(
     report = run_precache(changed(cached, frames=FramesConfig(**frames)), dry_run=True)
     found = {name: number for name, number in report.misses_by_reason.items() if not name.startswith("refused before")}
     assert found == reasons
+
+
+def test_a_batch_of_clips_goes_from_the_cache_into_the_denoiser(cached: Config) -> None:
+    family, dataset = family_named("wan"), LatentDataset(cached.cache.path)
+    with LatentCache(cached.cache.path) as cache:
+        batch = cache.batch(["a.gif", "b.webp"], device="cpu", dtype=torch.float32, scaled=True)
+        with pytest.raises(StoreError):
+            cache.batch(["a.gif", "short.png"], device="cpu")
+    assert batch["latents"].shape == (2, 16, 3, HEIGHT // 8, WIDTH // 8)
+    assert batch["prompt_embeds"].shape == (2, 512, 32)
+    items = dataset.__getitems__([0, 1, 2, 3])  # of three numbers of frames
+    assert [item["latents"].shape[1] for item in items] == [3, 3, 1, 1]
+    found = family.predict(family.tiny()["transformer"], batch["latents"], torch.tensor([200.0, 700.0]), batch)
+    assert found.shape == batch["latents"].shape and found.isfinite().all()
