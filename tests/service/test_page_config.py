@@ -114,3 +114,22 @@ def test_captions_are_cut_where_the_family_s_encoder_stops_reading(name: str) ->
     shorter = encoded(found.read[: len(found.read) // 2] + "table" + found.read[len(found.read) // 2 :])
     assert all(torch.equal(whole[field], other[field]) for field in ["prompt_embeds"])
     assert not torch.equal(whole["prompt_embeds"], shorter["prompt_embeds"])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_vae_of_each_family_decodes_its_latents(name: str, make_config: Callable[..., Config]) -> None:
+    """An odd number of rows is what halving a picture may leave; joined in pairs, the last one has no partner."""
+    decoder, family = decoder_of(make_config(**{"model.family": name})), family_named(name)
+    assert decoder is not None
+    assert (decoder.channels, decoder.downscale) == (family.latent.channels, family.latent.downscale)
+    latents = torch.randn(decoder.channels, 9, 8, generator=torch.Generator().manual_seed(0))
+    pixels = decoder(latents)
+    rows = 8 if vae_facts(vae := family.tiny()["vae"]).scaling.rule == "batch_norm" else 9
+    frame = latents[None, :, None] if family.latent.is_video else latents[None, :, :rows]
+    with torch.no_grad():
+        whole = vae.decode(frame, return_dict=False)[0][0]
+    decoded = whole[:, 0] if family.latent.is_video else whole
+    expected = ((decoded / 2 + 0.5).clamp(0, 1) * 255).round().byte().movedim(0, -1).numpy().astype(int)
+    # Scaling and its inverse round, and a random VAE may take a shade from one to the next.
+    assert pixels.shape == expected.shape == (rows * 8, 64, 3) and np.abs(pixels.astype(int) - expected).max() <= 1
+    assert pixels.std() > 1
