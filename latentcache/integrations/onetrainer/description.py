@@ -8,7 +8,9 @@ import logging
 import weakref
 from collections.abc import Mapping
 from contextlib import nullcontext
+from functools import partial
 from pathlib import PurePath
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +19,7 @@ from latentcache.devices.placement import dtype_of
 from latentcache.errors import PipelineError
 from latentcache.families.base import VAE_WEIGHTS
 from latentcache.identity import canonical_json, digest
+from latentcache.integrations.onetrainer.callables import function_json
 from latentcache.integrations.onetrainer.upstream import MISSING, RECOGNISED, class_name, constructor_settings
 from latentcache.models.part_identity import module_identity, tokenizer_identity, weights_digest
 from latentcache.utils.nested import named_tensors
@@ -50,6 +53,8 @@ def describe(module: Any, provenance: Mapping[str, Any]) -> dict[str, Any]:
             if value is MISSING:
                 raise _Unreadable(f"its constructor takes {setting!r} and does not keep it: its value is not known")
             settings[setting] = _as_json(setting, value)
+            if setting == "tokenizer" and getattr(module, "apply_chat_template", None) is not None:
+                settings["chat_template"] = _as_json(setting, value.chat_template)
         except _Unreadable as error:
             problem = str(error) if value is MISSING else f"its setting {setting!r} is {error}"
             stated = advice.format(setting if name in RECOGNISED else name)
@@ -78,6 +83,8 @@ def _as_json(setting: str, value: Any) -> Any:
         return part_identity(setting, value)
     if getattr(value, "backend_tokenizer", None) is not None:
         return {"tokenizer": dataclasses.asdict(tokenizer_identity(setting, value))}
+    if isinstance(value, FunctionType):
+        return function_json(value, partial(_as_json, setting))
     if isinstance(value, torch.Tensor):
         data = value.detach().cpu().contiguous()
         shape = f"{data.dtype} {list(data.shape)}"

@@ -60,7 +60,8 @@ RECOGNISED = (
     | TEXTS
     | DRAWS.keys()
     | {
-        *("CalcAspect", "EncodeClipText", "EncodeVAE", "GenerateImageLike", "GenerateMaskedConditioningImage"),
+        *("CalcAspect", "EncodeClipText", "EncodeQwenText", "EncodeT5Text", "EncodeVAE"),
+        *("GenerateImageLike", "GenerateMaskedConditioningImage", "MapData", "PruneMaskedTokens"),
         *("ImageToVideo", "LoadImage", "NormalizeImageChannels", "RescaleImageChannels", "SampleVAEDistribution"),
         *("ScaleImage", "SelectFirstInput", "Tokenize"),
     }
@@ -68,6 +69,7 @@ RECOGNISED = (
 """Their values depend on the variation only through random numbers."""
 
 KEPT_AS: Mapping[tuple[str, str], str | None] = {
+    ("EncodeQwenText", "hidden_state_output_index"): "hidden_state_indexes",
     ("EncodeVAE", "sample_mode"): None,
     ("LoadImage", "channels"): "mode",
     ("AspectBucketing", "target_resolution_in_name"): "target_resolutions_in_name",
