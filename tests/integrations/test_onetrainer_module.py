@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -366,15 +367,22 @@ def test_an_unknown_module_counts_by_its_class_and_its_settings(
 
 
 def test_what_cannot_be_read_must_be_stated(setup: Callable[..., Setup], pipeline: SimpleNamespace) -> None:
-    scale = scaling_class(pipeline)
-    with pytest.raises(PipelineError, match=r"ScaleLatents: its setting 'factor' is a function.*provenance=") as caught:
-        with_module(setup(), scale(lambda: 2.0))
+    scale, two = scaling_class(pipeline), partial(float, 2.0)
+    with pytest.raises(PipelineError, match=r"ScaleLatents: its setting 'factor' is a partial.*provenance=") as caught:
+        with_module(setup(), scale(two))
     assert caught.value.module == "ScaleLatents"
     for stated in ({"ScaleLatents": "v1"}, {"factor": 2.0}, {"latent_image": "twice"}):
-        run = with_module(setup(changes={"provenance": stated}), scale(lambda: 2.0))
+        run = with_module(setup(changes={"provenance": stated}), scale(two))
         assert run.encoded["vae"] == NUM
-        assert with_module(setup(changes={"provenance": stated}), scale(lambda: 2.0)).encoded["vae"] == 0
-    assert with_module(setup(changes={"provenance": {"ScaleLatents": "v2"}}), scale(lambda: 2.0)).encoded["vae"] == NUM
+        assert with_module(setup(changes={"provenance": stated}), scale(two)).encoded["vae"] == 0
+    assert with_module(setup(changes={"provenance": {"ScaleLatents": "v2"}}), scale(two)).encoded["vae"] == NUM
+
+
+def test_a_function_counts_by_what_it_does(setup: Callable[..., Setup], pipeline: SimpleNamespace) -> None:
+    scale = scaling_class(pipeline)
+    assert with_module(setup(), scale(lambda: 2.0)).encoded["vae"] == NUM
+    assert with_module(setup(), scale(lambda: 2.0)).encoded["vae"] == 0
+    assert with_module(setup(), scale(lambda: 3.0)).encoded["vae"] == NUM
 
 
 def test_an_unknown_module_that_draws_depends_on_its_place(
