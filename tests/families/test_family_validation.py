@@ -1,0 +1,122 @@
+"""Every family is validated and trained from its cache: the loss is that of live encoding, and each command runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.family_runs import SIDE, TEXTS, FamilyRun, family_config
+from helpers.loss_cases import noise_of, timestep_of
+
+from latentcache import LatentCache, ValidationRunner, validate
+from latentcache.config import Config, ValidationConfig, parse_config
+from latentcache.families import FAMILIES, family_named
+from latentcache.models.lora import LORA_FILE
+from latentcache.models.vae import latents_from_moments
+from latentcache.precache.run import run_precache
+from latentcache.validation.loss import validation_loss
+from latentcache.validation.noise_schedule import NoiseSchedule
+
+pytestmark = pytest.mark.families
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+NUM_TIMESTEPS = 2
+
+
+def live_loss(run: FamilyRun, text: str) -> list[float]:
+    """The loss of this photo at each of its timesteps, with the photo encoded now."""
+    family, schedule = run.family, NoiseSchedule.of(run.parts["scheduler"])
+    sample_id = run.rows[text].sample_id
+    with torch.no_grad():
+        moments = family.encode_image(run.parts["vae"], run.pixels(text)).contiguous()
+        latents = run.scaling.apply(latents_from_moments(moments))
+        losses = []
+        for part in range(NUM_TIMESTEPS):
+            index = timestep_of(sample_id, part * 1000 // NUM_TIMESTEPS, (part + 1) * 1000 // NUM_TIMESTEPS)
+            noise, at = noise_of(sample_id, index, latents), torch.tensor([index])
+            noisy = schedule.noised(latents, noise, at)
+            predicted = family.predict(run.denoiser, noisy, schedule.timesteps[at], run.batch([text]))
+            target = noise if schedule.prediction_type == "epsilon" else noise - latents
+            losses.append((predicted - target).square().mean(dim=tuple(range(1, target.ndim))).item())
+    return losses
+
+
+def test_the_loss_is_that_of_live_encoding(run: FamilyRun) -> None:
+    settings = ValidationConfig(num_timesteps=NUM_TIMESTEPS, batch_size=1)
+    given: dict[str, Any] = {"scheduler": run.parts["scheduler"], "datasets": ["photos"]}
+    report = validation_loss(run.denoiser, run.cache, settings=settings, **given)
+    assert not report.skipped
+    for text in TEXTS:
+        expected = live_loss(run, text)
+        assert report.by_sample["photos"][run.rows[text].sample_id] == sum(expected) / len(expected), text
+    # Texts of unequal lengths in one call of the denoiser.
+    together = validation_loss(
+        run.denoiser, run.cache, settings=ValidationConfig(num_timesteps=2, batch_size=4), **given
+    )
+    for sample_id, loss in report.by_sample["photos"].items():
+        assert together.by_sample["photos"][sample_id] == pytest.approx(loss, rel=1e-4)
+
+
+@pytest.fixture(params=FAMILIES)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def config(name: str, tmp_path: Path) -> Config:
+    """A training set and a validation set of the same photos, and one prompt, whose model is the family's tiny one."""
+    given = family_config(tmp_path).model_dump(mode="json")
+    [dataset] = given["datasets"]
+    given["datasets"] = [dataset, {**dataset, "name": "held-out", "role": "validation"}]
+    given["model"]["family"] = name
+    given["validation"] |= {
+        "path": str(tmp_path / "validation"),
+        "prompts": ["a cat"],
+        "num_timesteps": 2,
+        "num_inference_steps": 2,
+        "guidance_scale": 4.0,
+        "height": SIDE,
+        "width": SIDE,
+    }
+    return parse_config(given)
+
+
+def test_a_cold_cache_is_filled_and_validated(name: str, config: Config) -> None:
+    parts = family_named(name).tiny()
+    run_precache(config.model_copy(update={"datasets": config.datasets[:1]}))
+    with LatentCache(config.cache) as cache:
+        report = ValidationRunner(parts, cache, config).run(3)
+    assert report is not None and report.loss is not None and report.loss.loss.num == len(TEXTS)
+    assert not report.loss.skipped and report.num_filled == 0, "the same photos are in the training set"
+    [sample] = report.images
+    assert sample.image.size == (SIDE, SIDE) and len(sample.image.getcolors(SIDE**2) or ()) > 10
+    # Without any encoder, as the command does it: the same numbers.
+    assert validate(config).report.loss == report.loss
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    import train_lora
+
+    yield train_lora
+    sys.modules.pop("train_lora")
+
+
+def test_a_lora_is_trained_and_validated(name: str, config: Config, script: Any, tmp_path: Path) -> None:
+    run_precache(config)
+    options = script.Options(steps=3, rank=2, learning_rate=1e-2, batch_size=2, out=tmp_path / "lora", device="cpu")
+    result = script.train(config, options)
+    assert result["step"] == 3 and len(set(result["losses"])) == 3
+    [trained] = result["validations"]
+    plain = validate(config).report.loss
+    found = validate(config, lora=str(tmp_path / "lora" / LORA_FILE)).report.loss
+    assert plain is not None and found is not None
+    assert trained["loss"] == found.loss.mean != plain.loss.mean
+    # The checkpoint too is a denoiser that can be validated.
+    saved = validate(config, denoiser=result["checkpoint"]).report.loss
+    assert saved is not None and saved.loss.mean == found.loss.mean
