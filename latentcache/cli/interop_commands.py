@@ -107,7 +107,7 @@ class WriterOptions:
     """simpletuner, ai-toolkit, musubi: dtype of the latents. Default: bfloat16, of musubi float32. webdataset, mds,
     parquet: of all tensors, float16 or float32. Default: as they are stored, bfloat16 as float32."""
     scaled: Switch = False
-    """webdataset, mds, parquet: write latents as the UNet expects them. Default: unscaled, as they are stored."""
+    """webdataset, mds, parquet: write latents as the denoiser expects them. Default: unscaled, as they are stored."""
     shard_bytes: str | None = None
     """webdataset, mds, parquet: size of a file, e.g. 512MiB. Default: 256MiB, of mds 64MiB."""
     caption_extension: str | None = None

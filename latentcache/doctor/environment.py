@@ -60,8 +60,8 @@ BAD_RANGES = (
     BadRange("torch", "<2.6", "2.6", "latentcache is written for torch>=2.6", "pyproject.toml"),
     BadRange("diffusers", "<0.39", "0.42", "latentcache is written for diffusers>=0.39", "pyproject.toml"),
     BadRange("diffusers", "<0.42", "0.42",
-        "works, but a pipeline of your own whose parts lie on several devices fails, e.g. a UNet on the GPU with its "
-        "text encoders on the CPU",
+        "works, but a pipeline of your own whose parts lie on several devices fails, e.g. a denoiser on the GPU with "
+        "its text encoders on the CPU",
         "https://github.com/huggingface/diffusers/pull/14383",
         "note",
     ),

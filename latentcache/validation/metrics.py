@@ -89,7 +89,7 @@ class SkippedSample(_Schema):
 
 
 class MeasurementSettings(_Schema):
-    """What determines the losses, except the UNet's weights. Only losses with equal settings may be compared.
+    """What determines the losses, except the denoiser's weights. Only losses with equal settings may be compared.
 
     `schedule` is the digest of the noise schedule. `datasets` maps each name to the digest of its samples. Settings of
     later versions are kept, and compared too.
