@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from latentcache.loading.sampler import BucketBatchSampler
     from latentcache.models.model_loader import LoadedModels
     from latentcache.phases.phases import Phase, Phases
-    from latentcache.precache.planner import explain
+    from latentcache.precache.explanation import explain
     from latentcache.precache.report import Report
     from latentcache.precache.run import run_precache
     from latentcache.precache.workspace import Workspace
@@ -86,7 +86,7 @@ _HOMES = {
     "Workspace": "precache.workspace",
     "audit": "devices.audit",
     "diagnose": "doctor.environment",
-    "explain": "precache.planner",
+    "explain": "precache.explanation",
     "guard": "devices.guard",
     "load_checkpoint": "checkpoints.checkpoint",
     "load_config": "config",

@@ -199,17 +199,25 @@ class MaskIdentity:
 
 @dataclass(frozen=True, slots=True)
 class TextIdentity:
-    """Everything that determines a text entry's value. `source` is the digest of the processed caption in UTF-8."""
+    """Everything that determines a text entry's value. `source` is the digest of the processed caption in UTF-8.
+
+    `controls` are the images that are read together with it: the digest of each and its preparation.
+    """
 
     source: str
     encoding: TextEncoding
     salt: str = ""
     kind: Literal["text"] = "text"
     schema: int = SCHEMA
+    controls: tuple[tuple[str, Preparation], ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """The identity in the form that `key_of` takes."""
-        return _values(self) | {"encoding": encoding_json(self.encoding)}
+        found = _values(self) | {"encoding": encoding_json(self.encoding)}
+        if not found.pop("controls"):
+            return found
+        controls = [{"source": source, "preparation": _values(made)} for source, made in self.controls]
+        return found | {"controls": controls}
 
 
 def keys_like(identity: ImageIdentity | MaskIdentity | TextIdentity) -> Callable[[str], str]:

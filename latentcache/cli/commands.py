@@ -124,7 +124,7 @@ def explain(sample: str, /, config: Path, *, options: OfConfig = CONFIG_DEFAULTS
         sample: Its sample_id: the path relative to the dataset's folder, or its key in a tar or table.
         config: The config that the sample belongs to.
     """
-    from latentcache.precache.planner import explain as explain_sample
+    from latentcache.precache.explanation import explain as explain_sample
 
     found = explain_sample(options.load(config), sample)
     return finish(found, options.as_json, has_faults=found.is_refused)

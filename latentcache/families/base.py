@@ -156,6 +156,8 @@ class Family(ABC):
     """What else than weights and the text determines an embedding: it is part of the key, as it stands here."""
     renders: ClassVar[bool] = False
     """Whether `rendered` needs the tokenizer, as a chat template does."""
+    text_reads_control: ClassVar[bool] = False
+    """Whether the text encoder reads a caption together with the sample's control images: `tokenize_with_control`."""
     has_zero_negative: ClassVar[bool] = False
     """Whether its pipelines take zeros where there is no negative prompt. Else they take the empty text."""
     is_exact: ClassVar[bool] = True
@@ -240,6 +242,12 @@ class Family(ABC):
         rendered = [self.rendered(parts, text) for text in texts]
         ids = tokenizer(rendered, truncation=False, padding=False, verbose=False).input_ids
         return [Caption(text, len(each)) for text, each in zip(texts, ids, strict=True)]
+
+    def tokenize_with_control(
+        self, parts: Mapping[str, Any], texts: Sequence[str], images: Sequence[Sequence[Any]]
+    ) -> Sequence[Any]:
+        """As `tokenize`, of texts that are each read together with control images, uint8 [H, W, 3], in their order."""
+        raise NotImplementedError(f"{self.name} reads texts alone")
 
     def token_limit(self, parts: Mapping[str, Any], recipe: Mapping[str, Any]) -> int:
         """The number of tokens, as `tokenize` counts them, above which a text is cut.

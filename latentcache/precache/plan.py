@@ -63,6 +63,7 @@ class TextTask:
     """One text entry to encode. Sample and path are those of the first sample with this caption.
 
     `caption` is the text as it was given; the source of the identity is the digest of what the tokenizer gets of it.
+    `controls` are the images that are read together with it.
     """
 
     key: str
@@ -70,6 +71,7 @@ class TextTask:
     caption: str
     sample_id: str
     path: str
+    controls: tuple[ImageTask, ...] = ()
 
 
 @dataclass(slots=True)
@@ -223,12 +225,13 @@ class PlanBuilder:
         present: set[str],
         why: Callable[[], str],
         identity: Callable[[], TextIdentity],
+        controls: Callable[[], tuple[ImageTask, ...]] = tuple,
     ) -> None:
-        """Count a text entry of `num_bytes`. `why` and `identity` are called for a miss only."""
+        """Count a text entry of `num_bytes`. `why`, `identity` and `controls` are called for a miss only."""
         if ref.key not in self._seen:
             task = None
             if self._is_miss(ref.key, present, why, num_bytes):
-                task = TextTask(ref.key, identity(), ref.text, row.sample_id, row.path)
+                task = TextTask(ref.key, identity(), ref.text, row.sample_id, row.path, controls())
             self._texts.add(encoding.recipe, TEXT_BATCH_SIZE, task)
 
     def finish(self) -> Plan:

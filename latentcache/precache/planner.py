@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import logging
 import math
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Annotated, Any
@@ -25,18 +23,18 @@ from latentcache.dataset.manifest_row import CaptionRef, ImageRef, PartRef, Row
 from latentcache.dataset.row_table import RowTableBuilder
 from latentcache.dataset.samples import Sample
 from latentcache.dataset.sources import open_source
-from latentcache.errors import ImageRefused, SampleError
+from latentcache.errors import ConfigError, ImageRefused
 from latentcache.identity import SCHEMA, ImageIdentity, MaskIdentity, digest, encoding_json
 from latentcache.models.model_loader import Models
-from latentcache.precache.encodings import Encodings, choose_encodings, family_json, load_models
-from latentcache.precache.miss_reasons import REFUSED, History
+from latentcache.precache.encodings import Encodings, family_json
+from latentcache.precache.miss_reasons import LOST, History
 from latentcache.precache.part_preparations import CONTROL_OUTPUT, PartPreparations
 from latentcache.precache.plan import ImageTask, MaskTask, Plan, PlanBuilder, Shard
 from latentcache.precache.preparations import Preparations
 from latentcache.precache.prompts import last_manifest, plan_prompts
-from latentcache.precache.texts import TextKeys
-from latentcache.precache.workspace import Workspace, open_workspace
-from latentcache.types import Json, Refusal, Size
+from latentcache.precache.texts import Controls, TextKeys
+from latentcache.precache.workspace import Workspace
+from latentcache.types import Refusal, Size
 from latentcache.utils.concurrency import bounded_map
 from latentcache.utils.host_memory import collector_paused
 from latentcache.utils.json_document import recalled
@@ -139,6 +137,11 @@ class _DatasetPlanner:
         self._texts = TextKeys(encodings.family, models.tokenizers, encodings.text, builder.salt)
         self._parts = PartPreparations(dataset, encodings, builder.salt)
         self._source = open_source(dataset.source, dataset.part_files, videos=dataset.frames is not None)
+        if encodings.family.text_reads_control and not dataset.control:
+            message = (
+                f"{encodings.family.name} reads captions together with control images; give dataset {dataset.name} some"
+            )
+            raise ConfigError(message, key="datasets.control")
         self._common = {
             "schema": SCHEMA,
             "salt": builder.salt,
@@ -259,8 +262,17 @@ class _DatasetPlanner:
             refusal = Refusal(sample.sample_id, refused.path, refused.reason, refused.detail)
             return Row(sample.sample_id, sample.path, source, (), (), refusal)
         texts = dict.fromkeys(sample.captions)
-        captions = tuple([CaptionRef(text, self._texts.key(text)) for text in texts])
+        controls = self._read_with_texts(part_refs)
+        captions = tuple([CaptionRef(text, self._texts.key(text, controls)) for text in texts])
         return Row(sample.sample_id, sample.path, source, images, captions, None, part_refs)
+
+    def _read_with_texts(self, parts: Iterable[PartRef]) -> Controls:
+        """The control images that the family's text encoder reads with each caption: those that are not mirrored."""
+        if not self._encodings.family.text_reads_control:
+            return ()
+        refs = [ref for ref in parts if ref.role == "control" and not ref.geometry.flip]
+        found = [self._parts.identity(number, ref.source, ref.geometry) for number, ref in enumerate(refs)]
+        return tuple((each.source, each.preparation) for each in found)
 
     def _add(self, sample: Sample, row: Row, history: History, present: set[str]) -> None:
         encodings = self._encodings
@@ -269,8 +281,9 @@ class _DatasetPlanner:
             self._builder.add_image(image, encodings, present, why, partial(self._task, sample, row, image))
         for caption in row.captions:
             why = partial(self._why_text, history, row, caption)
-            identity = partial(self._texts.identity, caption.text)
-            self._builder.add_text(row, caption, encodings.text, encodings.text_bytes, present, why, identity)
+            identity = partial(self._texts.identity, caption.text, self._read_with_texts(row.parts))
+            controls = partial(self._controls_of, sample, row)
+            self._builder.add_text(row, caption, encodings.text, encodings.text_bytes, present, why, identity, controls)
         for name, part in row.named_parts():
             why = partial(self._why_part, history, row, name, part)
             number = self._parts.names.index(name)
@@ -290,11 +303,22 @@ class _DatasetPlanner:
 
     def _why_text(self, history: History, row: Row, ref: CaptionRef) -> str:
         before = history.row(row.sample_id, row.source)
-        return history.why_text(before, ref, self._common, "text_encoding")
+        reason = history.why_text(before, ref, self._common, "text_encoding")
+        if not self._encodings.family.text_reads_control or before is None:
+            return reason
+        was, now = ([part for name, part in each.named_parts(flip=False) if name != "mask"] for each in (before, row))
+        changed = [(part.source, part.geometry) for part in was] != [(part.source, part.geometry) for part in now]
+        return f"control changed, {reason}".removesuffix(f", {LOST}") if changed else reason
 
     def _why_part(self, history: History, row: Row, name: str, ref: PartRef) -> str:
         before = history.row(row.sample_id, row.source)
         return f"{name}: {history.why_part(before, name, ref, self._common)}"
+
+    def _controls_of(self, sample: Sample, row: Row) -> tuple[ImageTask, ...]:
+        if not self._encodings.family.text_reads_control:
+            return ()
+        refs = [ref for ref in row.parts if ref.role == "control" and not ref.geometry.flip]
+        return tuple(self._control_task(sample, ref, number) for number, ref in enumerate(refs))
 
     def _control_task(self, sample: Sample, ref: PartRef, number: int) -> ImageTask:
         identity = self._parts.identity(number, ref.source, ref.geometry)
@@ -311,85 +335,3 @@ class _DatasetPlanner:
     def _task(self, sample: Sample, row: Row, ref: ImageRef) -> ImageTask:
         identity = self._preparations.identity(str(row.source), ref.geometry)
         return ImageTask(ref.key, identity, sample, self._source, self._dataset.images)
-
-
-@dataclass(frozen=True, slots=True)
-class Explanation:
-    """A sample as the next precache run would see it, once per dataset that it is in.
-
-    Each of `datasets` has `dataset`, `path`, `source` (the digest of its image), `refusal` and `entries`: `kind`,
-    `key`, `what`, `status` (hit or miss) and, of a miss, the `reason`.
-    """
-
-    sample_id: str
-    datasets: tuple[Json, ...]
-
-    @property
-    def is_refused(self) -> bool:
-        """Whether the plan refuses the sample, or the last run did, which decodes more than a header."""
-        return any(
-            dataset["refusal"] or any((entry["reason"] or "").startswith(REFUSED) for entry in dataset["entries"])
-            for dataset in self.datasets
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        """The explanation as a JSON object."""
-        return {"sample_id": self.sample_id, "datasets": list(self.datasets)}
-
-    def to_text(self) -> str:
-        """The explanation for people, a line for each entry."""
-        lines = []
-        for dataset in self.datasets:
-            lines.append(f"{self.sample_id} in {dataset['dataset']}: {dataset['path']}")
-            if refusal := dataset["refusal"]:
-                lines.append(f"  refused ({refusal['reason']}): {refusal['detail']}")
-            for entry in dataset["entries"]:
-                verdict = "hit" if entry["reason"] is None else f"miss: {entry['reason']}"
-                lines.append(f"  {entry['kind']:<5} {entry['key'][:12]}  {verdict}  ({entry['what']})")
-        return "\n".join(lines)
-
-
-def explain(config: Config, sample_id: str, *, models: Models | None = None) -> Explanation:
-    """What the next run would do with this sample, and why. Writes nothing.
-
-    Raises SampleError, naming the nearest sample_id, when no dataset of the config has it.
-    """
-    with open_workspace(config.cache, read_only=True) as workspace:
-        models = models or load_models(config.model, workspace.memo)
-        encodings = choose_encodings(config, models, workspace.memo)
-        plan = make_plan(config, workspace, encodings, models, only=frozenset([sample_id]))
-        found = {each.name: each.rows[sample_id] for each in plan.manifests if sample_id in each.rows}
-        if not found:
-            known = (manifest for name in workspace.manifests.names() if (manifest := workspace.manifests.read(name)))
-            ids = [row_id for manifest in known if manifest.role != "prompts" for row_id in manifest.rows]
-            near = difflib.get_close_matches(sample_id, ids, n=1)
-            names = ", ".join(dataset.name for dataset in config.datasets)
-            remedy = f"did you mean {near[0]!r}?" if near else "a sample_id is a path relative to the dataset's folder"
-            raise SampleError(sample_id, f"is in none of the datasets {names}", remedy)
-        return Explanation(sample_id, tuple(_explained(name, row, plan.reasons) for name, row in found.items()))
-
-
-def _explained(name: str, row: Row, reasons: Mapping[str, str]) -> Json:
-    entries = [
-        ("image", ref.key, f"{ref.geometry.extent}{' flipped' if ref.geometry.flip else ''}") for ref in row.images
-    ]
-    entries += [("text", ref.key, repr(ref.text)) for ref in row.captions]
-    for part_name, part in row.named_parts():
-        what = f"{part_name}, {part.geometry.target_size}{' flipped' if part.geometry.flip else ''}"
-        entries.append(("mask" if part.role == "mask" else "image", part.key, what))
-    return {
-        "dataset": name,
-        "path": row.path,
-        "source": row.source,
-        "refusal": None if row.refusal is None else row.refusal.to_json(),
-        "entries": [
-            {
-                "kind": kind,
-                "key": key,
-                "what": what,
-                "status": "miss" if key in reasons else "hit",
-                "reason": reasons.get(key),
-            }
-            for kind, key, what in entries
-        ],
-    }

@@ -226,6 +226,12 @@ class _Run:
             self.models.release()
 
     def _encode_elsewhere(self, encoders: EncodersElsewhere, failures: Failures) -> None:
+        if self.models.family.text_reads_control:
+            raise ConfigError(
+                f"{self.models.family.name} reads captions together with control images, which encoders elsewhere are "
+                "not given; run precache without --ray",
+                key="ray",
+            )
         self.models.release()
         find, report = self.workspace.store.find, self.report
         work = Work(self.config, self._plan, self._encodings, find, failures.add, report, self.progress, self.stop)

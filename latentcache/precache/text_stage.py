@@ -16,10 +16,12 @@ from typing import Any
 import torch
 
 from latentcache.devices.transfer import Download, transfer_to
+from latentcache.errors import ImageRefused
 from latentcache.families.base import MASK, inference
 from latentcache.models.offloading import encoders_placed
 from latentcache.models.running import BatchRunner, text_settings
 from latentcache.models.vae import problem_flags, problem_names
+from latentcache.precache.decoding import pixels_of
 from latentcache.precache.plan import TextTask
 from latentcache.precache.report import Failure, RunContext, storing_worker, timed
 from latentcache.provenance import Provenance
@@ -93,12 +95,33 @@ class TextStage:
 
     def _groups(self, batches: Iterable[Sequence[TextTask]], executor: ThreadPoolExecutor) -> Iterator[list[TextItem]]:
         """The batches with their tokens, tokenized a few groups ahead."""
+        for batch, made in bounded_map(
+            executor, self._tokens, filter(None, map(self._context.claim, batches)), GROUPS_AHEAD
+        ):
+            refused, tokens = made.result()
+            for key, failure in refused.items():
+                self._context.fail(key, failure)
+                self._context.progress.advance(1)
+            left = [task for task in batch if task.key not in refused]
+            if left:
+                yield [TextItem(task, each) for task, each in zip(left, tokens, strict=True)]
 
-        def read(batch: Sequence[TextTask]) -> Sequence[Any]:
-            return self._family.tokenize(self._parts_ahead, [task.caption for task in batch])
-
-        for batch, made in bounded_map(executor, read, filter(None, map(self._context.claim, batches)), GROUPS_AHEAD):
-            yield [TextItem(task, tokens) for task, tokens in zip(batch, made.result(), strict=True)]
+    def _tokens(self, batch: Sequence[TextTask]) -> tuple[dict[str, Failure], Sequence[Any]]:
+        """Why texts cannot be read, by key, since a control image of theirs cannot; and the tokens of the others."""
+        family = self._family
+        if not family.text_reads_control:
+            return {}, family.tokenize(self._parts_ahead, [task.caption for task in batch])
+        refused: dict[str, Failure] = {}
+        texts, images = [], []
+        for task in batch:
+            try:
+                pixels = [pixels_of(each.identity, each.sample, each.source, each.images) for each in task.controls]
+            except ImageRefused as error:
+                refused[task.key] = Failure(error.reason, f"its control image: {error.detail}", error.path)
+                continue
+            texts.append(task.caption)
+            images.append(pixels)
+        return refused, family.tokenize_with_control(self._parts_ahead, texts, images) if texts else ()
 
     def _launch(self, items: Sequence[TextItem]) -> Download:
         """Start a batch: what is stored of it, and flags of its problems.

@@ -6,7 +6,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from latentcache.families.base import Family
-from latentcache.identity import TextEncoding, TextIdentity, caption_digest, keys_like
+from latentcache.identity import Preparation, TextEncoding, TextIdentity, caption_digest, key_of, keys_like
+
+Controls = tuple[tuple[str, Preparation], ...]
+"""Control images: the digest of each and its preparation."""
 
 
 class TextKeys:
@@ -24,10 +27,10 @@ class TextKeys:
         """The digest of a text as the tokenizer gets it."""
         return caption_digest(self._family.rendered(self._tokenizers, text))
 
-    def key(self, text: str) -> str:
-        """The key of a text."""
-        return self._key(self.source(text))
+    def key(self, text: str, controls: Controls = ()) -> str:
+        """The key of a text, and of the control images that are read together with it."""
+        return key_of(self.identity(text, controls).to_json()) if controls else self._key(self.source(text))
 
-    def identity(self, text: str) -> TextIdentity:
+    def identity(self, text: str, controls: Controls = ()) -> TextIdentity:
         """What the entry of a text is."""
-        return TextIdentity(self.source(text), self._encoding, self._salt)
+        return TextIdentity(self.source(text), self._encoding, self._salt, controls=controls)

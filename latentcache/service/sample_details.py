@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from latentcache.config import Config
     from latentcache.families.base import Family
     from latentcache.models.model_loader import ModelLoader
-    from latentcache.precache.planner import Explanation
+    from latentcache.precache.explanation import Explanation
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +142,9 @@ class Explainer:
         self._models: ModelLoader | None = None
 
     def __call__(self, row: Row) -> Reasons:
-        """The reasons of a manifest's row. ConfigError, DatasetError, ModelError, SampleError of `planner.explain`."""
+        """The reasons of a manifest's row. ConfigError, DatasetError, ModelError, SampleError of `explain`."""
         from latentcache.precache.encodings import load_models
-        from latentcache.precache.planner import explain
+        from latentcache.precache.explanation import explain
 
         with self._lock:
             if self._models is None:

@@ -14,7 +14,7 @@ from latentcache.config import Config
 from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.errors import SampleError, UnsafeStoreError
 from latentcache.loading.cache import LatentCache
-from latentcache.precache.planner import explain
+from latentcache.precache.explanation import explain
 from latentcache.precache.run import run_precache
 from latentcache.store import DiskStore
 

@@ -26,7 +26,7 @@ from latentcache.frames_config import FramesConfig
 from latentcache.identity import Preparation
 from latentcache.models.tiny import tiny_parts
 from latentcache.models.vae import encode_images
-from latentcache.precache.planner import explain
+from latentcache.precache.explanation import explain
 from latentcache.precache.run import run_precache
 from latentcache.types import ClipSize, Crop, Geometry, Size
 

@@ -28,7 +28,7 @@ from latentcache.loading.cache import LatentCache
 from latentcache.models.model_loader import LoadedModels
 from latentcache.models.tiny import tiny_parts
 from latentcache.models.vae import posterior_std
-from latentcache.precache.planner import explain
+from latentcache.precache.explanation import explain
 from latentcache.precache.run import run_precache
 from latentcache.precache.workspace import Workspace, open_workspace
 

@@ -19,11 +19,13 @@ from latentcache.config import Config, ImagesConfig, parse_config
 from latentcache.dataset.images import decode
 from latentcache.dataset.manifest_row import Row
 from latentcache.dataset.masks import luma, prepare_mask
+from latentcache.errors import ConfigError
+from latentcache.families.sdxl import FAMILY as SDXL
 from latentcache.loading.status import status, verify
 from latentcache.models.model_loader import LoadedModels
 from latentcache.models.tiny import tiny_parts
+from latentcache.precache.explanation import explain
 from latentcache.precache.part_preparations import PartPreparations
-from latentcache.precache.planner import explain
 from latentcache.precache.report import Report
 from latentcache.precache.run import run_precache
 from latentcache.types import Crop, Geometry, Size
@@ -325,3 +327,65 @@ def test_explain_names_the_roles(pairs: Path) -> None:
     [mask] = [line for line in text.splitlines() if "mask" in line]
     assert "miss: control 1: image changed" in control and "image" in control
     assert "hit" in mask and "(mask, 64x128)" in mask
+
+
+@pytest.fixture
+def reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SDXL as a family whose text encoder reads the control images with the text: as words of the caption."""
+
+    def tokenize(family: Any, parts: Any, texts: list[str], images: list[list[np.ndarray]]) -> Any:
+        words = [" ".join(f"{each.shape[0]} {int(each.sum())}" for each in group) for group in images]
+        return family.tokenize(parts, [f"{text} {more}" for text, more in zip(texts, words, strict=True)])
+
+    monkeypatch.setattr(type(SDXL), "text_reads_control", True)
+    monkeypatch.setattr(type(SDXL), "tokenize_with_control", tokenize)
+
+
+@pytest.mark.usefixtures("reading")
+def test_a_text_that_is_read_with_control_images_depends_on_them(pairs: Path) -> None:
+    for name in NAMES:
+        (pairs / f"after/{name}.txt").write_text("make it a winter day")
+    config = config_of(pairs, flip=True)
+    run(config)
+    a, b = (row_of(config, f"{name}.png").captions[0].key for name in NAMES)
+    assert a != b, "one caption, two control images"
+    with LatentCache(config.cache) as cache:
+        entries = [cache.get(key) for key in (a, b)]
+    assert not torch.equal(entries[0].tensors["prompt_embeds"], entries[1].tensors["prompt_embeds"])
+    [control] = entries[0].record.identity["controls"]
+    part = row_of(config, "a.png").parts[0]
+    assert (control["source"], control["preparation"]["flip"]) == (part.source, False)
+    assert run(config).num_misses == 0
+
+    other_control(pairs)
+    report = run(config, dry_run=True)
+    assert report.misses_by_reason == {"control 1: image changed": 2, "control changed": 1}
+    (pairs / "before/a.png").write_bytes((pairs / "before/b.png").read_bytes())
+    run(config)
+    assert row_of(config, "a.png").captions[0].key == row_of(config, "b.png").captions[0].key
+
+
+@pytest.mark.usefixtures("reading")
+def test_a_damaged_control_image_costs_the_text_of_its_sample_alone(pairs: Path) -> None:
+    corrupt(pairs / "before/a.png")
+    config = config_of(pairs)
+    report = run(config)
+    assert [(refusal.sample_id, refusal.reason) for refusal in report.refused] == [("a.png", "corrupt")]
+    assert "control image" in report.refused[0].detail and row_of(config, "b.png").refusal is None
+
+
+@pytest.mark.usefixtures("reading")
+def test_a_family_that_reads_control_images_needs_them(pairs: Path) -> None:
+    with pytest.raises(ConfigError, match="sdxl reads captions together with control images; give dataset pairs some"):
+        run(config_of(pairs, control=[]))
+
+
+def test_the_text_of_other_families_does_not_depend_on_parts(pairs: Path) -> None:
+    config = config_of(pairs)
+    run(config)
+    key = row_of(config, "a.png").captions[0].key
+    other_control(pairs)
+    run(config)
+    assert row_of(config, "a.png").captions[0].key == key
+    with LatentCache(config.cache) as cache:
+        assert "controls" not in cache.get(key).record.identity

@@ -317,7 +317,7 @@ CHANGES = [
 
 
 def leaves(prefix: str, identity: type) -> Iterator[str]:
-    nested = {"preparation", "encoding"}
+    nested = {"preparation", "encoding", "controls"}  # controls: see test_parts.py
     yield from (f"{prefix}.{field.name}" for field in dataclasses.fields(identity) if field.name not in nested)
 
 

@@ -1,0 +1,100 @@
+"""Explains one sample: what the next precache run would do with each of its entries, and why."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from latentcache.config import Config
+from latentcache.dataset.manifest_row import Row
+from latentcache.errors import SampleError
+from latentcache.models.model_loader import Models
+from latentcache.precache.encodings import choose_encodings, load_models
+from latentcache.precache.miss_reasons import REFUSED
+from latentcache.precache.planner import make_plan
+from latentcache.precache.workspace import open_workspace
+from latentcache.types import Json
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """A sample as the next precache run would see it, once per dataset that it is in.
+
+    Each of `datasets` has `dataset`, `path`, `source` (the digest of its image), `refusal` and `entries`: `kind`,
+    `key`, `what`, `status` (hit or miss) and, of a miss, the `reason`.
+    """
+
+    sample_id: str
+    datasets: tuple[Json, ...]
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the plan refuses the sample, or the last run did, which decodes more than a header."""
+        return any(
+            dataset["refusal"] or any((entry["reason"] or "").startswith(REFUSED) for entry in dataset["entries"])
+            for dataset in self.datasets
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The explanation as a JSON object."""
+        return {"sample_id": self.sample_id, "datasets": list(self.datasets)}
+
+    def to_text(self) -> str:
+        """The explanation for people, a line for each entry."""
+        lines = []
+        for dataset in self.datasets:
+            lines.append(f"{self.sample_id} in {dataset['dataset']}: {dataset['path']}")
+            if refusal := dataset["refusal"]:
+                lines.append(f"  refused ({refusal['reason']}): {refusal['detail']}")
+            for entry in dataset["entries"]:
+                verdict = "hit" if entry["reason"] is None else f"miss: {entry['reason']}"
+                lines.append(f"  {entry['kind']:<5} {entry['key'][:12]}  {verdict}  ({entry['what']})")
+        return "\n".join(lines)
+
+
+def explain(config: Config, sample_id: str, *, models: Models | None = None) -> Explanation:
+    """What the next run would do with this sample, and why. Writes nothing.
+
+    Raises SampleError, naming the nearest sample_id, when no dataset of the config has it.
+    """
+    with open_workspace(config.cache, read_only=True) as workspace:
+        models = models or load_models(config.model, workspace.memo)
+        encodings = choose_encodings(config, models, workspace.memo)
+        plan = make_plan(config, workspace, encodings, models, only=frozenset([sample_id]))
+        found = {each.name: each.rows[sample_id] for each in plan.manifests if sample_id in each.rows}
+        if not found:
+            known = (manifest for name in workspace.manifests.names() if (manifest := workspace.manifests.read(name)))
+            ids = [row_id for manifest in known if manifest.role != "prompts" for row_id in manifest.rows]
+            near = difflib.get_close_matches(sample_id, ids, n=1)
+            names = ", ".join(dataset.name for dataset in config.datasets)
+            remedy = f"did you mean {near[0]!r}?" if near else "a sample_id is a path relative to the dataset's folder"
+            raise SampleError(sample_id, f"is in none of the datasets {names}", remedy)
+        return Explanation(sample_id, tuple(_explained(name, row, plan.reasons) for name, row in found.items()))
+
+
+def _explained(name: str, row: Row, reasons: Mapping[str, str]) -> Json:
+    entries = [
+        ("image", ref.key, f"{ref.geometry.extent}{' flipped' if ref.geometry.flip else ''}") for ref in row.images
+    ]
+    entries += [("text", ref.key, repr(ref.text)) for ref in row.captions]
+    for part_name, part in row.named_parts():
+        what = f"{part_name}, {part.geometry.target_size}{' flipped' if part.geometry.flip else ''}"
+        entries.append(("mask" if part.role == "mask" else "image", part.key, what))
+    return {
+        "dataset": name,
+        "path": row.path,
+        "source": row.source,
+        "refusal": None if row.refusal is None else row.refusal.to_json(),
+        "entries": [
+            {
+                "kind": kind,
+                "key": key,
+                "what": what,
+                "status": "miss" if key in reasons else "hit",
+                "reason": reasons.get(key),
+            }
+            for kind, key, what in entries
+        ],
+    }
