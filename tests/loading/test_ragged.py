@@ -30,9 +30,10 @@ from torch.utils.data import DataLoader, default_collate
 from latentcache import BucketBatchSampler, LatentCache, LatentDataset, LatentDatasets, LatentLoader
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_folder import ManifestFolder
-from latentcache.errors import StoreError
-from latentcache.families import FamilyName
+from latentcache.errors import ConfigError, StoreError
+from latentcache.families import FAMILIES, FamilyName, family_named
 from latentcache.identity import key_of
+from latentcache.loading import sample_facts
 from latentcache.store import DiskStore, MemoryStore
 from latentcache.types import Entry, Record
 
@@ -356,3 +357,21 @@ def test_what_a_service_encoded_is_compared_with_the_dataset(family: FamilyName)
                 with pytest.raises(StoreError, match="encodes prompts with other text encoders"):
                     cache.prompt("a dog", device="cpu")
         store = Encoding()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_negative_prompt_is_looked_up_by_the_recipe_that_precache_gives_it(family: FamilyName) -> None:
+    choices: list[dict[str, Any]] = [{}, {"max_length": 20}, {"padding": "keep"}, {"clip_skip": 1}]
+    allowed = 0
+    for settings_ in choices:
+        try:
+            recipe = family_named(family).text_recipe(**settings_)
+        except ConfigError:
+            continue  # a setting that the family does not have
+        allowed += 1
+        common = {"schema": 1, "salt": "", "family": family, "text_encoding": {"store_dtype": "bfloat16", **recipe}}
+        negative = family_named(family).text_recipe(negative=True, **settings_)
+        for is_negative, expected_recipe in ((False, recipe), (True, negative)):
+            found = sample_facts.prompt_identity(common, negative=is_negative)
+            assert found["encoding"] == {"store_dtype": "bfloat16", **expected_recipe}
+    assert allowed >= 2
