@@ -209,9 +209,9 @@ class SampleReader:
         else:
             # The texts are prefetched with the images, so that they come while the images are copied.
             self.store.prefetch(_joined(map(_KEYS, refs)))
-        sample_ids, _, layouts, fields = found[:FIELDS]
+        fields = found[FIELDS - 1]
         if fields.count(fields[0]) != len(refs):
-            _check_alike(sample_ids, layouts, fields)
+            _check_alike(found[0], found[2], fields)
         return found
 
     def _read(self, refs: Sequence[SampleRef], generation: int | None) -> list[tuple[Any, ...]]:

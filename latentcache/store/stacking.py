@@ -225,12 +225,13 @@ def stack_columns(
             array = _writable(name, tensor, DTYPES[stored], shape)
         tensors[name] = tensor
         arrays.append(array)
-    for name, array, column in zip(fields, arrays, columns, strict=True):
-        if padded is not None and name in padded.padding:
+    names = iter(fields)
+    for array, column in zip(arrays, columns, strict=True):
+        if padded is not None and (name := next(names)) in padded.padding:
             padded.fill(name, array, column)
-        else:
-            # One call for all rows: one for each, from Python, takes longer than the copy of a small row.
-            np.concatenate(column, out=array)
+            continue
+        # One call for all rows: one for each, from Python, takes longer than the copy of a small row.
+        np.concatenate(column, out=array)
     return tensors
 
 
