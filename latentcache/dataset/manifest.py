@@ -23,6 +23,7 @@ from latentcache.dataset.row_table import RowTable, RowTableBuilder
 from latentcache.errors import DatasetError, StoreError
 from latentcache.families import DEFAULT, family_named
 from latentcache.families.base import Family
+from latentcache.families.scaling import Rule
 from latentcache.identity import canonical_json, digest
 from latentcache.utils.host_memory import collector_paused
 from latentcache.utils.json_document import first_fault
@@ -76,9 +77,25 @@ class _HeaderPart(BaseModel):
 _MAX_FACTOR = 1e9
 
 
+_Factor = Annotated[float, Field(gt=0, le=_MAX_FACTOR)]
+_Shift = Annotated[float, Field(ge=-_MAX_FACTOR, le=_MAX_FACTOR)]
+
+
 class _ImageEncoding(_HeaderPart):
-    scaling_factor: Annotated[float, Field(gt=0, le=_MAX_FACTOR)]
-    shift_factor: Annotated[float, Field(ge=-_MAX_FACTOR, le=_MAX_FACTOR)] | None
+    scaling_factor: _Factor
+    shift_factor: _Shift | None
+
+
+class _Scaling(_HeaderPart):
+    """What `Scaling.from_json` reads, and nothing else."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    scaling_factor: _Factor = 1.0
+    shift_factor: _Shift | None = None
+    rule: Rule = "factor"
+    mean: list[_Shift] = []
+    std: list[_Factor] = []
 
 
 class _Imported(_HeaderPart):
@@ -90,6 +107,8 @@ class _Common(_HeaderPart):
     salt: str
     text_encoding: dict[str, Any]
     image_encoding: _ImageEncoding | None = None
+    family: str | None = None
+    scaling: _Scaling | None = None
     imported: _Imported | None = None
 
 

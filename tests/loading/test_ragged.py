@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, default_collate
 from latentcache import BucketBatchSampler, LatentCache, LatentDataset, LatentDatasets, LatentLoader
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_folder import ManifestFolder
-from latentcache.errors import ConfigError, StoreError
+from latentcache.errors import ConfigError, DatasetError, StoreError
 from latentcache.families import FAMILIES, FamilyName, family_named
 from latentcache.identity import key_of
 from latentcache.loading import sample_facts
@@ -301,6 +301,28 @@ def test_a_manifest_of_another_family_or_recipe_is_refused_by_name() -> None:
         manifests.write(Manifest("ragged", "train", 1, {**manifest.common, **change}, manifest.rows))
         with LatentCache(store=store, manifests=manifests) as cache, pytest.raises(StoreError, match=match):
             cache.batch(["0"], device="cpu")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"family": ["wan"]},
+        {"scaling": {"rule": "other"}},
+        {"scaling": {"rule": "mean_std", "mean": [0.0], "std": [0.0]}},
+        {"scaling": {"rule": "mean_std", "mean": ["1"], "std": [1.0]}},
+        {"scaling": {"more": 1}},
+    ],
+    ids=str,
+)
+def test_a_file_with_another_scaling_or_family_than_can_be_read_is_no_manifest(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
+    folder = ManifestFolder(tmp_path)
+    folder.write(Manifest("ragged", "train", 1, common_of("wan")))
+    assert folder.read("ragged") is not None
+    folder.write(Manifest("ragged", "train", 1, {**common_of("wan"), **change}))
+    with pytest.raises(DatasetError, match=rf"is no manifest: line 1: .*{next(iter(change))}"):
+        folder.read("ragged")
 
 
 # Prompts --------------------------------------------------------------------------------------------------------------
