@@ -234,28 +234,32 @@ def export(
 
     Latents are the mean of the moments, or with `seed` a draw, and scaled where musubi-tuner has them so, in `dtype`;
     embeddings keep theirs. A sample has one caption there: its first. Files that exist are listed and not replaced,
-    unless `overwrite`. FLUX.1 is there trained with control images (Kontext): samples are skipped, and listed. Raises
-    what `Export` does.
+    unless `overwrite`. FLUX.1 is trained there with one control image (Kontext): samples without are skipped, and
+    listed. Raises what `Export` does.
     """
     run = Export(
         "musubi", cache, name, folder, seed=seed, overwrite=overwrite, families=_FAMILIES.values(), progress=progress
     )
     short = next(short for short, family in _FAMILIES.items() if family == run.family.name)
     architecture = ARCHITECTURES[short]
+    run.takes_controls = architecture.needs_control
     run.report.note(NOTE_BUCKETS)
     for sample in run.samples():
-        if architecture.needs_control:
-            detail = f"musubi-tuner trains {run.family.name} with a control image (Kontext): this sample has none"
-            run.skip(sample.sample_id, sample.path, "unsupported-format", detail)
+        controls = run.controls(sample) if architecture.needs_control else []
+        if len(controls) != int(architecture.needs_control):
+            detail = f"musubi-tuner trains {run.family.name} with one control image (Kontext): this sample has "
+            run.skip(sample.sample_id, sample.path, "unsupported-format", f"{detail}{len(controls)}")
             continue
         base = Path(folder, sample.stem.name)
         height, width = sample.geometry.original_size
-        latents = run.scaling.apply(sample.latents) if architecture.is_scaled else sample.latents
-        sides = (1, *latents.shape[1:]) if latents.ndim == 3 else tuple(latents.shape[1:])
-        key = f"latents_{'x'.join(map(str, sides))}_{dtype_name(torch.empty(0, dtype=dtype))}"
+        tensors = {}
+        for kind, latents in (("latents", sample.latents), *(("latents_control", control) for control in controls)):
+            values = (run.scaling.apply(latents) if architecture.is_scaled else latents).to(dtype)
+            sides = (1, *values.shape[1:]) if values.ndim == 3 else tuple(values.shape[1:])
+            tensors[f"{kind}_{'x'.join(map(str, sides))}_{dtype_name(values)}"] = values
         metadata = {"width": str(width), "height": str(height)}
         path = base.with_name(f"{base.name}_{width:04d}x{height:04d}_{short}.safetensors")
-        data = _file({key: latents.to(dtype)}, architecture, metadata)
+        data = _file(tensors, architecture, metadata)
         run.report.num_images += run.write(path, data, sample)
         run.report.note(None if sample.flipped is None else NOTE_FLIPPED)
         _export_text(sample, base.with_name(f"{base.name}_{short}_te.safetensors"), architecture, run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from latentcache.dataset.manifest_row import PartRef
 from latentcache.errors import ConfigError, DatasetError
 from latentcache.families import family_named
 from latentcache.interop.foreign_family import published_scaling
@@ -95,6 +97,30 @@ def test_an_export_of_kontext_needs_control_images(tmp_path: Path) -> None:
     report = musubi.export(cache, "foreign", tmp_path / "again")
     assert reasons(report.skipped) == ["unsupported-format"] * 2 and "control image" in report.skipped[0].detail
     assert not (tmp_path / "again").exists()
+
+
+def test_an_export_of_kontext_has_the_latents_of_the_control_image(tmp_path: Path) -> None:
+    write_cache(tmp_path / "made", "flux", CAPTIONS)
+    workspace = Workspace()
+    import_cache(musubi.read(tmp_path / "made"), workspace, name="foreign")
+    manifest = workspace.manifests.read("foreign")
+    assert manifest is not None
+    cat, dog = (manifest.rows[name] for name in ("cat", "dog"))
+    (other,) = dog.images
+    control = PartRef("control", other.key, other.geometry, "0" * 64, "unverified")
+    missing = replace(control, key="f" * 64)
+    rows = {"cat": replace(cat, parts=(control,)), "dog": replace(dog, parts=(missing,))}
+    workspace.manifests.write(replace(manifest, rows=rows))
+    cache = LatentCache(store=workspace.store, manifests=workspace.manifests, unverified=True)
+    report = musubi.export(cache, "foreign", tmp_path / "again")
+    assert report.num_images == 1 and {(each.sample_id, each.reason) for each in report.skipped} == {
+        ("dog", "missing"),
+        ("dog", "unsupported-format"),
+    }
+    (path,) = (tmp_path / "again").glob("cat_*_fk.safetensors")
+    found = load_file(path)
+    torch.testing.assert_close(found["latents_1x8x16_float32"], latents_of("flux", 0))
+    torch.testing.assert_close(found["latents_control_1x8x16_float32"], latents_of("flux", 1))
 
 
 def test_images_give_their_names_and_digests(tmp_path: Path) -> None:
