@@ -179,7 +179,8 @@ class LocalTier:
                     return True
                 try:
                     take_pack(self.disk, pack, chunks(), num_bytes)
-                    self.disk.note_good(pack)
+                    # Each entry was compared with its digest, in the page cache: it need not be when it is read.
+                    self.disk.mapped.note_good(self.disk.catalog.table.packs[pack])
                 except StoreBusyError:  # its file is there; who works on the directory ends soon
                     with locked(self.disk.directory.lock, "keeping a pack", shared=True, wait=True):
                         take_sealed(self.disk, pack)

@@ -82,7 +82,7 @@ class DiskStore(Store):
         self._read_records = lru_cache(_MAX_RECORDS)(read_records)
         self._path_of = lru_cache(_MAX_PATHS)(self.directory.pack_path)
         note_use = (lambda pack: None) if read_only else self.directory.note_use
-        self._mapped = MappedReader(self._path_of, self._relocate, note_use)
+        self.mapped = MappedReader(self._path_of, self._relocate, note_use)
         self._reader: Reader | None = None
 
     @classmethod
@@ -208,10 +208,10 @@ class DiskStore(Store):
 
     def _choose_reader(self) -> Reader:
         """The reader for the packs that there are. It is chosen once, at the first read: before, there may be none."""
-        chosen = choose_reader(self.io, self.catalog.table.packs.values(), self._path_of, self._mapped)
+        chosen = choose_reader(self.io, self.catalog.table.packs.values(), self._path_of, self.mapped)
         if chosen is not None and self._reader is None:  # no thread replaces what another chose
             self._reader = chosen
-        return self._reader or self._mapped
+        return self._reader or self.mapped
 
     @override
     def prefetch(self, keys: Iterable[str]) -> None:
@@ -223,7 +223,7 @@ class DiskStore(Store):
 
     def _relocate(self, key: str, location: Location, problem: str) -> Location:
         """Another place for the entry if the index now has one; otherwise it is damaged, and marked so."""
-        (self._reader or self._mapped).invalidate([location])
+        (self._reader or self.mapped).invalidate([location])
         moved = self.catalog.relocate([key])[0]
         if moved is None:
             raise _absent(self, key)  # it was removed, or found damaged, elsewhere
@@ -232,14 +232,10 @@ class DiskStore(Store):
         self.mark_damaged({key: (location, problem)})
         raise EntryDamagedError(key, problem, is_marked=not self.read_only)
 
-    def note_good(self, pack: str) -> None:
-        """Each entry of a pack was compared with its digest just now, in the page cache: it need not be again."""
-        self._mapped.note_good(self.catalog.table.packs[pack])
-
     def mark_damaged(self, damaged: Mapping[str, tuple[Location, str]]) -> None:
         """Make entries misses from now on. If that cannot be written it is logged: the caller's error comes first."""
         # Also where nothing can be written: they are verified again, and fail.
-        (self._reader or self._mapped).invalidate([location for location, _ in damaged.values()])
+        (self._reader or self.mapped).invalidate([location for location, _ in damaged.values()])
         try:
             self.catalog.mark(damaged)
         except StoreError as error:
@@ -248,7 +244,7 @@ class DiskStore(Store):
 
     def release(self, packs: Iterable[str]) -> None:
         """Release packs that were compacted away."""
-        (self._reader or self._mapped).release(packs)
+        (self._reader or self.mapped).release(packs)
 
     @override
     def remove(self, keys: Iterable[str]) -> int:
@@ -277,7 +273,7 @@ class DiskStore(Store):
         if self._catalog is not None:
             self._catalog.close()
         self._catalog = None
-        (self._reader or self._mapped).close()
+        (self._reader or self.mapped).close()
         self._read_records.cache_clear()
 
 
