@@ -44,8 +44,8 @@ Pair = tuple[int, int]
 class Layout(NamedTuple):
     """What a batch says of a geometry: the pairs of SIZES, the same as int64 [4, 2], and the time ids.
 
-    Those are float32, six numbers for SDXL, none for most families. `extent` is what all of a batch share: the target
-    size, and of a clip its number of frames. Equal layouts are shared.
+    Those are float32: the family's `size_conditions`, which most do not have. `extent` is what all of a batch share:
+    the target size, and of a clip its number of frames. Equal layouts are shared.
     """
 
     original_size: Pair
