@@ -205,7 +205,8 @@ class _Denoisers:
         settings = self._read_settings(file.parent) if has_config else self._architecture()
         denoiser = self._empty(settings)
         names = denoiser.state_dict().keys()
-        if original or 2 * len(names & state.keys()) < len(names):
+        # Both layouts may share more than half of their names. A file by diffusers' names has nearly all of them.
+        if original or len(names & state.keys()) < 0.9 * len(names):
             state = self._converted(original or state, settings, str(file))
         self._fill(denoiser, state, str(file))
         return denoiser
