@@ -171,16 +171,14 @@ class DiskStore(Store):
 
     @override
     def get(self, key: str) -> Entry:
+        record = self.record(key)
         [location] = _locate(self, [key])
-        record = self._record(key, location)
         rows = (self._reader or self._choose_reader()).rows([key], [location])
         return Entry(record, {name: tensor[0] for name, tensor in stack([key], rows).items()}, location.group.ragged)
 
     @override
     def record(self, key: str) -> Record:
-        return self._record(key, _locate(self, [key])[0])
-
-    def _record(self, key: str, location: Location) -> Record:
+        [location] = _locate(self, [key])
         while True:
             path, problem = self._path_of(location.pack.id), DISAGREE
             try:
