@@ -25,7 +25,7 @@ from latentcache.store import DiskStore
 from latentcache.types import Crop, Entry, Geometry, Record, Size
 
 OPEN_CALLS = 150
-FIRST_BATCH_CALLS = 350
+FIRST_BATCH_CALLS = 355  # six of them, once for each manifest, ask its family how texts are padded
 WARM_BATCH_CALLS = 17
 BATCH = 16
 PACKAGE = str(Path(latentcache.__file__).parent)
