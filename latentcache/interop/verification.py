@@ -184,20 +184,16 @@ class Verifier:
 
     def _context(self, writer: Writer, progress: Progress) -> RunContext:
         """Precache's stages, which give what is compared: moments and embeddings in float32."""
-        encodings = replace(
-            self._encodings,
-            image=replace(self._encodings.image, output="moments", store_dtype="float32"),
-            text=replace(self._encodings.text, store_dtype="float32"),
-        )
         return RunContext(
             encode=self._verification.config.encode,
-            encodings=encodings,
+            encodings=replace(self._encodings, text=replace(self._encodings.text, store_dtype="float32")),
             models=self._models,
             store=partial(self._compare, writer),
             fail=self._note_failure,
             report=Report(),
             progress=progress,
             stop=threading.Event(),
+            compared=replace(self._encodings.image, output="moments", store_dtype="float32"),
         )
 
     def _image_batches(self, refs: Sequence[tuple[Row, ImageRef]]) -> list[list[ImageTask]]:

@@ -174,7 +174,8 @@ class ImageStage:
 
     def _store(self, items: Sequence[ImageItem], moments: torch.Tensor, note: str | None = None) -> None:
         """Store a batch. Images with bad outputs wait for a retry in float32, or are failures; `note` is a retry's."""
-        context, encoding = self._context, items[0].task.identity.encoding  # one for the batch: see PlanBuilder
+        context = self._context
+        encoding = context.compared or items[0].task.identity.encoding  # one for the batch: see PlanBuilder
         computed_dtype = encoding.compute_dtype if note is None else "float32"
         seeds = [int(item.task.key[:15], 16) for item in items]  # the key depends on the config's seed and the image
         outputs = keep_output(moments, encoding.output, seeds)

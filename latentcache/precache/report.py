@@ -13,6 +13,7 @@ import torch
 
 from latentcache.config import EncodeConfig
 from latentcache.errors import EncodeError
+from latentcache.identity import ImageEncoding
 from latentcache.models.model_loader import Models
 from latentcache.precache.encodings import TextEncodings
 from latentcache.types import Entry, Refusal
@@ -129,6 +130,9 @@ class RunContext:
     stop: threading.Event
     claim: Callable[[Sequence[Any]], Sequence[Any]] = lambda batch: batch
     """Called with each batch of tasks before it is begun. Returns those that this process should do."""
+
+    compared: ImageEncoding | None = None
+    """What is stored of images in place of what their identities say: for who compares them with others."""
 
     def is_stopped(self) -> bool:
         """Whether the rest is left to the next run."""

@@ -151,7 +151,7 @@ class Bare:
         (Bare("store", "copy_to", "restore"), "the ema is a Bare without shadow_params"),
         (
             Bare("store", "copy_to", "restore", num=3),
-            "the ema averages 3 parameters, but the unet has 4, 4 of them trained; build it over one of these",
+            "the ema averages 3 parameters, but the denoiser has 4, 4 of them trained; build it over one of these",
         ),
     ],
 )
