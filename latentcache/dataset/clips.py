@@ -68,6 +68,10 @@ def decode_clip(data: bytes, path: str, images: ImagesConfig, preparation: Prepa
     clip = np.empty((num_frames, *geometry.target_size, 3), np.uint8)
     wanted, decode = np.unique(numbers), decode_video if is_video else decode_frames
     for number, pixels in zip(wanted, decode(data, path, images, wanted.tolist()), strict=True):
+        size = Size(*pixels.shape[:2])
+        if size != geometry.original_size:
+            detail = f"frame {number} is {size}, and the first {geometry.original_size}: save the clip in one size"
+            raise ImageRefused(path, "corrupt", detail)
         clip[numbers == number] = prepare(pixels, geometry, preparation.resample)
     return clip
 

@@ -36,11 +36,16 @@ class PartFiles:
             if part.column is not None:
                 continue
             if folder == self._root:
-                if stem.endswith(part.suffix):
+                # Of what ends so, but has no image that it is a part of, a sample is refused by name.
+                if stem.endswith(part.suffix) and self._has_image(stem.removesuffix(part.suffix)):
                     return True
             elif os.path.join(self._root, sample_id).startswith(os.path.join(folder, "")):
                 return True
         return False
+
+    def _has_image(self, stem: str) -> bool:
+        folder, base = os.path.split(os.path.join(self._root, stem))
+        return base in self._images_in("images", folder)
 
     def of(self, sample_id: str, row: Mapping[str, Any] | None = None, folder: str = "") -> tuple[Sample, ...]:
         """The parts of a sample, each as a sample without captions. `row` is its metadata, which lies in `folder`.

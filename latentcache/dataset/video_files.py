@@ -81,12 +81,15 @@ def _opened(data: bytes, path: str, images: ImagesConfig) -> Iterator[tuple[Any,
             stream = file.streams.video[0]
             _check(stream, path, images)
             yield file, stream
-    except (av.error.FFmpegError, ValueError, RuntimeError) as error:
+    except (av.error.FFmpegError, ValueError, RuntimeError, LookupError, AttributeError, TypeError) as error:
         raise ImageRefused(path, "corrupt", f"FFmpeg: {error}") from error
 
 
 def _check(stream: Any, path: str, images: ImagesConfig) -> None:
     codec, sides = stream.codec_context, stream.sample_aspect_ratio
+    if codec is None:
+        detail = "a video in a codec that FFmpeg cannot decode; convert it to H.264"
+        raise ImageRefused(path, "unsupported-format", detail)
     check_limits(Size(codec.height, codec.width), path, images)
     if codec.color_trc in _PQ_AND_HLG:
         raise ImageRefused(path, "unsupported-format", "a video in HDR; convert it to SDR")

@@ -76,6 +76,10 @@ class Models(ABC):
     def tokenizers(self) -> dict[str, Any]:
         """The tokenizers by name; no text encoder is loaded for them."""
 
+    def tokenizers_ahead(self) -> dict[str, Any]:
+        """Copies for another thread: a tokenizer keeps how its last call padded and cut."""
+        return copy.deepcopy(self.tokenizers())
+
     def release(self, *parts: str) -> None:
         """Forget what was loaded or copied of these parts (default: all), so that its memory is freed."""
         gone = parts or tuple(self.family.parts)
@@ -111,6 +115,7 @@ class ModelLoader(Models):
         self._memo: MutableMapping[str, str] = {} if memo is None else memo
         self._origins: dict[str, ModelOrigin] = {}
         self._tokenizers: dict[str, Any] | None = None
+        self._tokenizers_ahead: dict[str, Any] | None = None
 
     @override
     def origin(self, part: str) -> str:
@@ -159,10 +164,16 @@ class ModelLoader(Models):
         return self._tokenizers
 
     @override
+    def tokenizers_ahead(self) -> dict[str, Any]:
+        if self._tokenizers_ahead is None:  # kept: a service encodes a few prompts at a time, and a copy takes longer
+            self._tokenizers_ahead = super().tokenizers_ahead()
+        return self._tokenizers_ahead
+
+    @override
     def release(self, *parts: str) -> None:
         super().release(*parts)
         if not parts or not set(parts).isdisjoint(self.family.names("tokenizer")):
-            self._tokenizers = None
+            self._tokenizers = self._tokenizers_ahead = None
 
     @override
     def _module(self, part: str, dtype: torch.dtype) -> torch.nn.Module:
@@ -188,8 +199,9 @@ class ModelLoader(Models):
         files = [_signature(path) for path in self._origin(part).files(part)]
         if not files:
             return None
-        versions = [diffusers.__version__, transformers.__version__]
-        return f"{_MEMO} {digest(canonical_json([part, str(dtype), self.variant, versions, files]))}"
+        versions, described = [diffusers.__version__, transformers.__version__], self.family.parts[part]
+        counts = [described.class_name, list(described.weights)]
+        return f"{_MEMO} {digest(canonical_json([part, str(dtype), self.variant, versions, files, counts]))}"
 
 
 class LoadedModels(Models):

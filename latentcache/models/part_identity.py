@@ -51,6 +51,8 @@ IGNORED_CONFIG: Mapping[str, str] = {
 """Config keys that cannot change an encoder's outputs, each with the reason. All other keys count, known or not, unless
 their value is None: with None a later release may fill in a key that this one does not know."""
 
+OPTIONAL_WEIGHTS = frozenset({"quant_conv."})
+"""First parts of names that some models of a class do not have."""
 _TILE_SETTING = re.compile(r"tile_.*|use_framewise_.*|num_(sample|latent)_frames.*")
 """Attributes of a VAE that say how it cuts tiles, which each class names in its own way."""
 
@@ -123,8 +125,18 @@ def weights_digest(
     """Digest of those weights of a module whose names begin with one of `weights`: floating ones as in `dtype`.
 
     With None each counts in the dtype that it has. Copies on the CPU are digested, and the module stays where it is.
-    Raises ModelError for weights on `meta`.
+    Raises ModelError for weights on `meta`, and if no name begins with one of `weights`: the digest would leave out
+    what counts. A VAE may lack OPTIONAL_WEIGHTS.
     """
+    names = list(module.state_dict())
+    for prefix in set(weights) - OPTIONAL_WEIGHTS:
+        if not any(name.startswith(prefix) for name in names):
+            met = names[0] if names else "none at all"
+            raise ModelError(
+                f"{part}: no weight of {type(module).__name__} has a name that begins with {prefix!r}; the first is "
+                f"{met!r}. Give the module itself without a wrapper, of the class that the family names.",
+                part=part,
+            )
     rows: list[tuple[str, str, list[int], str]] = []
     known: dict[tuple[Any, ...], str] = {}  # tied weights are digested once
     prefixes = tuple(weights)

@@ -277,7 +277,7 @@ def decode_fitting(vae: Any, latents: torch.Tensor) -> tuple[np.ndarray, bool]:
     for tiled in (False, True):
         try:
             images = decode_latents(vae, latents, tiled=tiled)
-            has_own_tiles = getattr(vae, "use_tiling", False) and max(latents.shape[-2:]) > vae.tile_latent_min_size
+            has_own_tiles = getattr(vae, "use_tiling", False) and max(latents.shape[-2:]) > _tile_rows(vae)
             return images, tiled or has_own_tiles
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
@@ -315,23 +315,37 @@ def _in_float32(vae: Any) -> Iterator[None]:
             tensor.data = data
 
 
+_IMAGE_TILES = ("tile_latent_min_size", "tile_sample_min_size")
+_VIDEO_TILES = tuple(f"tile_sample_{what}_{side}" for what in ("min", "stride") for side in ("height", "width"))
+
+
+def _tile_rows(vae: Any) -> int:
+    """Latent rows of a tile, as the VAE's settings have it."""
+    if hasattr(vae, _IMAGE_TILES[0]):
+        return int(vae.tile_latent_min_size)
+    return int(vae.tile_sample_min_height) // vae_facts(vae).downscale_factor
+
+
 @contextmanager
 def _tiling(vae: Any, size: Sequence[int], tiled: bool) -> Iterator[None]:
     """With `tiled`, tiling while inside: at least two tiles along the longer side of latents of (h, w)."""
-    names = ("use_tiling", "tile_latent_min_size", "tile_sample_min_size")
-    if not all(hasattr(vae, name) for name in names):
+    names = _IMAGE_TILES if hasattr(vae, _IMAGE_TILES[0]) else _VIDEO_TILES
+    if not all(hasattr(vae, name) for name in ("use_tiling", *names)):
         if tiled:
             raise refused("vae", f"{type(vae).__name__} cannot decode in tiles. Decode a smaller image.")
         yield
         return
-    before = {name: getattr(vae, name) for name in names}
+    before = {name: getattr(vae, name) for name in ("use_tiling", *names)}
     try:
         if tiled:
             factor = vae_facts(vae).downscale_factor
             # A multiple of four: tiles overlap by a quarter, and blending needs whole latent rows.
             side = max(4, min(TILE // factor, max(size) // 2) // 4 * 4)
             vae.enable_tiling()
-            vae.tile_latent_min_size, vae.tile_sample_min_size = side, side * factor
+            pixels = side * factor
+            sizes = (side, pixels) if names is _IMAGE_TILES else (pixels, pixels, pixels * 3 // 4, pixels * 3 // 4)
+            for name, value in zip(names, sizes, strict=True):
+                setattr(vae, name, value)
         yield
     finally:
         for name, value in before.items():

@@ -276,11 +276,16 @@ class _Run:
                     stage.run(left)
                 else:
                     self.stop.wait(CLAIM_WAIT_S)
-            self.models.release(*(name for name in self.models.family.parts if name != self.models.vae_name))
 
         for kind, stage, batches in self._stages(masks_only):
             if batches and not context.is_stopped():
                 run(kind, stage(context), batches)
+                self._release_after(kind)
+
+    def _release_after(self, kind: str) -> None:
+        """The text encoders and tokenizers go after their own stage: masks come before it."""
+        if kind == "text":
+            self.models.release(*(name for name in self.models.family.parts if name != self.models.vae_name))
 
     def _stages(self, masks_only: bool) -> list[tuple[str, type[_Stage], Sequence[Sequence[Any]]]]:
         plan = self._plan

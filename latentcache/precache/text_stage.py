@@ -6,7 +6,6 @@ overlap the computation, a batch is launched before the results of the last one 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -70,8 +69,8 @@ class TextStage:
                 encoders = context.models.text_encoders(placement.dtype)
                 tokenizers = context.models.tokenizers()
                 self._parts = {**encoders, **tokenizers}
-                # Tokenizing ahead must not change how the encoding's own calls pad and cut: a tokenizer keeps that.
-                self._parts_ahead = {**encoders, **copy.deepcopy(tokenizers)}
+                # Tokenizing ahead must not change how the encoding's own calls pad and cut.
+                self._parts_ahead = {**encoders, **context.models.tokenizers_ahead()}
                 context.report.placement |= stack.enter_context(encoders_placed(encoders, placement.device))
             context.progress.start("encode captions", sum(map(len, batches)))
             stack.enter_context(timed(context.report, "text"))

@@ -229,16 +229,16 @@ class _Measurement:
         return losses
 
     def _batches(self, name: str, view: LatentCache) -> Iterator[list[_TimestepSample]]:
-        """Pairs of a sample and a timestep, all of one bucket. Their order does not depend on the manifest's."""
-        buckets: dict[tuple[int, ...], list[str]] = {}
+        """Pairs of a sample and a timestep, all of one bucket, parts too. The manifest's order does not count."""
+        buckets: dict[tuple[Any, ...], list[str]] = {}
         for sample_id in sorted(view.sample_ids()):
             try:
                 manifest, row = view.row(sample_id)
-                layout = SampleRef.of(row, SampleFacts.of(manifest)).layout
+                ref = SampleRef.of(row, SampleFacts.of(manifest))
             except SampleError as error:
                 self._skip(name, error)
             else:
-                buckets.setdefault(layout.extent, []).append(sample_id)
+                buckets.setdefault((ref.layout.extent, ref.parts), []).append(sample_id)
         for bucket in sorted(buckets):
             pairs = (pair for sample_id in buckets[bucket] for pair in self._pairs(name, view, sample_id))
             while batch := list(islice(pairs, self.settings.batch_size)):

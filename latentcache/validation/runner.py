@@ -225,9 +225,10 @@ class ValidationRunner:
 
 
 def _family(cache: LatentCache, config: Config) -> Family:
-    """The config's, else that of what is cached: a trainer may have a model that the config does not name."""
-    if config.model.family is None and (cached := cache.datasets()):
-        return cached[0].family
+    """The config's, else that of what is cached of its datasets: a trainer may have a model that it does not name."""
+    cached = [each.name for each in config.datasets if each.name in cache.manifests.names()]
+    if config.model.family is None and cached:
+        return cache.manifest(cached[0]).family
     return family_of(config.model)[0]
 
 

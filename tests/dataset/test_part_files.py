@@ -170,3 +170,11 @@ def test_a_control_that_would_be_the_image_itself_is_refused(tmp_path: Path) -> 
 def test_alpha_is_a_short_form() -> None:
     [dataset] = config_of({"path": "photos"}, mask="alpha").datasets
     assert dataset.mask is not None and dataset.mask.alpha and dataset.part_files == ()
+
+
+def test_an_image_whose_name_ends_like_a_part_is_a_sample_where_there_is_no_other(tmp_path: Path) -> None:
+    for number, name in enumerate(("cat.png", "cat_1.png", "photo_1.png")):
+        put(tmp_path / name, number)
+    found, refused = read(opened({"path": tmp_path}, control={"suffix": "_1"}))
+    assert found == {"cat.png": [png(1)]}
+    assert refused.keys() == {"photo_1.png"} and refused["photo_1.png"][0] == "missing"

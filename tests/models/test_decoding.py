@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from latentcache.errors import EncodeError, ModelError
-from latentcache.models.tiny import tiny_pipeline
+from latentcache.models.tiny import tiny_parts, tiny_pipeline
 from latentcache.models.vae import decode_fitting, decode_latents
 
 SIZE = {"height": 64, "width": 96}
@@ -241,3 +241,18 @@ def test_numbers_that_are_not_finite_become_black(
     images = decode_latents(vae, latents * torch.nan)
     assert not images.any()
     assert "18432 of 18432 decoded numbers are NaN" in caplog.text
+
+
+@pytest.mark.parametrize("family", ["qwen-image", "wan"])
+def test_a_vae_of_video_decodes_in_tiles_and_its_settings_come_back(family: str) -> None:
+    vae = tiny_parts(family=family)["vae"]
+    latents = torch.randn(1, 16, 1, 8, 12, generator=torch.Generator().manual_seed(0))
+    whole, was_tiled = decode_fitting(vae, latents)
+    assert not was_tiled and whole.shape == (1, 1, 64, 96, 3)
+    before = dict(vars(vae))
+    assert decode_latents(vae, latents, tiled=True).shape == whole.shape
+    assert {name: vars(vae)[name] for name in before if name.startswith(("tile_", "use_"))} == {
+        name: value for name, value in before.items() if name.startswith(("tile_", "use_"))
+    }
+    vae.enable_tiling()
+    assert decode_fitting(vae, latents)[0].shape == whole.shape

@@ -11,6 +11,7 @@ from single_file import save_checkpoint
 from transformers import CLIPTokenizer
 
 from latentcache.errors import ModelError
+from latentcache.families import family_named
 from latentcache.models.model_loader import LoadedModels, ModelLoader
 from latentcache.models.tiny import tiny_parts
 
@@ -155,3 +156,14 @@ def test_weights_with_the_old_prefix_are_the_same_model(folder, tmp_path):
     tensors["text_model.embeddings.position_ids"] = torch.arange(77)[None]
     save_file(tensors, file, metadata={"format": "pt"})
     assert identities(ModelLoader(str(tmp_path / "old"))) == identities(ModelLoader(str(folder)))
+
+
+def test_weights_under_other_names_are_refused_and_not_left_out():
+    """Their digest would be that of nothing: one key for all of them."""
+    encoder = tiny_parts(family="krea2")["text_encoder"]
+    wrapped = torch.nn.Module()
+    wrapped.config, wrapped.model = encoder.config, encoder
+    models = LoadedModels(family=family_named("krea2"), text_encoder=wrapped)
+    with pytest.raises(ModelError, match="no weight of Module has a name that begins with 'language_model"):
+        models.identity("text_encoder", F32)
+    assert LoadedModels(family=family_named("krea2"), text_encoder=encoder).identity("text_encoder", F32)

@@ -284,7 +284,7 @@ def test_a_client_needs_no_encoder_for_new_prompts(server: RunningServer, config
         num_encoded = metric(server, "entries_total")
         images = prompt_embeddings(cache, ["one prompt", "new to all"], "ugly", device="cpu")
         assert [image.prompt for image in images] == ["one prompt", "new to all"]
-        assert torch.equal(images[1].prompt_embeds, expected(config, "new to all")["prompt_embeds"])
+        assert torch.equal(images[1].embeds["prompt_embeds"], expected(config, "new to all")["prompt_embeds"])
         assert metric(server, "entries_total") == num_encoded + 2, "one of three is known"
         with pytest.raises(RemoteError, match="as a unicode string"):
             cache.prompt("half \ud800 of a pair", device="cpu")

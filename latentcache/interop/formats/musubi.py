@@ -148,6 +148,8 @@ class MusubiCache:
         if _CLIP.fullmatch(base):
             raise ForeignFileRefused(path, "unsupported-format", "it is of a clip: images alone are imported")
         tensors, metadata = self._open(short, path)
+        if not all(size):
+            raise corrupt(path, f"its name says an image of {size}")
         if (metadata.get("width"), metadata.get("height")) != (str(size.width), str(size.height)):
             raise corrupt(path, f"its name says an image of {size}, its metadata another one")
         found = [name for name in tensors if _LATENTS.fullmatch(name)]
@@ -244,7 +246,11 @@ def export(
     architecture = ARCHITECTURES[short]
     run.takes_controls = architecture.needs_control
     run.report.note(NOTE_BUCKETS)
+    written: dict[str, str] = {}
     for sample in run.samples():
+        if why := _why_left_out(sample, written):
+            run.skip(sample.sample_id, sample.path, *why)
+            continue
         controls = run.controls(sample) if architecture.needs_control else []
         if len(controls) != int(architecture.needs_control):
             detail = f"musubi-tuner trains {run.family.name} with one control image (Kontext): this sample has "
@@ -264,6 +270,17 @@ def export(
         run.report.note(None if sample.flipped is None else NOTE_FLIPPED)
         _export_text(sample, base.with_name(f"{base.name}_{short}_te.safetensors"), architecture, run)
     return run.report
+
+
+def _why_left_out(sample: ExportSample, written: dict[str, str]) -> tuple[str, str] | None:
+    """Reason and detail of a sample that its files cannot hold. `written`: base name -> the sample that has it."""
+    if sample.geometry.num_frames is not None:
+        return "unsupported-format", "it is a clip: images alone are exported"
+    other = written.setdefault(sample.stem.name, sample.sample_id)
+    if other != sample.sample_id:
+        # Texts have no size in their names: both would be trained with one caption.
+        return "duplicate", f"{other} has the same name in another folder, and one folder has the files of both"
+    return None
 
 
 def _export_text(sample: ExportSample, path: Path, architecture: Architecture, run: Export) -> None:
