@@ -145,7 +145,8 @@ class DatasetConfig(_Section):
             raise ValueError(f"area of control is {small[0]}; one bucket of step {self.buckets.step} has more")
         if self.frames is not None and (self.control or self.mask):
             raise ValueError("frames makes clips, which have no control images and no masks; leave one out")
-        if any(self.part_files.count(part) > 1 for part in self.part_files):
+        files = [(part.path, part.suffix, part.column) for part in self.part_files]
+        if len(set(files)) < len(files):
             raise ValueError("two of control and mask are the same file; give another suffix, path or column")
         return self
 

@@ -28,7 +28,11 @@ from latentcache.identity import canonical_json, digest
 from latentcache.utils.host_memory import collector_paused
 from latentcache.utils.json_document import first_fault
 
-FORMAT = 2
+FORMAT, FORMAT_OF_MORE = 2, 3
+"""FORMAT_OF_MORE has a family, further parts or clips: a program that knows FORMAT alone would leave them out, and
+remove their entries."""
+_MORE = frozenset({"family", "scaling", "parts", "frames"})
+"""What `common` has of a manifest with these."""
 _MAX_LINE_BYTES = 1 << 24
 _BLOCK_BYTES = 1 << 20
 """Of lines that are read together."""
@@ -166,7 +170,7 @@ def write_manifest(manifest: Manifest, file: BinaryIO) -> None:
 
 def _header(manifest: Manifest) -> dict[str, Any]:
     return {
-        "format": FORMAT,
+        "format": FORMAT_OF_MORE if isinstance(manifest.common, Mapping) and _MORE & manifest.common.keys() else FORMAT,
         "name": manifest.name,
         "role": manifest.role,
         "repeats": manifest.repeats,
@@ -229,8 +233,9 @@ def _read(opened: BinaryIO, name: str, source: str | Path, builder: _Builder[_Fo
         with collector_paused():
             header = json.loads(_whole(opened.readline(_MAX_LINE_BYTES)))
             stored = header.pop("digest", None)
-            if header["format"] != FORMAT:
-                raise ValueError(f"manifest format {header['format']!r:.80}, but this version reads {FORMAT}")
+            if header["format"] not in (FORMAT, FORMAT_OF_MORE):
+                known = f"{FORMAT} and {FORMAT_OF_MORE}"
+                raise ValueError(f"manifest format {header['format']!r:.80}, but this version reads {known}")
             checked = _Header.model_validate(header)
             hasher = blake3(canonical_json(header))
             number = 0  # of the line: it follows from the rows until now

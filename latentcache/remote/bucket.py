@@ -32,7 +32,7 @@ NUM_THREADS = 16
 """Requests of one call that are on their way at once."""
 CHUNK_BYTES = 8 << 20
 """Of a pack that is read whole, in one piece of its stream."""
-PART_BYTES = 128 << 20
+PART_BYTES = 80 << 20
 """A larger pack is sent in parts of this size, one after the other. Others go in one request: parts of 16 MiB took half
 as long again, with a local S3 server."""
 PROBES = "probes"
@@ -40,7 +40,7 @@ ATTEMPTS = 3
 """To read an answer that broke off; and that fit into the time for retries, where a store says nothing."""
 UPLOAD_S = 900.0
 """An attempt to send an object, or one of its parts, ends after this: eight packs of 64 MiB that are on their way at
-once need a line of 5 Mbit/s."""
+once need a line of 6 Mbit/s."""
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

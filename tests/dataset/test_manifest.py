@@ -57,6 +57,19 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert "parts" not in manifest("one").rows["one"].to_json(), "old manifests and new ones are equal without parts"
 
 
+@pytest.mark.parametrize(("more", "number"), [({}, 2), ({"family": "wan"}, 3), ({"parts": {}}, 3), ({"frames": {}}, 3)])
+def test_a_program_that_knows_no_parts_refuses_their_manifests(
+    tmp_path: Path, more: dict[str, Any], number: int
+) -> None:
+    """It would leave them out, and remove their entries."""
+    written = manifest("a")
+    written = replace(written, common={**written.common, **more})
+    folder = ManifestFolder(tmp_path)
+    folder.write(written)
+    assert folder.read("photos") == written
+    assert json.loads((tmp_path / "photos.jsonl").read_bytes().splitlines()[0])["format"] == number
+
+
 def test_no_update_undoes_another(tmp_path: Path) -> None:
     """Two processes, and threads with folders of their own, add a sample each time."""
     num_updates = 15
