@@ -27,6 +27,7 @@ from latentcache.models.model_files import (
     refused,
     weights_name,
 )
+from latentcache.models.tiny import tiny_part
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,17 +68,16 @@ class TinyOrigin(ModelOrigin):
     @override
     def vae_config_file(self) -> Mapping[str, Any]:
         [name] = self.family.names("vae")
-        return dict(self.family.tiny()[name].config)
+        return dict(tiny_part(name, family=self.family.name).config)
 
     @override
     def load(self, part: str, dtype: torch.dtype) -> Mapping[str, torch.nn.Module]:
         # torch's own `to`: diffusers' warns of modules to keep in float32.
-        return {part: torch.nn.Module.to(self.family.tiny()[part], dtype)}
+        return {part: torch.nn.Module.to(tiny_part(part, family=self.family.name), dtype)}
 
     @override
     def load_tokenizers(self) -> dict[str, Any]:
-        parts = self.family.tiny()
-        return {name: parts[name] for name in self.family.names("tokenizer")}
+        return {name: tiny_part(name, family=self.family.name) for name in self.family.names("tokenizer")}
 
 
 @dataclass(frozen=True, slots=True)

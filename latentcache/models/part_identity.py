@@ -129,7 +129,7 @@ def weights_digest(
     what counts. A VAE may lack OPTIONAL_WEIGHTS.
     """
     names = list(module.state_dict())
-    for prefix in set(weights) - OPTIONAL_WEIGHTS:
+    for prefix in set(weights) - OPTIONAL_WEIGHTS - {""}:
         if not any(name.startswith(prefix) for name in names):
             met = names[0] if names else "none at all"
             raise ModelError(

@@ -6,7 +6,9 @@ quickstart's photos.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +21,29 @@ from latentcache.models.model_files import TINY_PHOTOS_FOLDER, loading
 
 def tiny_parts(seed: int = 0, family: str = DEFAULT) -> dict[str, Any]:
     """The frozen parts of the family's tiny model by name: float32, CPU, eval. See `Family.tiny`."""
-    found = family_named(family)
-    return {name: part for name, part in found.tiny(seed).items() if name in found.parts}
+    return {name: tiny_part(name, seed, family) for name in family_named(family).parts}
+
+
+def tiny_part(name: str, seed: int = 0, family: str = DEFAULT) -> Any:
+    """One part of `Family.tiny`, the denoiser and the scheduler too: a copy of its own, which a caller may change."""
+    return copy.deepcopy(_built(seed, family)[name])
+
+
+@lru_cache(maxsize=4)
+def _built(seed: int, family: str) -> dict[str, Any]:
+    """Building all of a model takes longer than copying one part, and parts are requested one by one."""
+    return family_named(family).tiny(seed)
 
 
 def tiny_denoiser(seed: int = 0, family: str = DEFAULT) -> Any:
     """A denoiser that fits these parts: float32, CPU, trainable."""
-    found = family_named(family)
-    return found.tiny(seed)[found.denoiser].train().requires_grad_(True)
+    return tiny_part(family_named(family).denoiser, seed, family).train().requires_grad_(True)
 
 
 def tiny_pipeline(parts: Mapping[str, Any] | None = None, *, seed: int = 0, family: str = DEFAULT) -> Any:
     """A whole pipeline of diffusers over `parts`; those that are not given are of the tiny model."""
     found = family_named(family)
-    made = found.tiny(seed)
+    made = copy.deepcopy(_built(seed, family))
     made[found.denoiser].train().requires_grad_(True)
     return found.pipeline(**{**made, **(parts or {})})
 

@@ -72,8 +72,8 @@ def test_a_newer_cache_is_refused(golden: Path) -> None:
 
 def test_a_newer_manifest_is_refused(golden: Path) -> None:
     path = golden / "manifests" / "golden.jsonl"
-    path.write_text(path.read_text().replace('{"format": 2,', '{"format": 3,', 1))
-    with LatentCache(golden) as cache, pytest.raises(DatasetError, match=r"format 3.*reads 2"):
+    path.write_text(path.read_text().replace('{"format": 2,', '{"format": 4,', 1))
+    with LatentCache(golden) as cache, pytest.raises(DatasetError, match=r"format 4.*reads 2 and 3"):
         cache.sample_ids()
 
 
