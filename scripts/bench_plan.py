@@ -64,8 +64,8 @@ def make_photos(folder: Path, first: int, end: int) -> None:
 def fill(config: Config) -> None:
     """Make every key of the plan an entry, and write the manifests: as a precache run leaves the cache."""
     with open_workspace(config.cache) as workspace:
-        encodings = choose_encodings(config, load_models(config.model, workspace.memo), workspace.memo)
-        plan = make_plan(config, workspace, encodings)
+        models = load_models(config.model, workspace.memo)
+        plan = make_plan(config, workspace, choose_encodings(config, models, workspace.memo), models)
         tiny = {"latents": torch.ones(1, dtype=torch.float16)}
 
         def entries() -> Iterator[Entry]:

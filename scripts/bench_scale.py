@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from bench_index import build, key_of
@@ -109,7 +109,7 @@ def plan(root: Path, num_samples: int) -> dict[str, float]:
     image = ImageEncoding(part, "float16", "moments", "float16", 1.0, None)
     encodings = Encodings(family, text, text, placement, 1, image, placement, VaeFacts(Scaling(), True, 4, 8), 16)
 
-    def missed() -> str:
+    def missed() -> NoReturn:
         raise AssertionError("an entry of the manifest is not in the index")
 
     with DiskStore(root, read_only=True) as store:
@@ -118,10 +118,10 @@ def plan(root: Path, num_samples: int) -> dict[str, float]:
             chunk = rows.rows(start, start + CHUNK)
             present = builder.find(key for row in chunk for key in row.keys())
             for row in chunk:
-                for image in row.images:
-                    builder.add_image(image, encodings, present, missed, missed)  # type: ignore[arg-type]
+                for ref in row.images:
+                    builder.add_image(ref, encodings, present, missed, missed)
                 for caption in row.captions:
-                    builder.add_text(row, caption, encodings.text, 1, present, missed)
+                    builder.add_text(row, caption, encodings.text, 1, present, missed, missed)
             new.add(chunk)
         assert builder.finish().num_hits == 2 * num_samples and len(new.finish()) == num_samples
     return {}
