@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from latentcache.loading.cache import LatentCache
     from latentcache.loading.dataset import LatentDataset, LatentDatasets
     from latentcache.loading.loader import LatentLoader
+    from latentcache.loading.loss_parts import masked_errors
     from latentcache.loading.sampler import BucketBatchSampler
     from latentcache.models.model_loader import LoadedModels
     from latentcache.phases.phases import Phase, Phases
@@ -61,6 +62,7 @@ __all__ = [
     "guard",
     "load_checkpoint",
     "load_config",
+    "masked_errors",
     "repair_optimizer",
     "run_precache",
     "save_checkpoint",
@@ -90,6 +92,7 @@ _HOMES = {
     "guard": "devices.guard",
     "load_checkpoint": "checkpoints.checkpoint",
     "load_config": "config",
+    "masked_errors": "loading.loss_parts",
     "repair_optimizer": "devices.optimizer",
     "run_precache": "precache.run",
     "save_checkpoint": "checkpoints.checkpoint",

@@ -34,7 +34,7 @@ from latentcache.cache_config import TOKEN_VARIABLE, WRITE_TOKEN_VARIABLE, Cache
 from latentcache.errors import ConfigError, StoreError, UnsafeStoreError
 from latentcache.families import DEFAULT_REPOSITORY, FamilyName
 from latentcache.frames_config import FramesConfig
-from latentcache.part_config import MAX_CONTROLS, ControlConfig, MaskConfig, PartConfig, as_list
+from latentcache.part_config import MAX_CONTROLS, ControlConfig, MaskConfig, PartConfig, as_list, as_section
 from latentcache.ray_config import RayConfig
 from latentcache.utils.durable_files import read_regular
 
@@ -126,7 +126,7 @@ class DatasetConfig(_Section):
     """Also cache each image mirrored left to right, as its own entry."""
     control: Annotated[tuple[ControlConfig, ...], BeforeValidator(as_list), Field(max_length=MAX_CONTROLS)] = ()
     """Control images of each sample, such as what an edit begins with; one may stand without a list."""
-    mask: MaskConfig | None = None
+    mask: Annotated[MaskConfig | None, BeforeValidator(as_section)] = None
     """How much each place of the image counts in the loss; `alpha`: the image's alpha channel."""
 
     @property
@@ -438,11 +438,14 @@ def _from_text(value: Any) -> Any:
 def _merge(settings: dict[str, Any], changes: Mapping[str, Any]) -> None:
     for name, value in changes.items():
         if isinstance(value, Mapping):
-            section = settings.setdefault(name, {})
+            if settings.get(name) is None:
+                settings[name] = {}
+            section = settings[name]
             if isinstance(section, list):
                 section = dict(zip(map(str, range(len(section))), section, strict=True))
                 if unknown := [number for number in value if not isinstance(section.get(number), dict)]:
-                    raise ConfigError(f"there is no number {unknown[0]!r} of {len(section)}", key=name)
+                    message = f"{name}: there is no number {unknown[0]!r}; the file has {len(section)}"
+                    raise ConfigError(message, key=name)
             if isinstance(section, dict):  # anything else is a fault in the file, which parse_config reports
                 _merge(section, value)
         else:
@@ -462,4 +465,9 @@ def _merge_datasets(settings: dict[str, Any], changes: Mapping[str, Any], source
             raise ConfigError(
                 f"--datasets.{which}: no such dataset; there are {', '.join(known)}", source=source, key="datasets"
             )
+        # As the schema has them: a file may give one control image without a list, and a mask as a word.
+        if "control" in change:
+            dataset["control"] = as_list(dataset.get("control", []))
+        if "mask" in change:
+            dataset["mask"] = as_section(dataset.get("mask"))
         _merge(dataset, change)

@@ -64,11 +64,6 @@ class MaskConfig(PartConfig):
     alpha: bool = False
     """Take the image's own alpha channel, as kohya's alpha_mask does. An image without one counts everywhere."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _alpha(cls, settings: Any) -> Any:
-        return {"alpha": True} if settings == "alpha" else settings
-
     @model_validator(mode="after")
     def _one_mask(self) -> MaskConfig:
         if self.alpha and (self.path is not None or self.suffix or self.column is not None):
@@ -79,6 +74,11 @@ class MaskConfig(PartConfig):
 def as_list(settings: Any) -> Any:
     """One section in place of a list of sections is a list of one."""
     return [settings] if isinstance(settings, Mapping) else settings
+
+
+def as_section(mask: Any) -> Any:
+    """The word `alpha` in place of a section is the section with `alpha`."""
+    return {"alpha": True} if mask == "alpha" else mask
 
 
 def part_names(parts: Sequence[PartConfig]) -> tuple[str, ...]:

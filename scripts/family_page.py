@@ -64,6 +64,7 @@ def section(family: Family, families: list[Family], parts: dict[str, dict[str, A
     yield f"| recipe of a text, in its key | {recipe} |"
     yield f"| tokens at most | {family.max_length} |"
     yield f"| text encoders compute in | {family.text_dtype} on an accelerator |"
+    yield f"| control images in training and validation | {'read' if family.reads_controls else 'refused'} |"
 
 
 def others_of(family: Family, function: str) -> list[str]:

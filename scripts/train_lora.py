@@ -43,11 +43,13 @@ from latentcache import (
     errors,
     load_checkpoint,
     load_config,
+    masked_errors,
     save_checkpoint,
 )
 from latentcache.integrations.diffusers import (
     Family,
     NoiseSchedule,
+    check_controls,
     check_fits,
     load_denoiser,
     load_scheduler,
@@ -160,6 +162,7 @@ class Training:
         # The family knows what its denoiser takes, and which layers get a LoRA. The denoiser is frozen, in the dtype of
         # the computation; the LoRA in it is trained, in float32.
         self.family = family_of(self.dataset, self.cache)
+        check_controls(self.family, self.cache, [dataset.name for dataset in config.datasets], config)
         torch.manual_seed(options.seed)
         self.denoiser = load_denoiser(dtype=self.dtype, model=config.model, family=self.family)
         sample = self.dataset[0]
@@ -196,7 +199,7 @@ class Training:
         return loss.item()
 
     def loss(self, batch: dict[str, Any]) -> torch.Tensor:
-        """The mean squared error of what the denoiser predicts, at a random timestep of each sample."""
+        """The mean squared error of what the denoiser predicts, at a random timestep of each sample; masks count."""
         latents = batch["latents"]
         # Drawn on the CPU: the numbers are the same on every device.
         noise = torch.randn(latents.shape, generator=self.generator).to(self.device)
@@ -204,7 +207,8 @@ class Training:
         noisy = self.schedule.noised(latents, noise, index).to(self.dtype)
         timesteps = self.schedule.timesteps[index].to(self.device)
         predicted = self.family.predict(self.denoiser, noisy, timesteps, batch)
-        return F.mse_loss(predicted.float(), self.schedule.target(latents, noise, index))
+        target = self.schedule.target(latents, noise, index)
+        return masked_errors(F.mse_loss(predicted.float(), target, reduction="none"), batch).mean()
 
     def validation_runner(self) -> ValidationRunner | None:
         """None where there is nothing to validate, and `validate_every` is 0."""

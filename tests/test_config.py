@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -86,6 +87,63 @@ def test_text_from_flags_and_variables_becomes_numbers_and_none(config_file: Pat
     config = load_config(config_file, environ=environ, overrides=flags)
     assert (config.encode.batch_size, config.model.vae, config.encode.clip_skip) == (4, None, 1)
     assert config.datasets[0].flip is True and config.datasets[0].repeats == 3
+
+
+@pytest.mark.parametrize(
+    ("written", "flags", "expected"),
+    [
+        (
+            [{"suffix": "_1"}, {"suffix": "_2"}],
+            {"1": {"area": "8192"}, "0": {"suffix": "_a"}},
+            [("_a", None), ("_2", 8192)],
+        ),
+        ([{"suffix": "_1", "area": 8192}], {"0": {"area": "null"}}, [("_1", None)]),
+        ({"suffix": "_1"}, {"0": {"suffix": "_a"}}, [("_a", None)]),  # one without a list
+    ],
+)
+def test_a_flag_changes_one_of_several_control_images(
+    tmp_path: Path, written: Any, flags: dict[str, Any], expected: list[Any]
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump({"datasets": [{**MINIMAL["datasets"][0], "control": written}]}))
+    config = load_config(path, environ={}, overrides={"datasets": {"photos": {"control": flags}}})
+    assert [(each.suffix, each.area) for each in config.datasets[0].control] == expected
+
+
+@pytest.mark.parametrize(
+    ("dataset", "flags", "message"),
+    [
+        ({"control": [{"suffix": "_1"}] * 2}, {}, "two of control and mask are the same file"),
+        (
+            {"control": [{"suffix": "_1"}]},
+            {"control": {"1": {"suffix": "_2"}}},
+            "control: there is no number '1'; the file has 1",
+        ),
+        (
+            {"control": {"suffix": "_1"}},
+            {"control": {"1": {"suffix": "_2"}}},
+            "control: there is no number '1'; the file has 1",
+        ),
+        ({}, {"control": {"0": {"suffix": "_1"}}}, "control: there is no number '0'; the file has 0"),
+        ({"mask": "alpha"}, {"mask": {"suffix": "_m"}}, "alpha is the image's own channel"),
+    ],
+)
+def test_flags_that_no_control_image_or_mask_has_are_named(
+    tmp_path: Path, dataset: dict[str, Any], flags: dict[str, Any], message: str
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump({"datasets": [{**MINIMAL["datasets"][0], **dataset}]}))
+    with pytest.raises(ConfigError, match=message):
+        load_config(path, environ={}, overrides={"datasets": {"photos": flags}})
+
+
+@pytest.mark.parametrize("dataset", [{}, {"mask": None}, {"mask": {"suffix": "_x"}}, {"mask": "alpha"}], ids=str)
+def test_a_flag_gives_the_mask_whatever_the_file_says(tmp_path: Path, dataset: dict[str, Any]) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump({"datasets": [{**MINIMAL["datasets"][0], **dataset}]}))
+    flags = {"mask": {"suffix": "_m", "alpha": "false"}}
+    [found] = load_config(path, environ={}, overrides={"datasets": {"0": flags}}).datasets
+    assert found.mask is not None and (found.mask.suffix, found.mask.alpha) == ("_m", False)
 
 
 @pytest.mark.parametrize(

@@ -48,3 +48,11 @@ def family_of_pipeline(class_name: str) -> Family | None:
         if class_name in (family.pipeline_name, *family.pipeline_names):
             return family
     return None
+
+
+def unread_controls(family: Family) -> str | None:
+    """Why training of this family ignores control images, for messages; None where its denoiser is given them."""
+    if family.reads_controls:
+        return None
+    readers = ", ".join(name for name in FAMILIES if family_named(name).reads_controls)
+    return f"the denoiser of {family.name} is not given them (that of {readers} is)"

@@ -6,8 +6,8 @@ were in August 2026. The names of a batch, its types, and how it is used are the
 For a trainer of one's own, of any family: `load_denoiser` (of SDXL `load_unet`) and `load_scheduler` give the model of
 the config's `model` section, refusing what diffusers would accept with a warning; `check_fits` (of SDXL
 `check_conditioning`) says whether it takes what is cached; `validation_parts` what a ValidationRunner needs next to
-them; `NoiseSchedule` and `Family` the timesteps, the targets and the call of the denoiser; `save_lora` and
-`lora_settings` are for what was trained.
+them; `NoiseSchedule` and `Family` the timesteps, the targets and the call of the denoiser; `check_controls` whether it
+is given the control images; `save_lora` and `lora_settings` are for what was trained.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from latentcache.families.base import Family
 from latentcache.loading.batch import IMAGE_FIELDS, TEXT_FIELDS, to_device
 from latentcache.loading.cache import LatentCache
 from latentcache.loading.dataset import LatentDataset, LatentDatasets
+from latentcache.loading.loss_parts import check_controls
 from latentcache.loading.pack_order import Places
 from latentcache.loading.sampler import BucketBatchSampler, Visit, seed_of
 from latentcache.models.denoiser import check_fits, load_denoiser
@@ -44,6 +45,7 @@ __all__ = [
     "NoiseSchedule",
     "PrecomputedDataset",
     "check_conditioning",
+    "check_controls",
     "check_fits",
     "collate",
     "data_loader",

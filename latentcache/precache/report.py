@@ -53,6 +53,8 @@ class Report:
     """Of the misses, before encoding: `bytes` and `seconds`. None where nothing is known yet."""
     placement: dict[str, str] = field(default_factory=dict)
     """Part of the model -> device, dtype, and the reason for them; `family` -> its family, and who states it."""
+    notes: list[str] = field(default_factory=list)
+    """What is cached as requested, but not used as one may expect."""
     cache: dict[str, Any] = field(default_factory=dict)
     manifests_waiting: list[str] = field(default_factory=list)
     """Manifests that were left as they are, because entries of other ranks are not there yet."""
@@ -91,6 +93,7 @@ class Report:
             "images encoded again in float32": self.num_retried_in_float32,
         }
         lines += [f"note      {count} {note}" for note, count in notes.items() if count]
+        lines += [f"note      {note}" for note in self.notes]
         lines.append(f"refused   {self.num_refused}")
         lines += [f"          {refusal.path}: {refusal.reason}: {refusal.detail}" for refusal in self.refused]
         stages = ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in self.seconds.items())

@@ -24,6 +24,7 @@ from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_folder import update_manifest
 from latentcache.dataset.manifest_row import Row
 from latentcache.errors import ConfigError
+from latentcache.families import unread_controls
 from latentcache.models.model_loader import Models
 from latentcache.precache.encodings import Encodings, choose_encodings, dtype_name, load_models
 from latentcache.precache.image_stage import ImageStage
@@ -186,6 +187,9 @@ class _Run:
         report.refused = list(plan.refused)
         report.estimate = {"bytes": plan.miss_bytes, "seconds": self._estimate_seconds()}
         family = self.models.family
+        if (reason := unread_controls(family)) is not None:
+            note = f"control images are cached for code of your own: {reason}"
+            report.notes = [f"{dataset.name}: {note}" for dataset in self.config.datasets if dataset.control]
         report.placement = {"family": f"{family.name}: {self.models.family_reason}"}
         report.placement |= {
             name: f"{placement.device} {dtype_name(placement.dtype)}: {placement.reason}"

@@ -13,6 +13,7 @@ from latentcache.devices.placement import device_named
 from latentcache.errors import ConfigError
 from latentcache.families.base import Family
 from latentcache.loading.cache import LatentCache
+from latentcache.loading.loss_parts import check_controls
 from latentcache.models.denoiser import load_denoiser
 from latentcache.models.family import family_of
 from latentcache.models.lora import load_lora
@@ -23,7 +24,7 @@ from latentcache.phases.phases import Phases
 from latentcache.utils.progress import Progress
 from latentcache.validation.metrics import Estimate, LossReport, Metrics, paired_difference
 from latentcache.validation.results import ResultPaths, ValidationReport
-from latentcache.validation.runner import ValidationRunner
+from latentcache.validation.runner import ValidationRunner, validation_sets
 
 
 def validate(
@@ -52,6 +53,7 @@ def validate(
     # Opened first: an empty cache is reported before any model is loaded.
     with LatentCache(config.cache) as cache:
         model, family = config.model, family_of(config.model)[0]
+        check_controls(family, cache, validation_sets(cache, config), config)
         loaded = load_denoiser(denoiser, dtype=_dtype(dtype, device, family), model=model, family=family)
         scheduler = load_scheduler(denoiser, model=model, family=family)
         parts: dict[str, Any] = {family.denoiser: loaded, "scheduler": scheduler}

@@ -16,6 +16,7 @@ from latentcache.errors import ConfigError, ModelError, SampleError, StoreError
 from latentcache.families.base import MASK, Family
 from latentcache.identity import canonical_json, digest
 from latentcache.loading.cache import LatentCache
+from latentcache.loading.loss_parts import check_controls, masked_errors
 from latentcache.loading.sample import SampleRef
 from latentcache.loading.sample_facts import SampleFacts
 from latentcache.models.running import uncached_autocast
@@ -57,9 +58,9 @@ def validation_loss(
 
     `datasets` names manifests; by default all with the role `validation` (StoreError if there are none). `scheduler`
     is a diffusers scheduler or its config, and is only read: see `NoiseSchedule.of`. Of `settings` the timesteps, the
-    seed, `snr_gamma` and the batch size count. The mean of the stored moments and the first caption are used. Noise
-    depends on seed, sample_id and timestep alone, and the timesteps on seed and sample_id: one from each of
-    `num_timesteps` equal parts of the schedule, so that many samples cover each part.
+    seed, `snr_gamma` and the batch size count. The mean of the stored moments and the first caption are used, and
+    masks count as in `masked_errors`. Noise depends on seed, sample_id and timestep alone, and the timesteps on seed
+    and sample_id: one from each of `num_timesteps` equal parts of the schedule, so that many samples cover each part.
 
     The denoiser is used where it is and in the mode it is in: call its `eval()` first, and give the plain module, not
     DDP's. Inputs go to its device; name a `device` where its blocks are swapped, so that it lies on several.
@@ -69,12 +70,14 @@ def validation_loss(
 
     A sample that is missing or damaged is skipped, logged and listed. If none is left, the first SampleError is
     raised. A loss that is not finite is NaN, and so is each mean that it is in. ConfigError for settings that the
-    schedule does not allow, StoreError for datasets of several model families.
+    schedule does not allow, and for control images that the denoiser is not given (`check_controls`); StoreError for
+    datasets of several model families.
     """
     settings = settings or ValidationConfig()
     schedule = check_loss_settings(scheduler, settings, autocast)
     views = {name: _view(cache, name) for name in _dataset_names(cache, datasets)}
     device, family = device or device_of(denoiser), _family_of(views)
+    check_controls(family, cache, views)
     progress = progress or Progress()
     measurement = _Measurement(denoiser, family, schedule, settings, progress, device=device, autocast=autocast)
     losses = measurement.run(views)
@@ -138,11 +141,12 @@ def _family_of(views: Mapping[str, LatentCache]) -> Family:
 
 
 def _data_digest(view: LatentCache, name: str) -> str:
-    """What the measured samples resolve to: it changes with any sample, first caption, VAE or text encoder."""
+    """What the measured samples resolve to: it changes with any sample, part, first caption, VAE or text encoder."""
     rows = [row for row in view.manifest(name).rows.values() if row.refusal is None]
     images = {row.sample_id: [ref.key for ref in row.images if not ref.geometry.flip] for row in rows}
     captions = {row.sample_id: [ref.key for ref in row.captions[:1]] for row in rows}
-    return digest(canonical_json([images, captions]))
+    parts = {row.sample_id: [ref.key for _, ref in row.named_parts(flip=False)] for row in rows if row.parts}
+    return digest(canonical_json([images, captions, *([parts] if parts else [])]))
 
 
 def _seed_of(*parts: str | int) -> int:
@@ -282,7 +286,7 @@ class _Measurement:
                 "it does not fit the VAE of this cache",
                 part=self.family.denoiser,
             )
-        errors = (prediction.float() - target).square()
+        errors = masked_errors((prediction.float() - target).square(), inputs)
         losses: list[float] = errors.mean(dim=tuple(range(1, errors.ndim))).tolist()
         if self.settings.snr_gamma is not None:
             weights = self.schedule.min_snr_weight(index, self.settings.snr_gamma).tolist()

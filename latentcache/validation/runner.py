@@ -17,6 +17,7 @@ from latentcache.devices.tensor_location import hooks_by_path
 from latentcache.errors import ConfigError, StoreError
 from latentcache.families.base import Family
 from latentcache.loading.cache import LatentCache
+from latentcache.loading.loss_parts import check_controls
 from latentcache.models.denoiser import check_fits
 from latentcache.models.family import family_of
 from latentcache.models.model_loader import LoadedModels, check_frozen
@@ -72,7 +73,8 @@ class ValidationRunner:
     wait in the next step of the training: `init_process_group(timeout=)` has to be longer than a validation, and NCCL's
     10 minutes may not be.
 
-    Raises ConfigError for parts, config or a writer that it cannot use, TrainableEncoderError when a text encoder is
+    Raises ConfigError for parts, config or a writer that it cannot use, also for control images that the denoiser is
+    not given; TrainableEncoderError when a text encoder is
     trained: its cached embeddings would be those of an earlier step.
     """
 
@@ -150,9 +152,7 @@ class ValidationRunner:
 
     def measures_loss(self) -> bool:
         """Whether the config or, without one of its own, the cache has a validation set."""
-        if any(dataset.role == "validation" for dataset in self.config.datasets):
-            return True
-        return any(self.cache.manifest(name).role == "validation" for name in self.cache.dataset_names())
+        return bool(validation_sets(self.cache, self.config))
 
     def _samples_images(self) -> bool:
         return bool(self.config.validation.prompts) and self.phases.has("vae")
@@ -160,8 +160,9 @@ class ValidationRunner:
     def _check_settings(self) -> None:
         """Checks that need no forward: the first validation, hours later, would find the same errors."""
         validation, scheduler = self.config.validation, self.parts["scheduler"]
-        if self.measures_loss():
+        if names := validation_sets(self.cache, self.config):
             check_loss_settings(scheduler, validation, self._autocast)
+            check_controls(self.family, self.cache, names, self.config)
         elif not validation.prompts:
             raise ConfigError(
                 "there is nothing to validate: give a dataset the role validation, or name validation.prompts",
@@ -171,12 +172,11 @@ class ValidationRunner:
             check_sampling(self.phases.module("vae"), scheduler, validation, self.family)
 
     def _loss(self) -> LossReport:
-        names = [dataset.name for dataset in self.config.datasets if dataset.role == "validation"]
         return validation_loss(
             self._denoiser(),
             self.cache,
             scheduler=self.parts["scheduler"],
-            datasets=names or None,
+            datasets=validation_sets(self.cache, self.config),
             settings=self.config.validation,
             autocast=self._autocast,
             device=self._device(),
@@ -222,6 +222,12 @@ class ValidationRunner:
         shapes = self._own_cache().text_shapes()
         if shapes is not None and hasattr(self._denoiser(), "config"):
             check_fits(self._denoiser(), self.family, shapes)
+
+
+def validation_sets(cache: LatentCache, config: Config) -> list[str]:
+    """The names of the config's validation sets or, where it has none, of those in the cache."""
+    own = [dataset.name for dataset in config.datasets if dataset.role == "validation"]
+    return own or [name for name in cache.dataset_names() if cache.manifest(name).role == "validation"]
 
 
 def _family(cache: LatentCache, config: Config) -> Family:

@@ -98,6 +98,27 @@ def test_flags_override_every_scalar_setting(config_file: Path, run_json: Any, t
     assert "batch_size is 3" in report["placement"]["vae"]
 
 
+def test_flags_reach_each_control_image_and_the_mask(
+    config_file: Path, run_json: Any, tmp_path: Path, photos: Path
+) -> None:
+    settings = yaml.safe_load(config_file.read_text())
+    settings["datasets"][0]["control"] = [{"path": "nowhere"}, {"path": str(tmp_path / "second")}]
+    config_file.write_text(yaml.safe_dump(settings))
+    for name in ("first", "second", "masks"):
+        shutil.copytree(photos, tmp_path / name)
+    first, area = ("--datasets.photos.control.0.path", tmp_path / "first"), "--datasets.0.control.1.area"
+    flags = (*first, "--datasets.photos.mask.path", tmp_path / "masks")
+    code, report = run_json("precache", config_file, *flags, area, "4096")
+    assert code == 0 and not report["refused"]
+    assert {"control 1: new": 5, "control 2: new": 5, "mask: new": 5}.items() <= report["misses_by_reason"].items()
+    assert len(report["notes"]) == 1 and report["notes"][0].startswith("photos: control images are cached for code")
+    code, report = run_json("precache", config_file, *flags, area, "1024", "--dry-run")
+    reasons = report["misses_by_reason"]
+    assert report["num_misses"] == 5 and all(each.startswith("control 2: bucket changed") for each in reasons)
+    code, error = run_json("precache", config_file, "--datasets.photos.control.2.path", tmp_path / "first")
+    assert code == 2 and "control: there is no number '2'; the file has 2" in error["error"]
+
+
 def test_every_scalar_setting_has_a_flag(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")  # narrower, long names are broken over two lines
     help_text = "".join(run("precache", "--help")[1].split())

@@ -1,0 +1,171 @@
+"""Masks and control images in the validation loss; control images that a denoiser is not given are refused early."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.photo_files import write_photo
+from PIL import Image
+
+from latentcache import LatentCache, LoadedModels, ValidationRunner, validate
+from latentcache.config import Config, ValidationConfig, parse_config
+from latentcache.dataset.manifest_folder import ManifestMemory
+from latentcache.errors import ConfigError
+from latentcache.families import family_named
+from latentcache.precache.run import run_precache
+from latentcache.store.memory import MemoryStore
+from latentcache.validation.loss import validation_loss
+from latentcache.validation.metrics import LossReport, paired_difference
+
+NAMES = [f"{number}.png" for number in range(4)]
+UNREAD = r"pairs: has control images, but the denoiser of sdxl is not given them \(that of flux, flux2, flux2-dev is\)"
+
+
+def write_mask(folder: Path, name: str, seed: int) -> None:
+    values = np.random.default_rng(seed).integers(0, 256, (64, 64), dtype=np.uint8)
+    (folder / "masks").mkdir(exist_ok=True)
+    Image.fromarray(values).save(folder / "masks" / name)
+
+
+def config_of(folder: Path, family: str, *, role: str = "validation", **dataset: Any) -> Config:
+    """Images of one bucket, with a mask and two control images: the second ones have buckets of two shapes."""
+    parts = {
+        "control": [{"path": folder / "first"}, {"path": folder / "second", "area": 64 * 64}],
+        "mask": {"path": folder / "masks"},
+    }
+    return parse_config(
+        {
+            "cache": {"path": folder / "cache"},
+            "datasets": [
+                {
+                    "name": "pairs",
+                    "role": role,
+                    "source": {"path": folder / "after"},
+                    "buckets": {"area": 64 * 64, "step": 32, "max_aspect": 4.0},
+                    "images": {"min_side": 8},
+                    **parts,
+                    **dataset,
+                }
+            ],
+            "model": {"path": "tiny", "family": family},
+            "encode": {"device": "cpu", "num_workers": 1},
+            "validation": {"num_timesteps": 1, "path": folder / "validation"},
+        }
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for number, name in enumerate(NAMES):
+        write_photo(tmp_path / "after" / name, number, (64, 64))
+        write_photo(tmp_path / "first" / name, 10 + number, (32, 32))
+        write_photo(tmp_path / "second" / name, 20 + number, (64, 64) if number % 2 else (64, 160))
+        write_mask(tmp_path, name, number)
+    return tmp_path
+
+
+def loss(config: Config, parts: dict[str, Any], batch_size: int) -> LossReport:
+    settings = ValidationConfig(num_timesteps=2, batch_size=batch_size)
+    with LatentCache(config.cache) as cache:
+        return validation_loss(parts["transformer"], cache, scheduler=parts["scheduler"], settings=settings)
+
+
+def test_control_images_of_unequal_shapes_and_masks_are_measured_in_batches(folder: Path) -> None:
+    family, config = family_named("flux"), config_of(folder, "flux")
+    parts = family.tiny()
+    models = LoadedModels(family=family, **{name: parts[name] for name in family.parts})
+    report = run_precache(config, models=models)
+    assert report.num_refused == 0 and report.notes == []
+    calls: list[tuple[int, ...]] = []
+    handle = parts["transformer"].register_forward_pre_hook(
+        lambda module, arguments, options: calls.append(tuple(options["hidden_states"].shape[:2])), with_kwargs=True
+    )
+    one, two = loss(config, parts, 1), loss(config, parts, 3)
+    handle.remove()
+    # 16 tokens of the image, 16 of the first control image, 16 or 12 of the second.
+    assert calls[:8] == [(1, 44)] * 4 + [(1, 48)] * 4
+    assert calls[8:] == [(3, 44), (1, 44), (3, 48), (1, 48)]
+    assert two.by_sample["pairs"] == pytest.approx(one.by_sample["pairs"], rel=1e-4)
+    assert one.skipped == two.skipped == () and set(one.by_sample["pairs"]) == set(NAMES)
+
+    write_mask(folder, NAMES[0], 99)
+    run_precache(config, models=models)
+    masked = loss(config, parts, 1)
+    assert {name for name in NAMES if masked.by_sample["pairs"][name] != one.by_sample["pairs"][name]} == {NAMES[0]}
+    write_photo(folder / "second" / NAMES[1], 99, (64, 64))
+    run_precache(config, models=models)
+    edited = loss(config, parts, 1)
+    assert {name for name in NAMES if edited.by_sample["pairs"][name] != masked.by_sample["pairs"][name]} == {NAMES[1]}
+    for earlier, later in ((one, masked), (masked, edited)):
+        with pytest.raises(ConfigError, match="compared: dataset pairs has other samples, captions or encoders"):
+            paired_difference(later, earlier)
+
+
+def without_controls(config: Config) -> Config:
+    """The config as it is when the user has removed `control`, and has not precached again."""
+    [dataset] = config.datasets
+    return config.model_copy(update={"datasets": (dataset.model_copy(update={"control": ()}),)})
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts"))
+    import train_lora
+
+    yield train_lora
+    sys.modules.pop("train_lora")
+
+
+def test_control_images_that_nobody_reads_are_refused_before_anything_is_loaded(
+    folder: Path, script: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(folder, "sdxl")
+    parts = family_named("sdxl").tiny()
+    report = run_precache(config)
+    assert report.num_refused == 0, "code of the user's own may read them"
+    note = "pairs: control images are cached for code of your own: the denoiser of sdxl is not given them"
+    assert report.notes == [f"{note} (that of flux, flux2, flux2-dev is)"]
+    assert f"note      {note}" in report.to_text() and report.to_json()["notes"] == report.notes
+
+    def never(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("a model is loaded")
+
+    monkeypatch.setattr("latentcache.validation.checkpoint_validation.load_denoiser", never)
+    monkeypatch.setattr(script, "load_denoiser", never)
+    training = config.model_copy(update={"datasets": (config.datasets[0].model_copy(update={"role": "train"}),)})
+    options = script.Options(out=folder / "lora", device="cpu")
+    for given in (config, without_controls(config)):
+        with pytest.raises(ConfigError, match=UNREAD) as caught:
+            validate(given)
+        assert "remove `control` of the dataset and run `latentcache precache" in str(caught.value)
+        with LatentCache(given.cache) as cache, pytest.raises(ConfigError, match=UNREAD):
+            ValidationRunner(parts, cache, given)
+    for given in (training, without_controls(training)):
+        with pytest.raises(ConfigError, match=UNREAD):
+            script.Training(given, options)
+
+    parts["unet"].register_forward_pre_hook(never)
+    with LatentCache(config.cache) as cache, pytest.raises(ConfigError, match=UNREAD):
+        validation_loss(parts["unet"], cache, scheduler=parts["scheduler"])
+
+    # Without control images, and without them in the cache, it goes on.
+    run_precache(without_controls(config))
+    with LatentCache(config.cache) as cache:
+        ValidationRunner(parts, cache, without_controls(config))
+        with pytest.raises(ConfigError, match=UNREAD):
+            ValidationRunner(parts, cache, config)
+
+
+def test_a_validation_set_that_is_not_cached_is_known_by_its_config(folder: Path) -> None:
+    config = config_of(folder, "sdxl")
+    parts = {"unet": torch.nn.Linear(1, 1), "scheduler": family_named("sdxl").tiny()["scheduler"]}
+    with LatentCache(store=MemoryStore(), manifests=ManifestMemory()) as cold:
+        ValidationRunner(parts, cold, without_controls(config))
+        with pytest.raises(ConfigError, match=UNREAD):
+            ValidationRunner(parts, cold, config)
