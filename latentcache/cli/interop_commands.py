@@ -76,7 +76,7 @@ class ReaderOptions:
     """How a format is read. Each format has some of these."""
 
     family: str | None = None
-    """kohya, musubi: the model family of the files. Default: the one that their names say."""
+    """kohya, musubi, simpletuner, ai-toolkit: the model family of the files. Default: the one that they say."""
     images: Path | None = None
     """The images' folder. kohya: if the images are not next to the files."""
     caption_extension: str | None = None

@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from latentcache.errors import ForeignFileRefused
-from latentcache.interop.foreign_files import corrupt
+from latentcache.interop.foreign_files import corrupt, opened, read_at
 
 _MAX_HEADER_BYTES = 1 << 20
 
@@ -28,6 +28,13 @@ def metadata_in(data: bytes, path: str | Path) -> dict[str, str]:
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise corrupt(path, "its metadata are no texts by name")
     return metadata
+
+
+def metadata_of(path: str | Path) -> dict[str, str]:
+    """The metadata of a file, of which only the header is read. Raises ForeignFileRefused."""
+    with opened(path) as (fd, _):
+        length = int.from_bytes(read_at(fd, 0, 8), "little")
+        return metadata_in(read_at(fd, 0, 8 + min(length, _MAX_HEADER_BYTES)), path)
 
 
 def tensors_in(data: bytes, path: str | Path) -> dict[str, torch.Tensor]:

@@ -1,11 +1,11 @@
-"""ai-toolkit's caches for SDXL: safetensors files in the folders `_latent_cache` and `_t_e_cache`, next to the images.
+"""ai-toolkit's caches: safetensors files in the folders `_latent_cache` and `_t_e_cache`, next to the images.
 
-Latents: `<stem>_<hash>.safetensors`, tensor `latent` [4, h, w], one draw multiplied by the VAE's scaling factor. The
-file's metadata are the facts that are hashed: the image's name, the size that it was scaled to, the crop, flips.
+Latents: `<stem>_<hash>.safetensors`, tensor `latent` [C, h, w], of Wan [C, F, h, w]: one draw, scaled. The file's
+metadata are the facts that are hashed: the image's name, the size that it was scaled to, the crop, flips, the model.
 ai-toolkit mirrors an image before it scales and crops; a `Geometry` crops before, so that its crop is mirrored here.
-Text: `<stem>_<hash>.safetensors`, tensors `text_embed` [1, 77, 2048] and `pooled_embed` [1, 1280], without metadata.
-What is hashed is the caption as it was encoded: the whole caption file, with the trigger word in it. With caption
-dropout each image has a second text, of the trigger word alone or of nothing, which stands for the dropped caption.
+Text: `<stem>_<hash>.safetensors` (`ai_toolkit_texts`), mostly without metadata. What is hashed is the caption as it was
+encoded, the whole caption file with the trigger word in it, and the model. With caption dropout each image has a second
+text, of the trigger word alone or of nothing, which stands for the dropped caption.
 
 A hash is the MD5 of sorted JSON, in URL-safe base64 without padding. (Read in ai-toolkit, which has the MIT license.)
 """
@@ -17,19 +17,22 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
 
 from latentcache.bucket_config import BucketsConfig
-from latentcache.dataset.samples import MAX_CAPTION_BYTES
+from latentcache.dataset.samples import MAX_CAPTION_BYTES, walk
 from latentcache.errors import ForeignFileRefused
-from latentcache.families import DEFAULT
-from latentcache.families.sdxl import SCALING_FACTOR
+from latentcache.families import family_named
 from latentcache.interop.exporting import Export, ExportSample
-from latentcache.interop.foreign_files import corrupt, read_file, tensor_in
-from latentcache.interop.foreign_safetensors import metadata_in, safetensors_bytes, tensors_in
+from latentcache.interop.family_tensors import file_latents, image_latents, keeps_padding
+from latentcache.interop.foreign_family import chosen_family
+from latentcache.interop.foreign_files import corrupt, read_file
+from latentcache.interop.foreign_safetensors import metadata_in, metadata_of, safetensors_bytes, tensors_in
+from latentcache.interop.formats.ai_toolkit_texts import WHY_NOT, read_text, text_bytes
 from latentcache.interop.readers import (
     ForeignImage,
     ForeignItem,
@@ -42,10 +45,21 @@ from latentcache.interop.readers import (
 )
 from latentcache.interop.reports import ExportReport
 from latentcache.loading.cache import LatentCache
-from latentcache.types import Crop, Geometry, Size
+from latentcache.types import Crop, Geometry, Refusal, Size
 from latentcache.utils.progress import Progress
 
 LATENT_FOLDER, TEXT_FOLDER = "_latent_cache", "_t_e_cache"
+ARCHITECTURES = {
+    "sdxl": "sdxl",
+    **dict.fromkeys(("sd15", "sd1"), "sd15"),
+    **dict.fromkeys(("flux1", "flux_kontext"), "flux"),
+    "chroma": "chroma",
+    "zimage": "z-image",
+    "qwen_image": "qwen-image",
+    "krea2": "krea2",
+    **dict.fromkeys(("wan21", "wan22_14b"), "wan"),
+}
+"""ai-toolkit's word for a latent space -> the family. An export has the family's first."""
 NOTE_DROPPED = "it stands for dropped captions, and is left out: precache caches the empty caption for that"
 NOTE_LINES = (
     "several captions, which ai-toolkit encodes as one: to export that, precache with source.caption_lines: joined"
@@ -58,7 +72,6 @@ NOTE_UNUSUAL = (
 )
 
 _PLACEHOLDERS = ("[name]", "[trigger]")
-_SPACE = "sdxl"
 _VERSION = 1
 _SUFFIX = ".safetensors"
 _NOT_HASHED = ("software", "format")
@@ -86,13 +99,26 @@ def export(  # noqa: PLR0913 - the options of the format, by keyword
 ) -> ExportReport:
     """Write ai-toolkit's files for the manifest `name` below `folder`: the images' own folder, or a copy of its layout.
 
-    Latents are the mean of the moments, or with `seed` a draw, as ai-toolkit has it, multiplied by the scaling factor,
-    in `dtype`; embeddings keep theirs. ai-toolkit encodes a whole caption file as one text, and the text's name follows
+    Latents are the mean of the moments, or with `seed` a draw, as ai-toolkit has it, and scaled, in `dtype`; embeddings
+    keep theirs. ai-toolkit encodes a whole caption file as one text, and the text's name follows
     from that file, line ends included: a text is exported only for samples with one caption. ai-toolkit uses a latent
     only if its own buckets, which round sizes up, give the image the same size and crop; the report counts the others.
     Files that exist are listed and not replaced, unless `overwrite`. Raises what `Export` does.
     """
-    run = Export("ai-toolkit", cache, name, folder, seed=seed, overwrite=overwrite, buckets=buckets, progress=progress)
+    run = Export(
+        "ai-toolkit",
+        cache,
+        name,
+        folder,
+        seed=seed,
+        overwrite=overwrite,
+        buckets=buckets,
+        families=ARCHITECTURES.values(),
+        progress=progress,
+    )
+    family, (space, *others) = run.family, _spaces(run.family.name)
+    run.report.note(f"the names are those for {space}: {', '.join(others)} does not find them" if others else None)
+    run.report.note(f"texts are not exported: {WHY_NOT[family.name]}" if family.name in WHY_NOT else None)
     for sample in run.samples():
         base = Path(folder, sample.stem)
         try:
@@ -105,11 +131,12 @@ def export(  # noqa: PLR0913 - the options of the format, by keyword
         for geometry, latents in ((sample.geometry, sample.latents), (sample.flipped_geometry, sample.flipped)):
             if latents is None or geometry is None:
                 continue
-            facts = _facts_of(PurePosixPath(sample.sample_id).name, geometry)
-            scaled = (latents * SCALING_FACTOR).to(dtype).contiguous()
+            facts = _facts_of(PurePosixPath(sample.sample_id).name, geometry, space)
+            scaled = file_latents(family, run.scaling.apply(latents)).to(dtype)
             data = safetensors_bytes({"latent": scaled}, _metadata(facts))
             run.report.num_images += run.write(base.parent / LATENT_FOLDER / latent_name(facts), data, sample)
-        _export_text(sample, base, run, caption_extension)
+        if family.name not in WHY_NOT:
+            _export_text(sample, base, run, caption_extension)
     return run.report
 
 
@@ -130,15 +157,19 @@ def _export_text(sample: ExportSample, base: Path, run: Export, caption_extensio
     if any(placeholder in text for placeholder in _PLACEHOLDERS):
         run.report.note(NOTE_PLACEHOLDER)
         return
-    path = base.parent / TEXT_FOLDER / text_name(base.name, _encoded(text, None))
+    name = text_name(base.name, _encoded(text, None), _spaces(run.family.name)[0])
+    path = base.parent / TEXT_FOLDER / name
     if path in run:
         return  # an image with the same stem has it
-    assert caption.pooled_prompt_embeds is not None, "SDXL has pooled embeddings"
-    tensors = {"text_embed": caption.prompt_embeds[None], "pooled_embed": caption.pooled_prompt_embeds[None]}
-    run.report.num_texts += run.write(path, safetensors_bytes(tensors), sample)
+    run.report.num_texts += run.write(path, text_bytes(run.family, caption), sample)
 
 
-def _facts_of(filename: str, geometry: Geometry) -> dict[str, Any]:
+def _spaces(family: str) -> list[str]:
+    """ai-toolkit's words for the latent spaces of a family."""
+    return [space for space, named in ARCHITECTURES.items() if named == family]
+
+
+def _facts_of(filename: str, geometry: Geometry, space: str) -> dict[str, Any]:
     """The facts about a latent: their hash is in its file's name."""
     (top, left), resized, target = geometry.crop_top_left, geometry.resized_size, geometry.target_size
     facts: dict[str, Any] = {
@@ -149,7 +180,7 @@ def _facts_of(filename: str, geometry: Geometry) -> dict[str, Any]:
         "crop_y": top,
         "crop_width": target.width,
         "crop_height": target.height,
-        "latent_space_version": _SPACE,
+        "latent_space_version": space,
         "latent_version": _VERSION,
     }
     return facts | {"flip_x": True} if geometry.flip else facts
@@ -165,9 +196,13 @@ def latent_name(facts: Mapping[str, Any]) -> str:
     return _name(os.path.splitext(facts["filename"])[0], facts)
 
 
-def text_name(stem: str, caption: str) -> str:
-    """The file's name for the caption of the image with this stem, in its `_t_e_cache` folder."""
-    facts = {"caption": caption, "text_embedding_space_version": _SPACE, "text_embedding_version": _VERSION}
+def text_name(stem: str, caption: str, space: str = "sdxl") -> str:
+    """The file's name for the caption of the image with this stem, in its `_t_e_cache` folder.
+
+    `space` is the word for the model's latents. Texts have the same, but for FLUX.1.
+    """
+    space = "flux" if space == "flux1" else space
+    facts = {"caption": caption, "text_embedding_space_version": space, "text_embedding_version": _VERSION}
     return _name(stem, facts)
 
 
@@ -209,13 +244,14 @@ def _facts(data: bytes, path: str) -> dict[str, Any]:
         raise corrupt(path, f"its metadata cannot be read: {error}") from error
 
 
-def _check_facts(facts: Mapping[str, Any], path: str) -> None:
-    """Raises ForeignFileRefused unless they describe one SDXL image, and the file's name follows from them."""
+def _check_facts(facts: Mapping[str, Any], family: str, path: str) -> None:
+    """Raises ForeignFileRefused unless they describe one image of `family`, and the file's name follows from them."""
     if unknown := sorted(facts.keys() - _KNOWN):
         raise corrupt(path, f"its metadata has {', '.join(unknown)}: no plain image's latent")
     space, version = facts.get("latent_space_version"), facts.get("latent_version")
-    if (space, version) != (_SPACE, _VERSION):
-        raise corrupt(path, f"its latent is of {space!r}, version {version!r}; not of {_SPACE!r}, {_VERSION}")
+    if ARCHITECTURES.get(str(space)) != family or version != _VERSION:
+        detail = f"its latent is of {space!r}, version {version!r}; not of {family}, version {_VERSION}"
+        raise ForeignFileRefused(path, "unsupported-format", detail)
     for name in (*_SIDES, *_STARTS):
         if not is_pixels(facts.get(name), 1 if name in _SIDES else 0):
             raise corrupt(path, f"its {name} is {facts.get(name)!r}, which is no number of pixels")
@@ -249,17 +285,26 @@ def _geometry(facts: Mapping[str, Any], size: Size | None, path: str) -> Geometr
 class AiToolkitCache:
     """The caches in and below the images' folder `root`. `trigger` is the trigger word of the run that made them.
 
-    Raises DatasetError if the folder cannot be read.
+    The family follows from the latents' metadata. Raises DatasetError if the folder cannot be read, and ConfigError for
+    a `family` that is not among those that are known here, and where it is not given and there are several.
     """
 
     format = "ai-toolkit"
-    family: str = DEFAULT
-    keeps_padding = True
     declaration = None
 
-    def __init__(self, root: str | Path, *, caption_extension: str = ".txt", trigger: str | None = None):
+    def __init__(
+        self,
+        root: str | Path,
+        *,
+        caption_extension: str = ".txt",
+        trigger: str | None = None,
+        family: str | None = None,
+    ):
         self._root, self._images = os.path.abspath(root), SourceImages(root, caption_extension=caption_extension)
         self._caption_extension, self._trigger = caption_extension, trigger
+        found = _spaces_below(self._root) if family is None else set()
+        self.family = chosen_family(family, found, ARCHITECTURES, self.format)
+        self.keeps_padding, self._family = keeps_padding(self.family), family_named(self.family)
 
     def items(self) -> Iterator[ForeignItem]:
         """Folder by folder, in the order of names."""
@@ -279,11 +324,11 @@ class AiToolkitCache:
     def _image(self, folder: str, path: str) -> Iterator[ForeignImage]:
         data = read_file(path)
         facts = _facts(data, path)
-        _check_facts(facts, path)
+        _check_facts(facts, self.family, path)
         sample_id = f"{folder}/{facts['filename']}".lstrip("/")
         image, size = self._images.image(sample_id)
         geometry = _geometry(facts, size, path)
-        latents = tensor_in(tensors_in(data, path).get("latent"), "latent", path, ndim=3)
+        latents = image_latents(self._family, tensors_in(data, path).get("latent"), path)
         note = NOTE_NO_IMAGE if image is None else None
         yield ForeignImage(sample_id, path, image, latents, True, "sample", geometry, note)
 
@@ -292,22 +337,19 @@ class AiToolkitCache:
         sample_ids = self._images.with_stem(stem)
         if not sample_ids:
             raise ForeignFileRefused(path, "missing", "there is no image of this name next to its folder")
-        name, image_stem = os.path.basename(path), os.path.basename(stem)
+        name, image_stem, spaces = os.path.basename(path), os.path.basename(stem), _spaces(self.family)
         encoded = self._encoded_captions(stem)
-        match = next(((caption, drop) for caption, drop in encoded if text_name(image_stem, caption) == name), None)
+        made = ((each, drop) for each, drop in encoded if name in {text_name(image_stem, each, one) for one in spaces})
+        match = next(made, None)
         if match is None:
             detail = "its name does not follow from the caption: edited since, or made with a trigger word (--trigger)"
             raise ForeignFileRefused(path, "missing", detail)
-        tensors = tensors_in(read_file(path), path)
-        embeds = tensor_in(tensors.get("text_embed"), "text_embed", path, ndim=3)
-        pooled = tensor_in(tensors.get("pooled_embed"), "pooled_embed", path, ndim=2)
-        if embeds.shape[0] != 1 or pooled.shape[0] != 1:
-            raise corrupt(path, f"it holds {embeds.shape[0]} captions; one is expected")
+        embeds, pooled = read_text(self._family, tensors_in(read_file(path), path), path)
         caption, is_dropped = " ".join(match[0].split()), match[1]
         own = next((own for own in self._images.captions_of(sample_ids[0]) if " ".join(own.split()) == caption), None)
         # The embedding that stands for a dropped caption is not one of the sample's captions.
         captioned, note = ((), NOTE_DROPPED) if is_dropped and own is None else (sample_ids, None)
-        yield ForeignText(captioned, path, caption if own is None else own, embeds[0], pooled[0], note)
+        yield ForeignText(captioned, path, caption if own is None else own, embeds, pooled, note)
 
     def _encoded_captions(self, stem: str) -> Iterator[tuple[str, bool]]:
         """What ai-toolkit may have encoded for a sample, and whether that stands for its dropped caption.
@@ -322,6 +364,18 @@ class AiToolkitCache:
                 if trigger and trigger not in caption:
                     yield f"{trigger} {caption}", is_dropped
                 yield caption, is_dropped
+
+
+def _spaces_below(root: str) -> set[str]:
+    """The words for latent spaces in the metadata of files in and below `root`."""
+    found = set()
+    for each in walk(root):
+        if isinstance(each, Refusal) or PurePosixPath(each[0]).name != LATENT_FOLDER:
+            continue
+        for name in each[1]:
+            with suppress(ForeignFileRefused):  # `items` refuses it
+                found.add(metadata_of(os.path.join(root, each[0], name)).get("latent_space_version", ""))
+    return found
 
 
 read = AiToolkitCache

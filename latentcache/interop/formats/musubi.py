@@ -25,6 +25,7 @@ from latentcache.dataset.samples import walk
 from latentcache.errors import DatasetError, ForeignFileRefused
 from latentcache.families import family_named
 from latentcache.interop.exporting import Export, ExportCaption, ExportSample
+from latentcache.interop.family_tensors import keeps_padding
 from latentcache.interop.foreign_family import chosen_family
 from latentcache.interop.foreign_files import corrupt, read_file, tensor_in
 from latentcache.interop.foreign_safetensors import metadata_in, safetensors_bytes, tensors_in
@@ -115,7 +116,7 @@ class MusubiCache:
         self.family = chosen_family(family, _architectures(self._root), _FAMILIES, self.format)
         self._short = next(short for short, named in _FAMILIES.items() if named == self.family)
         self._architecture = ARCHITECTURES[self._short]
-        self.keeps_padding = not any(name.startswith("varlen_") for name in self._architecture.texts)
+        self.keeps_padding = keeps_padding(self.family)
         self._images = SourceImages(images, caption_extension=caption_extension)
 
     def items(self) -> Iterator[ForeignItem]:

@@ -1,10 +1,11 @@
-"""SimpleTuner's caches for SDXL: VAE latents and text embeddings, as files that are named by hashes.
+"""SimpleTuner's caches: VAE latents and text embeddings, as files that are named by hashes.
 
-Latents: `<cache_dir_vae>/<sub folders of the images>/<sha256 of the image's name without suffix>.pt`, one draw of the
-posterior [4, h, w], multiplied by the VAE's scaling factor. Sizes are in `aspect_ratio_bucket_metadata_<id>.json`.
-Text: `<md5 of the prompt>-sdxl.pt`, a dict or (older, and negative prompts) a tuple of prompt_embeds [1, 77, 2048] and
-the pooled embeds [1280] or [1, 1280]. Both are `torch.save` files, or gzip of one, or (old ones from S3) a `torch.save`
-file that holds the bytes of such a gzip.
+Latents: `<cache_dir_vae>/<sub folders of the images>/<sha256 of the image's name without suffix>.pt`, scaled: one draw
+of the posterior [C, h, w], of Wan the mean [C, F, h, w]. Sizes are in `aspect_ratio_bucket_metadata_<id>.json`.
+Text: `<md5 of the prompt>-<model>.pt`, a dict of prompt_embeds [1, L, ...], of SDXL and FLUX.1 pooled_prompt_embeds
+[P] or [1, P], and masks [1, L]; or (older ones of SDXL, and negative prompts) a tuple of both embeds. Wan's mask is
+none: it is the embeddings of the empty text, and padding is zeros. Both are `torch.save` files, or gzip of one, or (old
+ones from S3) a `torch.save` file that holds the bytes of such a gzip. (Formats read in SimpleTuner bc8e6ab.)
 
 A name gives its hash, but a hash does not give its name: so the images' folder is needed.
 """
@@ -18,16 +19,18 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from latentcache.bucket_config import BucketsConfig
 from latentcache.dataset.buckets import fit
+from latentcache.dataset.samples import walk
 from latentcache.errors import ConfigError, DatasetError, ForeignFileRefused
-from latentcache.families import DEFAULT
-from latentcache.families.sdxl import SCALING_FACTOR
-from latentcache.interop.exporting import Export
+from latentcache.families import family_named
+from latentcache.interop.exporting import Export, ExportCaption
+from latentcache.interop.family_tensors import caption_rows, file_latents, image_latents, keeps_padding
+from latentcache.interop.foreign_family import chosen_family
 from latentcache.interop.foreign_files import (
     corrupt,
     gunzip,
@@ -52,6 +55,17 @@ from latentcache.loading.cache import LatentCache
 from latentcache.types import Crop, Geometry, Refusal, Size
 from latentcache.utils.progress import Progress
 
+ARCHITECTURES = {
+    "sdxl": "sdxl",
+    "sd1x": "sd15",
+    "flux": "flux",
+    "chroma": "chroma",
+    "z_image": "z-image",
+    "qwen_image": "qwen-image",
+    "krea2": "krea2",
+    "wan": "wan",
+}
+"""The model in the name of a text's file -> the family. Names of latents do not say it."""
 NOTE_DERIVED = "sizes derived from the image: resized to cover the bucket, cropped in the middle"
 NOTE_ORDER = "the recorded sizes and crop fit as (height, width) and as (width, height): one was assumed"
 
@@ -60,10 +74,12 @@ NOTE_OTHER_BUCKET = (
     "`buckets.rule: simpletuner`, or give the numbers of the training with --buckets"
 )
 NOTE_LISTS = "delete all_vae_cache_files_<id>.json in SimpleTuner's output_dir: until then it does not see new files"
+NOTE_TEXTS = "texts of this family are not exported: SimpleTuner encodes them itself"
 NOTE_BUCKETS = "sizes and crops are not exported: SimpleTuner must resize and bucket the images as this cache did"
 
+_EXPORTED_TEXTS = ("sdxl", "sd15")
 _LATENT_NAME = re.compile(r"[0-9a-f]{64}\.pt")
-_TEXT_NAME = re.compile(r"[0-9a-f]{32}-sdxl\.pt")
+_TEXT_NAME = re.compile(r"[0-9a-f]{32}-(?P<arch>[a-z0-9_]+)\.pt")
 _METADATA_NAME = "aspect_ratio_bucket_metadata_*.json"
 _MAX_METADATA_BYTES = 1 << 30
 
@@ -75,9 +91,9 @@ def latent_name(sample_id: str) -> str:
     return f"{folder}/{hashlib.sha256(stem).hexdigest()}.pt".lstrip("/")
 
 
-def text_name(caption: str) -> str:
+def text_name(caption: str, architecture: str = "sdxl") -> str:
     """The file of a prompt's embeddings, relative to the text cache's folder."""
-    return f"{hashlib.md5(caption.encode(), usedforsecurity=False).hexdigest()}-sdxl.pt"
+    return f"{hashlib.md5(caption.encode(), usedforsecurity=False).hexdigest()}-{architecture}.pt"
 
 
 def export(
@@ -93,35 +109,48 @@ def export(
 ) -> ExportReport:
     """Write SimpleTuner's files for the manifest `name`: `folder`/vae is a `cache_dir_vae`, `folder`/text a text cache.
 
-    Latents are the mean of the moments, or with `seed` a draw, as SimpleTuner has it, and multiplied by the scaling
-    factor; `dtype` is bfloat16 or float32, since SimpleTuner refuses float16. Embeddings keep theirs. Flipped latents,
+    Latents are the mean of the moments, or with `seed` a draw, as SimpleTuner has it, and scaled; `dtype` is bfloat16
+    or float32, since SimpleTuner refuses float16. Embeddings, of SDXL and SD 1.5 alone, keep theirs. Flipped latents,
     sizes and crops are left out. SimpleTuner does not look at the bucket of a file: the report counts the samples of
     which it would make another one (`buckets`: see `Export`). Files that are there are left alone, and listed, unless
     `overwrite`. Raises ConfigError for another dtype, and what `Export` does.
     """
     if dtype not in (torch.bfloat16, torch.float32):
         raise ConfigError(f"dtype is {dtype}; SimpleTuner reads latents of bfloat16 and float32", key="dtype")
-    run = Export("simpletuner", cache, name, folder, seed=seed, overwrite=overwrite, buckets=buckets, progress=progress)
+    run = Export(
+        "simpletuner",
+        cache,
+        name,
+        folder,
+        seed=seed,
+        overwrite=overwrite,
+        buckets=buckets,
+        families=ARCHITECTURES.values(),
+        progress=progress,
+    )
     run.report.note(NOTE_LISTS)
     run.report.note(NOTE_BUCKETS)
+    architecture = next(each for each, family in ARCHITECTURES.items() if family == run.family.name)
+    takes_texts = run.family.name in _EXPORTED_TEXTS
+    run.report.note(None if takes_texts else NOTE_TEXTS)
     for sample in run.samples():
         run.report.note(NOTE_OTHER_BUCKET if run.other_bucket(sample) is not None else None)
         if sample.flipped is not None:
             run.report.note("SimpleTuner has no flipped latents: they were not exported")
-        latents = torch_bytes((sample.latents * SCALING_FACTOR).to(dtype))
+        latents = torch_bytes(file_latents(run.family, run.scaling.apply(sample.latents)).to(dtype))
         run.report.num_images += run.write(Path(folder, "vae", latent_name(sample.sample_id)), latents, sample)
-        for caption in sample.captions:
-            path = Path(folder, "text", text_name(caption.text))
-            if path in run:
-                continue  # a caption of several samples
-            pooled = caption.pooled_prompt_embeds
-            assert pooled is not None, "SDXL has pooled embeddings"
-            embeds = {
-                "prompt_embeds": caption.prompt_embeds[None].contiguous(),
-                "pooled_prompt_embeds": pooled.contiguous(),
-            }
-            run.report.num_texts += run.write(path, torch_bytes(embeds), sample)
+        for caption in sample.captions if takes_texts else ():
+            path = Path(folder, "text", text_name(caption.text, architecture))
+            if path not in run:  # a caption of several samples
+                run.report.num_texts += run.write(path, _text_bytes(caption), sample)
     return run.report
+
+
+def _text_bytes(caption: ExportCaption) -> bytes:
+    embeds, pooled = caption.prompt_embeds[None].contiguous(), caption.pooled_prompt_embeds
+    return torch_bytes(
+        {"prompt_embeds": embeds} | ({} if pooled is None else {"pooled_prompt_embeds": pooled.contiguous()})
+    )
 
 
 def _find_metadata(images: Path, root: Path) -> Path | None:
@@ -145,13 +174,12 @@ class SimpleTunerCache:
     `text_cache` is the text cache's folder if it is elsewhere. `metadata` is `aspect_ratio_bucket_metadata_<id>.json`;
     by default the only one in the images' folder or in `root`. Without one the sizes are derived from the images.
     `captions` are prompts beyond those of the caption files. `recorded_root` is where the images were when the cache
-    was made, if they were moved since. Raises DatasetError for folders that cannot be read, and ConfigError if there
-    are several metadata files.
+    was made, if they were moved since. The family follows from the names of texts. Raises DatasetError for folders that
+    cannot be read, and ConfigError if there are several metadata files, for a `family` that is not among those that are
+    known here, and where it is not given and there are texts of several.
     """
 
     format = "simpletuner"
-    family: str = DEFAULT
-    keeps_padding = True
     declaration = None
 
     def __init__(
@@ -164,6 +192,7 @@ class SimpleTunerCache:
         caption_extension: str = ".txt",
         captions: Iterable[str] = (),
         recorded_root: str | None = None,
+        family: str | None = None,
     ):
         self._images = SourceImages(
             images, caption_extension=caption_extension, captions=captions, recorded_root=recorded_root
@@ -171,6 +200,10 @@ class SimpleTunerCache:
         found = Path(metadata) if metadata is not None else _find_metadata(Path(images), Path(root))
         self._sizes = RecordedSizes({}) if found is None else RecordedSizes.read(found, self._images)
         self._folders = [os.path.abspath(folder) for folder in (root, text_cache) if folder is not None]
+        named = set().union(*map(_architectures, self._folders)) if family is None else set()
+        self.family = chosen_family(family, named, ARCHITECTURES, self.format)
+        self._architecture = next(each for each, known in ARCHITECTURES.items() if known == self.family)
+        self._family, self.keeps_padding = family_named(self.family), keeps_padding(self.family)
 
     def items(self) -> Iterator[ForeignItem]:
         """Images in the order of their samples, then texts, then files that belong to no sample, as refusals."""
@@ -179,7 +212,7 @@ class SimpleTunerCache:
         yield from self._latents(used)
         yield from self._texts(used)
         for folder in self._folders:
-            yield from walked(folder, partial(_unknown, used, folder))
+            yield from walked(folder, partial(self._unknown, used, folder))
 
     def _latents(self, used: set[str]) -> Iterator[ForeignItem]:
         samples_of: dict[str, list[str]] = {}
@@ -196,52 +229,63 @@ class SimpleTunerCache:
                 yield Refusal(sample_ids[0], path, "duplicate", detail)
 
     def _latent(self, sample_id: str, path: str) -> Iterator[ForeignImage]:
-        latents = tensor_in(_payload(path), "the latent", path, ndim=3)
-        geometry, note = self._sizes.geometry(sample_id, self._images.size(sample_id), bucket_of(latents), path)
+        latents = image_latents(self._family, _payload(path), path)
+        size, bucket = self._images.size(sample_id), bucket_of(latents, self.family)
+        geometry, note = self._sizes.geometry(sample_id, size, bucket, path)
         image = self._images.path(sample_id)
-        yield ForeignImage(sample_id, path, image, latents, True, "sample", geometry, note)
+        output: Literal["mean", "sample"] = "mean" if self._family.has_clips else "sample"
+        yield ForeignImage(sample_id, path, image, latents, True, output, geometry, note)
 
     def _texts(self, used: set[str]) -> Iterator[ForeignItem]:
         for caption, sample_ids in self._images.captions():
-            paths = [os.path.join(folder, text_name(caption)) for folder in self._folders]
+            paths = [os.path.join(folder, text_name(caption, self._architecture)) for folder in self._folders]
             path = next((path for path in paths if path not in used and os.path.lexists(path)), None)
             if path is not None:
                 used.add(path)
-                yield from refusing(sample_ids[0] if sample_ids else "", _text(sample_ids, path, caption))
+                yield from refusing(sample_ids[0] if sample_ids else "", self._text(sample_ids, path, caption))
+
+    def _text(self, sample_ids: tuple[str, ...], path: str, caption: str) -> Iterator[ForeignText]:
+        """The embeddings of either payload. Raises ForeignFileRefused."""
+        content, fields = _payload(path), self._family.fields
+        if isinstance(content, tuple) and len(content) == len(fields) == 2:
+            content = dict(zip(fields, content, strict=True))
+        if not isinstance(content, dict) or not fields.keys() <= content.keys():
+            raise corrupt(path, f"it holds a {type(content).__name__} that is no prompt's embeddings")
+        num_dimensions = 2 + len(fields["prompt_embeds"].features)
+        embeds = tensor_in(content["prompt_embeds"], "prompt_embeds", path, ndim=num_dimensions)
+        mask = None if self.family == "wan" else content.get("attention_masks", content.get("attention_mask"))
+        pooled = content.get("pooled_prompt_embeds") if "pooled_prompt_embeds" in fields else None
+        if pooled is not None:
+            pooled = tensor_in(pooled, "pooled_prompt_embeds", path, ndim=getattr(pooled, "ndim", 1))
+            if pooled.ndim not in (1, 2) or (pooled.ndim == 2 and len(pooled) != 1):
+                raise corrupt(path, f"its pooled_prompt_embeds are {list(pooled.shape)}; one prompt has [P]")
+            pooled = pooled.flatten()
+        yield ForeignText(sample_ids, path, caption, caption_rows(self._family, embeds, mask, path), pooled)
+
+    def _unknown(self, used: set[str], root: str, folder: str, names: list[str]) -> Iterator[Refusal]:
+        """The files of a folder that belong to no sample."""
+        for name in names:
+            path, text = os.path.join(root, folder, name), _TEXT_NAME.fullmatch(name)
+            if path in used or (text is None and not _LATENT_NAME.fullmatch(name)):
+                continue
+            used.add(path)
+            if text is not None and text["arch"] != self._architecture:
+                detail = f"it is a text of {text['arch']}, not of {self._architecture} ({self.family})"
+                yield Refusal("", path, "unsupported-format", detail)
+            elif text is not None:
+                yield Refusal("", path, "missing", "no caption has this hash: edited since, or a validation prompt")
+            else:
+                yield Refusal("", path, "missing", "no image's name has this hash: renamed, removed, or elsewhere")
 
 
 read = SimpleTunerCache
 
 
-def _text(sample_ids: tuple[str, ...], path: str, caption: str) -> Iterator[ForeignText]:
-    """The embeddings of either payload. Raises ForeignFileRefused."""
-    content = _payload(path)
-    if isinstance(content, dict) and {"prompt_embeds", "pooled_prompt_embeds"} <= content.keys():
-        embeds, pooled = content["prompt_embeds"], content["pooled_prompt_embeds"]
-    elif isinstance(content, tuple) and len(content) == 2:
-        embeds, pooled = content
-    else:
-        raise corrupt(path, f"it holds a {type(content).__name__} that is no prompt's embeddings")
-    embeds = tensor_in(embeds, "prompt_embeds", path, ndim=3)
-    pooled = tensor_in(pooled, "pooled_prompt_embeds", path, ndim=getattr(pooled, "ndim", 1))
-    if embeds.shape[0] != 1 or pooled.ndim not in (1, 2) or (pooled.ndim == 2 and pooled.shape[0] != 1):
-        shapes = f"{list(embeds.shape)} and {list(pooled.shape)}"
-        raise corrupt(path, f"it holds {shapes}; one prompt has [1, T, D] and [P]")
-    yield ForeignText(sample_ids, path, caption, embeds[0], pooled.flatten())
-
-
-def _unknown(used: set[str], root: str, folder: str, names: list[str]) -> Iterator[Refusal]:
-    """The files of a folder that belong to no sample."""
-    for name in names:
-        path = os.path.join(root, folder, name)
-        if path in used:
-            continue
-        if _LATENT_NAME.fullmatch(name):
-            used.add(path)
-            yield Refusal("", path, "missing", "no image's name has this hash: renamed, removed, or elsewhere")
-        elif _TEXT_NAME.fullmatch(name):
-            used.add(path)
-            yield Refusal("", path, "missing", "no caption has this hash: edited since, or a validation prompt")
+def _architectures(root: str) -> set[str]:
+    """The models that the names of texts in and below `root` say."""
+    folders = (found for found in walk(root) if not isinstance(found, Refusal))
+    matches = (_TEXT_NAME.fullmatch(name) for _, names in folders for name in names)
+    return {match["arch"] for match in matches if match is not None}
 
 
 class RecordedSizes:

@@ -139,7 +139,7 @@ def test_a_file_whose_name_does_not_follow_from_its_metadata_is_refused(images):
     [
         ({"num_frames": 81}, "num_frames"),
         ({"flip_y": True}, "upside down"),
-        ({"latent_space_version": "flux1"}, "flux1"),
+        ({"latent_space_version": "flux2"}, "flux2"),
         ({"latent_version": 2}, "version 2"),
         ({"crop_x": -1}, "crop_x is -1"),
         ({"crop_width": 64.0}, "crop_width is 64.0"),
