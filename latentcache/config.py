@@ -6,17 +6,14 @@ Relative paths in a config are relative to the working directory, as in every tr
 from __future__ import annotations
 
 import difflib
-import json
 import logging
 import os
-import tomllib
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-import yaml
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -31,12 +28,12 @@ from pydantic import (
 
 from latentcache.bucket_config import SECTION, BucketsConfig
 from latentcache.cache_config import TOKEN_VARIABLE, WRITE_TOKEN_VARIABLE, CacheConfig, UserPath
-from latentcache.errors import ConfigError, StoreError, UnsafeStoreError
+from latentcache.config_file import from_text, merge, merge_datasets, read_file
+from latentcache.errors import ConfigError
 from latentcache.families import DEFAULT_REPOSITORY, FamilyName
 from latentcache.frames_config import FramesConfig
 from latentcache.part_config import MAX_CONTROLS, ControlConfig, MaskConfig, PartConfig, as_list, as_section
 from latentcache.ray_config import RayConfig
-from latentcache.utils.durable_files import read_regular
 
 ENV_PREFIX = "LATENTCACHE_"
 TOKEN_VARIABLES = (TOKEN_VARIABLE, WRITE_TOKEN_VARIABLE)
@@ -44,8 +41,6 @@ TOKEN_VARIABLES = (TOKEN_VARIABLE, WRITE_TOKEN_VARIABLE)
 PROMPTS_PREFIX = "validation-prompts"
 """First part of the names of the manifests of cached validation prompts. No dataset's name may have it."""
 
-MAX_BYTES = 1 << 24
-"""Of a config's file."""
 MAX_REPEATS = 1_000_000
 """Of a dataset in an epoch: more is a slip, and an epoch's order would not fit into memory."""
 
@@ -274,47 +269,13 @@ def load_config(
     source = str(path)
     if variables or given:
         source += " with variables and flags"
-    _merge(settings, variables)
-    _merge_datasets(settings, given.pop("datasets", None) or {}, str(path))
-    _merge(settings, given)
+    merge(settings, variables)
+    merge_datasets(settings, given.pop("datasets", None) or {}, str(path))
+    merge(settings, given)
     return parse_config(settings, source=source)
 
 
-_READERS: dict[str, Callable[[str], Any]] = {
-    ".yaml": yaml.safe_load,
-    ".yml": yaml.safe_load,
-    ".toml": tomllib.loads,
-    ".json": json.loads,
-}
-
-
-def read_file(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML, TOML or JSON file, unchecked. Raises ConfigError."""
-    reader = _READERS.get(path.suffix.lower())
-    try:
-        if reader is None:
-            problem = f"unknown suffix {path.suffix!r}; a config ends in {', '.join(_READERS)}"
-        elif isinstance(value := reader(_text_of(path)), dict):
-            return value
-        else:
-            problem = f"holds {type(value).__name__}, not settings by name"
-    except FileNotFoundError:
-        problem = "no such file; configs/ holds complete examples"
-    except UnsafeStoreError as error:
-        problem = error.detail
-    except StoreError as error:
-        problem = f"cannot be read: {getattr(error.__cause__, 'strerror', error)}"
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # TOML, JSON and Unicode errors are ValueErrors
-        problem = f"is not valid {path.suffix[1:].upper()}: {error}"
-    raise ConfigError(problem, source=str(path))
-
-
 Checked = TypeVar("Checked", bound=BaseModel)
-
-
-def _text_of(path: Path) -> str:
-    # A config may be a link, but it may not be endless.
-    return read_regular(Path(os.path.realpath(path)), MAX_BYTES, "name a config").decode("utf-8-sig")
 
 
 def parse_config(settings: Mapping[str, Any], *, source: str | None = None) -> Config:
@@ -421,53 +382,10 @@ def settings_from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
         word = variable.removeprefix(ENV_PREFIX)
         if word in names:
             section_name, name = names[word]
-            settings.setdefault(section_name, {})[name] = _from_text(environ[variable])
+            settings.setdefault(section_name, {})[name] = from_text(environ[variable])
             continue
         near = suggest(word, names, ENV_PREFIX)
         if near or word.partition("_")[0].lower() in Config.model_fields:
             raise ConfigError(f"no such setting{near}", source=variable)
         logger.warning("%s is no setting, and is ignored", variable)
     return settings
-
-
-def _from_text(value: Any) -> Any:
-    """Text from a flag or a variable. pydantic reads numbers and booleans from text, but has no text for None."""
-    return None if isinstance(value, str) and value.lower() in ("null", "none") else value
-
-
-def _merge(settings: dict[str, Any], changes: Mapping[str, Any]) -> None:
-    for name, value in changes.items():
-        if isinstance(value, Mapping):
-            if settings.get(name) is None:
-                settings[name] = {}
-            section = settings[name]
-            if isinstance(section, list):
-                section = dict(zip(map(str, range(len(section))), section, strict=True))
-                if unknown := [number for number in value if not isinstance(section.get(number), dict)]:
-                    message = f"{name}: there is no number {unknown[0]!r}; the file has {len(section)}"
-                    raise ConfigError(message, key=name)
-            if isinstance(section, dict):  # anything else is a fault in the file, which parse_config reports
-                _merge(section, value)
-        else:
-            settings[name] = _from_text(value)
-
-
-def _merge_datasets(settings: dict[str, Any], changes: Mapping[str, Any], source: str) -> None:
-    datasets = settings.get("datasets")
-    if not changes or not isinstance(datasets, list):
-        return
-    by_name = {d["name"]: d for d in datasets if isinstance(d, dict) and isinstance(d.get("name"), str)}
-    by_number = {str(number): d for number, d in enumerate(datasets) if isinstance(d, dict)}
-    for which, change in changes.items():
-        dataset = by_name.get(which, by_number.get(which))
-        if dataset is None:
-            known = [*by_name, *by_number]
-            raise ConfigError(
-                f"--datasets.{which}: no such dataset; there are {', '.join(known)}", source=source, key="datasets"
-            )
-        # As the schema has them: a file may give one control image without a list, and a mask as a word.
-        if "control" in change:
-            dataset["control"] = as_list(dataset.get("control", []))
-        if "mask" in change:
-            dataset["mask"] = as_section(dataset.get("mask"))
-        _merge(dataset, change)

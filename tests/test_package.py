@@ -23,7 +23,7 @@ LAYERS = [
     {"errors", "types", "__init__"},
     {"utils"},
     {
-        *("config", "bucket_config", "cache_config", "ray_config", "part_config", "frames_config"),
+        *("config", "config_file", "bucket_config", "cache_config", "ray_config", "part_config", "frames_config"),
         *("identity", "provenance", "families"),
     },
     {"dataset", "store", "devices"},

@@ -21,7 +21,7 @@ import torch
 from latentcache.errors import ConfigError
 from latentcache.types import Geometry, Padding
 
-Role = Literal["vae", "text_encoder", "tokenizer", "denoiser"]
+Role = Literal["vae", "text_encoder", "tokenizer"]
 MASK = "_mask"
 """What follows a field's name in the name of its mask: bool [B, L], True for the rows that are not padding."""
 
@@ -37,15 +37,15 @@ class Part:
     class_name: str
     weights: tuple[str, ...] = ("",)
 
-    @property
-    def library(self) -> str:
-        """`diffusers` or `transformers`."""
-        return self.class_name.partition(".")[0]
-
     def load_class(self) -> Any:
         """The class itself."""
-        library, _, name = self.class_name.partition(".")
-        return getattr(importlib.import_module(library), name)
+        return class_named(self.class_name)
+
+
+def class_named(name: str) -> Any:
+    """The class of this name, which begins with its library: `diffusers.AutoencoderKL`."""
+    library, _, own = name.partition(".")
+    return getattr(importlib.import_module(library), own)
 
 
 VAE_WEIGHTS = ("encoder.", "quant_conv.")
@@ -180,7 +180,7 @@ class Family(ABC):
     @property
     def pipeline_class(self) -> Any:
         """The class of `pipeline_name`."""
-        return getattr(importlib.import_module("diffusers"), self.pipeline_name)
+        return class_named(f"diffusers.{self.pipeline_name}")
 
     def pipeline(self, **parts: Any) -> Any:
         """A pipeline of diffusers of these parts alone, without a progress bar.

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from latentcache.config import read_file
+from latentcache.config_file import read_file
 from latentcache.errors import ConfigError
 from latentcache.families import DEFAULT, FamilyName, family_named
 from latentcache.families.scaling import Rule, Scaling

@@ -99,10 +99,8 @@ def import_cache(
         if rows:
             workspace.manifests.write(Manifest(name, use.role, use.repeats, _common(foreign), rows))
         elif not report.refused:
-            raise StoreError(
-                f"nothing was imported: there are no files of {foreign.format}'s cache. Name its folder, or another "
-                "format"
-            )
+            detail = f"there are no files of {foreign.format}'s cache. Name its folder, or another format"
+            raise StoreError(f"nothing was imported: {detail}")
     trusts = [ref.trust for row in rows.values() for ref in row.images]
     trusts += [ref.trust for row in rows.values() for ref in row.captions]
     report.num_verified, report.num_unverified = trusts.count("verified"), trusts.count("unverified")

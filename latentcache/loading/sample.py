@@ -254,32 +254,22 @@ def _stacked(
     out: Mapping[str, torch.Tensor] | None,
     pad: bool,
 ) -> Batch:
-    num_rows = len(sample_ids)
-    if fields.padding:
-        return _ragged(sample_ids, fields, columns, pool, out, pad)
-    empty = None if pool is None else pool.borrow([column[0].nbytes * num_rows for column in columns])
-    return stack_columns(fields.description, columns, num_rows, out, empty)
-
-
-def _ragged(
-    sample_ids: Sequence[str],
-    fields: Fields,
-    columns: Sequence[Sequence[np.ndarray]],
-    pool: BufferPool | None,
-    out: Mapping[str, torch.Tensor] | None,
-    pad: bool,
-) -> Batch:
-    """`_stacked` of fields of which some are padded, or are to be lists."""
-    num_rows = len(sample_ids)
-    if pad:
-        padded = Padded.of(sample_ids, fields.description, columns, fields.padding)
-        empty = None if pool is None else pool.borrow([num_bytes * num_rows for num_bytes in padded.row_bytes()])
-        batch = stack_columns(padded.fields, columns, num_rows, out, empty, padded)
-        return {**batch, **{f"{name}{MASK}": mask for name, mask in padded.masks().items()}}
-    named = dict(zip(fields.description, columns, strict=True))
-    plain = {name: spec for name, spec in fields.description.items() if name not in fields.padding}
-    batch = stack_columns(plain, [named[name] for name in plain], num_rows, out)
-    return {**batch, **{name: concatenated(fields.description[name][0], named[name]) for name in fields.padding}}
+    """See `SampleReader.gather`."""
+    num_rows, description, padding = len(sample_ids), fields.description, fields.padding
+    if padding and not pad:
+        named = dict(zip(description, columns, strict=True))
+        plain = {name: spec for name, spec in description.items() if name not in padding}
+        batch = stack_columns(plain, [named[name] for name in plain], num_rows, out)
+        return {**batch, **{name: concatenated(description[name][0], named[name]) for name in padding}}
+    padded = Padded.of(sample_ids, description, columns, padding) if padding else None
+    empty = None
+    if pool is not None:
+        row_bytes = [column[0].nbytes for column in columns] if padded is None else padded.row_bytes()
+        empty = pool.borrow([num_bytes * num_rows for num_bytes in row_bytes])
+    if padded is None:
+        return stack_columns(description, columns, num_rows, out, empty)
+    batch = stack_columns(padded.fields, columns, num_rows, out, empty, padded)
+    return {**batch, **{f"{name}{MASK}": mask for name, mask in padded.masks().items()}}
 
 
 def _bucket_error(buckets: Iterable[tuple[int, int]]) -> StoreError:

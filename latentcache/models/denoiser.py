@@ -22,7 +22,7 @@ from latentcache.checkpoints.folder import DOCUMENT, read_document, read_tensors
 from latentcache.checkpoints.state_codec import unpack
 from latentcache.config import ModelConfig
 from latentcache.errors import CheckpointError, ModelError
-from latentcache.families.base import Family, Part
+from latentcache.families.base import Family, class_named
 from latentcache.models.family import family_of
 from latentcache.models.lora import LORA_FILE, SETTINGS_KEY, add_adapters, is_lora
 from latentcache.models.model_files import (
@@ -115,7 +115,7 @@ class _Denoisers:
     @property
     def model_class(self) -> Any:
         """Its class in diffusers."""
-        return Part("denoiser", self.family.denoiser_class).load_class()
+        return class_named(self.family.denoiser_class)
 
     # A folder: a checkpoint of a training run, a diffusers model, or a denoiser alone.
 

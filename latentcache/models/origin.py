@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import torch
 from typing_extensions import override
 
@@ -160,12 +159,11 @@ class FileOrigin(ModelOrigin):
         else:
             # Only the pipeline converts text encoders; the tokenizers are given so that it does not load its own.
             options |= self.load_tokenizers() | dict.fromkeys((*family.names("vae"), family.denoiser, "scheduler"))
-            pipeline_class = getattr(diffusers, family.pipeline_name)
-            if not hasattr(pipeline_class, "from_single_file"):
+            if not hasattr(family.pipeline_class, "from_single_file"):
                 step = "Name a diffusers folder of the model, which has its text encoders"
                 raise refused(part, f"{self.name}: diffusers reads no {family.name} from one file. {step}.")
             with loading(part, self.name):
-                pipeline = pipeline_class.from_single_file(str(self.file), **family.pipeline_options, **options)
+                pipeline = family.pipeline_class.from_single_file(str(self.file), **family.pipeline_options, **options)
             loaded = {name: getattr(pipeline, name) for name in family.names("text_encoder")}
         for name, module in loaded.items():
             # from_single_file leaves on the meta device what the file lacks.

@@ -12,7 +12,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import torch
 
 from latentcache.families import DEFAULT, family_named
@@ -55,9 +54,10 @@ def tiny_photos_pipeline() -> Any:
     little else. `scripts/train_tiny.py` makes it.
     """
     family = family_named(DEFAULT)
-    pipeline_class: Any = getattr(diffusers, family.pipeline_name)
     with loading("model", str(TINY_PHOTOS_FOLDER)):
-        made = pipeline_class.from_pretrained(TINY_PHOTOS_FOLDER, local_files_only=True, **family.pipeline_options)
+        made = family.pipeline_class.from_pretrained(
+            TINY_PHOTOS_FOLDER, local_files_only=True, **family.pipeline_options
+        )
     parts = {name: part for name, part in made.components.items() if part is not None}
     for part in parts.values():
         if isinstance(part, torch.nn.Module):

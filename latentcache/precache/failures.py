@@ -1,0 +1,82 @@
+"""The entries that a run could not make, and the samples that are refused for that."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+
+from latentcache.dataset.manifest import Manifest
+from latentcache.dataset.manifest_row import Row
+from latentcache.precache.plan import Shard
+from latentcache.precache.report import Failure
+from latentcache.precache.workspace import Memo, Workspace
+from latentcache.types import Refusal
+from latentcache.utils.json_document import recalled
+
+
+class Failures:
+    """Entries that could not be made, by key. With several ranks each shares its own with the others by the memo."""
+
+    def __init__(self, shard: Shard, workspace: Workspace):
+        memo = workspace.memo
+        self.shared = memo if shard.world_size > 1 and isinstance(memo, Memo) else None
+        """Where other ranks' failures are; None for a single process."""
+        self._launch = shard.launch
+        self._by_key: dict[str, Failure] = {}
+
+    def add(self, key: str, failure: Failure) -> None:
+        """Note that the entry `key` could not be made."""
+        self._by_key[key] = failure
+
+    def refusal(self, row: Row) -> Refusal | None:
+        """The refusal of a sample that needs one of the entries. Samples with equal images share one."""
+        key = next((key for key in row.keys() if key in self._by_key), None)
+        if key is None:
+            return None
+        failure = self._by_key[key]
+        detail, path = failure.detail, row.path
+        own = (*(ref.key for ref in row.images), *(ref.key for ref in row.captions))
+        if key not in own:
+            name = next(name for name, part in row.named_parts() if part.key == key)
+            detail, path = f"{name}: {detail}", failure.path or row.path
+        elif failure.path not in (None, row.path):
+            detail = f"the same image at {failure.path}: {detail}"
+        return Refusal(row.sample_id, path, failure.reason, detail)
+
+    def refusals(self, manifest: Manifest) -> dict[str, Refusal]:
+        """The refusals of a manifest's samples, by sample_id."""
+        rows = manifest.rows.values() if self._by_key else ()
+        return {row.sample_id: refusal for row in rows if (refusal := self.refusal(row)) is not None}
+
+    def forget(self, keys: Iterable[str]) -> None:
+        """Remove what earlier runs noted of these keys: this rank is about to try them again."""
+        if self.shared is not None:
+            for key in keys:
+                self.shared.pop(self._name(key), None)
+
+    def share(self) -> None:
+        """Write this rank's failures where the other ranks read them."""
+        if self.shared is not None:
+            for key, failure in self._by_key.items():
+                self.shared[self._name(key)] = json.dumps([failure.reason, failure.detail, failure.path])
+            self.shared.flush()
+
+    def read_others(self, keys: Iterable[str]) -> None:
+        """Add what other ranks wrote of these keys."""
+        names = {self._name(key): key for key in keys}
+        written = {} if self.shared is None else self.shared.reread(names)
+        for name in written:
+            failure = recalled(written, name, _parse_failure)
+            if failure is not None:
+                self.add(names[name], failure)
+
+    def _name(self, key: str) -> str:
+        # The name holds the launch, if the launcher names it: failures of an older launch do not count.
+        return f"refused/1 {self._launch} {key}"
+
+
+def _parse_failure(text: str) -> Failure:
+    reason, detail, path = json.loads(text)
+    if not isinstance(reason, str) or not isinstance(detail, str) or not isinstance(path, str | None):
+        raise TypeError(f"not a failure: {text:.100}")
+    return Failure(reason, detail, path)
