@@ -53,7 +53,7 @@ def within_limits(max_s: float = MAX_S, max_bytes: int = MAX_BYTES, *, max_wait_
     if trim is not None:
         trim(0)  # what was free before must count when it is used
     before = _reset_peak()
-    faulthandler.dump_traceback_later(STUCK_S, exit=True, file=sys.__stderr__)
+    faulthandler.dump_traceback_later(STUCK_S, exit=True, file=sys.__stderr__ or sys.stderr)
     signal.setitimer(signal.ITIMER_REAL, max_wait_s)
     signal.setitimer(signal.ITIMER_PROF, max_s)
     try:

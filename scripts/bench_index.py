@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from benchmarking import add_arguments, emit, environment, parse, spread
+from benchmarking import emit, environment, make_parser, parse, spread
 
 from latentcache.store import DiskStore, Index
 from latentcache.store.base import DTYPES
@@ -200,18 +200,16 @@ def to_text(report: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
+def main() -> None:
+    parser = make_parser(__doc__)
     parser.add_argument("--worker", nargs=3, metavar=("ROOT", "NUM_ENTRIES", "SEED"), help=argparse.SUPPRESS)
-    options = parse(parser, arguments)
+    options = parse(parser)
     if options.worker:
         root, num_entries, seed = options.worker
         print(json.dumps(measure(Path(root), int(num_entries), int(seed))))
-        return 0
+        return
     emit(run(options), options, to_text)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -18,15 +18,14 @@ import argparse
 import math
 import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarking import add_arguments, emit, environment, in_turns, parse, ratios, spread
+from benchmarking import environment, in_turns, make_parser, parse, ratios, run_in_folder, spread
 from benchmarking_samples import write_manifest
 from torch.utils.data import DataLoader
 
@@ -62,7 +61,7 @@ def make_cache(path: Path, num_samples: int, scale: int) -> None:
         for number in range(num_samples):
             height, width = BUCKETS[number % 2]
             size = Size(height // scale, width // scale)
-            values = {
+            values: dict[str, dict[str, tuple[int, ...]]] = {
                 "image": {"moments": (8, size.height // 8, size.width // 8)},
                 "text": {"prompt_embeds": (77, 2048 // scale), "pooled_prompt_embeds": (1280 // scale,)},
             }
@@ -71,7 +70,7 @@ def make_cache(path: Path, num_samples: int, scale: int) -> None:
                 identity = {"bench": kind, "number": number}
                 keys[kind] = key_of(identity)
                 tensors = {name: torch.randn(shape, generator=generator).half() for name, shape in shapes.items()}
-                yield Entry(Record(keys[kind], kind, identity, {}), tensors)  # type: ignore[arg-type]
+                yield Entry(Record(keys[kind], kind, identity, {}), tensors)
             geometry = Geometry(size, size, Crop(0, 0), size)
             images, captions = (ImageRef(keys["image"], geometry),), (CaptionRef(str(number), keys["text"]),)
             rows[str(number)] = Row(str(number), str(number), None, images, captions)
@@ -93,17 +92,20 @@ class Bench:
             "dataloader_2": self.dataloader(2),
         }
 
-    def sampler(self) -> BucketBatchSampler:
-        return BucketBatchSampler(LatentDataset(self.path), self.batch_size, seed=0)
+    def dataset(self) -> LatentDataset:
+        return LatentDataset(self.path)
+
+    def sampler(self, dataset: LatentDataset) -> BucketBatchSampler:
+        return BucketBatchSampler(dataset, self.batch_size, seed=0)
 
     def loader(self, **options: Any) -> LatentLoader:
-        return LatentLoader(self.sampler(), device=self.device, **{"scaled": True, **options})
+        return LatentLoader(self.sampler(self.dataset()), device=self.device, **{"scaled": True, **options})
 
     def dataloader(self, num_workers: int) -> Batches:
-        sampler = self.sampler()
-        dataset = sampler.dataset
+        dataset = self.dataset()
+        sampler = self.sampler(dataset)
         # Without its own generator a DataLoader draws from the global one.
-        loader = DataLoader(
+        loader: DataLoader[dict[str, Any]] = DataLoader(
             dataset,
             batch_sampler=sampler,
             num_workers=num_workers,
@@ -120,7 +122,7 @@ class Bench:
 
     def settle(self, batches: Batches) -> None:
         """Two epochs: every entry has been verified, in the workers too, and the buffers are there."""
-        for _ in range(2 * len(self.sampler())):
+        for _ in range(2 * len(self.sampler(self.dataset()))):
             next(batches)
 
     def batch_s(self, num_steps: int) -> float:
@@ -189,10 +191,10 @@ def host_to_device(bench: Bench, repetitions: int) -> dict[str, Any] | None:
     if not transfer.overlaps:
         return None
     module = torch.get_device_module(bench.device)
-    sampler = bench.sampler()
-    refs = sampler.dataset.refs(next(iter(sampler)))
+    dataset = bench.dataset()
+    refs = dataset.refs(next(iter(bench.sampler(dataset))))
     pool = BufferPool(pin=True)
-    host = sampler.dataset.cache.reader.gather(refs, pool=pool)
+    host = dataset.cache.reader.gather(refs, pool=pool)
     num_bytes = sum(value.nbytes for value in host.values() if isinstance(value, torch.Tensor))
     flat = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     target = torch.empty(num_bytes, dtype=torch.uint8, device=bench.device)
@@ -264,29 +266,21 @@ def to_text(result: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def options_from(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> None:
+    parser = make_parser(__doc__)
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    add_arguments(parser)
     parser.add_argument("--batch_size", type=int, default=16)
     parser.add_argument("--num_samples", type=int, default=512)
     parser.add_argument("--num_steps", type=int, default=40, help="steps in a round")
     parser.add_argument("--factors", type=float, nargs="+", default=[1.25, 4], help="T, in times of a batch")
     parser.add_argument("--device", default=str(accelerator or "cpu"))
     parser.add_argument("--compute", action="store_true", help="the step computes on the CPU")
-    options = parse(parser, arguments)
+    options = parse(parser)
     options.scale = 1
     if options.tiny:
         options.scale, options.batch_size, options.num_samples, options.num_steps = 16, 2, 8, 4
-    return options
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = options_from(arguments)
-    with tempfile.TemporaryDirectory(prefix="latentcache-bench-", dir=options.folder) as folder:
-        emit(run(Path(folder) / "cache", options), options, to_text)
-    return 0
+    run_in_folder(run, options, to_text)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -31,7 +31,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from benchmarking import add_arguments, emit, environment, in_turns, parse, ratios, spread
+from benchmarking import emit, environment, in_turns, make_parser, parse, ratios, spread
 
 TESTS = Path(__file__).parents[1] / "tests"
 SPLIT = {
@@ -84,7 +84,7 @@ def encoder_class(host: SimpleNamespace) -> type:
             self.in_name, self.out_names, self.scale = in_name, out_names, scale
 
         def length(self) -> int:
-            return self._get_previous_length(self.in_name)
+            return int(self._get_previous_length(self.in_name))
 
         def get_inputs(self) -> list[str]:
             return [self.in_name]
@@ -110,7 +110,7 @@ def torch_load_cache(host: SimpleNamespace) -> type:  # noqa: C901 - a class wit
             self.folder, self.split_names, self.aggregate_names = Path(cache_dir), split_names, aggregate_names
 
         def length(self) -> int:
-            return self._get_previous_length(self.split_names[0])
+            return int(self._get_previous_length(self.split_names[0]))
 
         def get_inputs(self) -> list[str]:
             return self.get_outputs()
@@ -130,7 +130,7 @@ def torch_load_cache(host: SimpleNamespace) -> type:  # noqa: C901 - a class wit
         def _values(self, names: Sequence[str], index: int) -> dict[str, Any]:
             return {name: self._get_previous_item(0, name, index) for name in names}
 
-        def get_item(self, index: int, requested_name: str | None = None) -> dict[str, Any]:
+        def get_item(self, index: int, requested_name: str | None = None) -> Any:
             if requested_name in self.aggregate_names:
                 return self.aggregate[index]
             return torch.load(self.folder / f"{index}.pt", map_location=self.pipeline.device)
@@ -308,11 +308,10 @@ def to_text(result: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    add_arguments(parser)
+def main() -> None:
+    parser = make_parser(__doc__)
     parser.add_argument("--num-samples", type=int, default=1000, help="samples (default: %(default)s)")
-    options = parse(parser, arguments)
+    options = parse(parser)
     torch.set_num_threads(1)
     emit(measure(options), options, to_text)
 

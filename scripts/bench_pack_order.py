@@ -20,8 +20,6 @@ import argparse
 import json
 import statistics
 import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -29,7 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from benchmarking import add_arguments, emit, environment, in_turns, parse, ratios, seconds_of
+from benchmarking import environment, in_turns, make_parser, parse, ratios, run_in_folder, seconds_of
 from benchmarking_cold import cached_share, drop, take_back
 from benchmarking_samples import KINDS, write_manifest
 from benchmarking_streams import BATCH, Values, number_of
@@ -66,7 +64,7 @@ def make_cache(path: Path, values: Values, num_samples: int) -> None:
             for number in range(num_samples):
                 fields, of = values.sample(number), identity(kind, number)
                 tensors = {name: torch.from_numpy(fields[name]) for name in names}
-                yield Entry(Record(key_of(of), kind, of, {}), tensors)  # type: ignore[arg-type]
+                yield Entry(Record(key_of(of), kind, of, {}), tensors)
 
     for number in range(num_samples):
         images = (ImageRef(key_of(identity("image", number)), Geometry(size, size, Crop(0, 0), size)),)
@@ -94,9 +92,8 @@ class Cold:
     def cat(self, seed: int) -> float:
         self.start(self.packs)
         command = ["cat", *map(str, self.packs)]
-        return seconds_of(lambda: subprocess.run(command, stdout=subprocess.DEVNULL, check=True)) / (
-            self.options.num_samples
-        )
+        taken = seconds_of(lambda: subprocess.run(command, stdout=subprocess.DEVNULL, check=True))
+        return taken / int(self.options.num_samples)
 
     def ours(self, seed: int, *, num_read: int, **way: Any) -> float:
         drop(self.packs)
@@ -123,7 +120,7 @@ class Cold:
         self.start(files)
         found = run_peer(self.options, "read", name, self.folder / name, num_workers=num_workers, seed=seed)
         assert found["is_right"] and found["num_samples"] == self.options.num_samples, found
-        return float(found["seconds"]) / self.options.num_samples
+        return float(found["seconds"] / self.options.num_samples)
 
 
 def run_peer(options: argparse.Namespace, what: str, name: str, folder: Path, **more: int) -> dict[str, Any]:
@@ -185,15 +182,16 @@ def pack_changes(path: Path, window: int) -> dict[str, Any]:
     store = dataset.cache.store
     assert isinstance(store, DiskStore)
     texts = [dataset.refs([number])[0].keys[1] for number in range(len(dataset))]
-    places = {"text": Places.of(store, texts), "image": dataset.places()}
+    image_places, text_places = dataset.places(), Places.of(store, texts)
+    assert image_places is not None
     sampler = BucketBatchSampler(dataset, BATCH, window=window)
     num_changes, num_image_packs = 0, 0
     for batch in sampler.plan(0):
         for items in [batch.items_ahead] if batch.ahead else ():
-            num_image_packs += len(set(places["image"].packs[items].tolist()))
-            num_changes += len(set(places["text"].packs[items].tolist()))
+            num_image_packs += len(set(image_places.packs[items].tolist()))
+            num_changes += len(set(text_places.packs[items].tolist()))
     dataset.cache.close()
-    num_texts = len(set(places["text"].packs.tolist()))
+    num_texts = len(set(text_places.packs.tolist()))
     return {"num_image_packs": num_image_packs, "num_text_packs": num_texts, "num_text_packs_begun": num_changes}
 
 
@@ -296,8 +294,8 @@ def _spread(value: Mapping[str, float] | None) -> str:
     return "" if value is None else f"{value['median']:.2f} ({value['min']:.2f}..{value['max']:.2f})"
 
 
-def options_from(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> None:
+    parser = make_parser(__doc__)
     parser.add_argument("--num_samples", type=int, default=8000)
     parser.add_argument("--num_random", type=int, default=1024, help="samples read in random order in each pass")
     parser.add_argument("--window", type=int, help="packs that are mixed (default: 4 of the 16, with --shuffling 16)")
@@ -306,21 +304,13 @@ def options_from(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--num_shuffled", type=int, default=200_000)
     parser.add_argument("--num_per_pack", type=int, default=512, help="images in a pack of 64 MiB")
     parser.add_argument("--num_per_file", type=int, default=149, help="whole samples in a file of 64 MiB")
-    add_arguments(parser)
-    options = parse(parser, arguments)
+    options = parse(parser)
     if options.tiny:
         options.num_samples, options.num_random, options.num_shuffled = 96, 32, 6400
         options.num_per_pack, options.num_per_file, options.window = 64, 20, options.window or 4
     options.window = options.window or (WINDOW if options.shuffling else 4)
-    return options
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = options_from(arguments)
-    with tempfile.TemporaryDirectory(prefix="latentcache-bench-", dir=options.folder) as folder:
-        emit(run(Path(folder), options), options, to_text)
-    return 0
+    run_in_folder(run, options, to_text)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -13,7 +13,6 @@ one entry, so that the disk has room for them.
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from benchmarking import add_arguments, emit, environment, parse, spread
+from benchmarking import emit, environment, make_parser, parse, spread
 
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_folder import ManifestFolder
@@ -105,9 +104,8 @@ def measure(browser: Browser, root: Path) -> dict[str, float]:
     return found
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
+def main() -> None:
+    parser = make_parser(__doc__)
     options = parse(parser)
     from playwright.sync_api import sync_playwright
 
@@ -124,7 +122,6 @@ def main() -> int:
     num_samples = TINY_SAMPLES if options.tiny else NUM_SAMPLES
     document = {"environment": where, "num_samples": num_samples, "results": results}
     emit(document, options, to_text)
-    return 0
 
 
 def to_text(document: Mapping[str, Any]) -> str:
@@ -135,4 +132,4 @@ def to_text(document: Mapping[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -19,12 +19,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarking import add_arguments, emit, environment, parse, spread
+from benchmarking import emit, environment, make_parser, parse, spread
 from PIL import Image
 
 from latentcache.config import Config
@@ -69,7 +69,8 @@ def fill(config: Config) -> None:
         tiny = {"latents": torch.ones(1, dtype=torch.float16)}
 
         def entries() -> Iterator[Entry]:
-            for batch in (*plan.image_batches, *plan.text_batches):
+            batches: list[Sequence[Any]] = [*plan.image_batches, *plan.text_batches]
+            for batch in batches:
                 for task in batch:
                     yield Entry(Record(task.key, task.identity.kind, task.identity.to_json(), {}), tiny)
 
@@ -117,7 +118,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     return {"replan": results, "wanted_s_for_100000": WANTED_S, **where}
 
 
-def to_text(document: dict[str, Any]) -> str:
+def to_text(document: Mapping[str, Any]) -> str:
     lines = [f"{'samples':>10}{'plan again [s]':>28}{'us per sample':>16}{'peak memory [MB]':>18}"]
     for size, found in document["replan"].items():
         seconds = found["seconds"]
@@ -127,18 +128,16 @@ def to_text(document: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
+def main() -> None:
+    parser = make_parser(__doc__)
     parser.add_argument("--sizes", type=int, nargs="+", help=f"numbers of samples, ascending (default: {SIZES})")
     parser.add_argument("--worker", metavar="ROOT", help=argparse.SUPPRESS)
-    options = parse(parser, arguments)
+    options = parse(parser)
     if options.worker:
         print(json.dumps(plan_once(Path(options.worker))))
-        return 0
+        return
     emit(run(options), options, to_text)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import tempfile
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -199,8 +198,7 @@ def table(result: Mapping[str, Any]) -> str:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    benchmarking.add_arguments(parser)
+    parser = benchmarking.make_parser(__doc__)
     parser.add_argument("--device", default=str(accelerator or "cpu"))
     parser.add_argument(
         "--dtype", choices=["float32", "float16", "bfloat16"], help="default: float32 on a CPU, else bfloat16"
@@ -209,7 +207,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--full_size", action=argparse.BooleanOptionalAction, help="SDXL's sizes; default: not on a CPU"
     )
-    options = benchmarking.parse(parser, arguments)
+    options = benchmarking.parse(parser)
     on_cpu = device_named(options.device).type == "cpu"
     options.dtype = options.dtype or ("float32" if on_cpu else "bfloat16")
     options.full_size = not on_cpu if options.full_size is None else options.full_size
@@ -217,7 +215,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def main() -> int:
+def main() -> None:
     options = parse()
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="latentcache-bench-", dir=options.folder))
@@ -226,8 +224,7 @@ def main() -> int:
         result = run(Path(folder), options)
     options.sizes = repr(options.sizes)
     benchmarking.emit(result, options, table)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

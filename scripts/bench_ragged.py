@@ -16,15 +16,13 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
-import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from benchmarking import MIN_REPETITIONS, add_arguments, emit, environment, in_turns, parse, ratios
+from benchmarking import MIN_REPETITIONS, environment, in_turns, make_parser, parse, ratios, run_in_folder
 
 from latentcache import BucketBatchSampler, LatentCache, LatentDataset, LatentLoader
 from latentcache.dataset.manifest import Manifest
@@ -218,23 +216,15 @@ def to_text(result: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def options_from(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> None:
+    parser = make_parser(__doc__)
     parser.add_argument("--num_samples", type=int, default=512)
-    add_arguments(parser)
     parser.set_defaults(repetitions=3 * MIN_REPETITIONS)
-    options = parse(parser, arguments)
+    options = parse(parser)
     options.num_samples = 64 if options.tiny else options.num_samples
-    return options
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = options_from(arguments)
     torch.set_num_threads(1)  # as the limit's copy
-    with tempfile.TemporaryDirectory(prefix="latentcache-bench-", dir=options.folder) as folder:
-        emit(run(Path(folder), options), options, to_text)
-    return 0
+    run_in_folder(run, options, to_text)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

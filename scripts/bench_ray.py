@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -51,7 +51,8 @@ class WaitingEncoder:
     """Has the methods of `RayEncoder`; waits, and stores zeros. Encoders begin when all of them have started."""
 
     def __init__(self, config: Config, planned: object):
-        self._folder, self._path, self._num = Path(config.cache.path).parent, config.cache.path, config.ray.max_encoders
+        self._folder, self._path = Path(config.cache.path).parent, config.cache.path
+        self._num = int(config.ray.max_encoders)
         self._wait_s = float(config.cache.salt.partition(" ")[2])
         self._open, self._unsealed, self._calls = ExitStack(), set[str](), list[tuple[float, float]]()
 
@@ -150,7 +151,7 @@ def run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     most, num_batches, wait_s = (2, 4, 0.2) if options.tiny else (8, 16, 1.0)
     datasets = {n: write_photos(folder / f"photos{n}", n * num_batches * BATCH_SIZE) for n in (1, most)}
     # No dashboard and no output of other processes, as the command has it.
-    ray.init(num_cpus=NUM_CPUS, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.init(num_cpus=NUM_CPUS, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     try:
         measured(folder / "warm", datasets[1], 1, wait_s / 20)  # Ray starts the processes that decode
         rounds: dict[int, list[dict[str, Any]]] = {1: [], most: []}
@@ -191,14 +192,12 @@ def to_text(result: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    benchmarking.add_arguments(parser)
+def main() -> None:
+    parser = benchmarking.make_parser(__doc__)
     options = benchmarking.parse(parser)
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="bench-ray-") as folder:
         benchmarking.emit(run(Path(folder), options), options, to_text)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

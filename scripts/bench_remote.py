@@ -12,16 +12,14 @@ those of a round; the goal is that the tier takes at most 1.1 times as long as t
 from __future__ import annotations
 
 import argparse
-import sys
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from bench_loader import make_cache
-from benchmarking import add_arguments, emit, environment, in_turns, parse, ratios, spread
+from benchmarking import environment, in_turns, make_parser, parse, ratios, run_in_folder, spread
 from served_cache import served
 
 from latentcache import BucketBatchSampler, LatentDataset, LatentLoader
@@ -97,25 +95,17 @@ def to_text(result: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def options_from(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
+def main() -> None:
+    parser = make_parser(__doc__)
     parser.add_argument("--batch_size", type=int, default=16)
     parser.add_argument("--num_samples", type=int, default=512)
     parser.add_argument("--prefetch", type=int, default=2, help="batches that the loader reads ahead")
-    options = parse(parser, arguments)
+    options = parse(parser)
     options.scale = 1
     if options.tiny:
         options.scale, options.batch_size, options.num_samples = 16, 2, 16
-    return options
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = options_from(arguments)
-    with tempfile.TemporaryDirectory(prefix="latentcache-bench-", dir=options.folder) as folder:
-        emit(run(Path(folder), options), options, to_text)
-    return 0
+    run_in_folder(run, options, to_text)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

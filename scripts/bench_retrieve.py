@@ -25,13 +25,11 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
-import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarking import MIN_REPETITIONS, add_arguments, emit, environment, in_turns, parse, ratios, seconds_of
+from benchmarking import MIN_REPETITIONS, environment, in_turns, make_parser, parse, ratios, run_in_folder, seconds_of
 from benchmarking_cold import cold, cold_lines
 from benchmarking_samples import (
     PEERS,
@@ -224,8 +222,8 @@ def warm_lines(result: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def options_from(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> None:
+    parser = make_parser(__doc__)
     parser.add_argument("--num_samples", type=int, default=4000)
     parser.add_argument("--num_read", type=int, default=1024, help="samples read in each pass (default: %(default)s)")
     parser.add_argument(
@@ -236,22 +234,14 @@ def options_from(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--one_file", action="store_true", help="peers keep a whole sample in one file")
     parser.add_argument("--cold", action="store_true", help="drop the page cache before each pass")
-    add_arguments(parser)
-    options = parse(parser, arguments)
+    options = parse(parser)
     options.repetitions_warm = max(options.repetitions_warm, options.repetitions)
     options.batch_sizes = [4, 16, 64]
     if options.tiny:
         options.num_samples, options.num_read, options.batch_sizes = 64, 32, [4, 16]
         options.repetitions_warm = options.repetitions
-    return options
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = options_from(arguments)
-    with tempfile.TemporaryDirectory(prefix="latentcache-bench-", dir=options.folder) as folder:
-        emit(run(Path(folder), options), options, to_text)
-    return 0
+    run_in_folder(run, options, to_text)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -20,13 +20,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from bench_index import build, key_of
-from benchmarking import add_arguments, emit, environment
+from benchmarking import emit, environment, make_parser
 
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_folder import ManifestFolder
@@ -152,7 +152,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     return {"num_samples": num_samples, "steps": results, **where}
 
 
-def to_text(document: dict[str, Any]) -> str:
+def to_text(document: Mapping[str, Any]) -> str:
     lines = [f"{document['num_samples']:,} samples"]
     for name, figures in document["steps"].items():
         rest = "".join(f"  {key} {value:,.0f}" for key, value in figures.items() if "bytes" in key)
@@ -161,19 +161,17 @@ def to_text(document: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
+def main() -> None:
+    parser = make_parser(__doc__)
     parser.add_argument("--samples", type=int, help=f"how many samples (default: {SAMPLES:,})")
     parser.add_argument("--worker", nargs=3, metavar=("STEP", "ROOT", "NUM_SAMPLES"), help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
     if options.worker:
         name, root, num_samples = options.worker
         print(json.dumps(run_step(name, Path(root), int(num_samples))))
-        return 0
+        return
     emit(run(options), options, to_text)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 import torch
 from bench_index import make_file, rows
-from benchmarking import add_arguments, emit, environment, in_turns, parse, ratios, spread
+from benchmarking import emit, environment, in_turns, make_parser, parse, ratios, spread
 
 from latentcache.identity import key_of
 from latentcache.store import DiskStore, Index
@@ -291,16 +291,14 @@ def to_text(report: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
+def main() -> None:
     if sys.argv[1:2] == ["--worker"]:
         server(sys.argv[2])
-        return 0
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
+        return
+    parser = make_parser(__doc__)
     options = parse(parser)
     emit(run(options), options, to_text)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -17,8 +17,7 @@ import itertools
 import os
 import shutil
 import sys
-import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -26,7 +25,7 @@ from typing import Any
 
 import obstore
 from bench_loader import make_cache
-from benchmarking import add_arguments, emit, environment, in_turns, parse, ratios, seconds_of, spread
+from benchmarking import environment, in_turns, make_parser, parse, ratios, run_in_folder, seconds_of, spread
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from helpers.swift_server import SwiftServer, swift_serving
@@ -150,23 +149,15 @@ def to_text(result: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def options_from(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
+def main() -> None:
+    parser = make_parser(__doc__)
     parser.add_argument("--num_samples", type=int, default=1024)
-    options = parse(parser, arguments)
+    options = parse(parser)
     options.scale = 1
     if options.tiny:
         options.scale, options.num_samples = 16, 16
-    return options
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = options_from(arguments)
-    with tempfile.TemporaryDirectory(prefix="latentcache-bench-", dir=options.folder) as folder:
-        emit(run(Path(folder), options), options, to_text)
-    return 0
+    run_in_folder(run, options, to_text)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

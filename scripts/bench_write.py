@@ -35,10 +35,10 @@ import safetensors.torch
 import torch
 from benchmarking import (
     FILE_FORMATS,
-    add_arguments,
     emit,
     environment,
     in_turns,
+    make_parser,
     parse,
     pickling_diskcache,
     ratios,
@@ -161,7 +161,7 @@ def entries_of(kind: str, tensors: Mapping[str, torch.Tensor], first: int) -> li
         identity = {"kind": kind, "source": f"{first + row:064x}", "encoding": encoding}
         provenance = {"path": f"photos/{first + row}.jpg", "software": {"torch": torch.__version__}}
         values = {name: tensor[row].clone() for name, tensor in tensors.items()}
-        entries.append(Entry(Record(key_of(identity), kind, identity, provenance), values))  # type: ignore[arg-type]
+        entries.append(Entry(Record(key_of(identity), kind, identity, provenance), values))
     return entries
 
 
@@ -233,7 +233,7 @@ class Workers:
             connection.send(Task(method, folder, case, self.num_written, num_entries))
             self.num_written += num_entries
         times = [connection.recv() for connection in self.connections]
-        return max(end for _, end in times) - min(start for start, _ in times)
+        return float(max(end for _, end in times) - min(start for start, _ in times))
 
 
 def us_per_entry(seconds: Sequence[float], num_entries: int) -> dict[str, float]:
@@ -336,21 +336,14 @@ def to_text(result: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def options_from(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
-    options = parse(parser, arguments)
+def main() -> None:
+    parser = make_parser(__doc__)
+    options = parse(parser)
     options.scale, options.sizes, options.num_entries = 1, SIZES, {"latents": 1024, "samples": 768}
     if options.tiny:
         options.scale, options.sizes, options.num_entries = 64, (0, 100), {"latents": 8, "samples": 8}
-    return options
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = options_from(arguments)
     emit(run(options), options, to_text)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import statistics
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -63,12 +64,14 @@ def device_name(device: torch.device) -> str:
     return str(device) if name is None else f"{device} {name(device)}"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of every benchmark. Parse them with `parse`."""
+def make_parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser that has the options of every benchmark. Parse them with `parse`."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument("--tiny", action="store_true", help="small sizes, for correctness only")
     parser.add_argument("--repetitions", type=int, default=MIN_REPETITIONS, help="rounds (default: %(default)s)")
     parser.add_argument("--folder", type=Path, help="where files are made, and deleted (default: the system's)")
+    return parser
 
 
 def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -85,6 +88,16 @@ def emit(result: Mapping[str, Any], options: argparse.Namespace, to_text: Callab
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
     document = {**result, "settings": settings}
     print(json.dumps(document, indent=2, allow_nan=False) if options.json else to_text(document))
+
+
+def run_in_folder(
+    run: Callable[[Path, argparse.Namespace], Mapping[str, Any]],
+    options: argparse.Namespace,
+    to_text: Callable[[Mapping[str, Any]], str],
+) -> None:
+    """Run a benchmark in a new folder, which is deleted afterwards, and print its result as `emit` does."""
+    with tempfile.TemporaryDirectory(prefix="latentcache-bench-", dir=options.folder) as folder:
+        emit(run(Path(folder), options), options, to_text)
 
 
 def seconds_of(method: Callable[[], Any]) -> float:
@@ -145,6 +158,11 @@ class FileFormat(NamedTuple):
     load: Callable[[Path], Tensors]
 
 
+def _save_npz(tensors: Tensors, path: Path) -> None:
+    arrays: dict[str, Any] = {name: tensor.numpy() for name, tensor in tensors.items()}
+    np.savez(path, **arrays)
+
+
 def _load_npz(path: Path) -> dict[str, torch.Tensor]:
     with np.load(path) as arrays:
         return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
@@ -154,12 +172,7 @@ FILE_FORMATS = {
     "torch_load": FileFormat(
         "torch.save files", ".pt", lambda tensors, path: torch.save(dict(tensors), path), torch.load
     ),
-    "npz": FileFormat(
-        "np.savez files",
-        ".npz",
-        lambda tensors, path: np.savez(path, **{name: tensor.numpy() for name, tensor in tensors.items()}),
-        _load_npz,
-    ),
+    "npz": FileFormat("np.savez files", ".npz", _save_npz, _load_npz),
     "safetensors_file": FileFormat(
         "safetensors files",
         ".safetensors",

@@ -8,6 +8,7 @@ import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -178,7 +179,7 @@ def cold(folder: Path, samples: Samples, options: argparse.Namespace) -> dict[st
     runs |= {f"loader_{io}": looked_ahead(io) for io in LOADERS}
     runs["preadv"] = lambda number: timed(packs, preadv.read, number)
     for name, load in loads.items():
-        runs[name] = lambda number, name=name, load=load: timed(peer_files[name], stacked(load), number)
+        runs[name] = partial(timed, peer_files[name], stacked(load))
     numbers = {name: iter(range(options.repetitions)) for name in runs}
     methods = {name: lambda name=name: runs[name](next(numbers[name])) for name in runs}
     seconds = in_turns(methods, options.repetitions, clock=lambda method: method())

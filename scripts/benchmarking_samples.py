@@ -68,7 +68,7 @@ def make_cache(path: Path, samples: Samples) -> None:
             for kind, names in KINDS.items():
                 identity = {"bench": kind, "number": number}
                 keys[kind] = key_of(identity)
-                yield Entry(Record(keys[kind], kind, identity, {}), {name: values[name] for name in names})  # type: ignore[arg-type]
+                yield Entry(Record(keys[kind], kind, identity, {}), {name: values[name] for name in names})
             geometry = Geometry(Size(1536, 2048), Size(1024, 1365), Crop(0, 170), Size(1024, 1024))
             images, captions = (ImageRef(keys["image"], geometry),), (CaptionRef(f"photo {number}", keys["text"]),)
             rows[str(number)] = Row(str(number), str(number), None, images, captions)
@@ -141,6 +141,7 @@ def make_peers(
         places: list[list[Any]] = labels
         if name == "diskcache_pickle":
             cache = pickling_diskcache(place)
+            save: Callable[[Any, Any], Any]
             save, load = partial(_set, cache), cache.__getitem__
         else:
             form = FILE_FORMATS[name]

@@ -54,7 +54,7 @@ def number_of(latents: np.ndarray) -> int:
     return int(np.ascontiguousarray(latents).reshape(-1)[:2].view(np.uint32)[0])
 
 
-def streaming() -> types.ModuleType:
+def streaming() -> Any:
     """MosaicML streaming, which wants torchvision for other things than these."""
     sys.modules.setdefault("streaming.vision", types.ModuleType("streaming.vision"))
     import streaming
@@ -105,11 +105,14 @@ def loader_of(name: str, folder: Path, num_workers: int, seed: int) -> Iterable[
         dataset = streaming().StreamingDataset(
             local=str(folder), shuffle=True, shuffle_seed=seed, batch_size=BATCH, num_canonical_nodes=1
         )
-        return streaming().StreamingDataLoader(dataset, batch_size=BATCH, num_workers=num_workers)
-    import litdata
+        loader_class = streaming().StreamingDataLoader
+    else:
+        import litdata
 
-    dataset = litdata.StreamingDataset(str(folder), shuffle=True, drop_last=False, seed=seed)
-    return litdata.StreamingDataLoader(dataset, batch_size=BATCH, num_workers=num_workers)
+        dataset = litdata.StreamingDataset(str(folder), shuffle=True, drop_last=False, seed=seed)
+        loader_class = litdata.StreamingDataLoader
+    loader: Iterable[dict[str, Any]] = loader_class(dataset, batch_size=BATCH, num_workers=num_workers)
+    return loader
 
 
 def read(options: argparse.Namespace) -> dict[str, Any]:

@@ -16,6 +16,9 @@ from latentcache.devices.placement import placed
 from latentcache.models.running import free_cached_memory, is_out_of_memory
 from latentcache.models.vae import encode_images
 
+Variant = tuple[Sequence[Callable[[], Any]], int]
+"""Settings, and the size of a batch."""
+
 
 def synchronize(device: torch.device) -> None:
     """Wait for the device."""
@@ -59,7 +62,7 @@ def matmul_flops(device: torch.device, dtype: torch.dtype, side: int, repetition
 
 
 @contextmanager
-def channels_last(module: torch.nn.Module) -> Iterator[None]:
+def channels_last(module: Any) -> Iterator[None]:
     module.to(memory_format=torch.channels_last)
     yield
     module.to(memory_format=torch.contiguous_format)
@@ -94,7 +97,7 @@ def attention(name: str, parts: Mapping[str, Any]) -> Iterator[None]:
 
 
 def image_variants(
-    vae: torch.nn.Module, device: torch.device, side: int, batch_sizes: Sequence[int], share: float, repetitions: int
+    vae: Any, device: torch.device, side: int, batch_sizes: Sequence[int], share: float, repetitions: int
 ) -> dict[str, Any]:
     """Images per second of the VAE's encoder with one setting after the other; `gain` is over plain batches of one.
 
@@ -108,7 +111,7 @@ def image_variants(
         "channels_last, compile": (partial(channels_last, vae), partial(compiled, vae.encoder)),
     }
     most = max(batch_sizes)
-    variants = {f"plain, batch {size}": ((), size) for size in batch_sizes}
+    variants: dict[str, Variant] = {f"plain, batch {size}": ((), size) for size in batch_sizes}
     variants |= {f"{name}, batch {most}": (use, most) for name, use in settings.items() if use}
     with placed(vae, device):
 
@@ -125,9 +128,7 @@ def text_variants(
     """Captions per second of both text encoders, as `image_variants`."""
     encoders = (parts["text_encoder"], parts["text_encoder_2"])
     most = max(batch_sizes)
-    variants: dict[str, tuple[Sequence[Callable[[], Any]], int]] = {
-        f"sdpa, batch {size}": ((), size) for size in batch_sizes
-    }
+    variants: dict[str, Variant] = {f"sdpa, batch {size}": ((), size) for size in batch_sizes}
     variants[f"eager attention, batch {most}"] = ((partial(attention, "eager", parts),), most)
     variants[f"compile, batch {most}"] = ((partial(compiled, *encoders),), most)
     vocab_size = parts["text_encoder"].config.vocab_size
@@ -142,7 +143,7 @@ def text_variants(
 
 
 def _measured(
-    variants: Mapping[str, tuple[Sequence[Callable[[], Any]], int]],
+    variants: Mapping[str, Variant],
     encode_of: Callable[[int], Callable[[], None]],
     device: torch.device,
     share: float,
@@ -153,12 +154,16 @@ def _measured(
     def with_settings(name: str) -> float:
         use, size = variants[name]
         encode = encode_of(size)
+
+        def encoded() -> None:
+            encode()
+            synchronize(device)
+
         with ExitStack() as stack:
             for setting in use:
                 stack.enter_context(setting())
-            encode()  # compiles, races kernels, fills caches
-            synchronize(device)
-            return benchmarking.seconds_of(lambda: (encode(), synchronize(device)))
+            encoded()  # compiles, races kernels, fills caches
+            return benchmarking.seconds_of(encoded)
 
     peaks: dict[str, int | None] = {}
     for name in variants:

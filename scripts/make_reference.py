@@ -49,7 +49,8 @@ def cli_page() -> Iterator[str]:
         yield from ("| argument or option | meaning |", "|---|---|")
         has_settings = False
         for argument in command.assemble_argument_collection(parse_docstring=True):
-            if any(group.name == "Settings" for group in argument.parameter.group):
+            groups: Any = argument.parameter.group  # cyclopts has made a tuple of it
+            if any(group.name == "Settings" for group in groups):
                 has_settings = True
             elif argument.show:
                 names = ", ".join(f"`{each}`" for each in argument.names)
@@ -121,7 +122,7 @@ def type_name(annotation: Any) -> str:
         return f"list of {type_name(members[0])}"
     if annotation is type(None):
         return "null"
-    return {"Path": "path"}.get(annotation.__name__, annotation.__name__)
+    return str("path" if annotation.__name__ == "Path" else annotation.__name__)
 
 
 def errors_page() -> Iterator[str]:

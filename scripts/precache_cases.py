@@ -18,7 +18,8 @@ import torch
 from encoder_variants import peak_memory, synchronize
 
 from latentcache import Config, Report, run_precache
-from latentcache.config import BucketsConfig, ImagesConfig, parse_config
+from latentcache.bucket_config import BucketsConfig
+from latentcache.config import ImagesConfig, parse_config
 from latentcache.dataset.buckets import assign, bucket_table, fit
 from latentcache.dataset.images import decode, prepare
 from latentcache.devices.placement import device_named, placed
@@ -167,7 +168,7 @@ def images_case(case: Case, paths: Sequence[Path]) -> dict[str, Any]:
     }
 
 
-def captions_alone(case: Case, batches: Sequence[tuple[torch.Tensor, torch.Tensor]], device: torch.device) -> float:
+def captions_alone(case: Case, batches: Sequence[Sequence[torch.Tensor]], device: torch.device) -> float:
     """Seconds of both text encoders over tokens that lie on the device."""
     encoders = [*case.models.text_encoders(DTYPES[case.options.dtype]).values()]
     with (
@@ -177,7 +178,7 @@ def captions_alone(case: Case, batches: Sequence[tuple[torch.Tensor, torch.Tenso
         torch.no_grad(),
     ):
 
-        def encode(batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+        def encode(batch: Sequence[torch.Tensor]) -> None:
             made = [encoder(ids, output_hidden_states=True) for encoder, ids in zip(encoders, batch, strict=True)]
             torch.cat([output.hidden_states[-2] for output in made], -1)
 

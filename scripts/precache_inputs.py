@@ -14,6 +14,7 @@ from PIL import Image
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
 from latentcache.families.sdxl import SCALING_FACTOR
+from latentcache.families.tiny_parts import seeded
 from latentcache.models.model_loader import LoadedModels
 from latentcache.models.tiny import tiny_parts
 
@@ -46,8 +47,7 @@ CLIP_BIG_G = TextShape(1280, 32, 20, "gelu")
 
 def make_vae(shape: VaeShape, dtype: torch.dtype) -> AutoencoderKL:
     """An AutoencoderKL with random weights: CPU, frozen, eval."""
-    with torch.random.fork_rng(devices=[]):
-        torch.random.default_generator.manual_seed(0)
+    with seeded(0):
         vae = AutoencoderKL(
             block_out_channels=shape.channels,
             down_block_types=("DownEncoderBlock2D",) * len(shape.channels),
@@ -64,9 +64,8 @@ def make_vae(shape: VaeShape, dtype: torch.dtype) -> AutoencoderKL:
 def make_texts(first: TextShape, second: TextShape, dtype: torch.dtype) -> dict[str, Any]:
     """Both text encoders with random weights, and byte tokenizers: no vocabulary has to be downloaded."""
     tokenizers = [tiny_parts()[name] for name in ("tokenizer", "tokenizer_2")]
-    with torch.random.fork_rng(devices=[]):
-        torch.random.default_generator.manual_seed(0)
-        encoders = [
+    with seeded(0):
+        encoders: list[Any] = [
             kind(_text_config(shape, len(tokenizers[0])))
             for kind, shape in ((CLIPTextModel, first), (CLIPTextModelWithProjection, second))
         ]

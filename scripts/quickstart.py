@@ -58,7 +58,7 @@ def copy_photos(folder: Path) -> None:
                 photo.with_suffix(".txt").write_text("\n".join(captions) + "\n", encoding="utf-8")
 
 
-def read_back(path: Path, name: str) -> list[dict[str, object]]:
+def read_back(path: Path, name: str) -> list[dict[str, Any]]:
     """One pass over a cached set in batches, as a training loop reads it."""
     from torch.utils.data import DataLoader
 
@@ -80,12 +80,13 @@ def run(config: Config) -> dict[str, Any]:
 
     from latentcache import run_precache
 
-    photos, folder = config.datasets[0], config.cache.path.with_name("quickstart-lora")
+    photos, cache = config.datasets[0], Path(config.cache.path)
+    folder = cache.with_name("quickstart-lora")
     copy_photos(photos.source.path)
     # The held-out set is left out, so that the first validation has to encode it.
     training_only = config.model_copy(update={"datasets": (photos,)})
     reports = [run_precache(training_only) for _ in range(2)]
-    batches = read_back(config.cache.path, photos.name)
+    batches = read_back(cache, photos.name)
     shutil.rmtree(folder, ignore_errors=True)  # an earlier quickstart's
     training = train(config, Options(steps=20, validate_every=10, learning_rate=1e-3, out=folder))
     validations = training.pop("validations")

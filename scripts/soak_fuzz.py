@@ -300,7 +300,7 @@ def fuzz_with_atheris(soak: soaking.Soak, target: Any, judge: Judge, n: int) -> 
 
 
 def _atheris(soak: soaking.Soak, target: Any, judge: Judge, n: int, result: Path) -> None:
-    import atheris  # type: ignore[import-not-found,unused-ignore]  # optional
+    import atheris  # optional
 
     corpus = soak.folder / f"corpus of {target.name}"
     corpus.mkdir()
@@ -309,7 +309,7 @@ def _atheris(soak: soaking.Soak, target: Any, judge: Judge, n: int, result: Path
 
     def mutate(data: bytes, max_bytes: int, seed: int) -> bytes:
         changed, fits = target.change(data[1:] or target.seeds[0], random.Random(seed))
-        return (bytes([fits]) + changed)[:max_bytes]
+        return bytes([fits, *changed])[:max_bytes]
 
     def safely(data: bytes, max_bytes: int, seed: int) -> bytes:
         try:

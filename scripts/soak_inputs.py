@@ -21,6 +21,7 @@ import unicodedata
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -362,7 +363,7 @@ def check_names(
     secret: str | None,
     num_refused: int | None = None,
 ) -> None:
-    with goal.case(f"the run over {folder.name}"), nothing_outside(base, config.cache.path.name):
+    with goal.case(f"the run over {folder.name}"), nothing_outside(base, Path(config.cache.path).name):
         report = run_precache(config)
         if num_refused is not None:
             assert len(report.refused) == num_refused, [refusal.to_json() for refusal in report.refused]
@@ -454,7 +455,7 @@ def defuse(soak: soaking.Soak) -> None:
     for number, (name, (path, data)) in itertools.product(range(max(1, soak.n // 100)), found.items()):
         with goal.case(f"{name} {number}"):
             # The high-water mark of a process never falls: each case has one of its own.
-            seconds, grown, verdict = in_child(lambda path=path, data=data: decode(data, path, ImagesConfig()))
+            seconds, grown, verdict = in_child(partial(decode, data, path, ImagesConfig()))
             most = max(most, seconds)
             goal.figures["max_ms"] = round(1000 * most, 1)
             goal.figures["max_mib"] = max(goal.figures.get("max_mib", 0), round(grown / 1024, 1))

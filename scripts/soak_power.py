@@ -22,6 +22,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from file_operations import Change, FileOperations, preloaded
 from soak_operations import Precache, Scene, operations
@@ -41,7 +42,7 @@ class File:
     """
 
     durable: bytes | dict[str, File]
-    changes: list = field(default_factory=list)
+    changes: list[Any] = field(default_factory=list)
 
     def now(self) -> bytes | dict[str, File]:
         """As a process sees it."""
@@ -114,7 +115,9 @@ class Disk:
 
     def _rename(self, path: str, path_2: str) -> None:
         source, target = self._folder(path), self._folder(path_2)
-        file = source.now()[self._name(path)]
+        names = source.now()
+        assert isinstance(names, dict), f"{path} lies in no folder"
+        file = names[self._name(path)]
         if source is target:
             source.changes.append({self._name(path): None, self._name(path_2): file})
         else:

@@ -99,7 +99,8 @@ def run_clients(soak: soaking.Soak, goal: soaking.Goal, cache: Path, token: str)
         ]
         for process in clients:
             process.start()
-        results, peak = [], before
+        results: list[Any] = []
+        peak = before
         end = time.monotonic() + options.seconds + START_S
         while len(results) < soak.n and time.monotonic() < end:
             peak = max(peak, resident_bytes(server))

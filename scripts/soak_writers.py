@@ -77,7 +77,7 @@ def precache_all(folder: str, start: Any, num_encoded: Any, out: Any) -> None:
             num_encoded.value += len(given[0])
 
     models["vae"].encoder.register_forward_pre_hook(count)
-    failure = None
+    failure: object = None
     try:
         start.wait()
         report = run_precache(config_of(Path(folder)), models=LoadedModels(**models))

@@ -166,7 +166,8 @@ def reconstruction_loss(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tens
 
 def kl_of(posterior: Any) -> torch.Tensor:
     """The divergence from a normal distribution, per number of the latents."""
-    return posterior.kl().mean() / posterior.mean[0].numel()
+    divergence: torch.Tensor = posterior.kl().mean() / posterior.mean[0].numel()
+    return divergence
 
 
 @torch.no_grad()

@@ -25,9 +25,7 @@ def benchmarking(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 
 def parsed(benchmarking: ModuleType, *arguments: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    benchmarking.add_arguments(parser)
-    return benchmarking.parse(parser, arguments)
+    return benchmarking.parse(benchmarking.make_parser(None), arguments)
 
 
 def test_few_repetitions_are_for_tiny_sizes_only(benchmarking: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:

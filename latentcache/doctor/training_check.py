@@ -33,7 +33,7 @@ def try_training(device: torch.device) -> Diagnosis:
         before = torch.nn.utils.parameters_to_vector(unet.parameters()).detach().clone()
         prediction = family_named(DEFAULT).predict(unet, batch["sample"], batch["timestep"], batch)
         loss = torch.nn.functional.mse_loss(prediction, target.to(device))
-        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it without types
+        loss.backward()
         optimizer.step()
         moved = torch.nn.utils.parameters_to_vector(unet.parameters()).detach().sub(before).abs().max().item()
     except RuntimeError as error:
