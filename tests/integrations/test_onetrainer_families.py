@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -146,6 +147,34 @@ def test_functions_that_call_themselves_and_those_that_cannot_be_read() -> None:
     thing = object()
     with pytest.raises(PipelineError, match="'apply_chat_template' is a object, which cannot be written as JSON"):
         describe(Tokenize(clip_tokenizer(), lambda text: [text, thing]), {})
+
+
+def test_functions_and_values_that_are_reached_through_a_module_count() -> None:
+    own, inner = ModuleType("own_util"), ModuleType("own_util.texts")
+    own.texts, inner.own = inner, own  # type: ignore[attr-defined]
+
+    def described() -> Any:
+        function = eval("lambda text: own.texts.messages(text) + json.dumps(own.ROLE)", {"own": own, "json": json})
+        return describe(Tokenize(clip_tokenizer(), function), {})
+
+    found = []
+    for text, role in (("return 'a' + text", "user"), ("return 'b' + text", "user"), ("return 'b' + text", "system")):
+        exec(f"def messages(text):\n    {text}", vars(inner))
+        own.ROLE = role  # type: ignore[attr-defined]
+        found.append(described())
+        assert described() == found[-1]
+    assert found[0] != found[1] != found[2]
+
+
+def test_a_variable_that_is_not_there_yet_is_refused() -> None:
+    def before() -> Any:
+        try:
+            return describe(Tokenize(clip_tokenizer(), lambda text: later + text), {})
+        finally:
+            later = ""
+
+    with pytest.raises(PipelineError, match="'apply_chat_template' is a cell, which cannot be written as JSON"):
+        before()
 
 
 class EncodeQwenText:
