@@ -83,7 +83,7 @@ def ends_early(data: bytes, name: str) -> bool:
         return tiff_header.ends_early(data)
     if data.startswith(b"\xff\x0a"):  # a JPEG XL without boxes
         return False
-    return _boxes_end_early(data)
+    return any(end > len(data) for _, _, end in boxes(data))
 
 
 def num_frames(data: bytes, name: str) -> int | None:
@@ -213,19 +213,19 @@ def _png_chunks(data: bytes) -> Iterator[tuple[bytes, int, int]]:
         offset += 12 + length
 
 
-def _boxes_end_early(data: bytes) -> bool:
-    """Whether a top-level box of an ISO base media file reaches past the end."""
+def boxes(data: bytes) -> Iterator[tuple[bytes, int, int]]:
+    """(kind, start, end) of each top-level box of an ISO base media file. The last one may reach past the end."""
     offset = 0
     while offset + 8 <= len(data):
         length = int.from_bytes(data[offset : offset + 4], "big")
         if length == 0:  # to the end of the file
-            return False
-        if length == 1:
+            length = len(data) - offset
+        elif length == 1:
             length = int.from_bytes(data[offset + 8 : offset + 16], "big")
         if length < 8:  # nonsense, but not an early end: the decoder will say
-            return False
+            return
+        yield data[offset + 4 : offset + 8], offset, offset + length
         offset += length
-    return offset > len(data)
 
 
 def _gif_frames(data: bytes) -> Iterator[tuple[Size, bool, float]]:

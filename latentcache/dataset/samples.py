@@ -25,7 +25,8 @@ MAX_CAPTIONS = 1 << 16
 MAX_NAME_CHARS = 4096
 """Of a member of a tar, and of a file in a table: Linux takes no longer path."""
 MAX_IMAGE_BYTES = 1 << 30
-"""Of an image's file, which is read as a whole: a TIFF of 100 megapixels with 16 bits a channel has 600 MB."""
+"""Of the file of an image or a video, which is read as a whole: a TIFF of 100 megapixels with 16 bits a channel has
+600 MB."""
 
 SETTLED_NS = 2_000_000_000
 """A file that changed less than this long ago may change again without a new time stamp ("racy git")."""
@@ -151,8 +152,8 @@ def read_image(path: str) -> bytes:
 
 
 def too_large(num_bytes: int) -> str:
-    """The detail of a refusal of an image with so many bytes."""
-    return f"it has {num_bytes:,} bytes; an image may have {MAX_IMAGE_BYTES:,}. Save it compressed"
+    """The detail of a refusal of an image or a video with so many bytes."""
+    return f"it has {num_bytes:,} bytes; {MAX_IMAGE_BYTES:,} are allowed. Save an image compressed, cut a video"
 
 
 def read_range(path: str, offset: int, num_bytes: int) -> bytes:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from io import BytesIO
+from itertools import islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,10 @@ from latentcache.types import Size
 
 _PQ_AND_HLG = (16, 18)
 """FFmpeg's numbers of the transfer functions of HDR, whose values are no sRGB."""
+MAX_FRAMES = 1 << 22
+"""Of a video: 19 hours at 60 a second. FFmpeg takes 40 bytes and more for each that a table names."""
+_TRACK, _VIDEO = re.compile(rb"trak"), re.compile(rb"hdlr.{8}vide", re.DOTALL)
+_TABLES = re.compile(rb"co64|dcomzlib|elst|stco|stsc|stsz|stz2|trun")
 
 
 def probe_video(data: bytes, path: str, images: ImagesConfig) -> tuple[Size, np.ndarray]:
@@ -57,7 +63,16 @@ def _starts(data: bytes, path: str, images: ImagesConfig) -> np.ndarray:
     """When each frame is shown, in ms, ascending. Nothing is decoded."""
     with _opened(data, path, images) as (file, stream):
         packets = (packet for packet in file.demux(stream) if packet.pts is not None and not packet.is_discard)
-        return np.sort(np.array([_milliseconds(packet.pts, stream) for packet in packets], np.float64))
+        times = (_milliseconds(packet.pts, stream) for packet in packets)
+        starts = np.fromiter(islice(times, MAX_FRAMES + 1), np.float64)
+    _check_frames(len(starts), path)
+    return np.sort(starts)
+
+
+def _check_frames(num_frames: int, path: str) -> None:
+    if num_frames > MAX_FRAMES:
+        detail = f"it has more than {MAX_FRAMES:,} frames, or its tables say so; cut the video"
+        raise ImageRefused(path, "too-many-pixels", detail)
 
 
 def _milliseconds(pts: int, stream: Any) -> float:
@@ -74,8 +89,9 @@ def _opened(data: bytes, path: str, images: ImagesConfig) -> Iterator[tuple[Any,
     is_matroska = data.startswith(container.MATROSKA_MAGIC)
     if not is_matroska and container.ends_early(data, "MP4"):
         raise ImageRefused(path, "truncated", f"the video ends after {len(data):,} bytes, before its end")
+    source = BytesIO(data) if is_matroska else _without_sound(data, path)
     try:
-        with av.open(BytesIO(data), format="matroska" if is_matroska else "mov") as file:
+        with av.open(source, format="matroska" if is_matroska else "mov") as file:
             if not file.streams.video:
                 raise ImageRefused(path, "unsupported-format", "it has no video stream")
             stream = file.streams.video[0]
@@ -83,6 +99,43 @@ def _opened(data: bytes, path: str, images: ImagesConfig) -> Iterator[tuple[Any,
             yield file, stream
     except (av.error.FFmpegError, ValueError, RuntimeError, LookupError, AttributeError, TypeError) as error:
         raise ImageRefused(path, "corrupt", f"FFmpeg: {error}") from error
+
+
+def _without_sound(data: bytes, path: str) -> BytesIO:
+    """An MP4 whose tables name at most MAX_FRAMES frames, or ImageRefused. Those of other tracks than video are hidden.
+
+    FFmpeg takes memory for each sample that a table names and for each time that an edit repeats it, whatever the file
+    has. Sound may have 48,000 a second. Tables are searched by name, since FFmpeg reads them wherever they are.
+    """
+    file, num_frames = BytesIO(data), 0
+    for kind, start, end in container.boxes(data):
+        if kind == b"mdat":  # the frames themselves
+            continue
+        tracks = [start, *(found.start() for found in _TRACK.finditer(data, start, end)), end]
+        for at, until in pairwise(tracks):
+            is_video, num_samples, num_edits = _VIDEO.search(data, at, until), 0, 1
+            for table in _TABLES.finditer(data, at, until):
+                name, place = table[0], table.start()
+                if name == b"dcomzlib":
+                    raise ImageRefused(path, "unsupported-format", "a video with a compressed header; save it again")
+                if name == b"trun":  # of a fragment, which names its track by number
+                    num_samples += _number(data, place + 8)
+                elif not is_video:
+                    file.seek(place)
+                    file.write(b"free")
+                elif name == b"elst":  # of 12 bytes for each edit; FFmpeg goes by its size too
+                    num_bytes = _number(data, place - 4)
+                    num_edits = max(num_edits, ((num_bytes if num_bytes >= 16 else until - place) - 16) // 12)
+                elif name in (b"stsz", b"stz2"):
+                    num_samples += _number(data, place + 12)
+            num_frames += num_samples * num_edits
+    _check_frames(num_frames, path)
+    file.seek(0)
+    return file
+
+
+def _number(data: bytes, place: int) -> int:
+    return int.from_bytes(data[place : place + 4], "big")
 
 
 def _check(stream: Any, path: str, images: ImagesConfig) -> None:

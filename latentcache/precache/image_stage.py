@@ -10,7 +10,7 @@ batches of B, at most `T + G + 5 B` decoded images are alive, of bucket size (3 
 B each in the batch that is formed, in the one that was launched before it, in the two that are stored or wait for it,
 and among those that wait for a retry in float32. In addition each decoding thread has its full-size image, and the
 writer two packs. Clips come after all images, in batches of one, CLIPS_AHEAD of them decoded ahead: at most 7 are
-alive, of 3 bytes for each pixel of each of their frames. Of a clip one frame at a time has its full size.
+alive, of 3 bytes for each pixel of each of their frames. Of a clip that is decoded its file and one frame of full size.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import os
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from itertools import islice
 from typing import Annotated, Any
@@ -22,7 +23,7 @@ from latentcache.dataset.manifest import Manifest, prompts_name
 from latentcache.dataset.manifest_row import CaptionRef, ImageRef, PartRef, Row
 from latentcache.dataset.row_table import RowTableBuilder
 from latentcache.dataset.samples import Sample
-from latentcache.dataset.sources import open_source
+from latentcache.dataset.sources import VIDEO_SUFFIXES, open_source
 from latentcache.errors import ConfigError, ImageRefused
 from latentcache.identity import SCHEMA, ImageIdentity, MaskIdentity, digest, encoding_json
 from latentcache.models.model_loader import Models
@@ -42,6 +43,8 @@ from latentcache.utils.progress import Progress
 
 CHUNK = 1024
 """Samples whose keys are looked up together."""
+VIDEOS_AT_ONCE = 4
+"""That are read whole: one may have a GiB, and there are threads for each core."""
 
 logger = logging.getLogger("latentcache")
 
@@ -136,6 +139,7 @@ class _DatasetPlanner:
         self._preparations = Preparations(dataset, encodings, builder.salt)
         self._texts = TextKeys(encodings.family, models.tokenizers, encodings.text, builder.salt)
         self._parts = PartPreparations(dataset, encodings, builder.salt)
+        self._videos = threading.Semaphore(VIDEOS_AT_ONCE)
         self._source = open_source(dataset.source, dataset.part_files, videos=dataset.frames is not None)
         if encodings.family.text_reads_control and not dataset.control:
             message = (
@@ -228,8 +232,10 @@ class _DatasetPlanner:
         assert isinstance(item, Sample)  # else the facts are known
         found: list[FileFacts] = []
         for sample in (item, *item.parts):
+            is_video = sample.path.lower().endswith(VIDEO_SUFFIXES)
             try:
-                found.append(self._facts_of(sample))
+                with self._videos if is_video else nullcontext():
+                    found.append(self._facts_of(sample))
             except ImageRefused as refused:
                 detail = f"{self._parts.names[len(found) - 1]}: {refused.detail}" if found else refused.detail
                 return Refusal(item.sample_id, refused.path, refused.reason, detail)

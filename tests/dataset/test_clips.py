@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import struct
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from latentcache import BucketBatchSampler, LatentCache, LatentDataset
-from latentcache.config import Config, ImagesConfig, parse_config
+from latentcache.config import Config, ImagesConfig, SourceConfig, parse_config
 from latentcache.dataset import clips, container
 from latentcache.dataset.clips import decode_clip, num_frames_of_clip, probe_clip
 from latentcache.dataset.images import decode_frames, preparation_policy
@@ -154,6 +155,14 @@ def test_a_clip_whose_frames_take_days_to_decode_is_refused(monkeypatch: pytest.
     assert caught.value.reason == "too-many-pixels"
 
 
+def test_a_clip_whose_frames_have_several_sizes_is_refused() -> None:
+    """As an animation that reaches past its screen, and a recording of a call."""
+    data, whole = clip_file([100] * 5), struct.pack("<4H", 0, 0, WIDTH, HEIGHT)
+    at = data.rindex(b"\x2c" + whole) + 1
+    with pytest.raises(ImageRefused, match="frame 4 is 48x74, and the first 48x64: save the clip in one size"):
+        shown(data[:at] + struct.pack("<H", 10) + data[at + 2 :], 5, 10)
+
+
 @pytest.mark.parametrize("num_bytes", [0, 4, 12, 20, 40])
 def test_times_of_bytes_that_end_anywhere(num_bytes: int) -> None:
     for suffix, name in ((".gif", "GIF"), (".webp", "WEBP"), (".png", "PNG")):
@@ -260,6 +269,25 @@ def test_a_family_of_images_takes_no_clips(cached: Config) -> None:
     with pytest.raises(ConfigError, match="models of sdxl take no clips; leave frames out") as caught:
         run_precache(cached.model_copy(update={"model": model}), dry_run=True)
     assert caught.value.key == "datasets.frames"
+
+
+def test_few_videos_are_in_memory_at_once(cached: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(12):
+        (tmp_path / f"{number}.mp4").write_bytes(bytes(8))
+    alive, seen = [0], []
+
+    def counted(*_: Any) -> Any:
+        alive[0] += 1
+        seen.append(alive[0])
+        time.sleep(0.01)
+        alive[0] -= 1
+        raise ImageRefused("a", "corrupt", "it is empty")
+
+    monkeypatch.setattr("latentcache.precache.planner.probe_clip", counted)
+    encode = cached.encode.model_copy(update={"num_workers": 12})
+    config = changed(cached, source=SourceConfig(path=tmp_path)).model_copy(update={"encode": encode})
+    assert run_precache(config, dry_run=True).num_refused == 12
+    assert 1 < max(seen) <= 4
 
 
 def test_explain_names_the_frames(cached: Config) -> None:

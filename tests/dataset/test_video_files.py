@@ -98,6 +98,79 @@ def test_what_cannot_be_read_is_refused_by_name(monkeypatch: pytest.MonkeyPatch)
         probe_clip(data, "a.mp4", IMAGES, FramesConfig())
 
 
+def test_a_codec_that_is_not_known_is_refused_by_name() -> None:
+    data = video([100] * 9, "matroska").replace(b"V_MPEG4/ISO/ASP", b"V_MPEG9/ISO/ASP")
+    with pytest.raises(ImageRefused, match="a codec that FFmpeg cannot decode") as caught:
+        probe_clip(data, "a.mkv", IMAGES, FramesConfig())
+    assert caught.value.reason == "unsupported-format"
+
+
+def patched(data: bytes, name: bytes, offset: int, *numbers: int) -> bytes:
+    at = data.index(name) + offset
+    return data[:at] + struct.pack(f">{len(numbers)}I", *numbers) + data[at + 4 * len(numbers) :]
+
+
+def longer(data: bytes, name: bytes, more: bytes) -> bytes:
+    """The box with more at its end."""
+    end = data.index(name) - 4 + int.from_bytes(data[data.index(name) - 4 : data.index(name)], "big")
+    for each in (b"moov", b"trak", b"edts", b"mdia", b"minf", b"stbl", name):
+        at = data.index(each) - 4
+        num_bytes = int.from_bytes(data[at : at + 4], "big")
+        if at + num_bytes >= end:
+            data = patched(data, each, -4, num_bytes + len(more))
+    return data[:end] + more + data[end:]
+
+
+def same_size(data: bytes, num_frames: int) -> bytes:
+    """Its tables say that it has so many frames of one byte, in one chunk."""
+    return patched(patched(data, b"stsz", 8, 1, num_frames), b"stsc", 12, 1, num_frames, 1)
+
+
+def test_tables_of_more_frames_than_a_video_may_have_are_refused_before_ffmpeg_reads_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    data = video([100] * 9)
+    monkeypatch.setattr("av.open", lambda *_, **__: pytest.fail("FFmpeg takes memory for each"))
+    edits = longer(same_size(data, 100_000), b"elst", struct.pack(">IiI", 1000, 0, 1 << 16) * 600)
+    fragment = struct.pack(">I4sI4s3I", 28, b"moof", 20, b"trun", 0, 1 << 30, 0)
+    for forged in (same_size(data, 20_000_000), edits, data + fragment):
+        with pytest.raises(ImageRefused, match="has more than 4,194,304 frames, or its tables say so") as caught:
+            probe_clip(forged, "a.mp4", IMAGES, FramesConfig())
+        assert caught.value.reason == "too-many-pixels"
+    with pytest.raises(ImageRefused, match="a compressed header"):
+        probe_clip(data + struct.pack(">I4sI8s", 20, b"cmov", 12, b"dcomzlib"), "a.mp4", IMAGES, FramesConfig())
+
+
+def test_tables_of_sound_are_not_read() -> None:
+    """Uncompressed sound has 48,000 samples a second, in one table with the frames."""
+    av = pytest.importorskip("av")
+    buffer = io.BytesIO()
+    with av.open(io.BytesIO(video([100] * 9))) as source, av.open(buffer, "w", format="mov") as file:
+        pictures = file.add_stream_from_template(source.streams.video[0])
+        sound = file.add_stream("pcm_s16le", rate=48_000, layout="mono")
+        for packet in source.demux(source.streams.video[0]):
+            if packet.dts is not None:
+                packet.stream = pictures
+                file.mux(packet)
+        frame = av.AudioFrame.from_ndarray(np.zeros((1, 43_200), np.int16), format="s16", layout="mono")
+        frame.sample_rate = 48_000
+        file.mux(sound.encode(frame))
+        file.mux(sound.encode())
+    data, at = buffer.getvalue(), buffer.getvalue().rindex(b"stsz")
+    assert struct.unpack_from(">2I", data, at + 8) == (2, 43_200)
+    forged = data[:at] + struct.pack(">4s3I", b"stsz", 0, 1, 1 << 31) + data[at + 16 :]
+    for each in (data, forged):
+        assert probe_clip(each, "a.mov", IMAGES, FramesConfig(fps=10)) == (WHOLE, 9)
+        assert decode_video(each, "a.mov", IMAGES, [0, 8]).__next__().shape == (*WHOLE, 3)
+
+
+def test_a_video_of_too_many_frames_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = video([100] * 9, "matroska")
+    monkeypatch.setattr("latentcache.dataset.video_files.MAX_FRAMES", 8)
+    with pytest.raises(ImageRefused, match="more than 8 frames"):
+        probe_clip(data, "a.mkv", IMAGES, FramesConfig())
+
+
 def test_a_folder_has_videos_where_they_become_clips(tmp_path: Path) -> None:
     (tmp_path / "a.mp4").write_bytes(video([100] * 9))
     (tmp_path / "b.MKV").write_bytes(video([100] * 5, "matroska"))
