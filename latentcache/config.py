@@ -140,7 +140,10 @@ class DatasetConfig(_Section):
             raise ValueError(f"area of control is {small[0]}; one bucket of step {self.buckets.step} has more")
         if self.frames is not None and (self.control or self.mask):
             raise ValueError("frames makes clips, which have no control images and no masks; leave one out")
-        files = [(part.path, part.suffix, part.column) for part in self.part_files]
+        columns = [part.column for part in self.part_files]
+        if self.source.kind == "webdataset":  # whose endings have no case
+            columns = [column and column.lower() for column in columns]
+        files = [(part.path, part.suffix, column) for part, column in zip(self.part_files, columns, strict=True)]
         if len(set(files)) < len(files):
             raise ValueError("two of control and mask are the same file; give another suffix, path or column")
         return self

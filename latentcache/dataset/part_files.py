@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import posixpath
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from latentcache.dataset.samples import MAX_NAME_CHARS, Sample, is_hidden, is_image, refuse_read, signature_of
 from latentcache.errors import ConfigError, ImageRefused
 from latentcache.part_config import PartConfig, part_names
+
+REMEMBERED_FOLDERS = 64
+"""Whose names are kept: lines of metadata may lead from one folder to another and back."""
 
 
 class PartFiles:
@@ -23,11 +27,16 @@ class PartFiles:
         self._root, self._parts = root, tuple(parts)
         self._folders = [root if part.path is None else os.path.abspath(part.path) for part in parts]
         self._names = part_names(self._parts)
-        self._last: dict[str, tuple[str, dict[str, list[str]]]] = {}
+        self.columns = tuple(part.column for part in parts if part.column is not None)
+        """Of metadata, with the files of parts."""
+        self._images_in = lru_cache(REMEMBERED_FOLDERS)(_images_in)
         for name, part, folder in zip(self._names, self._parts, self._folders, strict=True):
             if folder == root and not part.suffix and part.column is None:
                 message = f"{name} is in the folder of the images, and has their names; give it a suffix"
                 raise ConfigError(message, key=name.split()[0])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._root, self._parts)  # another process has no use for the names
 
     def is_part(self, sample_id: str) -> bool:
         """Whether an image of the dataset's folder is a part of others, and so no sample."""
@@ -35,17 +44,18 @@ class PartFiles:
         for part, folder in zip(self._parts, self._folders, strict=True):
             if part.column is not None:
                 continue
+            inner = os.path.join(folder, "")
             if folder == self._root:
                 # Of what ends so, but has no image that it is a part of, a sample is refused by name.
                 if stem.endswith(part.suffix) and self._has_image(stem.removesuffix(part.suffix)):
                     return True
-            elif os.path.join(self._root, sample_id).startswith(os.path.join(folder, "")):
+            elif not self._root.startswith(inner) and os.path.join(self._root, sample_id).startswith(inner):
                 return True
         return False
 
     def _has_image(self, stem: str) -> bool:
         folder, base = os.path.split(os.path.join(self._root, stem))
-        return base in self._images_in("images", folder)
+        return base in self._images_in(folder)
 
     def of(self, sample_id: str, row: Mapping[str, Any] | None = None, folder: str = "") -> tuple[Sample, ...]:
         """The parts of a sample, each as a sample without captions. `row` is its metadata, which lies in `folder`.
@@ -69,7 +79,7 @@ class PartFiles:
         folder, base = os.path.split(sample_id)
         stem, ending = os.path.splitext(base)
         where, stem = os.path.join(place, folder), stem + suffix
-        present = self._images_in(name, where).get(stem, [])
+        present = self._images_in(where).get(stem, [])
         if stem + ending in present:
             return os.path.join(where, stem + ending)
         if len(present) == 1:
@@ -91,22 +101,20 @@ class PartFiles:
         except ValueError as error:
             raise ImageRefused(path, "unreadable", f"{name}: {column} {error}") from error
 
-    def _images_in(self, name: str, folder: str) -> dict[str, list[str]]:
-        """The names of a folder's images, by what they are without their endings. The last folder is remembered."""
-        last = self._last.get(name)
-        if last is None or last[0] != folder:
-            found: dict[str, list[str]] = {}
-            try:
-                names = sorted(os.listdir(folder))
-            except FileNotFoundError:
-                names = []
-            except OSError as error:
-                refuse_read(folder, error)
-            for each in names:
-                if is_image(each) and not is_hidden(each):
-                    found.setdefault(os.path.splitext(each)[0], []).append(each)
-            last = self._last[name] = folder, found
-        return last[1]
+
+def _images_in(folder: str) -> dict[str, list[str]]:
+    """The names of a folder's images, by what they are without their endings. Raises ImageRefused."""
+    found: dict[str, list[str]] = {}
+    try:
+        names = sorted(os.listdir(folder))
+    except FileNotFoundError:
+        names = []
+    except OSError as error:
+        refuse_read(folder, error)
+    for each in names:
+        if is_image(each) and not is_hidden(each):
+            found.setdefault(os.path.splitext(each)[0], []).append(each)
+    return found
 
 
 def name_below(folder: str, file_name: Any) -> str:

@@ -9,6 +9,7 @@ import logging
 import os
 import posixpath
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import count
 from typing import Any
@@ -126,18 +127,6 @@ class _FileSource(SampleSource):
         self._parts = parts or PartFiles(root, ())
 
     @override
-    def samples(self) -> Iterator[Sample | Refusal]:
-        for found in walk(self._root):
-            if isinstance(found, Refusal):
-                yield found
-            else:
-                yield from self._samples_in(*found)
-
-    def _samples_in(self, folder: str, names: list[str]) -> Iterator[Sample | Refusal]:
-        """The samples of a folder (relative to the root) with these files."""
-        raise NotImplementedError
-
-    @override
     def read(self, sample: Sample) -> bytes:
         return read_image(sample.locator)
 
@@ -181,6 +170,13 @@ class CaptionFileSource(_FileSource):
         self._suffixes = VIDEO_SUFFIXES if videos else ()
 
     @override
+    def samples(self) -> Iterator[Sample | Refusal]:
+        for found in walk(self._root):
+            if isinstance(found, Refusal):
+                yield found
+            else:
+                yield from self._samples_in(*found)
+
     def _samples_in(self, folder: str, names: list[str]) -> Iterator[Sample | Refusal]:
         present, prefix = set(names), f"{folder}/" if folder else ""
         for name in names:
@@ -216,22 +212,20 @@ class ImageFolderSource(_FileSource):
 
     @override
     def samples(self) -> Iterator[Sample | Refusal]:
-        num_images = num_listed = 0
+        images: set[str] = set()
+        named: set[str] = set()
         for found in walk(self._root):
             if isinstance(found, Refusal):
                 yield found
                 continue
-            num_images += sum(
-                is_image(name) and not self._parts.is_part(posixpath.join(found[0], name)) for name in found[1]
-            )
-            for item in self._samples_in(*found):
-                num_listed += isinstance(item, Sample) or item.reason == "bad-caption"
-                yield item
-        if num_images > num_listed:
-            _log.warning("%s: %d images are in no %s, and are left out", self._root, num_images - num_listed, METADATA)
+            names = (posixpath.join(found[0], name) for name in found[1] if is_image(name))
+            images.update(name for name in names if not self._parts.is_part(name))
+            yield from self._samples_in(*found, named)
+        if left_out := len(images - named):
+            _log.warning("%s: %d images are in no %s, and are left out", self._root, left_out, METADATA)
 
-    @override
-    def _samples_in(self, folder: str, names: list[str]) -> Iterator[Sample | Refusal]:
+    def _samples_in(self, folder: str, names: list[str], named: set[str]) -> Iterator[Sample | Refusal]:
+        """The samples of a folder's metadata. What it names is added to `named`."""
         if METADATA not in names:
             return
         path, name = os.path.join(self._root, folder, METADATA), posixpath.join(folder, METADATA)
@@ -247,11 +241,11 @@ class ImageFolderSource(_FileSource):
                     if not line:
                         return
                     if line.strip():
-                        yield self._from_line(folder, line_id, place, line)
+                        yield self._from_line(folder, line_id, place, line, named)
         except OSError as error:
             yield Refusal(name, path, "unreadable", error.strerror or str(error))
 
-    def _from_line(self, folder: str, line_id: str, place: str, line: bytes) -> Sample | Refusal:
+    def _from_line(self, folder: str, line_id: str, place: str, line: bytes, named: set[str]) -> Sample | Refusal:
         """`line_id` and `place` name the line, for a refusal."""
         try:
             row: Any = json.loads(line.decode("utf-8-sig"))
@@ -264,5 +258,9 @@ class ImageFolderSource(_FileSource):
             sample_id = name_below(folder, file_name)
         except ValueError as error:
             return Refusal(line_id, place, "unreadable", f"file_name {error}")
+        named.add(sample_id)
+        for column in self._parts.columns:
+            with suppress(ValueError):  # the sample is refused for it
+                named.add(name_below(folder, row.get(column)))
         find_parts = partial(self._parts.of, row=row, folder=folder)
         return self._sample(sample_id, place, partial(captions_in_columns, row, self._columns), find_parts)

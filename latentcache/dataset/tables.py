@@ -31,9 +31,10 @@ if TYPE_CHECKING:
     import pyarrow.parquet as pq
 
 CACHE_BYTES = 512 << 20
-"""Row groups of parquet files are kept up to this size, decompressed. The latest is kept even if it alone is larger."""
+"""Row groups of parquet files are kept up to this size, decompressed. The latest is kept even if it alone is larger:
+its columns of images are read in turn, and each would have to be decompressed again for each row."""
 MAX_ROW_GROUP_BYTES = 4 << 30
-"""Of the image column of a row group, decompressed: it is read as a whole. Some kilobytes can become a terabyte."""
+"""Of a column of images of a row group, decompressed: it is read as a whole. Some kilobytes can become a terabyte."""
 MAX_FOOTER_BYTES = 64 << 20
 """Of a parquet file's footer, which is read first. That of 10,000 row groups has some megabytes."""
 MAX_ROWS = 100_000_000
@@ -206,8 +207,9 @@ class ParquetSource(SampleSource):
             if key not in self._cache:
                 with self._opened(path) as (file, _):
                     self._cache[key] = self._column(file, row_group, name)
-                while len(self._cache) > 1 and sum(column.nbytes for column in self._cache.values()) > CACHE_BYTES:
-                    self._cache.popitem(last=False)
+                others = [other for other in self._cache if other[:2] != key[:2]]
+                while others and sum(column.nbytes for column in self._cache.values()) > CACHE_BYTES:
+                    del self._cache[others.pop(0)]
             self._cache.move_to_end(key)
             return self._cache[key]
 

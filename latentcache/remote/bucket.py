@@ -39,7 +39,7 @@ PROBES = "probes"
 ATTEMPTS = 3
 """To read an answer that broke off; and that fit into the time for retries, where a store says nothing."""
 UPLOAD_S = 900.0
-"""An attempt to send an object, or one of its parts, ends after this: eight packs of 64 MiB that are on their way at
+"""An attempt to send an object, or one of its parts, ends after this: eight of PART_BYTES that are on their way at
 once need a line of 6 Mbit/s."""
 
 Item = TypeVar("Item")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import pickle
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -150,6 +152,9 @@ def test_columns_of_a_table(tmp_path: Path) -> None:
         ({}, {"control": {"column": "y"}}, "column is no setting for a source of kind folder"),
         ({"kind": "parquet"}, {"mask": {"suffix": "_m"}}, "no settings for a source of kind parquet; give column"),
         ({}, {"control": [{"suffix": "_1"}, {"suffix": "_1"}]}, "are the same file"),
+        ({}, {"control": {"suffix": "_1"}, "mask": {"suffix": "_1"}}, "are the same file"),
+        ({}, {"control": [{"path": "c"}, {"path": "c", "area": 65536}]}, "are the same file"),
+        ({"kind": "webdataset"}, {"control": {"column": "M"}, "mask": {"column": "m"}}, "are the same file"),
         ({}, {"mask": {"alpha": True, "suffix": "_1"}}, "leave out path, suffix and column"),
         ({}, {"mask": "beta"}, "mask"),
         ({}, {"control": {"suffix": "/../x"}}, "leads to another folder"),
@@ -178,3 +183,63 @@ def test_an_image_whose_name_ends_like_a_part_is_a_sample_where_there_is_no_othe
     found, refused = read(opened({"path": tmp_path}, control={"suffix": "_1"}))
     assert found == {"cat.png": [png(1)]}
     assert refused.keys() == {"photo_1.png"} and refused["photo_1.png"][0] == "missing"
+
+
+def test_a_folder_of_parts_above_the_images_holds_samples_too(tmp_path: Path) -> None:
+    put(tmp_path / "data/images/cat.png", 1)
+    control = put(tmp_path / "data/cat_c.png", 2)
+    found, refused = read(
+        opened({"path": tmp_path / "data/images"}, control={"path": tmp_path / "data", "suffix": "_c"})
+    )
+    assert found == {"cat.png": [control]} and refused == {}
+
+
+def test_a_folder_of_parts_is_listed_once_for_metadata_that_goes_to_and_fro(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"{folder}/{number}.png" for number in range(3) for folder in ("a", "b")]
+    for name in names:
+        put(tmp_path / "images" / name, 1), put(tmp_path / "masks" / name, 2)
+    (tmp_path / "images/metadata.jsonl").write_text("\n".join(json.dumps({"file_name": name}) for name in names))
+    source = opened({"kind": "imagefolder", "path": tmp_path / "images"}, mask={"path": tmp_path / "masks"})
+    listed, listdir = [], os.listdir
+    monkeypatch.setattr(os, "listdir", lambda path: (listed.append(path), listdir(path))[1])
+    assert read(source)[0].keys() == set(names)
+    assert len(listed) <= 2
+    assert read(pickle.loads(pickle.dumps(source)))[0].keys() == set(names)
+
+
+def test_images_that_lines_name_as_parts_or_of_refused_samples_are_in_the_metadata(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("a.png", "b.png", "c.png", "before.png", "other.png"):
+        put(tmp_path / name, 1)
+    rows = [
+        {"file_name": "a.png", "before": "before.png"},
+        {"file_name": "b.png", "before": "gone.png"},
+        {"file_name": "c.png"},
+    ]
+    (tmp_path / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    found, refused = read(opened({"kind": "imagefolder", "path": tmp_path}, control={"column": "before"}))
+    assert found.keys() == {"a.png"} and refused.keys() == {"b.png", "c.png"}
+    assert "1 images are in no metadata.jsonl" in caplog.text
+
+
+def test_columns_of_one_row_group_are_kept_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row's images are read one after the other: else each would be decompressed again for each row."""
+    monkeypatch.setattr("latentcache.dataset.tables.CACHE_BYTES", 100)
+    columns = {name: [png(number + row) for row in range(4)] for number, name in enumerate(("image", "edit"))}
+    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "0.parquet", row_group_size=2)
+    source = opened({"kind": "parquet", "path": tmp_path}, control={"column": "edit"})
+    samples, opens, read_batches = list(source.samples()), [], pyarrow.parquet.ParquetFile.iter_batches
+
+    def noted(self: Any, *arguments: Any, **options: Any) -> Any:
+        opens.append((*options["row_groups"], *options["columns"]))
+        return read_batches(self, *arguments, **options)
+
+    monkeypatch.setattr(pyarrow.parquet.ParquetFile, "iter_batches", noted)
+    for sample in samples:
+        assert isinstance(sample, Sample)
+        for each in (sample, *sample.parts):
+            assert source.read(each) in columns[each.locator[-1]]
+    assert opens == [(0, "image"), (0, "edit"), (1, "image"), (1, "edit")]
