@@ -17,7 +17,7 @@ from latentcache.config import parse_buckets
 from latentcache.dataset.bucket_rules import BucketRule
 from latentcache.dataset.images import IMAGE_SUFFIXES
 from latentcache.dataset.manifest import Manifest
-from latentcache.dataset.manifest_row import ImageRef, PartRef, Row
+from latentcache.dataset.manifest_row import ImageRef, PartRef, PartRole, Row
 from latentcache.errors import ConfigError, EntryDamagedError, EntryMissingError, StoreError
 from latentcache.families import DEFAULT, family_named
 from latentcache.identity import digest
@@ -103,8 +103,8 @@ class Export:
         self._cache, self._seed, self._overwrite = cache, seed, overwrite
         self._progress = progress or Progress()
         self._written: set[Path] = set()
-        self.takes_controls = False
-        """Whether the format has a place for control images: set it before `samples`."""
+        self.takes: tuple[PartRole, ...] = ()
+        """The roles of further parts that the format has a place for: set it before `samples`."""
         self.manifest = cache.manifest(name)
         self.scaling = cache.scaling(self.manifest)
         family = str(self.manifest.common.get("family", DEFAULT))
@@ -147,8 +147,7 @@ class Export:
         if stem.is_absolute() or ".." in stem.parts or "\0" in row.sample_id or not stem.name:
             self.skip(row.sample_id, row.path, "unreadable", "its sample_id leads out of the folder")
             return None
-        taken = ("control",) if self.takes_controls else ()
-        if names := ", ".join(dict.fromkeys(name for name, ref in row.named_parts() if ref.role not in taken)):
+        if names := ", ".join(dict.fromkeys(name for name, ref in row.named_parts() if ref.role not in self.takes)):
             self.skip(row.sample_id, row.path, "has-parts", f"it has {names}, for which the format has no place")
             return None
         if stem.suffix.lower() in IMAGE_SUFFIXES:
@@ -180,15 +179,17 @@ class Export:
             row=row,
         )
 
-    def controls(self, sample: ExportSample) -> list[torch.Tensor]:
-        """The latents of a sample's control images. Those that cannot be read are reported, and left out."""
-        found = []
-        for _, ref in sample.row.named_parts(flip=False):
-            try:
-                found += [self._latents(ref).values] if ref.role == "control" else []
-            except (EntryMissingError, EntryDamagedError) as error:
-                self.skip(sample.sample_id, sample.path, "missing", str(error))
-        return found
+    def parts(self, sample: ExportSample, role: PartRole) -> list[torch.Tensor] | None:
+        """The latents of a sample's control images, or its mask. None, and reported, if one of them cannot be read."""
+        refs = [ref for _, ref in sample.row.named_parts(flip=False) if ref.role == role]
+        try:
+            return [
+                self._cache.get(ref.key).tensors["mask"] if role == "mask" else self._latents(ref).values
+                for ref in refs
+            ]
+        except (EntryMissingError, EntryDamagedError) as error:
+            self.skip(sample.sample_id, sample.path, "missing", str(error))
+            return None
 
     def other_bucket(self, sample: ExportSample, *, exact: bool = False) -> str | None:
         """How the bucket differs from what the trainer would make of this image, for messages; None if it does not.

@@ -6,21 +6,19 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from pydantic import TypeAdapter, ValidationError
 
 from latentcache.config import PROMPTS_PREFIX, Name
 from latentcache.dataset.manifest import Manifest
-from latentcache.dataset.manifest_row import CaptionRef, ImageRef, Row, check_geometry
+from latentcache.dataset.manifest_row import CaptionRef, ImageRef, PartRef, Row, check_geometry
 from latentcache.errors import ConfigError, ForeignFileRefused, StoreError
 from latentcache.families import DEFAULT, family_named
-from latentcache.families.scaling import Scaling
 from latentcache.identity import SCHEMA, canonical_json, caption_digest, digest, key_of
-from latentcache.interop.declaration import Declaration
-from latentcache.interop.foreign_family import published_scaling
 from latentcache.interop.foreign_files import corrupt
+from latentcache.interop.imported_facts import common_of, declared_by, recipe_of, scaling_of
 from latentcache.interop.readers import ForeignCache, ForeignImage, ForeignText, bucket_of, refusal_of
 from latentcache.interop.reports import ImportReport
 from latentcache.interop.scale_check import ScaleCheck
@@ -28,7 +26,7 @@ from latentcache.interop.verification import Verification, Verifier
 from latentcache.models.vae import problems
 from latentcache.precache.prompts import last_manifest
 from latentcache.precache.workspace import Workspace
-from latentcache.provenance import now, provenance_json
+from latentcache.provenance import provenance_json
 from latentcache.store.base import Writer, dtype_name, flat_bytes
 from latentcache.types import Entry, Kind, Record, Refusal
 from latentcache.utils.progress import Progress
@@ -97,12 +95,13 @@ def import_cache(
         finally:
             progress.finish()
         if rows:
-            workspace.manifests.write(Manifest(name, use.role, use.repeats, _common(foreign), rows))
+            workspace.manifests.write(Manifest(name, use.role, use.repeats, common_of(foreign, rows), rows))
         elif not report.refused:
             detail = f"there are no files of {foreign.format}'s cache. Name its folder, or another format"
             raise StoreError(f"nothing was imported: {detail}")
     trusts = [ref.trust for row in rows.values() for ref in row.images]
     trusts += [ref.trust for row in rows.values() for ref in row.captions]
+    trusts += [ref.trust for row in rows.values() for ref in row.parts]
     report.num_verified, report.num_unverified = trusts.count("verified"), trusts.count("unverified")
     report.cache = None if workspace.path is None else str(workspace.path)
     report.seconds = time.monotonic() - started
@@ -120,39 +119,6 @@ def _check_name(name: str) -> None:
         raise ConfigError(f"the name {name!r} may not begin with {PROMPTS_PREFIX!r}: so do the prompts' manifests")
 
 
-def _common(foreign: ForeignCache) -> dict[str, Any]:
-    """The `common` of an imported manifest. Of the encoding, only the scale of the latents is known, or declared."""
-    scaling = _scaling(foreign)
-    return {
-        "schema": SCHEMA,
-        "salt": "",
-        "imported": {"format": foreign.format, "time": now(), **_declared(foreign.declaration)},
-        "policy": {},
-        "image_encoding": {"scaling_factor": scaling.scaling_factor, "shift_factor": scaling.shift_factor},
-        "text_encoding": _recipe(foreign),
-        **({} if foreign.family == DEFAULT else {"family": foreign.family}),
-        **({"scaling": scaling.to_json()} if scaling.mean else {}),
-    }
-
-
-def _scaling(foreign: ForeignCache) -> Scaling:
-    """That of the VAE: as it is declared, else that of the family's published one."""
-    return published_scaling(foreign.family) if foreign.declaration is None else foreign.declaration.scaling
-
-
-def _recipe(foreign: ForeignCache) -> dict[str, Any]:
-    """How texts are padded in a batch, which is all that is known; nothing of the first family, as it was before."""
-    if foreign.family == DEFAULT:
-        return {}
-    max_length = family_named(foreign.family).max_length
-    return {"family": foreign.family, "max_length": max_length, "keeps_padding": foreign.keeps_padding}
-
-
-def _declared(declaration: Declaration | None) -> dict[str, Any]:
-    """What an identity and a manifest say of a declaration: nothing without one."""
-    return {} if declaration is None else {"declared": declaration.statement()}
-
-
 class _Import:
     """The state of one import."""
 
@@ -165,7 +131,7 @@ class _Import:
         report: ImportReport,
     ):
         self._foreign, self._workspace, self._dtypes = foreign, workspace, dtypes
-        self._family, self._scaling, self._report = family_named(foreign.family), _scaling(foreign), report
+        self._family, self._scaling, self._report = family_named(foreign.family), scaling_of(foreign), report
         self._scale_check = ScaleCheck(
             foreign.family, self._scaling, is_declared=foreign.declaration is not None, is_wanted=scale_check
         )
@@ -208,21 +174,33 @@ class _Import:
             entry = self._image_entry(item) if isinstance(item, ForeignImage) else self._text_entry(item)
         except ForeignFileRefused as error:
             return refusal_of(sample_ids[0] if sample_ids else "", error)
-        key = entry.record.key
-        if key not in self._before and key not in self._new:
-            self._new.add(key)
-            writer.add(entry)
+        key = self._added(entry, writer)
         self._report.note(item.note)
         for sample_id in sample_ids:
             row = self._rows.get(sample_id, Row(sample_id, item.path, None, (), ()))
             if isinstance(item, ForeignImage):
                 images = (*row.images, ImageRef(key, item.geometry, "unverified"))
                 path, source = str(item.image_path or item.path), entry.record.identity["source"]
-                row = replace(row, path=path, source=source, images=images)
+                parts = row.parts if item.mask is None else (*row.parts, self._mask_of(item, item.mask, source, writer))
+                row = replace(row, path=path, source=source, images=images, parts=parts)
             elif all(ref.key != key for ref in row.captions):
                 row = replace(row, captions=(*row.captions, CaptionRef(item.caption or "", key, "unverified")))
             self._rows[sample_id] = row
         return None
+
+    def _added(self, entry: Entry, writer: Writer) -> str:
+        """The key of an entry, which is stored if it is new."""
+        key = entry.record.key
+        if key not in self._before and key not in self._new:
+            self._new.add(key)
+            writer.add(entry)
+        return key
+
+    def _mask_of(self, item: ForeignImage, mask: torch.Tensor, source: str | None, writer: Writer) -> PartRef:
+        """The mask of an image, stored. What it was made of is the file's."""
+        entry = self._entry(item, {"mask": mask}, source)
+        digest_of_file: str = entry.record.identity["imported"]["digest"]
+        return PartRef("mask", self._added(entry, writer), item.geometry, source or digest_of_file, "unverified")
 
     def _image_entry(self, item: ForeignImage) -> Entry:
         """The entry of a latent. Raises ForeignFileRefused."""
@@ -288,7 +266,7 @@ class _Import:
         """The fields that are stored without padding."""
         if self._foreign.keeps_padding:
             return frozenset()
-        recipe = _recipe(self._foreign)
+        recipe = recipe_of(self._foreign)
         return frozenset(name for name in self._family.fields if self._family.padding(name, recipe) is not None)
 
     def _entry(
@@ -306,8 +284,13 @@ class _Import:
         described = [[name, dtype_name(tensor), list(tensor.shape)] for name, tensor in tensors.items()]
         parts = [canonical_json(described), *(flat_bytes(tensor).tobytes() for tensor in tensors.values())]
         if isinstance(item, ForeignImage):
-            kind: Kind = "image"
-            sample_id, values, output, geometry = item.sample_id, item.latents, item.output, item.geometry.to_json()
+            kind: Kind = "mask" if "mask" in tensors else "image"
+            sample_id, output, geometry = (
+                item.sample_id,
+                item.output if kind == "image" else None,
+                item.geometry.to_json(),
+            )
+            values = tensors.get("mask", item.latents)
         else:
             kind, sample_id, values, output, geometry = "text", item.sample_ids[0], item.prompt_embeds, None, None
         identity = {
@@ -318,8 +301,8 @@ class _Import:
                 "digest": digest(b"".join(parts)),
                 "output": output,
                 "dtype": described[0][1],
-                **_declared(self._foreign.declaration),
-                **(_recipe(self._foreign) if kind == "text" else {}),
+                **declared_by(self._foreign),
+                **(recipe_of(self._foreign) if kind == "text" else {}),
             },
             "source": source,
             "geometry": geometry,

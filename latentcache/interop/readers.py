@@ -46,6 +46,8 @@ class ForeignImage:
     geometry: Geometry
     note: str | None = None
     """What the format does not say and was derived."""
+    mask: torch.Tensor | None = None
+    """The weight of each latent's error, of 255, where the file has them: uint8 [1, h, w], mirrored as the image is."""
 
 
 @dataclass(frozen=True, slots=True)

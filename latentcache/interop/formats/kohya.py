@@ -52,7 +52,7 @@ from latentcache.utils.progress import Progress
 ARCHITECTURES = {"sdxl": "sdxl", "sd": "sd15", "flux": "flux"}
 """The architecture in a file's name -> the family. `sd` is SD 2 too, which has no texts here."""
 _OTHER_TEXTS = (*SUFFIXES.values(), "_sd3_te.npz")
-NOTE_MASK = "alpha_mask not imported: entries have no mask"
+NOTE_MASK = "alpha_mask was imported as the sample's mask"
 NOTE_LEGACY = "the file has the older name, which does not say for which model it was made"
 NOTE_CROP = "crop_ltrb does not follow kohya's rule: the crop is not known, a middle one is assumed"
 NOTE_NO_UPSCALE = "with bucket_no_upscale the image was cropped, not resized: a resize is assumed"
@@ -69,6 +69,7 @@ _LATENT_NAME = re.compile(
 )
 _RESOLUTION = re.compile(r"latents_(?P<h>\d{1,5})x(?P<w>\d{1,5})")
 _LARGEST_STEP = 64  # of kohya's buckets, in pixels
+_PIXELS = SDXL.latent.downscale
 
 
 def contain_rule(original_size: Size, bucket: Bucket) -> tuple[float, float, float, float]:
@@ -157,14 +158,14 @@ class KohyaCache:
             sample_id, image, note = matched_image(self._images, base, size, path, self.format)
             notes += [note] if note else []
             geometry = _geometry(file, size, stored, notes)
-            if f"alpha_mask{stored.suffix}" in file.names:
-                notes.append(NOTE_MASK)
+            mask, is_scaled = _mask(file, path, stored), self.family == "flux"
+            note = "; ".join([*notes, *([] if mask is None else [NOTE_MASK])]) or None
             for flip in (False, True):
                 name = f"latents{'_flipped' if flip else ''}{stored.suffix}"
                 if name in file.names:
                     latents, flipped = float_tensor(file, name, path, ndim=3), replace(geometry, flip=flip)
-                    note, is_scaled = "; ".join(notes) or None, self.family == "flux"
-                    yield ForeignImage(sample_id, str(path), image, latents, is_scaled, "sample", flipped, note)
+                    own = mask.flip(-1) if mask is not None and flip else mask
+                    yield ForeignImage(sample_id, str(path), image, latents, is_scaled, "sample", flipped, note, own)
 
     # Text
 
@@ -213,7 +214,7 @@ def _stored(file: NpzFile, path: Path, area: int | None) -> _Stored:
         raise ForeignFileRefused(path, "unsupported-format", detail)
     sizes = sorted(found, key=lambda size: -size[0] * size[1])
     if area is not None:
-        sizes.sort(key=lambda size: abs(size[0] * size[1] * SDXL.latent.downscale**2 - area))
+        sizes.sort(key=lambda size: abs(size[0] * size[1] * _PIXELS**2 - area))
     return found[sizes[0]]._replace(has_others=len(found) > 1)
 
 
@@ -230,7 +231,7 @@ def _original_size(file: NpzFile, path: Path, stored: _Stored, named: Size | Non
 
 def _geometry(file: NpzFile, size: Size, stored: _Stored, notes: list[str]) -> Geometry:
     """What kohya did to the image. A note says where `crop_ltrb` does not follow its rule."""
-    bucket = Bucket(stored.height * SDXL.latent.downscale, stored.width * SDXL.latent.downscale)
+    bucket = Bucket(stored.height * _PIXELS, stored.width * _PIXELS)
     geometry = fit(size, bucket)
     crop = file.read(f"crop_ltrb{stored.suffix}")
     # Within a pixel: releases may round otherwise.
@@ -240,6 +241,17 @@ def _geometry(file: NpzFile, size: Size, stored: _Stored, notes: list[str]) -> G
     if size != geometry.resized_size and all(0 <= side < _LARGEST_STEP for side in spare):
         notes.append(NOTE_NO_UPSCALE)
     return geometry
+
+
+def _mask(file: NpzFile, path: Path, stored: _Stored) -> torch.Tensor | None:
+    """The mask uint8 [1, h, w], if there is one: the means of the pixels of each latent, as kohya's loss has them."""
+    name = f"alpha_mask{stored.suffix}"
+    if name not in file.names:
+        return None
+    values, sides = float_tensor(file, name, path, ndim=2), (stored.height * _PIXELS, stored.width * _PIXELS)
+    if values.shape != sides or not bool(((values >= 0) & (values <= 1)).all()):
+        raise corrupt(path, f"{name} is {list(values.shape)}; it must be {list(sides)} of numbers from 0 to 1")
+    return (torch.nn.functional.avg_pool2d(values.float()[None], _PIXELS) * 255 + 0.5).to(torch.uint8)
 
 
 read = KohyaCache
@@ -261,8 +273,9 @@ def export(
     Dialect A, which every release reads; or, `with_resolution` and for FLUX.1, B. kohya takes a file of A as it is: a
     latent of another bucket than kohya makes of that image ends the training. Such ones are skipped, and listed.
     `buckets` are those of the training (`Export`). Latents are the mean of the moments, or with `seed` a draw, as kohya
-    has it. A sample has one caption in kohya: its first. Files that exist are listed and not replaced, unless
-    `overwrite`. Images that EXIF turns have another name in kohya, which does not turn them. Raises what `Export` does.
+    has it; a mask is written as `alpha_mask`, each of its numbers for the pixels of a latent. A sample has one caption
+    in kohya: its first. Files that exist are listed and not replaced, unless `overwrite`. Images that EXIF turns have
+    another name in kohya, which does not turn them. Raises what `Export` does.
     """
     families = ARCHITECTURES.values()
     run = Export(
@@ -278,17 +291,19 @@ def export(
     )
     family = run.family.name
     architecture = next(each for each, named in ARCHITECTURES.items() if named == family)
-    with_resolution = with_resolution or family == "flux"
+    with_resolution, run.takes = with_resolution or family == "flux", ("mask",)
     for sample in run.samples():
         base = Path(folder, sample.stem)
         height, width = sample.geometry.original_size
-        other = run.other_bucket(sample)
+        other, masks = run.other_bucket(sample), run.parts(sample, "mask")
+        if masks is None:
+            continue
         if other is not None and not with_resolution:
             run.skip(sample.sample_id, sample.path, "other-bucket", f"{other}: {REMEDY}")
         else:
             run.report.note(NOTE_ENCODED_AGAIN if other is not None else None)
             latents = base.with_name(f"{base.name}_{width:04d}x{height:04d}_{architecture}.npz")
-            if run.write(latents, npz_bytes(_latent_arrays(sample, with_resolution, run)), sample):
+            if run.write(latents, npz_bytes(_latent_arrays(sample, masks, with_resolution, run)), sample):
                 run.report.num_images += 1 if sample.flipped is None else 2
         _export_text(sample, base, run)
     return run.report
@@ -310,7 +325,9 @@ def _export_text(sample: ExportSample, base: Path, run: Export) -> None:
         run.report.note("several captions: only the first was exported")
 
 
-def _latent_arrays(sample: ExportSample, with_resolution: bool, run: Export) -> dict[str, np.ndarray]:
+def _latent_arrays(
+    sample: ExportSample, masks: list[torch.Tensor], with_resolution: bool, run: Export
+) -> dict[str, np.ndarray]:
     geometry, report = sample.geometry, run.report
     spare = Size(*(whole - side for whole, side in zip(geometry.resized_size, geometry.target_size, strict=True)))
     if geometry.crop_top_left != (spare.height // 2, spare.width // 2):
@@ -322,6 +339,8 @@ def _latent_arrays(sample: ExportSample, with_resolution: bool, run: Export) -> 
     }
     if sample.flipped is not None:
         arrays["latents_flipped"] = _written(sample.flipped, run)
+    for mask in masks:  # at most one
+        arrays["alpha_mask"] = mask[0].numpy().repeat(_PIXELS, axis=0).repeat(_PIXELS, axis=1) / np.float32(255)
     height, width = sample.latents.shape[1:]
     return {f"{name}_{height}x{width}": array for name, array in arrays.items()} if with_resolution else arrays
 

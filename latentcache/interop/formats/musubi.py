@@ -245,14 +245,16 @@ def export(
     )
     short = next(short for short, family in _FAMILIES.items() if family == run.family.name)
     architecture = ARCHITECTURES[short]
-    run.takes_controls = architecture.needs_control
+    run.takes = ("control",) if architecture.needs_control else ()
     run.report.note(NOTE_BUCKETS)
     written: dict[str, str] = {}
     for sample in run.samples():
         if why := _why_left_out(sample, written):
             run.skip(sample.sample_id, sample.path, *why)
             continue
-        controls = run.controls(sample) if architecture.needs_control else []
+        controls = run.parts(sample, "control") if architecture.needs_control else []
+        if controls is None:
+            continue
         if len(controls) != int(architecture.needs_control):
             detail = f"musubi-tuner trains {run.family.name} with one control image (Kontext): this sample has "
             run.skip(sample.sample_id, sample.path, "unsupported-format", f"{detail}{len(controls)}")

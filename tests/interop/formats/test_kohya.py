@@ -107,13 +107,12 @@ def test_an_image_whose_own_name_looks_like_a_cache_name(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("more", "note"),
     [
-        ({"alpha_mask": np.ones((64, 128), dtype=np.float32)}, kohya.NOTE_MASK),
         ({"crop_ltrb": np.array([5.0, 5.0, 60.0, 60.0])}, kohya.NOTE_CROP),
         ({"crop_ltrb": np.array([np.nan] * 4)}, kohya.NOTE_CROP),
     ],
-    ids=["mask", "crop", "nan-crop"],
+    ids=["crop", "nan-crop"],
 )
-def test_what_is_not_imported_or_not_known_is_noted(tmp_path: Path, more: dict[str, Any], note: str) -> None:
+def test_what_is_not_known_is_noted(tmp_path: Path, more: dict[str, Any], note: str) -> None:
     write_photo(tmp_path / "cat.png", 0, (160, 320))
     write_npz(tmp_path / latents_name("cat", 320, 160), dialect_a(1, 320, 160, (128, 64), **more))
     assert only(tmp_path).note == note
