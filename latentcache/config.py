@@ -198,7 +198,8 @@ class EncodeConfig(_Section):
     num_workers: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
     """Threads that decode images. `auto`: one per core."""
     compile: bool = False
-    """torch.compile for the encoders. Off: each bucket and batch size costs a compilation, and the last bits differ."""
+    """torch.compile for the encoders. Off: each bucket and batch size costs a compilation, and the last bits differ.
+    Text encoders of which single layers are read (LLMs) are never compiled."""
 
 
 class ValidationConfig(_Section):

@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from latentcache.families import tiny_parts
 from latentcache.families.base import VAE_WEIGHTS, Caption, Encoded, Family, LatentSpace, Part, TextField, Upload
+from latentcache.families.hidden_states import HiddenStates
 from latentcache.families.packed import control_latents
 from latentcache.families.scaling import patchified
 
@@ -39,6 +40,8 @@ class Flux2(Family):
     repositories: ClassVar[tuple[str, ...]] = ("black-forest-labs/FLUX.2-klein-base-9B",)
     layers: ClassVar[tuple[int, ...]] = (9, 18, 27)
     """Of the encoder's hidden states, 0 being its embeddings: the pipeline's `text_encoder_out_layers`."""
+    stack: ClassVar[str] = "model.layers"
+    """Where its layers lie."""
     is_guided: ClassVar[bool] = False
     """Whether guidance is an input of the denoiser, and there is no negative prompt."""
     parts = {
@@ -56,7 +59,7 @@ class Flux2(Family):
     fields: ClassVar[Mapping[str, TextField]] = {"prompt_embeds": TextField("joint_attention_dim", features=(12288,))}
     max_length = 512
     recipe = {"layers": " ".join(map(str, layers))}
-    renders, is_exact, reads_controls = True, False, True
+    renders, is_exact, reads_controls, compiles_text = True, False, True, False
     lora_targets = ("to_q", "to_k", "to_v", "to_out.0", "to_qkv_mlp_proj")
 
     @override
@@ -76,8 +79,8 @@ class Flux2(Family):
         self, parts: Mapping[str, Any], texts: Sequence[Caption], recipe: Mapping[str, Any], *, upload: Upload = None
     ) -> Encoded:
         encoder = parts["text_encoder"]
-        # Without the head, whose scores of the vocabulary nobody reads.
-        pipeline = self.pipeline(text_encoder=encoder.model, tokenizer=parts["tokenizer"])
+        states = HiddenStates(encoder, {layer: f"{self.stack}.{layer - 1}" for layer in self.layers})
+        pipeline = self.pipeline(text_encoder=states, tokenizer=parts["tokenizer"])
         embeds, _ = pipeline.encode_prompt(
             [text.text for text in texts],
             device=encoder.device,

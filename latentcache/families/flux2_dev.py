@@ -29,7 +29,7 @@ class Flux2Dev(Flux2):
     pipeline_name = "Flux2Pipeline"
     pipeline_names = ()
     repositories = ("black-forest-labs/FLUX.2-dev",)
-    layers = (10, 20, 30)
+    layers, stack = (10, 20, 30), "language_model.layers"
     fields = {"prompt_embeds": TextField("joint_attention_dim", features=(15360,))}
     is_guided = True
     parts = {

@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from latentcache.families import tiny_parts
 from latentcache.families.base import MASK, VAE_WEIGHTS, Caption, Encoded, LatentSpace, Part, TextField, Upload
+from latentcache.families.hidden_states import HiddenStates
 from latentcache.families.packed import PackedFamily
 from latentcache.families.qwen_image import NUM_DROPPED, check_prefix
 from latentcache.types import Padding
@@ -43,7 +44,7 @@ class Krea2(PackedFamily):
     fields = {"prompt_embeds": TextField("text_hidden_dim", Padding(512, num_last=_NUM_SUFFIX), (12, 2560))}
     max_length = 512
     recipe = {"layers": " ".join(map(str, _LAYERS)), "num_dropped": NUM_DROPPED}
-    can_keep_padding = False
+    can_keep_padding, compiles_text = False, False
 
     @override
     def padding(self, field: str, recipe: Mapping[str, Any]) -> Padding:
@@ -65,9 +66,8 @@ class Krea2(PackedFamily):
     ) -> Encoded:
         """As `Family.encode_text`. ModelError if the tokenizer cuts the system prompt into another number of tokens."""
         check_prefix(parts["tokenizer"], _template()[0])
-        pipeline = self.pipeline(
-            text_encoder=parts["text_encoder"], tokenizer=parts["tokenizer"], text_encoder_select_layers=_LAYERS
-        )
+        states = HiddenStates(parts["text_encoder"], {k: f"language_model.layers.{k - 1}" for k in _LAYERS})
+        pipeline = self.pipeline(text_encoder=states, tokenizer=parts["tokenizer"], text_encoder_select_layers=_LAYERS)
         # It states the positions, which skip the padding: without them the rows of the suffix would differ.
         embeds, mask = pipeline.encode_prompt(
             [text.text for text in texts],

@@ -12,11 +12,14 @@ from typing_extensions import override
 from latentcache.errors import ModelError
 from latentcache.families import tiny_parts
 from latentcache.families.base import MASK, VAE_WEIGHTS, Caption, Encoded, LatentSpace, Part, TextField, Upload
+from latentcache.families.hidden_states import HiddenStates
 from latentcache.families.packed import PackedFamily
 from latentcache.types import Padding
 
 NUM_DROPPED = 34
 """Tokens of the system prompt, whose rows the pipeline drops."""
+_STATES = {-1: "language_model.norm"}
+"""The hidden state that the pipeline reads, and the module whose output it is."""
 
 
 class QwenImage(PackedFamily):
@@ -43,7 +46,7 @@ class QwenImage(PackedFamily):
     max_length = 512
     longest = 1024
     recipe = {"layers": "-1", "num_dropped": NUM_DROPPED}
-    can_keep_padding = False
+    can_keep_padding, compiles_text = False, False
 
     @override
     def rendered(self, parts: Mapping[str, Any], text: str) -> str:
@@ -60,8 +63,7 @@ class QwenImage(PackedFamily):
         """As `Family.encode_text`. ModelError if the tokenizer cuts the system prompt into another number of tokens."""
         encoder = parts["text_encoder"]
         check_prefix(parts["tokenizer"], _template(self).partition("{}")[0])
-        # Without the head, whose scores of the vocabulary nobody reads. Hidden states are the same.
-        pipeline = self.pipeline(text_encoder=encoder.model, tokenizer=parts["tokenizer"])
+        pipeline = self.pipeline(text_encoder=HiddenStates(encoder, _STATES), tokenizer=parts["tokenizer"])
         embeds, mask = pipeline.encode_prompt(
             [text.text for text in texts], device=encoder.device, max_sequence_length=recipe["max_length"]
         )

@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from latentcache.errors import ConfigError
 from latentcache.families.base import VAE_WEIGHTS, Caption, Encoded, Family, LatentSpace, Part, TextField, Upload
+from latentcache.families.hidden_states import HiddenStates
 from latentcache.families.tiny_parts import (
     flow_scheduler,
     frozen,
@@ -43,7 +44,7 @@ class ZImage(Family):
     patch = 2
     fields = {"prompt_embeds": TextField("cap_feat_dim", Padding(), (2560,))}
     max_length = 512
-    renders = True
+    renders, compiles_text = True, False
 
     @override
     def text_recipe(self, *, negative: bool = False, **settings: Any) -> dict[str, Any]:
@@ -72,10 +73,12 @@ class ZImage(Family):
     def encode_text(
         self, parts: Mapping[str, Any], texts: Sequence[Caption], recipe: Mapping[str, Any], *, upload: Upload = None
     ) -> Encoded:
-        pipeline = self.pipeline(text_encoder=parts["text_encoder"], tokenizer=parts["tokenizer"])
+        encoder = parts["text_encoder"]
+        states = HiddenStates(encoder, {-2: f"layers.{encoder.config.num_hidden_layers - 2}"})
+        pipeline = self.pipeline(text_encoder=states, tokenizer=parts["tokenizer"])
         rows, _ = pipeline.encode_prompt(
             [text.text for text in texts],
-            device=parts["text_encoder"].device,
+            device=encoder.device,
             do_classifier_free_guidance=False,
             max_sequence_length=recipe["max_length"],
         )

@@ -6,6 +6,7 @@ overlap the computation, a batch is launched before the results of the last one 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -27,6 +28,8 @@ from latentcache.provenance import Provenance
 from latentcache.store.base import DTYPES
 from latentcache.types import Entry, Record
 from latentcache.utils.concurrency import bounded_map
+
+logger = logging.getLogger("latentcache")
 
 GROUPS_AHEAD = 3
 """Groups of captions that are tokenized ahead of the encoders."""
@@ -54,6 +57,7 @@ class TextStage:
         self._context = context
         self._family = context.encodings.family
         self._placement = context.encodings.text_encoders
+        self._compiles = context.encode.compile and self._family.compiles_text
         self._transfer = transfer_to(self._placement.device)
         self._parts: dict[str, Any] = {}
         self._parts_ahead: dict[str, Any] = {}
@@ -72,9 +76,12 @@ class TextStage:
                 # Tokenizing ahead must not change how the encoding's own calls pad and cut.
                 self._parts_ahead = {**encoders, **context.models.tokenizers_ahead()}
                 context.report.placement |= stack.enter_context(encoders_placed(encoders, placement.device))
+            if self._compiles != context.encode.compile:
+                message = "encode.compile is without effect on text encoders of %s: single layers of them are read"
+                logger.warning(message, self._family.name)
             context.progress.start("encode captions", sum(map(len, batches)))
             stack.enter_context(timed(context.report, "text"))
-            stack.enter_context(text_settings([*encoders.values()], compile=context.encode.compile))
+            stack.enter_context(text_settings([*encoders.values()], compile=self._compiles))
             executor = stack.enter_context(ThreadPoolExecutor(1, "latentcache-tokenize"))
             worker = stack.enter_context(storing_worker(placement.device))
             groups = self._groups(batches, executor)
@@ -167,7 +174,7 @@ class TextStage:
                 models={part: context.models.origin(part) for part in self._family.names("text_encoder")},
                 device=str(self._placement.device),
                 computed_dtype=context.encodings.text.compute_dtype,
-                compiled=context.encode.compile,
+                compiled=self._compiles,
                 num_tokens=item.tokens.num_tokens,
             )
             record = Record(task.key, "text", task.identity.to_json(), provenance.to_json())

@@ -1,8 +1,8 @@
 """What tiny text encoders give, in a few numbers: they show when a new transformers gives hidden states a new meaning.
 
-A pipeline of diffusers reads hidden states by their index, and so does a cache: both follow such a change, and neither
-notices it. An old cache would have keys that are right and values that are not. Then the family's recipe needs a
-version, and `python tests/families/golden_texts.py` writes the numbers again.
+A pipeline of diffusers reads hidden states by their index, and families with CLIP follow such a change unnoticed. The
+others name modules, whose outputs may change too. An old cache would have keys that are right and values that are not.
+Then the family's recipe needs a version, and `python tests/families/golden_texts.py` writes the numbers again.
 
 Weights are drawn here, in the order of a model's parameters: how a library begins them does not matter.
 """

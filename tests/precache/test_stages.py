@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -278,3 +279,24 @@ def test_a_compiled_encoder_is_noted_in_the_provenance_and_not_in_the_key(make_c
     run_precache(other)
     with LatentCache(other.cache.path) as cache:
         assert sum("compiled" not in cache.store.record(key).provenance for key in cache.store.keys()) == len(records)
+
+
+def test_an_encoder_whose_layers_are_read_is_not_compiled(
+    make_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked: list[bool] = []
+
+    @contextmanager
+    def noted(models: Any, *, compile: bool) -> Iterator[None]:
+        asked.append(compile)
+        yield
+
+    monkeypatch.setattr(texts, "text_settings", noted)
+    monkeypatch.setattr(images, "vae_settings", noted)
+    config = make_config(**{"encode.compile": True, "model.family": "z-image"})
+    run_precache(config)
+    assert asked == [False, True]
+    assert "encode.compile is without effect on text encoders of z-image" in caplog.text
+    with LatentCache(config.cache.path) as cache:
+        records = [cache.store.record(key) for key in cache.store.keys()]
+    assert {(record.kind, "compiled" in record.provenance) for record in records} == {("text", False), ("image", True)}
