@@ -35,10 +35,24 @@ def family_named(name: str) -> Family:
 
 
 def family_of_denoiser(denoiser: object) -> Family:
-    """The first family whose denoiser is of this class; that of DEFAULT for a class that is not known."""
-    made = (family_named(name) for name in FAMILIES)
-    class_name = type(denoiser).__name__
-    return next((each for each in made if each.denoiser_class.endswith(f".{class_name}")), family_named(DEFAULT))
+    """The family whose denoiser is of this class and has this config; that of DEFAULT for a class that is not known.
+
+    ModelError, naming them, where several families have such denoisers.
+    """
+    class_name, config = type(denoiser).__name__, getattr(denoiser, "config", {})
+    found = [each for each in map(family_named, FAMILIES) if each.denoiser_class.endswith(f".{class_name}")]
+    if len(found) > 1:
+        # Variants for inpainting or control take more channels, and are of the same family.
+        fitting = [each for each in found if each.check_settings({**config, "in_channels": None}) is None]
+        found = fitting or found
+    if len(found) > 1:
+        names = ", ".join(each.name for each in found)
+        raise ModelError(
+            f"{found[0].denoiser}: a {class_name} with this config may be of several families: {names}. Name its own: "
+            'family=family_named("NAME"), of latentcache.families.',
+            part=found[0].denoiser,
+        )
+    return found[0] if found else family_named(DEFAULT)
 
 
 def family_of_pipeline(class_name: str) -> Family | None:

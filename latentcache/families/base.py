@@ -37,6 +37,11 @@ class Part:
     class_name: str
     weights: tuple[str, ...] = ("",)
 
+    @property
+    def is_any_class(self) -> bool:
+        """Whether transformers chooses the class by the files: another release may choose another one."""
+        return self.class_name == "transformers.AutoTokenizer"
+
     def load_class(self) -> Any:
         """The class itself."""
         return class_named(self.class_name)
@@ -84,12 +89,14 @@ class TextField:
     """A field of a text entry. `width` is the setting of the denoiser's config that states its last dimension.
 
     With `padding` an entry has the rows of its own text only, and a batch is padded so. `features` are the dimensions
-    of one row, or of a field without rows, in the published models: for the documentation.
+    of one row, or of a field without rows, in the published models: for the documentation. A field without rows is a
+    few numbers that act on all of an image: float8 is not for it.
     """
 
     width: str | None = None
     padding: Padding | None = None
     features: tuple[int, ...] = ()
+    has_rows: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +139,14 @@ class Family(ABC):
     pipeline_names: ClassVar[tuple[str, ...]] = ()
     """Other classes whose folders hold this family."""
     pipeline_options: ClassVar[Mapping[str, Any]] = {}
+    pipeline_settings: ClassVar[tuple[str, ...]] = ()
+    """Settings that its pipeline has of a model's model_index.json: `models.family.pipeline_settings`."""
     parts: ClassVar[Mapping[str, Part]]
     """The frozen parts, by the names of their folders."""
     denoiser: ClassVar[str] = "transformer"
     denoiser_class: ClassVar[str]
+    denoiser_settings: ClassVar[Mapping[str, Any]] = {}
+    """What its config states, where it does, and that of another family's denoiser of this class does not."""
     unused_weights: ClassVar[tuple[str, ...]] = ()
     """Of the denoiser in a file of the original layout, those that no denoiser of diffusers has."""
     latent: ClassVar[LatentSpace]
@@ -309,6 +320,9 @@ class Family(ABC):
 
     def check_settings(self, settings: Mapping[str, Any]) -> str | None:
         """What is wrong where these settings of a denoiser's config.json are not this family's; None if they are."""
+        for name, needed in self.denoiser_settings.items():
+            if settings.get(name, needed) != needed:
+                return f"has {name} {settings[name]!r}, not {needed!r}"
         channels, allowed = settings.get("in_channels"), self.latent.channels
         if channels in (None, allowed, allowed * self.patch**2):
             return None

@@ -44,7 +44,7 @@ class Flux(PackedFamily):
     latent = LatentSpace(16)
     fields = {
         "prompt_embeds": TextField("joint_attention_dim", features=(4096,)),
-        "pooled_prompt_embeds": TextField("pooled_projection_dim", features=(768,)),
+        "pooled_prompt_embeds": TextField("pooled_projection_dim", features=(768,), has_rows=False),
     }
     max_length = 512
     is_exact = False

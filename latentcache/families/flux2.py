@@ -37,6 +37,7 @@ class Flux2(Family):
     name = "flux2"
     pipeline_name = "Flux2KleinPipeline"
     pipeline_names: ClassVar[tuple[str, ...]] = ("Flux2KleinInpaintPipeline", "Flux2KleinKVPipeline")
+    pipeline_settings: ClassVar[tuple[str, ...]] = ("is_distilled",)
     repositories: ClassVar[tuple[str, ...]] = ("black-forest-labs/FLUX.2-klein-base-9B",)
     layers: ClassVar[tuple[int, ...]] = (9, 18, 27)
     """Of the encoder's hidden states, 0 being its embeddings: the pipeline's `text_encoder_out_layers`."""
@@ -55,6 +56,7 @@ class Flux2(Family):
         "tokenizer": Part("tokenizer", "transformers.Qwen2Tokenizer"),
     }
     denoiser_class = "diffusers.Flux2Transformer2DModel"
+    denoiser_settings = {"guidance_embeds": False}
     latent, patch = LatentSpace(32, draws=False), 2
     fields: ClassVar[Mapping[str, TextField]] = {"prompt_embeds": TextField("joint_attention_dim", features=(12288,))}
     max_length = 512

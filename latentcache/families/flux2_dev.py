@@ -27,11 +27,11 @@ class Flux2Dev(Flux2):
 
     name = "flux2-dev"
     pipeline_name = "Flux2Pipeline"
-    pipeline_names = ()
+    pipeline_names = pipeline_settings = ()
     repositories = ("black-forest-labs/FLUX.2-dev",)
     layers, stack = (10, 20, 30), "language_model.layers"
     fields = {"prompt_embeds": TextField("joint_attention_dim", features=(15360,))}
-    is_guided = True
+    is_guided, denoiser_settings = True, {"guidance_embeds": True}
     parts = {
         "vae": Flux2.parts["vae"],
         "text_encoder": Part(

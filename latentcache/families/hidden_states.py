@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from typing_extensions import override
 
 from latentcache.errors import ModelError
 
@@ -18,7 +17,6 @@ from latentcache.errors import ModelError
 class _States(dict[int, torch.Tensor]):
     """Index -> hidden state, as a pipeline looks one up."""
 
-    @override
     def __missing__(self, index: int) -> torch.Tensor:
         known = ", ".join(map(str, self))
         raise ModelError(

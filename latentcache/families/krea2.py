@@ -32,6 +32,7 @@ class Krea2(PackedFamily):
 
     name = "krea2"
     pipeline_name = "Krea2Pipeline"
+    pipeline_settings = ("is_distilled",)
     repositories = ("krea/Krea-2-Raw",)
     parts = {
         "vae": Part("vae", "diffusers.AutoencoderKLQwenImage", VAE_WEIGHTS),

@@ -28,6 +28,7 @@ class SD15(ClipFamily):
     }
     denoiser = "unet"
     denoiser_class = "diffusers.UNet2DConditionModel"
+    denoiser_settings = {"addition_embed_type": None}
     latent = LatentSpace(4)
     fields = {"prompt_embeds": TextField("cross_attention_dim", features=(768,))}
     recipe = {"family": "sd15"}

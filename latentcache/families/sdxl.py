@@ -44,7 +44,7 @@ class SDXL(ClipFamily):
     )
     fields = {
         "prompt_embeds": TextField("cross_attention_dim", features=(2048,)),
-        "pooled_prompt_embeds": TextField(features=(1280,)),
+        "pooled_prompt_embeds": TextField(features=(1280,), has_rows=False),
     }
     layers_above = 1
     has_zero_negative = True

@@ -140,6 +140,11 @@ class Verifier:
         encodings = {"image": self._encodings.image, "text": self._encodings.text}
         self.store_dtypes = {kind: DTYPES[encoding.store_dtype] for kind, encoding in encodings.items()}
         """In which dtypes precache stores what the models give."""
+        if self.store_dtypes["text"] not in RELATIVE:
+            message = (
+                f"text_store_dtype is {self._encodings.text.store_dtype}, too coarse to verify texts; set it to auto"
+            )
+            raise ConfigError(message, key="encode.text_store_dtype")
         self._compute_dtypes = {kind: DTYPES[encoding.compute_dtype] for kind, encoding in encodings.items()}
         self._salt = verification.config.cache.salt
         self._texts = TextKeys(self._models.family, self._models.tokenizers, self._encodings.text, self._salt)

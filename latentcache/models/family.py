@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from pathlib import Path
+from typing import Any
 
 from latentcache.config import ModelConfig
 from latentcache.errors import ModelError
@@ -25,12 +25,12 @@ def family_of(config: ModelConfig) -> tuple[Family, str]:
     name = config.config or config.path
     if name in (TINY, TINY_PHOTOS):
         return family_named(DEFAULT), f"{name} is of this family where model.family names no other one"
-    if not os.path.isdir(name) and is_checkpoint("model", name):
-        return _default(name, "is one file, which does not say it")
-    folder = local_folder("model", name, ["model_index.json"])[1]
-    if not (folder / "model_index.json").is_file():
-        return _default(name, "has no model_index.json")
-    class_name = _pipeline_in(folder / "model_index.json", name)
+    index = _index_of(name)
+    if index is None:
+        reason = "has no model_index.json" if os.path.isdir(name) else "is one file, which does not say it"
+        return family_named(DEFAULT), f"{name} {reason}: set model.family if it is another one"
+    with loading("model", name):
+        class_name = str(index["_class_name"])
     family = family_of_pipeline(class_name)
     if family is None:
         raise ModelError(
@@ -41,10 +41,21 @@ def family_of(config: ModelConfig) -> tuple[Family, str]:
     return family, f"{name} is a model of {class_name}"
 
 
-def _default(name: str, reason: str) -> tuple[Family, str]:
-    return family_named(DEFAULT), f"{name} {reason}: set model.family if it is another one"
+def pipeline_settings(config: ModelConfig, family: Family) -> dict[str, Any]:
+    """What the model's model_index.json says of `family.pipeline_settings`: nothing where there is none.
+
+    ModelError as from `family_of`.
+    """
+    index = _index_of(config.config or config.path) if family.pipeline_settings else None
+    return {name: index[name] for name in family.pipeline_settings if name in index} if index else {}
 
 
-def _pipeline_in(index: Path, name: str) -> str:
+def _index_of(name: str) -> dict[str, Any] | None:
+    """The document of model_index.json; None for a tiny model, one file, and a folder without it."""
+    if name in (TINY, TINY_PHOTOS) or (not os.path.isdir(name) and is_checkpoint("model", name)):
+        return None
+    file = local_folder("model", name, ["model_index.json"])[1] / "model_index.json"
+    if not file.is_file():
+        return None
     with loading("model", name):
-        return str(json.loads(index.read_text(encoding="utf-8"))["_class_name"])
+        return dict(json.loads(file.read_text(encoding="utf-8")))

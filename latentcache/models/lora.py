@@ -36,7 +36,7 @@ def load_lora(denoiser: Any, path: str | Path, *, scale: float = 1.0, family: Fa
     """Add the LoRA in a .safetensors file, or in a folder with one, to the denoiser; returns the new adapter's name.
 
     Files of diffusers (`save_lora_weights`, `save_lora_adapter`) are read, and of kohya and others what the pipeline of
-    the `family` reads, by default the first whose denoiser is of this class. The LoRA acts with `scale` (1: as
+    the `family` reads, by default that of `family_of_denoiser`. The LoRA acts with `scale` (1: as
     trained), next to the adapters that the denoiser has; without alphas in the file each is taken as the rank, as
     diffusers does. The new parameters are frozen. ModelError, and the denoiser as it was, if peft is missing, or if
     anything in the file has no place in the denoiser: names, shapes, weights of text encoders, kinds other than LoRA
@@ -101,7 +101,7 @@ def _read(file: Path, denoiser: Any, family: Family) -> tuple[dict[str, Any], di
 def save_lora(denoiser: Any, folder: str | Path, *, adapter: str = "default", family: Family | None = None) -> Path:
     """Write an adapter of the denoiser to LORA_FILE in a folder, as diffusers does, but whole or not at all.
 
-    `family` is by default the first whose denoiser is of this class. Returns the file's path. Raises StoreError where
+    `family` is by default that of `family_of_denoiser`. Returns the file's path. Raises StoreError where
     it cannot be written.
     """
     from peft.utils import get_peft_model_state_dict

@@ -9,7 +9,7 @@ import copy
 import json
 from abc import ABC, abstractmethod
 from collections.abc import MutableMapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +85,10 @@ class Models(ABC):
         gone = parts or tuple(self.family.parts)
         self._modules = {key: module for key, module in self._modules.items() if key[0] not in gone}
 
+    def _tokenizer_identity(self, part: str, tokenizer: Any) -> PartIdentity:
+        found, described = tokenizer_identity(part, tokenizer), self.family.parts[part]
+        return replace(found, class_name="AutoTokenizer") if described.is_any_class else found
+
     @abstractmethod
     def _module(self, part: str, dtype: torch.dtype) -> torch.nn.Module:
         """A VAE or text encoder in `dtype`, frozen and in eval mode."""
@@ -136,7 +140,7 @@ class ModelLoader(Models):
 
     def _identified(self, part: str, dtype: torch.dtype) -> PartIdentity:
         if self.family.parts[part].role == "tokenizer":
-            return tokenizer_identity(part, self.tokenizers()[part])
+            return self._tokenizer_identity(part, self.tokenizers()[part])
         return module_identity(part, self._module(part, dtype), dtype, self.family.parts[part].weights)
 
     @override
@@ -229,7 +233,7 @@ class LoadedModels(Models):
     def identity(self, part: str, dtype: torch.dtype) -> PartIdentity:
         found = self._part(part)
         if self.family.parts[part].role == "tokenizer":
-            return tokenizer_identity(part, found)
+            return self._tokenizer_identity(part, found)
         check_frozen(part, found)
         return module_identity(part, found, dtype, self.family.parts[part].weights)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import MutableMapping
+from collections.abc import Iterable, MutableMapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -163,16 +163,18 @@ def choose_text_encodings(
         "max_length": encode.max_length,
         "padding": encode.padding,
     }
+    store_dtype = _text_store_dtype(encode, family, text_type)
+    kept = _kept_from_float8(family) if DTYPES[store_dtype].itemsize == 1 else {}
     text = TextEncoding(
         parts=tuple((name, models.identity(name, text_type)) for name in names),
         compute_dtype=dtype_name(text_type),
-        store_dtype=_text_store_dtype(encode, family, text_type),
-        recipe=tuple(family.text_recipe(**settings).items()),
+        store_dtype=store_dtype,
+        recipe=tuple({**family.text_recipe(**settings), **kept}.items()),
     )
     return TextEncodings(
         family=family,
         text=text,
-        negative=replace(text, recipe=tuple(family.text_recipe(negative=True, **settings).items())),
+        negative=replace(text, recipe=tuple({**family.text_recipe(negative=True, **settings), **kept}.items())),
         text_encoders=Placement(device, text_type, text_batch_size(device), reason),
         text_bytes=_text_numbers(models, text_type, text, memo) * DTYPES[text.store_dtype].itemsize,
     )
@@ -190,6 +192,17 @@ def _text_store_dtype(encode: EncodeConfig, family: Family, compute_dtype: torch
         # A float32 computation on a CPU too: eight times as many bytes of text as of latents help nobody.
         name = "bfloat16" if family.text_dtype == "bfloat16" else dtype_name(compute_dtype)
     return name
+
+
+def _kept_from_float8(family: Family) -> dict[str, str]:
+    """What a recipe says of fields that float8 is not for: it would save a thousandth of an entry there."""
+    return {f"{name}_dtype": "bfloat16" for name, field in family.fields.items() if not field.has_rows}
+
+
+def text_dtypes(encoding: TextEncoding, fields: Iterable[str]) -> dict[str, torch.dtype]:
+    """What is stored of each field: the encoding's dtype, where its recipe names no other one."""
+    recipe = encoding.settings
+    return {name: DTYPES[recipe.get(f"{name}_dtype", encoding.store_dtype)] for name in fields}
 
 
 def text_batch_size(device: torch.device) -> int:

@@ -22,6 +22,7 @@ from latentcache.models.offloading import encoders_placed
 from latentcache.models.running import BatchRunner, text_settings
 from latentcache.models.vae import problem_flags, problem_names
 from latentcache.precache.decoding import pixels_of
+from latentcache.precache.encodings import text_dtypes
 from latentcache.precache.plan import TextTask
 from latentcache.precache.report import Failure, RunContext, storing_worker, timed
 from latentcache.provenance import Provenance
@@ -141,10 +142,11 @@ class TextStage:
                 self._parts, [item.tokens for item in items], recipe, upload=self._transfer.upload
             )
         masks = {name + MASK: made[name + MASK] for name in made if name + MASK in made}
-        dtype = DTYPES[self._context.encodings.text.store_dtype]
-        tensors = {name: tensor.to(dtype) for name, tensor in made.items() if name not in masks}
+        dtypes = text_dtypes(self._context.encodings.text, [name for name in made if name not in masks])
+        tensors = {name: made[name].to(dtype) for name, dtype in dtypes.items()}
         flags = torch.stack([problem_flags(tensor.float()) for tensor in tensors.values()])
-        lost = {_LOST: _num_lost([made[name] for name in tensors], dtype)} if dtype.itemsize == 1 else {}
+        rounded = {name: dtype for name, dtype in dtypes.items() if dtype.itemsize == 1}
+        lost = {_LOST: sum(_num_lost(made[name], dtype) for name, dtype in rounded.items())} if rounded else {}
         return self._transfer.download({**tensors, **masks, _FLAGS: flags, **lost})
 
     def _store(self, items: Sequence[TextItem], outputs: Mapping[str, torch.Tensor]) -> None:
@@ -185,10 +187,9 @@ class TextStage:
             context.store(Entry(record, kept, frozenset(masks)))
 
 
-def _num_lost(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """How many numbers of each item [B, ...] are outside of the range of `dtype`: int64 [B], where the tensors are.
+def _num_lost(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """How many numbers of each item [B, ...] are outside of the range of `dtype`: int64 [B], where the tensor is.
 
     A conversion to an 8-bit float makes them its largest number (torch 2.13), or NaN (before).
     """
-    largest = torch.finfo(dtype).max
-    return torch.stack([(~(tensor.abs() <= largest)).flatten(1).sum(1) for tensor in tensors]).sum(0)
+    return (~(tensor.abs() <= torch.finfo(dtype).max)).flatten(1).sum(1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -15,9 +15,10 @@ from latentcache.config import Config
 from latentcache.dataset.samples import Sample, SampleSource
 from latentcache.errors import ModelError
 from latentcache.precache.encodings import Encodings, load_models
-from latentcache.precache.plan import ImageTask
+from latentcache.precache.plan import ImageTask, TextTask
 from latentcache.precache.report import Failure
 from latentcache.precache.serving_models import EntryTask, ServingModels, kind_of
+from latentcache.precache.texts import TextKeys
 from latentcache.precache.workspace import open_workspace
 from latentcache.scaleout.messages import EncoderAnswer, Problem
 from latentcache.store.base import Writer
@@ -53,6 +54,7 @@ class RayEncoder:
     def __init__(self, config: Config, planned: Encodings):
         self._config, self._planned = config, planned
         self._models: ServingModels
+        self._texts: TextKeys
         self._writer: Writer
         self._open = ExitStack()
         self._unsealed: set[str] = set()
@@ -66,7 +68,8 @@ class RayEncoder:
         """Open the cache and identify the models. ModelError where they are not those of the plan."""
         workspace = self._open.enter_context(open_workspace(self._config.cache))
         memo = workspace.memo
-        self._models = ServingModels(self._config, load_models(self._config.model, memo), memo)
+        models = load_models(self._config.model, memo)
+        self._models = ServingModels(self._config, models, memo)
         here, planned = self._models.encodings, self._planned
         for part, one, other in (("vae", here.image, planned.image), ("text_encoder", here.text, planned.text)):
             if one != other:
@@ -75,6 +78,7 @@ class RayEncoder:
                     f"those that were planned: {one} in place of {other}. Give all nodes the same model and versions.",
                     part=part,
                 )
+        self._texts = TextKeys(here.family, models.tokenizers, here.text, "")
         self._writer = self._open.enter_context(workspace.store.writer())
 
     def encode(self, tasks: list[EntryTask], *pixels: np.ndarray) -> EncoderAnswer:
@@ -88,6 +92,9 @@ class RayEncoder:
         if kind != self._kind:
             self._models.unload()  # the encoders of the other kind leave the device
             self._kind = kind
+        tasks = [task for task in tasks if isinstance(task, ImageTask) or self._reads_as_planned(task, fail)]
+        if not tasks:
+            return replace(self._answer(), problems=problems)
         by_key = {task.key: each for task, each in zip(tasks, pixels, strict=kind == "image")}
         counted = self._models.encode(tasks, self._writer.add, fail, lambda task: by_key[task.key])
         self._unsealed |= {task.key for task in tasks} - problems.keys()
@@ -97,6 +104,17 @@ class RayEncoder:
             num_truncated_captions=counted.num_truncated_captions,
             num_retried_in_float32=counted.num_retried_in_float32,
         )
+
+    def _reads_as_planned(self, task: TextTask, fail: Callable[[str, Failure], None]) -> bool:
+        """Whether the tokenizer gets here what the key was made of: other versions clean and render texts otherwise."""
+        if self._texts.source(task.caption) == task.identity.source:
+            return True
+        detail = (
+            f"{self.where()} gives its tokenizer another text for caption {task.caption!r} than the driver has in the "
+            "key. Install the same versions of diffusers, transformers and, where one node has it, ftfy on all nodes"
+        )
+        fail(task.key, Failure("bad-caption", detail))
+        return False
 
     def seal(self) -> EncoderAnswer:
         """Make all durable that was encoded."""

@@ -14,12 +14,12 @@ import torch
 from latentcache.config import Config, DatasetConfig
 from latentcache.devices.placement import device_named, dtype_of
 from latentcache.devices.tensor_location import hooks_by_path
-from latentcache.errors import ConfigError, StoreError
+from latentcache.errors import ConfigError, ModelError, StoreError
 from latentcache.families.base import Family
 from latentcache.loading.cache import LatentCache
 from latentcache.loading.loss_parts import check_controls
 from latentcache.models.denoiser import check_fits
-from latentcache.models.family import family_of
+from latentcache.models.family import family_of, pipeline_settings
 from latentcache.models.model_loader import LoadedModels, check_frozen
 from latentcache.models.running import uncached_autocast
 from latentcache.phases.model_parts import why_sharded
@@ -141,7 +141,7 @@ class ValidationRunner:
         if embeddings:
             with self.phases.enter("sample"):
                 placement["sample"] = tuple(sorted(self.phases.on_device()))
-                images = self._images(embeddings, seconds)
+                images = self._images(embeddings, seconds, notes)
         elif self.config.validation.prompts:
             notes.append("no images: the vae is not among the parts")
         report = ValidationReport(step, loss, images, seconds, placement, tuple(notes), self._filler.num_filled)
@@ -200,11 +200,26 @@ class ValidationRunner:
             encode=None if self._filler.obstacle else self._filler.fill_prompts,
         )
 
-    def _images(self, embeddings: list[PromptEmbeddings], seconds: dict[str, float]) -> tuple[SampleImage, ...]:
+    def _images(
+        self, embeddings: list[PromptEmbeddings], seconds: dict[str, float], notes: list[str]
+    ) -> tuple[SampleImage, ...]:
         denoiser, settings, scheduler = self._denoiser(), self.config.validation, self.parts["scheduler"]
+        try:
+            of_pipeline = pipeline_settings(self.config.model, self.family)
+        except ModelError as error:  # a trainer may have a model that it does not name
+            of_pipeline = {}
+            notes.append(f"images are made with the defaults of {self.family.pipeline_name}: {error}")
         with _timed(seconds, "sample"), uncached_autocast(self.phases.device, self._autocast):
             device = self._device()
-            latents = denoise(denoiser, scheduler, embeddings, settings, device=device, family=self.family)
+            latents = denoise(
+                denoiser,
+                scheduler,
+                embeddings,
+                settings,
+                device=device,
+                family=self.family,
+                pipeline_settings=of_pipeline,
+            )
         with _timed(seconds, "decode"), self.phases.lend("vae"):
             return tuple(decode_samples(self.phases.module("vae"), latents, embeddings, settings))
 

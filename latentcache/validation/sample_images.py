@@ -125,13 +125,15 @@ def denoise(
     *,
     device: torch.device | None = None,
     family: Family | None = None,
+    pipeline_settings: Mapping[str, Any] | None = None,
 ) -> list[torch.Tensor]:
     """Scaled latents [1, C, (F,) h, w] of each image, on the denoiser's device: what the pipeline would decode.
 
-    They are those of the pipeline of `family` (by default the first whose denoiser is of this class) for the same
+    They are those of the pipeline of `family` (by default that of `family_of_denoiser`) for the same
     prompt, seed and device, bit by bit. Each image is one call with a CPU generator of its own, and depends on no other
     prompt. The negative embeddings count only where the pipeline uses them at this `guidance_scale`: with most, above
-    1. A surrounding autocast stays in force.
+    1. A surrounding autocast stays in force. `pipeline_settings` are those of the model, as
+    `models.family.pipeline_settings` reads them: whether it is distilled.
 
     The denoiser runs where it is, in eval mode. Name the `device` where its blocks are swapped, so that it lies on
     several: the pipeline runs on the device of the first parameter. The denoiser's training flags, the global random
@@ -158,7 +160,7 @@ def denoise(
         stack.enter_context(uncached_autocast(device, None))
         for number, each in enumerate(embeddings):
             copied = scheduler_copy(scheduler, settings.scheduler, family)
-            pipeline = family.pipeline(**{family.denoiser: denoiser, "scheduler": copied})
+            pipeline = family.pipeline(**{family.denoiser: denoiser, "scheduler": copied}, **(pipeline_settings or {}))
             generator = torch.Generator().manual_seed(settings.seed + number)
             # The few schedulers that draw from the global generator give the same image each time too.
             torch.manual_seed(settings.seed + number)

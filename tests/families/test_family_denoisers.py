@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from latentcache.checkpoints.checkpoint import save_checkpoint
 from latentcache.config import ModelConfig, ValidationConfig
 from latentcache.errors import ConfigError, ModelError
+from latentcache.families import family_of_denoiser
 from latentcache.families.base import Family
 from latentcache.models.denoiser import check_fits, load_denoiser
 from latentcache.models.lora import LORA_FILE, load_lora, lora_settings, save_lora
@@ -122,6 +123,10 @@ def test_a_checkpoint_with_a_lora(run: FamilyRun, tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "step", model=trained, extra={"lora": lora_settings(trained)})
     model = ModelConfig(path="tiny", family=run.family.name)
     assert torch.equal(output(run, load_denoiser(tmp_path / "step", dtype=F32, model=model)), output(run, trained))
+
+
+def test_its_class_and_config_say_its_family(run: FamilyRun) -> None:
+    assert family_of_denoiser(run.denoiser) is run.family
 
 
 def test_a_denoiser_of_another_width_is_refused(run: FamilyRun) -> None:

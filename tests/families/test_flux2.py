@@ -12,7 +12,7 @@ from latentcache.errors import ConfigError
 from latentcache.families import family_named, family_of_pipeline
 from latentcache.families.base import Family
 from latentcache.families.scaling import patchified
-from latentcache.models.model_loader import ModelLoader
+from latentcache.models.model_loader import LoadedModels, ModelLoader
 from latentcache.models.vae import vae_facts
 
 KLEIN, DEV = family_named("flux2"), family_named("flux2-dev")
@@ -114,3 +114,19 @@ def test_klein_has_a_negative_prompt_and_dev_has_guidance_as_an_input(family: Fa
     assert family.uses_negative(4.0) == (family is KLEIN) and not family.uses_negative(1.0)
     assert (conditions["guidance"] is None) == (family is KLEIN)
     assert conditions["img_ids"].shape == (2, 16, 4) and conditions["txt_ids"].shape == (2, 7, 4)
+
+
+def test_the_class_that_transformers_chooses_for_a_tokenizer_does_not_count(
+    family: Family, parts: dict[str, Any], tmp_path: Path
+) -> None:
+    """AutoTokenizer of another transformers may return another class for the same files."""
+    tokenizer = parts["tokenizer"]
+    own = LoadedModels(family=family, tokenizer=tokenizer).identity("tokenizer", torch.float32)
+    tokenizer.save_pretrained(tmp_path)
+    renamed = type("TokenizersBackend2", (type(tokenizer),), {})
+    other = renamed.from_pretrained(tmp_path)
+    found = LoadedModels(family=family, tokenizer=other).identity("tokenizer", torch.float32)
+    assert (found.weights, found.config) == (own.weights, own.config)
+    assert (found == own) == (family is DEV) and own.class_name == (
+        "AutoTokenizer" if family is DEV else "Qwen2Tokenizer"
+    )

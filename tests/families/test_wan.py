@@ -18,7 +18,11 @@ from latentcache.families import family_named
 from latentcache.families.scaling import Scaling
 from latentcache.models.tiny import tiny_denoiser
 from latentcache.models.vae import encode_images, keep_output, vae_facts
+from latentcache.precache.encodings import choose_encodings, load_models
+from latentcache.precache.plan import TextTask
 from latentcache.precache.run import run_precache
+from latentcache.precache.texts import TextKeys
+from latentcache.scaleout.ray_encoder import RayEncoder
 from latentcache.store.stacking import read_batch
 from latentcache.types import Padding
 
@@ -196,3 +200,25 @@ def test_buckets_that_the_denoiser_does_not_take_are_refused(make_config: Callab
     assert caught.value.key == "datasets.buckets"
     with_sdxl = make_config(**{"datasets.0.buckets": buckets})
     assert run_precache(with_sdxl, dry_run=True).num_misses > 0
+
+
+def test_another_process_that_cleans_a_text_otherwise_than_the_key_says_refuses_it(
+    make_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An encoder of a cluster without ftfy, of which the driver has one; or with another diffusers."""
+    config = make_config(**{"model.family": "wan", "validation.prompts": [], "encode.device": "cpu"})
+    models = load_models(config.model, {})
+    planned = choose_encodings(config, models, {})
+    texts = TextKeys(WAN, models.tokenizers, planned.text, "")
+    clean = pipeline_wan.basic_clean
+    monkeypatch.setattr(pipeline_wan, "basic_clean", lambda text: clean(text.replace("cafÃ©", "café")))
+    tasks = [TextTask(texts.key(text), texts.identity(text), text, text, text) for text in ("cafÃ©", "a cat")]
+    monkeypatch.setattr(pipeline_wan, "basic_clean", clean)
+    encoder = RayEncoder(config, planned)
+    encoder.start()
+    with encoder._open:
+        problems = encoder.encode(tasks).problems
+        assert encoder.encode(tasks[:1]).problems == problems and problems.keys() == {tasks[0].key}
+        assert encoder.seal().sealed == {tasks[1].key}
+    reason, detail, _ = problems[tasks[0].key]
+    assert reason == "bad-caption" and "'cafÃ©'" in detail and "ftfy on all nodes" in detail

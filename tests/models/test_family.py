@@ -10,7 +10,7 @@ import pytest
 
 from latentcache.config import Config, ModelConfig
 from latentcache.errors import ModelError
-from latentcache.families import DEFAULT, FAMILIES, family_named
+from latentcache.families import DEFAULT, FAMILIES, family_named, family_of_denoiser
 from latentcache.models import model_files
 from latentcache.models.family import family_of
 from latentcache.models.model_loader import LoadedModels
@@ -101,3 +101,33 @@ def test_the_report_says_the_family_and_why(make_config: Callable[..., Config]) 
     assert report.placement["family"] == "sd15: model.family says so"
     report = run_precache(make_config(), models=LoadedModels(**tiny_parts()), dry_run=True)
     assert report.placement["family"] == "sdxl: the caller said so"
+
+
+def denoiser_of(class_name: str, **config: object) -> object:
+    return type(class_name, (), {"config": config})()
+
+
+SDXL_UNET = {"addition_embed_type": "text_time", "in_channels": 4}
+DENOISERS = [
+    (denoiser_of("UNet2DConditionModel", **SDXL_UNET), "sdxl"),
+    (denoiser_of("UNet2DConditionModel", **{**SDXL_UNET, "in_channels": 9}), "sdxl"),
+    (denoiser_of("UNet2DConditionModel", in_channels=4, addition_embed_type=None), "sd15"),
+    (denoiser_of("UNet2DConditionModel", in_channels=9), "sd15"),
+    (denoiser_of("Flux2Transformer2DModel", guidance_embeds=True), "flux2-dev"),
+    (denoiser_of("Flux2Transformer2DModel", guidance_embeds=False), "flux2"),
+    (denoiser_of("WanTransformer3DModel", in_channels=36), "wan"),
+    (denoiser_of("OptimizedModule"), DEFAULT),
+]
+
+
+@pytest.mark.parametrize(("denoiser", "name"), DENOISERS)
+def test_a_denoiser_is_of_the_family_whose_config_it_has(denoiser: object, name: str) -> None:
+    assert family_of_denoiser(denoiser).name == name
+
+
+def test_a_denoiser_that_may_be_of_several_families_is_refused_with_their_names() -> None:
+    """load_lora, save_lora and denoise ask this where they are given no family."""
+    with pytest.raises(
+        ModelError, match=r"transformer: a Flux2Transformer2DModel .* families: flux2, flux2-dev\. Name"
+    ):
+        family_of_denoiser(denoiser_of("Flux2Transformer2DModel"))
