@@ -141,9 +141,8 @@ class Verifier:
         self.store_dtypes = {kind: DTYPES[encoding.store_dtype] for kind, encoding in encodings.items()}
         """In which dtypes precache stores what the models give."""
         if self.store_dtypes["text"] not in RELATIVE:
-            message = (
-                f"text_store_dtype is {self._encodings.text.store_dtype}, too coarse to verify texts; set it to auto"
-            )
+            met = self._encodings.text.store_dtype
+            message = f"text_store_dtype is {met}, which is too coarse to verify texts; set it to auto"
             raise ConfigError(message, key="encode.text_store_dtype")
         self._compute_dtypes = {kind: DTYPES[encoding.compute_dtype] for kind, encoding in encodings.items()}
         self._salt = verification.config.cache.salt

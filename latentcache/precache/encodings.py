@@ -195,7 +195,7 @@ def _text_store_dtype(encode: EncodeConfig, family: Family, compute_dtype: torch
 
 
 def _kept_from_float8(family: Family) -> dict[str, str]:
-    """What a recipe says of fields that float8 is not for: it would save a thousandth of an entry there."""
+    """What a recipe says of fields that float8 is not for: there it would save less than a hundredth."""
     return {f"{name}_dtype": "bfloat16" for name, field in family.fields.items() if not field.has_rows}
 
 

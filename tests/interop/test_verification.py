@@ -339,6 +339,12 @@ def test_a_tolerance_that_allows_anything_is_refused(
         verified(target, Copy(samples, photos), tolerance=tolerance)
 
 
+def test_texts_in_float8_are_not_verified(target: Config, samples: list[ExportSample], photos: Path) -> None:
+    encode = target.encode.model_copy(update={"text_store_dtype": "float8_e4m3fn"})
+    with pytest.raises(ConfigError, match="text_store_dtype is float8_e4m3fn, which is too coarse"):
+        verified(target.model_copy(update={"encode": encode}), Copy(samples, photos))
+
+
 def test_an_encoder_that_gives_nan_verifies_nothing(target: Config, samples: list[ExportSample], photos: Path) -> None:
     components = tiny_parts()
     for module in (components["vae"].quant_conv, components["text_encoder_2"].text_projection):
