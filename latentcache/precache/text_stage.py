@@ -145,8 +145,8 @@ class TextStage:
         dtypes = text_dtypes(self._context.encodings.text, [name for name in made if name not in masks])
         tensors = {name: made[name].to(dtype) for name, dtype in dtypes.items()}
         flags = torch.stack([problem_flags(tensor.float()) for tensor in tensors.values()])
-        rounded = {name: dtype for name, dtype in dtypes.items() if dtype.itemsize == 1}
-        lost = {_LOST: sum(_num_lost(made[name], dtype) for name, dtype in rounded.items())} if rounded else {}
+        counts = [_num_lost(made[name], dtype) for name, dtype in dtypes.items() if dtype.itemsize == 1]
+        lost = {_LOST: torch.stack(counts).sum(0)} if counts else {}
         return self._transfer.download({**tensors, **masks, _FLAGS: flags, **lost})
 
     def _store(self, items: Sequence[TextItem], outputs: Mapping[str, torch.Tensor]) -> None:
