@@ -25,11 +25,13 @@ _ROUNDING = 1e-6
 """Times are in ms, and sums of them in floating point."""
 
 
-def probe_clip(data: bytes, path: str, images: ImagesConfig, frames: FramesConfig) -> tuple[Size, int | None]:
+def probe_clip(data: bytes, path: str, images: ImagesConfig, frames: FramesConfig | None) -> tuple[Size, int | None]:
     """The upright size, and how many frames the file has at the rate of `frames`; None for a still image.
 
-    By the headers alone; of a video the first frame is decoded. Raises ImageRefused.
+    Without `frames` it has to be one. By the headers alone; of a video the first frame is decoded. Raises ImageRefused.
     """
+    if frames is None:
+        return probe(data, path, images), None
     if container.is_video(data):
         size, shown = probe_video(data, path, images)
         return size, _num_frames(shown, frames.fps)

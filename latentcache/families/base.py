@@ -73,13 +73,15 @@ class Preview:
 class LatentSpace:
     """What is particular about a family's latents. Their scaling is read from the VAE: `models.vae.vae_facts`.
 
-    `is_video`: they are [C, F, h, w]; an image has one frame. `draws`: the model is trained with draws from the
-    posterior; without it with its mean, as the family's pipelines encode images. `preview`: where one is known.
+    `is_video`: they are [C, F, h, w], one latent frame of the first frame, and one of each `frames_factor` more.
+    `draws`: the model is trained with draws from the posterior; without it with its mean, as the family's pipelines
+    encode images. `preview`: where one is known.
     """
 
     channels: int
     downscale: int = 8
     is_video: bool = False
+    frames_factor: int = 4
     draws: bool = True
     preview: Preview | None = None
 

@@ -83,6 +83,7 @@ def declared_items(sample: ShardSample, declaration: Declaration, images: Source
     if flipped is not None:
         stated = None if names.geometry is None else sample.value(numbered(names.geometry, "flipped"))
         mirrored = fit(geometry.original_size, geometry.target_size, flip=True)
+        mirrored = replace(mirrored, num_frames=geometry.num_frames)
         yield replace(
             image, latents=flipped, geometry=mirrored if stated is None else _parsed(stated, sample.path), note=note
         )

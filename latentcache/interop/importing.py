@@ -19,7 +19,7 @@ from latentcache.families import DEFAULT, family_named
 from latentcache.identity import SCHEMA, canonical_json, caption_digest, digest, key_of
 from latentcache.interop.foreign_files import corrupt
 from latentcache.interop.imported_facts import common_of, declared_by, recipe_of, scaling_of
-from latentcache.interop.readers import ForeignCache, ForeignImage, ForeignText, bucket_of, refusal_of
+from latentcache.interop.readers import ForeignCache, ForeignImage, ForeignText, bucket_of, check_frames, refusal_of
 from latentcache.interop.reports import ImportReport
 from latentcache.interop.scale_check import ScaleCheck
 from latentcache.interop.verification import Verification, Verifier
@@ -219,7 +219,8 @@ class _Import:
             twin = "flipped " if item.geometry.flip else ""
             detail = f"sample {item.sample_id!r} has a {twin}latent already; only the first is imported"
             raise ForeignFileRefused(item.path, "duplicate", detail)
-        self._check("image", {"latents": latents}, tuple(latents.shape[:-2]), item.path)
+        check_frames(item, self._family)
+        self._check("image", {"latents": latents}, (latents.shape[0],), item.path)
         self._scale_check.add(latents, item.is_scaled, item.path)
         self._report.num_images += 1
         self._report.num_flipped += item.geometry.flip

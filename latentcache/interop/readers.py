@@ -16,6 +16,7 @@ from latentcache.dataset.samples import Sample, walk
 from latentcache.dataset.sources import open_source
 from latentcache.errors import DatasetError
 from latentcache.families import DEFAULT, family_named
+from latentcache.families.base import Family
 from latentcache.interop.declaration import Declaration
 from latentcache.interop.foreign_files import corrupt
 from latentcache.types import Geometry, Refusal, Size
@@ -133,6 +134,18 @@ def bucket_of(latents: torch.Tensor, family: str = DEFAULT) -> Size:
     """The bucket, in pixels, of unscaled latents [C, (F,) h, w]."""
     downscale = family_named(family).latent.downscale
     return Size(latents.shape[-2] * downscale, latents.shape[-1] * downscale)
+
+
+def check_frames(image: ForeignImage, family: Family) -> None:
+    """ForeignFileRefused where the geometry is of another number of frames than the latents: batches go by it."""
+    num_frames = image.geometry.num_frames
+    if num_frames is not None and not family.has_clips:
+        detail = f"its geometry has num_frames {num_frames}, but models of {family.name} take no clips"
+        raise corrupt(image.path, detail)
+    found, needed = image.latents.shape[-3], ((num_frames or 1) - 1) // family.latent.frames_factor + 1
+    if family.latent.is_video and found != needed:
+        stated = "no num_frames" if num_frames is None else f"num_frames {num_frames}"
+        raise corrupt(image.path, f"it has {found} latent frames, but its geometry has {stated}, which makes {needed}")
 
 
 def crop_fits(geometry: Geometry) -> bool:

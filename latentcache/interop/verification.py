@@ -13,25 +13,20 @@ from typing import Literal, NamedTuple, TypeVar
 import torch
 
 from latentcache.config import Config, DatasetConfig
-from latentcache.dataset.bucket_rules import BucketRule, filter_of_trainer
-from latentcache.dataset.images import preparation_policy, probe, with_filter
+from latentcache.dataset.bucket_rules import filter_of_trainer
+from latentcache.dataset.clips import probe_clip
 from latentcache.dataset.manifest_row import CaptionRef, ImageRef, Row
 from latentcache.dataset.samples import Sample
 from latentcache.dataset.sources import CaptionFileSource
 from latentcache.errors import ConfigError, ImageRefused
-from latentcache.identity import (
-    ImageEncoding,
-    ImageIdentity,
-    Preparation,
-    TextEncoding,
-    key_of,
-)
+from latentcache.identity import ImageEncoding, TextEncoding, key_of
 from latentcache.interop.reports import Difference, ImportReport
 from latentcache.models.model_loader import Models
 from latentcache.models.vae import latents_from_moments, posterior_std
 from latentcache.precache.encodings import choose_encodings, load_models
 from latentcache.precache.image_stage import ImageStage
 from latentcache.precache.plan import TEXT_BATCH_SIZE, Batches, ImageTask, Shard, TextTask
+from latentcache.precache.preparations import Preparations
 from latentcache.precache.report import Failure, Report, RunContext
 from latentcache.precache.text_stage import TextStage
 from latentcache.precache.texts import TextKeys
@@ -132,8 +127,7 @@ class Verifier:
 
     def __init__(self, verification: Verification, name: str, workspace: Workspace, report: ImportReport):
         self._verification, self._store, self._report = verification, workspace.store, report
-        dataset = verification.dataset(name)
-        self._images, self._rule = dataset.images, BucketRule(dataset.buckets)
+        self._dataset = verification.dataset(name)
         self._models = verification.models or load_models(verification.config.model, workspace.memo)
         self._encodings = choose_encodings(verification.config, self._models, workspace.memo)
         encodings: dict[str, ImageEncoding | TextEncoding]
@@ -146,6 +140,7 @@ class Verifier:
             raise ConfigError(message, key="encode.text_store_dtype")
         self._compute_dtypes = {kind: DTYPES[encoding.compute_dtype] for kind, encoding in encodings.items()}
         self._salt = verification.config.cache.salt
+        self._preparations = Preparations(self._dataset, self._encodings, self._salt)
         self._texts = TextKeys(self._models.family, self._models.tokenizers, self._encodings.text, self._salt)
         self._random = random.Random(verification.seed)
         self._expected: dict[str, list[tuple[Row, ImageRef | CaptionRef]]] = {}
@@ -206,25 +201,30 @@ class Verifier:
             if row.source is None:
                 self._note(row, "missing", "the image is not there, so it cannot be encoded again: give --images")
                 continue
-            sample = Sample.of(row.sample_id, row.path, (), None, row.path)
+            sample, geometry = Sample.of(row.sample_id, row.path, (), None, row.path), ref.geometry
             try:
-                size = probe(_FILES.read(sample), row.path, self._images)
+                size, num_frames = probe_clip(_FILES.read(sample), row.path, self._dataset.images, self._dataset.frames)
             except ImageRefused as refused:
                 self._note(row, refused.reason, refused.detail)
                 continue
-            if size != ref.geometry.original_size:
-                detail = f"the image is {size} now (upright), but one of {ref.geometry.original_size} was cached"
+            if size != geometry.original_size:
+                detail = f"the image is {size} now (upright), but one of {geometry.original_size} was cached"
                 self._note(row, "unequal", detail)
                 continue
-            own = self._rule.resample(ref.geometry)
-            for name in dict.fromkeys((own, filter_of_trainer(self._report.format, ref.geometry) or own)):
-                preparation = Preparation.of(with_filter(preparation_policy(self._images), name), ref.geometry)
-                identity = ImageIdentity(row.source, preparation, self._encodings.image, self._salt)
+            if (num_frames is None) != (geometry.num_frames is None):
+                detail = "one of the file and what was cached of it is a clip, and the other is a still image"
+                self._note(row, "unequal", detail)
+                continue
+            usual = self._preparations.identity(row.source, geometry)
+            own = usual.preparation.resample
+            for name in dict.fromkeys((own, filter_of_trainer(self._report.format, geometry) or own)):
+                identity = replace(usual, preparation=replace(usual.preparation, resample=name))
                 key = key_of(identity.to_json())
                 self._own |= {key} if name == own else set()
                 if self._expect(key, row, ref):
-                    task = ImageTask(key, identity, sample, _FILES, self._images)
-                    batches.add(ref.geometry.target_size, self._encodings.image_group_size, task)
+                    group_size = self._encodings.image_group_size if num_frames is None else 1
+                    task = ImageTask(key, identity, sample, _FILES, self._dataset.images)
+                    batches.add(geometry.extent, group_size, task)
         return batches.finish()
 
     def _text_batches(self, refs: Sequence[tuple[Row, CaptionRef]]) -> list[list[TextTask]]:

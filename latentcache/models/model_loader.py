@@ -239,7 +239,15 @@ class LoadedModels(Models):
 
     @override
     def vae_facts(self) -> VaeFacts:
-        return vae_facts(self._part(self.vae_name))
+        vae = self._part(self.vae_name)
+        dtype = vae.bn.running_var.dtype if hasattr(vae, "bn") else torch.float32
+        if dtype != torch.float32:
+            raise ModelError(
+                f"{self.vae_name}: the statistics that its latents are scaled by (bn) are {dtype}, and so rounded; "
+                "they have to be float32. Load the VAE in float32: a cast back does not restore them.",
+                part=self.vae_name,
+            )
+        return vae_facts(vae)
 
     @override
     def tokenizers(self) -> dict[str, Any]:

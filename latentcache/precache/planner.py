@@ -18,7 +18,6 @@ from pydantic import Field, PositiveInt, TypeAdapter
 
 from latentcache.config import Config, DatasetConfig
 from latentcache.dataset.clips import probe_clip
-from latentcache.dataset.images import probe
 from latentcache.dataset.manifest import Manifest, prompts_name
 from latentcache.dataset.manifest_row import CaptionRef, ImageRef, PartRef, Row
 from latentcache.dataset.row_table import RowTableBuilder
@@ -242,12 +241,8 @@ class _DatasetPlanner:
         return found
 
     def _facts_of(self, sample: Sample) -> FileFacts:
-        data, frames = self._source.read(sample), self._dataset.frames
-        images, num_frames = self._dataset.images, None
-        if frames is None:
-            size = probe(data, sample.path, images)
-        else:
-            size, num_frames = probe_clip(data, sample.path, images, frames)
+        data, dataset = self._source.read(sample), self._dataset
+        size, num_frames = probe_clip(data, sample.path, dataset.images, dataset.frames)
         source, signature = digest(data), sample.signature
         if signature is not None and signature.is_settled():
             facts = [source, *size] if num_frames is None else [source, *size, num_frames]

@@ -208,7 +208,8 @@ class _Run:
                 self._encode_here(failures)
             else:
                 self._encode_here(failures, masks_only=True)  # they need no model
-                self._encode_elsewhere(self.elsewhere, failures)
+                if plan.text_batches or plan.image_batches:
+                    self._encode_elsewhere(self.elsewhere, failures)
         failed = [refusal for manifest in plan.manifests for refusal in failures.refusals(manifest).values()]
         report.refused += failed
         report.failed = [refusal.path for refusal in failed]

@@ -106,10 +106,13 @@ class ServingModels:
 
     def close(self) -> None:
         """Forget all that was loaded. A caller's own models return to where they were."""
+        self._leave_device()
+        self._models.release()
+
+    def _leave_device(self) -> None:
         for _, stack in self._placed.values():
             stack.close()
         self._placed.clear()
-        self._models.release()
 
     def _on_device(self, kind: Kind) -> Encodings:
         """Place the encoders of this kind, where a stage finds them and leaves them."""
@@ -122,7 +125,12 @@ class ServingModels:
                     stack.enter_context(placed(self._models.vae(encodings.vae.dtype), encodings.vae.device))
                 else:
                     encoders = self._models.text_encoders(encodings.text_encoders.dtype)
-                    notes = stack.enter_context(encoders_placed(encoders, encodings.text_encoders.device))
+                    device = encodings.text_encoders.device
+                    notes = stack.enter_context(encoders_placed(encoders, device))
+                    if notes and self._placed:  # alone they may fit, and layer by layer each prompt takes longer
+                        stack.close()
+                        self._leave_device()
+                        notes = stack.enter_context(encoders_placed(encoders, device))
                     for name, note in notes.items():
                         logger.info("%s: %s", name, note)
                 self._placed[kind] = encodings, stack.pop_all()
@@ -143,4 +151,5 @@ def _group_of(task: EntryTask) -> Hashable:
     """What the members of a batch share."""
     if isinstance(task, TextTask):
         return task.identity.encoding.recipe
-    return task.identity.preparation.geometry.extent
+    geometry = task.identity.preparation.geometry
+    return geometry.extent if geometry.num_frames is None else task.key  # a clip alone, as in a plan

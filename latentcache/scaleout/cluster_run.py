@@ -117,7 +117,7 @@ class ClusterRun:
                 self._check_time()
         finally:
             self._close()
-            report.num_encoded = len(self._sealed)
+            report.num_encoded += len(self._sealed)
             progress.finish()
 
     def _has_work(self) -> bool:

@@ -15,7 +15,7 @@ from typing import Self
 from typing_extensions import override
 
 from latentcache.config import Config, DatasetConfig
-from latentcache.dataset.images import probe
+from latentcache.dataset.clips import probe_clip
 from latentcache.dataset.manifest_row import ImageRef
 from latentcache.dataset.samples import Sample, SampleSource
 from latentcache.errors import (
@@ -162,11 +162,11 @@ class MissEncoder:
         chosen = self._dataset(dataset)
         source = digest(data)
         name = name or f"uploaded image {short(source)}"
-        size = probe(data, name, chosen.images)
+        size, num_frames = probe_clip(data, name, chosen.images, chosen.frames)
         sample, preparations = Sample.of(name, name, (), None, data), self._preparations[chosen.name]
         return [
             (ref, ImageTask(ref.key, preparations.identity(source, ref.geometry), sample, self._uploads, chosen.images))
-            for ref in preparations.refs(source, size, name)
+            for ref in preparations.refs(source, size, name, num_frames)
         ]
 
     def _dataset(self, name: str | None) -> DatasetConfig:

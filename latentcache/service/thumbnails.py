@@ -8,7 +8,7 @@ milliseconds and no model.
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -43,10 +43,11 @@ WAYS: Mapping[Way, str] = {
 class Decoder(Protocol):
     """Decodes latents by a VAE. It is called by several threads."""
 
-    channels: int
-    """Of the latents that it takes."""
     downscale: int
     """Pixels for each latent row."""
+
+    def takes(self, identity: Mapping[str, Any], shape: Sequence[int]) -> bool:
+        """Whether latents of this shape, [C, (F,) h, w], of an entry of this identity are such as its VAE makes."""
 
     def __call__(self, latents: torch.Tensor) -> np.ndarray:
         """Pixels of one frame's unscaled latents [C, h, w], float32 on the CPU."""
@@ -73,7 +74,7 @@ class Thumbnails:
         if not shape:
             return None
         channels = shape[0] // (2 if "moments" in fields else 1)
-        if self.decoder is not None and self.decoder.channels == channels:
+        if self.decoder is not None and self.decoder.takes(identity, (channels, *shape[1:])):
             return "vae"
         return "components" if preview_of(channels, identity) is None else "linear"
 
@@ -86,10 +87,10 @@ class Thumbnails:
             allowed = f"{SIDES.start} to {SIDES.stop - 1}"
             raise RequestRefused("a thumbnail has no such side", status=422, met=side, allowed=allowed)
         entry = self.store.get(key)
-        latents = first_frame(entry)
-        if self.decoder is not None and self.decoder.channels == len(latents):
+        latents, identity = first_frame(entry), entry.record.identity
+        if self.decoder is not None and self.way(identity, self.store.describe(key)) == "vae":
             return webp_of(self.decoder(_shrunk(latents, side, self.decoder.downscale)), side), "vae"
-        preview = preview_of(len(latents), entry.record.identity)
+        preview = preview_of(len(latents), identity)
         if preview is None:
             return webp_of(component_pixels(latents), side), "components"
         return webp_of(linear_pixels(latents * preview.scaling_factor, preview), side), "linear"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,7 +39,19 @@ class VaeDecoder:
         self._lock = threading.Lock()
         self._vae: torch.nn.Module | None = None
         self._facts = models.vae_facts()
-        self.channels, self.downscale = self._facts.latent_channels, self._facts.downscale_factor
+        self.downscale = self._facts.downscale_factor
+
+    def takes(self, identity: Mapping[str, Any], shape: Sequence[int]) -> bool:
+        """By the class of the VAE and its factors. Imported entries name none: their shape decides."""
+        family, scaling, encoding = self._models.family, self._facts.scaling, identity.get("encoding")
+        if shape[0] != self._facts.latent_channels or (len(shape) == 4) != family.latent.is_video:
+            return False
+        if not isinstance(encoding, Mapping):
+            return True
+        vae, factors = encoding.get("vae"), (encoding.get("scaling_factor"), encoding.get("shift_factor"))
+        name = family.parts[self._models.vae_name].class_name.rpartition(".")[2]
+        is_same_class = isinstance(vae, Mapping) and vae.get("class_name") == name
+        return is_same_class and factors == (scaling.scaling_factor, scaling.shift_factor)
 
     def __call__(self, latents: torch.Tensor) -> np.ndarray:
         """Pixels uint8 [H, W, 3] of unscaled latents [C, h, w]. ModelError, DeviceError."""

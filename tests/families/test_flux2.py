@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from latentcache.errors import ConfigError
+from latentcache.errors import ConfigError, ModelError
 from latentcache.families import family_named, family_of_pipeline
 from latentcache.families.base import Family
 from latentcache.families.scaling import patchified
@@ -85,6 +85,17 @@ def test_latents_are_scaled_by_the_statistics_in_float32(tmp_path: Path) -> None
     std = torch.sqrt(bn.running_var.view(1, -1, 1, 1) + parts["vae"].config.batch_norm_eps)
     wanted = (KLEIN.pipeline()._patchify_latents(latents) - bn.running_mean.view(1, -1, 1, 1)) / std
     assert torch.equal(found.apply(latents), wanted)
+
+
+def test_statistics_that_a_caller_s_vae_rounded_are_refused() -> None:
+    vae = KLEIN.tiny()["vae"].to(torch.bfloat16)
+    with pytest.raises(
+        ModelError, match=r"statistics .* \(bn\) are torch\.bfloat16.*Load the VAE in float32"
+    ) as caught:
+        LoadedModels(family=KLEIN, vae=vae).vae_facts()
+    assert caught.value.part == "vae"
+    vae.bn = KLEIN.tiny()["vae"].bn
+    assert LoadedModels(family=KLEIN, vae=vae).vae_facts() == vae_facts(KLEIN.tiny()["vae"])
 
 
 def test_a_pipeline_without_vae_returns_scaled_latents(family: Family, parts: dict[str, Any]) -> None:

@@ -20,11 +20,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from latentcache.config import Config
 from latentcache.service.context import ServiceSettings
 from latentcache.service.limits import Limits
+from latentcache.service.page_settings import PageSettings
 from latentcache.service.server import Address, access_for, make_server
 
 START_S = 60.0
+DEFAULT_LIMITS = Limits()
 
 
 @dataclass
@@ -152,13 +155,26 @@ def serving(
 
 @contextmanager
 def serving_here(
-    cache: Path, limits: Limits, *, writes: bool = True, token: str | None = None
+    cache: Path,
+    limits: Limits = DEFAULT_LIMITS,
+    *,
+    writes: bool = True,
+    token: str | None = None,
+    encode: Config | None = None,
 ) -> Iterator[RunningServer]:
-    """The same by a thread of this process, with limits of a test's own. Reading needs the `token`, if any."""
+    """The same by a thread of this process, with limits of a test's own. Reading needs the `token`, if any.
+
+    `encode` is the config that `--encode` names; then photos are shown too.
+    """
     write_token = secrets.token_urlsafe(24) if writes else None
     address = Address(port=0)
     settings = ServiceSettings(
-        cache=cache, access=access_for(address, token, write_token), limits=limits, writes=writes
+        cache=cache,
+        access=access_for(address, token, write_token),
+        limits=limits,
+        writes=writes or encode is not None,
+        encode=encode,
+        page=PageSettings(config=encode, show_photos=encode is not None),
     )
     urls: queue.Queue[str] = queue.Queue()
     server, listener = make_server(settings, address, urls.put)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from urllib.request import urlopen
 
 import numpy as np
@@ -121,8 +122,8 @@ def test_the_vae_of_each_family_decodes_its_latents(name: str, make_config: Call
     """An odd number of rows is what halving a picture may leave; joined in pairs, the last one has no partner."""
     decoder, family = decoder_of(make_config(**{"model.family": name})), family_named(name)
     assert decoder is not None
-    assert (decoder.channels, decoder.downscale) == (family.latent.channels, family.latent.downscale)
-    latents = torch.randn(decoder.channels, 9, 8, generator=torch.Generator().manual_seed(0))
+    assert decoder.downscale == family.latent.downscale
+    latents = torch.randn(family.latent.channels, 9, 8, generator=torch.Generator().manual_seed(0))
     pixels = decoder(latents)
     rows = 8 if vae_facts(vae := family.tiny()["vae"]).scaling.rule == "batch_norm" else 9
     frame = latents[None, :, None] if family.latent.is_video else latents[None, :, :rows]
@@ -133,3 +134,23 @@ def test_the_vae_of_each_family_decodes_its_latents(name: str, make_config: Call
     # Scaling and its inverse round, and a random VAE may take a shade from one to the next.
     assert pixels.shape == expected.shape == (rows * 8, 64, 3) and np.abs(pixels.astype(int) - expected).max() <= 1
     assert pixels.std() > 1
+
+
+def test_a_vae_decodes_the_latents_of_its_own_class_and_factors(make_config: Callable[..., Config]) -> None:
+    """FLUX.1, Z-Image, Qwen-Image and Wan all have 16 channels, and only the first two have one VAE."""
+    decoders = {name: decoder_of(make_config(**{"model.family": name})) for name in ("flux", "qwen-image", "wan")}
+
+    def takers(identity: dict[str, Any], shape: tuple[int, ...]) -> set[str]:
+        return {name for name, decoder in decoders.items() if decoder is not None and decoder.takes(identity, shape)}
+
+    flux = {"vae": {"class_name": "AutoencoderKL"}, "scaling_factor": 0.3611, "shift_factor": 0.1159}
+    wan = {"vae": {"class_name": "AutoencoderKLWan"}, "scaling_factor": 1.0, "shift_factor": None}
+    qwen = {**wan, "vae": {"class_name": "AutoencoderKLQwenImage"}}
+    image, video = (16, 8, 8), (16, 3, 8, 8)
+    assert takers({"encoding": flux}, image) == {"flux"}
+    assert takers({"encoding": wan}, video) == {"wan"}
+    assert takers({"encoding": qwen}, video) == {"qwen-image"}
+    assert takers({"encoding": {**flux, "scaling_factor": 1.5305}}, image) == set(), "as that of another model"
+    assert takers({"encoding": flux}, (4, 8, 8)) == takers({"encoding": {**flux, "vae": "?"}}, image) == set()
+    imported = {"imported": {"format": "musubi"}}
+    assert (takers(imported, image), takers(imported, video)) == ({"flux"}, {"qwen-image", "wan"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +149,10 @@ def test_components_separate_what_differs_and_do_not_depend_on_the_scaling() -> 
 class WhiteDecoder:
     """Says what it was asked for."""
 
-    channels, downscale = 4, 8
+    downscale = 8
+
+    def takes(self, identity: Mapping[str, Any], shape: Sequence[int]) -> bool:
+        return shape[0] == 4
 
     def __init__(self) -> None:
         self.seen: list[tuple[int, ...]] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import chain
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from latentcache.models.offloading import WEIGHTS_SHARE, encoders_placed, weight
 from latentcache.models.tiny import tiny_parts
 from latentcache.precache.run import run_precache
 from latentcache.precache.workspace import Workspace
+from latentcache.service.miss_encoder import MissEncoder
 
 TEXTS = ["a red cat on the table", "cats", ""]
 
@@ -97,6 +99,27 @@ def test_a_run_says_so_and_stores_the_same(
     assert stores["whole"].keys() == stores["pieces"].keys()
     for key, tensors in stores["whole"].items():
         assert all(torch.equal(tensor, stores["pieces"][key][field]) for field, tensor in tensors.items())
+
+
+def test_a_service_makes_room_for_text_encoders_that_fit_alone(
+    make_config: Callable[..., Config], photos: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layer by layer each prompt takes longer, and so it would stay until the models are idle."""
+    config, parts = make_config(**{"encode.device": str(device), "encode.text_dtype": "float32"}), tiny_parts()
+    beside_the_vae = int(0.9 * weight_bytes(parts["text_encoder_2"]) / WEIGHTS_SHARE)
+
+    def free(_: object = None) -> tuple[int, int]:
+        return (1 << 40 if device_of(parts["vae"]).type == "cpu" else beside_the_vae), 1 << 40
+
+    monkeypatch.setattr(torch.get_device_module(device), "mem_get_info", free)
+    with MissEncoder(config, Workspace(), models=LoadedModels(**parts)) as encoder:
+        [(_, image)] = encoder.image((photos / "a.png").read_bytes())
+        for task, kind in ((image, "image"), (encoder.prompt("a red house"), "text")):
+            [future] = encoder.submit([task]).values()
+            future.result(60)
+            assert encoder.counts().loaded == {kind}
+        for name in ("text_encoder", "text_encoder_2"):
+            assert device_of(parts[name]).type == device.type and not hasattr(parts[name], "hf_device_map")
 
 
 def test_what_has_no_room_for_a_layer_is_refused(
