@@ -1,4 +1,4 @@
-"""Caches of several families that are merged, verified, pruned, compacted and mended: every entry keeps its bits."""
+"""Caches of several families are merged, verified, pruned and compacted: every entry keeps its bits."""
 
 from __future__ import annotations
 
