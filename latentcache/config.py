@@ -164,6 +164,10 @@ class ModelConfig(_Section):
     """For a .safetensors checkpoint: folder or hub id with its configs and tokenizers. Default: diffusers infers it."""
     variant: str | None = None
     """For a hub id or folder: the variant of the weight files, e.g. `fp16`."""
+    denoiser: UserText | None = None
+    """For a hub id or folder with several denoisers: the folder in it of the one that is trained and validated. Where
+    the model's `boundary_ratio` divides the timesteps, `transformer_2` has those below it. null: the family's usual
+    one, `unet` or `transformer`."""
 
 
 class EncodeConfig(_Section):

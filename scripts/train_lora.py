@@ -51,6 +51,7 @@ from latentcache.integrations.diffusers import (
     NoiseSchedule,
     check_controls,
     check_fits,
+    denoised_share,
     load_denoiser,
     load_scheduler,
     lora_settings,
@@ -71,7 +72,10 @@ SWITCHES = {
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The flags. `validate_every` and `checkpoint_every` count steps; 0: only at the end."""
+    """The flags. `validate_every` and `checkpoint_every` count steps; 0: only at the end.
+
+    `denoiser` is a file, folder or hub id in place of the model's own.
+    """
 
     steps: int = 1000
     rank: int = 8
@@ -80,6 +84,7 @@ class Options:
     validate_every: int = 0
     checkpoint_every: int = 0
     out: Path = Path("lora")
+    denoiser: str = ""
     resume: bool = False
     mixed_precision: str = "auto"
     gradient_checkpointing: bool = False
@@ -164,7 +169,9 @@ class Training:
         self.family = family_of(self.dataset, self.cache)
         check_controls(self.family, self.cache, [dataset.name for dataset in config.datasets], config)
         torch.manual_seed(options.seed)
-        self.denoiser = load_denoiser(dtype=self.dtype, model=config.model, family=self.family)
+        self.denoiser = load_denoiser(
+            options.denoiser or None, dtype=self.dtype, model=config.model, family=self.family
+        )
         sample = self.dataset[0]
         check_fits(self.denoiser, self.family, {name: tuple(sample[name].shape) for name in self.family.fields})
         targets = [*self.family.lora_targets]
@@ -177,8 +184,10 @@ class Training:
         fused = self.device.type in FUSED
         self.optimizer = torch.optim.AdamW(self.parameters, lr=options.learning_rate, fused=fused)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype is torch.float16)
-        self.scheduler = load_scheduler(model=config.model, family=self.family)
-        self.schedule = NoiseSchedule.of(self.scheduler)
+        self.scheduler = load_scheduler(options.denoiser or None, model=config.model, family=self.family)
+        # Of two denoisers in a model each is trained alone, at its own timesteps.
+        self.within = denoised_share(config.model, self.family)
+        self.schedule = NoiseSchedule.of(self.scheduler, self.within)
 
         # A phase says which parts are on the device. In training it is the denoiser alone; the others are on the CPU.
         self.parts = {name: getattr(self, name) for name in ("optimizer", "scaler", "scheduler")}
@@ -215,7 +224,8 @@ class Training:
         has_set = any(dataset.role == "validation" for dataset in self.config.datasets)
         if not (has_set or self.config.validation.prompts or self.options.validate_every):
             return None
-        return ValidationRunner(self.parts, self.cache, self.config, phases=self.phases, autocast=self.autocast)
+        options: dict[str, Any] = {"phases": self.phases, "autocast": self.autocast, "within": self.within}
+        return ValidationRunner(self.parts, self.cache, self.config, **options)
 
     def settings(self) -> dict[str, Any]:
         """What must be the same when a run is resumed."""

@@ -6,6 +6,7 @@ A file is imported when its family is named, and imports diffusers and transform
 from __future__ import annotations
 
 import importlib
+from fnmatch import fnmatchcase
 from functools import cache
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -59,7 +60,7 @@ def family_of_pipeline(class_name: str) -> Family | None:
     """The family that a pipeline of diffusers of this class generates with; None for a class that is not known."""
     for name in FAMILIES:
         family = family_named(name)
-        if class_name in (family.pipeline_name, *family.pipeline_names):
+        if any(fnmatchcase(class_name, known) for known in (family.pipeline_name, *family.pipeline_names)):
             return family
     return None
 

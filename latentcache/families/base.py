@@ -13,7 +13,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -30,12 +30,16 @@ MASK = "_mask"
 class Part:
     """One part of a model. `class_name` names its library too, as `diffusers.AutoencoderKL`.
 
-    `weights` are the first parts of the names of those weights that its outputs depend on.
+    `weights` are the first parts of the names of those weights that its outputs depend on. A file in the layout of the
+    model's authors is converted as one of the class `layout`, with these first parts of names `renamed`; by default as
+    one of its own class.
     """
 
     role: Role
     class_name: str
     weights: tuple[str, ...] = ("",)
+    layout: str | None = None
+    renamed: tuple[tuple[str, str], ...] = ()
 
     @property
     def is_any_class(self) -> bool:
@@ -75,7 +79,8 @@ class LatentSpace:
 
     `is_video`: they are [C, F, h, w], one latent frame of the first frame, and one of each `frames_factor` more.
     `draws`: the model is trained with draws from the posterior; without it with its mean, as the family's pipelines
-    encode images. `preview`: where one is known.
+    encode images. `preview`: where one is known. `others`: channels of the VAEs of some of its models, and their pixels
+    a row.
     """
 
     channels: int
@@ -84,6 +89,7 @@ class LatentSpace:
     frames_factor: int = 4
     draws: bool = True
     preview: Preview | None = None
+    others: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,13 +145,17 @@ class Family(ABC):
     pipeline_name: ClassVar[str]
     """The class of diffusers that generates with it."""
     pipeline_names: ClassVar[tuple[str, ...]] = ()
-    """Other classes whose folders hold this family."""
+    """Other classes whose folders hold this family's frozen parts; `*` stands for any letters."""
+    refused_pipelines: ClassVar[Mapping[str, str]] = {}
+    """Classes whose folders look like this family's, and what in them is not covered."""
     pipeline_options: ClassVar[Mapping[str, Any]] = {}
     pipeline_settings: ClassVar[tuple[str, ...]] = ()
     """Settings that its pipeline has of a model's model_index.json: `models.family.pipeline_settings`."""
     parts: ClassVar[Mapping[str, Part]]
     """The frozen parts, by the names of their folders."""
     denoiser: ClassVar[str] = "transformer"
+    second_denoiser: ClassVar[str | None] = None
+    """In some of its models, whose model_index.json has a `boundary_ratio`: that of the timesteps below."""
     denoiser_class: ClassVar[str]
     denoiser_settings: ClassVar[Mapping[str, Any]] = {}
     """What its config states, where it does, and that of another family's denoiser of this class does not."""

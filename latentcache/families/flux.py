@@ -31,7 +31,7 @@ class Flux(PackedFamily):
 
     name = "flux"
     pipeline_name = "FluxPipeline"
-    pipeline_names = ("FluxImg2ImgPipeline", "FluxInpaintPipeline", "FluxKontextPipeline")
+    pipeline_names = ("FluxImg2ImgPipeline", "FluxInpaintPipeline", "FluxKontext*", "FluxControl*", "FluxFillPipeline")
     repositories = ("black-forest-labs/FLUX.1-dev", "black-forest-labs/FLUX.1-schnell")
     parts = {
         "vae": Part("vae", "diffusers.AutoencoderKL", VAE_WEIGHTS),

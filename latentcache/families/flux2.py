@@ -17,6 +17,8 @@ from latentcache.families.scaling import patchified
 
 _GUIDANCE = 3.5
 """While training, where guidance is distilled: the default of diffusers' train_dreambooth_lora_flux2.py."""
+_RENAMED = ("encoder.quant_conv.", "quant_conv."), ("decoder.post_quant_conv.", "post_quant_conv.")
+"""Of the VAE's weights in the layout of its authors; the others' names are those of AutoencoderKL's."""
 
 
 class _WithoutStatistics:  # no module, as the pipeline runs on the device of its first one
@@ -46,7 +48,7 @@ class Flux2(Family):
     is_guided: ClassVar[bool] = False
     """Whether guidance is an input of the denoiser, and there is no negative prompt."""
     parts = {
-        "vae": Part("vae", "diffusers.AutoencoderKLFlux2", VAE_WEIGHTS),
+        "vae": Part("vae", "diffusers.AutoencoderKLFlux2", VAE_WEIGHTS, "AutoencoderKL", _RENAMED),
         # A hidden state is the output of the layer before it; those above are not read.
         "text_encoder": Part(
             "text_encoder",

@@ -35,7 +35,7 @@ class Krea2(PackedFamily):
     pipeline_settings = ("is_distilled",)
     repositories = ("krea/Krea-2-Raw",)
     parts = {
-        "vae": Part("vae", "diffusers.AutoencoderKLQwenImage", VAE_WEIGHTS),
+        "vae": Part("vae", "diffusers.AutoencoderKLQwenImage", VAE_WEIGHTS, layout="AutoencoderKLWan"),
         # A hidden state is the output of the layer before it; only the last one is normed, and is not read.
         "text_encoder": Part("text_encoder", "transformers.Qwen3VLModel", ("language_model.embed_tokens.", *_READ)),
         "tokenizer": Part("tokenizer", "transformers.Qwen2Tokenizer"),

@@ -31,10 +31,10 @@ class QwenImage(PackedFamily):
 
     name = "qwen-image"
     pipeline_name = "QwenImagePipeline"
-    pipeline_names = ("QwenImageImg2ImgPipeline", "QwenImageInpaintPipeline")
+    pipeline_names = ("QwenImageImg2ImgPipeline", "QwenImageInpaintPipeline", "QwenImageControlNet*")
     repositories = ("Qwen/Qwen-Image",)
     parts = {
-        "vae": Part("vae", "diffusers.AutoencoderKLQwenImage", VAE_WEIGHTS),
+        "vae": Part("vae", "diffusers.AutoencoderKLQwenImage", VAE_WEIGHTS, layout="AutoencoderKLWan"),
         "text_encoder": Part(
             "text_encoder", "transformers.Qwen2_5_VLForConditionalGeneration", ("model.language_model.",)
         ),

@@ -18,7 +18,10 @@ class SD15(ClipFamily):
 
     name = "sd15"
     pipeline_name = "StableDiffusionPipeline"
-    pipeline_names = ("StableDiffusionImg2ImgPipeline", "StableDiffusionInpaintPipeline")
+    pipeline_names = (
+        "StableDiffusionImg2ImgPipeline",
+        *(f"StableDiffusion{kind}*" for kind in ("Adapter", "ControlNet", "Inpaint", "InstructPix2Pix", "PAG")),
+    )
     pipeline_options = {"requires_safety_checker": False}
     repositories = ("stable-diffusion-v1-5/stable-diffusion-v1-5",)
     parts = {

@@ -23,7 +23,7 @@ class SDXL(ClipFamily):
 
     name = "sdxl"
     pipeline_name = "StableDiffusionXLPipeline"
-    pipeline_names = ("StableDiffusionXLImg2ImgPipeline", "StableDiffusionXLInpaintPipeline")
+    pipeline_names = ("StableDiffusionXL*",)
     pipeline_options = {"add_watermarker": False}
     repositories = ("stabilityai/stable-diffusion-xl-base-1.0",)
     parts = {

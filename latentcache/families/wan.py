@@ -1,10 +1,9 @@
 """Wan 2.1 and 2.2: text to video, and still images as videos of one frame.
 
-Of the A14B model of 2.2 the part `transformer` is trained and validated, which its pipeline uses above `boundary_ratio`
-of the schedule; `transformer_2`, for what is below it, is left alone: name it as the denoiser of a second run. The VAE
-of TI2V-5B (48 channels, 16 pixels a row) is cached as the others', since its numbers are read from its config; its
-pipeline gives each token a timestep (`expand_timesteps`), which for text to video are all equal. Image to video is not
-covered: it needs latents of the padded clip and, in 2.1, embeddings of CLIP's vision model.
+A14B of 2.2 has two denoisers, each for its part of the timesteps: `model.denoiser` says which one is trained and
+validated. Images need both, and are refused. TI2V-5B has a VAE of its own (48 channels, 16 pixels a row); its pipeline
+gives each token a timestep (`expand_timesteps`), which for text to video are all equal. Image to video is refused: it
+needs latents of the padded clip and, in 2.1, embeddings of CLIP's vision model.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from latentcache.errors import ConfigError
 from latentcache.families.base import (
     MASK,
     VAE_WEIGHTS,
@@ -31,6 +29,7 @@ from latentcache.families.base import (
 from latentcache.families.tiny_parts import frozen, randomised, seeded, t5_model, t5_tokenizer, video_vae
 from latentcache.types import Padding
 
+_IMAGE_TO_VIDEO = "makes videos from a first frame (36 channels: noise, a mask, latents of that frame): not supported"
 _ROWS = 512
 """Of a text as the denoiser takes it. It has no mask, so that another number of zeros gives another result."""
 
@@ -41,6 +40,7 @@ class Wan(Family):
     name = "wan"
     pipeline_name = "WanPipeline"
     pipeline_names = ("WanVideoToVideoPipeline",)
+    refused_pipelines = {"WanImageToVideoPipeline": _IMAGE_TO_VIDEO}
     repositories = (
         *(f"Wan-AI/Wan2.1-T2V-{size}-Diffusers" for size in ("1.3B", "14B")),
         *(f"Wan-AI/Wan2.2-{size}-Diffusers" for size in ("T2V-A14B", "TI2V-5B")),
@@ -50,20 +50,13 @@ class Wan(Family):
         "text_encoder": Part("text_encoder", "transformers.UMT5EncoderModel"),
         "tokenizer": Part("tokenizer", "transformers.T5TokenizerFast"),
     }
-    denoiser_class = "diffusers.WanTransformer3DModel"
-    latent = LatentSpace(16, is_video=True, draws=False)
+    denoiser_class, second_denoiser = "diffusers.WanTransformer3DModel", "transformer_2"
+    latent = LatentSpace(16, is_video=True, draws=False, others={48: 16})
     has_clips = True
     patch = 2
     fields = {"prompt_embeds": TextField("text_dim", Padding(length=_ROWS), (4096,))}
-    max_length = _ROWS
+    max_length = longest = _ROWS
     timesteps = TimestepSampling("logit_normal", shift=3.0)  # as musubi-tuner's documentation advises for 480p
-
-    @override
-    def text_recipe(self, *, negative: bool = False, **settings: Any) -> dict[str, Any]:
-        if (settings.get("max_length") or 0) > _ROWS:
-            message = f"max_length is {settings['max_length']}, but the denoiser takes {_ROWS} rows; set it lower"
-            raise ConfigError(message, key="encode.max_length")
-        return super().text_recipe(negative=negative, **settings)
 
     @override
     def rendered(self, parts: Mapping[str, Any], text: str) -> str:
@@ -99,8 +92,25 @@ class Wan(Family):
 
     @override
     def check_settings(self, settings: Mapping[str, Any]) -> str | None:
-        """As `Family.check_settings`. TI2V-5B takes 48 channels."""
-        return None if settings.get("in_channels") == 48 else super().check_settings(settings)
+        channels = settings.get("in_channels")
+        if channels == 36:
+            return _IMAGE_TO_VIDEO
+        return None if channels in self.latent.others else super().check_settings(settings)
+
+    @override
+    def check_weights(self, shapes: Mapping[str, Sequence[int]]) -> str | None:
+        channels = [shape[1] for name, shape in shapes.items() if name.endswith("patch_embedding.weight")]
+        return _IMAGE_TO_VIDEO if channels == [36] else None
+
+    @override
+    def pipeline(self, **parts: Any) -> Any:
+        """As `Family.pipeline`. Without a VAE that of TI2V-5B would have the others' pixels a row."""
+        made, denoiser = super().pipeline(**parts), parts.get("transformer")
+        factor = None if denoiser is None else self.latent.others.get(denoiser.config.in_channels)
+        if factor is not None:
+            made.vae_scale_factor_spatial = factor
+            made.register_to_config(expand_timesteps=True)
+        return made
 
     @override
     def pipeline_kwargs(self, embeds: Mapping[str, Any], negative: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -31,7 +31,7 @@ class ZImage(Family):
 
     name = "z-image"
     pipeline_name = "ZImagePipeline"
-    pipeline_names = ("ZImageImg2ImgPipeline", "ZImageInpaintPipeline")
+    pipeline_names = ("ZImageImg2ImgPipeline", "ZImageInpaintPipeline", "ZImageControlNet*")
     repositories = ("Tongyi-MAI/Z-Image", "Tongyi-MAI/Z-Image-Turbo")
     parts = {
         "vae": Part("vae", "diffusers.AutoencoderKL", VAE_WEIGHTS),

@@ -32,6 +32,7 @@ from latentcache.loading.loss_parts import check_controls
 from latentcache.loading.pack_order import Places
 from latentcache.loading.sampler import BucketBatchSampler, Visit, seed_of
 from latentcache.models.denoiser import check_fits, load_denoiser
+from latentcache.models.family import denoised_share
 from latentcache.models.lora import load_lora, lora_settings, save_lora
 from latentcache.models.scheduler import load_scheduler
 from latentcache.models.vae import text_dtype, vae_dtype
@@ -49,6 +50,7 @@ __all__ = [
     "check_fits",
     "collate",
     "data_loader",
+    "denoised_share",
     "load_denoiser",
     "load_lora",
     "load_scheduler",

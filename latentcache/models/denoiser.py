@@ -48,6 +48,8 @@ logger = logging.getLogger("latentcache")
 _PEFT_PREFIX = "base_model.model."
 """What peft's own wrapper (`get_peft_model`) puts before a module's names."""
 _PEFT_MARKS = (".lora_", ".base_layer.", ".modules_to_save.", ".original_module.")
+_SCALES = ("scaled_fp8", ".scale_weight", ".weight_scale", ".comfy_quant", ".absmax")
+"""How the names of a quantised weight's further tensors end, as ComfyUI and bitsandbytes write them."""
 _State: TypeAlias = "Mapping[str, torch.Tensor]"
 
 
@@ -66,8 +68,9 @@ def load_denoiser(
     `family` is by default that of `model`.
 
     Weights alone take their architecture from a config.json next to them, else from `model`: `model.config`, or the
-    denoiser of `model.path`. `model.variant` counts for `model.path`, and for a local folder that has it. ModelError
-    for pickles, for weights that are missing, left over or of another shape, and for a denoiser of another family.
+    denoiser of `model.path`. `model.denoiser` names its folder in a diffusers folder. `model.variant` counts for
+    `model.path`, and for a local folder that has it. ModelError for pickles, for weights that are missing, left over or
+    of another shape, and for a denoiser of another family.
     """
     model = ModelConfig() if model is None else model
     name = model.path if path is None else str(path)
@@ -100,12 +103,18 @@ class _Denoisers:
         if is_checkpoint(part, name):
             return self._from_file(Path(name))
         variant = self.model.variant if name == self.model.path else None
-        return self._from_own_folder(part_folder(local_part(part, name, variant)[1], part), variant)
+        subfolder = self.subfolder
+        return self._from_own_folder(part_folder(local_part(subfolder, name, variant)[1], subfolder), variant)
 
     @property
     def part(self) -> str:
         """Its name among the parts of a model."""
         return self.family.denoiser
+
+    @property
+    def subfolder(self) -> str:
+        """Where a diffusers folder has it."""
+        return self.model.denoiser or self.part
 
     @property
     def word(self) -> str:
@@ -124,11 +133,11 @@ class _Denoisers:
             return self._from_training_checkpoint(folder)
         if (folder / LORA_FILE).is_file():
             raise self._lora_refused(folder)
-        own = part_folder(folder, self.part)
+        own = part_folder(folder, self.subfolder)
         if not (own / "config.json").is_file():
             raise self._refused(
-                f"{own} has no config.json. Name a diffusers folder with {self.part}/, a {self.word}'s own folder with "
-                f"config.json and {weights_name(self.part)}.safetensors, or a checkpoint folder with {DOCUMENT}."
+                f"{own} has no config.json. Name a diffusers folder with {self.subfolder}/, a {self.word}'s own folder "
+                f"with config.json and {weights_name(self.part)}.safetensors, or a checkpoint folder with {DOCUMENT}."
             )
         variant = self.model.variant
         is_model = str(folder) == self.model.path
@@ -212,6 +221,11 @@ class _Denoisers:
         return denoiser
 
     def _check_is_denoiser(self, state: _State, file: Path) -> None:
+        if scaled := next((key for key in state if key.endswith(_SCALES)), None):
+            raise self._refused(
+                f"the weights of {file} are quantised, with scales of their own ({scaled}), and diffusers cannot read "
+                f"that. Name the same {self.word} in bfloat16 or float16, or in float8 without scales."
+            )
         is_original = any(key.startswith(ORIGINAL_PREFIX) for key in state)
         if self.part == "unet" and not is_original and "conv_in.weight" not in state:
             raise self._refused(
@@ -282,7 +296,7 @@ class _Denoisers:
 
     def _architecture(self) -> Mapping[str, Any]:
         """The settings of the model's denoiser: those that weights without a config must fit."""
-        model, part = self.model, self.part
+        model, part = self.model, self.subfolder
         if model.config is None and model.path == TINY:
             return dict(tiny_denoiser(family=self.family.name).config)
         folder, _, _ = config_folder(model.path, model.config, [f"{part}/config.json"])

@@ -18,7 +18,7 @@ def family_of(config: ModelConfig) -> tuple[Family, str]:
 
     It is `model.family`, else that of the pipeline which the model's model_index.json names. A file and a folder
     without a model_index.json say nothing: they are taken as of the family DEFAULT. Raises ModelError for a pipeline of
-    a family that is not known, and for a hub id that cannot be read.
+    a family that is not known or that the family refuses, and for a hub id that cannot be read.
     """
     if config.family is not None:
         return family_named(config.family), "model.family says so"
@@ -30,8 +30,13 @@ def family_of(config: ModelConfig) -> tuple[Family, str]:
         reason = "has no model_index.json" if os.path.isdir(name) else "is one file, which does not say it"
         return family_named(DEFAULT), f"{name} {reason}: set model.family if it is another one"
     with loading("model", name):
-        class_name = str(index["_class_name"])
+        named = index["_class_name"]
+        class_name = str(named[-1] if isinstance(named, list) else named)  # a list: the pipeline's own file, its class
     family = family_of_pipeline(class_name)
+    for refusing in (family_named(each) for each in FAMILIES if family is None):
+        if reason := refusing.refused_pipelines.get(class_name):
+            step = f"Name a model of {refusing.pipeline_name}, as {refusing.repositories[0]}"
+            raise ModelError(f"model: {name} is a model of {class_name}. It {reason}. {step}.", part="model")
     if family is None:
         raise ModelError(
             f"model: {name} is a model of {class_name}, whose family is not known. Set model.family to the one whose "
@@ -48,6 +53,19 @@ def pipeline_settings(config: ModelConfig, family: Family) -> dict[str, Any]:
     """
     index = _index_of(config.config or config.path) if family.pipeline_settings else None
     return {name: index[name] for name in family.pipeline_settings if name in index} if index else {}
+
+
+def denoised_share(config: ModelConfig, family: Family) -> tuple[float, float]:
+    """Which of the timesteps the model's denoiser is for, as fractions of their number: from 0.0 to 1.0, or a part.
+
+    A part where `boundary_ratio` in model_index.json divides them: `model.denoiser` has those below it if it is the
+    family's second denoiser. ModelError as from `family_of`.
+    """
+    index = _index_of(config.config or config.path) if family.second_denoiser else None
+    boundary = (index or {}).get("boundary_ratio")
+    if boundary is None:
+        return 0.0, 1.0
+    return (0.0, boundary) if config.denoiser == family.second_denoiser else (boundary, 1.0)
 
 
 def _index_of(name: str) -> dict[str, Any] | None:

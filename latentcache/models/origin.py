@@ -10,6 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
+from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
+from diffusers.loaders.single_file_utils import (
+    is_clip_model_in_single_file,
+    is_t5_in_single_file,
+    load_single_file_checkpoint,
+)
 from typing_extensions import override
 
 from latentcache.families.base import Family
@@ -149,22 +156,16 @@ class FileOrigin(ModelOrigin):
 
     @override
     def load(self, part: str, dtype: torch.dtype) -> Mapping[str, torch.nn.Module]:
+        family = self.family
+        if family.parts[part].role == "vae":
+            return {part: self._vae(part, dtype)}
+        self._check_text_encoders()
+        # Only the pipeline converts text encoders; the tokenizers are given so that it does not load its own.
         options = {"config": str(self.configs.folder), "torch_dtype": dtype, "local_files_only": True}
-        described, family = self.family.parts[part], self.family
-        if described.role == "vae":
-            self.vae_config_file()
-            subfolder = {} if self.configs.flat else {"subfolder": part}
-            with loading(part, self.name):
-                loaded = {part: described.load_class().from_single_file(str(self.file), **options, **subfolder)}
-        else:
-            # Only the pipeline converts text encoders; the tokenizers are given so that it does not load its own.
-            options |= self.load_tokenizers() | dict.fromkeys((*family.names("vae"), family.denoiser, "scheduler"))
-            if not hasattr(family.pipeline_class, "from_single_file"):
-                step = "Name a diffusers folder of the model, which has its text encoders"
-                raise refused(part, f"{self.name}: diffusers reads no {family.name} from one file. {step}.")
-            with loading(part, self.name):
-                pipeline = family.pipeline_class.from_single_file(str(self.file), **family.pipeline_options, **options)
-            loaded = {name: getattr(pipeline, name) for name in family.names("text_encoder")}
+        options |= self.load_tokenizers() | dict.fromkeys((*family.names("vae"), family.denoiser, "scheduler"))
+        with loading(part, self.name):
+            pipeline = family.pipeline_class.from_single_file(str(self.file), **family.pipeline_options, **options)
+        loaded = {name: getattr(pipeline, name) for name in family.names("text_encoder")}
         for name, module in loaded.items():
             # from_single_file leaves on the meta device what the file lacks.
             lacking = next((key for key, value in module.state_dict().items() if value.is_meta), None)
@@ -175,6 +176,50 @@ class FileOrigin(ModelOrigin):
     @override
     def load_tokenizers(self) -> dict[str, Any]:
         return self.configs.load_tokenizers()
+
+    def _check_text_encoders(self) -> None:
+        """ModelError unless diffusers reads them from the file. It would take them from `configs`, if that has any."""
+        with loading("model", self.name):
+            state = load_single_file_checkpoint(str(self.file))
+        can_read = hasattr(self.family.pipeline_class, "from_single_file")
+        for name in self.family.names("text_encoder"):
+            encoder_class = self.family.parts[name].load_class()
+            if not can_read or not (is_clip_model_in_single_file(encoder_class, state) or is_t5_in_single_file(state)):
+                raise refused(
+                    name,
+                    f"{self.name} has no {encoder_class.__name__} of {self.family.name} that diffusers can read. Name "
+                    "a diffusers folder or hub id as model.path. A file can be model.vae, and the "
+                    f"{self.family.denoiser_word} of a validation or training (--denoiser).",
+                )
+
+    def _vae(self, part: str, dtype: torch.dtype) -> torch.nn.Module:
+        """Of weights by diffusers' names, or in a layout that diffusers converts; other parts may be in the file."""
+        described, settings = self.family.parts[part], self.vae_config_file()
+        vae_class = described.load_class()
+        with loading(part, self.name):
+            state = load_single_file_checkpoint(str(self.file))
+            with init_empty_weights(include_buffers=False):
+                vae: torch.nn.Module = vae_class.from_config(settings)
+            names = vae.state_dict().keys()
+            if not names <= state.keys():
+                convert = SINGLE_FILE_LOADABLE_CLASSES[described.layout or vae_class.__name__]["checkpoint_mapping_fn"]
+                for old, new in described.renamed:
+                    state |= {new + name.removeprefix(old): state[name] for name in state if name.startswith(old)}
+                # Statistics of latents have one name in both layouts.
+                state = {**state, **convert(checkpoint=dict(state), config=settings)}
+            lacking = sorted(names - state.keys())
+            if lacking:
+                raise refused(
+                    part,
+                    f"{self.name} lacks {len(lacking)} of the {len(names)} weights of an {vae_class.__name__}, e.g. "
+                    f"{lacking[0]}: it is incomplete, of another model, or in a layout that diffusers does not "
+                    "convert. Name the vae folder of a diffusers model, or the file in it, as model.vae.",
+                )
+            # Copies: the tensors of a file are views of it, and it may be replaced while the VAE is in use.
+            found = {name: state[name] for name in names}
+            dtypes = {name: dtype if each.is_floating_point() else each.dtype for name, each in found.items()}
+            vae.load_state_dict({name: each.to(dtypes[name], copy=True) for name, each in found.items()}, assign=True)
+        return vae
 
 
 def find_model(family: Family, path: str, config: str | None, variant: str | None, revision: str | None) -> ModelOrigin:

@@ -15,7 +15,7 @@ from latentcache.families.base import Family
 from latentcache.loading.cache import LatentCache
 from latentcache.loading.loss_parts import check_controls
 from latentcache.models.denoiser import load_denoiser
-from latentcache.models.family import family_of
+from latentcache.models.family import denoised_share, family_of
 from latentcache.models.lora import load_lora
 from latentcache.models.model_loader import ModelLoader
 from latentcache.models.scheduler import load_scheduler
@@ -64,7 +64,8 @@ def validate(
             loader = ModelLoader(model.path, vae=model.vae, config=model.config, variant=model.variant, family=family)
             parts["vae"] = loader.vae(vae_dtype(config.encode.vae_dtype, loader.vae_facts(), device)[0])
         phases = Phases(parts, device=device)
-        runner = ValidationRunner(parts, cache, config, phases=phases, progress=progress)
+        within = denoised_share(model, family)
+        runner = ValidationRunner(parts, cache, config, phases=phases, progress=progress, within=within)
         if other is not None and not runner.measures_loss():
             raise ConfigError(
                 "there is no loss to compare: no dataset of the config or the cache has the role validation",

@@ -57,10 +57,10 @@ def validation_loss(
     """The mean squared error of the denoiser's prediction on cached samples, without any encoder.
 
     `datasets` names manifests; by default all with the role `validation` (StoreError if there are none). `scheduler`
-    is a diffusers scheduler or its config, and is only read: see `NoiseSchedule.of`. Of `settings` the timesteps, the
-    seed, `snr_gamma` and the batch size count. The mean of the stored moments and the first caption are used, and
-    masks count as in `masked_errors`. Noise depends on seed, sample_id and timestep alone, and the timesteps on seed
-    and sample_id: one from each of `num_timesteps` equal parts of the schedule, so that many samples cover each part.
+    is a NoiseSchedule, or what `NoiseSchedule.of` reads one from. Of `settings` the timesteps, the seed, `snr_gamma`
+    and the batch size count. The mean of the stored moments and the first caption are used, and masks count as in
+    `masked_errors`. Noise depends on seed, sample_id and timestep alone, and the timesteps on seed and sample_id: one
+    from each of `num_timesteps` equal parts of what is used of the schedule, so that many samples cover each part.
 
     The denoiser is used where it is and in the mode it is in: call its `eval()` first, and give the plain module, not
     DDP's. Inputs go to its device; name a `device` where its blocks are swapped, so that it lies on several.
@@ -105,7 +105,8 @@ def check_loss_settings(
         schedule.snr(torch.zeros(1, dtype=torch.int64))  # flow has none
     if autocast not in (None, torch.float16, torch.bfloat16):
         raise ConfigError(f"autocast is {autocast}; torch.float16, torch.bfloat16 or None are allowed")
-    return schedule, strata(schedule.num_train_timesteps, settings.num_timesteps)
+    first, parts = schedule.used.start, strata(len(schedule.used), settings.num_timesteps)
+    return schedule, tuple(range(first + part.start, first + part.stop) for part in parts)
 
 
 def _dataset_names(cache: LatentCache, datasets: Sequence[str] | None) -> list[str]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler
@@ -17,6 +17,9 @@ from latentcache.identity import canonical_json, digest
 FLOW = "flow_prediction"
 PREDICTION_TYPES = ("epsilon", "v_prediction", "sample", FLOW)
 OFFSET_BITS = 64
+Share: TypeAlias = tuple[float, float]
+"""Where a part of the timesteps begins and where it ends, as fractions of their number; 0 is the cleanest."""
+WHOLE: Share = (0.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,7 +28,7 @@ class NoiseSchedule:
 
     `signal` and `noise_scale` are float32 [num_train_timesteps] on the CPU. `timesteps` [num_train_timesteps] are the
     inputs of the denoiser (int64; float32 for flow). `digest` identifies the schedule. An `index` is an int64 tensor
-    [B] on the CPU.
+    [B] on the CPU. `used` are the indices that the denoiser is for: all, unless another one has the rest.
     """
 
     prediction_type: str
@@ -33,15 +36,21 @@ class NoiseSchedule:
     noise_scale: torch.Tensor
     timesteps: torch.Tensor
     digest: str
+    used: range
 
     @classmethod
-    def of(cls, scheduler: Any) -> NoiseSchedule:
+    def of(cls, scheduler: Any, within: Share = WHOLE) -> NoiseSchedule:
         """The schedule that a model with this scheduler of diffusers, or scheduler_config.json, was trained with.
 
+        A NoiseSchedule is returned as it is.
+
         The betas of a sampler such as EulerDiscreteScheduler are those of the DDPM training. A schedule is flow by its
-        class (FlowMatch...) or its prediction type. Only the config is read; the scheduler is not touched. Raises
-        ConfigError for an unknown prediction type and for a scheduler that has neither betas nor flow.
+        class (FlowMatch...) or its prediction type. Only the config is read; the scheduler is not touched. `within`
+        says which timesteps the denoiser is for, as fractions of their number. Raises ConfigError for an unknown
+        prediction type and for a scheduler that has neither betas nor flow.
         """
+        if isinstance(scheduler, NoiseSchedule):
+            return scheduler
         class_names, config = _config_of(scheduler)
         try:
             if is_flow(scheduler):
@@ -52,7 +61,7 @@ class NoiseSchedule:
             raise ConfigError(f"scheduler {class_names[0]}: its config cannot be used: {error}") from error
         if not (schedule.signal.isfinite().all() and schedule.noise_scale.isfinite().all()):
             raise ConfigError(f"scheduler {class_names[0]}: its betas leave [0, 1], so that noising gives NaN")
-        return schedule
+        return schedule if within == WHOLE else schedule._restricted(*within)
 
     @classmethod
     def _of_betas(cls, name: str, config: Mapping[str, Any]) -> NoiseSchedule:
@@ -87,6 +96,7 @@ class NoiseSchedule:
             noise_scale=(1 - alphas_cumprod) ** 0.5,
             timesteps=torch.arange(settings["num_train_timesteps"]),
             digest=digest(canonical_json({"kind": "betas", **settings})),
+            used=range(settings["num_train_timesteps"]),
         )
 
     @classmethod
@@ -111,7 +121,17 @@ class NoiseSchedule:
             noise_scale=sigmas,
             timesteps=scheduler.timesteps.flip(0),
             digest=digest(canonical_json({"kind": "flow", **settings})),
+            used=range(len(sigmas)),
         )
+
+    def _restricted(self, low: float, high: float) -> NoiseSchedule:
+        """For a denoiser of the timesteps from `low` to below `high`; 1 is the end of them all."""
+        number = self.num_train_timesteps
+        first, end = (int(torch.searchsorted(self.timesteps.float(), at * number)) for at in (low, high))
+        used = range(first, number if high >= 1 else end)
+        if not used:
+            raise ConfigError(f"no timestep is from {low} to {high} of the schedule's {number}: correct boundary_ratio")
+        return replace(self, used=used, digest=digest(canonical_json([self.digest, used.start, used.stop])))
 
     def draw(self, sampling: TimestepSampling, num: int, generator: torch.Generator) -> torch.Tensor:
         """Indices [num] of timesteps to train at, of a CPU generator: int64 on the CPU.
@@ -119,20 +139,24 @@ class NoiseSchedule:
         `uniform`: each place in the schedule as often as another. `logit_normal`: the sigmoid of a normal number, as
         diffusers' compute_density_for_timestep_sampling has it, is the place. With a `shift` it is the part of noise
         before shifting, by the formula of arXiv 2403.03206, 5.3.2: `shift * t / (1 + (shift - 1) * t)`; what the
-        schedule itself is shifted by does not count then.
+        schedule itself is shifted by does not count then. A part of the schedule has all of the distribution, squeezed
+        into it, as musubi-tuner has it between its `min_timestep` and `max_timestep`.
         """
+        first, last = self.used[0], self.used[-1]
         if sampling == TimestepSampling():
-            return torch.randint(self.num_train_timesteps, (num,), generator=generator)
+            return torch.randint(first, last + 1, (num,), generator=generator)
         if sampling.density == "logit_normal":
             drawn = torch.randn(num, generator=generator).sigmoid()
         else:
             drawn = torch.rand(num, generator=generator)
         if sampling.shift is None:
-            index = (drawn * self.num_train_timesteps).long()
+            index = first + (drawn * len(self.used)).long()
         else:
             noise = sampling.shift * drawn / (1 + (sampling.shift - 1) * drawn)
+            if len(self.used) < self.num_train_timesteps:
+                noise = torch.lerp(self.noise_scale[first], self.noise_scale[last], noise)
             index = torch.searchsorted(self.noise_scale, noise)
-        return index.clamp(max=self.num_train_timesteps - 1)
+        return index.clamp(first, last)
 
     @property
     def num_train_timesteps(self) -> int:

@@ -32,6 +32,7 @@ from latentcache.precache.workspace import Workspace, open_workspace
 from latentcache.utils.progress import Progress
 from latentcache.validation.loss import check_loss_settings, validation_loss
 from latentcache.validation.metrics import LossReport
+from latentcache.validation.noise_schedule import WHOLE, NoiseSchedule, Share
 from latentcache.validation.results import (
     ResultPaths,
     ValidationReport,
@@ -66,7 +67,8 @@ class ValidationRunner:
     validation`) and has the settings under `validation`. The family is that of `model.family`, else of what is cached,
     else of `model.path`. `phases` is the training's own switch; by default there is a new one, on the device of the
     denoiser. A denoiser whose blocks are swapped needs it, with its name in `immovable=`. `writer` is a TensorBoard
-    SummaryWriter or a W&B run. `autocast` is the dtype that training computes in under autocast.
+    SummaryWriter or a W&B run. `autocast` is the dtype that training computes in under autocast. `within` is the part
+    of the schedule that the denoiser is for, where another one has the rest: `models.family.denoised_share`.
 
     With several processes call `run` in all of them. The first process validates and returns the report; the others
     return None at once, unless the denoiser is sharded (FSDP, ZeRO-3): then its forwards need every process. The others
@@ -88,6 +90,7 @@ class ValidationRunner:
         writer: Any = None,
         autocast: torch.dtype | None = None,
         progress: Progress | None = None,
+        within: Share = WHOLE,
     ):
         self.family = _family(cache, config)
         name = self.family.denoiser
@@ -103,7 +106,7 @@ class ValidationRunner:
         for frozen in self.family.parts:
             if self.phases.has(frozen):
                 check_frozen(frozen, self.phases.module(frozen))
-        self._writer, self._autocast, self._progress = writer, autocast, progress
+        self._writer, self._autocast, self._progress, self._within = writer, autocast, progress, within
         self._filler = ColdCacheFiller(self.parts, cache, config, self.phases, self.family)
         self._check_settings()
         self.paths: ResultPaths | None = None
@@ -161,7 +164,7 @@ class ValidationRunner:
         """Checks that need no forward: the first validation, hours later, would find the same errors."""
         validation, scheduler = self.config.validation, self.parts["scheduler"]
         if names := validation_sets(self.cache, self.config):
-            check_loss_settings(scheduler, validation, self._autocast)
+            check_loss_settings(NoiseSchedule.of(scheduler, self._within), validation, self._autocast)
             check_controls(self.family, self.cache, names, self.config)
         elif not validation.prompts:
             raise ConfigError(
@@ -169,13 +172,19 @@ class ValidationRunner:
                 key="validation.prompts",
             )
         if self._samples_images():
+            if self._within != WHOLE:
+                raise ConfigError(
+                    f"images need all timesteps, and this {self.family.denoiser_word} has those from "
+                    f"{self._within[0]} to {self._within[1]} of them; set it to []. The loss is measured without it",
+                    key="validation.prompts",
+                )
             check_sampling(self.phases.module("vae"), scheduler, validation, self.family)
 
     def _loss(self) -> LossReport:
         return validation_loss(
             self._denoiser(),
             self.cache,
-            scheduler=self.parts["scheduler"],
+            scheduler=NoiseSchedule.of(self.parts["scheduler"], self._within),
             datasets=validation_sets(self.cache, self.config),
             settings=self.config.validation,
             autocast=self._autocast,

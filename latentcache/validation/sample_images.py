@@ -229,10 +229,10 @@ def check_sampling(
     """
     family = family or family_named(DEFAULT)
     scheduler_copy(scheduler, settings.scheduler, family)
-    factor = vae_facts(vae).downscale_factor
+    facts = vae_facts(vae)
+    factor, expected = facts.downscale_factor, family.latent.others.get(facts.latent_channels, family.latent.downscale)
     step = factor * family.patch
-    if factor != family.latent.downscale:
-        expected = family.latent.downscale
+    if factor != expected:
         raise ModelError(f"vae: {factor} pixels per latent, but {family.pipeline_name} has {expected}", part="vae")
     for name, side in (("height", settings.height), ("width", settings.width)):
         if side % step:

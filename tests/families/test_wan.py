@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,12 +11,14 @@ import numpy as np
 import pytest
 import torch
 from diffusers.pipelines.wan import pipeline_wan
+from safetensors.torch import save_file
 
 from latentcache import LatentCache
-from latentcache.config import Config
-from latentcache.errors import ConfigError
+from latentcache.config import Config, ModelConfig, ValidationConfig
+from latentcache.errors import ConfigError, ModelError
 from latentcache.families import family_named
 from latentcache.families.scaling import Scaling
+from latentcache.models.denoiser import ORIGINAL_PREFIX, load_denoiser
 from latentcache.models.tiny import tiny_denoiser
 from latentcache.models.vae import encode_images, keep_output, vae_facts
 from latentcache.precache.encodings import choose_encodings, load_models
@@ -25,6 +28,7 @@ from latentcache.precache.texts import TextKeys
 from latentcache.scaleout.ray_encoder import RayEncoder
 from latentcache.store.stacking import read_batch
 from latentcache.types import Padding
+from latentcache.validation.sample_images import PromptEmbeddings, check_sampling, decode_samples, denoise
 
 WAN = family_named("wan")
 TEXTS = ["cat", "a red cat &amp; a  table ", ""]
@@ -66,7 +70,7 @@ def test_a_lower_max_length_cuts_texts_and_keeps_the_zeros_to_512(parts):
     made = encoded(parts, [TEXTS[1]], max_length=4)
     assert made["prompt_embeds"].shape == (1, 512, 32)
     assert made["prompt_embeds_mask"].sum() == 4 and not made["prompt_embeds"][0, 4:].any()
-    with pytest.raises(ConfigError, match="takes 512 rows"):
+    with pytest.raises(ConfigError, match="takes 512 tokens"):
         WAN.text_recipe(max_length=513)
 
 
@@ -115,11 +119,16 @@ def test_an_image_is_a_video_of_one_frame_whatever_batch_it_is_in(parts):
     assert torch.equal(longer[:, :, :1], together)
 
 
-def test_the_vae_of_the_5b_model_is_read_from_its_config():
+@pytest.fixture(scope="module")
+def vae_of_5b() -> Any:
     names = {"base_dim": 8, "z_dim": 48, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1, "patch_size": 2}
     sizes = {"in_channels": 12, "out_channels": 12, "is_residual": True, "scale_factor_spatial": 16}
     statistics = {"latents_mean": [0.5] * 48, "latents_std": [2.0] * 48}
-    vae = diffusers.AutoencoderKLWan(**names, **sizes, **statistics).eval()
+    return diffusers.AutoencoderKLWan(**names, **sizes, **statistics).eval().requires_grad_(False)
+
+
+def test_the_vae_of_the_5b_model_is_read_from_its_config(vae_of_5b):
+    vae = vae_of_5b
     facts = vae_facts(vae)
     assert (facts.latent_channels, facts.downscale_factor, facts.frames_factor) == (48, 16, 4)
     assert facts.scaling == Scaling(rule="mean_std", mean=(0.5,) * 48, std=(2.0,) * 48)
@@ -144,6 +153,47 @@ def test_the_pipeline_generates_the_same_without_its_encoder(parts, pipeline, nu
     assert found.shape == (1, 16, (num_frames - 1) // 4 + 1, 4, 6)
     assert torch.equal(found, expected)
     assert WAN.final_latents(found, 32, 48) is found
+
+
+def transformer_like(other: Any, **changes: Any) -> Any:
+    settings = {name: value for name, value in other.config.items() if not name.startswith("_")}
+    return diffusers.WanTransformer3DModel(**{**settings, **changes}).eval().requires_grad_(False)
+
+
+def test_images_of_the_5b_model_are_those_of_its_pipeline(parts, vae_of_5b):
+    torch.manual_seed(3)
+    denoiser = transformer_like(parts["transformer"], in_channels=48, out_channels=48)
+    whole = diffusers.WanPipeline(
+        **{**parts, "vae": vae_of_5b, "transformer": denoiser, "scheduler": copy.deepcopy(parts["scheduler"])},
+        expand_timesteps=True,
+    )
+    whole.set_progress_bar_config(disable=True)
+    options = {"prompt": TEXTS[0], "negative_prompt": TEXTS[1], "num_frames": 1, "output_type": "latent"}
+    size = {"height": 64, "width": 96, "num_inference_steps": 2, "guidance_scale": 5.0}
+    expected = whole(**options, **size, generator=torch.Generator().manual_seed(7)).frames
+    embeds, negative = ({"prompt_embeds": padded_again(encoded(parts, [text]))} for text in (TEXTS[0], TEXTS[1]))
+    validation = ValidationConfig(seed=7, **size)
+    check_sampling(vae_of_5b, parts["scheduler"], validation, WAN)
+    with pytest.raises(ConfigError, match="multiples of 32"):
+        check_sampling(vae_of_5b, parts["scheduler"], ValidationConfig(height=80), WAN)
+    prompt = PromptEmbeddings(TEXTS[0], TEXTS[1], embeds, negative)
+    [found] = denoise(denoiser, parts["scheduler"], [prompt], validation, family=WAN)
+    assert found.shape == (1, 48, 1, 4, 6) and torch.equal(found, expected)
+    [sample] = decode_samples(vae_of_5b, [found], [prompt], validation)
+    assert sample.image.size == (96, 64)
+
+
+@pytest.mark.parametrize("form", ["folder", "file", "original file"])
+def test_a_denoiser_of_image_to_video_is_refused_by_what_it_is(parts, form, tmp_path):
+    denoiser = transformer_like(parts["transformer"], in_channels=36)
+    if form == "folder":
+        denoiser.save_pretrained(path := tmp_path / "transformer")
+    else:
+        prefix = ORIGINAL_PREFIX if form == "original file" else ""
+        tensors = {prefix + name: value.contiguous() for name, value in denoiser.state_dict().items()}
+        save_file(tensors, path := tmp_path / "wan_i2v.safetensors")
+    with pytest.raises(ModelError, match="makes videos from a first frame"):
+        load_denoiser(path, dtype=torch.float32, model=ModelConfig(path="tiny", family="wan"))
 
 
 def test_a_prediction_is_the_pipelines_own_call(parts, pipeline):

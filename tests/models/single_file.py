@@ -18,7 +18,7 @@ VAE, CLIP, OPEN_CLIP = "first_stage_model.", "conditioner.embedders.0.transforme
 def save_checkpoint(parts: dict, path: Path, dtype: torch.dtype = torch.float32) -> Path:
     tensors = {
         **vae_tensors(parts["vae"]),
-        **{CLIP + _with_prefix(name): value for name, value in parts["text_encoder"].state_dict().items()},
+        **{CLIP + with_prefix(name): value for name, value in parts["text_encoder"].state_dict().items()},
         **open_clip_tensors(parts["text_encoder_2"]),
         # Real checkpoints hold these too; nothing may stumble over them.
         CLIP + "text_model.embeddings.position_ids": torch.arange(77)[None],
@@ -57,7 +57,7 @@ def _as_conv(name: str, value: torch.Tensor) -> torch.Tensor:
 
 
 def open_clip_tensors(encoder: torch.nn.Module) -> dict[str, torch.Tensor]:
-    state = {_with_prefix(name): value for name, value in encoder.state_dict().items()}
+    state = {with_prefix(name): value for name, value in encoder.state_dict().items()}
     tensors = {
         "positional_embedding": state["text_model.embeddings.position_embedding.weight"],
         "token_embedding.weight": state["text_model.embeddings.token_embedding.weight"],
@@ -81,7 +81,7 @@ def open_clip_tensors(encoder: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {OPEN_CLIP + name: value for name, value in tensors.items()}
 
 
-def _with_prefix(name: str) -> str:
+def with_prefix(name: str) -> str:
     # transformers 5 dropped `text_model.` from CLIPTextModel; checkpoints keep it.
     return name if name.startswith(("text_model.", "text_projection")) else f"text_model.{name}"
 

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
+from fnmatch import fnmatchcase
 from pathlib import Path
 
+import diffusers
 import pytest
+import torch
 
 from latentcache.config import Config, ModelConfig
 from latentcache.errors import ModelError
-from latentcache.families import DEFAULT, FAMILIES, family_named, family_of_denoiser
+from latentcache.families import DEFAULT, FAMILIES, family_named, family_of_denoiser, family_of_pipeline
 from latentcache.models import model_files
+from latentcache.models.denoiser import load_denoiser
 from latentcache.models.family import family_of
-from latentcache.models.model_loader import LoadedModels
+from latentcache.models.model_loader import LoadedModels, ModelLoader
 from latentcache.models.tiny import tiny_parts
 from latentcache.precache.run import run_precache
 
@@ -38,11 +43,71 @@ def test_a_folder_names_its_pipeline(name: str, tmp_path: Path) -> None:
         )
 
 
+KNOWN = [name for name in dir(diffusers) if name.endswith("Pipeline")]
+
+
 def test_no_pipeline_is_of_two_families() -> None:
-    names = [
-        each for name in FAMILIES for each in (family_named(name).pipeline_name, *family_named(name).pipeline_names)
-    ]
-    assert len(names) == len(set(names))
+    families = [family_named(name) for name in FAMILIES]
+    patterns = {each.name: (each.pipeline_name, *each.pipeline_names) for each in families}
+    for pipeline in KNOWN:
+        found = [name for name in FAMILIES if any(fnmatchcase(pipeline, known) for known in patterns[name])]
+        assert len(found) <= 1, pipeline
+
+
+@pytest.mark.parametrize(
+    ("name", "pipelines"),
+    [
+        ("sdxl", ["ControlNetPipeline", "ControlNetUnionImg2ImgPipeline", "PAGPipeline", "InstructPix2PixPipeline"]),
+        ("sd15", ["ControlNetInpaintPipeline", "PAGPipeline", "InstructPix2PixPipeline", "AdapterPipeline"]),
+        ("flux", ["FillPipeline", "ControlPipeline", "ControlNetPipeline", "KontextInpaintPipeline"]),
+        ("z-image", ["ControlNetPipeline"]),
+        ("qwen-image", ["ControlNetPipeline", "ControlNetInpaintPipeline"]),
+    ],
+)
+def test_folders_of_pipelines_that_add_to_a_model_are_of_its_family(name: str, pipelines: list[str]) -> None:
+    stem = family_named(name).pipeline_name.removesuffix("Pipeline")
+    for pipeline in pipelines:
+        assert f"{stem}{pipeline}" in KNOWN and family_of_pipeline(f"{stem}{pipeline}") is family_named(name)
+
+
+@pytest.mark.parametrize(
+    "pipeline",
+    [
+        *("StableDiffusion3Pipeline", "StableDiffusion3ControlNetPipeline", "StableDiffusionUpscalePipeline"),
+        *("QwenImageLayeredPipeline", "FluxPriorReduxPipeline", "WanVACEPipeline"),
+    ],
+)
+def test_folders_of_other_parts_are_of_no_family(pipeline: str) -> None:
+    assert pipeline in KNOWN and family_of_pipeline(pipeline) is None
+
+
+def test_the_pipeline_of_a_community_script_is_the_second_that_is_named(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "model", {"_class_name": ["lpw", "StableDiffusionXLLongPromptWeightingPipeline"]})
+    assert family_of(ModelConfig(path=str(folder)))[0].name == "sdxl"
+    with pytest.raises(ModelError, match="is a model of Mine, whose family is not known"):
+        family_of(ModelConfig(path=str(folder_of(tmp_path / "other", {"_class_name": ["mine", "Mine"]}))))
+
+
+def test_a_model_of_image_to_video_is_refused_by_what_it_is(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "model", {"_class_name": "WanImageToVideoPipeline"})
+    with pytest.raises(ModelError, match=r"It makes videos from a first frame.*Name a model of WanPipeline, as Wan-AI"):
+        family_of(ModelConfig(path=str(folder)))
+
+
+def test_a_model_with_other_channels_is_encoded_and_its_denoiser_refused(folder: Path, tmp_path: Path) -> None:
+    inpaint = Path(shutil.copytree(folder, tmp_path / "inpaint"))
+    for name, change in (
+        ("model_index.json", {"_class_name": "StableDiffusionXLInpaintPipeline"}),
+        ("unet/config.json", {"in_channels": 9}),
+    ):
+        (inpaint / name).write_text(json.dumps(json.loads((inpaint / name).read_text()) | change))
+    model = ModelConfig(path=str(inpaint))
+    family, _ = family_of(model)
+    loader, expected = ModelLoader(str(inpaint), family=family), ModelLoader(str(folder))
+    for part in ("vae", "text_encoder_2"):
+        assert loader.identity(part, torch.float32) == expected.identity(part, torch.float32)
+    with pytest.raises(ModelError, match="takes 9 channels, as one for inpainting"):
+        load_denoiser(dtype=torch.float32, model=model)
 
 
 def test_a_pipeline_of_no_family_is_refused_with_those_that_there_are(tmp_path: Path) -> None:

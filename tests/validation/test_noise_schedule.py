@@ -21,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from latentcache.errors import ConfigError
+from latentcache.families.base import TimestepSampling
 from latentcache.validation.noise_schedule import OFFSET_BITS, NoiseSchedule, index_in, strata
 
 SDXL = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
@@ -207,3 +208,27 @@ def test_more_strata_than_timesteps_are_refused(num_timesteps: int) -> None:
     with pytest.raises(ConfigError, match=f"num_timesteps is {num_timesteps}; the schedule has 10 timesteps") as raised:
         strata(10, num_timesteps)
     assert raised.value.key == "validation.num_timesteps"
+
+
+@pytest.mark.parametrize("shift", [1.0, 3.0])
+def test_a_part_of_the_schedule_is_drawn_from_alone(shift):
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=shift)
+    whole = NoiseSchedule.of(scheduler)
+    low, high = NoiseSchedule.of(scheduler, (0.0, 0.875)), NoiseSchedule.of(scheduler, (0.875, 1.0))
+    assert [*low.used, *high.used] == list(whole.used) == list(range(1000))
+    assert whole.timesteps[low.used[-1]] < 875 <= whole.timesteps[high.used[0]]
+    assert len({whole.digest, low.digest, high.digest}) == 3
+    assert NoiseSchedule.of(low) is low
+    samplings = [TimestepSampling(density, by) for density in ("uniform", "logit_normal") for by in (None, 3.0)]
+    for part in (whole, low, high):
+        for sampling in samplings:
+            drawn = part.draw(sampling, 4000, torch.Generator().manual_seed(1))
+            assert set(drawn.tolist()) <= set(part.used)
+            # All of it, and not its middle alone.
+            inner = [part.used[len(part.used) * tenth // 10] for tenth in (2, 8)]
+            assert drawn.min() < inner[0] and drawn.max() > inner[1]
+
+
+def test_a_part_without_timesteps_is_refused():
+    with pytest.raises(ConfigError, match=r"no timestep is from 0\.5 to 0\.5"):
+        NoiseSchedule.of(FlowMatchEulerDiscreteScheduler(), (0.5, 0.5))

@@ -1,0 +1,140 @@
+"""Wan 2.2 A14B: two denoisers, each trained and validated alone at the timesteps that its pipeline gives it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from helpers.family_runs import SIDE, family_config
+
+from latentcache.config import Config, ModelConfig, parse_config
+from latentcache.errors import ConfigError
+from latentcache.families import family_named
+from latentcache.models.denoiser import load_denoiser
+from latentcache.models.family import denoised_share
+from latentcache.models.lora import LORA_FILE
+from latentcache.models.scheduler import load_scheduler
+from latentcache.precache.run import run_precache
+from latentcache.validation.checkpoint_validation import validate
+from latentcache.validation.noise_schedule import NoiseSchedule
+
+pytestmark = pytest.mark.families
+
+WAN = family_named("wan")
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+EXPERTS = ("transformer", "transformer_2")
+
+
+@pytest.fixture(scope="module")
+def pipeline() -> Any:
+    """The second expert predicts other numbers than the first."""
+    made = diffusers.WanPipeline(**WAN.tiny(), transformer_2=WAN.tiny(seed=4)["transformer"], boundary_ratio=0.875)
+    made.set_progress_bar_config(disable=True)
+    return made
+
+
+@pytest.fixture(scope="module")
+def folder(pipeline: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pipeline.save_pretrained(path := tmp_path_factory.mktemp("a14b") / "model")
+    return path
+
+
+@pytest.fixture(scope="module")
+def cached(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """A training set and a validation set of the same photos."""
+    root = tmp_path_factory.mktemp("cached")
+    given = family_config(root).model_dump(mode="json")
+    [dataset] = given["datasets"]
+    given["datasets"] = [dataset, {**dataset, "name": "held-out", "role": "validation"}]
+    given["model"] |= {"path": str(folder)}
+    given["validation"] |= {"path": str(root / "validation"), "num_timesteps": 2, "height": SIDE, "width": SIDE}
+    config = parse_config(given)
+    assert run_precache(config).num_refused == 0
+    return config
+
+
+def of_expert(config: Config, name: str) -> Config:
+    return config.model_copy(update={"model": config.model.model_copy(update={"denoiser": name})})
+
+
+def test_an_expert_has_the_timesteps_that_the_pipeline_gives_it(pipeline: Any, folder: Path) -> None:
+    seen: dict[str, list[float]] = {name: [] for name in EXPERTS}
+    hooks = [
+        getattr(pipeline, name).register_forward_pre_hook(
+            lambda _module, _args, kwargs, name=name: seen[name].append(kwargs["timestep"].item()), with_kwargs=True
+        )
+        for name in EXPERTS
+    ]
+    size = {"height": 32, "width": 32, "num_frames": 1, "output_type": "latent"}
+    pipeline("cat", num_inference_steps=12, guidance_scale=1.0, **size)
+    for hook in hooks:
+        hook.remove()
+    scheduler = load_scheduler(model=ModelConfig(path=str(folder)))
+    used = []
+    for name in EXPERTS:
+        share = denoised_share(ModelConfig(path=str(folder), denoiser=name), WAN)
+        schedule = NoiseSchedule.of(scheduler, share)
+        used += schedule.used
+        known = schedule.timesteps[list(schedule.used)]
+        assert seen[name] and all(known[0] <= each <= known[-1] for each in seen[name])
+    assert sorted(used) == list(range(1000))
+
+
+def test_the_named_expert_is_loaded(pipeline: Any, folder: Path) -> None:
+    for name in (None, *EXPERTS):
+        found = load_denoiser(dtype=torch.float32, model=ModelConfig(path=str(folder), denoiser=name)).state_dict()
+        expected = getattr(pipeline, name or "transformer").state_dict()
+        assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def test_the_loss_is_that_of_the_expert_at_its_timesteps(cached: Config) -> None:
+    shift, boundary = WAN.tiny()["scheduler"].config.flow_shift, 0.875
+    first = 1000 * boundary / (shift - (shift - 1) * boundary)  # of the unshifted schedule
+    high, low = (validate(of_expert(cached, name)).report.loss for name in EXPERTS)
+    assert high is not None and low is not None and high == validate(cached).report.loss
+    bins = [(part.first, part.end) for part in (*low.by_timestep, *high.by_timestep)]
+    assert [end for _, end in bins[:-1]] == [start for start, _ in bins[1:]]
+    assert bins[0][0] == 0 and bins[-1][1] == 1000 and abs(bins[2][0] - first) <= 1
+    assert high.measurement_settings.schedule != low.measurement_settings.schedule
+    # The other expert's weights at these timesteps have another loss.
+    other = validate(cached, denoiser=str(Path(cached.model.path) / "transformer_2")).report.loss
+    assert other is not None and other.loss.mean != high.loss.mean
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    import train_lora
+
+    yield train_lora
+    sys.modules.pop("train_lora")
+
+
+def test_an_expert_is_trained_at_its_timesteps(cached: Config, script: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    config, seen = of_expert(cached, "transformer_2"), []
+    predict = type(WAN).predict
+
+    def recorded(family: Any, denoiser: Any, noisy: Any, timesteps: torch.Tensor, batch: Any) -> torch.Tensor:
+        seen.extend(timesteps.tolist())
+        return predict(family, denoiser, noisy, timesteps, batch)
+
+    monkeypatch.setattr(type(WAN), "predict", recorded)
+    options = script.Options(steps=3, rank=2, learning_rate=1e-2, batch_size=2, out=tmp_path / "lora", device="cpu")
+    [trained] = script.train(config, options)["validations"]
+    assert len(seen) > 6 and max(seen) < 875
+    plain = validate(config).report.loss
+    found = validate(config, lora=str(tmp_path / "lora" / LORA_FILE)).report.loss
+    assert plain is not None and found is not None
+    assert trained["loss"] == found.loss.mean != plain.loss.mean
+
+
+def test_images_are_refused_for_one_of_two_experts(cached: Config) -> None:
+    validation = cached.validation.model_copy(update={"prompts": ("a cat",)})
+    with pytest.raises(ConfigError, match=r"images need all timesteps.*from 0\.875 to 1\.0.*set it to \[\]") as caught:
+        validate(cached.model_copy(update={"validation": validation}))
+    assert caught.value.key == "validation.prompts"
