@@ -226,6 +226,7 @@ def _mgds_core() -> dict[str, Any]:
 MGDS_MODULES = (
     *("AspectBatchSorting", "AspectBucketing", "CalcAspect", "CapitalizeTags", "CollectPaths", "DropTags"),
     *("DownloadHuggingfaceDatasets", "EncodeClipText", "EncodeVAE", "GenerateImageLike", "GetFilename"),
+    *("EncodeMistralText", "EncodeQwenText", "EncodeT5Text", "PruneMaskedTokens"),
     *("LoadMultipleTexts", "MapData", "ModifyPath", "RescaleImageChannels", "SampleVAEDistribution", "SelectInput"),
     *("SelectRandomText", "ShuffleTags", "Tokenize", "VariationSorting"),
 )

@@ -93,6 +93,10 @@ class Setup:
 class Run:
     """One run: `items` are those of the last epoch in the cache's order, `encoded` counts what was encoded so far."""
 
+    split_text = SPLIT_TEXT
+    encoders: Mapping[str, str | None] = {"vae": "encoder", "text_encoder": None, "text_encoder_2": None}
+    """Those that are counted, and the child that is called."""
+
     def __init__(self, setup: Setup):
         self.setup = setup
         self.encoded: Counter[str] = Counter()
@@ -112,9 +116,8 @@ class Run:
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Count the calls of encoders."""
-        counted = {"vae": "encoder", "text_encoder": None, "text_encoder_2": None}
         handles = []
-        for part, child in counted.items():
+        for part, child in self.encoders.items():
             module = self.setup.parts[part] if child is None else getattr(self.setup.parts[part], child)
             handles.append(module.register_forward_hook(lambda *_, part=part: self.encoded.update([part])))
         try:
@@ -226,7 +229,7 @@ class Run:
     def _caches(self) -> list[Any]:
         setup = self.setup
         split = SPLIT_IMAGE + (["latent_mask"] if setup.masks else [])
-        for kind, names, aggregate in (("image", split, AGGREGATE_IMAGE), ("text", SPLIT_TEXT, [])):
+        for kind, names, aggregate in (("image", split, AGGREGATE_IMAGE), ("text", self.split_text, [])):
 
             def begin(kind: str = kind) -> None:
                 self.begun.append(kind)
@@ -251,7 +254,7 @@ class Run:
 
     def _after(self) -> list[Any]:
         host = self.setup.host
-        names = [*SPLIT_IMAGE, *AGGREGATE_IMAGE, *SPLIT_TEXT, "prompt", "concept"]
+        names = [*SPLIT_IMAGE, *AGGREGATE_IMAGE, *self.split_text, "prompt", "concept"]
         names += ["latent_mask"] if self.setup.masks else []
         sorting = host.VariationSorting(
             names=["prompt", "concept"],

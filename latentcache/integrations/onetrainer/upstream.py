@@ -60,7 +60,7 @@ RECOGNISED = (
     | TEXTS
     | DRAWS.keys()
     | {
-        *("CalcAspect", "EncodeClipText", "EncodeQwenText", "EncodeT5Text", "EncodeVAE"),
+        *("CalcAspect", "EncodeClipText", "EncodeMistralText", "EncodeQwenText", "EncodeT5Text", "EncodeVAE"),
         *("GenerateImageLike", "GenerateMaskedConditioningImage", "MapData", "PruneMaskedTokens"),
         *("ImageToVideo", "LoadImage", "NormalizeImageChannels", "RescaleImageChannels", "SampleVAEDistribution"),
         *("ScaleImage", "SelectFirstInput", "Tokenize"),
@@ -69,6 +69,7 @@ RECOGNISED = (
 """Their values depend on the variation only through random numbers."""
 
 KEPT_AS: Mapping[tuple[str, str], str | None] = {
+    ("EncodeMistralText", "hidden_state_output_index"): "hidden_state_indexes",
     ("EncodeQwenText", "hidden_state_output_index"): "hidden_state_indexes",
     ("EncodeVAE", "sample_mode"): None,
     ("LoadImage", "channels"): "mode",
