@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import shutil
-import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,36 +22,33 @@ from typing import Any
 
 import obstore
 from bench_pack_order import make_cache
-from benchmarking import environment, in_turns, make_parser, parse, ratios, run_in_folder, seconds_of, spread
+from benchmarking import make_parser, parse, run_in_folder, seconds_of
+from benchmarking_buckets import BUCKET, WANTED_RATIO, measure, serving, table
 from benchmarking_streams import BATCH, Values, number_of
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from helpers.swift_server import SwiftServer, swift_serving
+from obstore.store import S3Store
 
 from latentcache import BucketBatchSampler, LatentDataset, LatentLoader
 from latentcache.remote.fetched import NUM_THREADS
 from latentcache.remote.transfers import transfer
 
-BUCKET = "bench"
 LABELS = {
     "gets": "obstore's GETs of the packs",
     "packs": 'LatentLoader, order="packs", a new local=',
 }
-WANTED_RATIO = 0.85
 
 
 class Epochs:
     """Whole epochs from a bucket. Each method returns the seconds of one."""
 
-    def __init__(self, folder: Path, options: argparse.Namespace, server: SwiftServer):
+    def __init__(self, folder: Path, options: argparse.Namespace, store: S3Store):
         self.folder, self.options = folder, options
-        self.url, self.store = f"s3://{BUCKET}/cache", server.store(BUCKET)
-        packs = sorted((folder / "cache").glob("packs/*/*.safetensors"))
-        self.paths = [f"cache/packs/{path.stem[:2]}/{path.name}" for path in packs]
-        self.num_bytes = sum(path.stat().st_size for path in packs)
+        self.url, self.store = f"s3://{BUCKET}/cache", store
+        self.files = sorted((folder / "cache").glob("packs/*/*.safetensors"))
+        self.paths = [f"cache/packs/{path.stem[:2]}/{path.name}" for path in self.files]
+        self.num_bytes = sum(path.stat().st_size for path in self.files)
         self._numbers = itertools.count()
         report = transfer(folder / "cache", self.url)
-        assert report.ok and report.num_packs == len(packs), report.to_text()
+        assert report.ok and report.num_packs == len(self.files), report.to_text()
 
     def gets(self) -> float:
         def get(path: str) -> int:
@@ -87,42 +82,14 @@ class Epochs:
 
 def run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     make_cache(folder / "cache", Values(options.tiny), options.num_samples)
-    with swift_serving() as server:
-        server.make_bucket(BUCKET)
-        os.environ.update(server.environment())
-        epochs = Epochs(folder, options, server)
-        methods: dict[str, Callable[[], float]] = {
-            "gets": epochs.gets,
-            "packs": epochs.packs,
-        }
-        for method in methods.values():
-            method()
-        seconds = in_turns(methods, options.repetitions, clock=lambda method: method())
-    return {
-        "num_packs": len(epochs.paths),
-        "num_bytes": epochs.num_bytes,
-        "num_threads": NUM_THREADS,
-        "seconds": {name: spread(taken) for name, taken in seconds.items()},
-        "gb_per_s": {name: epochs.num_bytes / spread(taken)["median"] / 1e9 for name, taken in seconds.items()},
-        "ratio": {name: ratios(seconds["gets"], taken) for name, taken in seconds.items()},
-        "wanted_ratio": WANTED_RATIO,
-        "environment": environment("cpu", folder) | {"obstore": obstore.__version__},
-    }
+    with serving() as store:
+        epochs = Epochs(folder, options, store)
+        methods: dict[str, Callable[[], float]] = {"gets": epochs.gets, "packs": epochs.packs}
+        return measure(methods, dict.fromkeys(methods, "gets"), epochs.files, NUM_THREADS, options)
 
 
 def to_text(result: Mapping[str, Any]) -> str:
-    lines = [
-        f"{result['num_packs']} packs, {result['num_bytes']:,} bytes, {result['num_threads']} at once",
-        f"{'':44}{'[s]':>8}{'GB/s':>8}{'of GETs':>10}{'min..max':>14}",
-    ]
-    for name, label in LABELS.items():
-        ratio = result["ratio"][name]
-        lines.append(
-            f"{label:44}{result['seconds'][name]['median']:>8.3f}{result['gb_per_s'][name]:>8.2f}"
-            f"{ratio['median']:>10.2f}{ratio['min']:>8.2f}..{ratio['max']:.2f}"
-        )
-    lines.append(f"wanted: at least {WANTED_RATIO} of the GETs")
-    return "\n".join(lines)
+    return "\n".join([*table(result, LABELS), f"wanted: at least {WANTED_RATIO} of the GETs"])
 
 
 def main() -> None:

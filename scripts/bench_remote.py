@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from bench_loader import make_cache
-from benchmarking import environment, in_turns, make_parser, parse, ratios, run_in_folder, spread
+from benchmarking import environment, in_turns, make_parser, parse, rate_lines, ratios, run_in_folder, spread
 from served_cache import served
 
 from latentcache import BucketBatchSampler, LatentDataset, LatentLoader
@@ -71,7 +71,7 @@ def run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     return {
         "num_batches": num_batches,
         "batch_bytes": batch_bytes,
-        "epoch_s": {name: spread(taken) for name, taken in seconds.items()},
+        "seconds": {name: spread(taken) for name, taken in seconds.items()},
         "gb_per_s": {n: num_batches * batch_bytes / spread(taken)["median"] / 1e9 for n, taken in seconds.items()},
         "ratio": {name: ratios(taken, seconds["local_cache"]) for name, taken in seconds.items()},
         "wanted_ratio": WANTED_RATIO,
@@ -81,16 +81,10 @@ def run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 def to_text(result: Mapping[str, Any]) -> str:
     settings = result["settings"]
-    lines = [
-        f"{result['num_batches']} batches of {settings['batch_size']} samples, {result['batch_bytes']:,} bytes each",
-        f"{'':40}{'epoch [s]':>10}{'GB/s':>8}{'of the local cache':>20}{'min..max':>14}",
-    ]
-    for name, label in METHODS.items():
-        ratio = result["ratio"][name]
-        lines.append(
-            f"{label:40}{result['epoch_s'][name]['median']:>10.3f}{result['gb_per_s'][name]:>8.2f}"
-            f"{ratio['median']:>20.2f}{ratio['min']:>8.2f}..{ratio['max']:.2f}"
-        )
+    batches = (
+        f"{result['num_batches']} batches of {settings['batch_size']} samples, {result['batch_bytes']:,} bytes each"
+    )
+    lines = [batches, *rate_lines(result, METHODS, "the local cache")]
     lines.append(f"wanted: {METHODS['local_tier']} at most {WANTED_RATIO} times the local cache")
     return "\n".join(lines)
 

@@ -16,7 +16,6 @@ import argparse
 import itertools
 import os
 import shutil
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -25,10 +24,9 @@ from typing import Any
 
 import obstore
 from bench_loader import make_cache
-from benchmarking import environment, in_turns, make_parser, parse, ratios, run_in_folder, seconds_of, spread
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from helpers.swift_server import SwiftServer, swift_serving
+from benchmarking import make_parser, parse, run_in_folder, seconds_of
+from benchmarking_buckets import BUCKET, WANTED_RATIO, measure, serving, table
+from obstore.store import S3Store
 
 from latentcache.remote.transfers import NUM_THREADS, TransferReport, transfer
 
@@ -40,8 +38,6 @@ METHODS = {
     "pull": ("latentcache pull", "gets"),
 }
 """Label, and what it is compared with."""
-WANTED_RATIO = 0.85
-BUCKET = "bench"
 
 
 def at_once(function: Callable[[Path], Any], packs: Iterable[Path]) -> None:
@@ -53,8 +49,8 @@ def at_once(function: Callable[[Path], Any], packs: Iterable[Path]) -> None:
 class Rounds:
     """Moves the packs of a cache, to a new place each time. Each method returns the seconds of the moving alone."""
 
-    def __init__(self, folder: Path, cache: Path, server: SwiftServer):
-        self.folder, self.cache, self.store = folder, cache, server.store(BUCKET)
+    def __init__(self, folder: Path, cache: Path, store: S3Store):
+        self.folder, self.cache, self.store = folder, cache, store
         self.packs = sorted(cache.glob("packs/*/*.safetensors"))
         self._numbers = itertools.count()
         self._full = f"s3://{BUCKET}/full"
@@ -113,40 +109,16 @@ class Rounds:
 def run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     cache = folder / "cache"
     make_cache(cache, options.num_samples, options.scale)
-    with swift_serving() as server:
-        server.make_bucket(BUCKET)
-        os.environ.update(server.environment())
-        rounds = Rounds(folder, cache, server)
+    with serving() as store:
+        rounds = Rounds(folder, cache, store)
         methods: dict[str, Callable[[], float]] = {name: getattr(rounds, name) for name in METHODS}
-        for method in methods.values():
-            method()
-        seconds = in_turns(methods, options.repetitions, clock=lambda method: method())
-        num_bytes = sum(path.stat().st_size for path in rounds.packs)
-    return {
-        "num_packs": len(rounds.packs),
-        "num_bytes": num_bytes,
-        "num_threads": NUM_THREADS,
-        "seconds": {name: spread(taken) for name, taken in seconds.items()},
-        "gb_per_s": {name: num_bytes / spread(taken)["median"] / 1e9 for name, taken in seconds.items()},
-        "ratio": {name: ratios(seconds[METHODS[name][1]], taken) for name, taken in seconds.items()},
-        "wanted_ratio": WANTED_RATIO,
-        "environment": environment("cpu", folder) | {"obstore": obstore.__version__},
-    }
+        compared_with = {name: other for name, (_, other) in METHODS.items()}
+        return measure(methods, compared_with, rounds.packs, NUM_THREADS, options)
 
 
 def to_text(result: Mapping[str, Any]) -> str:
-    lines = [
-        f"{result['num_packs']} packs, {result['num_bytes']:,} bytes, {result['num_threads']} at once",
-        f"{'':46}{'[s]':>8}{'GB/s':>8}{'of obstore':>12}{'min..max':>14}",
-    ]
-    for name, (label, _) in METHODS.items():
-        ratio = result["ratio"][name]
-        lines.append(
-            f"{label:46}{result['seconds'][name]['median']:>8.3f}{result['gb_per_s'][name]:>8.2f}"
-            f"{ratio['median']:>12.2f}{ratio['min']:>8.2f}..{ratio['max']:.2f}"
-        )
-    lines.append(f"wanted: push of PUTs, and pull of GETs, at least {WANTED_RATIO}")
-    return "\n".join(lines)
+    lines = table(result, {name: label for name, (label, _) in METHODS.items()})
+    return "\n".join([*lines, f"wanted: push of PUTs, and pull of GETs, at least {WANTED_RATIO}"])
 
 
 def main() -> None:

@@ -149,6 +149,16 @@ def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> dict[s
     return spread([above / below for above, below in zip(numerators, denominators, strict=True)])
 
 
+def rate_lines(result: Mapping[str, Any], labels: Mapping[str, str], compared_with: str) -> list[str]:
+    """A table of `seconds`, `gb_per_s` and `ratio` in a result: a line for each method that has a label."""
+    lines = [f"{'':46}{'[s]':>8}{'GB/s':>8}{'of ' + compared_with:>20}{'min..max':>14}"]
+    for name, label in labels.items():
+        seconds, rate, ratio = (result[figure][name] for figure in ("seconds", "gb_per_s", "ratio"))
+        extent = f"{ratio['min']:.2f}..{ratio['max']:.2f}"
+        lines.append(f"{label:46}{seconds['median']:8.3f}{rate:8.2f}{ratio['median']:20.2f}{extent:>14}")
+    return lines
+
+
 class FileFormat(NamedTuple):
     """A file of tensors, as trainers keep them. `save` writes tensors to a path, `load` reads them back."""
 

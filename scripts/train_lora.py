@@ -14,11 +14,8 @@ import json
 import logging
 import math
 import os
-import signal
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -56,6 +53,7 @@ from latentcache.integrations.diffusers import (
     load_scheduler,
     lora_settings,
     save_lora,
+    stop_on_signals,
     validation_parts,
 )
 
@@ -319,26 +317,6 @@ def validate(runner: ValidationRunner, step: int) -> dict[str, Any]:
     tqdm.write(f"step {step}: validation loss {loss}; results in {runner.paths.folder}", file=sys.stderr)
     pictures = {"grid": runner.paths.grid, "plot": runner.paths.plot}
     return report.to_json(runner.paths.folder) | {name: path and str(path) for name, path in pictures.items()}
-
-
-@contextmanager
-def stop_on_signals(stop: threading.Event) -> Iterator[list[int]]:
-    """The first Ctrl-C or SIGTERM sets `stop` and is listed; a second one interrupts at once."""
-    caught: list[int] = []
-
-    def handle(number: int, frame: object) -> None:
-        if caught:
-            raise KeyboardInterrupt
-        caught.append(number)
-        stop.set()
-        logging.warning("stopping after this step (once more stops at once)")
-
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield caught
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def parse(arguments: list[str] | None = None) -> tuple[Path, Options, bool]:

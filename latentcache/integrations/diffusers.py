@@ -38,6 +38,7 @@ from latentcache.models.scheduler import load_scheduler
 from latentcache.models.vae import text_dtype, vae_dtype
 from latentcache.precache.encodings import load_models
 from latentcache.types import Batch, Extent, Size
+from latentcache.utils.signals import stop_on_signals
 from latentcache.validation.noise_schedule import NoiseSchedule
 from latentcache.validation.sample_images import prompt_embeddings
 
@@ -58,6 +59,7 @@ __all__ = [
     "lora_settings",
     "prompt_kwargs",
     "save_lora",
+    "stop_on_signals",
     "time_ids",
     "validation_parts",
 ]

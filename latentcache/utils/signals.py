@@ -22,7 +22,7 @@ def stop_on_signals(stop: threading.Event) -> Iterator[list[int]]:
             raise KeyboardInterrupt
         caught.append(number)
         stop.set()
-        logger.warning("stopping: sealing what is done (once more stops at once)")
+        logger.warning("stopping: what is begun is finished first (once more stops at once)")
 
     if threading.current_thread() is not threading.main_thread():
         yield caught
