@@ -24,8 +24,8 @@ def masked_errors(errors: torch.Tensor, batch: Mapping[str, Any]) -> torch.Tenso
     returned over all places, also those that do not count: a sample of which half counts adds half as much, and one of
     which nothing counts adds zero. So do kohya's sd-scripts (`apply_masked_loss`, custom_train_functions.py) and
     OneTrainer (`masked_losses` without `normalize_masked_area_loss`, its default; its `unmasked_weight` is a grey of
-    the mask). Where 2x2 patches of latents are channels (FLUX.2), each number has the weight of its own latent, as in
-    OneTrainer's BaseFlux2Setup.
+    the mask). Where 2x2 patches of latents are channels, each number has the weight of its own latent, as
+    OneTrainer has it.
 
     StoreError for errors of another layout, such as tokens.
     """

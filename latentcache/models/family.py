@@ -34,9 +34,9 @@ def family_of(config: ModelConfig) -> tuple[Family, str]:
         class_name = str(named[-1] if isinstance(named, list) else named)  # a list: the pipeline's own file, its class
     family = family_of_pipeline(class_name)
     for refusing in (family_named(each) for each in FAMILIES if family is None):
-        if reason := refusing.refused_pipelines.get(class_name):
+        if met := refusing.refused_pipelines.get(class_name):
             step = f"Name a model of {refusing.pipeline_name}, as {refusing.repositories[0]}"
-            raise ModelError(f"model: {name} is a model of {class_name}. It {reason}. {step}.", part="model")
+            raise ModelError(f"model: {name} is a model of {class_name}. It {met}. {step}.", part="model")
     if family is None:
         raise ModelError(
             f"model: {name} is a model of {class_name}, whose family is not known. Set model.family to the one whose "

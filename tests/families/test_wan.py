@@ -179,6 +179,14 @@ def test_images_of_the_5b_model_are_those_of_its_pipeline(parts, vae_of_5b):
     prompt = PromptEmbeddings(TEXTS[0], TEXTS[1], embeds, negative)
     [found] = denoise(denoiser, parts["scheduler"], [prompt], validation, family=WAN)
     assert found.shape == (1, 48, 1, 4, 6) and torch.equal(found, expected)
+    # Training gives one timestep for all tokens: the same, but for rounding.
+    given = {
+        "hidden_states": found,
+        "timestep": torch.full([1, 6], 400.0),
+        "encoder_hidden_states": embeds["prompt_embeds"],
+    }
+    predicted = WAN.predict(denoiser, found, torch.tensor([400.0]), embeds)
+    assert torch.allclose(predicted, denoiser(**given).sample, atol=1e-5)
     [sample] = decode_samples(vae_of_5b, [found], [prompt], validation)
     assert sample.image.size == (96, 64)
 
