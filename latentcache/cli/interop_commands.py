@@ -76,7 +76,7 @@ class ReaderOptions:
     """How a format is read. Each format has some of these."""
 
     family: str | None = None
-    """kohya, musubi, simpletuner, ai-toolkit: the model family of the files. Default: the one that they say."""
+    """The model family of the files, of trainers that train several. Default: the one that they say."""
     images: Path | None = None
     """The images' folder. kohya: if the images are not next to the files."""
     caption_extension: str | None = None

@@ -17,23 +17,24 @@ def keeps_padding(family_name: str) -> bool:
     return all(field.padding is None for field in family_named(family_name).fields.values())
 
 
-def image_latents(family: Family, value: object, path: str | Path) -> torch.Tensor:
-    """Latents [C, (1,) h, w] of a file. Those of families whose denoiser takes no clips have no frames there.
+def image_latents(family: Family, value: object, path: str | Path, *, has_frames: bool | None = None) -> torch.Tensor:
+    """Latents [C, (1,) h, w] of a file, where they have frames or not; by default if the family's denoiser takes clips.
 
     Raises ForeignFileRefused, also for several frames and for another number of channels.
     """
-    latents = tensor_in(value, "the latent", path, ndim=4 if family.has_clips else 3)
+    has_frames = family.has_clips if has_frames is None else has_frames
+    latents = tensor_in(value, "the latent", path, ndim=4 if has_frames else 3)
     if len(latents) != family.latent.channels:
         channels = f"{len(latents)} channels, and those of {family.name} have {family.latent.channels}"
         raise corrupt(path, f"its latents have {channels}: name its family (--family), if it is of another")
-    if family.has_clips and latents.shape[1] != 1:
+    if has_frames and latents.shape[1] != 1:
         detail = f"it has {latents.shape[1]} latent frames: images alone are imported"
         raise ForeignFileRefused(path, "unsupported-format", detail)
-    return latents.unsqueeze(1) if family.latent.is_video and not family.has_clips else latents
+    return latents.unsqueeze(1) if family.latent.is_video and not has_frames else latents
 
 
 def file_latents(family: Family, latents: torch.Tensor) -> torch.Tensor:
-    """The inverse of `image_latents`."""
+    """The inverse of `image_latents`, by its default."""
     return latents.squeeze(1) if family.latent.is_video and not family.has_clips else latents
 
 

@@ -1,9 +1,10 @@
-"""diffusion-pipe's latent cache for SDXL: shards of `torch.save` blobs, listed in a SQLite database.
+"""diffusion-pipe's latent cache: shards of `torch.save` blobs, listed in a SQLite database.
 
-`<dataset>/cache/sdxl/cache_<aspect>x<w>x<h>x<frames>/latents/` holds `metadata.db` with the tables
+`<dataset>/cache/<model>/cache_<aspect>x<w>x<h>x<frames>/latents/` holds `metadata.db` with the tables
 `items(shard, shard_index)` and `shard_<n>(offset, size)`, and the files `shard_<n>.bin`. A blob is a dict: `latents`
-[4, h, w], one draw multiplied by the VAE's scaling factor, `mask`, `image_spec` [tar or None, absolute path], and
-`caption`, a list. Text embeddings of SDXL are not cached, and no size or crop is recorded.
+[C, h, w], scaled, one draw; of Qwen-Image and Wan the mean, [C, F, h, w]; `mask`, `image_spec` [tar or None, absolute
+path], and `caption`, a list. Text embeddings are elsewhere, and no size or crop is recorded. (Read in diffusion-pipe
+8f83dbf.)
 """
 
 from __future__ import annotations
@@ -14,14 +15,17 @@ import sqlite3
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePath
+from typing import Any, Literal
 from urllib.parse import quote
 
 from latentcache.dataset.buckets import fit
+from latentcache.dataset.samples import walk
 from latentcache.errors import DatasetError, ForeignFileRefused
-from latentcache.families import DEFAULT
-from latentcache.interop.foreign_files import MAX_FILE_BYTES, corrupt, load_torch, opened, read_at, tensor_in
+from latentcache.families import family_named
+from latentcache.interop.family_tensors import image_latents, keeps_padding
+from latentcache.interop.foreign_family import chosen_family
+from latentcache.interop.foreign_files import MAX_FILE_BYTES, corrupt, load_torch, opened, read_at
 from latentcache.interop.readers import (
     ForeignImage,
     ForeignItem,
@@ -34,6 +38,8 @@ from latentcache.interop.readers import (
 from latentcache.types import Refusal
 
 DATABASE = "metadata.db"
+ARCHITECTURES = {"sdxl": "sdxl", "flux": "flux", "chroma": "chroma", "qwen_image": "qwen-image", "wan": "wan"}
+"""The model in a folder's name -> the family."""
 NOTE_DERIVED = "sizes derived from the image: resized to cover the bucket, cropped in the middle"
 NOTE_NO_IMAGE = "the image is not there: the bucket stands for its size, as where diffusion-pipe trains"
 NOTE_MASK = "its mask is not imported"
@@ -85,19 +91,29 @@ def _rows(path: str) -> list[tuple[int, int, int]]:
 class DiffusionPipeCache:
     """All latent caches in and below `root`: the dataset's folder, its `cache`, or one `latents` folder.
 
-    `images` is the images' folder. `recorded_root` is where it was when the cache was made, if it was moved since.
-    Raises DatasetError if a folder cannot be read.
+    `images` is the images' folder. `recorded_root` is where it was when the cache was made, if it was moved since. The
+    family follows from the folders' names. Raises DatasetError if a folder cannot be read, and ConfigError for a
+    `family` that is not among those that are known here, and where it is not given and there are caches of several.
     """
 
     format = "diffusion-pipe"
-    family: str = DEFAULT
-    keeps_padding = True
     declaration = None
 
-    def __init__(self, root: str | Path, *, images: str | Path | None = None, recorded_root: str | None = None):
+    def __init__(
+        self,
+        root: str | Path,
+        *,
+        images: str | Path | None = None,
+        recorded_root: str | None = None,
+        family: str | None = None,
+    ):
         if not os.path.isdir(root):
             raise DatasetError(root, "is not a folder")
         self._root, self._images = os.path.abspath(root), SourceImages(images, recorded_root=recorded_root)
+        folders = (found for found in walk(self._root) if not isinstance(found, Refusal))
+        models = (_model(os.path.join(self._root, folder)) for folder, names in folders if DATABASE in names)
+        self.family = chosen_family(family, set(filter(None, models)), ARCHITECTURES, self.format)
+        self._family, self.keeps_padding = family_named(self.family), keeps_padding(self.family)
 
     def items(self) -> Iterator[ForeignItem]:
         """Folder by folder, in the order of names; in each, shard by shard."""
@@ -113,6 +129,10 @@ class DiffusionPipeCache:
         if DATABASE not in names:
             return
         path = os.path.join(self._root, folder)
+        model = _model(path)
+        if model is not None and ARCHITECTURES.get(model) != self.family:
+            detail = f"it is of the model {model}, not of {self.family}"
+            raise ForeignFileRefused(path, "unsupported-format", detail)
         for number, (shard, offset, size) in enumerate(_rows(os.path.join(path, DATABASE))):
             yield from refusing(f"item {number}", self._item(os.path.join(path, f"shard_{shard}.bin"), offset, size))
 
@@ -121,23 +141,31 @@ class DiffusionPipeCache:
         content = _blob(shard_path, path, offset, size)
         if not isinstance(content, dict):
             raise corrupt(path, f"the blob holds a {type(content).__name__}; it must be a dict")
-        latents = tensor_in(content.get("latents"), "latents", path, ndim=3)
+        is_video = self._family.latent.is_video
+        latents = image_latents(self._family, content.get("latents"), path, has_frames=is_video)
         spec = content.get("image_spec")
         if not isinstance(spec, (list, tuple)) or len(spec) != 2 or not isinstance(spec[1], str):
             raise corrupt(path, "its image_spec is not [tar or None, path]")
         archive, recorded = spec
         if archive is not None:
             raise ForeignFileRefused(path, "unsupported-format", f"its image is in the tar {archive!r:.200}")
-        found, bucket = self._images.find(recorded), bucket_of(latents)
+        found, bucket = self._images.find(recorded), bucket_of(latents, self.family)
         image, image_size = self._images.image(found)
         note = NOTE_NO_IMAGE if image is None else NOTE_DERIVED
         if content.get("mask") is not None:
             note = f"{note}; {NOTE_MASK}"
         sample_id, geometry = found or sample_id_of(recorded, path), fit(image_size or bucket, bucket)
-        yield ForeignImage(sample_id, path, image, latents, True, "sample", geometry, note)
+        output: Literal["mean", "sample"] = "mean" if is_video else "sample"
+        yield ForeignImage(sample_id, path, image, latents, True, output, geometry, note)
 
 
 read = DiffusionPipeCache
+
+
+def _model(folder: str) -> str | None:
+    """The model of a `latents` folder, by the folders above it; None where it lies elsewhere than diffusion-pipe's."""
+    parts = PurePath(folder).parts
+    return parts[-3] if parts[-4:-3] == ("cache",) else None
 
 
 def _blob(path: str, name: str, offset: int, size: int) -> Any:

@@ -15,10 +15,14 @@ from helpers.photo_files import write_photo
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from latentcache.errors import DatasetError
+from latentcache.errors import ConfigError, DatasetError
+from latentcache.families import family_named
 from latentcache.interop.formats import diffusion_pipe
 from latentcache.interop.formats.diffusion_pipe import NOTE_DERIVED, NOTE_MASK, NOTE_NO_IMAGE
+from latentcache.interop.importing import import_cache
 from latentcache.interop.readers import ForeignImage
+from latentcache.loading.cache import LatentCache
+from latentcache.precache.workspace import Workspace
 from latentcache.types import Crop, Geometry, Refusal, Size
 
 LATENTS = [latents_of(1, 96, 64), latents_of(2, 96, 64), latents_of(3, 96, 64)]
@@ -258,3 +262,40 @@ def test_the_command_line_imports_latents_that_lack_their_text(run_json, images,
     code, report = run_json(*arguments)
     assert (code, report["num_images"], report["num_incomplete"], report["num_refused"]) == (1, 3, 3, 0)
     assert report["notes"] == {NOTE_DERIVED: 3}
+
+
+FAMILIES = {"flux": "flux", "chroma": "chroma", "qwen_image": "qwen-image", "wan": "wan"}
+
+
+def write_family(images: Path, model: str, shape: tuple[int, ...]) -> torch.Tensor:
+    latents = torch.randn(shape, generator=torch.Generator().manual_seed(5))
+    write_cache(images / f"cache/{model}/cache_0.667x64x96x1/latents", [[saved(item(latents, str(images / "a.png")))]])
+    return latents
+
+
+@pytest.mark.parametrize("model", FAMILIES)
+def test_latents_of_other_families_are_imported_unscaled(images, model):
+    family = family_named(FAMILIES[model])
+    frames = [1] if family.latent.is_video else []
+    latents = write_family(images, model, (16, *frames, 12, 8))
+    foreign, workspace = diffusion_pipe.read(images, images=images), Workspace()
+    assert foreign.family == family.name
+    report = import_cache(foreign, workspace, name="mine")
+    assert report.refused == [] and report.num_images == 1
+    cache = LatentCache(store=workspace.store, manifests=workspace.manifests, unverified=True)
+    (ref,) = cache.manifest("mine").rows["a.png"].images
+    entry = cache.get(ref.key)
+    torch.testing.assert_close(cache.scaling(cache.manifest("mine")).apply(entry.tensors["latents"]), latents)
+    assert entry.record.identity["imported"]["output"] == ("mean" if frames else "sample")
+    assert ref.geometry.target_size == Size(96, 64)
+
+
+def test_caches_of_two_models_need_a_family_and_others_are_refused_by_name(images, folder):
+    write_family(images, "flux", (16, 12, 8))
+    with pytest.raises(ConfigError, match="are of sdxl, flux, and a manifest holds one family: give --family"):
+        diffusion_pipe.read(images, images=images)
+    found, _, (refusal,) = split(diffusion_pipe.read(images, images=images, family="flux"))
+    assert len(found) == 1 and "of the model sdxl, not of flux" in refusal.detail
+    write_family(images / "other", "flux2", (128, 6, 4))
+    found, _, (refusal,) = split(diffusion_pipe.read(images / "other"))
+    assert found == [] and refusal.reason == "unsupported-format" and "flux2" in refusal.detail
