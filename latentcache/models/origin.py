@@ -264,5 +264,5 @@ def _configs_of(family: Family, path: str, config: str | None) -> FolderOrigin:
     lacking = [part for part in ("model_index.json", *family.parts) if not (folder / part).exists()]
     if lacking:
         needed = f"{name} has no {', '.join(lacking)}, which a checkpoint of {family.name} needs"
-        raise refused("model", f"{needed}. {path}: {next_step}.")
+        raise refused("model", f"{needed}. {path}: {next_step}; or set model.family, if the file is of another one.")
     return FolderOrigin(f"{path} (configs: {name})", family, folder)
