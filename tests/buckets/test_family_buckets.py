@@ -23,7 +23,7 @@ def test_a_cache_moves_to_a_bucket_and_back(family: str, tmp_path: Path, s3_url:
         ("prune", s3_url),
         ("compact", s3_url),
         ("pull", s3_url, tmp_path / "pulled"),
-        ("sync", tmp_path / "synced", s3_url),
+        ("sync", s3_url, tmp_path / "synced"),
     ):
         code, report = run_json(*command)
         assert code == 0, (command, report)
