@@ -28,6 +28,7 @@ from latentcache.loading.pack_order import Places
 from latentcache.loading.sample import PRECACHE, SIZES, SampleRef
 from latentcache.loading.sample_facts import SampleFacts
 from latentcache.loading.sampler import Visit
+from latentcache.store.base import PackedStore
 from latentcache.store.direct import Io
 from latentcache.store.stacking import pad_tensors
 from latentcache.types import Batch, ClipSize, Extent, Size
@@ -79,9 +80,11 @@ class SampleDataset(Dataset[Batch]):
         return None if self.order == "random" else Places.of(self.cache.store, self.image_keys())
 
     def prefetch(self, indices: Sequence[int]) -> None:
-        """These items are read soon: see `Store.prefetch`. What is wrong with one is raised when it is read."""
-        with suppress(StoreError):
-            self.cache.reader.prefetch(self.refs(indices))
+        """These items are read soon, by any process. What is wrong with one is raised when it is read."""
+        store = self.cache.store
+        if isinstance(store, PackedStore) and store.keeps_packs == "machine":
+            with suppress(StoreError):
+                self.cache.reader.prefetch(self.refs(indices))
 
     def __getitem__(self, index: int) -> Batch:
         return self.__getitems__([index])[0]

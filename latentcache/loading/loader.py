@@ -76,7 +76,7 @@ class _BatchMaker:
 
     def _brings_packs(self, planned: PlannedBatch) -> bool:
         store = self.loader.dataset.cache.store
-        return planned.ahead is not None and isinstance(store, PackedStore) and store.keeps_packs
+        return planned.ahead is not None and isinstance(store, PackedStore) and store.keeps_packs != "no"
 
     def _refs_ahead(self, planned: PlannedBatch) -> list[SampleRef]:
         return self.loader.dataset.refs(planned.items_ahead)

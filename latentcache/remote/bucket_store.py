@@ -18,7 +18,7 @@ from latentcache.remote.bucket import Bucket, in_threads
 from latentcache.remote.bucket_index import BucketIndex
 from latentcache.remote.fetching_store import FetchingStore
 from latentcache.remote.http import RETRY_S
-from latentcache.store.base import Description, EntryArrays, StoreStats, check_key
+from latentcache.store.base import Description, EntryArrays, PacksKept, StoreStats, check_key
 from latentcache.store.disk import DiskStore
 from latentcache.store.layout import OFFSET_BYTES, Location, Pack, PackRow
 from latentcache.store.pack import PackRecords, verified_arrays
@@ -29,6 +29,8 @@ LISTED_S = 60.0
 """A writer that looks for the keys of its new entries lists the packs no more often than this."""
 ATTEMPTS = 4
 """To read an entry that lies elsewhere each time: its pack was compacted away, or its bytes are damaged."""
+WHOLE_SHARE = 0.9
+"""Of a pack's entries: where so many are wanted they come by one GET, not by ranges."""
 _MAX_RECORDS = 8
 
 Places = Mapping[str, Location]
@@ -106,9 +108,9 @@ class BucketStore(FetchingStore):
         return self.index.find([check_key(key) for key in dict.fromkeys(keys)])
 
     @property
-    def keeps_packs(self) -> bool:
-        """As `base.PackedStore.keeps_packs`: in the local directory."""
-        return self.tier is not None
+    def keeps_packs(self) -> PacksKept:
+        """As `base.PackedStore.keeps_packs`: in the local directory, or in memory."""
+        return "process" if self.tier is None else "machine"
 
     def places(self, keys: Sequence[str]) -> tuple[list[str], np.ndarray]:
         """As `base.PackedStore.places`."""
@@ -215,7 +217,13 @@ class BucketStore(FetchingStore):
         return found, {key: (places[key], problem) for key, problem in problems.items()}
 
     def _read_ranges(self, pack: Pack, places: Places) -> np.ndarray:
-        """Memory in which the bytes of these entries lie as in the pack. What lies between was never touched."""
+        """Memory in which the bytes of these entries lie as in the pack. What lies between was never touched.
+
+        Where there is little else in the pack, it comes whole.
+        """
+        if len(places) >= WHOLE_SHARE * pack.num_entries:
+            [whole] = self.bucket.ranges(pack.id, [(0, pack.file_bytes)])
+            return np.frombuffer(whole, np.uint8)
         data = np.frombuffer(mmap.mmap(-1, max(place.end for place in places.values())), np.uint8)
         self._fill(data, pack, [each for place in places.values() for each in place.ranges()])
         ragged = []

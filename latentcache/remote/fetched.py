@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,10 +15,13 @@ from latentcache.errors import PackError, RemoteError, StoreError
 from latentcache.store.base import EntryArrays, OwnedEntry
 from latentcache.store.pack import PackRecords, read_entry, read_pack_bytes, verified_arrays
 
-MAX_AHEAD = 8
-"""Requests whose answers wait to be read. What comes beyond them is fetched when it is read: they are needed before."""
+MAX_AHEAD = 32
+"""Requests whose answers wait to be read: of batches, or of packs, of which pack order has a window and one more. What
+comes beyond them is fetched when it is read: they are needed before."""
 MAX_READS = 32
 """That a request outlives. A loader is some batches ahead; what was not read by then belongs to one that stopped."""
+READS_PER_KEY = 8
+"""The same for each of its keys: a pack's rows are read over a window of packs, in the smallest batches by so many."""
 NUM_THREADS = 4
 """Requests on their way at once."""
 
@@ -54,12 +58,20 @@ class FetchedPack:
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """A request on its way, or its answer; and how many reads still want each of its keys."""
+    """A request on its way, or its answer; and how many times each of its keys is still wanted."""
 
-    future: Future[Mapping[str, EntryArrays]]
+    future: Future[dict[str, EntryArrays]]
     end: int
     """The read after which it is dropped."""
-    wanted: dict[str, int] = field(default_factory=dict)
+    wanted: Counter[str]
+
+    def was_read(self, key: str, num: int, is_found: bool) -> None:
+        """`key` was wanted so many times. After the last one its memory is released."""
+        self.wanted[key] -= num
+        if self.wanted[key] <= 0:
+            del self.wanted[key]
+            if is_found:
+                self.future.result().pop(key, None)
 
 
 class FetchAhead:
@@ -80,47 +92,55 @@ class FetchAhead:
         self._executor: ThreadPoolExecutor | None = None
 
     def start(self, keys: Iterable[str]) -> None:
-        """Begin to fetch those of the keys that are not on their way, if there is room. Waits for nothing."""
+        """Begin to fetch those of the keys that are not on their way, if there is room. Waits for nothing.
+
+        A key is there as many times as `take` will have it.
+        """
         if self._pid != os.getpid():
             self._begin()
         with self._lock:
-            new = []
-            for key in dict.fromkeys(keys):
+            new = Counter[str]()
+            for key, num in Counter(keys).items():
                 request = self._with(key)
                 if request is None:
-                    new.append(key)
+                    new[key] = num
                 else:
-                    request.wanted[key] += 1
+                    request.wanted[key] += num
             if not new or len(self._requests) >= MAX_AHEAD:
                 return
             if self._executor is None:
                 self._executor = ThreadPoolExecutor(NUM_THREADS, "latentcache-fetch")
-            future, end = self._executor.submit(self._fetch, new), self._num_reads + MAX_READS
-            self._requests.append(_Request(future, end, dict.fromkeys(new, 1)))
+            future = self._executor.submit(lambda: dict(self._fetch(list(new))))
+            end = self._num_reads + max(MAX_READS, READS_PER_KEY * len(new))
+            self._requests.append(_Request(future, end, new))
 
-    def take(self, keys: Iterable[str]) -> dict[str, EntryArrays]:
-        """The arrays of those keys that were fetched, or are on their way, for which it waits. RemoteError."""
+    def take(self, keys: Mapping[str, int]) -> dict[str, EntryArrays]:
+        """The arrays of those keys that were fetched, or are on their way, for which it waits. RemoteError.
+
+        `keys` says how many times each one is wanted.
+        """
         if self._pid != os.getpid():
             return {}
         with self._lock:
             taken = {key: request for key in keys if (request := self._with(key)) is not None}
-            for key, request in taken.items():
-                request.wanted[key] -= 1
-                if not request.wanted[key]:
-                    del request.wanted[key]
             self._num_reads += 1
             for request in self._requests:
                 if request.end < self._num_reads:
                     request.future.cancel()
-            self._requests = [each for each in self._requests if each.wanted and each.end >= self._num_reads]
         found = {}
-        for key, request in taken.items():
-            try:
-                found[key] = request.future.result()[key]
-            except RemoteError:
-                raise  # a second attempt would take as long
-            except (StoreError, CancelledError):
-                continue  # another entry of the request may be the cause: the read that follows says which
+        try:
+            for key, request in taken.items():
+                try:
+                    found[key] = request.future.result()[key]
+                except RemoteError:
+                    raise  # a second attempt would take as long
+                except (StoreError, CancelledError, KeyError):
+                    continue  # another entry of the request may be the cause: the read that follows says which
+        finally:
+            with self._lock:
+                for key, request in taken.items():
+                    request.was_read(key, keys[key], key in found)
+                self._requests = [each for each in self._requests if each.wanted and each.end >= self._num_reads]
         return found
 
     def _with(self, key: str) -> _Request | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from itertools import islice
@@ -116,7 +117,7 @@ class FetchingStore(Store):
     @override
     def rows(self, keys: Sequence[str]) -> list[EntryArrays]:
         self.check_open()
-        wanted = dict.fromkeys(check_key(key) for key in keys)
+        wanted = Counter(check_key(key) for key in keys)
         found = self._ahead.take(wanted)
         is_local = not found
         if self.tier is not None and len(found) < len(wanted):

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Literal, Protocol, Self, runtime_checkable
 
 import numpy as np
 import torch
@@ -349,13 +349,16 @@ class Store(Closing, Protocol):
         """Counts and sizes."""
 
 
+PacksKept = Literal["no", "process", "machine"]
+
+
 @runtime_checkable
 class PackedStore(Protocol):
     """A store that says in which packs its entries lie. A service does not."""
 
     @property
-    def keeps_packs(self) -> bool:
-        """Whether a whole pack that is prefetched stays until its entries are read."""
+    def keeps_packs(self) -> PacksKept:
+        """Whether a whole pack that is prefetched stays until its entries are read: for this process, or for all."""
 
     def places(self, keys: Sequence[str]) -> tuple[list[str], np.ndarray]:
         """Where entries lie, for who reads them in that order: ids of packs, and for each key int64 [n, 2].

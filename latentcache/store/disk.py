@@ -26,6 +26,7 @@ from latentcache.store.base import (
     Description,
     EntryArrays,
     OwnedEntry,
+    PacksKept,
     Store,
     StoreStats,
     check_key,
@@ -151,9 +152,9 @@ class DiskStore(Store):
         return self.catalog.find(keys)
 
     @property
-    def keeps_packs(self) -> bool:
-        """As `PackedStore.keeps_packs`: past the page cache they do not."""
-        return (self._reader or self._choose_reader()).keeps_rows
+    def keeps_packs(self) -> PacksKept:
+        """As `PackedStore.keeps_packs`: in the page cache, and past it they do not stay."""
+        return "machine" if (self._reader or self._choose_reader()).keeps_rows else "no"
 
     def places(self, keys: Sequence[str]) -> tuple[list[str], np.ndarray]:
         """As `PackedStore.places`."""

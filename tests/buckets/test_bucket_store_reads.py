@@ -81,7 +81,7 @@ EXPECTED = {entry.record.key: entry.tensors for entry in ENTRIES}
 def assert_right(store: Store, keys: list[str]) -> None:
     for key, rows in zip(keys, store.rows(keys), strict=True):
         for (name, _), array in zip(rows.description.items(), rows.arrays, strict=True):
-            assert torch.equal(torch.from_numpy(array[0]), EXPECTED[key][name])
+            assert torch.equal(torch.from_numpy(array[0].copy()), EXPECTED[key][name])
 
 
 def test_without_a_local_directory_entries_come_by_ranges(objects: MemoryStore) -> None:
@@ -223,18 +223,19 @@ def test_a_damaged_entry_is_a_miss_for_all_and_others_of_its_pack_are_read(
 
 
 def test_what_is_damaged_on_its_way_is_fetched_again(objects: MemoryStore, tmp_path: Path) -> None:
-    flips = iter([])
+    flips, share = iter([]), 0.0
 
     def change(data: bytes) -> bytes:
-        return bytes([data[0] ^ 1]) + data[1:] if next(flips, False) else data
+        at = int(share * len(data))
+        return bytes(data[:at]) + bytes([data[at] ^ 1]) + bytes(data[at + 1 :]) if next(flips, False) else data
 
     bucket = CountingBucket(objects)
     bucket.change = change
     for options in ({}, {"local": tmp_path / "local"}):
         with BucketStore(bucket, **options) as store:
-            flips = iter([True])
+            flips, share = iter([True]), 0.0
             assert store.find(KEYS) == set(KEYS), "a header"
-            flips = iter([True])
+            flips, share = iter([True]), 0.5
             assert_right(store, KEYS)
             assert store.damaged() == {} and next(flips, None) is None
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from helpers.remote_samples import entries_of, make_cache
 from obstore.store import MemoryStore
@@ -32,6 +34,33 @@ def test_the_order_is_that_of_the_directory(tmp_path: Path, s3_url: str) -> None
     assert found[0] == found[1] and len(sum(found[0], [])) == len(dataset)  # noqa: RUF017 - few
     packs = {path.name for path in (cache / "packs").rglob("*.safetensors")}
     assert packs <= {path.name for path in (tmp_path / "local").rglob("*.safetensors")}, "they came whole"
+
+
+def test_without_a_local_directory_packs_come_whole_and_once(
+    tmp_path: Path, s3_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = make_cache(tmp_path / "cache")
+    assert main(["push", str(cache), s3_url]) == 0
+    ranges, asked = Bucket.ranges, []
+
+    def noted(bucket: Bucket, pack: str, wanted: Sequence[tuple[int, int]]) -> list[memoryview]:
+        asked.append((pack, [num for _, num in wanted]))
+        return ranges(bucket, pack, wanted)
+
+    monkeypatch.setattr(Bucket, "ranges", noted)
+    dataset, near = LatentDataset(s3_url, order="packs"), LatentDataset(cache, order="packs")
+    loaders = [LatentLoader(BucketBatchSampler(each, 4, seed=1, window=2), device="cpu") for each in (dataset, near)]
+    asked.clear()  # what the packs say of themselves was read by ranges
+    with loaders[0] as loader, loaders[1] as directory:
+        for batch, wanted in zip(loader, directory, strict=True):
+            assert batch["sample_id"] == wanted["sample_id"] and torch.equal(batch["latents"], wanted["latents"])
+    packs = {path.stem: path.stat().st_size for path in (cache / "packs").rglob("*.safetensors")}
+    assert sorted(asked) == sorted((pack, [num_bytes]) for pack, num_bytes in packs.items())
+    # A DataLoader's workers read for themselves: nothing is brought into the process that deals the batches.
+    asked.clear()
+    assert len(list(BucketBatchSampler(dataset, 4, window=2))) and not asked
+    dataset.cache.close()
+    near.cache.close()
 
 
 def copy_packs(bucket: Bucket, directory: Path, groups: list[range]) -> None:

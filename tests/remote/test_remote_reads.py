@@ -17,7 +17,7 @@ from helpers.remote_samples import NUM_SAMPLES, entries_of, make_cache
 from helpers.serving import RunningServer
 
 from latentcache.errors import EntryMissingError, RemoteError, StoreError
-from latentcache.remote.fetched import MAX_AHEAD, MAX_READS
+from latentcache.remote.fetched import MAX_READS
 from latentcache.remote.fetching_store import SETTLED_READS
 from latentcache.remote.local_tier import LocalTier
 from latentcache.remote.remote_store import RemoteStore
@@ -108,9 +108,10 @@ def test_prefetched_batches_come_while_others_are_read(relay: Relay, server: Run
 
 
 def test_what_is_needed_next_is_kept_where_more_is_prefetched_than_there_is_room_for(
-    relay: Relay, server: RunningServer
+    relay: Relay, server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    num = MAX_AHEAD + 3
+    monkeypatch.setattr("latentcache.remote.fetched.MAX_AHEAD", 8)
+    num = 8 + 3
     with RemoteStore(relay.url, token=server.token) as store:
         for start in range(num):
             store.prefetch(KEYS[start : start + 1])
@@ -119,9 +120,12 @@ def test_what_is_needed_next_is_kept_where_more_is_prefetched_than_there_is_room
     assert relay.routes() == ["entries:read"] * num, "nothing is fetched twice"
 
 
-def test_what_a_loader_prefetched_that_stopped_does_not_stay(relay: Relay, server: RunningServer) -> None:
+def test_what_a_loader_prefetched_that_stopped_does_not_stay(
+    relay: Relay, server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("latentcache.remote.fetched.MAX_AHEAD", 8)
     with RemoteStore(relay.url, token=server.token) as store:
-        for start in range(MAX_AHEAD):
+        for start in range(8):
             store.prefetch(KEYS[start : start + 1])
         for _ in range(MAX_READS + 1):
             assert read(store, 20, 21)
