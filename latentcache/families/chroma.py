@@ -10,15 +10,7 @@ from typing_extensions import override
 
 from latentcache.families.base import VAE_WEIGHTS, Caption, Encoded, LatentSpace, Part, TextField, Upload
 from latentcache.families.packed import PackedFamily, image_ids, text_ids
-from latentcache.families.tiny_parts import (
-    flow_scheduler,
-    frozen,
-    image_vae,
-    randomised,
-    seeded,
-    t5_model,
-    t5_tokenizer,
-)
+from latentcache.families.tiny_parts import flow_model, image_vae, seeded, t5_model, t5_tokenizer
 from latentcache.types import Padding
 
 _MASK = "prompt_attention_mask"
@@ -108,8 +100,7 @@ class Chroma(PackedFamily):
                 approximator_layers=1,
             )
             encoder = t5_model(tokenizer)
-        parts = {"vae": vae, "text_encoder": encoder, "tokenizer": tokenizer}
-        return frozen({**parts, "transformer": randomised(transformer, seed), "scheduler": flow_scheduler()})
+        return flow_model(transformer, seed, vae=vae, text_encoder=encoder, tokenizer=tokenizer)
 
 
 def _mask(batch: Mapping[str, Any]) -> torch.Tensor:

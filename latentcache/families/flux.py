@@ -13,10 +13,8 @@ from latentcache.families.packed import PackedFamily, control_latents, image_ids
 from latentcache.families.tiny_parts import (
     clip_text_model,
     clip_tokenizer,
-    flow_scheduler,
-    frozen,
+    flow_model,
     image_vae,
-    randomised,
     seeded,
     t5_model,
     t5_tokenizer,
@@ -114,7 +112,7 @@ class Flux(PackedFamily):
                 "tokenizer": clip,
                 "tokenizer_2": t5,
             }
-        return frozen({**parts, "transformer": randomised(transformer, seed), "scheduler": flow_scheduler()})
+        return flow_model(transformer, seed, **parts)
 
 
 FAMILY = Flux()

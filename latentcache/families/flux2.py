@@ -142,9 +142,7 @@ class Flux2(Family):
         with tiny_parts.seeded(seed):
             vae, encoder = tiny_parts.flux2_vae(self.latent.channels, seed), self.tiny_encoder(tokenizer)
             transformer = tiny_parts.flux2_transformer(4 * self.latent.channels, 16 * len(self.layers), self.is_guided)
-        parts = {"vae": vae, "text_encoder": encoder, "tokenizer": tokenizer}
-        denoiser, scheduler = tiny_parts.randomised(transformer, seed), tiny_parts.flow_scheduler()
-        return tiny_parts.frozen({**parts, "transformer": denoiser, "scheduler": scheduler})
+        return tiny_parts.flow_model(transformer, seed, vae=vae, text_encoder=encoder, tokenizer=tokenizer)
 
 
 FAMILY = Flux2()

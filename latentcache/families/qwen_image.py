@@ -116,10 +116,7 @@ class QwenImage(PackedFamily):
                 joint_attention_dim=16,
                 axes_dims_rope=(8, 4, 4),
             )
-        parts = {"vae": vae, "text_encoder": encoder, "tokenizer": tokenizer}
-        return tiny_parts.frozen(
-            {**parts, "transformer": tiny_parts.randomised(transformer, seed), "scheduler": tiny_parts.flow_scheduler()}
-        )
+        return tiny_parts.flow_model(transformer, seed, vae=vae, text_encoder=encoder, tokenizer=tokenizer)
 
 
 @cache

@@ -320,8 +320,9 @@ def flux2_transformer(channels: int, text_width: int, guidance_embeds: bool) -> 
     )
 
 
-def flow_scheduler() -> Any:
-    """The scheduler of most flow models."""
+def flow_model(transformer: Any, seed: int, **parts: Any) -> dict[str, Any]:
+    """These parts, a transformer whose parameters are made random, and the scheduler of most flow models: frozen."""
     from diffusers import FlowMatchEulerDiscreteScheduler
 
-    return FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
+    scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
+    return frozen({**parts, "transformer": randomised(transformer, seed), "scheduler": scheduler})

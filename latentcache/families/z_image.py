@@ -11,15 +11,7 @@ from typing_extensions import override
 from latentcache.errors import ConfigError
 from latentcache.families.base import VAE_WEIGHTS, Caption, Encoded, Family, LatentSpace, Part, TextField, Upload
 from latentcache.families.hidden_states import HiddenStates
-from latentcache.families.tiny_parts import (
-    flow_scheduler,
-    frozen,
-    image_vae,
-    qwen3_model,
-    qwen_tokenizer,
-    randomised,
-    seeded,
-)
+from latentcache.families.tiny_parts import flow_model, image_vae, qwen3_model, qwen_tokenizer, seeded
 from latentcache.types import Padding
 
 
@@ -133,8 +125,7 @@ class ZImage(Family):
                 axes_lens=[1024, 64, 64],
             )
             encoder = qwen3_model(tokenizer, 4, "Qwen3Model")
-        parts = {"vae": vae, "text_encoder": encoder, "tokenizer": tokenizer}
-        return frozen({**parts, "transformer": randomised(transformer, seed), "scheduler": flow_scheduler()})
+        return flow_model(transformer, seed, vae=vae, text_encoder=encoder, tokenizer=tokenizer)
 
 
 def _rows(batch: Mapping[str, Any]) -> list[torch.Tensor]:
