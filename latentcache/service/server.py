@@ -47,8 +47,6 @@ _BACKLOG = 2048
 _MAX_FILES = 1 << 16
 _MAX_PORT = 65535
 
-logger = logging.getLogger("latentcache")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Address:
