@@ -38,6 +38,17 @@ def file_latents(family: Family, latents: torch.Tensor) -> torch.Tensor:
     return latents.squeeze(1) if family.latent.is_video and not family.has_clips else latents
 
 
+def latent_mask(pixels: torch.Tensor, latents: torch.Tensor, downscale: int, path: str | Path) -> torch.Tensor:
+    """The mask uint8 [1, h, w] of latents [..., h, w]: the means of its pixels [h * downscale, w * downscale].
+
+    Raises ForeignFileRefused for another size, and for numbers that are not from 0 to 1.
+    """
+    sides = [side * downscale for side in latents.shape[-2:]]
+    if list(pixels.shape) != sides or not bool(((pixels >= 0) & (pixels <= 1)).all()):
+        raise corrupt(path, f"its mask is {list(pixels.shape)}; it must be {sides} of numbers from 0 to 1")
+    return (torch.nn.functional.avg_pool2d(pixels.float()[None], downscale) * 255 + 0.5).to(torch.uint8)
+
+
 def caption_rows(family: Family, embeds: torch.Tensor, mask: object, path: str | Path) -> torch.Tensor:
     """Of a caption's embeddings [1, L, ...] the rows that are stored: all, or for most families those of its own text.
 

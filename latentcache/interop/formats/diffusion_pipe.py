@@ -2,9 +2,9 @@
 
 `<dataset>/cache/<model>/cache_<aspect>x<w>x<h>x<frames>/latents/` holds `metadata.db` with the tables
 `items(shard, shard_index)` and `shard_<n>(offset, size)`, and the files `shard_<n>.bin`. A blob is a dict: `latents`
-[C, h, w], scaled, one draw; of Qwen-Image and Wan the mean, [C, F, h, w]; `mask`, `image_spec` [tar or None, absolute
-path], and `caption`, a list. Text embeddings are elsewhere, and no size or crop is recorded. (Read in diffusion-pipe
-8f83dbf.)
+[C, h, w], scaled, one draw; of Qwen-Image and Wan the mean, [C, F, h, w]; `mask`, None or [H, W] in pixels;
+`image_spec` [tar or None, absolute path], and `caption`, a list. Text embeddings are elsewhere, and no size or crop is
+recorded. (Read in diffusion-pipe 8f83dbf.)
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from latentcache.dataset.buckets import fit
 from latentcache.dataset.samples import walk
 from latentcache.errors import DatasetError, ForeignFileRefused
 from latentcache.families import family_named
-from latentcache.interop.family_tensors import image_latents, keeps_padding
+from latentcache.interop.family_tensors import image_latents, keeps_padding, latent_mask
 from latentcache.interop.foreign_family import chosen_family
-from latentcache.interop.foreign_files import MAX_FILE_BYTES, corrupt, load_torch, opened, read_at
+from latentcache.interop.foreign_files import MAX_FILE_BYTES, corrupt, load_torch, opened, read_at, tensor_in
 from latentcache.interop.readers import (
     ForeignImage,
     ForeignItem,
@@ -42,7 +42,7 @@ ARCHITECTURES = {"sdxl": "sdxl", "flux": "flux", "chroma": "chroma", "qwen_image
 """The model in a folder's name -> the family."""
 NOTE_DERIVED = "sizes derived from the image: resized to cover the bucket, cropped in the middle"
 NOTE_NO_IMAGE = "the image is not there: the bucket stands for its size, as where diffusion-pipe trains"
-NOTE_MASK = "its mask is not imported"
+NOTE_MASK = "its mask was imported: means of pixels, where diffusion-pipe takes one pixel for each latent"
 
 _SHARD = re.compile(r"shard_(\d{1,6})")
 _MAX_QUERY_S = 60.0
@@ -152,11 +152,13 @@ class DiffusionPipeCache:
         found, bucket = self._images.find(recorded), bucket_of(latents, self.family)
         image, image_size = self._images.image(found)
         note = NOTE_NO_IMAGE if image is None else NOTE_DERIVED
-        if content.get("mask") is not None:
-            note = f"{note}; {NOTE_MASK}"
+        mask = content.get("mask")
+        if mask is not None:
+            pixels = tensor_in(mask, "mask", path, ndim=2)
+            note, mask = f"{note}; {NOTE_MASK}", latent_mask(pixels, latents, self._family.latent.downscale, path)
         sample_id, geometry = found or sample_id_of(recorded, path), fit(image_size or bucket, bucket)
         output: Literal["mean", "sample"] = "mean" if is_video else "sample"
-        yield ForeignImage(sample_id, path, image, latents, True, output, geometry, note)
+        yield ForeignImage(sample_id, path, image, latents, True, output, geometry, note, mask)
 
 
 read = DiffusionPipeCache

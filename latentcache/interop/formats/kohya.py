@@ -31,6 +31,7 @@ from latentcache.dataset.samples import walk
 from latentcache.errors import DatasetError, ForeignFileRefused
 from latentcache.families.sdxl import FAMILY as SDXL
 from latentcache.interop.exporting import Export, ExportSample
+from latentcache.interop.family_tensors import latent_mask
 from latentcache.interop.foreign_family import chosen_family
 from latentcache.interop.foreign_files import NpzFile, corrupt, npz_bytes, open_npz
 from latentcache.interop.formats.kohya_texts import SUFFIXES, float_tensor, read_text, text_arrays
@@ -158,12 +159,14 @@ class KohyaCache:
             sample_id, image, note = matched_image(self._images, base, size, path, self.format)
             notes += [note] if note else []
             geometry = _geometry(file, size, stored, notes)
-            mask, is_scaled = _mask(file, path, stored), self.family == "flux"
-            note = "; ".join([*notes, *([] if mask is None else [NOTE_MASK])]) or None
+            mask_name, is_scaled = f"alpha_mask{stored.suffix}", self.family == "flux"
+            pixels = float_tensor(file, mask_name, path, ndim=2) if mask_name in file.names else None
+            note = "; ".join([*notes, *([] if pixels is None else [NOTE_MASK])]) or None
             for flip in (False, True):
                 name = f"latents{'_flipped' if flip else ''}{stored.suffix}"
                 if name in file.names:
                     latents, flipped = float_tensor(file, name, path, ndim=3), replace(geometry, flip=flip)
+                    mask = None if pixels is None else latent_mask(pixels, latents, _PIXELS, path)
                     own = mask.flip(-1) if mask is not None and flip else mask
                     yield ForeignImage(sample_id, str(path), image, latents, is_scaled, "sample", flipped, note, own)
 
@@ -241,17 +244,6 @@ def _geometry(file: NpzFile, size: Size, stored: _Stored, notes: list[str]) -> G
     if size != geometry.resized_size and all(0 <= side < _LARGEST_STEP for side in spare):
         notes.append(NOTE_NO_UPSCALE)
     return geometry
-
-
-def _mask(file: NpzFile, path: Path, stored: _Stored) -> torch.Tensor | None:
-    """The mask uint8 [1, h, w], if there is one: the means of the pixels of each latent, as kohya's loss has them."""
-    name = f"alpha_mask{stored.suffix}"
-    if name not in file.names:
-        return None
-    values, sides = float_tensor(file, name, path, ndim=2), (stored.height * _PIXELS, stored.width * _PIXELS)
-    if values.shape != sides or not bool(((values >= 0) & (values <= 1)).all()):
-        raise corrupt(path, f"{name} is {list(values.shape)}; it must be {list(sides)} of numbers from 0 to 1")
-    return (torch.nn.functional.avg_pool2d(values.float()[None], _PIXELS) * 255 + 0.5).to(torch.uint8)
 
 
 read = KohyaCache

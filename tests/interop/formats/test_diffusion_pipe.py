@@ -123,10 +123,20 @@ def test_a_recorded_path_is_never_opened_outside_the_images_folder(images, folde
             assert "no path of a file" in only.detail
 
 
-def test_a_mask_is_left_out_and_noted(images, folder):
-    write_cache(folder, [[saved(item(LATENTS[0], str(images / "a.png"), mask=torch.ones(12, 8)))]])
-    (found,) = split(diffusion_pipe.read(folder, images=images))[0]
+def test_a_mask_is_that_of_the_sample_and_noted(images, folder):
+    pixels = torch.rand(96, 64, generator=torch.Generator().manual_seed(2)).half()
+    write_cache(folder, [[saved(item(LATENTS[0], str(images / "a.png"), mask=pixels))]])
+    (found,), _, _ = split(diffusion_pipe.read(folder, images=images))
+    means = torch.nn.functional.interpolate(pixels.float()[None, None], size=(12, 8), mode="area")[0]
+    torch.testing.assert_close(found.mask.float() / 255, means, rtol=0, atol=0.501 / 255)
     assert found.note == f"{NOTE_DERIVED}; {NOTE_MASK}"
+
+
+@pytest.mark.parametrize("mask", [torch.ones(12, 8), torch.ones(96, 64) * 2, torch.ones(1, 96, 64), [1]])
+def test_a_mask_of_another_form_is_refused(images, folder, mask):
+    write_cache(folder, [[saved(item(LATENTS[0], str(images / "a.png"), mask=mask))]])
+    found, _, (refusal,) = split(diffusion_pipe.read(folder, images=images))
+    assert found == [] and refusal.reason == "corrupt" and "mask is" in refusal.detail
 
 
 @pytest.mark.parametrize(

@@ -111,4 +111,4 @@ def test_a_damaged_mask_skips_its_sample(tmp_path: Path) -> None:
 def test_a_mask_of_another_form_is_refused(tmp_path: Path, mask: np.ndarray) -> None:
     write_sample(tmp_path, "cat", alpha_mask=mask)
     found, _, (refusal,) = split(kohya.read(tmp_path))
-    assert found == [] and refusal.reason == "corrupt" and "alpha_mask is" in refusal.detail
+    assert found == [] and refusal.reason == "corrupt" and "mask is" in refusal.detail
