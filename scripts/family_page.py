@@ -8,6 +8,8 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 if TYPE_CHECKING:
     from latentcache.families.base import Family
 
@@ -29,12 +31,12 @@ def families_page() -> Iterator[str]:
     yield "the posterior's moments, or its mean where the family is trained with that. Texts are stored without padding"
     yield "where a batch that is padded again gives the same result to the last bit."
     yield from ("", "Bytes are those of the published models, in numbers of two bytes, for an image of")
-    yield f"{SIDE}x{SIDE} pixels and a caption of {NUM_TOKENS} tokens."
+    yield f"{SIDE}x{SIDE} pixels and a caption of {NUM_TOKENS} tokens; `qwen-image-edit` reads it with a square image."
     yield from ("", "| family | latents | bytes | text | bytes | with padding | texts without padding |")
     yield "|---|---|---|---|---|---|---|"
     for family in families:
-        latents, padded = latent_shape(family), padded_shapes(family, parts[family.name])
-        shapes = caption_shapes(family, parts[family.name])
+        latents, shapes = latent_shape(family), caption_shapes(family, parts[family.name])
+        padded = shapes if family.text_reads_control else padded_shapes(family, parts[family.name])
         ratio = f" ({num_bytes(padded) / num_bytes(shapes):.0f} x)" if shapes != padded else ""
         yield (
             f"| `{family.name}` | {shape_text(latents)} | {math.prod(latents) * BYTES:,} | {shapes_text(shapes)} | "
@@ -59,10 +61,11 @@ def section(family: Family, families: list[Family], parts: dict[str, dict[str, A
     names_shared = ", ".join(f"`{each}`" for each in shared)
     yield f"| latents shared with | {f'{names_shared}, where the weights of the VAE are equal' if shared else 'none'} |"
     for function, name in (("read", "imported from"), ("export", "exported to")):
-        yield f"| {name} | {', '.join(others_of(family, function))} |"
+        others = others_of(family, function) if function == "read" or not family.text_reads_control else ["none"]
+        yield f"| {name} | {', '.join(others)} |"
     recipe = ", ".join(f"`{name}: {value}`" for name, value in family.text_recipe().items())
     yield f"| recipe of a text, in its key | {recipe} |"
-    yield f"| tokens at most | {family.max_length} |"
+    yield f"| tokens at most | {'any number' if family.text_reads_control else family.max_length} |"
     yield f"| text encoders compute in | {family.text_dtype} on an accelerator |"
     yield f"| control images in training and validation | {'read' if family.reads_controls else 'refused'} |"
 
@@ -108,7 +111,10 @@ def caption_shapes(family: Family, parts: dict[str, Any]) -> dict[str, tuple[int
     if not trimmed:
         return shapes
     text = " ".join(["a"] * NUM_TOKENS)  # each of which is a token of the tiny tokenizers
-    made = family.encode_text(parts, family.tokenize(parts, [text]), recipe)
+    tokens = family.tokenize(parts, [text])
+    if family.text_reads_control:
+        tokens = family.tokenize_with_control(parts, [text], [[np.zeros((SIDE, SIDE, 3), np.uint8)]])
+    made = family.encode_text(parts, tokens, recipe)
     return {
         name: (int(made[name + MASK].sum()), *shape[1:]) if name in trimmed else shape for name, shape in shapes.items()
     }

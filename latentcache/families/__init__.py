@@ -15,7 +15,9 @@ from latentcache.errors import ModelError
 if TYPE_CHECKING:
     from latentcache.families.base import Family
 
-FamilyName = Literal["sdxl", "sd15", "flux", "chroma", "z-image", "wan", "qwen-image", "krea2", "flux2", "flux2-dev"]
+FamilyName = Literal[
+    "sdxl", "sd15", "flux", "chroma", "z-image", "wan", "qwen-image", "qwen-image-edit", "krea2", "flux2", "flux2-dev"
+]
 FAMILIES: tuple[FamilyName, ...] = get_args(FamilyName)
 DEFAULT: FamilyName = FAMILIES[0]
 """That of caches and models that name none: those of the first versions."""

@@ -32,7 +32,7 @@ class Part:
 
     `weights` are the first parts of the names of those weights that its outputs depend on. A file in the layout of the
     model's authors is converted as one of the class `layout`, with these first parts of names `renamed`; by default as
-    one of its own class.
+    one of its own class. `needs` is a package that the class cannot be made without.
     """
 
     role: Role
@@ -40,6 +40,7 @@ class Part:
     weights: tuple[str, ...] = ("",)
     layout: str | None = None
     renamed: tuple[tuple[str, str], ...] = ()
+    needs: str | None = None
 
     @property
     def is_any_class(self) -> bool:
@@ -136,6 +137,16 @@ def inference(device: torch.device) -> Iterator[None]:
     """Without gradients, and without a surrounding autocast: an entry's identity states the dtype of computation."""
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         yield
+
+
+def check_prompts(family: Family, prompts: Sequence[str]) -> None:
+    """ConfigError for prompts of a family whose pipeline reads them together with control images."""
+    if prompts and family.text_reads_control:
+        raise ConfigError(
+            f"{family.name} generates from a prompt and control images, and a prompt has none here; set prompts to [] "
+            "(a validation set has its control images: its loss is measured)",
+            key="validation.prompts",
+        )
 
 
 class Family(ABC):
@@ -292,7 +303,10 @@ class Family(ABC):
 
     @abstractmethod
     def text_shapes(self, parts: Mapping[str, Any], recipe: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-        """The shape of each field of one text with its padding, read from the configs of the encoders."""
+        """The shape of each field of one text with its padding, read from the configs of the encoders.
+
+        Where texts are read with control images, and have no padding: of a usual text with one.
+        """
 
     # Images
 

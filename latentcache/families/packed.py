@@ -27,10 +27,11 @@ def unpacked(tokens: torch.Tensor, height: int, width: int) -> torch.Tensor:
 
 
 def control_latents(batch: Mapping[str, Any], noisy: torch.Tensor) -> list[torch.Tensor]:
-    """The scaled latents of the batch's control images, in their order, in the dtype of the noisy ones."""
+    """The scaled latents of the batch's control images, in their order, in the dtype of the noisy ones [B, C, h, w]."""
     found: list[torch.Tensor] = []
     while (name := f"control_latents_{len(found) + 1}") in batch:
-        found.append(batch[name].to(noisy.dtype))
+        latents = batch[name].to(noisy.dtype)
+        found.append(latents.squeeze(2) if latents.ndim > noisy.ndim else latents)  # one of a video VAE has one frame
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from typing_extensions import override
@@ -18,7 +18,7 @@ from latentcache.types import Padding
 
 NUM_DROPPED = 34
 """Tokens of the system prompt, whose rows the pipeline drops."""
-_STATES = {-1: "language_model.norm"}
+STATES = {-1: "language_model.norm"}
 """The hidden state that the pipeline reads, and the module whose output it is."""
 
 
@@ -31,8 +31,10 @@ class QwenImage(PackedFamily):
 
     name = "qwen-image"
     pipeline_name = "QwenImagePipeline"
-    pipeline_names = ("QwenImageImg2ImgPipeline", "QwenImageInpaintPipeline", "QwenImageControlNet*")
-    repositories = ("Qwen/Qwen-Image",)
+    pipeline_names: ClassVar[tuple[str, ...]] = (
+        *("QwenImageImg2ImgPipeline", "QwenImageInpaintPipeline", "QwenImageControlNet*"),
+    )
+    repositories: ClassVar[tuple[str, ...]] = ("Qwen/Qwen-Image",)
     parts = {
         "vae": Part("vae", "diffusers.AutoencoderKLQwenImage", VAE_WEIGHTS, layout="AutoencoderKLWan"),
         "text_encoder": Part(
@@ -44,7 +46,7 @@ class QwenImage(PackedFamily):
     latent = LatentSpace(16, is_video=True)
     fields = {"prompt_embeds": TextField("joint_attention_dim", Padding(), (3584,))}
     max_length = 512
-    longest = 1024
+    longest: ClassVar[int | None] = 1024
     recipe = {"layers": "-1", "num_dropped": NUM_DROPPED}
     can_keep_padding, compiles_text = False, False
 
@@ -63,7 +65,7 @@ class QwenImage(PackedFamily):
         """As `Family.encode_text`. ModelError if the tokenizer cuts the system prompt into another number of tokens."""
         encoder = parts["text_encoder"]
         check_prefix(parts["tokenizer"], _template(self).partition("{}")[0])
-        pipeline = self.pipeline(text_encoder=HiddenStates(encoder, _STATES), tokenizer=parts["tokenizer"])
+        pipeline = self.pipeline(text_encoder=HiddenStates(encoder, STATES), tokenizer=parts["tokenizer"])
         embeds, mask = pipeline.encode_prompt(
             [text.text for text in texts], device=encoder.device, max_sequence_length=recipe["max_length"]
         )
@@ -131,12 +133,12 @@ def needed_mask(batch: Mapping[str, Any]) -> torch.Tensor | None:
     return None if mask is None or bool(mask.all()) else mask
 
 
-def check_prefix(tokenizer: Any, prefix: str) -> None:
-    """Raise ModelError if the system prompt has not NUM_DROPPED tokens: its rows would be taken as the text's."""
+def check_prefix(tokenizer: Any, prefix: str, num_dropped: int = NUM_DROPPED) -> None:
+    """Raise ModelError if the system prompt has not so many tokens: its rows would be taken as the text's."""
     found = len(tokenizer(prefix).input_ids)
-    if found != NUM_DROPPED:
+    if found != num_dropped:
         raise ModelError(
-            f"tokenizer: it cuts the system prompt into {found} tokens, but the pipeline drops {NUM_DROPPED}. Name the "
+            f"tokenizer: it cuts the system prompt into {found} tokens, but the pipeline drops {num_dropped}. Name the "
             "tokenizer of the model.",
             part="tokenizer",
         )

@@ -259,6 +259,20 @@ def qwen_vl_model(
     return randomised(getattr(transformers, class_name)(config), 4)
 
 
+def qwen_vl_processor(tokenizer: Any) -> Any:
+    """A processor of texts and images. That of the library has one of videos too, which needs torchvision."""
+    import transformers
+
+    class TinyProcessor(transformers.Qwen2VLProcessor):
+        def __init__(self, image_processor: Any, tokenizer: Any, chat_template: str | None = None):
+            super().__init__(image_processor, tokenizer, chat_template=chat_template)  # type: ignore[no-untyped-call]
+
+        def check_argument_for_proper_class(self, *_: Any) -> None:  # it looks in a table that needs torchvision
+            return None
+
+    return TinyProcessor(transformers.Qwen2VLImageProcessor(), tokenizer)
+
+
 def image_vae(channels: int, **options: Any) -> Any:
     """An AutoencoderKL of 8 pixels per latent row."""
     from diffusers import AutoencoderKL

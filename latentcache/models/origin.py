@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -122,9 +123,11 @@ class FolderOrigin(ModelOrigin):
     def load_tokenizers(self) -> dict[str, Any]:
         tokenizers = {}
         for part in self.family.names("tokenizer"):
-            folder = self._existing(part)
+            folder, described = self._existing(part), self.family.parts[part]
+            if described.needs is not None and importlib.util.find_spec(described.needs) is None:
+                raise refused(part, f"{described.class_name} needs {described.needs}. Install that package.")
             with loading(part, self.name):
-                tokenizers[part] = self.family.parts[part].load_class().from_pretrained(folder, local_files_only=True)
+                tokenizers[part] = described.load_class().from_pretrained(folder, local_files_only=True)
         return tokenizers
 
     def _folder_of(self, part: str) -> Path:

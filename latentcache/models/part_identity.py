@@ -27,6 +27,7 @@ IGNORED_CONFIG: Mapping[str, str] = {
     "dtype": "the weights are digested in the dtype of the computation",
     "force_upcast": "advice for the choice of the dtype, which is a field of its own",
     "id2label": "for classifiers",
+    "image_processor_type": "the class is a field of its own",
     "initializer_factor": "for new weights only",
     "initializer_range": "for new weights only",
     "label2id": "for classifiers",
@@ -39,6 +40,7 @@ IGNORED_CONFIG: Mapping[str, str] = {
     "output_attentions": "which outputs are returned, not their values",
     "output_hidden_states": "which outputs are returned, not their values; encode_prompt passes it",
     "problem_type": "for classifiers",
+    "processor_class": "of which processor it is a part, not what it does",
     "return_dict": "how outputs are returned, not their values",
     "sample_size": "read for tiling only; tile sizes count where tiling is on",
     "scaling_factor": "a field of its own; encode() does not apply it",
@@ -94,11 +96,13 @@ def module_identity(
     return PartIdentity(type(module).__name__, found, digest(canonical_json(settings)))
 
 
-def tokenizer_identity(part: str, tokenizer: Any) -> PartIdentity:
+def tokenizer_identity(part: str, tokenizer: Any, *, reads_images: bool = False) -> PartIdentity:
     """The identity of a tokenizer: `weights` is its vocabulary, merges and text rules, `config` its special tokens.
 
-    Raises ModelError for a tokenizer without a `tokenizers` backend.
+    With `reads_images` it is a processor's, and how that prepares images counts too. Raises ModelError for a tokenizer
+    without a `tokenizers` backend.
     """
+    image_processor = tokenizer.image_processor if reads_images else None
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor has one, and reads images too
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -116,6 +120,10 @@ def tokenizer_identity(part: str, tokenizer: Any) -> PartIdentity:
         "special_tokens": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
         "truncation_side": tokenizer.truncation_side,
     }
+    if image_processor is not None:
+        public = {name: value for name, value in image_processor.to_dict().items() if not name.startswith("_")}
+        # The class too: that of Pillow and that of torchvision resize otherwise.
+        settings["images"] = {**_counting(public), "class": type(image_processor).__name__}
     return PartIdentity(type(tokenizer).__name__, digest(canonical_json(rules)), digest(canonical_json(settings)))
 
 

@@ -218,7 +218,7 @@ def _text_numbers(models: Models, dtype: torch.dtype, encoding: TextEncoding, me
         family, recipe = models.family, encoding.settings
         number = 0
         for field, (first, *rest) in family.text_shapes(models.text(dtype), recipe).items():
-            is_ragged = family.padding(field, recipe) is not None
+            is_ragged = family.padding(field, recipe) is not None and not family.text_reads_control
             number += math.prod(rest) * (min(first, TYPICAL_TOKENS) if is_ragged else first)
         memo[name] = str(number)
     return number

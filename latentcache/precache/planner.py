@@ -24,6 +24,7 @@ from latentcache.dataset.row_table import RowTableBuilder
 from latentcache.dataset.samples import Sample
 from latentcache.dataset.sources import VIDEO_SUFFIXES, open_source
 from latentcache.errors import ConfigError, ImageRefused
+from latentcache.families.base import check_prompts
 from latentcache.identity import SCHEMA, ImageIdentity, MaskIdentity, digest, encoding_json
 from latentcache.models.model_loader import Models
 from latentcache.precache.encodings import Encodings, family_json
@@ -106,8 +107,12 @@ def _plan_prompts(
 ) -> None:
     """The validation prompts. A negative prompt may be encoded otherwise, so the empty prompt is two.
 
-    `last` is the manifest of the first dataset.
+    `last` is the manifest of the first dataset. Where texts are read with control images there are none: ConfigError
+    for those that the config has.
     """
+    check_prompts(encodings.family, config.validation.prompts)
+    if encodings.family.text_reads_control:
+        return
     positive = [(text, False) for text in ("", *config.validation.prompts)]
     negative = [(text, True) for text in ("", config.validation.negative_prompt or "")]
     # The prompts of this config's last run, which may have had other encoders.

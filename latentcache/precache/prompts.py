@@ -15,6 +15,7 @@ from latentcache.dataset.manifest_folder import Manifests, update_manifest
 from latentcache.dataset.manifest_row import CaptionRef, Row
 from latentcache.devices.placement import DeviceLike, device_of
 from latentcache.errors import DatasetError, EncodeError, ModelError
+from latentcache.families.base import check_prompts
 from latentcache.identity import (
     SCHEMA,
     PartIdentity,
@@ -138,7 +139,11 @@ def prompt_keys(encodings: TextEncodings, models: Models, salt: str) -> PromptKe
 
 
 def prompt_task(text: str, keys: PromptKeys, *, negative: bool) -> TextTask:
-    """A prompt as a text entry to encode: the one that a precache run with this prompt in `validation` makes."""
+    """A prompt as a text entry to encode: the one that a precache run with this prompt in `validation` makes.
+
+    ConfigError for a family that reads texts with control images.
+    """
+    check_prompts(keys[negative].family, [text])
     identity, sample_id = keys[negative].identity(text), prompt_id(text, negative=negative)
     return TextTask(key_of(identity.to_json()), identity, text, sample_id, sample_id)
 

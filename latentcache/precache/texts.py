@@ -19,13 +19,13 @@ class TextKeys:
     """
 
     def __init__(self, family: Family, tokenizers: Callable[[], Mapping[str, Any]], encoding: TextEncoding, salt: str):
-        self._family, self._tokenizers = family, tokenizers() if family.renders else {}
+        self.family, self._tokenizers = family, tokenizers() if family.renders else {}
         self._encoding, self._salt = encoding, salt
         self._key = keys_like(TextIdentity("", encoding, salt))
 
     def source(self, text: str) -> str:
         """The digest of a text as the tokenizer gets it."""
-        return caption_digest(self._family.rendered(self._tokenizers, text))
+        return caption_digest(self.family.rendered(self._tokenizers, text))
 
     def key(self, text: str, controls: Controls = ()) -> str:
         """The key of a text, and of the control images that are read together with it."""

@@ -21,7 +21,7 @@ from latentcache.devices.placement import DeviceLike, device_of
 from latentcache.devices.tensor_location import offload_hook_of
 from latentcache.errors import ConfigError, ModelError, SampleError
 from latentcache.families import DEFAULT, family_named, family_of_denoiser
-from latentcache.families.base import Family
+from latentcache.families.base import Family, check_prompts
 from latentcache.loading.cache import LatentCache
 from latentcache.models.running import uncached_autocast
 from latentcache.models.vae import decode_fitting, vae_facts
@@ -142,6 +142,7 @@ def denoise(
     used, ModelError for a wrapped denoiser.
     """
     family = family or family_of_denoiser(denoiser)
+    check_prompts(family, [each.prompt for each in embeddings])
     if not hasattr(denoiser, "config"):
         name, word = family.denoiser, family.denoiser_word
         raise ModelError(
@@ -228,6 +229,7 @@ def check_sampling(
     `family` None is DEFAULT.
     """
     family = family or family_named(DEFAULT)
+    check_prompts(family, settings.prompts)
     scheduler_copy(scheduler, settings.scheduler, family)
     facts = vae_facts(vae)
     factor, expected = facts.downscale_factor, family.latent.others.get(facts.latent_channels, family.latent.downscale)

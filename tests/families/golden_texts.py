@@ -13,6 +13,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from latentcache.families import FAMILIES, family_named
@@ -30,7 +31,12 @@ def text_numbers(name: str) -> dict[str, Any]:
     for number, encoder in enumerate(family.names("text_encoder")):
         randomised(parts[encoder], 100 + number)
     parts = frozen(parts)
-    made = family.encode_text(parts, family.tokenize(parts, TEXTS), family.text_recipe())
+    if family.text_reads_control:
+        ramp = np.linspace(0, 255, 64 * 96 * 3).reshape(64, 96, 3).astype(np.uint8)
+        tokens = family.tokenize_with_control(parts, TEXTS, [[ramp], [ramp, ramp.transpose(1, 0, 2)]])
+    else:
+        tokens = family.tokenize(parts, TEXTS)
+    made = family.encode_text(parts, tokens, family.text_recipe())
     found: dict[str, Any] = {}
     for field in family.fields:
         mask = made.get(field + MASK, torch.ones(made[field].shape[:2], dtype=torch.bool))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -35,7 +36,8 @@ def test_each_family_has_a_complete_config(name: str) -> None:
     path, family = CONFIGS / f"{name}.yaml", family_named(name)
     settings = shown(yaml.safe_load(path.read_text(encoding="utf-8")))
     base = shown(yaml.safe_load((CONFIGS / BASE).read_text(encoding="utf-8")))
-    assert settings.keys() == base.keys()
+    assert {each for each in settings if not each.startswith("datasets.N.control")} == base.keys()
+    assert family.text_reads_control == ("datasets.N.control" in settings)
     others = (CONFIGS / f"{other}.yaml" for other in ("edit_pairs", "wan_clips"))
     shown_there = {each for other in others for each in shown(yaml.safe_load(other.read_text(encoding="utf-8")))}
     assert set(known_settings()) - settings.keys() <= shown_there
@@ -54,20 +56,25 @@ def test_any_config_runs_on_the_tiny_model(config_name: str, name: str, tmp_path
     for number in range(2):
         photo = write_photo(tmp_path / "photos" / f"{number}.png", number, (64, 64))
         photo.with_suffix(".txt").write_text("a red cat on the table")
-    small = {"source": {"path": str(tmp_path / "photos")}, "buckets": {"area": 64 * 64, "step": 16}}
-    overrides = {
+        write_photo(tmp_path / "controls" / photo.name, 2 + number, (64, 64))
+    family = family_named(name)
+    small: dict[str, Any] = {"source": {"path": str(tmp_path / "photos")}, "buckets": {"area": 64 * 64, "step": 16}}
+    if family.text_reads_control:
+        small["control"] = [{"path": str(tmp_path / "controls")}]
+    overrides: dict[str, Any] = {
         "cache": {"path": str(tmp_path / "cache")},
         "datasets": {each: {**small, "images": {"min_side": 16}} for each in ("my-photos", "held-out")},
         "model": {"family": name, "path": "tiny"},
         "encode": {"device": "cpu"},
     }
+    if family.text_reads_control:
+        overrides["validation"] = {"prompts": []}
     config = load_config(CONFIGS / config_name, environ={}, overrides=overrides)
     report = run_precache(config)
     assert not report.refused and report.num_samples == 4
     assert report.placement["family"] == f"{name}: model.family says so"
     with LatentCache(config.cache.path, manifest="my-photos") as cache:
         batch = cache.batch(["0.png", "1.png"], device="cpu")
-    family = family_named(name)
     latents = batch["latents"]
     assert latents.shape[1] == family.latent.channels and latents.ndim == (5 if family.latent.is_video else 4)
     assert all(field in batch for field in family.fields)

@@ -40,8 +40,13 @@ def test_a_denoiser_without_guidance_gets_none(tmp_path: Path) -> None:
 
 def check_first_call(run: FamilyRun) -> None:
     """What `predict` hands to the denoiser, and what that gives, are those of the pipeline's own first call."""
-    call, noisy, timesteps = run.first_call(PAIR)
-    batch = run.batch(PAIR)
+    for texts in run.groups(PAIR):
+        check_call(run, texts)
+
+
+def check_call(run: FamilyRun, texts: list[str]) -> None:
+    call, noisy, timesteps = run.first_call(texts)
+    batch = run.batch(texts)
     with torch.no_grad(), recorded(run.denoiser) as calls:
         run.family.predict(run.denoiser, noisy, timesteps, batch)
     [own] = calls
@@ -66,12 +71,12 @@ def test_scaled_latents_are_those_of_the_pipeline(run: FamilyRun, text: str) -> 
 
 
 def test_two_guided_steps_without_encoders_are_those_with_them(run: FamilyRun) -> None:
-    family, negative = run.family, ["", ""]
-    guidance, kwargs = family.guidance_kwargs(4.0), run.prompts(PAIR, negative)
-    given = None if not family.uses_negative(4.0) else run.negative(len(PAIR))
-    from_cache = family.pipeline_kwargs(run.batch(PAIR), given)
-    live = run.generate(run.pipeline, **kwargs, **guidance)
-    assert torch.equal(run.generate(run.bare_pipeline, **from_cache, **guidance), live)
+    family, guidance = run.family, run.family.guidance_kwargs(4.0)
+    for texts in run.groups(PAIR):
+        given = None if not family.uses_negative(4.0) else run.negative(texts)
+        from_cache = family.pipeline_kwargs(run.batch(texts), given) | run.pictures(texts)
+        live = run.generate(run.pipeline, **run.prompts(texts, [""] * len(texts)), **guidance)
+        assert torch.equal(run.generate(run.bare_pipeline, **from_cache, **guidance), live)
 
 
 def test_unscaled_latents_are_what_the_pipeline_decodes(run: FamilyRun, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,18 +86,17 @@ def test_unscaled_latents_are_what_the_pipeline_decodes(run: FamilyRun, monkeypa
         run.pipeline.vae, "decode", lambda z, *args, **rest: (decoded.append(z), decode(z, *args, **rest))[1]
     )
     run.generate(run.pipeline, **kwargs)
-    without_vae = run.family.pipeline(
-        **{name: part for name, part in run.parts.items() if part is not run.pipeline.vae}
-    )
+    vae = None if run.family.text_reads_control else run.pipeline.vae  # which encodes a control image
+    without_vae = run.family.pipeline(**{name: part for name, part in run.parts.items() if part is not vae})
     latents = run.generate(without_vae, **kwargs, output_type="latent")
     found = run.scaling.undo(run.family.final_latents(latents, SIDE, SIDE))
     assert torch.equal(found, decoded[0])
 
 
 def gradients(run: FamilyRun, predict: Any, latents: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss and gradients of one training step on two samples."""
+    """Loss and gradients of one training step on one or two samples."""
     schedule = NoiseSchedule.of(run.parts["scheduler"])
-    index = torch.tensor([812, 455])
+    index = torch.tensor([812, 455])[: len(latents)]
     noise = torch.randn(latents.shape, generator=torch.Generator().manual_seed(12))
     noisy, target = schedule.noised(latents, noise, index), schedule.target(latents, noise, index)
     run.denoiser.requires_grad_(True).zero_grad()
@@ -104,8 +108,9 @@ def gradients(run: FamilyRun, predict: Any, latents: torch.Tensor) -> tuple[torc
 
 
 def test_a_training_step_is_that_of_live_encoding(run: FamilyRun) -> None:
-    family, cached = run.family, run.batch(PAIR)
-    call, _, _ = run.first_call(PAIR)
+    texts = run.groups(PAIR)[0]
+    family, cached = run.family, run.batch(texts)
+    call, _, _ = run.first_call(texts)
     conditions = family.conditions(run.denoiser, torch.zeros(2, run.denoiser_channels, 8, 8), cached)
 
     class Live:
@@ -117,9 +122,10 @@ def test_a_training_step_is_that_of_live_encoding(run: FamilyRun) -> None:
             given = {name: call.arguments.get(name) for name in conditions}
             return run.denoiser(*arguments, **{**options, **given})
 
-    live = torch.cat([SCALED_LATENTS[family.name](run.pipeline, run.pixels(text)) for text in PAIR])
-    stored = torch.cat([run.latents(text) for text in PAIR])
-    loss, wanted = gradients(run, lambda noisy, steps: family.predict(Live(), noisy, steps, cached), live)
+    live = torch.cat([SCALED_LATENTS[family.name](run.pipeline, run.pixels(text)) for text in texts])
+    stored = torch.cat([run.latents(text) for text in texts])
+    live_batch = cached | (run.live_controls(*texts) if family.text_reads_control else {})
+    loss, wanted = gradients(run, lambda noisy, steps: family.predict(Live(), noisy, steps, live_batch), live)
     cached_loss, found = gradients(run, lambda noisy, steps: family.predict(run.denoiser, noisy, steps, cached), stored)
     assert torch.equal(cached_loss, loss) and loss > 0
     assert found.keys() == wanted.keys() and sum(each.abs().sum() > 0 for each in found.values()) > len(found) / 2

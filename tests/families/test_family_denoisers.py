@@ -143,8 +143,13 @@ def settings(**changes: Any) -> ValidationConfig:
 @pytest.mark.parametrize("guidance", [0.0, 4.0])
 def test_sample_images_are_those_of_the_whole_pipeline(run: FamilyRun, guidance: float) -> None:
     family, chosen = run.family, settings(guidance_scale=guidance)
-    embeddings = [PromptEmbeddings(TEXT, "", run.texts([TEXT]), run.negative(1))]
+    embeddings = [PromptEmbeddings(TEXT, "", run.texts([TEXT]), run.negative([TEXT]))]
     scheduler, vae = run.parts["scheduler"], run.parts["vae"]
+    if family.text_reads_control:
+        with pytest.raises(ConfigError, match="a prompt has none here; set prompts to") as raised:
+            denoise(run.denoiser, scheduler, embeddings, chosen, family=family)
+        assert raised.value.key == "validation.prompts"
+        return
     check_sampling(vae, scheduler, chosen, family)
     latents = denoise(run.denoiser, scheduler, embeddings, chosen, family=family)
     [sample] = decode_samples(vae, latents, embeddings, chosen)

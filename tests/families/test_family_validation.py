@@ -69,13 +69,14 @@ def name(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def config(name: str, tmp_path: Path) -> Config:
     """A training set and a validation set of the same photos, and one prompt, whose model is the family's tiny one."""
-    given = family_config(tmp_path).model_dump(mode="json")
+    reads_controls = family_named(name).text_reads_control
+    given = family_config(tmp_path, with_controls=reads_controls).model_dump(mode="json")
     [dataset] = given["datasets"]
     given["datasets"] = [dataset, {**dataset, "name": "held-out", "role": "validation"}]
     given["model"]["family"] = name
     given["validation"] |= {
         "path": str(tmp_path / "validation"),
-        "prompts": ["a cat"],
+        "prompts": [] if reads_controls else ["a cat"],
         "num_timesteps": 2,
         "num_inference_steps": 2,
         "guidance_scale": 4.0,
@@ -92,8 +93,9 @@ def test_a_cold_cache_is_filled_and_validated(name: str, config: Config) -> None
         report = ValidationRunner(parts, cache, config).run(3)
     assert report is not None and report.loss is not None and report.loss.loss.num == len(TEXTS)
     assert not report.loss.skipped and report.num_filled == 0, "the same photos are in the training set"
-    [sample] = report.images
-    assert sample.image.size == (SIDE, SIDE) and len(sample.image.getcolors(SIDE**2) or ()) > 10
+    assert len(report.images) == len(config.validation.prompts)
+    for sample in report.images:
+        assert sample.image.size == (SIDE, SIDE) and len(sample.image.getcolors(SIDE**2) or ()) > 10
     # Without any encoder, as the command does it: the same numbers.
     assert validate(config).report.loss == report.loss
 

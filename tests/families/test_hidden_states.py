@@ -6,6 +6,7 @@ import functools
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -17,11 +18,13 @@ from latentcache.families.hidden_states import HiddenStates
 
 LAYERS = {
     "qwen-image": "model.language_model",
+    "qwen-image-edit": "model.language_model",
     "krea2": "language_model",
     "flux2": "model",
     "flux2-dev": "model.language_model",
 }
 """Where the LLM lies in the text encoder of each family."""
+PICTURE = np.random.default_rng(0).integers(0, 256, (64, 32, 3), dtype=np.uint8)
 
 
 @functools.cache
@@ -30,9 +33,13 @@ def tiny(name: str) -> dict[str, Any]:
 
 
 def encoded(family: Family, text: str = "a red cat", num_rows: int = 24) -> torch.Tensor:
-    parts, recipe = tiny(family.name), family.text_recipe(max_length=num_rows)
+    parts = tiny(family.name)
+    if family.text_reads_control:
+        recipe, tokens = family.text_recipe(), family.tokenize_with_control(parts, [text], [[PICTURE]])
+    else:
+        recipe, tokens = family.text_recipe(max_length=num_rows), family.tokenize(parts, [text])
     with torch.no_grad():
-        return family.encode_text(parts, family.tokenize(parts, [text]), recipe)["prompt_embeds"][0]
+        return family.encode_text(parts, tokens, recipe)["prompt_embeds"][0]
 
 
 @pytest.mark.parametrize("name", LAYERS)

@@ -53,9 +53,9 @@ def z_image(pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
 
 
 def qwen_image(pipeline: Any, pixels: torch.Tensor) -> torch.Tensor:
-    """Of Krea 2 too, which has the same VAE and no pipeline for images."""
+    """Of Krea 2 and Qwen-Image-Edit too, which have the same VAE and no pipeline for images."""
     names = ("vae", "text_encoder", "tokenizer", "transformer", "scheduler")
-    image = diffusers.QwenImageImg2ImgPipeline(**{name: pipeline.components[name] for name in names})
+    image: Any = diffusers.QwenImageImg2ImgPipeline(**{name: pipeline.components[name] for name in names})
     return image._encode_vae_image(pixels, generator())
 
 
@@ -78,6 +78,7 @@ SCALED_LATENTS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     "chroma": chroma,
     "z-image": z_image,
     "qwen-image": qwen_image,
+    "qwen-image-edit": qwen_image,
     "krea2": qwen_image,
     "flux2": flux2,
     "flux2-dev": flux2,

@@ -12,34 +12,47 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from helpers.family_references import generator
 from helpers.photo_files import write_photo
+from PIL import Image
 
 from latentcache import LatentCache
 from latentcache.config import Config, ImagesConfig, parse_config
 from latentcache.dataset.images import decode, prepare
 from latentcache.families import family_named
-from latentcache.families.base import Family
+from latentcache.families.base import MASK, Family
+from latentcache.identity import Preparation
 from latentcache.models.model_loader import LoadedModels, Models
 from latentcache.precache import encodings
 from latentcache.precache.encodings import Encodings, choose_encodings
 from latentcache.precache.prompts import cache_prompts
 from latentcache.precache.run import run_precache
+from latentcache.precache.texts import Controls
 from latentcache.precache.workspace import open_workspace
+from latentcache.types import Geometry
 
 SIDE = 64
 TEXTS = ("cat", "a red cat on the table", "a photograph of two small cats, one asleep, in warm evening light")
 SIZE = {"height": SIDE, "width": SIDE}
 
 
-def family_config(folder: Path, **settings: Any) -> Config:
-    """Three photos of 64x64 with captions of unequal length; everything is computed and stored in float32."""
-    photos = folder / "photos"
+CONTROL = (96, SIDE)
+"""Of control images, whose buckets have other sides than those of images."""
+
+
+def family_config(folder: Path, *, with_controls: bool = False, **settings: Any) -> Config:
+    """Three photos of 64x64 with captions of unequal length; everything is computed and stored in float32.
+
+    `with_controls`: each has a control image, of 96x64.
+    """
+    photos, controls = folder / "photos", folder / "controls"
     if not photos.exists():
         for number, text in enumerate(TEXTS):
             path = write_photo(photos / f"{number}.png", number, (SIDE, SIDE))
             path.with_suffix(".txt").write_text(text)
+            write_photo(controls / path.name, 10 + number, CONTROL)
     encode = {"device": "cpu", "num_workers": 1, "batch_size": 1, "text_store_dtype": "float32", **settings}
     return parse_config(
         {
@@ -50,6 +63,7 @@ def family_config(folder: Path, **settings: Any) -> Config:
                     "source": {"kind": "folder", "path": photos},
                     "buckets": {"area": SIDE**2, "step": 16},
                     "images": {"min_side": 8},
+                    "control": [{"path": controls, "area": CONTROL[0] * CONTROL[1]}] if with_controls else [],
                 }
             ],
             "model": {"path": "tiny"},
@@ -158,11 +172,44 @@ class FamilyRun:
     def pixels(self, text: str) -> torch.Tensor:
         """The photo of this caption as the VAE gets it: [1, 3, (1,) H, W]."""
         row = self.rows[text]
-        policy = ImagesConfig(min_side=8)
         path = self.config.datasets[0].source.path / row.sample_id  # type: ignore[union-attr]
-        image = prepare(decode(path.read_bytes(), row.sample_id, policy), row.images[0].geometry)
+        return self.vae_input(prepared(path, row.images[0].geometry))
+
+    def vae_input(self, image: np.ndarray) -> torch.Tensor:
+        """Pixels [1, 3, (1,) H, W] of an image [H, W, 3]."""
         pixels = torch.from_numpy(image).permute(2, 0, 1)[None].float().div(127.5).sub(1.0)
         return pixels.unsqueeze(2) if self.family.latent.is_video else pixels
+
+    def groups(self, texts: Sequence[str]) -> list[list[str]]:
+        """The texts that the pipeline takes at once: with control images each alone."""
+        return [[text] for text in texts] if self.family.text_reads_control else [list(texts)]
+
+    def controls(self, text: str) -> list[np.ndarray]:
+        """The control images of this caption, as they are cached, [H, W, 3]."""
+        row = self.rows[text]
+        path = self.config.datasets[0].source.path.with_name("controls") / row.sample_id  # type: ignore[union-attr]
+        return [prepared(path, part.geometry) for part in row.parts]
+
+    def key_controls(self, text: str) -> Controls:
+        """What the caption's key has of its control images."""
+        parts = self.cache.manifest("photos").common.get("parts", [])
+        pairs = zip(parts, self.rows[text].parts, strict=True)
+        return tuple((ref.source, Preparation.of(part["policy"], ref.geometry)) for part, ref in pairs)
+
+    def tokenized(self, texts: Sequence[str], captions: Sequence[str] | None = None) -> Sequence[Any]:
+        """The texts as `encode_text` takes them, with their control images; or `captions` with these."""
+        if not self.family.text_reads_control:
+            return self.family.tokenize(self.parts, captions or texts)
+        return self.family.tokenize_with_control(self.parts, captions or texts, [self.controls(each) for each in texts])
+
+    def live_controls(self, text: str) -> dict[str, torch.Tensor]:
+        """What `batch` has of this caption's control images, encoded now."""
+        found = {}
+        for number, image in enumerate(self.controls(text), 1):
+            with torch.no_grad():
+                means = self.parts["vae"].encode(self.vae_input(image)).latent_dist.mode()
+            found[f"control_latents_{number}"] = self.scaling.apply(means)
+        return found
 
     def batch(self, texts: Sequence[str]) -> dict[str, Any]:
         """The samples of these captions, with scaled latents."""
@@ -170,13 +217,18 @@ class FamilyRun:
 
     def texts(self, texts: Sequence[str]) -> dict[str, torch.Tensor]:
         """What `batch` has of these captions alone, as `prompt` has it of a prompt."""
-        prompt = self.cache.prompt("", device="cpu")
-        return {name: value for name, value in self.batch(texts).items() if name in prompt}
+        return {
+            name: value for name, value in self.batch(texts).items() if name.removesuffix(MASK) in self.family.fields
+        }
 
-    def negative(self, size: int) -> dict[str, Any]:
-        """The empty text as the negative prompt of so many samples."""
+    def negative(self, texts: Sequence[str]) -> dict[str, Any]:
+        """The empty text as the negative prompt of these samples."""
+        if self.family.text_reads_control:  # which no cached prompt has
+            tokens = self.tokenized(texts, [""] * len(texts))
+            with torch.no_grad():
+                return dict(self.family.encode_text(self.parts, tokens, self.encodings.text.settings))
         found = self.cache.prompt("", device="cpu", negative=True)
-        return {name: tensor.expand(size, *tensor.shape[1:]) for name, tensor in found.items()}
+        return {name: tensor.expand(len(texts), *tensor.shape[1:]) for name, tensor in found.items()}
 
     def latents(self, text: str) -> torch.Tensor:
         """Scaled latents of this caption's photo, drawn with `generator()` where the family draws: [1, ...]."""
@@ -188,12 +240,19 @@ class FamilyRun:
     def prompts(self, texts: Sequence[str], negative: Sequence[str] | None = None) -> dict[str, Any]:
         """The pipeline's arguments for texts. Of the recipes that no pipeline has, its own encoding changed to them."""
         accepted = inspect.signature(self.pipeline.__call__).parameters
-        kwargs: dict[str, Any] = {"prompt": list(texts)}
+        kwargs: dict[str, Any] = {"prompt": list(texts), **self.pictures(texts)}
         if negative is not None and "negative_prompt" in accepted:
             kwargs["negative_prompt"] = list(negative)
-        if "max_sequence_length" in accepted:
+        if "max_sequence_length" in accepted and "max_length" in self.encodings.text.settings:
             kwargs["max_sequence_length"] = self.encodings.text.settings["max_length"]
         return kwargs if self.family.name != "chroma" else self._masked(kwargs)
+
+    def pictures(self, texts: Sequence[str]) -> dict[str, Any]:
+        """The pipeline's argument for the control images of one text, if it reads any."""
+        if not self.family.text_reads_control:
+            return {}
+        [text] = texts
+        return {"image": [Image.fromarray(image) for image in self.controls(text)]}
 
     def _masked(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Chroma's pipeline with a mask that masks, unless its padding is kept."""
@@ -247,7 +306,35 @@ class FamilyRun:
         settings: dict[str, Any] = {"num_inference_steps": 2, "output_type": "pt", **SIZE, **frames, **kwargs}
         # Copies: some pipelines write to the lists that they are given.
         settings = {name: list(value) if isinstance(value, list) else value for name, value in settings.items()}
-        return pipeline(**{"generator": generator(), **settings})[0]
+        with self._controls_as_cached(pipeline):
+            return pipeline(**{"generator": generator(), **settings})[0]
+
+    @contextmanager
+    def _controls_as_cached(self, pipeline: Any) -> Iterator[None]:
+        """The pipeline makes control images as large as the cache has them, and not of a megapixel.
+
+        It also scales them as images are: `(z - mean) / std`, as it has it, has other last bits.
+        """
+        if not self.family.text_reads_control:
+            yield
+            return
+
+        def encoded(image: torch.Tensor, generator: Any) -> torch.Tensor:
+            latents: torch.Tensor = self.scaling.apply(pipeline.vae.encode(image).latent_dist.mode())
+            return latents
+
+        module = sys.modules[type(pipeline).__module__]
+        with (
+            patch.object(module, "VAE_IMAGE_SIZE", CONTROL[0] * CONTROL[1]),
+            patch.object(pipeline, "_encode_vae_image", encoded),
+        ):
+            yield
+
+
+def prepared(path: Path, geometry: Geometry) -> np.ndarray:
+    """The image in this file, [H, W, 3]."""
+    image: np.ndarray = prepare(decode(path.read_bytes(), path.name, ImagesConfig(min_side=8)), geometry)
+    return image
 
 
 def loaded_models(family: Family, parts: Mapping[str, Any]) -> Models:
@@ -257,7 +344,8 @@ def loaded_models(family: Family, parts: Mapping[str, Any]) -> Models:
 def family_run(folder: Path, name: str, *, seed: int = 0, **settings: Any) -> FamilyRun:
     """A family's tiny model, and a cache that `run_precache` filled by it. `settings` are those of `encode`."""
     family = family_named(name)
-    parts, config = family.tiny(seed), family_config(folder, **settings)
+    reads_controls = family.text_reads_control
+    parts, config = family.tiny(seed), family_config(folder, with_controls=reads_controls, **settings)
     models = loaded_models(family, parts)
     num_empty = 0
     if name == "qwen-image":  # alone, as the pipeline gets it below: its last bits depend on the longest of a batch
@@ -266,5 +354,6 @@ def family_run(folder: Path, name: str, *, seed: int = 0, **settings: Any) -> Fa
     # Two texts at once, as the pipelines get them below.
     with patch.object(encodings, "text_batch_size", lambda device: 2):
         report = run_precache(config, models=models)
-    assert report.num_refused == 0 and report.num_encoded + num_empty == 2 * len(TEXTS) + 1, report.to_json()
+    expected = 3 * len(TEXTS) if reads_controls else 2 * len(TEXTS) + 1  # images, texts, and controls or no text
+    assert report.num_refused == 0 and report.num_encoded + num_empty == expected, report.to_json()
     return FamilyRun(family, parts, config, LatentCache(config.cache.path))

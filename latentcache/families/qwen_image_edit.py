@@ -1,0 +1,144 @@
+"""Qwen-Image-Edit 2509 and 2511, whose text encoder reads a caption together with the sample's control images."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from latentcache.errors import ConfigError
+from latentcache.families import tiny_parts
+from latentcache.families.base import MASK, Caption, Encoded, Part, Upload
+from latentcache.families.hidden_states import HiddenStates
+from latentcache.families.packed import control_latents
+from latentcache.families.qwen_image import STATES, QwenImage, check_prefix
+
+_NUM_DROPPED = 64
+"""Tokens of the system prompt, whose rows the pipeline drops."""
+_AREA = 384 * 384
+"""Pixels of a control image as the text encoder reads it, about: `CONDITION_IMAGE_SIZE` of the pipeline."""
+_PLACEHOLDER = re.compile(r"<\|(image|video)_pad\|>")
+"""In a caption it would stand for an image that is not there, and the processor would fail."""
+
+
+@dataclass(frozen=True, slots=True)
+class EditCaption(Caption):
+    """A caption with its control images, as the pipeline gives them to the processor."""
+
+    pictures: Sequence[Any]
+
+
+class QwenImageEdit(QwenImage):
+    """Qwen2.5-VL reads each control image at about 384x384 pixels, then the text. Latents are Qwen-Image's.
+
+    The means of control images are more tokens of the denoiser. Texts are read one by one, as the pipeline does it, and
+    none is cut. The first Qwen-Image-Edit has another template: it is not this family. The processor needs torchvision.
+    `image_positions` says how the installed diffusers has the encoder number an image's tokens: as those of a `text`
+    (0.42.1 with transformers 5, by a bug), or by `rows and columns`, as the model was trained.
+    """
+
+    name = "qwen-image-edit"
+    pipeline_name = "QwenImageEditPlusPipeline"
+    pipeline_names = ()
+    repositories = ("Qwen/Qwen-Image-Edit-2511", "Qwen/Qwen-Image-Edit-2509")
+    parts = {
+        "vae": QwenImage.parts["vae"],
+        "text_encoder": replace(QwenImage.parts["text_encoder"], weights=("model.language_model.", "model.visual.")),
+        "processor": Part("tokenizer", "transformers.Qwen2VLProcessor", needs="torchvision"),
+    }
+    longest = None
+    recipe = {"layers": "-1", "num_dropped": _NUM_DROPPED, "control_area": _AREA, "control_resample": "lanczos"}
+    reads_controls, text_reads_control = True, True
+
+    @override
+    def text_recipe(self, *, negative: bool = False, **settings: Any) -> dict[str, Any]:
+        """As `Family.text_recipe`, without `max_length`."""
+        if settings.get("max_length"):
+            message = f"max_length is {settings['max_length']}, but the pipeline of {self.name} cuts no text; set null"
+            raise ConfigError(message, key="encode.max_length")
+        made = super().text_recipe(negative=negative, **settings)
+        del made["max_length"]
+        return {**made, "image_positions": _image_positions()}
+
+    @override
+    def token_limit(self, parts: Mapping[str, Any], recipe: Mapping[str, Any]) -> int:
+        return 1 << 30
+
+    @override
+    def rendered(self, parts: Mapping[str, Any], text: str) -> str:
+        """Without the words for the control images, which follow from their number."""
+        return super().rendered(parts, _PLACEHOLDER.sub("", text))
+
+    @override
+    def tokenize(self, parts: Mapping[str, Any], texts: Sequence[str]) -> Sequence[EditCaption]:
+        return self.tokenize_with_control(parts, texts, [()] * len(texts))
+
+    @override
+    def tokenize_with_control(
+        self, parts: Mapping[str, Any], texts: Sequence[str], images: Sequence[Sequence[Any]]
+    ) -> Sequence[EditCaption]:
+        """As `Family.tokenize_with_control`. `num_tokens` are those of the text alone."""
+        counted = super().tokenize({"processor": parts["processor"].tokenizer}, texts)
+        return [
+            EditCaption(_PLACEHOLDER.sub("", text.text), text.num_tokens, [*map(_picture, group)])
+            for text, group in zip(counted, images, strict=True)
+        ]
+
+    @override
+    def encode_text(
+        self, parts: Mapping[str, Any], texts: Sequence[Any], recipe: Mapping[str, Any], *, upload: Upload = None
+    ) -> Encoded:
+        """As `Family.encode_text`. ModelError if the tokenizer cuts the system prompt into another number of tokens."""
+        encoder, processor = parts["text_encoder"], parts["processor"]
+        check_prefix(processor.tokenizer, self.rendered(parts, "{}").partition("{}")[0], _NUM_DROPPED)
+        pipeline = self.pipeline(text_encoder=HiddenStates(encoder, STATES), processor=processor)
+        made = [pipeline.encode_prompt([each.text], [*each.pictures] or None, encoder.device)[0][0] for each in texts]
+        embeds = torch.nn.utils.rnn.pad_sequence(made, batch_first=True)
+        lengths = torch.tensor([[len(each)] for each in made], device=embeds.device)
+        return {"prompt_embeds": embeds, f"prompt_embeds{MASK}": torch.arange(embeds.shape[1]).to(lengths) < lengths}
+
+    @override
+    def text_shapes(self, parts: Mapping[str, Any], recipe: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        reader, side = parts["processor"].image_processor, int(recipe["control_area"] ** 0.5)
+        num_rows = 64 + reader.get_number_of_image_patches(side, side) // reader.merge_size**2
+        return {"prompt_embeds": (num_rows, parts["text_encoder"].config.text_config.hidden_size)}
+
+    @override
+    def conditions(self, denoiser: Any, noisy: torch.Tensor, batch: Mapping[str, Any]) -> dict[str, Any]:
+        images = [noisy, *control_latents(batch, noisy)]
+        shapes = [(1, each.shape[-2] // 2, each.shape[-1] // 2) for each in images]
+        return {**super().conditions(denoiser, noisy, batch), "img_shapes": [shapes] * len(noisy)}
+
+    @override
+    def tiny(self, seed: int = 0) -> dict[str, Any]:
+        parts = super().tiny(seed)
+        return {**parts, "processor": tiny_parts.qwen_vl_processor(parts.pop("tokenizer"))}
+
+
+def _pipeline_module() -> Any:
+    return importlib.import_module("diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus")
+
+
+@cache
+def _image_positions() -> str:
+    """How the encoder numbers tokens of images: transformers 5 has to be told which those are (diffusers #14194)."""
+    return "rows and columns" if "mm_token_type_ids" in inspect.getsource(_pipeline_module()) else "text"
+
+
+def _picture(pixels: Any) -> Any:
+    """A control image, uint8 [H, W, 3], as the pipeline resizes it for the processor: about _AREA pixels."""
+    from diffusers.image_processor import VaeImageProcessor
+
+    width, height = _pipeline_module().calculate_dimensions(_AREA, pixels.shape[1] / pixels.shape[0])
+    [picture] = VaeImageProcessor.numpy_to_pil(pixels / 255)
+    return VaeImageProcessor(resample="lanczos").resize(picture, height, width)
+
+
+FAMILY = QwenImageEdit()
