@@ -102,7 +102,7 @@ def tokenizer_identity(part: str, tokenizer: Any, *, reads_images: bool = False)
     With `reads_images` it is a processor's, and how that prepares images counts too. Raises ModelError for a tokenizer
     without a `tokenizers` backend.
     """
-    image_processor = tokenizer.image_processor if reads_images else None
+    image_processor = getattr(tokenizer, "image_processor", None) if reads_images else None
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor has one, and reads images too
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
