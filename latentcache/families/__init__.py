@@ -40,10 +40,12 @@ def family_named(name: str) -> Family:
 def family_of_denoiser(denoiser: object) -> Family:
     """The family whose denoiser is of this class and has this config; that of DEFAULT for a class that is not known.
 
-    ModelError, naming them, where several families have such denoisers.
+    ModelError, naming them, where several families have such denoisers. One that reads texts together with control
+    images counts as the family whose denoiser it has: LoRAs are equal, and it has no prompts.
     """
     class_name, config = type(denoiser).__name__, getattr(denoiser, "config", {})
     found = [each for each in map(family_named, FAMILIES) if each.denoiser_class.endswith(f".{class_name}")]
+    found = [each for each in found if not each.text_reads_control] or found
     if len(found) > 1:
         # Variants for inpainting or control take more channels, and are of the same family.
         fitting = [each for each in found if each.check_settings({**config, "in_channels": None}) is None]
