@@ -217,9 +217,9 @@ class FamilyRun:
 
     def texts(self, texts: Sequence[str]) -> dict[str, torch.Tensor]:
         """What `batch` has of these captions alone, as `prompt` has it of a prompt."""
-        return {
-            name: value for name, value in self.batch(texts).items() if name.removesuffix(MASK) in self.family.fields
-        }
+        fields = [each for name in self.family.fields for each in (name, name + MASK)]
+        names = fields if self.family.text_reads_control else self.cache.prompt("", device="cpu")
+        return {name: value for name, value in self.batch(texts).items() if name in names}
 
     def negative(self, texts: Sequence[str]) -> dict[str, Any]:
         """The empty text as the negative prompt of these samples."""
