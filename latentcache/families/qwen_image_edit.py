@@ -39,7 +39,7 @@ class QwenImageEdit(QwenImage):
     """Qwen2.5-VL reads each control image at about 384x384 pixels, then the text. Latents are Qwen-Image's.
 
     The means of control images are more tokens of the denoiser. Texts are read one by one, as the pipeline does it, and
-    none is cut. The first Qwen-Image-Edit has another template: it is not this family. The processor needs torchvision.
+    none is cut. The first Qwen-Image-Edit has another template, and is refused. The processor needs torchvision.
     `image_positions` says how the installed diffusers has the encoder number an image's tokens: as those of a `text`
     (0.42.1 with transformers 5, by a bug), or by `rows and columns`, as the model was trained.
     """
@@ -47,6 +47,7 @@ class QwenImageEdit(QwenImage):
     name = "qwen-image-edit"
     pipeline_name = "QwenImageEditPlusPipeline"
     pipeline_names = ()
+    refused_pipelines = {"QwenImageEditPipeline": "is the first Qwen-Image-Edit, whose texts have another template"}
     repositories = ("Qwen/Qwen-Image-Edit-2511", "Qwen/Qwen-Image-Edit-2509")
     parts = {
         "vae": QwenImage.parts["vae"],
