@@ -145,7 +145,9 @@ def test_no_index_is_requested_and_nothing_is_run_that_is_not_read(name: str, mo
         for hook in hooks:
             hook.remove()
     assert [options["output_hidden_states"] for options in given] == [False]
-    last = {"z-image": 2, "qwen-image": 2}.get(name) or max(map(int, family.text_recipe()["layers"].split())) - 1
+    last = {"z-image": 2, "qwen-image": 2, "qwen-image-edit": 2}.get(name) or max(
+        map(int, family.text_recipe()["layers"].split())
+    ) - 1
     assert run == list(range(last + 1))
     assert hooks_of(encoder) == hooks_before
 

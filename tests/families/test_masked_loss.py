@@ -57,7 +57,7 @@ def losses_by_hand(predicted: torch.Tensor, target: torch.Tensor, weights: torch
 def cached(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Family, Any, Config]:
     """The family, its tiny parts, and a config of the photos with masks and without."""
     folder, family = tmp_path_factory.mktemp("masked"), family_named(request.param)
-    given = family_config(folder).model_dump(mode="json")
+    given = family_config(folder, with_controls=family.text_reads_control).model_dump(mode="json")
     (folder / "masks").mkdir()
     for name in (MIXED, WHITE, BLACK):
         Image.fromarray(mask_pixels(name)).save(folder / "masks" / name)

@@ -116,6 +116,7 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
         ".scale_shift_table": ".mod.lin",
     },
     "qwen-image": {},
+    "qwen-image-edit": {},
 }
 _JOINED = (
     (("attention.to_q", "attention.to_k", "attention.to_v"), "attention.qkv"),
