@@ -129,7 +129,7 @@ def _pipeline_module() -> Any:
 
 @cache
 def _image_positions() -> str:
-    """How the encoder numbers tokens of images: transformers 5 has to be told which those are (diffusers #14194)."""
+    """How the encoder numbers tokens of images: transformers 5 has to learn which those are (diffusers #14194)."""
     return "rows and columns" if "mm_token_type_ids" in inspect.getsource(_pipeline_module()) else "text"
 
 

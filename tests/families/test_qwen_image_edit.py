@@ -104,16 +104,16 @@ def test_the_recipe_says_how_tokens_of_images_are_numbered(parts: dict[str, Any]
     hook = model.register_forward_pre_hook(lambda module, args, options: given.update(options), with_kwargs=True)
     made = encoded(parts, ["cat"], [[picture(0)]])
     hook.remove()
-    is_told = given["mm_token_type_ids"] is not None
-    assert EDIT.text_recipe()["image_positions"] == ("rows and columns" if is_told else "text")
-    if not is_told:
+    gets_types = given["mm_token_type_ids"] is not None
+    assert EDIT.text_recipe()["image_positions"] == ("rows and columns" if gets_types else "text")
+    if not gets_types:
         names = ("input_ids", "attention_mask", "pixel_values", "image_grid_thw")
         arguments = {name: given[name] for name in names}
         of_images = (arguments["input_ids"] == parts["text_encoder"].config.image_token_id).int()
         with torch.no_grad():
             output = model(**arguments, mm_token_type_ids=of_images, output_hidden_states=True)
-        told = output.hidden_states[-1][0, 64:]
-        assert told.shape == rows(made).shape and (told - rows(made)).abs().max() > 1e-2
+        by_place = output.hidden_states[-1][0, 64:]
+        assert by_place.shape == rows(made).shape and (by_place - rows(made)).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("text", ["a <|image_pad|>cat", "<|video_pad|>a cat<|image_pad|>"])
