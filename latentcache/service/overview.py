@@ -20,7 +20,6 @@ from latentcache.store.pack import read_records
 
 GROWTH_POINTS = 40
 """Packs of which the time is read, at most: one of each so many that follow each other."""
-_PARTS = {"image_encoding": ("vae",), "text_encoding": ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +35,8 @@ class DatasetSummary:
         """Part of the model -> class and the six digits that name it. Imported datasets name none."""
         found: dict[str, str] = {}
         common = {} if self.head is None else self.head.common
-        for encoding, parts in _PARTS.items():
-            for part in parts:
-                value = (common.get(encoding) or {}).get(part)
+        for encoding in ("image_encoding", "text_encoding"):
+            for part, value in (common.get(encoding) or {}).items():
                 if isinstance(value, Mapping):
                     found[part] = f"{value.get('class_name', '')} {_short_name(value)}"
         return found
