@@ -18,9 +18,9 @@ import xxhash
 from store_samples import key, pack_of, packs, payload, run, sample, samples, where
 
 from latentcache.errors import EntryDamagedError, EntryMissingError, StoreError
-from latentcache.store import DiskStore, aio, direct, direct_reads
+from latentcache.store import DiskStore, aio, direct
 from latentcache.store.aio import Piece, ReadQueue
-from latentcache.store.direct_reads import Slabs
+from latentcache.store.direct import Slabs
 from latentcache.store.stacking import read_batch, stack
 from latentcache.store.upkeep import compact, verify
 from latentcache.utils.durable_files import BLOCK_BYTES
@@ -213,7 +213,7 @@ def test_a_disk_that_fails_says_nothing_about_the_entries(root, monkeypatch, whe
             elif where == "end":
                 patch.setattr(ReadQueue, "reap", reap_as(-errno.EIO))
             else:
-                patch.setattr(direct_reads, "open_regular", fail(StoreError("cannot be read now: too many open files")))
+                patch.setattr(direct, "open_regular", fail(StoreError("cannot be read now: too many open files")))
             store.prefetch([key(2), key(3)])
             for _ in range(2):
                 with pytest.raises(StoreError, match=r"cannot be read now: .*(no more requests|Input/output|too many)"):
@@ -259,7 +259,7 @@ def test_a_passing_error_while_asking_is_no_error_of_the_read(root, monkeypatch)
     with DiskStore(root, io="direct") as store:
         read(store, 0)
         with monkeypatch.context() as patch:
-            patch.setattr(direct_reads, "open_regular", fail(StoreError("cannot be read now: too many open files")))
+            patch.setattr(direct, "open_regular", fail(StoreError("cannot be read now: too many open files")))
             store.prefetch([key(2), key(3)])
         assert read(store, 2, 3).equal(values(2, 3))
 
@@ -297,13 +297,13 @@ def test_what_is_asked_for_is_read_once(root, begun):
 
 
 def test_what_is_asked_for_is_bounded_and_forgotten(root, begun, monkeypatch):
-    monkeypatch.setattr(direct_reads, "MAX_ASKED_BYTES", 1)
+    monkeypatch.setattr(direct, "MAX_ASKED_BYTES", 1)
     with DiskStore(root, io="direct") as store:
         read(store, 7)
         begun.clear()
         store.prefetch([key(number) for number in NUMBERS])
         assert len(begun) == 1
-        for _ in range(direct_reads.MAX_WAITING_READS - 1):
+        for _ in range(direct.MAX_WAITING_READS - 1):
             read(store, 7)
         begun.clear()
         store.prefetch([key(3)])
@@ -316,7 +316,7 @@ def test_what_is_asked_for_is_bounded_and_forgotten(root, begun, monkeypatch):
 
 
 def test_more_fields_than_a_queue_holds(root, monkeypatch):
-    monkeypatch.setattr(direct_reads, "DEPTH", 3)
+    monkeypatch.setattr(direct, "DEPTH", 3)
     fields = {f"field_{number}": torch.full((number + 1,), number) for number in range(7)}
     entries = [sample(number, **fields) for number in range(100, 104)]
     with DiskStore(root, io="direct") as store:
@@ -379,7 +379,7 @@ def test_an_unknown_io_is_refused(root):
 @pytest.mark.parametrize("why", ["file system", "first read", "machine"])
 def test_where_it_cannot_be_done_direct_says_so_and_auto_does_without(root, monkeypatch, caplog, why):
     if why == "file system":
-        monkeypatch.setattr(direct_reads, "set_past_cache", lambda fd, on: False)
+        monkeypatch.setattr(direct, "set_past_cache", lambda fd, on: False)
     elif why == "first read":
         monkeypatch.setattr(ReadQueue, "reap", reap_as(-errno.EINVAL))
     else:
@@ -476,7 +476,7 @@ def test_buffers_are_used_again():
 
 
 def test_idle_buffers_are_bounded(monkeypatch):
-    monkeypatch.setattr(direct_reads, "MAX_IDLE_BYTES", 5 << 14)
+    monkeypatch.setattr(direct, "MAX_IDLE_BYTES", 5 << 14)
     slabs = Slabs()
     small, large = [slabs.take(1 << 14) for _ in range(8)], [slabs.take(3 << 14) for _ in range(2)]
     too_large, place = slabs.take(6 << 14), large[0].ctypes.data

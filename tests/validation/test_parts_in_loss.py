@@ -24,7 +24,8 @@ from latentcache.validation.loss import validation_loss
 from latentcache.validation.metrics import LossReport, paired_difference
 
 NAMES = [f"{number}.png" for number in range(4)]
-UNREAD = r"pairs: has control images, but the denoiser of sdxl is not given them \(that of flux, flux2, flux2-dev is\)"
+READERS = "flux, qwen-image-edit, flux2, flux2-dev"
+UNREAD = rf"pairs: has control images, but the denoiser of sdxl is not given them \(that of {READERS} is\)"
 
 
 def write_mask(folder: Path, name: str, seed: int) -> None:
@@ -130,7 +131,7 @@ def test_control_images_that_nobody_reads_are_refused_before_anything_is_loaded(
     report = run_precache(config)
     assert report.num_refused == 0, "code of the user's own may read them"
     note = "pairs: control images are cached for code of your own: the denoiser of sdxl is not given them"
-    assert report.notes == [f"{note} (that of flux, flux2, flux2-dev is)"]
+    assert report.notes == [f"{note} (that of {READERS} is)"]
     assert f"note      {note}" in report.to_text() and report.to_json()["notes"] == report.notes
 
     def never(*arguments: Any, **options: Any) -> None:
