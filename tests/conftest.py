@@ -160,3 +160,13 @@ def run_json(run: Callable[..., tuple[int, str, str]]) -> Callable[..., tuple[in
         return code, json.loads(out)
 
     return run_json
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """scripts/train_lora.py, as a module."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "scripts"))
+    import train_lora
+
+    yield train_lora
+    sys.modules.pop("train_lora")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,6 @@ from latentcache.validation.noise_schedule import NoiseSchedule
 
 pytestmark = pytest.mark.families
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
 NUM_TIMESTEPS = 2
 
 
@@ -98,15 +95,6 @@ def test_a_cold_cache_is_filled_and_validated(name: str, config: Config) -> None
         assert sample.image.size == (SIDE, SIDE) and len(sample.image.getcolors(SIDE**2) or ()) > 10
     # Without any encoder, as the command does it: the same numbers.
     assert validate(config).report.loss == report.loss
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    import train_lora
-
-    yield train_lora
-    sys.modules.pop("train_lora")
 
 
 def test_a_lora_is_trained_and_validated(name: str, config: Config, script: Any, tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,6 @@ from latentcache.validation.noise_schedule import NoiseSchedule
 
 pytestmark = pytest.mark.families
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
 MIXED, WHITE, BLACK = "0.png", "1.png", "2.png"
 """The photos, by what their masks are."""
 
@@ -90,15 +87,6 @@ def test_the_validation_loss_counts_as_its_masks_say(cached: tuple[Family, Any, 
     assert found["masked"][MIXED] == pytest.approx(expected, rel=1e-6)
     assert found["masked"][MIXED] < 0.6 * found["photos"][MIXED]
     assert together["masked"] == pytest.approx(found["masked"], rel=1e-4), "three masks in one batch"
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    import train_lora
-
-    yield train_lora
-    sys.modules.pop("train_lora")
 
 
 def test_the_training_loss_counts_as_its_masks_say(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,6 @@ from latentcache.validation.noise_schedule import NoiseSchedule
 pytestmark = pytest.mark.families
 
 WAN = family_named("wan")
-SCRIPTS = Path(__file__).parents[2] / "scripts"
 EXPERTS = ("transformer", "transformer_2")
 
 
@@ -104,15 +101,6 @@ def test_the_loss_is_that_of_the_expert_at_its_timesteps(cached: Config) -> None
     # The other expert's weights at these timesteps have another loss.
     other = validate(cached, denoiser=str(Path(cached.model.path) / "transformer_2")).report.loss
     assert other is not None and other.loss.mean != high.loss.mean
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    import train_lora
-
-    yield train_lora
-    sys.modules.pop("train_lora")
 
 
 def test_an_expert_is_trained_at_its_timesteps(cached: Config, script: Any, tmp_path: Path, monkeypatch: Any) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +12,6 @@ from helpers.photo_files import write_photo
 
 from latentcache.config import Config
 from latentcache.precache.run import run_precache
-
-SCRIPTS = Path(__file__).parent.parent.parent / "scripts"
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    import train_lora
-
-    yield train_lora
-    sys.modules.pop("train_lora")
 
 
 def cold_config(make_config: Callable[..., Config], tmp_path: Path, encode_device: str) -> Config:

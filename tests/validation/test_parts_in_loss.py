@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -112,15 +110,6 @@ def without_controls(config: Config) -> Config:
     """The config as it is when the user has removed `control`, and has not precached again."""
     [dataset] = config.datasets
     return config.model_copy(update={"datasets": (dataset.model_copy(update={"control": ()}),)})
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts"))
-    import train_lora
-
-    yield train_lora
-    sys.modules.pop("train_lora")
 
 
 def test_control_images_that_nobody_reads_are_refused_before_anything_is_loaded(
