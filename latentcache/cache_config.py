@@ -27,8 +27,10 @@ ALLOWED = (
 )
 """What a location may be, for messages."""
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-_SECRETS = re.compile(r"(?<=:/).*@|(?<=[?#]).*", re.DOTALL)
-_COLLAPSED = re.compile(rf"(?:file|{'|'.join((*SERVICE_SCHEMES, *BUCKET_SCHEMES))}):/(?!/)")
+_SECRETS = re.compile(r"(?<=[:/]).*@|(?<=[?#]).*", re.DOTALL)
+_SCHEMES = "|".join(("file", *SERVICE_SCHEMES, *BUCKET_SCHEMES))
+_MISTYPED = re.compile(rf"(?:{_SCHEMES})(?::|//)|[^/:]+:\d+/?$|$", re.IGNORECASE)
+"""A URL that lacks a colon or a slash, HOST:PORT, and nothing: as paths these are directories that nobody means."""
 
 
 def is_url(value: object) -> bool:
@@ -42,6 +44,11 @@ def cache_location(value: object) -> Path | str:
         return value.expanduser()
     scheme = _SCHEME.match(value) if isinstance(value, str) else None
     if isinstance(value, str) and scheme is None:
+        if _MISTYPED.match(value):
+            raise ValueError(
+                f"{_shown(value)}: is no whole URL (a Path keeps one slash after its colon): give a URL as text; a "
+                f"directory of this name is ./NAME. A cache is {ALLOWED}"
+            )
         return Path(value).expanduser()
     name = "" if scheme is None else scheme[1].lower()
     if scheme is None or name not in ("file", *SERVICE_SCHEMES, *BUCKET_SCHEMES):
@@ -124,12 +131,7 @@ def location_of(value: str | os.PathLike[str] | CacheConfig) -> Path | str:
     """The directory (a Path) or the URL (text) that a caller gives. StoreError for what `cache_location` refuses."""
     if isinstance(value, CacheConfig):
         return value.path
-    text = os.fspath(value)
-    if _COLLAPSED.match(text):
-        raise StoreError(f"{_shown(text)}: a path has one slash after its colon; give a URL as text")
-    if _SCHEME.match(text) is None:
-        return Path(text).expanduser()
     try:
-        return cache_location(text)
+        return cache_location(os.fspath(value))
     except ValueError as error:
         raise StoreError(str(error)) from error

@@ -227,8 +227,14 @@ def keys_like(identity: ImageIdentity | MaskIdentity | TextIdentity) -> Callable
     """
     text = canonical_json(identity.to_json() | {"source": ""})
     assert text.endswith(b'"source":""}'), "the source comes last in the order of names"
-    start = text[:-2]
-    return lambda source: digest(b'%b%b"}' % (start, source.encode("ascii")))
+    start = blake3(text[:-2])
+
+    def key(source: str) -> str:
+        hasher = start.copy()
+        hasher.update(b'%b"}' % source.encode("ascii"))
+        return hasher.hexdigest()
+
+    return key
 
 
 def caption_digest(caption: str) -> str:

@@ -48,7 +48,7 @@ def within_limits(max_s: float = MAX_S, max_bytes: int = MAX_BYTES, *, max_wait_
     handlers = {number: signal.signal(number, stop) for number in (signal.SIGALRM, signal.SIGPROF)}
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     if STATUS.exists():
-        resource.setrlimit(resource.RLIMIT_DATA, (_status_bytes("VmData") + GUARD_BYTES, hard))
+        resource.setrlimit(resource.RLIMIT_DATA, (status_bytes("VmData") + GUARD_BYTES, hard))
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)  # what was free before must count when it is used
@@ -67,7 +67,7 @@ def within_limits(max_s: float = MAX_S, max_bytes: int = MAX_BYTES, *, max_wait_
         for number, handler in handlers.items():
             signal.signal(number, handler)
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
-        grown = _status_bytes("VmHWM") - before
+        grown = status_bytes("VmHWM") - before
     assert not is_late, f"{late}, and went on"
     assert grown <= max_bytes, f"memory grew by {grown >> 20} MiB; {max_bytes >> 20} MiB are allowed"
 
@@ -76,11 +76,14 @@ def _reset_peak() -> int:
     """Let the peak of the resident memory begin at what it is now, and return that."""
     if STATUS.exists():
         Path("/proc/self/clear_refs").write_text("5")
-    return _status_bytes("VmRSS")
+    return status_bytes("VmRSS")
 
 
-def _status_bytes(name: str) -> int:
-    """A figure of this process; 0 where the system has none, and then only time is limited."""
+def status_bytes(name: str) -> int:
+    """A figure of this process since its program began; 0 where the system has none, and then only time is limited.
+
+    VmHWM is the peak of its memory. getrusage counts what its parent had when it was started, too.
+    """
     if not STATUS.exists():
         return 0
     found = re.search(rf"^{name}:\s+(\d+) kB", STATUS.read_text(), re.MULTILINE)

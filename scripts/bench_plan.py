@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from attack_limits import status_bytes
 from benchmarking import emit, environment, make_parser, parse, spread
 from PIL import Image
 
@@ -86,7 +86,7 @@ def plan_once(root: Path) -> dict[str, float]:
     report = run_precache(config, dry_run=True)
     seconds = time.perf_counter() - start
     assert report.num_misses == 0 and report.num_samples > 0, report.to_text()
-    peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    peak_mb = status_bytes("VmHWM") / (1 << 20)
     return {"seconds": seconds, "peak_memory_mb": peak_mb, "us_per_sample": seconds * 1e6 / report.num_samples}
 
 

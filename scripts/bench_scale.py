@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from attack_limits import status_bytes
 from bench_index import build, key_of
 from benchmarking import emit, environment, make_parser
 
@@ -136,7 +136,7 @@ def run_step(name: str, root: Path, num_samples: int) -> dict[str, float]:
     start = time.perf_counter()
     figures = STEPS[name](root, num_samples)
     seconds = time.perf_counter() - start
-    peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    peak_mb = status_bytes("VmHWM") / (1 << 20)
     return {"seconds": seconds, "us_per_sample": seconds * 1e6 / num_samples, "peak_mb": peak_mb, **figures}
 
 

@@ -308,6 +308,27 @@ def test_the_case_of_a_scheme_does_not_matter() -> None:
     assert location_of("HTTPS://host/") == "https://host"
 
 
+@pytest.mark.parametrize(
+    "given",
+    ["", "s3:/bucket/x", "s3:bucket/x", "s3//bucket/x", "S3:/bucket", "http//host", "https:/host", "localhost:8765"],
+)
+def test_a_url_that_lacks_a_part_is_no_directory(given: str) -> None:
+    """A push into a folder of this name would look like one into the bucket."""
+    with pytest.raises(StoreError, match="s3://BUCKET/PREFIX"):
+        location_of(given)
+    with pytest.raises(ValidationError, match="s3://BUCKET/PREFIX"):
+        CacheConfig(path=given)
+    if given:
+        assert location_of(f"./{given}") == Path(given)
+
+
+def test_a_secret_in_a_url_that_lacks_a_part_is_not_repeated() -> None:
+    for given in ("s3:/key:SECRET@bucket", "s3//key:SECRET@bucket", "s3:key:SECRET@bucket"):
+        with pytest.raises(StoreError) as caught:
+            location_of(given)
+        assert "SECRET" not in str(caught.value)
+
+
 def test_a_path_that_was_a_url_is_refused() -> None:
     for url in ("s3://bucket/x", "https://host", "file:///data"):
         with pytest.raises(StoreError, match="give a URL as text"):

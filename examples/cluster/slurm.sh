@@ -22,7 +22,11 @@ resources=(--num-cpus "$SLURM_CPUS_PER_TASK" --num-gpus "$SLURM_GPUS_PER_NODE" -
 
 srun --nodes=1 --ntasks=1 --nodelist="$head" ray start --head --port="$port" --include-dashboard=false "${resources[@]}" &
 sleep 20
-srun --nodes=$((SLURM_NNODES - 1)) --exclude="$head" ray start --address="$head:$port" "${resources[@]}" &
+# One task a node, which is to be said: srun takes the number of tasks of the whole job, SLURM_NTASKS, otherwise, and would
+# start Ray twice on one of these nodes, with all its GPUs each time.
+workers=$((SLURM_NNODES - 1))
+srun --nodes="$workers" --ntasks="$workers" --exclude="$head" ray start --address="$head:$port" "${resources[@]}" &
 
-# On the head's node, next to Ray. The step takes no resources of its own.
-srun --nodes=1 --ntasks=1 --nodelist="$head" --overlap latentcache precache "$config" --ray "$head:$port"
+# On the head's node, next to Ray. The step takes no resources of its own. The cluster has all its nodes: an encoder for each GPU.
+srun --nodes=1 --ntasks=1 --nodelist="$head" --overlap \
+  latentcache precache "$config" --ray "$head:$port" --ray.max_encoders auto

@@ -29,6 +29,7 @@ app = App(
     help="A device-aware cache of VAE latents and text embeddings for diffusion fine-tuning.",
     version=latentcache.__version__,
     result_action="return_value",
+    suppress_keyboard_interrupt=False,  # `main` says what is safe
 )
 for command in (*commands.COMMANDS, *SERVICE_COMMANDS, *REMOTE_COMMANDS):
     app.command(command)

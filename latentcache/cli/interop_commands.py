@@ -43,7 +43,7 @@ _NO_FLAGS = ("tokenize", "progress")
 """Arguments of these functions that are no options."""
 
 # The longer name first: cyclopts would take it for a key of the shorter one.
-_CACHE_HELP = "The cache's directory, or a service's URL."
+_CACHE_HELP = "The cache's directory, or its URL."
 CacheFolder = Annotated[str | None, Parameter(name=("--cache.path", "--cache"), help=_CACHE_HELP)]
 FromConfig = Annotated[Path | None, Parameter(name="--config", help="A config: names the cache, and the models.")]
 

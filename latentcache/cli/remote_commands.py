@@ -15,6 +15,9 @@ from latentcache.errors import ConfigError, LatentCacheError
 if TYPE_CHECKING:
     from latentcache.remote.transfers import TransferReport
 
+MAX_GRACE_H = 24 * 36525
+"""A hundred years: dates have an end."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferOptions:
@@ -122,8 +125,8 @@ def tidy_bucket(url: str, *, prune: bool, unfinished: bool, grace: float, dry_ru
     """`prune` or `compact` of a bucket. `grace`: hours for which what is not needed any more stays."""
     from latentcache.remote.bucket_upkeep import BucketUpkeep
 
-    if not grace >= 0:
-        raise ConfigError(f"--grace is {grace}; give a number of hours, 0 or more")
+    if not 0 <= grace <= MAX_GRACE_H:
+        raise ConfigError(f"--grace is {grace}; give a number of hours, 0 or more, at most {MAX_GRACE_H:,}")
     upkeep = BucketUpkeep(url, prune=prune, unfinished=unfinished, grace_h=grace, dry_run=dry_run)
     report = upkeep.run()
     return finish(report, as_json, has_faults=bool(report.damaged or report.unreadable))

@@ -6,6 +6,8 @@ import json
 import logging
 import threading
 import webbrowser
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -15,6 +17,7 @@ from cyclopts import Parameter
 from latentcache.cache_config import TOKEN_VARIABLE, WRITE_TOKEN_VARIABLE
 from latentcache.cli.options import CACHE_DEFAULTS, CacheOptions, OfCache, Switch, Target
 from latentcache.config import Config, load_config
+from latentcache.errors import ConfigError
 
 logger = logging.getLogger("latentcache")
 
@@ -63,11 +66,12 @@ def serve(  # noqa: PLR0913 - each is a flag
         encode: A config: prompts and images that are not cached are encoded with its models, and stored.
         idle_s: After so many seconds without a miss these models leave the device.
     """
-    from latentcache.service.access import token_from
-    from latentcache.service.context import ServiceSettings
-    from latentcache.service.page_settings import PageSettings
-    from latentcache.service.server import Address, access_for
-    from latentcache.service.server import serve as run_server
+    with _extra_named():
+        from latentcache.service.access import token_from
+        from latentcache.service.context import ServiceSettings
+        from latentcache.service.page_settings import PageSettings
+        from latentcache.service.server import Address, access_for
+        from latentcache.service.server import serve as run_server
 
     address = Address(host=host, port=port, certfile=ssl_certfile, keyfile=ssl_keyfile)
     reading, writing = (
@@ -112,10 +116,11 @@ def browse(
         validation: A folder of validation results. Default: that of the config.
         no_open: Open no browser: only say where the page is.
     """
-    from latentcache.service.context import ServiceSettings
-    from latentcache.service.page_settings import PageSettings
-    from latentcache.service.server import Address, access_for
-    from latentcache.service.server import serve as run_server
+    with _extra_named():
+        from latentcache.service.context import ServiceSettings
+        from latentcache.service.page_settings import PageSettings
+        from latentcache.service.server import Address, access_for
+        from latentcache.service.server import serve as run_server
 
     address, path = Address(port=port), options.path(target)
 
@@ -130,6 +135,17 @@ def browse(
     page = PageSettings(config=_named_config(target, options), validation=validation, show_photos=True)
     settings = ServiceSettings(cache=path, access=access_for(address, None, None), page=page)
     return 128 + run_server(settings, address, announce)
+
+
+@contextmanager
+def _extra_named() -> Iterator[None]:
+    """Turn the lack of a server's packages into ConfigError, which says how to install them."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("latentcache"):
+            raise
+        raise ConfigError(f"a server needs the package {error.name}: pip install 'latentcache[service]'") from error
 
 
 def _named_config(target: str | None, options: CacheOptions) -> Config | None:

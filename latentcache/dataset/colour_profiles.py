@@ -7,7 +7,7 @@ import logging
 from io import BytesIO
 
 import numpy as np
-from PIL import Image, ImageCms
+from PIL import Image, ImageCms  # its colour engine; images.py decodes
 
 _log = logging.getLogger(__name__)
 

@@ -26,6 +26,8 @@ from latentcache.utils.durable_files import (
 )
 from latentcache.utils.locks import locked
 
+NAME_PATTERN = "^[A-Za-z0-9][A-Za-z0-9_.-]{0,99}$"
+"""Of the name of a manifest of a service. It is never a path."""
 UNFINISHED = ".unfinished"
 LOCK = ".lock"
 """A file next to the manifests, which is locked while one is replaced."""

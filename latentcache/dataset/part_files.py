@@ -40,6 +40,8 @@ class PartFiles:
 
     def is_part(self, sample_id: str) -> bool:
         """Whether an image of the dataset's folder is a part of others, and so no sample."""
+        if not self._parts:
+            return False
         stem = os.path.splitext(sample_id)[0]
         for part, folder in zip(self._parts, self._folders, strict=True):
             if part.column is not None:

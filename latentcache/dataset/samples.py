@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
 import errno
 import io
 import os
-import re
 import stat
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -44,11 +44,11 @@ def captions_in_text(data: bytes) -> tuple[str, ...]:
     if len(data) > MAX_CAPTION_BYTES:
         raise CaptionError(f"it has {len(data):,} bytes; a caption file may have {MAX_CAPTION_BYTES:,}")
     try:
-        text = data.decode("utf-8-sig")
+        text = data.removeprefix(codecs.BOM_UTF8).decode()
     except UnicodeDecodeError as error:
         raise CaptionError(f"it is not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8") from error
     # Not str.splitlines, which also splits at characters that may be part of a caption.
-    return _stripped(re.split(r"[\r\n]+", text))
+    return _stripped(text.replace("\r", "\n").split("\n"))
 
 
 def captions_in_columns(row: Mapping[str, Any], columns: tuple[str, ...] | None) -> tuple[str, ...]:
@@ -251,8 +251,9 @@ class Sample:
 
     `sample_id` is the image's path relative to the dataset's root with `/`, `<tar>/<key>`, or `<file>#<row>`. `path`
     is for people: the real path, with `#member` or `#row`. `captions` are stripped and never empty: a missing caption
-    is `("",)`, and `has_caption` is False. `locator` belongs to the source that made it. `parts` are its control images
-    and its mask, in the order of the config, each a sample without captions that the same source reads.
+    is `("",)`, and `has_caption` is False. `locator` belongs to the source that made it; with a signature it is the
+    file that has the bytes, or a tuple of it and a place in it. `parts` are its control images and its mask, in the
+    order of the config, each a sample without captions that the same source reads.
     """
 
     sample_id: str
@@ -275,6 +276,11 @@ class Sample:
     ) -> Sample:
         """The sample; without captions it gets the empty one."""
         return cls(sample_id, path, captions or ("",), bool(captions), signature, locator, parts)
+
+    def is_unchanged(self) -> bool:
+        """Whether its file, which has a signature, is still the one that was listed. ImageRefused where it is gone."""
+        file = self.locator if isinstance(self.locator, str) else self.locator[0]
+        return signature_of(file) == self.signature
 
 
 class SampleSource(Protocol):

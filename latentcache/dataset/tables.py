@@ -44,6 +44,10 @@ _NUM_SENT = 8
 """Sources that a process keeps which other processes sent to it."""
 
 
+_Column = tuple[str, Signature | None, int, str]
+"""A file as it was listed, a row group, and a column of images. The file may be another one in the next run."""
+
+
 @lru_cache(_NUM_SENT)
 def _sent(*arguments: Any) -> ParquetSource:
     return ParquetSource(*arguments)
@@ -81,7 +85,7 @@ class ParquetSource(SampleSource):
         self._errors: tuple[type[BaseException], ...] = (pyarrow.ArrowException, OSError, ValueError, OverflowError)
         self._read_errors: tuple[type[BaseException], ...] = (*self._errors, IndexError)
         self._lock = threading.Lock()
-        self._cache: OrderedDict[tuple[str, int, str], pa.ChunkedArray] = OrderedDict()
+        self._cache: OrderedDict[_Column, pa.ChunkedArray] = OrderedDict()
         unreadable: list[DatasetError] = []
         for _, path in self._files:
             try:
@@ -131,7 +135,7 @@ class ParquetSource(SampleSource):
     def read(self, sample: Sample) -> bytes:
         path, row_group, row, column = sample.locator
         try:
-            value = self._images(path, row_group, column)[row].as_py()
+            value = self._images((path, sample.signature, row_group, column))[row].as_py()
         except FileNotFoundError as error:
             refuse_read(sample.path, error)
         except self._read_errors as error:
@@ -200,14 +204,14 @@ class ParquetSource(SampleSource):
                 return f"column {column!r} is {kind}; it must hold the bytes of the encoded image"
         return None
 
-    def _images(self, path: str, row_group: int, name: str) -> pa.ChunkedArray:
+    def _images(self, key: _Column) -> pa.ChunkedArray:
         """A column of images of a row group. One thread reads at a time: the others most likely need the same one."""
-        key = (path, row_group, name)
+        path, _, row_group, name = key
         with self._lock:
             if key not in self._cache:
                 with self._opened(path) as (file, _):
                     self._cache[key] = self._column(file, row_group, name)
-                others = [other for other in self._cache if other[:2] != key[:2]]
+                others = [other for other in self._cache if other[:3] != key[:3]]
                 while others and sum(column.nbytes for column in self._cache.values()) > CACHE_BYTES:
                     del self._cache[others.pop(0)]
             self._cache.move_to_end(key)

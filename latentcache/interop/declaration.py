@@ -134,6 +134,8 @@ class Declaration(_Stated):
 def read_declaration(file: Path | None, folder: Path) -> Declaration:
     """The declaration in `file`, or in the description of an export in `folder`. ConfigError names what is missing."""
     path = file or folder / DESCRIPTION
+    if not folder.is_dir():
+        raise ConfigError("there is no such folder", source=str(folder))
     if file is None and not path.exists():
         needed = ", ".join(name for name, field in Declaration.model_fields.items() if field.is_required())
         raise ConfigError(

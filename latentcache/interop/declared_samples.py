@@ -61,7 +61,9 @@ def declared_items(sample: ShardSample, declaration: Declaration, images: Source
     """The latents of one sample, and its texts. Raises ForeignFileRefused or ImageRefused for what cannot be used."""
     names = declaration.fields
     stated = None if names.sample_id is None else sample.value(names.sample_id)
-    sample_id = sample_id_of(str(sample.name if stated is None else stated), sample.path)
+    recorded = str(sample.name if stated is None else stated)
+    # An image that is there has its own name, which may hold what separates names elsewhere.
+    sample_id = images.find(recorded) or sample_id_of(recorded, sample.path)
     ndim = 4 if family_named(declaration.family).latent.is_video else 3
     latents = sample.tensor(names.latents, ndim)
     if latents is None:
@@ -108,7 +110,7 @@ def _captions(sample: ShardSample, field: str | None) -> list[str | None]:
         captions_in_columns({"caption": value}, ("caption",))
     except CaptionError as error:
         raise ForeignFileRefused(sample.path, "bad-caption", str(error)) from error
-    return [caption or "" for caption in value] if isinstance(value, list) else [value]
+    return value if isinstance(value, list) else [value]
 
 
 def _geometry(

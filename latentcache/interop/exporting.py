@@ -25,20 +25,27 @@ from latentcache.interop.foreign_family import check_family
 from latentcache.interop.reports import ExportReport
 from latentcache.loading.cache import LatentCache
 from latentcache.models.vae import latents_from_moments
-from latentcache.types import Geometry, Refusal
+from latentcache.types import Entry, Geometry, Refusal
 from latentcache.utils.durable_files import typed_errors, write_sealed
 from latentcache.utils.progress import Progress
+
+A_CLIP = "unsupported-format", "it is a clip: images alone are exported"
+"""Reason and detail, where a format has no place for clips."""
+NOTE_UNKNOWN = "a text was imported without its caption, by which its file is found: it was not exported"
 
 
 @dataclass(frozen=True, slots=True)
 class ExportCaption:
     """One caption's embeddings, as they are stored: [T, D] or [T, layers, D], and [P] where the family has them."""
 
-    text: str
+    text: str | None
+    """None: it was imported without its caption."""
     prompt_embeds: torch.Tensor
     pooled_prompt_embeds: torch.Tensor | None
     num_tokens: int | None
     """Tokens of the caption, uncut; None where they were not counted."""
+    others: tuple[str, ...] = ()
+    """What else is stored of it, as Chroma's mask of texts with their padding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +88,9 @@ class Export:
     area. `families` are those that the format can hold; None is all. Raises StoreError if there is no such manifest,
     or it holds prompts, and ConfigError for another family, and for buckets of another rule.
     """
+
+    takes_clips = False
+    """Whether the format has a place for clips."""
 
     def __init__(  # noqa: PLR0913 - what an export has, by keyword
         self,
@@ -156,14 +166,15 @@ class Export:
             images = {ref.geometry.flip: (ref.geometry, self._latents(ref)) for ref in row.images}
             captions = []
             for caption in row.captions:
-                entry = self._cache.get(caption.key)
-                embeds = entry.tensors["prompt_embeds"], entry.tensors.get("pooled_prompt_embeds")
-                captions.append(ExportCaption(caption.text, *embeds, entry.record.provenance.get("num_tokens")))
+                captions.append(_caption_of(caption.text, self._cache.get(caption.key)))
         except (EntryMissingError, EntryDamagedError) as error:
             reason = "missing" if isinstance(error, EntryMissingError) else "corrupt"
             self.skip(row.sample_id, row.path, reason, str(error))
             return None
         geometry, latents = images[False]
+        if geometry.num_frames is not None and not self.takes_clips:
+            self.skip(row.sample_id, row.path, *A_CLIP)
+            return None
         flipped_geometry, flipped = images.get(True, (None, None))
         return ExportSample(
             sample_id=row.sample_id,
@@ -258,6 +269,14 @@ class Export:
         self.report.num_files += 1
         self.report.bytes_written += len(data)
         return True
+
+
+def _caption_of(text: str, entry: Entry) -> ExportCaption:
+    """A caption as formats need it. Of an imported one that is not known the manifest has the empty text."""
+    known = None if entry.record.identity.get("source", "") is None else text
+    tensors = dict(entry.tensors)
+    embeds, pooled = tensors.pop("prompt_embeds"), tensors.pop("pooled_prompt_embeds", None)
+    return ExportCaption(known, embeds, pooled, entry.record.provenance.get("num_tokens"), tuple(tensors))
 
 
 def _likely(made: BucketsConfig, rule: str) -> dict[str, Any]:

@@ -140,6 +140,8 @@ class _Import:
         self._before = set(workspace.store.keys())
         self._new: set[str] = set()
         self._last_digest: tuple[Path, str] | None = None
+        self._refused_at: str | None = None
+        """Where the last latent lay that was refused. A text there is left out: another latent may have its sample."""
 
     def read(self, progress: Progress) -> dict[str, Row]:
         """Store every item; the rows of the manifest. If the scale is wrong, what was stored is removed again."""
@@ -170,9 +172,13 @@ class _Import:
         if not sample_ids and item.note is not None:
             self._report.note(item.note)
             return None
+        if isinstance(item, ForeignText) and item.path == self._refused_at:
+            return None
         try:
             entry = self._image_entry(item) if isinstance(item, ForeignImage) else self._text_entry(item)
         except ForeignFileRefused as error:
+            if isinstance(item, ForeignImage) and not item.geometry.flip:
+                self._refused_at = item.path
             return refusal_of(sample_ids[0] if sample_ids else "", error)
         key = self._added(entry, writer)
         self._report.note(item.note)

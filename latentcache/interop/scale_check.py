@@ -14,6 +14,8 @@ from latentcache.interop.foreign_family import spread_of
 
 UNSCALED_STD = 7.7
 """Median standard deviation of unscaled SDXL latents: the scaling factor was chosen to bring it near 1."""
+_LEAST_SPREAD = 2.0
+"""Latents of some images have a standard deviation of 0.8, those of others of 1.2."""
 FIRST_LOOK = 64
 """A wrong claim is found after so many latents, before the rest is read."""
 
@@ -49,7 +51,9 @@ class ScaleCheck:
         """Raises DatasetError, with both numbers, if the median standard deviation contradicts what is claimed."""
         if not self._is_wanted or not self._stds:
             return
-        median, border = statistics.median(self._stds), self._spread**0.5
+        # Where the two are nearly one number, nothing says which of them a claim is of.
+        border = max(self._spread, 1 / self._spread, _LEAST_SPREAD) ** 0.5
+        median = statistics.median(self._stds)
         # A claim that is wrong shifts the value by the spread: up (scaled is claimed) or down (unscaled is).
         if 1 / border <= median <= border:
             return

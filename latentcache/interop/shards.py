@@ -62,6 +62,8 @@ class ShardExport(Export):
     Raises ConfigError, and StoreError if the folder is not empty.
     """
 
+    takes_clips = True
+
     def __init__(  # noqa: PLR0913 - what an export has, by keyword
         self,
         format_name: str,
@@ -85,6 +87,8 @@ class ShardExport(Export):
             raise ConfigError(f"a shard of {shard_bytes:,} bytes; {allowed}", key="shard_bytes")
         self.folder = Path(folder)
         with typed_errors(self.folder, 0):
+            if self.folder.exists() and not self.folder.is_dir():
+                raise StoreError(f"{folder}: is no folder. Shards are written to a new one: name another")
             if self.folder.exists() and any(self.folder.iterdir()):
                 raise StoreError(
                     f"{folder}: is not empty. Shards are written to a new folder: name another, or empty it"
@@ -124,9 +128,14 @@ class ShardExport(Export):
 
     def _rows(self) -> Iterator[ShardRow]:
         for sample in self.samples():
-            texts = [("its name", sample.sample_id), *(("a caption", caption.text) for caption in sample.captions)]
+            texts = [("its name", sample.sample_id)]
+            texts += [("a caption", caption.text or "") for caption in sample.captions]
             if halves := [what for what, text in texts if any("\ud800" <= char <= "\udfff" for char in text)]:
                 self.skip(sample.sample_id, sample.path, "unreadable", f"{halves[0]} is not UTF-8")
+                continue
+            if others := ", ".join(dict.fromkeys(name for caption in sample.captions for name in caption.others)):
+                detail = f"its texts have {others}, for which shards have no place: precache with encode.padding drop"
+                self.skip(sample.sample_id, sample.path, "unsupported-format", detail)
                 continue
             if (tensors := self._tensors(sample)) is None:
                 continue

@@ -230,7 +230,7 @@ class Verifier:
     def _text_batches(self, refs: Sequence[tuple[Row, CaptionRef]]) -> list[list[TextTask]]:
         batches: Batches[TextTask] = Batches(Shard())
         for row, ref in self._drawn(refs):
-            if self._store.record(ref.key).identity["source"] is None:
+            if self._store.record(ref.key).identity.get("source", "") is None:
                 self._note(row, "missing", "its caption is not known, so it cannot be encoded again")
                 continue
             identity = self._texts.identity(ref.text)

@@ -15,9 +15,6 @@ from latentcache.store.base import PackedStore, Store
 WINDOW = 16
 """Packs that are read at the same time: those of a rank whose rows are mixed."""
 
-Spot = tuple[int, int]
-"""A visit of an epoch: the number of a rank's batch, and the place in it."""
-
 
 class Places(NamedTuple):
     """Where the items of a dataset lie: the number of each one's pack, in the order of ids, and its row in it.
@@ -94,10 +91,11 @@ def _full_batches(items: np.ndarray, buckets: np.ndarray, batch_size: int, left:
     return [batch for _, batch in sorted(batches)]
 
 
-def spots_ahead(places: Places, batches: Sequence[Sequence[int]]) -> dict[int, list[Spot]]:
+def spots_ahead(places: Places, batches: Sequence[Sequence[int]]) -> dict[int, list[np.ndarray]]:
     """What to bring into memory with a rank's batch, by its number: the visits of all rows of a pack, in their order.
 
     With the first batch that needs a pack this is the next pack that any batch needs. The first one comes at once.
+    Visits are int64 [n, 2], the number of a batch and the place in it: as tuples they would take six times the memory.
     """
     sizes = np.array([*map(len, batches)], np.int64)
     items = np.array([item for batch in batches for item in batch], np.int64)
@@ -107,7 +105,7 @@ def spots_ahead(places: Places, batches: Sequence[Sequence[int]]) -> dict[int, l
     order = np.lexsort((places.rows[items], first[packs]))
     starts = [*np.flatnonzero(np.diff(first[packs][order], prepend=-1)).tolist(), len(items)]
     begins = numbers[np.sort(first)].tolist()
-    ahead: dict[int, list[Spot]] = {}
+    ahead: dict[int, list[np.ndarray]] = {}
     for begin, start, end in zip([0, *begins], starts, starts[1:], strict=False):
-        ahead.setdefault(begin, []).extend(map(tuple, spots[order[start:end]].tolist()))
+        ahead.setdefault(begin, []).append(spots[order[start:end]])
     return ahead

@@ -16,7 +16,7 @@ from torch.utils.data import Sampler
 
 from latentcache.errors import StoreError
 from latentcache.identity import canonical_json, digest
-from latentcache.loading.pack_order import WINDOW, Places, Spot, pack_batches, spots_ahead
+from latentcache.loading.pack_order import WINDOW, Places, pack_batches, spots_ahead
 from latentcache.types import Extent
 
 STATE_VERSION = 1
@@ -258,8 +258,8 @@ class BucketBatchSampler(Sampler[list[int]]):
         drop_last, uneven or world size. With `reshard` the world size may differ: what is left of the epoch is dealt
         to the ranks that there are now, so that no batch comes twice. Captions that were edited and values that were
         re-encoded do not matter; samples that came, went or changed their bucket do. In pack order an image that lies
-        in another pack now, as after `compact`, matters too, and ranks finish the epoch with the packs as they were
-        dealt.
+        in another pack now, as after `compact`, or was found damaged, matters too, and ranks finish the epoch with the
+        packs as they were dealt.
         """
         epoch, position = state.get("epoch"), state.get("position")
         if type(epoch) is not int or type(position) is not int or position < 0:
@@ -349,6 +349,7 @@ def _check_ranks(packs: str, world_size: int) -> None:
 
 def _with_ahead(planned: list[PlannedBatch], places: Places) -> Iterator[PlannedBatch]:
     """The batches of a rank with what each brings into memory for later ones."""
-    ahead: dict[int, list[Spot]] = spots_ahead(places, [batch.numbers for batch in planned])
+    ahead = spots_ahead(places, [batch.numbers for batch in planned])
     for number, batch in enumerate(planned):
-        yield batch._replace(ahead=[(planned[other], place) for other, place in ahead.pop(number, ())])
+        spots = [spot for visits in ahead.pop(number, ()) for spot in visits.tolist()]
+        yield batch._replace(ahead=[(planned[other], place) for other, place in spots])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
@@ -12,9 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from itertools import islice
-from typing import Annotated, Any
+from typing import Annotated
 
-from pydantic import Field, PositiveInt, TypeAdapter
+import msgspec
 
 from latentcache.config import Config, DatasetConfig
 from latentcache.dataset.clips import probe_clip
@@ -49,13 +48,23 @@ VIDEOS_AT_ONCE = 4
 logger = logging.getLogger("latentcache")
 
 
-_Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-_FACTS: TypeAdapter[Any] = TypeAdapter(
-    tuple[_Digest, PositiveInt, PositiveInt] | tuple[_Digest, PositiveInt, PositiveInt, PositiveInt]
-)
-"""Of an image, as the memo has them: the digest of its bytes, its height and its width; of a clip its frames too."""
-FileFacts = tuple[str, Size, int | None]
-"""The digest of an image's bytes, its upright size, and how many frames a clip has."""
+_Positive = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class _FileFacts(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True, gc=False):
+    """Of an image or a clip, as a list in the memo: the digest of its bytes, its upright size, and a clip's frames."""
+
+    source: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
+    height: _Positive
+    width: _Positive
+    num_frames: _Positive | None = None
+
+    @property
+    def size(self) -> Size:
+        return Size(self.height, self.width)
+
+
+_FACTS = msgspec.json.Decoder(_FileFacts)
 
 
 class Stopped(Exception):
@@ -139,7 +148,9 @@ class _DatasetPlanner:
         self._verify_sources, self._only = verify_sources, only
         # What was probed under some settings says nothing about others, which may refuse the image.
         frames = "" if dataset.frames is None else dataset.frames.model_dump_json()
-        self._images_digest = digest((dataset.images.model_dump_json() + frames).encode())
+        # A table's rows have several images, and the path of a row does not say which is read.
+        column = dataset.source.image_column if dataset.source.kind == "parquet" else ""
+        self._images_digest = digest((dataset.images.model_dump_json() + frames + column).encode())
         self._preparations = Preparations(dataset, encodings, builder.salt)
         self._texts = TextKeys(encodings.family, models.tokenizers, encodings.text, builder.salt)
         self._parts = PartPreparations(dataset, encodings, builder.salt)
@@ -217,7 +228,7 @@ class _DatasetPlanner:
             plan.num_missing_captions += not item.has_caption
             yield item, row
 
-    def _known_facts(self, item: Sample | Refusal) -> list[FileFacts] | Refusal | None:
+    def _known_facts(self, item: Sample | Refusal) -> list[_FileFacts] | Refusal | None:
         """What is known of an image and its parts without reading them: a refusal, or facts of the last reading."""
         if isinstance(item, Refusal):
             return item
@@ -225,16 +236,16 @@ class _DatasetPlanner:
             return None
         found = []
         for sample in (item, *item.parts):
-            facts = recalled(self._workspace.memo, self._memo_name(sample), _FACTS.validate_json)
+            facts = recalled(self._workspace.memo, self._memo_name(sample), _FACTS.decode)
             if facts is None:
                 return None
-            found.append((facts[0], Size(*facts[1:3]), facts[3] if len(facts) > 3 else None))
+            found.append(facts)
         return found
 
-    def _facts(self, item: Sample | Refusal) -> list[FileFacts] | Refusal:
+    def _facts(self, item: Sample | Refusal) -> list[_FileFacts] | Refusal:
         """The facts of a sample's image, then of its parts. The memo stores them until the files change."""
         assert isinstance(item, Sample)  # else the facts are known
-        found: list[FileFacts] = []
+        found: list[_FileFacts] = []
         for sample in (item, *item.parts):
             is_video = sample.path.lower().endswith(VIDEO_SUFFIXES)
             try:
@@ -245,25 +256,28 @@ class _DatasetPlanner:
                 return Refusal(item.sample_id, refused.path, refused.reason, detail)
         return found
 
-    def _facts_of(self, sample: Sample) -> FileFacts:
+    def _facts_of(self, sample: Sample) -> _FileFacts:
         data, dataset = self._source.read(sample), self._dataset
         size, num_frames = probe_clip(data, sample.path, dataset.images, dataset.frames)
-        source, signature = digest(data), sample.signature
-        if signature is not None and signature.is_settled():
-            facts = [source, *size] if num_frames is None else [source, *size, num_frames]
-            self._workspace.memo[self._memo_name(sample)] = json.dumps(facts)
-        return source, size, num_frames
+        facts = _FileFacts(digest(data), *size, num_frames)
+        # What was read may be of another file, where a link or a folder was replaced since the sample was listed.
+        if sample.signature is not None and sample.signature.is_settled() and sample.is_unchanged():
+            self._workspace.memo[self._memo_name(sample)] = msgspec.json.encode(facts).decode()
+        return facts
 
     def _memo_name(self, sample: Sample) -> str:
         signature = sample.signature.to_text() if sample.signature is not None else "unsigned"
         return f"image/1 {self._images_digest} {signature} {sample.path}"
 
-    def _row(self, sample: Sample, facts: list[FileFacts]) -> Row:
-        (source, size, num_frames), *_ = facts
-        whole, *parts = [each[:2] for each in facts]
+    def _row(self, sample: Sample, facts: list[_FileFacts]) -> Row:
+        own, *others = facts
+        source = own.source
         try:
-            images = self._preparations.refs(source, size, sample.path, num_frames)
-            part_refs = self._parts.refs(images, whole, parts, sample.path) if self._parts.names else ()
+            images = self._preparations.refs(source, own.size, sample.path, own.num_frames)
+            part_refs: tuple[PartRef, ...] = ()
+            if self._parts.names:
+                parts = [(each.source, each.size) for each in others]
+                part_refs = self._parts.refs(images, (source, own.size), parts, sample.path)
         except ImageRefused as refused:
             refusal = Refusal(sample.sample_id, refused.path, refused.reason, refused.detail)
             return Row(sample.sample_id, sample.path, source, (), (), refusal)

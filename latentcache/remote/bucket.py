@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 from latentcache.errors import PackError, RemoteError, StoreError
 from latentcache.remote.http import CONNECT_S, FIRST_DELAY_S, MAX_DELAY_S, RETRY_S
-from latentcache.remote.object_errors import FORBIDDEN, NOT_IMPLEMENTED, problem
+from latentcache.remote.object_errors import FORBIDDEN, NOT_IMPLEMENTED, PANIC, problem
 from latentcache.store.base import PACK_SUFFIX, is_pack_id
 from latentcache.store.directory import MARK, check_mark, mark_bytes, pack_name
 from latentcache.store.layout import PackRow
@@ -125,8 +125,11 @@ class Bucket:
             if "NoSuchBucket" in str(error):
                 raise problem(self.url, what, error) from error
             raise
-        except (BaseError, OSError, ValueError, NotImplementedError) as error:
-            raise problem(self.url, what, error) from error
+        except BaseException as error:
+            known = (BaseError, OSError, ValueError, NotImplementedError)
+            if isinstance(error, known) or type(error).__name__ == PANIC:
+                raise problem(self.url, what, error) from error
+            raise
 
     def _read(self, what: str, request: Callable[[], Result], attempts: int = ATTEMPTS) -> Result:
         """What a request gives that reads. obstore does not repeat each of those whose answer broke off."""

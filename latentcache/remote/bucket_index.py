@@ -6,12 +6,12 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from latentcache.errors import IndexDamagedError
+from latentcache.errors import IndexDamagedError, StoreError
 from latentcache.remote.bucket import Bucket
 from latentcache.remote.bucket_marks import Marks, marked, read_marks, write_marks
 from latentcache.store.base import new_generation
@@ -156,14 +156,23 @@ class BucketIndex:
 
     def _keep(self, rows: Sequence[PackRow]) -> None:
         values = {row.pack.id: row.to_bytes() for row in rows}
+        if values:
+            self._change_memory(lambda memory: memory.replace_many(values))
         if self._memory is None:
             self._rows |= values
-        elif values:
-            self._memory.replace_many(values)
+
+    def _change_memory(self, change: Callable[[Index], object]) -> None:
+        """Change what this machine's disk keeps. Where it cannot, as a full one, reading goes on without it."""
+        try:
+            if self._memory is not None:
+                change(self._memory)
+        except StoreError as error:
+            logger.warning("%s. What packs say is not kept there from now on.", error)
+            self._memory = None
 
     def _forget(self, packs: Collection[str]) -> None:
-        if self._memory is not None:
-            self._memory.remove_many(packs)
+        if packs:
+            self._change_memory(lambda memory: memory.remove_many(packs))
         for pack in packs:
             self._rows.pop(pack, None)
 

@@ -9,7 +9,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from latentcache.identity import canonical_json, digest
@@ -21,7 +21,10 @@ FOLDER = "marks"
 _MAX_REASON_CHARS = 500
 
 Marks = Mapping[str, Mapping[int, str]]
-"""Rows that do not count any more, by pack, and why: an empty text for a removed one, a reason for a damaged one."""
+"""Rows that do not count any more, by pack, and why: an empty text for a removed one, a reason for a damaged one.
+
+A pack without rows does not say what it holds.
+"""
 
 logger = logging.getLogger("latentcache")
 
@@ -75,6 +78,7 @@ def marked(row: PackRow, marks: Iterable[Marks]) -> PackRow:
     return row
 
 
-def sweep_marks(bucket: Bucket, marks: Mapping[str, Marks], packs: Collection[str]) -> None:
-    """Remove the objects of marks that are about none of these packs: those that there are."""
+def sweep_marks(bucket: Bucket, marks: Mapping[str, Marks]) -> None:
+    """Remove the objects of these marks that are about no pack which is there."""
+    packs = bucket.packs() if marks else {}  # after the marks: some may be about packs that came just before them
     bucket.remove([name for name, each in marks.items() if each and each.keys().isdisjoint(packs)])

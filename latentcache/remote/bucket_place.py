@@ -53,6 +53,7 @@ class BucketPlace(FarPlace):
         self._is_target = is_target
         self._removed: set[str] = set()
         self._marks = read_marks(self.bucket)
+        self._marked = {pack for marks in self._marks.values() for pack in marks}
         self._near = near
         self._sizes: dict[str, int] = {}
         self._table: LocationTable | None = None
@@ -80,12 +81,13 @@ class BucketPlace(FarPlace):
         sizes = self.packs()
         if self._near is not None:
             here = self._near.packs()
-            for pack in [pack for pack, num_bytes in sizes.items() if here.get(pack) == num_bytes]:
+            alike = [pack for pack, num_bytes in sizes.items() if here.get(pack) == num_bytes]
+            for pack in [pack for pack in alike if pack not in self._marked]:  # what is there may be unreadable
                 with suppress(PackError, FileNotFoundError):
                     row = self._near.row(pack)
                     row.live[:] = True
                     del sizes[pack]
-                    yield marked(row, self._marks.values())
+                    yield row
         yield from (marked(row, self._marks.values()) for row in self.bucket.rows(sizes))
 
     @override
@@ -104,7 +106,7 @@ class BucketPlace(FarPlace):
 
     @override
     def take(self, records: PackRecords, data: bytes | memoryview) -> None:
-        if records.row.pack.id in self._removed:
+        if records.row.pack.id in self._removed | self._marked:  # marks outlive a pack that is gone
             records, data = part_of(records, np.frombuffer(data, np.uint8), set(records.row.names()))
         self.bucket.send(records.row.pack.id, data)
         with self._lock:
@@ -123,9 +125,9 @@ class BucketPlace(FarPlace):
         """None: what its packs hold is there."""
 
     @override
-    def confirmed(self, suspects: Mapping[str, str]) -> dict[str, str]:
+    def confirmed(self, suspects: Mapping[str, str], unreadable: Iterable[str]) -> dict[str, str]:
         """Those that are whole in no pack. Copies that are damaged are marked: from then on they are misses for all."""
-        marks: dict[str, dict[int, str]] = {}
+        marks: dict[str, dict[int, str]] = {pack: {} for pack in unreadable if pack not in self._marked}
         whole = set[str]()
         for row in self.rows() if suspects else ():
             rows = {at: key for at, key in enumerate(row.names()) if key in suspects and row.live[at]}

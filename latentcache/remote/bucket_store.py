@@ -243,8 +243,8 @@ class BucketStore(FetchingStore):
             data[start : start + num] = np.frombuffer(part, np.uint8)
 
     def _should_keep(self, pack: Pack, places: Places) -> bool:
-        """Whether to keep the whole pack: all of the cache has room, or most of the pack is wanted now."""
-        if self.tier is None or pack.id in self._not_kept:
+        """Whether to keep the whole pack: it has room, and so has all of the cache or most of it is wanted now."""
+        if self.tier is None or pack.id in self._not_kept or not self.tier.has_room(pack.file_bytes):
             return False
         return self.tier.has_room(sum(self.index.sizes.values())) or 2 * len(places) >= pack.num_entries
 

@@ -154,7 +154,7 @@ class BucketUpkeep:
             note = {"listed": datetime.now(UTC).isoformat(timespec="seconds"), "packs": gone}
             self._bucket.put(f"{FOLDER}/{uuid.uuid4().hex}.json", json.dumps(note).encode())
         if not self.report.dry_run:
-            sweep_marks(self._bucket, marks, sizes.keys() - removed)
+            sweep_marks(self._bucket, marks)
             self._bucket.remove([name for name, at in self._bucket.times(PROBES).items() if at <= self._oldest])
             if self._unfinished:
                 self._manifests.give_up(self._oldest)

@@ -64,6 +64,7 @@ class _Request:
     end: int
     """The read after which it is dropped."""
     wanted: Counter[str]
+    num_keys: int
 
     def was_read(self, key: str, num: int, is_found: bool) -> None:
         """`key` was wanted so many times. After the last one its memory is released."""
@@ -106,13 +107,13 @@ class FetchAhead:
                     new[key] = num
                 else:
                     request.wanted[key] += num
-            if not new or len(self._requests) >= MAX_AHEAD:
+            if not new or not self._has_room():
                 return
             if self._executor is None:
                 self._executor = ThreadPoolExecutor(NUM_THREADS, "latentcache-fetch")
             future = self._executor.submit(lambda: dict(self._fetch(list(new))))
             end = self._num_reads + max(MAX_READS, READS_PER_KEY * len(new))
-            self._requests.append(_Request(future, end, new))
+            self._requests.append(_Request(future, end, new, len(new)))
 
     def take(self, keys: Mapping[str, int]) -> dict[str, EntryArrays]:
         """The arrays of those keys that were fetched, or are on their way, for which it waits. RemoteError.
@@ -142,6 +143,18 @@ class FetchAhead:
                     request.was_read(key, keys[key], key in found)
                 self._requests = [each for each in self._requests if each.wanted and each.end >= self._num_reads]
         return found
+
+    def _has_room(self) -> bool:
+        """Whether there is room for a request. The rest of one of which most was read makes room: it may wait for long.
+
+        In pack order that is rows of rare buckets, whose batches take long to fill, and each keeps its pack in memory.
+        """
+        if len(self._requests) >= MAX_AHEAD:
+            most_read = min(self._requests, key=lambda request: len(request.wanted) / request.num_keys)
+            if 2 * len(most_read.wanted) > most_read.num_keys:
+                return False
+            self._requests.remove(most_read)
+        return True
 
     def _with(self, key: str) -> _Request | None:
         return next((request for request in self._requests if key in request.wanted), None)

@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import chain
 from multiprocessing import util
 from pathlib import Path
 from typing import TypeVar
@@ -57,7 +58,8 @@ class LocalTier:
     def __init__(self, path: str | os.PathLike[str], max_bytes: int | None = None):
         self.path, self._max_bytes = Path(path).expanduser(), max_bytes
         manifests = ManifestFolder(self.path / "manifests")
-        if names := [*manifests.names(), *manifests.unfinished()]:  # also while its first run is not finished
+        # Unfinished: those of a cache whose first run has not ended. DiskStore refuses what is no directory.
+        if self.path.is_dir() and (names := [*manifests.names(), *manifests.unfinished()]):
             raise StoreError(
                 f"{self.path}: is a cache of its own, with the manifest {names[0]!r}; cache.local needs a directory "
                 "that holds nothing else"
@@ -178,9 +180,12 @@ class LocalTier:
                 if pack in self.disk.catalog.table.packs:
                     return True
                 try:
-                    take_pack(self.disk, pack, chunks(), num_bytes)
+                    parts = iter(chunks())
+                    first = next(parts, b"")  # an error of a pack that is gone is none of the disk's
+                    take_pack(self.disk, pack, chain([first], parts), num_bytes)
                     # Each entry was compared with its digest, in the page cache: it need not be when it is read.
-                    self.disk.mapped.note_good(self.disk.catalog.table.packs[pack])
+                    if (layout := self.disk.catalog.table.packs.get(pack)) is not None:  # else another process pruned
+                        self.disk.mapped.note_good(layout)
                 except StoreBusyError:  # its file is there; who works on the directory ends soon
                     with locked(self.disk.directory.lock, "keeping a pack", shared=True, wait=True):
                         take_sealed(self.disk, pack)

@@ -54,8 +54,11 @@ class FarPlace(Place, Protocol):
     def live(self) -> set[str] | None:
         """The keys of all entries. None: what its packs hold is there."""
 
-    def confirmed(self, suspects: Mapping[str, str]) -> dict[str, str]:
-        """Those of the entries that were found damaged, with the reason, which it finds so too."""
+    def confirmed(self, suspects: Mapping[str, str], unreadable: Iterable[str]) -> dict[str, str]:
+        """Those of the entries that were found damaged, with the reason, which it finds so too.
+
+        `unreadable`: packs that do not even say what they hold.
+        """
 
 
 class DirectoryPlace(Place):

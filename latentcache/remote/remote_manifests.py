@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from io import BytesIO
 from urllib.parse import quote
 
 from latentcache.dataset.manifest import Manifest, manifest_lines, read_manifest
+from latentcache.dataset.manifest_folder import NAME_PATTERN
 from latentcache.errors import DatasetError, StoreBusyError
 from latentcache.remote.http import UPLOAD_ANSWER_S, ServiceConnection, understood
 
@@ -32,7 +34,10 @@ class RemoteManifests:
     def names(self) -> list[str]:
         """The names of all manifests, sorted."""
         with understood(self._http.request("GET", "manifests")) as document:
-            return sorted(str(each["name"]) for each in document["manifests"])
+            names = sorted(str(each["name"]) for each in document["manifests"])
+            if odd := [name for name in names if not re.fullmatch(NAME_PATTERN, name)]:  # a pull makes it a path
+                raise ValueError(f"{odd[0]!r:.120} is no name of a manifest")
+            return names
 
     def read(self, name: str) -> Manifest | None:
         """The manifest, or None if there is none. DatasetError for one that is damaged."""

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from latentcache.errors import PackError, StoreError
+from latentcache.errors import PackError, RemoteError, StoreError
+from latentcache.remote.object_errors import FORBIDDEN
 from latentcache.remote.places import FarPlace, Place
 from latentcache.store.exchange import problems_of
 from latentcache.store.pack import read_pack_bytes
@@ -32,11 +33,17 @@ def verify_place(
     known, live = place.damaged(), place.live()
     packs = sorted([pack for pack in place.packs() if int(pack[:8], 16) % num_parts == part - 1])
     suspects: dict[str, str] = {}
-    unreadable: dict[str, str] = {}
+    unreadable, refused = dict[str, str](), dict[str, str]()
     checked, good = set[str](), set[str]()
     bytes_read = 0
     for number, pack in enumerate(packs, 1):
-        keys, problems, num_bytes = _checked_pack(place, pack, unreadable)
+        try:
+            keys, problems, num_bytes = _checked_pack(place, pack, unreadable)
+        except RemoteError as error:
+            refused[pack] = str(error)
+            if error.status != FORBIDDEN or len(refused) == len(packs):  # of this pack alone, as of an archived one
+                raise
+            keys, problems, num_bytes = set(), {}, 0
         bytes_read += num_bytes
         checked |= keys
         good |= keys - problems.keys()
@@ -52,9 +59,9 @@ def verify_place(
         num_entries=len(checked & live),
         num_packs=len(packs),
         bytes_read=bytes_read,
-        damaged=place.confirmed({key: problem for key, problem in suspects.items() if key in live}),
+        damaged=place.confirmed({key: problem for key, problem in suspects.items() if key in live}, unreadable),
         known_damaged=known,
-        unreadable=unreadable,
+        unreadable=unreadable | refused,
         orphans=(),
     )
 

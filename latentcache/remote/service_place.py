@@ -85,7 +85,7 @@ class ServicePlace(FarPlace):
         return set(self.store.keys())
 
     @override
-    def confirmed(self, suspects: Mapping[str, str]) -> dict[str, str]:
+    def confirmed(self, suspects: Mapping[str, str], unreadable: Iterable[str]) -> dict[str, str]:
         """Those of the suspects that are damaged: an entry may lie in another pack too, be removed, or have moved.
 
         With a writing token the service reads them from its own disk, and marks what is damaged.

@@ -38,6 +38,8 @@ CALLS_AHEAD = 2
 """Batches that an encoder has: the one that it encodes, and the next, whose pixels are brought to it meanwhile."""
 MAX_DEATHS = 10
 """Encoders that die one after the other, and none finishes a batch in between: the machines are ill, not the images."""
+MAX_LOSSES = 5
+"""Times that a batch is decoded again because its pixels were lost: the nodes that did so do not reach the encoders."""
 NUM_STRIKES = 2
 DEATHS = (WorkerCrashedError, OutOfMemoryError, NodeDiedError, LocalRayletDiedError, ObjectLostError)
 """Of the process that decodes, or of its node."""
@@ -56,6 +58,8 @@ class RayBatch:
     tasks: list[EntryTask]
     pixels: dict[str, Any] = field(default_factory=dict)
     num_decoding: int = 0
+    num_losses: int = 0
+    """Times that the pixels did not reach their encoder."""
 
 
 @dataclass(slots=True, eq=False)
@@ -226,12 +230,9 @@ class ClusterRun:
         except RayTaskError as error:
             if not isinstance(error.cause, ObjectLostError):
                 raise _cause(error) from error
-            self._decode_again(encoder)
+            self._decode_again(encoder, error.cause)
             return
-        except ObjectLostError:
-            self._decode_again(encoder)
-            return
-        except RayError as error:
+        except RayError as error:  # also for a long answer that was lost with the encoder's node
             self._bury(encoder, error)
             return
         if answer == encoder.arrival:
@@ -263,11 +264,17 @@ class ClusterRun:
 
     # What was lost
 
-    def _decode_again(self, encoder: ActiveEncoder) -> None:
-        """The pixels of an encoder's next batch were on a node that is gone."""
+    def _decode_again(self, encoder: ActiveEncoder, error: ObjectLostError) -> None:
+        """The pixels of an encoder's next batch were on a node that is gone, or that it does not reach."""
         _, batch = encoder.calls.popleft()
         assert batch is not None  # only pixels are lost
-        self._todo.appendleft(RayBatch(batch.tasks))
+        if batch.num_losses == MAX_LOSSES:
+            raise ClusterError(
+                encoder.place,
+                f"the pixels of a batch were lost {MAX_LOSSES + 1} times on their way there ({_first_line(error)})",
+                "All nodes must reach each other at all of Ray's ports; Ray's logs on that machine say more.",
+            )
+        self._todo.appendleft(RayBatch(batch.tasks, num_losses=batch.num_losses + 1))
 
     def _bury(self, encoder: ActiveEncoder, error: RayError) -> None:
         """Give the work of a dead encoder to the others: what it had not sealed, and what waited for it.
@@ -340,10 +347,11 @@ def _cause(error: RayError) -> LatentCacheError:
     cause = error.cause if isinstance(error, RayTaskError) else error
     if isinstance(cause, LatentCacheError):
         return cause
+    logger.error("%s", error)  # with the traceback of that process
     return ClusterError(
         "a process of the cluster",
         f"failed: {type(cause).__name__}: {_first_line(cause)}",
-        "All nodes need latentcache in the same version, and the dataset at the same path; the traceback is above.",
+        "All nodes need latentcache in the same version, and the dataset at the same path; the log has the traceback.",
     )
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
@@ -31,6 +33,9 @@ RAY_SETTINGS = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # Ray's new way with processes without a GPU; it warns of the old one
     "RAY_IGNORE_UNHANDLED_ERRORS": "1",  # pixels of a task that died: its other answer says so already
 }
+
+CONNECT_S = 60.0
+"""A head that is being started answers within this. Ray alone tries for a quarter of an hour."""
 
 logger = logging.getLogger("latentcache")
 
@@ -118,6 +123,7 @@ class RayCluster:
             os.environ.setdefault(name, value)
         address = None if self._address == "auto" else self._address
         try:
+            _wait_for(address or os.environ.get("RAY_ADDRESS", ""))
             with _handlers_kept():
                 ray.init(address, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
         except Exception as error:  # Ray raises plain ones too, as when its own processes start too slowly
@@ -174,8 +180,23 @@ class RayCluster:
             f"and {settings.decode_cpus:g} CPUs to decode, are wanted; all nodes together have {there}, of which other "
             "programs may use some",
             "Add nodes, or change ray.num_gpus, ray.accelerator_type, ray.num_cpus, ray.decode_cpus or "
-            "ray.min_encoders. Where machines must start first, raise ray.wait_s.",
+            "ray.min_encoders; where encoders take all CPUs and leave none to decode, lower ray.max_encoders. Where "
+            "machines must start first, raise ray.wait_s.",
         )
+
+
+def _wait_for(address: str) -> None:
+    """Wait until something listens at HOST:PORT; Ray understands other addresses. OSError after CONNECT_S."""
+    host, _, port = address.rpartition(":")
+    end = time.monotonic() + CONNECT_S
+    while port.isdecimal() and "/" not in host:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=5.0).close()
+            return
+        except OSError:
+            if time.monotonic() >= end:
+                raise
+            time.sleep(1.0)
 
 
 def _import_ray() -> ModuleType:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from latentcache.dataset.manifest import REMEDY, check_manifest
-from latentcache.dataset.manifest_folder import UNFINISHED, ManifestFolder
+from latentcache.dataset.manifest_folder import NAME_PATTERN, UNFINISHED, ManifestFolder
 from latentcache.errors import DatasetError, RequestRefused
 from latentcache.utils.durable_files import (
     make_folder,
@@ -22,8 +22,6 @@ from latentcache.utils.durable_files import (
     write_all,
 )
 
-NAME_PATTERN = "^[A-Za-z0-9][A-Za-z0-9_.-]{0,99}$"
-"""Of a manifest's name. It is never a path."""
 _MAX_HEADER_BYTES = 1 << 24
 
 

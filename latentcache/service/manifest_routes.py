@@ -10,9 +10,10 @@ from fastapi import APIRouter, Depends, Path, Query, Request
 from fastapi.responses import Response
 from pydantic import BaseModel
 
+from latentcache.dataset.manifest_folder import NAME_PATTERN
 from latentcache.errors import DatasetError, RequestRefused
 from latentcache.service.context import ServiceContext
-from latentcache.service.manifest_files import NAME_PATTERN, ManifestFacts, ManifestFiles
+from latentcache.service.manifest_files import ManifestFacts, ManifestFiles
 from latentcache.service.problems import problems
 from latentcache.service.responses import OCTETS, file_answer
 from latentcache.service.uploads import body_chunks, length_of

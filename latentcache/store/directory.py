@@ -82,9 +82,7 @@ class CacheDirectory:
                 f"{advice}."
             )
         if not create:
-            raise StoreError(
-                f"{self.path}: there is no cache here. `latentcache precache` makes one; check cache.path."
-            )
+            raise StoreError(f"{self.path}: there is no cache here. `latentcache precache` makes one; check the path.")
         with typed_errors(self.path, 0):
             make_folder(self.path)
         write_sealed(self.path / MARK, mark_bytes())

@@ -189,11 +189,12 @@ class LocationTable:
 
     def places(self, keys: Sequence[str]) -> tuple[list[str], np.ndarray]:
         """As `PackedStore.places`."""
-        packs = [pack.id for part in self._parts for pack in part.packs]
+        parts = self._parts  # another thread may put others in their place, whose packs have other numbers
+        packs = [pack.id for part in parts for pack in part.packs]
         found = np.full((len(keys), 2), -1, np.int64)
         for start in range(0, len(keys), _CHUNK):
             words, num_before = key_words(keys[start : start + _CHUNK]), 0
-            for part in self._parts:
+            for part in parts:
                 positions = part.positions(words)
                 here = np.flatnonzero(positions >= 0)
                 numbers = part.starts.searchsorted(positions[here], "right") - 1

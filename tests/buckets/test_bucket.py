@@ -143,6 +143,32 @@ def test_errors_say_what_to_do(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> 
         Bucket.open("az://container/cache")
 
 
+def test_credentials_that_lack_a_half_are_asked_for(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    with pytest.raises(RemoteError, match=r"SecretAccessKey.*Give credentials"):
+        Bucket.open(s3_url)
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/none.json")
+    with pytest.raises(RemoteError, match=r"service account file.*Give credentials"):
+        Bucket.open("gs://bucket/cache")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("AWS_ENDPOINT_URL", "127.0.0.1:9000"),
+        ("AWS_ENDPOINT_URL", ""),
+        ("AWS_ENDPOINT_URL", "http://host:port"),
+        ("AWS_ACCESS_KEY_ID", "test:tester\n"),
+    ],
+)
+def test_a_variable_on_which_obstore_panics_is_an_error(
+    s3_url: str, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(RemoteError, match=rf"cannot use.*{variable}"):
+        Bucket.open(s3_url).packs()
+
+
 def test_without_obstore_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "obstore.store", None)
     with pytest.raises(RemoteError, match=r"pip install 'latentcache\[remote\]'"):

@@ -19,6 +19,8 @@ from latentcache.errors import StoreError
 from latentcache.remote import bucket_upkeep
 from latentcache.remote.bucket import Bucket, StoredObject
 from latentcache.remote.bucket_manifests import BucketManifests
+from latentcache.remote.bucket_marks import read_marks
+from latentcache.remote.bucket_store import BucketStore
 from latentcache.remote.bucket_upkeep import BucketUpkeep, removals_in
 from latentcache.remote.places import DirectoryPlace, open_far_place
 from latentcache.remote.remote_packs import verify_place
@@ -98,6 +100,69 @@ def test_a_pack_goes_only_when_the_copies_that_stay_are_whole(tmp_path: Path, ur
     with open_far_place(url) as place:
         assert verify_place(place).ok and key_of_image(5) in place.find([key_of_image(5)])
     assert transfer(url, tmp_path / "back").ok
+
+
+def test_a_pack_that_says_nothing_any_more_is_sent_again(tmp_path: Path, url: str) -> None:
+    """By the machine that has it too, which takes its own pack for what is there until `verify` has looked."""
+    here = fill(tmp_path / "here", range(16))
+    transfer(here, url)
+    pack, data = next(iter(packs_of(here).items()))
+    Bucket.open(url).put(pack_name(pack), data[:20] + bytes([data[20] ^ 1]) + data[21:])
+    with open_far_place(url) as place:
+        assert list(verify_place(place).unreadable) == [pack]
+    assert transfer(here, url).num_packs == 1
+    with open_far_place(url) as place:
+        manifest = place.manifests.read("photos")
+        assert manifest is not None and place.find(manifest.keys()) == manifest.keys()
+    Bucket.open(url).remove_packs([pack])  # by hand, as the guide says
+    assert transfer(here, url).num_packs == 0
+    assert transfer(url, tmp_path / "back").ok
+    check(tmp_path / "back", range(16))
+    tidy(url)
+    assert not Bucket.open(url).names("marks")
+
+
+def test_marks_of_a_pack_that_went_do_not_count_where_it_is_sent_again(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One object has marks of two packs, of which one was pruned: they are there still."""
+    monkeypatch.setattr("latentcache.store.compaction.SMALL_ENTRIES", 0)
+    here = fill(tmp_path / "here", range(16))
+    transfer(here, url)
+    for pack, data in packs_of(here).items():
+        number = 3 if entries_of(3)[0].tensors["moments"].numpy().tobytes() in data else 12
+        Bucket.open(url).put(pack_name(pack), broken(data, number))
+    with open_far_place(url) as place:
+        assert verify_place(place).damaged.keys() == {key_of_image(3), key_of_image(12)}
+    assert transfer(here, url).ok
+    keep_only(here, range(8, 16))
+    transfer(here, url, replace=True)
+    for _ in range(2):
+        tidy(url, prune=True, grace_h=0)
+    assert len(Bucket.open(url).names("marks")) == 1
+    fill(here, range(16))
+    assert transfer(here, url).ok
+    with open_far_place(url) as place:
+        manifest = place.manifests.read("photos")
+        assert manifest is not None and place.find(manifest.keys()) == manifest.keys()
+
+
+def test_what_is_removed_from_a_pack_that_came_just_now_stays_removed(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transfer(fill(tmp_path / "here", range(8)), url)
+    other = fill(tmp_path / "other", range(8, 16), "others")
+
+    def meanwhile(bucket: Bucket) -> Any:
+        transfer(other, url)
+        with BucketStore(url) as store:
+            assert store.remove([key_of_image(9)]) == 1
+        return read_marks(bucket)
+
+    monkeypatch.setattr(bucket_upkeep, "read_marks", meanwhile)
+    tidy(url)
+    with BucketStore(url) as store:
+        assert store.find([key_of_image(9)]) == set()
 
 
 def test_a_push_ends_its_own_note_alone(tmp_path: Path, url: str) -> None:

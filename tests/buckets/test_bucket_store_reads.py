@@ -16,7 +16,7 @@ from obstore.store import MemoryStore
 from latentcache import LatentCache
 from latentcache.cli.app import main
 from latentcache.config import Config
-from latentcache.errors import EntryDamagedError, EntryMissingError, ReadOnlyError, StoreError
+from latentcache.errors import EntryDamagedError, EntryMissingError, ReadOnlyError, StorageFullError, StoreError
 from latentcache.loading.status import status
 from latentcache.precache.run import run_precache
 from latentcache.remote.bucket import Bucket
@@ -27,7 +27,10 @@ from latentcache.remote.bucket_upkeep import BucketUpkeep
 from latentcache.store import DiskStore
 from latentcache.store.base import Store
 from latentcache.store.directory import pack_name
+from latentcache.store.exchange import take_pack
+from latentcache.store.index import Index
 from latentcache.store.stacking import read_batch
+from latentcache.store.upkeep import prune
 
 ENTRIES = [entry for number in range(24) for entry in entries_of(number)]
 KEYS = list(dict.fromkeys(entry.record.key for entry in ENTRIES))
@@ -132,6 +135,47 @@ def test_a_small_local_directory_is_not_filled_with_what_will_not_fit(objects: M
     assert 0 < kept.file_bytes <= size + size // 2
 
 
+def test_a_pack_for_which_there_is_no_room_is_fetched_once(objects: MemoryStore, tmp_path: Path) -> None:
+    bucket = CountingBucket(objects)
+    with BucketStore(bucket, local=tmp_path / "local", local_max_bytes=1000) as store:
+        assert_right(store, IMAGES[:8])
+    assert not bucket.packs_read, "it would be removed again before it is read"
+
+
+def test_a_pack_that_another_process_removes_right_after_it_was_kept_is_read(
+    objects: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def take_then_lose(disk: DiskStore, *pack: Any) -> int:
+        num_new = take_pack(disk, *pack)
+        with DiskStore(tmp_path / "local") as other:
+            prune(other, (), max_bytes=0)
+        disk.catalog.reload()  # as another thread does, which looks for a pack
+        return num_new
+
+    monkeypatch.setattr("latentcache.remote.local_tier.take_pack", take_then_lose)
+    with BucketStore(CountingBucket(objects), local=tmp_path / "local") as store:
+        assert_right(store, KEYS)
+
+
+def test_a_full_disk_ends_no_reading(
+    objects: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(index: Index, rows: object) -> None:
+        raise StorageFullError(tmp_path, 4096)
+
+    with BucketStore(CountingBucket(objects), local=tmp_path / "local") as store:
+        assert_right(store, KEYS)
+        Bucket(objects, "x").remove_packs(sorted(Bucket(objects, "x").packs())[:1])
+        with BucketStore(CountingBucket(objects)) as other:
+            other.add(entries_of(30))
+        monkeypatch.setattr(Index, "replace_many", full)
+        monkeypatch.setattr(Index, "remove_many", full)
+        assert store.find([entries_of(30)[0].record.key]), "what is new is found"
+        assert len(store.index.table.find(KEYS)) == 18, "and what is gone is gone"
+        assert_right(store, sorted(store.index.table.find(KEYS)))
+    assert "no space left" in caplog.text and "is not kept there" in caplog.text
+
+
 def test_rows_of_packs_are_remembered_and_a_damaged_memory_is_made_again(
     objects: MemoryStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -191,6 +235,7 @@ def test_a_pack_that_was_compacted_away_is_looked_for_elsewhere(
             bucket.send(pack, other.directory.pack_path(pack))
         bucket.remove_packs(old)
         assert_right(store, KEYS)
+        assert store.tier is None or store.tier.has_room(0), "it keeps packs as before"
         bucket.remove_packs([pack])
         if not local:
             with pytest.raises(EntryMissingError):

@@ -91,10 +91,15 @@ def test_a_pack_that_is_refused_does_not_stop_the_rest(url: str, server: Compari
     assert list(reasons) == [archived] and "archived" in reasons[archived]
     report = BucketUpkeep(url, prune=False, grace_h=0).run()
     assert list(report.unreadable) == [archived] and archived in bucket.packs()
+    with open_far_place(url) as place:
+        found = verify_place(place)
+    assert list(found.unreadable) == [archived] and found.num_entries == 9 and not bucket.names("marks")
     for pack in bucket.packs():
         server.refused[f"/team/cache/{pack_name(pack)}"] = 403
     with pytest.raises(RemoteError, match="credentials"):
         list(bucket.rows(bucket.packs()))
+    with pytest.raises(RemoteError, match="credentials"), open_far_place(url) as place:
+        verify_place(place)
 
 
 def test_a_damaged_entry_is_marked_by_verify_and_comes_with_the_next_push(
@@ -140,7 +145,7 @@ def test_a_copy_in_a_part_that_verify_did_not_read_counts(url: str, server: Comp
     at = next(start for start, num in location.ranges() if num)
     server.objects[f"/team/cache/{pack_name(pack)}"] = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :], generation
     with open_far_place(url) as place:
-        assert place.confirmed({key: "its digest differs"}) == {}
+        assert place.confirmed({key: "its digest differs"}, ()) == {}
     marks = [mark for each in read_marks(Bucket.open(url)).values() for mark in each]
     assert marks == [pack]
 

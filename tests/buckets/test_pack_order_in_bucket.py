@@ -17,6 +17,7 @@ from latentcache import BucketBatchSampler, DiskStore, LatentDataset, LatentLoad
 from latentcache.cli.app import main
 from latentcache.errors import StoreError
 from latentcache.loading.pack_order import Places
+from latentcache.remote import fetched
 from latentcache.remote.bucket import Bucket
 from latentcache.remote.bucket_store import BucketStore
 
@@ -70,6 +71,29 @@ def copy_packs(bucket: Bucket, directory: Path, groups: list[range]) -> None:
             store.add(entries_of(number)[0] for number in numbers)
     for path in (directory / "packs").rglob("*.safetensors"):
         bucket.send(path.stem, path)
+
+
+def test_a_row_of_each_pack_that_waits_for_long_leaves_room_for_the_next_packs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As rows of rare buckets do, whose batches are full after many packs."""
+    monkeypatch.setattr(fetched, "MAX_AHEAD", 4)
+    ranges, whole = Bucket.ranges, []
+    monkeypatch.setattr(Bucket, "ranges", lambda b, pack, wanted: whole.append(len(wanted)) or ranges(b, pack, wanted))
+    bucket = Bucket(MemoryStore(), "memory://late")
+    bucket.check(create=True)
+    groups = [range(first, first + 8) for first in range(0, 80, 8)]
+    copy_packs(bucket, tmp_path / "packs", groups)
+    with BucketStore(bucket) as store:
+        keys = [[entries_of(number)[0].record.key for number in group] for group in groups]
+        Places.of(store, keys[0])
+        whole.clear()
+        for pack in keys:
+            store.prefetch(pack)
+            assert len(store.rows(pack[1:4])) == 3 and len(store.rows(pack[4:])) == 4
+        assert whole == [1] * len(groups), "each pack comes whole"
+        late = [pack[0] for pack in keys]
+        assert len(store.rows(late)) == len(late), "what was released is fetched again"
 
 
 @pytest.mark.parametrize("writes", [False, True])

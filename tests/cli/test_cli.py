@@ -270,6 +270,15 @@ def test_a_fault_of_ours_is_not_taken_for_refusals(
     assert code == 2 and document["type"] == "ZeroDivisionError" and "please report it" in caplog.text
 
 
+def test_ctrl_c_says_that_nothing_is_lost(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("latentcache.remote.transfers.transfer", interrupted)
+    code, _, err = run("push", tmp_path / "a", tmp_path / "b")
+    assert code == 130 and "interrupted; sealed entries are safe" in err
+
+
 def test_a_reader_that_goes_away_is_no_traceback(config_file: Path) -> None:
     command = f"{sys.executable} -m latentcache.cli.app precache {config_file} --json | true"
     done = subprocess.run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -36,6 +37,18 @@ def test_with_nothing_to_do_no_cluster_is_needed(config_file: Path, run_json: An
 def test_a_dry_run_needs_no_cluster(config_file: Path, run_json: Any, tmp_path: Path) -> None:
     code, report = run_json("precache", config_file, "--ray=auto", "--dry-run")
     assert code == 0 and report["num_misses"] == 12 and not (tmp_path / "cache").exists()
+
+
+def test_an_address_where_nothing_listens_is_an_error_within_a_minute(
+    config_file: Path, run_json: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray alone tries for a quarter of an hour."""
+    monkeypatch.setattr("latentcache.scaleout.ray.CONNECT_S", 0.0)
+    code, error = run_json("precache", config_file, "--ray", "127.0.0.1:1")
+    assert code == 2 and "127.0.0.1:1" in error["error"] and "refused" in error["error"]
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    code, error = run_json("precache", config_file, "--ray", "auto")
+    assert code == 2 and "refused" in error["error"]
 
 
 def test_without_ray_the_error_says_what_to_install(
@@ -90,4 +103,21 @@ def test_the_examples_of_clusters_are_valid() -> None:
     assert job["kind"] == "RayJob" and job["spec"]["entrypoint"].startswith("latentcache precache ")
     workers = job["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["template"]["spec"]["containers"][0]
     assert workers["resources"]["limits"]["nvidia.com/gpu"] == "1" and workers["image"]
-    subprocess.run(["bash", "-n", str(CLUSTER / "slurm.sh")], check=True)
+
+
+def test_the_job_of_slurm_starts_ray_once_on_each_node(tmp_path: Path) -> None:
+    log = tmp_path / "steps.txt"
+    for name, line in (("srun", f'echo "$@" >> {log}'), ("scontrol", "printf 'n1\\nn2\\nn3\\nn4\\n'"), ("sleep", "")):
+        (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    job = {"SLURM_NNODES": "4", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-4]"}
+    job |= {"SLURM_CPUS_PER_TASK": "64", "SLURM_GPUS_PER_NODE": "8", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    script = f"source {CLUSTER / 'slurm.sh'} config.yaml && wait"
+    subprocess.run(["bash", "-c", script], env=os.environ | job, check=True)
+    steps = log.read_text().splitlines()
+    assert sum(" ray start " in step for step in steps) == 2
+    for step in steps:
+        found = dict(word[2:].split("=") for word in step.split() if word.startswith(("--nodes=", "--ntasks=")))
+        assert found["nodes"] == found.get("ntasks", job["SLURM_NTASKS"])
+    [run] = [step for step in steps if " precache " in step]
+    assert run.endswith("--ray n1:20007 --ray.max_encoders auto")

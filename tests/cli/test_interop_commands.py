@@ -282,6 +282,8 @@ def test_shards_are_exported_imported_and_verified(
     assert code == 0 and (report["num_images"], report["num_texts"], report["skipped"]) == (5, 6, [])
     code, _, err = run(*export)
     assert code == 2 and "is not empty. Shards are written to a new folder" in err
+    code, _, err = run("export", tmp_path / "shards/latentcache.json", *export[2:])
+    assert code == 2 and "is no folder. Shards are written to a new one: name another" in err
     code, _, err = run("export", tmp_path / "x", "--to", name, "--cache", config.cache.path, "--dtype", "bfloat16")
     assert code == 2 and "numpy has no others" in err
     stated = json.loads((tmp_path / "shards/latentcache.json").read_text())["declaration"]
@@ -295,3 +297,5 @@ def test_shards_are_exported_imported_and_verified(
     (tmp_path / "shards/latentcache.json").unlink()
     code, _, err = run("import", tmp_path / "shards", *flags, "--cache", tmp_path / "other")
     assert code == 2 and "does not say what its latents are. State vae, scaled, " in err
+    code, _, err = run("import", tmp_path / "none", *flags, "--cache", tmp_path / "other")
+    assert code == 2 and "none: there is no such folder" in err

@@ -688,6 +688,8 @@ def test_a_table_that_is_sent_to_another_process_is_one_source_there(tmp_path: P
     first, second = (pickle.loads(pickle.dumps(source)) for _ in range(2))
     assert first is second and first is not source
     assert [first.read(sample) for sample in source.samples()] == [b"one", b"two"]
+    pq.write_table(pa.table({"image": [b"six", b"ten"]}), tmp_path / "a.parquet")
+    assert [first.read(sample) for sample in source.samples()] == [b"six", b"ten"], "a process may outlive a run"
 
 
 def test_a_caption_is_whole_where_a_read_gives_less_than_there_is(

@@ -159,7 +159,9 @@ def test_sample_images_are_those_of_the_whole_pipeline(run: FamilyRun, guidance:
     kwargs = {**run.prompts([TEXT], negative), **family.guidance_kwargs(guidance)}
     expected = run.generate(live, **kwargs, output_type="np", generator=torch.Generator().manual_seed(5))
     image = expected[0][0] if family.latent.is_video and expected.ndim == 5 else expected[0]
-    assert np.array_equal(np.asarray(sample.image), (image * 255).round().astype(np.uint8))
+    # The cached texts were encoded in another batch. On some processors a batch changes last bits, and these change
+    # how a value of nearly n + 0.5 is rounded.
+    assert np.abs(np.asarray(sample.image) - image * 255).max() <= 0.501
 
 
 def test_sides_that_the_denoiser_does_not_take_are_refused(run: FamilyRun) -> None:

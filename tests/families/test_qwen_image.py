@@ -119,7 +119,7 @@ def test_guidance_is_classifier_free() -> None:
 def test_images_have_one_frame_and_one_identity_with_krea2(parts: dict[str, Any]) -> None:
     pixels = np.random.default_rng(3).integers(0, 256, (2, 32, 48, 3), dtype=np.uint8)
     moments = encode_images(parts["vae"], pixels, QWEN)
-    frames = torch.from_numpy(pixels).movedim(-1, 1).float().div(127.5).sub(1.0)[:, :, None]
+    frames = torch.from_numpy(pixels).movedim(-1, 1).float().div(127.5).sub(1.0)[:, :, None].contiguous()
     with torch.no_grad():
         assert torch.equal(moments, parts["vae"].encode(frames).latent_dist.parameters)
     assert moments.shape == (2, 32, 1, 4, 6)

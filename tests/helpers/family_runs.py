@@ -177,7 +177,7 @@ class FamilyRun:
 
     def vae_input(self, image: np.ndarray) -> torch.Tensor:
         """Pixels [1, 3, (1,) H, W] of an image [H, W, 3]."""
-        pixels = torch.from_numpy(image).permute(2, 0, 1)[None].float().div(127.5).sub(1.0)
+        pixels = torch.from_numpy(image).permute(2, 0, 1)[None].float().div(127.5).sub(1.0).contiguous()
         return pixels.unsqueeze(2) if self.family.latent.is_video else pixels
 
     def groups(self, texts: Sequence[str]) -> list[list[str]]:

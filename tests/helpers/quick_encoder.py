@@ -10,6 +10,7 @@ import os
 import signal
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,3 +84,29 @@ class QuickEncoder:
         sealed = self._unsealed - self._writer.pending()
         self._unsealed -= sealed
         return EncoderAnswer(sealed=frozenset(sealed), bytes_written=self._writer.bytes_written)
+
+
+class LosingEncoder(QuickEncoder):
+    """Says each time that the pixels of its batch were lost, as where its node does not reach the one that has them."""
+
+    def encode(self, tasks: list[Any], *pixels: np.ndarray) -> EncoderAnswer:
+        if pixels:
+            from ray.exceptions import ObjectFetchTimedOutError
+
+            raise ObjectFetchTimedOutError("00" * 28, "", "")
+        return super().encode(tasks)
+
+
+class LongAnswers(QuickEncoder):
+    """Its last answer is longer than what Ray sends directly, as of packs of many small entries: its node keeps it."""
+
+    def seal(self) -> EncoderAnswer:
+        answer = super().seal()
+        return replace(answer, sealed=answer.sealed | {f"{number:064x}" for number in range(5000)})
+
+
+class FaultyEncoder(QuickEncoder):
+    """Has a fault."""
+
+    def encode(self, tasks: list[Any], *pixels: np.ndarray) -> EncoderAnswer:
+        raise TypeError("a fault of an encoder")

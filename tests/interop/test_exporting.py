@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -11,7 +12,8 @@ from foreign_samples import Foreign, image, pairs, text
 
 from latentcache.dataset.buckets import fit
 from latentcache.errors import ConfigError
-from latentcache.interop.formats import ai_toolkit, kohya, musubi
+from latentcache.interop.exporting import A_CLIP, NOTE_UNKNOWN
+from latentcache.interop.formats import ai_toolkit, kohya, musubi, simpletuner
 from latentcache.interop.importing import import_cache
 from latentcache.interop.readers import ForeignImage, ForeignText
 from latentcache.loading.cache import LatentCache
@@ -66,3 +68,38 @@ def test_sdxl_is_refused_by_a_format_without_it(tmp_path: Path) -> None:
     cache = LatentCache(store=workspace.store, manifests=workspace.manifests, unverified=True)
     with pytest.raises(ConfigError, match="how musubi lays out files of the family sdxl is not known"):
         musubi.export(cache, "foreign", tmp_path / "out")
+
+
+@pytest.mark.parametrize(("module", "family"), [(simpletuner, "sdxl"), (ai_toolkit, "sdxl"), (musubi, "z-image")])
+def test_a_text_without_its_caption_is_not_exported_as_the_empty_one(
+    tmp_path: Path, module: ModuleType, family: str
+) -> None:
+    """The trainers would take it for what they train with where a caption is dropped."""
+    items = [image("a.png"), text("a.png", caption=None)]
+    if family != "sdxl":
+        latents = torch.randn(16, 8, 16, generator=torch.Generator().manual_seed(1))
+        items = [replace(items[0], latents=latents), ForeignText(("a.png",), "text", None, torch.ones(5, 8), None)]
+    workspace = Workspace()
+    foreign = Foreign(items, family=family, keeps_padding=family == "sdxl")
+    imported = import_cache(foreign, workspace, name="foreign", scale_check=False)
+    assert not imported.refused
+    cache = LatentCache(store=workspace.store, manifests=workspace.manifests, unverified=True)
+    report = module.export(cache, "foreign", tmp_path / "files")
+    assert (report.num_images, report.num_texts, report.notes[NOTE_UNKNOWN]) == (1, 0, 1)
+    assert len([path for path in (tmp_path / "files").rglob("*") if path.is_file()]) == 1
+
+
+@pytest.mark.parametrize("module", [simpletuner, ai_toolkit, musubi])
+def test_clips_are_listed_where_only_images_are_read_again(tmp_path: Path, module: ModuleType) -> None:
+    latents = torch.randn(16, 3, 8, 16, generator=torch.Generator().manual_seed(1))
+    clip, still = image("a.gif", latents=latents), image("b.png", latents=latents[:, :1].clone())
+    clip = replace(clip, geometry=replace(clip.geometry, num_frames=9))
+    texts = [ForeignText((each.sample_id,), "text", "a cat", torch.ones(5, 8), None) for each in (clip, still)]
+    workspace = Workspace()
+    foreign = Foreign([clip, still, *texts], family="wan", keeps_padding=False)
+    imported = import_cache(foreign, workspace, name="foreign", scale_check=False)
+    assert not imported.refused and imported.num_samples == 2
+    cache = LatentCache(store=workspace.store, manifests=workspace.manifests, unverified=True)
+    report = module.export(cache, "foreign", tmp_path)
+    assert [(each.sample_id, each.reason, each.detail) for each in report.skipped] == [("a.gif", *A_CLIP)]
+    assert report.num_images == 1

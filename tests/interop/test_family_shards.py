@@ -90,6 +90,7 @@ def test_scaled_latents_come_back_unscaled(tmp_path: Path, module: ModuleType) -
 
 def test_a_table_has_a_shape_for_each_text(tmp_path: Path) -> None:
     parquet.export(cache_for("krea2"), "foreign", tmp_path)
+    assert "shift factor None, mean and std as in latentcache.json." in (tmp_path / "README.md").read_text()
     rows = pq.read_table(next((tmp_path / "data").iterdir())).to_pylist()
     assert [row["prompt_embeds_shape"] for row in rows] == [[5, 3, 8], [6, 3, 8], [7, 3, 8]]
     assert "pooled_prompt_embeds" not in rows[0]

@@ -85,6 +85,9 @@ def test_a_table_has_the_numbers_of_each_sample(config: Config, tmp_path: Path) 
         assert {row["sample_id"] for row in rows} == set(cache.manifest("walk").rows)
         for row in rows:
             ours = cache.manifest("walk").rows[row["sample_id"]]
+            for name, ref in zip(("geometry", "geometry_flipped"), ours.images, strict=True):
+                stated = {side: value for side, value in row[name].items() if value is not None}
+                assert stated == ref.geometry.to_json(), "of a clip with its number of frames"
             for field, ref in (("latents", ours.images[0]), ("prompt_embeds", ours.captions[0])):
                 stored = cache.get(ref.key).tensors[field]
                 assert row[f"{field}_shape"] == list(stored.shape)
@@ -103,6 +106,16 @@ def test_samples_with_control_images_or_masks_are_listed(
     assert {each.reason for each in report.skipped} == {"has-parts"}
     assert {each.detail for each in report.skipped} == {f"it has {names}, for which the format has no place"}
     assert report.num_images == 0 and not (tmp_path / "shards").exists()
+
+
+@SHARDS
+def test_texts_with_a_mask_of_their_padding_are_listed(tmp_path: Path, module: ModuleType) -> None:
+    config = walked(tmp_path, "chroma", photos, padding="keep")
+    with LatentCache(config.cache.path) as cache:
+        report = module.export(cache, "walk", tmp_path / "shards")
+        assert [each.sample_id for each in report.skipped] == list(cache.manifest("walk").rows)
+    detail = "its texts have prompt_attention_mask, for which shards have no place: precache with encode.padding drop"
+    assert {(each.reason, each.detail) for each in report.skipped} == {("unsupported-format", detail)}
 
 
 def test_a_format_with_a_place_for_control_images_has_none_for_masks(

@@ -12,9 +12,11 @@ import pytest
 import torch
 import yaml
 from foreign_samples import FACTOR, image, pairs, text
+from helpers.photo_files import write_photo
 from shard_samples import any_entry, assert_equal, cache_of, entries, items, reimported
 
 from latentcache.errors import ConfigError, ReadOnlyError, SampleError, StoreError
+from latentcache.identity import caption_digest
 from latentcache.interop.formats import mds, parquet, webdataset
 from latentcache.interop.readers import ForeignImage
 from latentcache.loading.cache import LatentCache
@@ -136,6 +138,48 @@ def test_a_caption_that_is_not_utf_8_is_skipped(tmp_path: Path, module: ModuleTy
     (refusal,) = report.skipped
     assert (refusal.sample_id, refusal.reason, refusal.detail) == ("b.png", "unreadable", "a caption is not UTF-8")
     assert report.num_images == 2
+
+
+def test_what_was_stated_stays_in_its_cell_of_the_card(tmp_path: Path) -> None:
+    """A statement may be that of other people's shards."""
+    parquet.export(cache_of(items()), "foreign", tmp_path / "plain")
+    webdataset.export(cache_of(items()), "foreign", tmp_path / "shards")
+    file = tmp_path / "shards/latentcache.json"
+    described = json.loads(file.read_text())
+    described["declaration"]["vae"] = "of mine |\n| licence | MIT |\n\n# Mine"
+    file.write_text(json.dumps(described))
+    again, _ = reimported(webdataset.read(tmp_path / "shards"))
+    parquet.export(again, "foreign", tmp_path / "card")
+    text, plain = ((tmp_path / name / "README.md").read_text() for name in ("card", "plain"))
+    assert "| VAE | of mine \\| \\| licence \\| MIT \\| # Mine |\n" in text
+    assert len(text.splitlines()) == len(plain.splitlines())
+
+
+@READABLE
+def test_an_image_is_found_by_its_own_name(tmp_path: Path, module: ModuleType) -> None:
+    r"""Archives of Windows that were unpacked elsewhere leave files such as `sub\a.png`."""
+    names = ("sub\\a.png", "b.png")
+    for number, name in enumerate(names):
+        write_photo(tmp_path / "photos" / name, number, (80, 160))
+    module.export(cache_of(pairs(*names)), "foreign", tmp_path / "shards")
+    found = [each for each in module.read(tmp_path / "shards", images=tmp_path / "photos").items()]
+    latents = [each for each in found if isinstance(each, ForeignImage)]
+    assert {(each.sample_id, each.image_path) for each in latents} == {
+        (name, tmp_path / "photos" / name) for name in names
+    }
+
+
+@READABLE
+def test_a_caption_that_is_not_known_is_not_taken_for_the_empty_one(tmp_path: Path, module: ModuleType) -> None:
+    cache = cache_of([image("a.png"), text("a.png", caption=None), image("b.png"), text("b.png", caption="")])
+    module.export(cache, "foreign", tmp_path / "shards")
+    again, report = reimported(module.read(tmp_path / "shards"))
+    assert_equal(again, cache)
+    assert report.num_unknown_captions == 1
+    for found in (again, cache):
+        rows = found.manifest("foreign").rows
+        sources = {name: found.get(row.captions[0].key).record.identity["source"] for name, row in rows.items()}
+        assert sources == {"a.png": None, "b.png": caption_digest("")}
 
 
 @ALL

@@ -118,6 +118,17 @@ def test_latents_that_are_not_scaled_as_declared_are_refused(folder: Path) -> No
         reimported(webdataset.read(folder, declaration=declared(folder, **FOREIGN, scaled=False)))
 
 
+@pytest.mark.parametrize(("factor", "scaled"), [(1.0, True), (1.0, False), (1.2, True), (2.0, True)])
+def test_a_factor_near_one_refuses_no_latents_that_fit_it(folder: Path, factor: float, scaled: bool) -> None:
+    """As that of taesd, whose latents have a standard deviation of about 1."""
+    stated = declared(folder, **FOREIGN, family="sd15", scaling_factor=factor, scaled=scaled)
+    _, report = reimported(webdataset.read(folder, declaration=stated))
+    assert report.num_images == 4
+    stated = declared(folder, **FOREIGN, family="sd15", scaling_factor=2.0, scaled=False)
+    with pytest.raises(DatasetError, match=r"unscaled latents, which have about 0\.5"):
+        reimported(webdataset.read(folder, declaration=stated))
+
+
 def test_texts_come_from_the_members_that_are_declared(folder: Path) -> None:
     embeds, pooled = np.ones((77, 64), np.float16), np.ones(32, np.float16)
     members = [
@@ -132,6 +143,31 @@ def test_texts_come_from_the_members_that_are_declared(folder: Path) -> None:
     _, (text,), refusals = split(webdataset.read(folder, declaration=file))
     assert (text.caption, text.prompt_embeds.shape, text.sample_ids) == ("a cat", (77, 64), ("part-0.tar/1",))
     assert reasons(refusals) == ["missing"] * 2  # the other tar has no embeddings
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["first", "second"])
+@pytest.mark.parametrize("is_whole", [True, False], ids=["whole", "nan"])
+def test_a_sample_that_is_left_out_gives_no_caption_to_another_of_its_name(
+    tmp_path: Path, which: int, is_whole: bool
+) -> None:
+    """Many sets have a 1.png in each of their folders."""
+    for shard in range(2):
+        values = latents(shard)
+        if shard == which and not is_whole:
+            values[0, 0, 0] = np.nan
+        document = {"file": "1.png", "prompt": f"shard {shard}"}
+        texts = (np.full((77, 8), 0.5 + shard, np.float16), np.full(8, 0.5 + shard, np.float16))
+        members = [("000.npy", npy(values)), ("000.json", json.dumps(document).encode())]
+        members += [(f"000.{name}.npy", npy(array)) for name, array in zip(("p", "q"), texts, strict=True)]
+        write_tar(tmp_path / f"tars/part-{shard}.tar", members)
+    fields = {"latents": "npy", "sample_id": "file", "caption": "prompt"}
+    fields |= {"prompt_embeds": "p.npy", "pooled_prompt_embeds": "q.npy"}
+    file = declared(tmp_path / "tars", fields=fields, text_encoders="of SDXL")
+    again, report = reimported(webdataset.read(tmp_path / "tars", declaration=file))
+    kept = 0 if is_whole else 1 - which
+    (row,) = again.manifest("foreign").rows.values()
+    assert [caption.text for caption in row.captions] == [f"shard {kept}"] and row.path.endswith(f"part-{kept}.tar#000")
+    assert [refusal.path.partition("#")[0][-5] for refusal in report.refused] == [str(1 - kept)]
 
 
 def test_an_image_that_is_still_there_is_found(folder: Path, tmp_path: Path) -> None:

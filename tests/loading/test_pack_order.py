@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tracemalloc
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -12,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers.pack_damage import damage
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loading import TENSORS, ids, plain
@@ -24,7 +26,7 @@ from latentcache.dataset.manifest_row import CaptionRef, ImageRef, Row
 from latentcache.errors import SampleError, StoreError
 from latentcache.identity import key_of
 from latentcache.loading.dataset import LatentDatasets
-from latentcache.loading.pack_order import Places
+from latentcache.loading.pack_order import Places, spots_ahead
 from latentcache.loading.sampler import Visit
 from latentcache.store import MemoryStore, compaction, mapped
 from latentcache.store.base import MANY_KEYS
@@ -159,6 +161,20 @@ def test_packs_are_shuffled_and_few_are_open() -> None:
     assert packs != [[dataset.packs[item] for item in batch.numbers] for batch in sampler.plan(1)]
     in_turn = BucketBatchSampler(dataset, 4, shuffle=False)
     assert [item for batch in in_turn for item in batch] == list(range(len(dataset)))
+
+
+def test_what_is_to_come_takes_little_memory() -> None:
+    num = 20_000
+    places = Places(np.arange(num) // 100, np.arange(num) % 100, "")
+    batches = [items.tolist() for items in np.random.default_rng(0).permutation(num).reshape(-1, 8)]
+    tracemalloc.start()
+    try:
+        ahead = spots_ahead(places, batches)
+        num_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert num_bytes < 32 * num, "a dataset may have ten million samples"
+    assert sum(len(visits) for packs in ahead.values() for visits in packs) == num
 
 
 def test_a_state_of_other_packs_is_refused_by_name() -> None:
@@ -317,3 +333,17 @@ def test_a_resume_after_the_packs_changed_is_refused(path: Path) -> None:
     assert found == {*map(str, range(1, 72))} and loader.skipped.keys() == {"0"}
     with pytest.raises(SampleError, match="'0': has no entry"):
         list(LatentLoader(sampler_of(running), device="cpu"))
+
+
+def test_a_resume_after_an_image_was_found_damaged_is_refused(path: Path) -> None:
+    dataset = LatentDataset(path, order="packs")
+    key = dataset.cache.row("0")[1].images[0].key
+    with DiskStore(path) as store:
+        damage(path, store.get(key).tensors["latents"].numpy().tobytes())
+    with LatentLoader(sampler_of(dataset), device="cpu", damaged="skip") as loader:
+        assert len(list(loader)) and loader.skipped.keys() == {"0"}
+        loader.set_epoch(1)
+        next(iter(loader))
+        state = loader.state_dict()
+    with pytest.raises(StoreError, match=r"packs .*set_epoch\(1\)"):
+        sampler_of(LatentDataset(path, order="packs")).load_state_dict(state)

@@ -5,17 +5,27 @@ from __future__ import annotations
 import os
 import random
 import sqlite3
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from helpers.photo_files import write_photo
 
-from latentcache.config import Config
+from latentcache.config import Config, SourceConfig, parse_config
+from latentcache.dataset import samples
 from latentcache.dataset.manifest_folder import ManifestFolder
+from latentcache.dataset.samples import SampleSource
+from latentcache.dataset.sources import open_source
+from latentcache.identity import digest
+from latentcache.precache import planner
 from latentcache.precache import workspace as memo_module
 from latentcache.precache.run import run_precache
 from latentcache.precache.workspace import FLUSH_ROWS, Memo, Workspace, look_up
+from latentcache.types import Refusal
 
 
 def test_what_was_remembered_is_there_next_time(tmp_path: Path) -> None:
@@ -187,6 +197,66 @@ def test_a_row_that_is_no_value_is_found_out_anew(make_config: Callable[..., Con
     assert report.num_encoded == clean.num_encoded
     assert before is not None and after is not None and before.rows == after.rows
     assert memo.names == {"image/1", "rate", "text"}
+
+
+def test_another_column_of_a_table_has_other_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memo knows a row's image by the path of the row, which is the same for each column."""
+    monkeypatch.setattr(samples, "SETTLED_NS", -1)
+    before, after = (write_photo(tmp_path / f"{seed}.png", seed).read_bytes() for seed in (1, 2))
+    pq.write_table(pa.table({"before": [before], "after": [after]}), tmp_path / "a.parquet")
+    memo: dict[str, str] = {}
+    for column, data in (("before", before), ("after", after), ("before", before)):
+        source = {"kind": "parquet", "path": tmp_path / "a.parquet", "image_column": column}
+        dataset = {"name": "table", "source": source, "buckets": {"area": 96 * 96, "step": 32}}
+        settings = {"datasets": [dataset], "model": {"path": "tiny"}, "encode": {"device": "cpu"}}
+        workspace = Workspace(memo=memo)
+        run_precache(parse_config(settings), workspace=workspace)
+        manifest = workspace.manifests.read("table")
+        assert manifest is not None
+        assert [row.source for row in manifest.rows.values()] == [digest(data)], column
+
+
+@pytest.mark.parametrize("kind", ["folder", "webdataset", "parquet"])
+def test_a_folder_that_is_replaced_while_it_is_planned_is_not_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """As a dataset behind a link that names its version: going back to the old one changes none of its files."""
+    monkeypatch.setattr(samples, "SETTLED_NS", -1)
+    digests = []
+    for version in ("1", "2"):
+        photo = write_photo(tmp_path / version / "a.png", int(version))
+        digests.append(digest(photo.read_bytes()))
+        with tarfile.open(photo.parent / "a.tar", "w") as tar:
+            tar.add(photo, "a.png")
+        pq.write_table(pa.table({"image": [photo.read_bytes()]}), photo.parent / "a.parquet")
+
+    def point_to(version: str) -> None:
+        (tmp_path / "current").unlink(missing_ok=True)
+        (tmp_path / "current").symlink_to(tmp_path / version)
+
+    memo: dict[str, str] = {}
+
+    def planned() -> Refusal | str | None:
+        dataset = {"name": "photos", "source": {"kind": kind, "path": tmp_path / "current"}}
+        settings = {"datasets": [dataset | {"buckets": {"area": 96 * 96, "step": 32}}], "model": {"path": "tiny"}}
+        workspace = Workspace(memo=memo)
+        run_precache(parse_config(settings | {"encode": {"device": "cpu"}}), workspace=workspace)
+        (row,) = workspace.manifests.read("photos").rows.values()  # type: ignore[union-attr]
+        return row.refusal or row.source
+
+    def listed(source: SourceConfig, *arguments: Any, **options: Any) -> SampleSource:
+        opened = open_source(source, *arguments, **options)
+        items = list(opened.samples())
+        monkeypatch.setattr(opened, "samples", lambda: iter(items))
+        point_to("2")
+        return opened
+
+    point_to("1")
+    with monkeypatch.context() as patch:
+        patch.setattr(planner, "open_source", listed)
+        planned()
+    point_to("1")
+    assert planned() == digests[0]
 
 
 def test_one_row_is_looked_up_without_the_others(tmp_path: Path) -> None:

@@ -246,6 +246,9 @@ def test_a_cache_with_manifests_is_no_local_tier(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="is a cache of its own, with the manifest 'served'"):
         LocalTier(tmp_path / "own", 1)
     assert DiskStore(tmp_path / "own").stats().num_packs == 3
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError, match="file: is not a directory"):
+        LocalTier(tmp_path / "file")
 
 
 def test_a_tier_that_cannot_be_written_leaves_reading_as_it_is(

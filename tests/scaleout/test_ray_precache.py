@@ -17,13 +17,14 @@ import pytest
 import ray
 import torch
 from helpers.photo_files import write_photo
-from helpers.quick_encoder import QuickEncoder, poison_decoding
+from helpers.quick_encoder import FaultyEncoder, LongAnswers, LosingEncoder, QuickEncoder, poison_decoding
 
 from latentcache.config import Config
 from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.errors import ClusterError
 from latentcache.precache.report import Report
 from latentcache.precache.run import run_precache
+from latentcache.scaleout.cluster_run import MAX_LOSSES, ClusterRun
 from latentcache.scaleout.ray import RayCluster, precache
 from latentcache.store.disk import DiskStore
 from latentcache.utils.progress import Progress
@@ -52,8 +53,9 @@ class Encoding(Progress):
             self._act(self._num_encoded)
 
 
-def quickly(config: Config, cluster: Any, **options: Any) -> Report:
+def quickly(config: Config, cluster: Any, encoder: type = QuickEncoder, **options: Any) -> Report:
     elsewhere = QuickCluster(config, cluster.address)
+    elsewhere.encoder = encoder
     return run_precache(elsewhere.config, elsewhere=elsewhere, **options)
 
 
@@ -98,7 +100,7 @@ def test_a_cluster_makes_what_one_process_makes(
             a, b = first.get(key), second.get(key)
             assert a.record.identity == b.record.identity and a.tensors.keys() == b.tensors.keys()
             assert all(torch.equal(a.tensors[name], b.tensors[name]) for name in a.tensors)
-        assert len(list(second.path.glob("packs/*/*"))) == 2, "one of each encoder"
+        assert len(list(second.path.glob("packs/*/*"))) >= 2, "of each encoder, and more where that takes long"
     of_one, of_many = (ManifestFolder(Path(config.cache.path) / "manifests") for config in (alone, shared))
     assert of_one.names() == of_many.names() and of_one.read("photos") == of_many.read("photos")
     again = precache(shared, address="127.0.0.1:1")
@@ -145,6 +147,41 @@ def test_a_lost_node_costs_what_it_had_not_sealed(
     assert report.refused == [] and report.num_encoded == report.num_misses == len(durable(config))
 
 
+def test_a_node_that_is_lost_with_its_last_answer_costs_no_more(
+    make_config: MakeConfig, cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"num_cpus": 1, "num_gpus": 1, "object_store_memory": 80 << 20, "resources": {"accelerator_type:L4": 1}}
+    nodes, whole = [cluster.add_node(**options)], ClusterRun._take
+
+    def take(run: ClusterRun, answers: list[Any]) -> None:
+        sealing = [each.calls[0][0] for each in run._encoders if each.calls and each.calls[0][1] is None]
+        if len(nodes) == 1 and any(answer in answers for answer in sealing):
+            cluster.remove_node(nodes[0], allow_graceful=False)
+            nodes.append(cluster.add_node(**options))
+        whole(run, answers)
+
+    monkeypatch.setattr(ClusterRun, "_take", take)
+    config = make_config(**GPU, **{"encode.batch_size": 2, "ray.accelerator_type": "L4"})
+    report = quickly(config, cluster, LongAnswers)
+    cluster.remove_node(nodes[-1], allow_graceful=False)
+    assert len(nodes) == 2 and report.refused == [] and report.num_misses == len(durable(config)) == 12
+
+
+def test_pixels_that_never_arrive_end_the_run(make_config: MakeConfig, cluster: Any) -> None:
+    config = make_config(**GPU, **{"encode.batch_size": 2})
+    with pytest.raises(ClusterError, match=rf"were lost {MAX_LOSSES + 1} times .* must reach each other"):
+        quickly(config, cluster, LosingEncoder)
+    assert len(durable(config)) == 7, "captions have no pixels"
+
+
+def test_a_fault_elsewhere_is_logged_with_its_traceback(
+    make_config: MakeConfig, cluster: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(ClusterError, match=r"TypeError: a fault of an encoder.*; the log has the traceback"):
+        quickly(make_config(**GPU), cluster, FaultyEncoder)
+    assert "quick_encoder.py" in caplog.text and "in encode" in caplog.text
+
+
 def test_a_killed_driver_is_run_again(make_config: MakeConfig, photos: Path, cluster: Any, tmp_path: Path) -> None:
     more_photos(photos, 80)
     config = make_config(**GPU, **{"encode.batch_size": 2})
@@ -185,5 +222,5 @@ def test_stopping_seals_what_is_done(make_config: MakeConfig, photos: Path, clus
 
 def test_a_cluster_without_what_is_wanted_is_an_error_soon(make_config: MakeConfig, cluster: Any) -> None:
     config = make_config(**(GPU | {"ray.accelerator_type": "H100", "ray.wait_s": 1}))
-    with pytest.raises(ClusterError, match=r"1 encoders with 1 GPUs of type H100 .* have CPU 3, GPU 2.*ray\.num_gpus"):
+    with pytest.raises(ClusterError, match=r"1 encoders with 1 GPUs of type H100 .* have CPU 3, GPU 2.*max_encoders"):
         quickly(config, cluster)

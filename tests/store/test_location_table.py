@@ -95,6 +95,21 @@ def test_a_row_is_read_back_and_every_flipped_bit_is_refused():
             PackRow.from_bytes(row.pack.id, data[:length])
 
 
+def test_places_are_of_the_packs_that_there_were_when_they_were_looked_up():
+    """Another thread takes in new packs, and forgets those in which nothing is live any more."""
+    table = LocationTable([row_of(0, KEYS[:4]), row_of(1, KEYS[4:6])])
+
+    class Slow(list):
+        def __getitem__(self, chosen):
+            table.drop_packs([f"{0:032x}"])
+            table.add([row_of(2, KEYS[6:9])])
+            return super().__getitem__(chosen)
+
+    packs, places = table.places(Slow(KEYS[4:9]))
+    found = [(packs[number], row) for number, row in places.tolist() if number >= 0]
+    assert found == [(f"{1:032x}", 0), (f"{1:032x}", 1)]
+
+
 def test_reasons_are_read_while_another_thread_changes_them():
     table, rows = LocationTable(), [row_of(number, KEYS[:4], dead=KEYS) for number in range(200)]
     for row in rows:

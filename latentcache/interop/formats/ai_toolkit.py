@@ -27,7 +27,7 @@ from latentcache.bucket_config import BucketsConfig
 from latentcache.dataset.samples import MAX_CAPTION_BYTES, walk
 from latentcache.errors import ForeignFileRefused
 from latentcache.families import family_named
-from latentcache.interop.exporting import Export, ExportSample
+from latentcache.interop.exporting import NOTE_UNKNOWN, Export, ExportSample
 from latentcache.interop.family_tensors import file_latents, image_latents, keeps_padding
 from latentcache.interop.foreign_family import chosen_family
 from latentcache.interop.foreign_files import corrupt, read_file
@@ -145,6 +145,9 @@ def _export_text(sample: ExportSample, base: Path, run: Export, caption_extensio
         run.report.note(NOTE_LINES)
         return
     (caption,) = sample.captions
+    if caption.text is None:
+        run.report.note(NOTE_UNKNOWN)
+        return
     caption_file = os.path.splitext(sample.path)[0] + caption_extension
     try:
         text = _caption_text(caption_file) if os.path.lexists(caption_file) else caption.text

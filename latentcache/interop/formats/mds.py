@@ -131,7 +131,7 @@ def _encoded(row: ShardRow, columns: dict[str, str]) -> bytes:
             cells.append(np.float64(row.values[column]).tobytes())
         else:
             value = row.values.get(column)
-            cells.append((str(value) if encoding == "str" else json.dumps(value)).encode())
+            cells.append((str(value or "") if encoding == "str" else json.dumps(value)).encode())
     sizes = [len(cell) for cell, encoding in zip(cells, columns.values(), strict=True) if encoding != "float64"]
     return np.array(sizes, "<u4").tobytes() + b"".join(cells)
 

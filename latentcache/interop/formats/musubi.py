@@ -24,7 +24,7 @@ from latentcache.dataset.buckets import fit
 from latentcache.dataset.samples import walk
 from latentcache.errors import DatasetError, ForeignFileRefused
 from latentcache.families import family_named
-from latentcache.interop.exporting import Export, ExportCaption, ExportSample
+from latentcache.interop.exporting import NOTE_UNKNOWN, Export, ExportCaption, ExportSample
 from latentcache.interop.family_tensors import keeps_padding
 from latentcache.interop.foreign_family import chosen_family
 from latentcache.interop.foreign_files import corrupt, read_file, tensor_in
@@ -277,8 +277,6 @@ def export(
 
 def _why_left_out(sample: ExportSample, written: dict[str, str]) -> tuple[str, str] | None:
     """Reason and detail of a sample that its files cannot hold. `written`: base name -> the sample that has it."""
-    if sample.geometry.num_frames is not None:
-        return "unsupported-format", "it is a clip: images alone are exported"
     other = written.setdefault(sample.stem.name, sample.sample_id)
     if other != sample.sample_id:
         # Texts have no size in their names: both would be trained with one caption.
@@ -290,6 +288,9 @@ def _export_text(sample: ExportSample, path: Path, architecture: Architecture, r
     if not sample.captions:
         return
     caption = sample.captions[0]
+    if caption.text is None:
+        run.report.note(NOTE_UNKNOWN)
+        return
     try:
         caption.text.encode()
     except UnicodeEncodeError:

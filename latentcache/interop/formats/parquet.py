@@ -25,7 +25,7 @@ _CARD = """# {name}
 
 VAE latents and text embeddings of {num_samples:,} samples, exported by {written_by}. No image is in it.
 
-**Latents are {latents}.** Scaling factor {scaling_factor}, shift factor {shift_factor}.
+**Latents are {latents}.** Scaling factor {scaling_factor}, shift factor {shift_factor}{statistics}.
 
 | what | value |
 |---|---|
@@ -114,6 +114,7 @@ def _columns(run: ShardExport) -> list[tuple[str, Any]]:
     geometry = pa.struct(
         [(name, sides) for name in ("original_size", "resized_size", "crop_top_left", "target_size")]
         + [("flip", pa.bool_())]
+        + ([("num_frames", pa.int32())] if run.family.has_clips else [])
     )
     columns = [("sample_id", pa.string()), ("caption", pa.string()), ("captions", pa.list_(pa.string()))]
     columns.append(("geometry", geometry))
@@ -132,6 +133,12 @@ def _cells(row: ShardRow) -> dict[str, Any]:
     return cells
 
 
+def _cell(stated: Any) -> str:
+    """A statement in a cell of the card's table: in one line, and without an end of the cell."""
+    text = stated if isinstance(stated, str) else json.dumps(stated)
+    return " ".join(text.split()).replace("|", "\\|")
+
+
 def _card(run: ShardExport, description: Mapping[str, Any], split: str) -> bytes:
     """README.md: a head for `datasets`, and a text for people."""
     files = [{"split": split, "path": f"data/{split}-*.parquet"}]
@@ -142,13 +149,14 @@ def _card(run: ShardExport, description: Mapping[str, Any], split: str) -> bytes
         "configs": [{"config_name": "default", "data_files": files}],
     }
     declaration = description["declaration"]
-    facts = {name: json.dumps(value) for name, value in declaration.items() if isinstance(value, dict)}
+    facts = {name: _cell(declaration[name]) for name in ("vae", "preparation", "text_encoders")}
     text = _CARD.format_map(
         {
             **declaration,
             **facts,
             "name": run.manifest.name,
             "split": split,
+            "statistics": ", mean and std as in latentcache.json" if declaration["mean"] else "",
             "written_by": description["written_by"],
             "latents": description["latents"],
             "num_samples": run.num_samples,

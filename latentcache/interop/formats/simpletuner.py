@@ -28,7 +28,7 @@ from latentcache.dataset.buckets import fit
 from latentcache.dataset.samples import walk
 from latentcache.errors import ConfigError, DatasetError, ForeignFileRefused
 from latentcache.families import family_named
-from latentcache.interop.exporting import Export, ExportCaption
+from latentcache.interop.exporting import NOTE_UNKNOWN, Export, ExportCaption
 from latentcache.interop.family_tensors import caption_rows, file_latents, image_latents, keeps_padding
 from latentcache.interop.foreign_family import chosen_family
 from latentcache.interop.foreign_files import (
@@ -140,6 +140,9 @@ def export(
         latents = torch_bytes(file_latents(run.family, run.scaling.apply(sample.latents)).to(dtype))
         run.report.num_images += run.write(Path(folder, "vae", latent_name(sample.sample_id)), latents, sample)
         for caption in sample.captions if takes_texts else ():
+            if caption.text is None:
+                run.report.note(NOTE_UNKNOWN)
+                continue
             path = Path(folder, "text", text_name(caption.text, architecture))
             if path not in run:  # a caption of several samples
                 run.report.num_texts += run.write(path, _text_bytes(caption), sample)
