@@ -83,7 +83,7 @@ def take_back(num_bytes: int) -> None:
 def cached_share(paths: Sequence[Path]) -> float:
     """The share of the pages of some files that lie in the page cache.
 
-    `mincore` tells it without reading: a read with RWF_NOWAIT begins to read what is not there.
+    `mincore` says it without reading: a read with RWF_NOWAIT begins to read what is not there.
     """
     mincore = ctypes.CDLL(None, use_errno=True).mincore
     found: list[np.ndarray] = []

@@ -79,7 +79,7 @@ def drop(paths):
 def is_cached(path, offset):
     """Whether a byte of a file lies in the page cache.
 
-    `mincore` tells it. A read with RWF_NOWAIT begins to read a page that is not there, and sometimes finds it.
+    `mincore` is asked: a read with RWF_NOWAIT begins to read a page that is not there, and sometimes finds it.
     """
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as pages:
         address = np.frombuffer(pages, np.uint8).ctypes.data
