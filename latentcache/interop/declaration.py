@@ -29,7 +29,7 @@ Factor = Annotated[float, Field(gt=0, le=1e9)]
 Shift = Annotated[float, Field(ge=-1e9, le=1e9)]
 Statistics = Annotated[list[Shift], Field(max_length=4096)]
 _MAX_STATEMENT_BYTES = 1 << 14
-_UNUSUAL = ("family", "rule", "mean", "std", "keeps_padding")
+_UNUSUAL = ("family", "rule", "mean", "std", "keeps_padding", "max_length")
 """Younger than the records of the first family's entries, which are not to change."""
 _REMEDY = "docs/howto/import-export.md has an example"
 
@@ -85,6 +85,8 @@ class Declaration(_Stated):
     text_encoders: Stated | None = None
     keeps_padding: bool = True
     """Whether texts have their padding. Without it each has the rows of its own tokens."""
+    max_length: Annotated[int, Field(ge=1)] | None = None
+    """Tokens of a text at most, as `encode.max_length`. Default: those of the family."""
     fields: FieldNames
     raw: dict[str, RawForm] = {}
     """Columns of plain bytes."""
@@ -110,6 +112,14 @@ class Declaration(_Stated):
             raise ValueError(f"fields needs {both}{' and '.join(needed)}, or {'neither' if both else 'no texts'}")
         if given and self.text_encoders is None:
             raise ValueError("text_encoders is missing: which encoders gave the embeddings?")
+        return self
+
+    @model_validator(mode="after")
+    def _length_fits(self) -> Declaration:
+        try:
+            family_named(self.family).text_recipe(max_length=self.max_length)
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
         return self
 
     @model_validator(mode="after")

@@ -40,7 +40,8 @@ def recipe_of(foreign: ForeignCache) -> dict[str, Any]:
     """How texts are padded in a batch, which is all that is known; nothing of the first family, as it was before."""
     if foreign.family == DEFAULT:
         return {}
-    max_length = family_named(foreign.family).max_length
+    declared = None if foreign.declaration is None else foreign.declaration.max_length
+    max_length = declared or family_named(foreign.family).max_length
     return {"family": foreign.family, "max_length": max_length, "keeps_padding": foreign.keeps_padding}
 
 

@@ -218,6 +218,8 @@ class ShardExport(Export):
         encoding, imported = common.get("image_encoding") or {}, common.get("imported") or {}
         declared = imported.get("declared") or {}
         unknown = f"not known: imported from {self.manifest.imported_from}"
+        recipe = common.get("text_encoding") or {}
+        length = recipe.get("max_length", self.family.max_length)
         return {
             "format": self.report.format,
             "written_by": f"latentcache {latentcache.__version__}",
@@ -237,8 +239,9 @@ class ShardExport(Export):
                 "std": list(self.scaling.std),
                 "output": "sample" if "sample" in self._outputs else "mean",
                 "preparation": common.get("policy") or declared.get("preparation") or unknown,
-                "text_encoders": common.get("text_encoding") or declared.get("text_encoders") or unknown,
-                "keeps_padding": bool(common.get("text_encoding", {}).get("keeps_padding", True)),
+                "text_encoders": recipe or declared.get("text_encoders") or unknown,
+                "keeps_padding": bool(recipe.get("keeps_padding", True)),
+                **({} if length == self.family.max_length else {"max_length": length}),
                 "fields": {name: place for name, place in fields.items() if name not in self._lacking()},
             },
             "common": common,

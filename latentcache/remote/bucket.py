@@ -95,9 +95,11 @@ class Bucket:
         # The time without a byte would also count while a body is sent, so that uploads have a whole time instead.
         stalled = {"read_timeout": timedelta(seconds=max(retry_s / ATTEMPTS, 1.0)), "timeout": timedelta(hours=1)}
         sending = {"timeout": timedelta(seconds=UPLOAD_S)}
+        # Of several objects S3 names those that were not removed in an answer of status 200: it is not tried again.
+        own = {"disable_bulk_delete": True} if url.startswith(("s3:", "s3a:")) else {}
         try:
             reading, uploads, once = [
-                from_url(url, retry_config={**retry, **less}, client_options={**both, **more})  # type: ignore[call-overload]
+                from_url(url, retry_config={**retry, **less}, client_options={**both, **more}, **own)  # type: ignore[call-overload]
                 for less, more in (({}, stalled), ({}, sending), ({"max_retries": 0}, stalled))
             ]
         except (BaseError, ValueError) as error:

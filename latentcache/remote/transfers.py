@@ -222,13 +222,9 @@ class Move:
     # Manifests
 
     def _manifests(self, names: Sequence[str]) -> list[Manifest]:
-        """The source's manifests; the target notes those that will change. StoreError for a name that is unknown."""
-        known = self.source.manifests.names()
-        if unknown := sorted(set(names) - set(known)):
-            there = ", ".join(known) or "none"
-            raise StoreError(f"{self.source.name}: has no manifest {unknown[0]!r}; there are: {there}")
+        """The source's manifests; the target notes those that will change."""
         found = []
-        for name in names or known:
+        for name in names or self.source.manifests.names():
             try:
                 manifest = self.source.manifests.read(name)
                 if manifest is not None:
@@ -313,9 +309,16 @@ def transfer(
     dry_run: bool = False,
     progress: Progress | None = None,
 ) -> TransferReport:
-    """Move what `source` has and `target` lacks: all of it, or what these `manifests` need. Places: `open_place`."""
+    """Move what `source` has and `target` lacks: all of it, or what these `manifests` need. Places: `open_place`.
+
+    StoreError for a manifest that `source` lacks, before `target` is made.
+    """
     with ExitStack() as stack:
         first = stack.enter_context(open_place(source))
+        known = first.manifests.names() if manifests else []
+        if unknown := sorted(set(manifests) - set(known)):
+            there = ", ".join(known) or "none"
+            raise StoreError(f"{first.name}: has no manifest {unknown[0]!r}; there are: {there}")
         near = first if isinstance(first, DirectoryPlace) else None
         second = stack.enter_context(open_place(target, is_target=True, dry_run=dry_run, near=near))
         return Move(first, second, dry_run=dry_run, replace=replace).run(manifests, progress)

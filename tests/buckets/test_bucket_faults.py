@@ -126,3 +126,16 @@ def test_an_upload_whose_answer_is_lost_is_stored_once(s3_url: str, relay: Relay
     assert len(Bucket.open(s3_url).packs()) == 2
     with BucketStore(s3_url) as store:
         assert len(list(store.keys())) == len(KEYS) + len(NEW)
+
+
+def test_what_cannot_be_removed_in_passing_is_tried_again(s3_url: str, relay: Relay) -> None:
+    """Each object has a request: where one removes many, what failed stands in an answer that nobody tries again."""
+    bucket = Bucket.open(s3_url, retry_s=RETRY_S)
+    bucket.put("photos", b"1")
+    relay.requests.clear()
+    FAULTS["is-busy"](relay, 1)
+    bucket.remove(["photos"])
+    assert [method for method, _ in relay.requests] == ["DELETE", "DELETE"] and bucket.read("photos") is None
+    relay.answer = lambda method, path: 403
+    with pytest.raises(RemoteError, match=r"photos cannot be removed: .* Give credentials that may do this"):
+        bucket.remove(["photos"])

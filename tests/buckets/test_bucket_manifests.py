@@ -98,7 +98,8 @@ def test_many_writers_at_once_lose_nothing(bucket: Bucket) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert not errors
+    if errors:
+        raise errors[0]
     assert ids(BucketManifests(bucket).read("photos")) == {10 * a + b for a in range(3) for b in range(4)}
 
 

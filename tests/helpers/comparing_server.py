@@ -102,16 +102,6 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.objects.pop(self._path(), None)
         self._answer(204)
 
-    def do_POST(self) -> None:
-        """Several objects are deleted by one request, of which S3 says the keys in XML."""
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0))).decode()
-        keys = [part.partition("</Key>")[0] for part in body.split("<Key>")[1:]]
-        with self.server.lock:
-            for key in keys:
-                self.server.objects.pop(f"{self._path().rstrip('/')}/{key}", None)
-        found = "".join(f"<Deleted><Key>{key}</Key></Deleted>" for key in keys)
-        self._answer(200, f"<DeleteResult>{found}</DeleteResult>".encode())
-
     def _listed(self, prefix: str) -> bytes:
         folder = f"{self._path().rstrip('/')}/"
         found = []

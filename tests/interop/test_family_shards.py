@@ -75,6 +75,22 @@ def test_an_import_of_an_export_is_of_the_same_family(tmp_path: Path, module: Mo
 
 
 @READABLE
+def test_texts_are_padded_to_the_length_of_their_encoding(tmp_path: Path, module: ModuleType) -> None:
+    """Chroma's are padded to all of it: with more rows the last bits differ."""
+    stated = {"family": "chroma", "text_encoders": "t5", "keeps_padding": False, "max_length": 256}
+    fields = {"latents": "latents.npy", "prompt_embeds": "prompt_embeds.npy"}
+    declaration = parse_declaration(DECLARATION | stated | {"fields": fields}, "test")
+    workspace = Workspace()
+    foreign = Foreign(items_of("chroma"), family="chroma", keeps_padding=False, declaration=declaration)
+    assert not import_cache(foreign, workspace, name="foreign").refused
+    cache = LatentCache(store=workspace.store, manifests=workspace.manifests, unverified=True)
+    module.export(cache, "foreign", tmp_path / "shards")
+    again, _ = reimported(module.read(tmp_path / "shards"))
+    for each in (cache, again):
+        assert each.batch(["a.png"], device="cpu")["prompt_embeds"].shape == (1, 256, 8)
+
+
+@READABLE
 def test_scaled_latents_come_back_unscaled(tmp_path: Path, module: ModuleType) -> None:
     cache = cache_for("wan")
     module.export(cache, "foreign", tmp_path / "shards", scaled=True)
@@ -105,6 +121,8 @@ WAN = DECLARATION | {"family": "wan", "scaling_factor": 1.0, "fields": {"latents
     ("changes", "detail"),
     [
         ({"family": "sd4"}, "family: Input should be 'sdxl'"),
+        ({"max_length": 513}, "max_length is 513, but the pipeline of wan takes 512 tokens at most"),
+        ({"max_length": 0}, "max_length: Input should be greater than or equal to 1"),
         ({"rule": "mean_std"}, "mean has 0 numbers and std 0"),
         ({"mean": [0.0] * 16}, "mean has 16 numbers and std 0"),
         ({"mean": [0.0], "std": [0.0]}, "std holds a number that is not above 0"),
@@ -113,7 +131,7 @@ WAN = DECLARATION | {"family": "wan", "scaling_factor": 1.0, "fields": {"latents
             "fields needs prompt_embeds, or no texts",
         ),
     ],
-    ids=["family", "rule", "counts", "zero", "fields"],
+    ids=["family", "longest", "shortest", "rule", "counts", "zero", "fields"],
 )
 def test_a_declaration_must_fit_its_family(changes: dict[str, object], detail: str) -> None:
     with pytest.raises(ConfigError, match=detail):

@@ -103,7 +103,8 @@ def test_only_what_a_manifest_needs(tmp_path: Path) -> None:
     assert ManifestFolder(tmp_path / "b" / "manifests").names() == ["second"]
     check(tmp_path / "b", range(16, 32))
     with pytest.raises(StoreError, match=r"no manifest 'third'; there are: first, second"):
-        transfer(source, tmp_path / "b", manifests=["first", "third"])
+        transfer(source, tmp_path / "c", manifests=["first", "third"])
+    assert not (tmp_path / "c").exists()
 
 
 def test_entries_that_lie_in_other_packs_are_not_sent(tmp_path: Path) -> None:
