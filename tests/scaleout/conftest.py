@@ -22,7 +22,7 @@ def cluster() -> Iterator[Any]:
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "OMP_NUM_THREADS": "1",
-        "RAY_worker_niceness": "0",  # Ray's is 15: beside other tests an encoder would get no time to start
+        "RAY_worker_niceness": "0",  # Ray's is 15: with other tests at work an encoder gets no time to start
     }
     with patch.dict(os.environ, environment):
         from ray.cluster_utils import Cluster
