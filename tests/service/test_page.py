@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import io
 import json
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from html.parser import HTMLParser
@@ -446,25 +445,24 @@ def write_validation(folder: Path, step: int, loss: float, seed: int = 0) -> Non
     Image.new("RGB", (8, 8)).save(path / "samples.png")
 
 
-def test_the_first_view_of_a_large_cache_is_small_and_reads_no_whole_manifest(tmp_path: Path) -> None:
+def test_the_first_view_of_a_large_cache_is_small_and_reads_no_whole_manifest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     num_samples = 20_000
     clean = photo_cache(tmp_path, 1)
     row = clean.rows["000.png"]
     rows = {f"{n:06d}.png": replace(row, sample_id=f"{n:06d}.png") for n in range(num_samples)}
     ManifestFolder(tmp_path / "cache" / "manifests").write(Manifest("photos", "train", 1, COMMON, rows))
+    whole, real = [], ManifestFolder.read
+    monkeypatch.setattr(ManifestFolder, "read", lambda manifests, name: whole.append(name) or real(manifests, name))
     with page_of(tmp_path / "cache") as base:
-        fetch(base, "/static/page.css")
-        seconds = {}
         for path in ("/", "/gallery"):
-            start = time.monotonic()
             page = fetch(base, path)
-            seconds[path] = time.monotonic() - start
             assert len(page.body) < 32_000
             assert f"{num_samples + 1:,}" in page.text
-        start = time.monotonic()
+        assert not whole
         assert "1 sample" in fetch(base, "/gallery?search=012345").text
-        whole = time.monotonic() - start
-    assert max(seconds.values()) < max(whole, 0.3), (seconds, whole)
+        assert "photos" in whole
 
 
 def test_queries_carry_every_text() -> None:
