@@ -107,11 +107,11 @@ def test_bombs_are_refused_quickly_and_in_little_memory(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         seen = {}
         for path in sorted(pathlib.Path(sys.argv[1]).iterdir()):
-            data, start = path.read_bytes(), time.perf_counter()
+            data, start = path.read_bytes(), time.process_time()
             try:
                 decode(data, path.name, ImagesConfig())
             except ImageRefused as refused:
-                seen[path.name] = [refused.reason, time.perf_counter() - start]
+                seen[path.name] = [refused.reason, time.process_time() - start]
         print(json.dumps(seen))
     """
     run = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True)
