@@ -28,9 +28,10 @@ from typing import Any
 import numpy as np
 import torch
 from benchmarking import environment, in_turns, make_parser, parse, ratios, run_in_folder, seconds_of
-from benchmarking_cold import cached_share, drop, take_back
+from benchmarking_cold import cached_share, take_back
 from benchmarking_samples import KINDS, write_manifest
 from benchmarking_streams import BATCH, Values, number_of
+from page_cache import drop
 
 from latentcache import BucketBatchSampler, LatentDataset, LatentLoader
 from latentcache.dataset.manifest_row import CaptionRef, ImageRef, Row

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ctypes
 import mmap
 import os
 import statistics
@@ -30,6 +29,7 @@ from benchmarking_samples import (
     ours,
     stacked,
 )
+from page_cache import cached_pages, drop
 
 from latentcache import LatentCache, LatentDataset, LatentLoader
 from latentcache.dataset.manifest_folder import ManifestFolder
@@ -58,17 +58,6 @@ LABELS = {
 WANTED_COLD = {"ratio_to_preadv": 0.7, "times_faster_than_torch_load": 4}
 
 
-def drop(paths: Sequence[Path]) -> None:
-    """Drop files from the page cache. They must not be mapped."""
-    for path in paths:
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(fd)
-
-
 def take_back(num_bytes: int) -> None:
     """Touch so many bytes of free memory, and free them again.
 
@@ -81,20 +70,8 @@ def take_back(num_bytes: int) -> None:
 
 
 def cached_share(paths: Sequence[Path]) -> float:
-    """The share of the pages of some files that lie in the page cache.
-
-    `mincore` says it without reading: a read with RWF_NOWAIT begins to read what is not there.
-    """
-    mincore = ctypes.CDLL(None, use_errno=True).mincore
-    found: list[np.ndarray] = []
-    for path in paths:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as memory:
-            pages = np.zeros(-(-len(memory) // mmap.PAGESIZE), np.uint8)
-            start = ctypes.c_void_p(np.frombuffer(memory, np.uint8).ctypes.data)
-            if mincore(start, ctypes.c_size_t(len(memory)), ctypes.c_void_p(pages.ctypes.data)):
-                raise OSError(ctypes.get_errno(), "mincore", str(path))
-            found.append(pages & 1)
-    return float(np.concatenate(found).mean())
+    """The share of the pages of some files that lie in the page cache."""
+    return float(np.concatenate([cached_pages(path) for path in paths]).mean())
 
 
 class Preadv:

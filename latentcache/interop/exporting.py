@@ -22,6 +22,7 @@ from latentcache.errors import ConfigError, EntryDamagedError, EntryMissingError
 from latentcache.families import DEFAULT, family_named
 from latentcache.identity import digest
 from latentcache.interop.foreign_family import check_family
+from latentcache.interop.imported_facts import knows_caption
 from latentcache.interop.reports import ExportReport
 from latentcache.loading.cache import LatentCache
 from latentcache.models.vae import latents_from_moments
@@ -273,7 +274,7 @@ class Export:
 
 def _caption_of(text: str, entry: Entry) -> ExportCaption:
     """A caption as formats need it. Of an imported one that is not known the manifest has the empty text."""
-    known = None if entry.record.identity.get("source", "") is None else text
+    known = text if knows_caption(entry.record) else None
     tensors = dict(entry.tensors)
     embeds, pooled = tensors.pop("prompt_embeds"), tensors.pop("pooled_prompt_embeds", None)
     return ExportCaption(known, embeds, pooled, entry.record.provenance.get("num_tokens"), tuple(tensors))

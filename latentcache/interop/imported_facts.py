@@ -12,6 +12,7 @@ from latentcache.identity import SCHEMA
 from latentcache.interop.foreign_family import published_scaling
 from latentcache.interop.readers import ForeignCache
 from latentcache.provenance import now
+from latentcache.types import Record
 
 
 def common_of(foreign: ForeignCache, rows: Mapping[str, Row]) -> dict[str, Any]:
@@ -48,3 +49,8 @@ def recipe_of(foreign: ForeignCache) -> dict[str, Any]:
 def declared_by(foreign: ForeignCache) -> dict[str, Any]:
     """What an identity and a manifest say of a declaration: nothing without one."""
     return {} if foreign.declaration is None else {"declared": foreign.declaration.statement()}
+
+
+def knows_caption(record: Record) -> bool:
+    """Whether a text's caption is known: an import that did not find it has no source, and others may not have one."""
+    return record.identity.get("source", "") is not None

@@ -20,6 +20,7 @@ from latentcache.dataset.samples import Sample
 from latentcache.dataset.sources import CaptionFileSource
 from latentcache.errors import ConfigError, ImageRefused
 from latentcache.identity import ImageEncoding, TextEncoding, key_of
+from latentcache.interop.imported_facts import knows_caption
 from latentcache.interop.reports import Difference, ImportReport
 from latentcache.models.model_loader import Models
 from latentcache.models.vae import latents_from_moments, posterior_std
@@ -230,7 +231,7 @@ class Verifier:
     def _text_batches(self, refs: Sequence[tuple[Row, CaptionRef]]) -> list[list[TextTask]]:
         batches: Batches[TextTask] = Batches(Shard())
         for row, ref in self._drawn(refs):
-            if self._store.record(ref.key).identity.get("source", "") is None:
+            if not knows_caption(self._store.record(ref.key)):
                 self._note(row, "missing", "its caption is not known, so it cannot be encoded again")
                 continue
             identity = self._texts.identity(ref.text)

@@ -106,7 +106,8 @@ class BucketPlace(FarPlace):
 
     @override
     def take(self, records: PackRecords, data: bytes | memoryview) -> None:
-        if records.row.pack.id in self._removed | self._marked:  # marks outlive a pack that is gone
+        pack = records.row.pack.id
+        if pack in self._removed or pack in self._marked:  # marks outlive a pack that is gone
             records, data = part_of(records, np.frombuffer(data, np.uint8), set(records.row.names()))
         self.bucket.send(records.row.pack.id, data)
         with self._lock:

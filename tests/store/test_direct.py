@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import json
 import logging
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import xxhash
+from page_cache import cached_pages, drop
 from store_samples import key, pack_of, packs, payload, run, sample, samples, where
 
 from latentcache.errors import EntryDamagedError, EntryMissingError, StoreError
@@ -69,26 +69,8 @@ def begun(monkeypatch):
     return pieces
 
 
-def drop(paths):
-    for path in paths:
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
 def is_cached(path, offset):
-    """Whether a byte of a file lies in the page cache.
-
-    `mincore` is asked: a read with RWF_NOWAIT begins to read a page that is not there, and sometimes finds it.
-    """
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as pages:
-        address = np.frombuffer(pages, np.uint8).ctypes.data
-        found = bytearray(-(-len(pages) // mmap.PAGESIZE))
-        error = ctypes.CDLL(None, use_errno=True).mincore(
-            ctypes.c_void_p(address), ctypes.c_size_t(len(pages)), (ctypes.c_char * len(found)).from_buffer(found)
-        )
-        assert not error, os.strerror(ctypes.get_errno())
-    return bool(found[offset // mmap.PAGESIZE] & 1)
+    return bool(cached_pages(path)[offset // mmap.PAGESIZE])
 
 
 def values(*numbers):
