@@ -52,7 +52,7 @@ class PartConfig(BaseModel):
 
 
 class ControlConfig(PartConfig):
-    """A control image of each sample: what an edit begins with, or what a ControlNet is given."""
+    """A control image of each sample: what an edit begins with. It is stored as latents."""
 
     area: int | None = Field(None, ge=64, le=1 << 28)
     """Pixels of its own bucket at most, in the steps of `buckets`. null: it is resized and cropped as its image is."""
