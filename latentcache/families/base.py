@@ -1,8 +1,8 @@
 """What a model family declares: its parts, its latent space, how it reads text, and what its denoiser expects.
 
 A family is one file, which precaching, loading and validation ask: they name no family. Only the readers of other
-trainers' caches do, since each trainer has names of its own. Reading a cache loads these files, so they import diffusers
-and transformers only when a model is run.
+trainers' caches do, since each trainer has names of its own. Reading a cache loads these files, so they import
+diffusers and transformers only when a model is run.
 
 Legend: B items, C latent channels, F latent frames, h and w latent rows and columns, L text rows, D features.
 """
