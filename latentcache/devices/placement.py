@@ -126,12 +126,19 @@ def free_memory(device: torch.device) -> int | None:
 
 @contextmanager
 def placed(module: torch.nn.Module, device: torch.device) -> Iterator[torch.nn.Module]:
-    """The module on `device` and in eval mode; its own device and every training flag are restored afterwards."""
-    home = device_of(module)
+    """The module on `device` and in eval mode; its own device and every training flag are restored afterwards.
+
+    A module under an offload hook goes to the hook's device, and not at all where its hooks move it piece by piece.
+    """
+    hook = next(filter(None, map(offload_hook_of, module.modules())), None)
     with in_eval_mode(module):
+        if hook is not None and hook.moves_inputs:
+            yield module
+            return
+        home = device_of(module) if hook is None else next(module.parameters()).device
         try:
             try:
-                module.to(device)
+                module.to(device if hook is None else hook.execution_device)
             except torch.OutOfMemoryError as error:
                 raise does_not_fit(module, device) from error
             yield module
