@@ -35,8 +35,8 @@ class Placement:
 def device_named(name: str, local_rank: int | None = None) -> torch.device:
     """The device of this name; `auto` is the accelerator if there is one, else the CPU.
 
-    With a `local_rank`, an accelerator without a number is that one of the machine: each rank has its own. Raises
-    DeviceError for unknown names and for devices that this machine does not have.
+    With a `local_rank`, an accelerator without a number is that one of the machine: each rank has its own, also where
+    it sees no other. Raises DeviceError for unknown names and for devices that this machine does not have.
     """
     if name == "auto":
         name = str(torch.accelerator.current_accelerator(check_available=True) or "cpu")
@@ -53,7 +53,8 @@ def device_named(name: str, local_rank: int | None = None) -> torch.device:
         have = torch.accelerator.current_accelerator(check_available=True)
         raise DeviceError(f"device {name!r} is not available here; there is {have or 'only the CPU'}")
     if device.index is None and local_rank is not None:
-        device = torch.device(device.type, local_rank)
+        # Launchers that give each process one device number it 0 in every rank.
+        device = torch.device(device.type, local_rank if module.device_count() > 1 else 0)
     if device.index is not None and device.index >= module.device_count():
         raise DeviceError(f"device {device} does not exist: this machine has {module.device_count()} of that type")
     return device

@@ -12,16 +12,14 @@ from accelerate import cpu_offload, cpu_offload_with_hook
 from latentcache import LoadedModels, Workspace, run_precache
 from latentcache.config import Config
 from latentcache.devices.placement import placed
-from latentcache.errors import ModelError
+from latentcache.errors import DeviceError, ModelError
 from latentcache.models.offloading import encoders_placed
 from latentcache.models.tiny import tiny_parts
 
 ENCODERS = ("text_encoder", "text_encoder_2", "vae")
 
 
-def test_a_run_leaves_hooked_models_where_they_were(
-    make_config: Callable[..., Config], device: torch.device
-) -> None:
+def test_a_run_leaves_hooked_models_where_they_were(make_config: Callable[..., Config], device: torch.device) -> None:
     """As diffusers' enable_model_cpu_offload has them: the hook of a model brings it to the device when it runs."""
     types = {"encode.vae_dtype": "float32", "encode.text_dtype": "float32", "encode.batch_size": 1}
     config = make_config(**{"encode.device": str(device), **types})
@@ -63,3 +61,17 @@ def test_a_run_says_what_to_do_with_sequentially_offloaded_models(
     cpu_offload(parts["vae"], device)
     with pytest.raises(ModelError, match=r"offloaded.*Pass the module before offloading is enabled"):
         run_precache(make_config(**{"encode.device": str(device)}), models=LoadedModels(**parts))
+
+
+def test_a_rank_that_sees_one_device_takes_it(
+    make_config: Callable[..., Config], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SLURM and containers set CUDA_VISIBLE_DEVICES for each rank: its number is not that of its device."""
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "3")):
+        monkeypatch.setenv(name, value)
+    config = make_config(**{"encode.device": device.type})
+    with pytest.raises(DeviceError, match=f"{device.type}:3 does not exist"):
+        run_precache(config, models=LoadedModels(**tiny_parts()), workspace=Workspace())
+    monkeypatch.setattr(torch.get_device_module(device), "device_count", lambda: 1)
+    report = run_precache(config, models=LoadedModels(**tiny_parts()), workspace=Workspace())
+    assert report.num_misses and report.placement["vae"].startswith(f"{device} ")
