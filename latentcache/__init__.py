@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from latentcache import errors
-    from latentcache.checkpoints.checkpoint import load_checkpoint, save_checkpoint
+    from latentcache.checkpoints.checkpoint import import_checkpoint, load_checkpoint, save_checkpoint
     from latentcache.config import Config, load_config
     from latentcache.devices.audit import audit
     from latentcache.devices.guard import guard
-    from latentcache.devices.optimizer import repair_optimizer
+    from latentcache.devices.optimizer import load_optimizer_state, repair_optimizer
     from latentcache.doctor.environment import diagnose
     from latentcache.errors import LatentCacheError
     from latentcache.loading.cache import LatentCache
@@ -60,8 +60,10 @@ __all__ = [
     "errors",
     "explain",
     "guard",
+    "import_checkpoint",
     "load_checkpoint",
     "load_config",
+    "load_optimizer_state",
     "masked_errors",
     "repair_optimizer",
     "run_precache",
@@ -90,8 +92,10 @@ _HOMES = {
     "diagnose": "doctor.environment",
     "explain": "precache.explanation",
     "guard": "devices.guard",
+    "import_checkpoint": "checkpoints.checkpoint",
     "load_checkpoint": "checkpoints.checkpoint",
     "load_config": "config",
+    "load_optimizer_state": "devices.optimizer",
     "masked_errors": "loading.loss_parts",
     "repair_optimizer": "devices.optimizer",
     "run_precache": "precache.run",

@@ -239,9 +239,16 @@ def import_checkpoint(path: str | Path, *, names: Mapping[str, str] | None = Non
     Such a file is a pickle, and unpickling runs the code that the file names. torch's restricted reader makes tensors
     and plain data, and refuses the rest. No other reader is used.
 
-    Parts are found under the names in use (`state_dict`, `optimizer_states`, ...); a file that is a flat dict of
-    tensors is a model. `names` overrides this, with dotted paths: {"model": "trainer.var_wo_ddp"}. Raises
-    CheckpointError for files that need code, that are damaged, or that have nothing under a path of `names`.
+    Args:
+        path: The file.
+        names: Dotted paths of parts in it, which override the names in use (`state_dict`, `optimizer_states`, ...):
+            `{"model": "trainer.var_wo_ddp"}`. A file that is a flat dict of tensors is a model.
+
+    Returns:
+        The parts that were found. Give `optimizer` to `load_optimizer_state`.
+
+    Raises:
+        CheckpointError: The file needs code, is damaged, or has nothing under a path of `names`.
     """
     path = Path(path)
     unknown = sorted((names or {}).keys() - _USUAL_NAMES.keys())

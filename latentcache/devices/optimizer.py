@@ -154,9 +154,16 @@ def repair_optimizer(optimizer: torch.optim.Optimizer) -> RepairReport:
 def load_optimizer_state(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
     """Load a torch optimizer's `state_dict` onto the devices that the parameters are on now.
 
-    Flags stay as the optimizer was built; lr, betas, weight decay and the like come from `state_dict`, a tensor where
-    the optimizer has a tensor. State keeps its dtype and shares no memory with `state_dict`. Raises CheckpointError if
-    the groups do not match, and DeviceError as `repair_optimizer` does. The optimizer is then as it was.
+    Flags (fused, foreach, capturable, maximize, differentiable) stay as the optimizer was built; lr, betas, weight decay
+    and the like come from `state_dict`, a tensor where the optimizer has a tensor.
+
+    Args:
+        optimizer: A torch optimizer, or a wrapper that keeps one in `.optimizer`.
+        state_dict: What its class's `state_dict()` gave. State keeps its dtype, and shares no memory with it.
+
+    Raises:
+        CheckpointError: The groups do not match. The optimizer is then as it was.
+        DeviceError: `optimizer` is no torch optimizer, or a parameter is on `meta`.
     """
     optimizer = inner_optimizer(optimizer)
     saved_groups = state_dict["param_groups"]

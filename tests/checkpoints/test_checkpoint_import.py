@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from latentcache.checkpoints.checkpoint import import_checkpoint
-from latentcache.devices.optimizer import load_optimizer_state
+from latentcache import import_checkpoint, load_optimizer_state
 from latentcache.errors import CheckpointError
 
 
