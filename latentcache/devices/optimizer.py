@@ -19,6 +19,7 @@ takes flags from the state (a plain checkpoint makes a fused optimizer plain), i
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal, NamedTuple
@@ -27,7 +28,7 @@ import torch
 
 from latentcache.devices.tensor_location import CPU, device_of_values, why_immovable
 from latentcache.errors import CheckpointError, DeviceError
-from latentcache.utils.nested import named_tensors
+from latentcache.utils.nested import named_leaves
 
 FLAGS = ("fused", "foreach", "capturable", "maximize", "differentiable")
 """Settings of a group that say how a step is computed. The code that builds the optimizer decides them, not a file."""
@@ -42,7 +43,10 @@ class StateRule(NamedTuple):
 
 
 class StateTensor(NamedTuple):
-    """One tensor of `optimizer.state`. `key` is the state's own name; `name` adds the position in nested state."""
+    """One tensor of `optimizer.state`. `key` is the state's own name; `name` adds the position in nested state.
+
+    `owner` is the plain object that has the tensor as an attribute, e.g. the class of an optimizer with 8-bit state.
+    """
 
     optimizer: Any
     group: Mapping[str, Any]
@@ -51,6 +55,7 @@ class StateTensor(NamedTuple):
     key: str
     name: str
     value: torch.Tensor
+    owner: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +89,17 @@ def named_params(optimizer: Any) -> Iterator[tuple[Mapping[str, Any], torch.Tens
 
 
 def state_tensors(optimizer: Any) -> Iterator[StateTensor]:
-    """Every tensor of the optimizer's state, nested ones too. Wrapped optimizers are looked into."""
+    """Every tensor of the optimizer's state, nested ones and attributes of objects too. Wrappers are looked into."""
     for group, param, param_name in named_params(optimizer):
         for key, value in dict(optimizer.state.get(param, {})).items():
-            for name, tensor in named_tensors(value, str(key)):
-                yield StateTensor(optimizer, group, param, param_name, str(key), name, tensor)
+            for name, leaf in named_leaves(value, str(key)):
+                if isinstance(leaf, torch.Tensor):
+                    yield StateTensor(optimizer, group, param, param_name, str(key), name, leaf)
+                elif not isinstance(leaf, type) and not why_immovable(leaf):
+                    for attribute, held in getattr(leaf, "__dict__", {}).items():
+                        if isinstance(held, torch.Tensor):
+                            inner = f"{name}.{attribute}"
+                            yield StateTensor(optimizer, group, param, param_name, str(key), inner, held, leaf)
 
 
 def state_rule(state: StateTensor) -> StateRule:
@@ -154,8 +165,8 @@ def repair_optimizer(optimizer: torch.optim.Optimizer) -> RepairReport:
 def load_optimizer_state(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
     """Load a torch optimizer's `state_dict` onto the devices that the parameters are on now.
 
-    Flags (fused, foreach, capturable, maximize, differentiable) stay as the optimizer was built; lr, betas, weight decay
-    and the like come from `state_dict`, a tensor where the optimizer has a tensor.
+    Flags (fused, foreach, capturable, maximize, differentiable) stay as the optimizer was built; lr, betas, weight
+    decay and the like come from `state_dict`, a tensor where the optimizer has a tensor.
 
     Args:
         optimizer: A torch optimizer, or a wrapper that keeps one in `.optimizer`.
@@ -216,6 +227,11 @@ def _load(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any], *, co
     for param, source in sources:
         if source is not None:
             optimizer.state[param] = _settled(optimizer.state[param], source, copy=copy)
+    # No policy moves what an object of state has inside.
+    for state in list(state_tensors(optimizer)):
+        home = state_rule(state).device
+        if state.owner is not None and home not in (None, state.value.device):
+            setattr(state.owner, state.name.rpartition(".")[2], state.value.to(home))
     if type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict:
         products = {} if copy else {p: source.get("mu_product") for p, source in sources if isinstance(source, Mapping)}
         on_cpu = {p: t for p, t in products.items() if isinstance(t, torch.Tensor) and t.device == CPU}
@@ -254,4 +270,4 @@ def _settled(loaded: Any, source: Any, key: str | None = None, *, copy: bool) ->
         return loaded
     if type(loaded) in (list, tuple) and isinstance(source, (list, tuple)) and len(loaded) == len(source):
         return type(loaded)(_settled(a, b, key, copy=copy) for a, b in zip(loaded, source, strict=True))
-    return loaded
+    return deepcopy(loaded) if copy and loaded is source else loaded

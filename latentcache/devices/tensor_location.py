@@ -53,8 +53,8 @@ def is_partitioned(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "ds_id")
 
 
-def why_immovable(tensor: torch.Tensor) -> str | None:
-    """Why only its own package may move the tensor (it is quantised, paged or streamed), or None if anyone may."""
+def why_immovable(tensor: object) -> str | None:
+    """Why only its own package may move this (it is quantised, paged or streamed), or None if anyone may."""
     for kind in type(tensor).__mro__:
         if kind.__module__.startswith(IMMOVABLE_PACKAGES):
             return f"a {kind.__module__.partition('.')[0]} {type(tensor).__name__}, which its package places"

@@ -9,6 +9,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState, GradientState
+from helpers.packed_optimizers import PackedMomentum
 
 from latentcache.devices.optimizer import load_optimizer_state, repair_optimizer, state_tensors
 from latentcache.errors import CheckpointError, DeviceError
@@ -73,6 +74,17 @@ def test_loaded_state_shares_no_memory_with_its_source(flags: dict[str, Any]) ->
     assert addresses.isdisjoint(state.value.data_ptr() for state in state_tensors(optimizer))
     values = zip(state_tensors(source), state_tensors(optimizer), strict=True)
     assert all(torch.equal(a.value, b.value) for a, b in values)
+
+
+def test_loaded_objects_of_state_share_nothing_with_their_source() -> None:
+    param = torch.nn.Parameter(torch.ones(2))
+    source, optimizer = PackedMomentum([param]), PackedMomentum([param])
+    param.grad = torch.ones(2)
+    source.step()
+    load_optimizer_state(optimizer, source.state_dict())
+    [before], [after] = source.state[param]["momentum"], optimizer.state[param]["momentum"]
+    assert after is not before and torch.equal(after.codes, before.codes)
+    assert after.codes.data_ptr() != before.codes.data_ptr()
 
 
 def test_flags_stay_and_settings_come() -> None:
