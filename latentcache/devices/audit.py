@@ -15,6 +15,7 @@ from latentcache.devices.tensor_location import (
     CPU,
     META,
     AuditKind,
+    Mover,
     PartTensor,
     device_of_most,
     device_of_values,
@@ -121,6 +122,7 @@ def audit(
     device: DeviceLike | Mapping[str, DeviceLike] | None = None,
     training: Mapping[str, bool] | None = None,
     dtypes: Mapping[str, torch.dtype] | None = None,
+    managed: Iterable[str] = (),
 ) -> AuditReport:
     """Look at every tensor of the named parts, and name each that is not on the device it is meant to be on.
 
@@ -129,9 +131,13 @@ def audit(
     first module under an offload hook, else the device of most parameters and buffers. `training` and `dtypes` are
     checked where they are declared. In all three a key is a part or a dotted path below one, and the longest wins.
 
+    Weights may wait on the CPU where something moves them in time: offload hooks, block swap and layer offload are
+    recognised. `managed` names the parts, or paths below, of which the same is true and cannot be seen.
+
     Nothing is moved. Raises DeviceError for parts of another kind and for keys that name nothing.
     """
-    tensors = _tensors(parts)
+    named = _PrefixMap("managed", dict.fromkeys(managed, Mover("what `managed` names", None)), parts)
+    tensors = [each._replace(mover=each.mover or named.get(each.path)) for each in _tensors(parts)]
     states = [(part, state) for part, value in parts.items() if is_optimizer(value) for state in state_tensors(value)]
     given = device if isinstance(device, Mapping) else dict.fromkeys(parts, device) if device is not None else {}
     devices = _PrefixMap("device", {key: numbered(device_of(like)) for key, like in given.items()}, parts)
@@ -142,11 +148,14 @@ def audit(
     left_alone: dict[tuple[str, str], list[str]] = {}
     for item in tensors:
         reason = why_left_alone(item.tensor)
+        if reason is None:
+            findings += _recast(item, kinds.get(item.path))
+        if item.mover is not None and device_of_values(item.tensor) == CPU:
+            reason = reason or f"moved by {item.mover.name}"
         if reason:
             left_alone.setdefault((item.part, reason), []).append(item.name or "itself")
             continue
         findings += _misplaced(item, devices.get(item.path), inferred)
-        findings += _recast(item, kinds.get(item.path))
     for part, value in parts.items():
         if isinstance(value, torch.nn.Module):
             findings += _wrong_hook(part, value, devices.get(part))
@@ -155,7 +164,7 @@ def audit(
             findings += _wrong_scale(part, value, devices.get(part) or inferred)
     findings += _misplaced_states(states, tensors, devices if isinstance(device, Mapping) else None)
     findings += _orphans(parts, tensors)
-    for declared in (devices, flags, kinds):
+    for declared in (devices, flags, kinds, named):
         declared.check_met()
     expected = ((part, devices.get(part) or inferred) for part in parts)
     return AuditReport(
@@ -185,6 +194,10 @@ def _inferred(tensors: Iterable[PartTensor]) -> torch.device | None:
     for item in tensors:
         if item.hook is not None:
             return item.hook.execution_device
+        if item.mover is not None:
+            if item.mover.device is not None:
+                return item.mover.device
+            continue
         found = device_of_values(item.tensor)
         if item.tensor.ndim and found.type != "meta" and not why_left_alone(item.tensor):
             votes[item.kind in ("parameter", "buffer")][found] += 1

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 
-from latentcache.devices.tensor_location import CPU, device_of_most, device_of_values, offload_hook_of, why_left_alone
-from latentcache.errors import DeviceMismatchError, listed
+from latentcache.devices.tensor_location import (
+    CPU,
+    device_of_most,
+    device_of_values,
+    mover_inside,
+    movers,
+    offload_hook_of,
+    why_left_alone,
+)
+from latentcache.errors import DeviceError, DeviceMismatchError, listed
 from latentcache.utils.nested import named_tensors
 
 
@@ -47,27 +55,47 @@ def check_same_device(**tensors: Any) -> torch.device | None:
 
 
 @contextmanager
-def guard(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+def guard(module: torch.nn.Module, *, managed: Iterable[str] = ()) -> Iterator[torch.nn.Module]:
     """Inside the context each forward of the module, and of any submodule, first checks where its inputs lie.
 
     Every tensor among the arguments, nested ones too, must be on the device of the (sub)module's parameters and
     buffers; 0-dim CPU tensors may be anywhere. Otherwise DeviceMismatchError names the submodule's dotted path and
     each argument by its name in the signature, before any kernel runs. A submodule that is spread over devices is
     left to its own submodules, and inputs that an offload hook will move are not checked. The rule also applies to a
-    module that moves its inputs itself.
+    module that moves its inputs itself. Weights that hooks, block swap or layer offload move in time say nothing of
+    the place of the modules above; `managed` names further submodules that move theirs (DeviceError if there is none).
 
     The hooks are removed when the context ends, also after an error. Outside of it nothing is installed.
     """
+    parts, managed = dict(module.named_modules()), set(managed)
+    for path in managed:
+        if path not in parts:
+            raise DeviceError(f"managed: there is no submodule {path!r} in {type(module).__name__}")
+    moved = {*managed, *movers(module), *(path for path, part in parts.items() if offload_hook_of(part) is not None)}
     with ExitStack() as hooks:
-        for path, part in module.named_modules():
-            check = partial(_check_inputs, path)
+        for path, part in parts.items():
+            start = f"{path}." if path else ""
+            below = tuple(f"{each.removeprefix(start)}." for each in moved - {path} if each.startswith(start))
+            check = partial(_check_inputs, path, below, path in managed)
             hooks.callback(part.register_forward_pre_hook(check, prepend=True, with_kwargs=True).remove)
         yield module
 
 
-def _check_inputs(path: str, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """The forward pre-hook of the submodule at `path`."""
-    placed = _placed(module)
+def _check_inputs(
+    path: str,
+    below: tuple[str, ...],
+    is_managed: bool,
+    module: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """The forward pre-hook of the submodule at `path`; what has a name that starts with one of `below` is moved."""
+    placed = {name: device for name, device in _placed(module).items() if not name.startswith(below)}
+    inside = mover_inside(module)
+    if is_managed or (inside is not None and inside.device is None):
+        return
+    if inside is not None and inside.device is not None:
+        placed = {f"{name} (fetched by {inside.name})": inside.device for name in placed}
     devices = set(placed.values())
     hook = offload_hook_of(module)
     if hook is not None:

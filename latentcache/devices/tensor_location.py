@@ -6,15 +6,17 @@ Offload hooks, quantised weights and shards are recognised by their attributes: 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeGuard
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeGuard, TypeVar
 
 import numpy as np
 import torch
 
 from latentcache.errors import DeviceError
 from latentcache.utils.nested import named_leaves, named_tensors
+
+T = TypeVar("T")
 
 AuditKind: TypeAlias = Literal[
     "parameter", "buffer", "attribute", "gradient", "optimizer state", "orphan",
@@ -104,12 +106,64 @@ def offload_hook_of(module: torch.nn.Module) -> OffloadHook | None:
 
 def hooks_by_path(module: torch.nn.Module) -> dict[str, OffloadHook]:
     """The hook that governs each submodule, by dotted path: its own, else that of the nearest parent with one."""
-    governing: dict[str, OffloadHook] = {}
+    own = {path: hook for path, part in module.named_modules() if (hook := offload_hook_of(part)) is not None}
+    return _inherited(module, own)
+
+
+def _inherited(module: torch.nn.Module, own: Mapping[str, T]) -> dict[str, T]:
+    """What each submodule has by its dotted path, else what its nearest parent has."""
+    found: dict[str, T] = {}
+    for path, _ in module.named_modules():
+        above = path.rpartition(".")[0]
+        if path in own:
+            found[path] = own[path]
+        elif path and above in found:
+            found[path] = found[above]
+    return found
+
+
+class Mover(NamedTuple):
+    """What moves the weights of a module to their use and back, without hooks: its class, and the device if it says."""
+
+    name: str
+    device: torch.device | None
+
+
+def mover_inside(module: torch.nn.Module) -> Mover | None:
+    """What fetches this module's weights inside its forward, or None: layer offload of ai-toolkit and of OneTrainer."""
+    own = vars(module)
+    if own.get("_memory_management_device") is not None:
+        name = type(own.get("_layer_memory_manager", module)).__name__
+        return Mover(name, numbered(torch.device(own["_memory_management_device"])))
+    replaced = getattr(own.get("forward"), "__self__", None)
+    conductor = own.get("conductor") or getattr(replaced, "conductor", None)
+    if hasattr(conductor, "before_layer") and hasattr(conductor, "after_layer"):
+        return Mover(type(conductor).__name__, None)
+    return None
+
+
+def movers(module: torch.nn.Module) -> dict[str, Mover]:
+    """The dotted paths of all submodules whose weights something other than a hook moves, each with what does.
+
+    Those of `mover_inside`, and lists of blocks under block swap of musubi-tuner, sd-scripts (`wait_for_block`) and
+    SimpleTuner (`stream_in`), which happens before a block's forward.
+    """
+    found: dict[str, Mover] = {}
     for path, part in module.named_modules():
-        hook = offload_hook_of(part) or (governing.get(path.rpartition(".")[0]) if path else None)
-        if hook is not None:
-            governing[path] = hook
-    return governing
+        inside = mover_inside(part)
+        if inside is not None:
+            found[path] = inside
+        for value in vars(part).values():
+            if hasattr(value, "wait_for_block") and getattr(value, "blocks_to_swap", None):
+                length, device = value.num_blocks, numbered(torch.device(value.device))
+            elif hasattr(value, "stream_in") and hasattr(value, "block_indices"):
+                length, device = None, None
+            else:
+                continue
+            for name, child in part.named_children():
+                if isinstance(child, torch.nn.ModuleList) and length in (None, len(child)):
+                    found[f"{path}.{name}" if path else name] = Mover(type(value).__name__, device)
+    return found
 
 
 def replaces_parameters(module: torch.nn.Module) -> bool:
@@ -154,13 +208,14 @@ def _diffusers_hooks(module: torch.nn.Module) -> Iterable[Any]:
 
 
 class PartTensor(NamedTuple):
-    """One tensor of a part, its dotted name in the part, and the offload hook that governs it."""
+    """One tensor of a part, its dotted name in the part, and the offload hook or mover that governs it."""
 
     part: str
     name: str
     kind: AuditKind
     tensor: torch.Tensor
     hook: OffloadHook | None = None
+    mover: Mover | None = None
 
     @property
     def path(self) -> str:
@@ -207,7 +262,7 @@ def part_tensors(part: str, value: Any) -> Iterator[PartTensor]:
 
 def _module_tensors(part: str, module: torch.nn.Module) -> Iterator[PartTensor]:
     """Tied tensors come once, under their first name."""
-    hooks = hooks_by_path(module)
+    hooks, moved = hooks_by_path(module), _inherited(module, movers(module))
     seen: set[int] = set()
     for path, owner in module.named_modules():
         prefix, hook = (f"{path}." if path else ""), hooks.get(path)
@@ -222,6 +277,6 @@ def _module_tensors(part: str, module: torch.nn.Module) -> Iterator[PartTensor]:
             if id(tensor) in seen or (kind == "attribute" and not tensor.ndim):
                 continue
             seen.add(id(tensor))
-            yield PartTensor(part, prefix + name, kind, tensor, hook)
+            yield PartTensor(part, prefix + name, kind, tensor, hook, moved.get(path))
             if kind == "parameter" and tensor.grad is not None:
-                yield PartTensor(part, prefix + name, "gradient", tensor.grad, hook)
+                yield PartTensor(part, prefix + name, "gradient", tensor.grad, hook, moved.get(path))

@@ -1,0 +1,133 @@
+"""Models whose trainer moves their weights: no false alarm while a step works, and what was forgotten is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from diffusers.hooks import apply_group_offloading
+from helpers.offloading_trainers import Denoiser, conducted, fetched, streamed, swapped
+
+from latentcache import audit, guard
+from latentcache.errors import DeviceError, DeviceMismatchError
+
+
+def grouped(device: torch.device, *, level: str) -> Denoiser:
+    model = Denoiser()
+    blocks = {"num_blocks_per_group": 2} if level == "block_level" else {}
+    apply_group_offloading(model, onload_device=device, offload_type=level, **blocks)
+    return model
+
+
+MAKERS: dict[str, Callable[[torch.device], Denoiser]] = {
+    "musubi": partial(swapped, moves_norms=False),
+    "kohya": partial(swapped, moves_norms=True),
+    "simpletuner": streamed,
+    "ai-toolkit": fetched,
+    "onetrainer": partial(conducted, wraps=False),
+    "onetrainer compiled": partial(conducted, wraps=True),
+    "diffusers blocks": partial(grouped, level="block_level"),
+    "diffusers leaves": partial(grouped, level="leaf_level"),
+}
+TRAIN = [name for name in MAKERS if "diffusers" not in name and "onetrainer" not in name]
+
+
+def inputs(device: torch.device) -> torch.Tensor:
+    return torch.linspace(-1, 1, 15, device=device).reshape(5, 3)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_model_that_works_has_no_errors_and_passes_the_guard(name: str, device: torch.device) -> None:
+    expected = Denoiser()(inputs(torch.device("cpu")))
+    model = MAKERS[name](device)
+    if name in TRAIN:
+        optimizer = torch.optim.SGD(model.inp.parameters(), lr=0.0)
+        parts = {"unet": model, "optimizer": optimizer, "batch": inputs(device)}
+    else:
+        model.requires_grad_(False)
+        parts = {"unet": model, "batch": inputs(device)}
+    for _ in range(2):
+        for report in (audit(parts), audit(parts, device=device)):
+            assert not report.findings, report.to_text()
+            assert dict(report.devices)["unet"] == str(device)
+            assert any("moved by" in note for note in report.notes) == ("diffusers" not in name)
+        with guard(model):
+            found = model(inputs(device))
+        torch.testing.assert_close(found.cpu(), expected)
+        assert not audit(parts).findings, "between forward and backward"
+        if name in TRAIN:
+            found.sum().backward()
+            optimizer.step()
+    state = audit({"unet": model}, device="cpu")
+    assert name.startswith("diffusers") or not state.ok, "declared to be parked, and parts of it are on the device"
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_what_was_forgotten_beside_them_is_named(name: str, device: torch.device) -> None:
+    if "diffusers" in name:
+        pytest.skip("its hooks govern every module of this model")
+    model = MAKERS[name](device)
+    path = "blocks.2.norm" if name == "ai-toolkit" else "inp"
+    model.get_submodule(path).to("cpu")
+    report = audit({"unet": model}, device=device)
+    assert [each.name for each in report.errors] == [f"{path}.weight", f"{path}.bias"]
+    with guard(model), pytest.raises(DeviceMismatchError) as caught:
+        model(inputs(device))
+    assert caught.value.module == path
+
+
+def test_inputs_on_the_cpu_are_named_where_layers_fetch_their_weights(device: torch.device) -> None:
+    model = fetched(device)
+    with guard(model), pytest.raises(DeviceMismatchError) as caught:
+        model(inputs(torch.device("cpu")))
+    assert (caught.value.module, caught.value.argument) == ("", "x")
+    with guard(model.inp), pytest.raises(DeviceMismatchError, match="LayerFetcher") as caught:
+        model.inp(inputs(torch.device("cpu")))
+    assert caught.value.expected == str(device)
+
+
+@pytest.mark.parametrize("name", ["musubi", "kohya"])
+def test_a_second_validation_forward_in_training_mode_is_a_real_mismatch(name: str, device: torch.device) -> None:
+    model = MAKERS[name](device)
+    with torch.no_grad(), guard(model):
+        model(inputs(device))
+        with pytest.raises(DeviceMismatchError) as caught:
+            model(inputs(device))
+        assert caught.value.module.startswith("blocks.0.")
+        model.around.forward_only = True
+        model.around.prepare_block_devices_before_forward()
+        for _ in range(3):
+            model(inputs(device))
+
+
+def test_what_moves_itself_in_another_way_can_be_named(device: torch.device) -> None:
+    model = Denoiser().to(device)
+    model.blocks[4].to("cpu")
+    assert len(audit({"unet": model}, device=device).errors) == 7
+    report = audit({"unet": model}, device=device, managed=["unet.blocks"])
+    assert report.ok and "7 left where they are, moved by what `managed` names" in report.to_text()
+    model.inp.to("cpu")
+    assert len(audit({"unet": model}, device=device, managed=["unet.blocks"]).errors) == 2
+    with pytest.raises(DeviceError, match=r"managed: nothing in the parts is called unet\.block"):
+        audit({"unet": model}, managed=["unet.block"])
+    with pytest.raises(DeviceError, match="managed: there is no submodule 'block'"), guard(model, managed=["block"]):
+        pass
+
+
+def test_the_guard_leaves_to_its_submodules_what_is_managed(device: torch.device) -> None:
+    class Lazy(torch.nn.Module):
+        """Copies its layer where its inputs are, whatever guards it."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(3, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer.to(x.device)(x)
+
+    with guard(Lazy()) as lazy, pytest.raises(DeviceMismatchError):
+        lazy(inputs(device))
+    with guard(Lazy(), managed=["layer"]) as lazy:
+        lazy(inputs(device))
