@@ -8,7 +8,7 @@ import platform
 import socket
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -35,7 +35,7 @@ def software_versions() -> Mapping[str, str]:
 
 def now() -> str:
     """The time in UTC, ISO 8601, to the second."""
-    return datetime.now(UTC).isoformat(timespec="seconds")
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")  # noqa: UP017  # the doctor runs in Python 3.10 too
 
 
 def provenance_json(**facts: Any) -> dict[str, Any]:

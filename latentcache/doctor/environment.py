@@ -1,28 +1,28 @@
-"""The environment of a run: versions, driver, each visible device, the cache's disk; and all checks in one."""
+"""The environment of a run: versions, driver, each visible device, the cache's disk; and all checks in one.
+
+It is imported where latentcache cannot be installed, so it needs torch (any since 2.0) and nothing else: checks that
+need more import it themselves.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import platform
+import re
+import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import psutil
 import torch
-from packaging.specifiers import SpecifierSet
-from packaging.version import InvalidVersion, Version
 
-from latentcache.devices.placement import device_named, free_memory
 from latentcache.doctor.deepspeed import examine_deepspeed_config
 from latentcache.doctor.diagnosis import Diagnosis, Finding, Level
 from latentcache.errors import DeviceError
 from latentcache.provenance import installed_versions
-from latentcache.remote.locations import kind_of
-from latentcache.store.index import JOURNAL_MODE, SQLITE_VERSION
 
 PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "safetensors", "peft", "deepspeed", "bitsandbytes")
 NETWORK_TYPES = frozenset(
@@ -85,24 +85,20 @@ def diagnose(
     """Check the environment; the file system of `cache_path`; a DeepSpeed config; and one training step on `device`.
 
     Raises ConfigError if the DeepSpeed config cannot be read. Every other problem is a finding. Where `device` is
-    unknown or not here, that is an error finding, and nothing is trained.
+    unknown or not here, that is an error finding, and nothing is trained. Checks for which a package is missing or
+    too old are not made, and a finding says so.
     """
     config = Diagnosis() if deepspeed is None else examine_deepspeed_config(deepspeed)
     python, system, packages = platform.python_version(), platform.platform(), installed_versions(PACKAGES)
     software = (Finding("ok", "Python", f"{python} on {system}"), *check_versions(packages))
     diagnosis = Diagnosis(software, {"python": python, "platform": system, "packages": packages}) + _accelerators()
-    try:
-        named = device_named(device)
-        diagnosis += Diagnosis((Finding("ok", "device", f"{device} is {named}"),), {"device": str(named)})
-    except DeviceError as error:
-        named = None
-        diagnosis += Diagnosis((Finding("error", "device", str(error), "name one that is listed here, or cpu"),))
-    sqlite = {"version": SQLITE_VERSION, "journal_mode": JOURNAL_MODE}
-    found = Finding("ok", "SQLite", f"{SQLITE_VERSION}: journal mode {JOURNAL_MODE}")
-    diagnosis += Diagnosis((found,), {"sqlite": sqlite})
+    diagnosis += _checked("device", lambda: _check_name(device))
+    diagnosis += _checked("SQLite", _check_sqlite)
     if cache_path is None:
         diagnosis += Diagnosis((Finding("note", "cache", "no path given", "--cache.path DIR looks at its disk"),))
     elif isinstance(cache_path, str):
+        from latentcache.remote.locations import kind_of
+
         kind = kind_of(cache_path)
         step = "`latentcache status` reads it" if kind == "bucket" else "run `latentcache doctor` on its machine too"
         found = Finding("note", "cache", f"{cache_path} is a {kind}", step)
@@ -111,12 +107,44 @@ def diagnose(
         disk = filesystem_of(cache_path)
         diagnosis += Diagnosis(tuple(check_filesystem(disk)), {"cache": disk.to_json()})
     diagnosis += config
-    if training and named is not None:
-        # The models take seconds to import, and the other checks do not need them.
-        from latentcache.doctor.training_check import try_training
-
-        diagnosis += try_training(named)
+    if training and not any(each.level == "error" and each.subject == "device" for each in diagnosis.findings):
+        named = diagnosis.facts.get("device", device)
+        diagnosis += _checked("training check", lambda: _train(named))
     return diagnosis
+
+
+def _checked(subject: str, check: Callable[[], Diagnosis]) -> Diagnosis:
+    """What the check finds; a note where a package is missing, a warning where one has not what latentcache uses."""
+    try:
+        return check()
+    except (ImportError, AttributeError) as error:
+        remedy = "install latentcache here, with what it needs, to check this too"
+        level: Level = "note" if isinstance(error, ImportError) else "warning"
+        return Diagnosis((Finding(level, subject, f"not checked: {error}", remedy),))
+
+
+def _check_name(device: str) -> Diagnosis:
+    from latentcache.devices.placement import device_named
+
+    try:
+        named = str(device_named(device))
+    except DeviceError as error:
+        return Diagnosis((Finding("error", "device", str(error), "name one that is listed here, or cpu"),))
+    return Diagnosis((Finding("ok", "device", f"{device} is {named}"),), {"device": named})
+
+
+def _check_sqlite() -> Diagnosis:
+    from latentcache.store.index import JOURNAL_MODE, SQLITE_VERSION
+
+    found = Finding("ok", "SQLite", f"{SQLITE_VERSION}: journal mode {JOURNAL_MODE}")
+    return Diagnosis((found,), {"sqlite": {"version": SQLITE_VERSION, "journal_mode": JOURNAL_MODE}})
+
+
+def _train(device: str) -> Diagnosis:
+    # The models take seconds to import, and the other checks do not need them.
+    from latentcache.doctor.training_check import try_training
+
+    return try_training(torch.device(device))
 
 
 # Software
@@ -125,18 +153,29 @@ def diagnose(
 def check_versions(installed: Mapping[str, str]) -> Iterator[Finding]:
     """One finding per package: its first bad range in the table, or ok."""
     for name, text in installed.items():
-        try:
-            number = Version(text)
-        except InvalidVersion:
+        number = _numbers(text)
+        if not number:
             yield Finding("warning", name, f"{text}: not a version that can be compared", "compare it by hand")
             continue
         for bad in BAD_RANGES:
-            if bad.package == name and SpecifierSet(bad.specifier).contains(number, prereleases=True):
+            if bad.package == name and _contains(bad.specifier, number):
                 remedy = f"install {name}>={bad.fixed}"
                 yield Finding(bad.level, name, f"{text}: {bad.reason} ({bad.source})", remedy)
                 break
         else:
             yield Finding("ok", name, text)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """`2.13.0+cpu` as (2, 13): the release's numbers without zeros at the end, or none."""
+    found = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, re.sub(r"(\.0+)+$", "", found[0]).split("."))) if found else ()
+
+
+def _contains(specifier: str, number: tuple[int, ...]) -> bool:
+    """Whether a version is in a range such as `>=0.14.1,<0.14.3`."""
+    bounds = [(bound[0], _numbers(bound.lstrip("<>="))) for bound in specifier.split(",")]
+    return all(number < limit if sign == "<" else number >= limit for sign, limit in bounds)
 
 
 # Driver and devices
@@ -196,19 +235,23 @@ def driver_cuda_version(library: str = "libcuda.so.1") -> tuple[int, int] | None
 
 def device_state(device: torch.device) -> DeviceState:
     """Name, memory and half precision of a device. Raises RuntimeError if the device does not answer."""
-    module = torch.get_device_module(device)
+    module = getattr(torch, device.type)
     get_name = getattr(module, "get_device_name", None)
     get_memory = getattr(module, "mem_get_info", None)
     torch.ones(1, device=device).add_(1).item()  # a device that is lost or full raises here
     bf16, is_emulated = multiplies(device, torch.bfloat16), False
     if bf16 and device.type == "cuda":  # NVIDIA GPUs before Ampere compute bfloat16 in float32; only CUDA reports it
         with module.device(device):
-            is_emulated = not module.is_bf16_supported(including_emulation=False)
+            try:
+                is_emulated = not module.is_bf16_supported(including_emulation=False)
+            except TypeError:  # before torch 2.4 emulation does not count
+                is_emulated = not module.is_bf16_supported()
+    free_bytes, total_bytes = (None, None) if get_memory is None else get_memory(device)
     return DeviceState(
         device=str(device),
         name=str(device) if get_name is None else get_name(device),
-        free_bytes=free_memory(device),
-        total_bytes=None if get_memory is None else get_memory(device)[1],
+        free_bytes=free_bytes,
+        total_bytes=total_bytes,
         bf16=bf16,
         fp16=multiplies(device, torch.float16),
         emulated=["bfloat16"] if is_emulated else [],
@@ -220,9 +263,9 @@ def multiplies(device: torch.device, dtype: torch.dtype) -> bool:
     try:
         ones = torch.ones(8, 8, dtype=dtype, device=device)
         return bool(((ones @ ones).float() == 8).all().item())
-    except torch.OutOfMemoryError:
-        raise
-    except (RuntimeError, TypeError):  # MPS raises TypeError for dtypes that it lacks
+    except (RuntimeError, TypeError) as error:  # MPS raises TypeError for dtypes that it lacks
+        if type(error).__name__ == "OutOfMemoryError":  # torch before 2.5 has it elsewhere
+            raise
         return False
 
 
@@ -248,12 +291,11 @@ def _accelerators() -> Diagnosis:
     with warnings.catch_warnings(record=True) as caught:
         # torch warns here why an accelerator cannot be used, e.g. that a driver is too old.
         warnings.simplefilter("always")
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        num_devices = 0 if accelerator is None else torch.accelerator.device_count()
+        accelerator, num_devices = _visible()
     findings += [Finding("warning", "accelerator", str(w.message), "do what the message says") for w in caught]
     states = []
     for index in range(num_devices):
-        device = torch.device(str(accelerator), index)
+        device = torch.device(accelerator, index)
         try:
             states.append(device_state(device))
         except RuntimeError as error:
@@ -265,6 +307,18 @@ def _accelerators() -> Diagnosis:
         findings.append(Finding("note", "devices", "no accelerator is visible: everything runs on the CPU"))
     versions = {"cuda_build": torch.version.cuda, "driver_cuda": _dotted(driver), "hip_build": torch.version.hip}
     return Diagnosis(tuple(findings), {**versions, "devices": [asdict(state) for state in states]})
+
+
+def _visible() -> tuple[str, int]:
+    """The type of the accelerator, and how many are visible. torch before 2.6 has no `torch.accelerator`."""
+    if hasattr(torch, "accelerator"):
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        return ("cpu", 0) if accelerator is None else (accelerator.type, torch.accelerator.device_count())
+    for kind in ("cuda", "xpu"):
+        module: Any = getattr(torch, kind, None)
+        if module is not None and module.is_available():
+            return kind, module.device_count()
+    return "cpu", 0
 
 
 def _dotted(version: tuple[int, int] | None) -> str | None:
@@ -303,7 +357,7 @@ def filesystem_of(path: Path) -> FileSystem:
     while not there.exists():
         there = there.parent
     kind, mounted_at = mount_of(there) or (None, None)
-    space = psutil.disk_usage(os.fspath(there))
+    space = shutil.disk_usage(there)
     return FileSystem(str(there), kind, mounted_at, space.free, space.total, writable=os.access(there, os.W_OK))
 
 
@@ -313,8 +367,10 @@ def mount_of(path: Path) -> tuple[str, str] | None:
     psutil lists the mounts; it does not say which of them a path is on.
     """
     try:
+        import psutil
+
         mounts = psutil.disk_partitions(all=True)
-    except OSError:  # e.g. no /proc
+    except (ImportError, OSError):  # e.g. no /proc
         return None
     holding = [mount for mount in mounts if path.is_relative_to(mount.mountpoint)]
     # Of two mounts at one point the later one covers the other.
@@ -347,5 +403,5 @@ def _check_type(system: FileSystem) -> Finding:
         remedy = "name a folder on a disk or a volume if the cache is to stay (cache.path)"
         return Finding("note", subject, f"{where}, which {PASSING_TYPES[system.filesystem]}", remedy)
     if system.filesystem is None:
-        return Finding("note", subject, f"{where}: this system does not report it")
+        return Finding("note", subject, f"{where}: this system does not report it, or psutil is not installed")
     return Finding("ok", subject, f"{where}, local")

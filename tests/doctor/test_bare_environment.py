@@ -1,0 +1,88 @@
+"""The doctor where latentcache cannot be installed: with torch alone, an old one too, it names what is too old."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import latentcache
+
+ROOT = Path(latentcache.__file__).parent.parent
+
+BLOCK = """
+import sys
+from importlib.metadata import packages_distributions
+
+OF_TORCH = {"torch", "torchgen", "functorch", "triton", "nvidia", "typing_extensions", "filelock", "sympy", "mpmath"}
+OF_TORCH |= {"networkx", "jinja2", "markupsafe", "fsspec", "setuptools", "latentcache"}
+
+class Blocked:
+    names = {name for name in packages_distributions() if name not in OF_TORCH}
+
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in self.names:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Blocked())
+"""
+OLD_TORCH = """
+import torch
+for name in ("accelerator", "get_device_module", "OutOfMemoryError"):
+    delattr(torch, name)
+"""
+OLD = {"torch": "2.1.2+cu121", "transformers": "4.40.0", "deepspeed": "0.14.2"}
+
+
+def doctor(folder: Path, before: str, *arguments: str) -> tuple[int, dict[str, Any]]:
+    """`python -m latentcache.doctor --json` after the code `before`, among the old packages in `folder`."""
+    code = f"import sys\nsys.path[:0] = {[str(folder), str(ROOT)]!r}\n{before}\n"
+    code += f"sys.argv[1:] = {['--json', *arguments]!r}\n"
+    code += "import runpy\nrunpy.run_module('latentcache.doctor', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+def install(folder: Path, versions: dict[str, str]) -> None:
+    for name, version in versions.items():
+        info = folder / f"{name}-{version}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+
+@pytest.mark.parametrize("torch_is_old", [False, True])
+@pytest.mark.parametrize("torch_is_alone", [False, True])
+def test_versions_are_judged(tmp_path: Path, *, torch_is_old: bool, torch_is_alone: bool) -> None:
+    install(tmp_path, OLD)
+    config = tmp_path / "ds.json"
+    config.write_text('{"train_batch_size": "auto"}')
+    code, found = doctor(
+        tmp_path,
+        BLOCK * torch_is_alone + OLD_TORCH * torch_is_old,
+        *("--deepspeed", str(config), "--cache.path", str(tmp_path)),
+    )
+    by_subject = {each["subject"]: each for each in found["findings"]}
+    assert code == 1 and not found["ok"]
+    assert {name: by_subject[name]["level"] for name in OLD} == dict.fromkeys(OLD, "error")
+    assert "torch>=2.6" in by_subject["torch"]["found"] and "issues/5422" in by_subject["deepspeed"]["found"]
+    assert by_subject["train_batch_size"]["level"] == "warning" and "cache space" in by_subject
+    unchecked = {each["subject"] for each in found["findings"] if each["found"].startswith("not checked: ")}
+    if torch_is_alone:
+        assert unchecked == {"device", "SQLite"}
+    assert found["packages"].items() >= OLD.items() and "devices" in found
+
+
+def test_with_torch_alone_nothing_is_wrong(tmp_path: Path) -> None:
+    code, found = doctor(tmp_path, BLOCK, "--training")
+    levels = {each["subject"]: each["level"] for each in found["findings"]}
+    assert code == 0 and found["ok"] and levels["torch"] == "ok" and levels["training check"] == "note"
+
+
+def test_all_is_checked_where_all_is_there(tmp_path: Path) -> None:
+    code, found = doctor(tmp_path, "", "--training", "--device", "cpu")
+    assert code == 0 and found["device"] == "cpu" and found["training"]["audit"]["ok"] and "sqlite" in found
