@@ -247,7 +247,7 @@ class LatentDataset(SampleDataset):
     def refs(self, indices: Sequence[int]) -> list[SampleRef]:
         """As `SampleDataset.refs`."""
         if self.caption != "random":
-            table = self.cache.memory.table("items", self.manifest_name, self.caption)
+            table = self.cache.memory.table("items", self, self.caption)
             try:
                 return [table[index] for index in indices]
             except KeyError:
@@ -260,7 +260,7 @@ class LatentDataset(SampleDataset):
         if number == "random":
             num = len(row.captions)
             number = index.draw % num if isinstance(index, Visit) else int(torch.randint(num, (), device="cpu"))
-        memory, name, first = self.cache.memory, ("items", self.manifest_name, number), int(index) % self._num_once
+        memory, name, first = self.cache.memory, ("items", self, number), int(index) % self._num_once
         ref = memory.table(*name).get(first)
         if ref is None:
             ref = SampleRef.of(row, self.facts, caption=number, flip=flip)

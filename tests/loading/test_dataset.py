@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.photo_files import write_photo
 from torch.utils.data import DataLoader
 
-from latentcache import LatentCache, LatentDataset
+from latentcache import LatentCache, LatentDataset, LatentDatasets
 from latentcache.config import Config
 from latentcache.errors import SampleError, StoreError
 from latentcache.loading.sampler import BucketBatchSampler
@@ -62,6 +63,23 @@ def test_flips_are_items_of_their_own(config: Config) -> None:
     assert len(flipped) == 2 * len(plain)
     assert torch.equal(flipped[0]["moments"], plain[0]["moments"])
     assert not torch.equal(flipped[5]["moments"], plain[0]["moments"]) and flipped[5]["sample_id"] == "a.png"
+
+
+def test_joined_datasets_of_one_manifest_keep_to_their_own_images(
+    make_config: Callable[..., Config], photos: Path
+) -> None:
+    config = make_config(**{"datasets.0.flip": True, "datasets.0.repeats": 2})
+    run_precache(config)
+    parts = [LatentDataset(config.cache.path), LatentDataset(config.cache.path, flips=True)]
+    write_photo(photos / "0.png", 9, (80, 144))  # from here on the manifest has another first sample
+    run_precache(config)
+    parts += [LatentDataset(config.cache.path), LatentDataset(config.cache.path, caption="random")]
+    alone = [part[index] for part in parts for index in range(len(part))]
+    joined = LatentDatasets(parts)
+    for _ in range(2):
+        for index, expected in enumerate(alone):
+            found = joined[index]
+            assert found["sample_id"] == expected["sample_id"] and torch.equal(found["moments"], expected["moments"])
 
 
 def test_flips_that_are_not_cached(make_config: Callable[..., Config]) -> None:
