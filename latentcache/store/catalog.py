@@ -41,8 +41,8 @@ class Catalog:
         self._position: Position | None = None
         # What this reader found damaged and cannot write: key -> (place, reason).
         self._unwritten: dict[str, tuple[tuple[str, int], str]] = {}
-        # Packs that a writer sealed that died before the index knew of them: a reader has them in memory.
-        self._sealed: dict[str, PackRow] = {}
+        self._has_sealed = read_only
+        """Whether memory also has packs that the index does not know."""
         # Packs whose files are damaged, with their bytes: a reader reads them once.
         self._unusable: set[tuple[str, int]] = set()
         self.index: Index | None = None
@@ -60,7 +60,6 @@ class Catalog:
         try:
             self.index = Index(self.directory.index, read_only=True)
             self._catch_up()
-            self._take_sealed()
         except (IndexDamagedError, ReadOnlyError) as error:
             # ReadOnlyError: a dead writer's change waits to be rolled back, which would be a write.
             logger.warning("%s The packs' headers are read instead; nothing is written.", error)
@@ -85,6 +84,7 @@ class Catalog:
         except StorageFullError as error:
             # What is there can be read all the same, and removed.
             logger.warning("%s", error)
+            self._has_sealed = True
             self._take_sealed()
 
     def _replace(self, error: IndexDamagedError) -> None:
@@ -149,7 +149,9 @@ class Catalog:
             self.table.add(parsed_row(name, value, self.directory) for name, value in reading.rows)
             self._position = reading.position
         if reading.is_whole:
-            self.table.add([row for pack, row in self._sealed.items() if pack not in self.table.packs])
+            if self._has_sealed:
+                # Looked for again: what was in such a pack may be in the index now, in another pack.
+                self._take_sealed()
             for key, (place, reason) in self._unwritten.items():
                 location = self.table.look_up([key])[0]
                 if location is None or location.place == place:
@@ -167,7 +169,6 @@ class Catalog:
         self._unusable.update((pack, sizes[pack]) for pack in scan.damaged())
         for row in scan.rows.values():
             drop_known(row, self.table)
-            self._sealed[row.pack.id] = row
             self.table.add([row])
 
     def reload(self) -> None:

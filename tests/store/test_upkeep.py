@@ -442,6 +442,25 @@ def test_a_reader_that_took_a_pack_in_lets_the_index_decide_once_it_knows_it(sto
         assert same(reader.get(key(1)), sample(1))
 
 
+def test_a_reader_that_took_a_pack_in_follows_its_entries_when_they_are_compacted(store, root, tmp_path):
+    add_packs(store, [0])
+    with DiskStore(tmp_path / "other") as other:
+        add_packs(other, range(1, 5))
+        [pack] = packs(other)
+        taken = root / pack.relative_to(other.path)
+        taken.parent.mkdir(exist_ok=True)
+        shutil.copy(pack, taken)  # as of a writer that has sealed its pack, and not told the index yet
+    with DiskStore(root, read_only=True) as reader:
+        assert set(reader.keys()) == {key(number) for number in range(5)}
+        with DiskStore(root) as writer:
+            assert compact(writer).num_packs_after == 1 and not taken.exists()
+        for _ in range(2):
+            assert sorted(reader.keys()) == sorted(key(number) for number in range(5))
+            assert sum(reader.stats().num_entries.values()) == 5
+            assert all(same(reader.get(key(number)), sample(number)) for number in range(5))
+        assert reader.damaged() == {}
+
+
 def test_an_opening_just_after_packs_went_calls_none_of_them_lost(store, root, monkeypatch, caplog):
     add_packs(store, [0], [1, 2])
     lock, pruned = catalog.locked, []
