@@ -103,8 +103,10 @@ class DirectoryPlace(Place):
     @override
     def read(self, pack: str) -> memoryview:
         # Only what the index says: what may follow a pack's own bytes is not sent.
-        num_bytes = self._disk.catalog.table.packs[pack].file_bytes
-        return map_pack(self._disk.directory.pack_path(pack), num_bytes).data
+        layout = self._disk.catalog.table.packs.get(pack)
+        if layout is None:
+            raise FileNotFoundError(pack)
+        return map_pack(self._disk.directory.pack_path(pack), layout.file_bytes).data
 
     @override
     def take(self, records: PackRecords, data: bytes | memoryview) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,8 @@ from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.dataset.manifest_row import CaptionRef
 from latentcache.errors import DatasetError, StorageFullError, StoreError
 from latentcache.identity import key_of
-from latentcache.remote.places import open_place
-from latentcache.remote.transfers import merged, transfer
+from latentcache.remote.places import DirectoryPlace, open_place
+from latentcache.remote.transfers import Move, merged, transfer
 from latentcache.store import DiskStore
 from latentcache.store.upkeep import compact, rebuild, verify
 from latentcache.types import Refusal
@@ -215,6 +216,27 @@ def test_what_the_target_lost_comes_back(tmp_path: Path) -> None:
     assert report.ok and report.num_packs == 1 and report.num_bytes < 10_000, "that entry alone"
     check(target, range(16))
     assert transfer(source, target).num_packs == 0
+
+
+def test_a_source_that_is_compacted_meanwhile_is_named_pack_by_pack(tmp_path: Path) -> None:
+    source, target = fill(tmp_path / "a", range(32)), fill(tmp_path / "b", range(40, 48), "others")
+    gone, lock = set(packs_of(source)), threading.Lock()
+
+    class Asking(DirectoryPlace):
+        """Asks what its source has now, as a bucket does that reads the rows of packs from there."""
+
+        def find(self, keys: Iterable[str]) -> set[str]:
+            with lock:  # packs move in several threads
+                compact(source)
+            here.packs()
+            return super().find(keys)
+
+    with open_place(source) as here, Asking(target, is_target=True) as there:
+        report = Move(here, there).run()
+    assert report.refused.keys() == {*gone, "photos"}
+    assert all("is gone since it was listed: run the same command again" in report.refused[pack] for pack in gone)
+    assert transfer(source, target).ok
+    check(target, range(32))
 
 
 def test_a_full_disk_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
