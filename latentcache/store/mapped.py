@@ -161,17 +161,20 @@ class MappedReader(ReadAhead, Reader):
         for key, location in zip(keys, locations, strict=True):
             pack, row = location.pack, location.row
             flags, data = self._verified.flags.get(pack.id), self._maps.get(pack.id)
-            if data is not None and flags is not None and flags[row]:
-                rows.append(arrays_in(data, location))
-                continue
-            if pack.id not in whole:
-                # What is found here counts for all of the pack's rows of this call.
-                whole[pack.id] = self._map(pack, pack.file_bytes)[0], self._verified.of(pack)
-            data, good = whole[pack.id]  # not from the maps again: another thread may have released the pack
-            if data is not None and good[row]:
-                rows.append(arrays_in(data, location))
-                continue
-            found = "" if data is None else verified_arrays(data, key, location)
+            try:
+                if data is not None and flags is not None and flags[row]:
+                    rows.append(arrays_in(data, location))
+                    continue
+                if pack.id not in whole:
+                    # What is found here counts for all of the pack's rows of this call.
+                    whole[pack.id] = self._map(pack, pack.file_bytes)[0], self._verified.of(pack)
+                data, good = whole[pack.id]  # not from the maps again: another thread may have released the pack
+                if data is not None and good[row]:
+                    rows.append(arrays_in(data, location))
+                    continue
+                found = "" if data is None else verified_arrays(data, key, location)
+            except ValueError as error:  # a verified entry's bytes have changed
+                found = str(error)
             if isinstance(found, str):
                 found = self.verify(key, location)  # this finds out what is wrong with the entry, or where it is now
             else:

@@ -8,11 +8,14 @@ import os
 import random
 import shutil
 import signal
+import struct
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 from helpers.other_users import open_to_others
+from helpers.pack_damage import find_bytes
 from store_samples import CLEAN, flip, fork, key, listing, packs, run, same, sample, samples, spawn, where
 
 from latentcache.errors import (
@@ -593,3 +596,18 @@ def test_locks(root):
             assert_holds(two, 0)
             DiskStore(root).close()
         assert two.add(samples(1)) == 1
+
+
+def test_offsets_that_change_after_an_entry_was_verified_make_it_damaged(root):
+    entries = [replace(sample(n, hidden=torch.ones(n + 3, 5)), ragged=frozenset({"hidden"})) for n in range(3)]
+    with DiskStore(root, io="mapped") as store:
+        store.add(entries)
+        assert len(store.rows([entry.record.key for entry in entries])) == 3
+        pack, at = find_bytes(root, struct.pack("<4q", 0, 3, 7, 12))  # where the values of each begin and end
+        with pack.open("r+b") as file:
+            file.seek(at + 8)
+            file.write(struct.pack("<q", 99))
+        for number in (1, 0):
+            with pytest.raises(EntryDamagedError, match="99"):
+                store.rows([key(2), key(number)])
+        assert store.damaged().keys() == {key(0), key(1)} and len(store.rows([key(2)])) == 1
