@@ -62,7 +62,7 @@ class ServiceContext:
         if settings.encode is not None and settings.encode.cache.max_bytes is not None:
             # Before there are clients. Later it can only be done as long as no manifest changes.
             Workspace(self.store, self.manifests).prune(settings.encode.cache.max_bytes)
-        # Its clients are readers: `prune --max-bytes` may not remove what they may need.
+        # Its clients are readers: `prune` may not remove what they may need.
         self._reading = None if self.store.read_only else ReadersLock(self.store.directory.readers)
         self.entries = StoredEntries(self.store)
         self.answers = AnswerMemory(self.limits.max_answers_bytes)

@@ -286,10 +286,13 @@ def prune(
     If `keep` is a function, it is asked when no writer can add to the cache any more. With `max_bytes` only as much is
     removed as is needed for the packs to have at most so many bytes, from the packs that were used the longest ago.
     Packs of which something stays are rewritten at once. What is in `keep` stays also where that is more.
-    StoreBusyError where a reader runs that began before the manifests last changed: it may need what they had.
+    StoreBusyError where a reader runs that began before the manifests last changed: it may need what they had. A dry
+    run reports what could go once it has ended.
     """
     with DiskStore.opened(store) as disk, nullcontext() if dry_run else disk.lock("prune", shared=False):
         kept = {check_key(key) for key in (keep() if callable(keep) else keep)}
+        if not dry_run:
+            _check_readers(disk.directory)
         sizes = disk.directory.pack_sizes()
         bytes_left = sum(sizes.values())
         gone: dict[str, Location] = {}
@@ -301,7 +304,6 @@ def prune(
             if not dry_run:
                 disk.catalog.remove([key for key in disk.catalog.table.damaged() if key not in kept])
         else:
-            _check_readers(disk.directory)
             # More than once where entries of natural length were larger than their pack's average.
             present = sizes
             while bytes_left > max_bytes:

@@ -107,6 +107,8 @@ def _unlock_reader(fd: int, owner: int) -> None:
 
 def readers_since(path: Path) -> float | None:
     """The time (seconds since 1970) before which no reader began that runs now. None: none runs. StoreError."""
+    if not os.path.lexists(path):
+        return None
     fd = _open(path)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
