@@ -6,6 +6,8 @@ import fcntl
 import json
 import os
 import stat
+import struct
+import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -120,23 +122,25 @@ def readers_since(path: Path) -> float | None:
 
 
 class Claims:
-    """Keys whose entries this process is about to make, so that other processes need not.
+    """Keys whose entries this object's owner is about to make, so that others need not. Threads may share it.
 
     A claim is a lock on one byte of a file, and which byte follows from the key. So nothing is to be cleaned up: the
     system releases the claims of a process that ends in any way. Where a file system has no such locks every key is
-    claimed: then two processes may make an entry, of which one is stored. Threads of a process share their claims.
+    claimed: then two processes may make an entry, of which one is stored. On Linux a lock belongs to the open file. Its
+    forks have it too, until they end or the owner closes. Elsewhere locks are those of the process: its other
+    Claims on the file do not see them, and the first of these to close frees them all.
     """
 
     def __init__(self, path: Path):
-        self._fd = _open(path)
+        self._fd, self._owner = _open(path), os.getpid()
 
     def take(self, keys: Iterable[str]) -> set[str]:
-        """Claim those keys (hexadecimal) that no other process has claimed, and return them."""
+        """Claim those keys (hexadecimal) that nobody else has claimed, and return them."""
         taken = set()
         for key in keys:
             try:
-                fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _byte_of(key))
-            except (BlockingIOError, PermissionError):  # POSIX has both for a lock that another process has
+                _lock_bytes(self._fd, fcntl.LOCK_EX, 1, _byte_of(key))
+            except (BlockingIOError, PermissionError):  # POSIX has both for a lock that another one has
                 continue
             except OSError:
                 pass
@@ -144,14 +148,26 @@ class Claims:
         return taken
 
     def release(self, keys: Iterable[str]) -> None:
-        """Other processes may claim these keys from now on."""
+        """Others may claim these keys from now on."""
         for key in keys:
             with suppress(OSError):
-                fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, _byte_of(key))
+                _lock_bytes(self._fd, fcntl.LOCK_UN, 1, _byte_of(key))
 
     def close(self) -> None:
-        """Release all claims of this process."""
+        """Release all claims."""
+        if os.getpid() == self._owner:
+            with suppress(OSError):
+                _lock_bytes(self._fd, fcntl.LOCK_UN, 0, 0)  # a fork has the same locks, and may live on
         os.close(self._fd)
+
+
+def _lock_bytes(fd: int, operation: int, num_bytes: int, start: int) -> None:
+    """Lock so many bytes (0: all) for nobody else, or unlock them, at once. BlockingIOError, PermissionError: no."""
+    if sys.platform == "linux":
+        kind = fcntl.F_UNLCK if operation == fcntl.LOCK_UN else fcntl.F_WRLCK
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", kind, os.SEEK_SET, start, num_bytes, 0))
+    else:
+        fcntl.lockf(fd, operation | fcntl.LOCK_NB, num_bytes, start)
 
 
 def _byte_of(key: str) -> int:

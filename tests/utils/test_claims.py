@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import fcntl
 import multiprocessing
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from latentcache.identity import key_of
+from latentcache.store import DiskStore
 from latentcache.utils.locks import Claims, ReadersLock, readers_since
 
 KEYS = [key_of({"number": number}) for number in range(10)]
@@ -38,12 +40,40 @@ def test_a_key_is_claimed_by_one_process(tmp_path: Path) -> None:
     assert take_elsewhere(tmp_path / "claims.lock", KEYS) == set(KEYS)
 
 
+def claim_elsewhere(path: Path, keys: list[str]) -> set[str]:
+    """As `take_elsewhere`, by a writer of the cache at `path`."""
+    queue = context.Queue()
+
+    def claim() -> None:
+        with DiskStore(path) as store, store.writer() as writer:
+            queue.put(writer.claim(keys)[0])
+
+    process = context.Process(target=claim)
+    process.start()
+    found = queue.get(timeout=60)
+    process.join()
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the locks of a process end together")
+def test_a_writer_that_closes_leaves_the_claims_of_another(tmp_path: Path) -> None:
+    with DiskStore(tmp_path / "cache") as store, store.writer() as first:
+        assert first.claim(KEYS[:2]) == (set(KEYS[:2]), set())
+        with store.writer() as second:
+            assert second.claim(KEYS[1:3]) == ({KEYS[2]}, {KEYS[1]})
+            assert claim_elsewhere(store.path, KEYS[:4]) == {KEYS[3]}
+        assert claim_elsewhere(store.path, KEYS[:4]) == set(KEYS[2:4])
+        first.release(KEYS[:1])
+        assert claim_elsewhere(store.path, KEYS[:2]) == {KEYS[0]}
+
+
 def test_without_such_locks_every_key_is_claimed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError(95, "Operation not supported")
 
     claims = Claims(tmp_path / "claims.lock")
-    monkeypatch.setattr(fcntl, "lockf", refuse)
+    for name in ("fcntl", "lockf"):
+        monkeypatch.setattr(fcntl, name, refuse)
     assert claims.take(KEYS) == set(KEYS)
     claims.release(KEYS)
     claims.close()
