@@ -83,3 +83,22 @@ def unpatchified(latents: torch.Tensor) -> torch.Tensor:
     *batch, channels, height, width = latents.shape
     parts = latents.reshape(*batch, channels // 4, 2, 2, height, width)
     return parts.movedim((-4, -3), (-3, -1)).reshape(*batch, channels // 4, 2 * height, 2 * width)
+
+
+def latents_from_moments(moments: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
+    """Unscaled latents [B, C, ...] of moments [B, 2C, ...]: the mean, or with a generator one draw.
+
+    The bits are those of diffusers' DiagonalGaussianDistribution, by `mode()` and `sample(generator)`. A reader of
+    batches needs no diffusers for them.
+    """
+    mean = moments.chunk(2, dim=1)[0]
+    if generator is None:
+        return mean.contiguous()
+    noise = torch.randn(mean.shape, generator=generator, device=generator.device, dtype=moments.dtype)
+    return mean + posterior_std(moments) * noise.to(moments.device)
+
+
+def posterior_std(moments: torch.Tensor) -> torch.Tensor:
+    """The standard deviation of a draw at each place, unscaled: [B, C, ...] of moments [B, 2C, ...]."""
+    log_variance = moments.chunk(2, dim=1)[1].clamp(-30.0, 20.0)  # as diffusers
+    return torch.exp(0.5 * log_variance)

@@ -20,12 +20,12 @@ from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_row import ImageRef, PartRef, PartRole, Row
 from latentcache.errors import ConfigError, EntryDamagedError, EntryMissingError, StoreError
 from latentcache.families import DEFAULT, family_named
+from latentcache.families.scaling import latents_from_moments
 from latentcache.identity import digest
 from latentcache.interop.foreign_family import check_family
 from latentcache.interop.imported_facts import knows_caption
 from latentcache.interop.reports import ExportReport
 from latentcache.loading.cache import LatentCache
-from latentcache.models.vae import latents_from_moments
 from latentcache.types import Entry, Geometry, Refusal
 from latentcache.utils.durable_files import typed_errors, write_sealed
 from latentcache.utils.progress import Progress

@@ -19,11 +19,11 @@ from latentcache.dataset.manifest_row import CaptionRef, ImageRef, Row
 from latentcache.dataset.samples import Sample
 from latentcache.dataset.sources import CaptionFileSource
 from latentcache.errors import ConfigError, ImageRefused
+from latentcache.families.scaling import latents_from_moments, posterior_std
 from latentcache.identity import ImageEncoding, TextEncoding, key_of
 from latentcache.interop.imported_facts import knows_caption
 from latentcache.interop.reports import Difference, ImportReport
 from latentcache.models.model_loader import Models
-from latentcache.models.vae import latents_from_moments, posterior_std
 from latentcache.precache.encodings import choose_encodings, load_models
 from latentcache.precache.image_stage import ImageStage
 from latentcache.precache.plan import TEXT_BATCH_SIZE, Batches, ImageTask, Shard, TextTask

@@ -13,7 +13,7 @@ import torch
 from latentcache.devices.placement import DeviceLike, device_of, dtype_of
 from latentcache.devices.transfer import HostMemory
 from latentcache.errors import StoreError
-from latentcache.families.scaling import Scaling
+from latentcache.families.scaling import Scaling, latents_from_moments
 from latentcache.store.base import ALIGNMENT
 from latentcache.store.stacking import Empty, check_output
 from latentcache.types import Batch
@@ -137,9 +137,6 @@ def _moments(batch: Batch, scaling: Scaling | None) -> torch.Tensor:
 
 def _latents(batch: Batch, target: torch.device, generator: torch.Generator | None) -> torch.Tensor:
     if "moments" in batch:
-        # This imports diffusers, which a reader of latents never needs.
-        from latentcache.models.vae import latents_from_moments
-
         return latents_from_moments(batch["moments"].to(target).float(), generator)
     if "latents" not in batch:
         raise StoreError("the batch holds neither moments nor latents")

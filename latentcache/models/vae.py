@@ -16,13 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 from diffusers.image_processor import VaeImageProcessor
-from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
 from latentcache.devices.placement import device_of
 from latentcache.errors import ConfigError, EncodeError
 from latentcache.families import DEFAULT, family_named
 from latentcache.families.base import Family, inference
-from latentcache.families.scaling import Scaling
+from latentcache.families.scaling import Scaling, latents_from_moments, posterior_std
 from latentcache.models.model_files import first_line, refused
 from latentcache.models.running import free_cached_memory, is_out_of_memory
 from latentcache.types import ImageOutput
@@ -200,25 +199,9 @@ def keep_output(
     if seeds is None or len(seeds) != len(moments):
         given = "no seeds" if seeds is None else f"{len(seeds)} seeds"
         raise ValueError(f"{given} for {len(moments)} items: output `sample` needs one seed for each")
-    posterior = DiagonalGaussianDistribution(moments)
-    noise = [torch.randn(posterior.mean.shape[1:], generator=torch.Generator().manual_seed(seed)) for seed in seeds]
-    return {"latents": posterior.mean + posterior.std * torch.stack(noise).to(moments)}
-
-
-def latents_from_moments(moments: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
-    """Unscaled latents [B, C, h, w]: the mean, or with a generator one draw, as `latent_dist.sample(generator)` does.
-
-    The clamp of the log-variance and the deviation are those of diffusers' DiagonalGaussianDistribution.
-    """
-    posterior = DiagonalGaussianDistribution(moments)
-    latents: torch.Tensor = posterior.mode().contiguous() if generator is None else posterior.sample(generator)
-    return latents
-
-
-def posterior_std(moments: torch.Tensor) -> torch.Tensor:
-    """The standard deviation of a draw at each place, unscaled: [B, C, h, w]."""
-    std: torch.Tensor = DiagonalGaussianDistribution(moments).std
-    return std
+    mean = latents_from_moments(moments)
+    noise = [torch.randn(mean.shape[1:], generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+    return {"latents": mean + posterior_std(moments) * torch.stack(noise).to(moments)}
 
 
 def problem_flags(outputs: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,8 @@ from PIL import Image
 
 from latentcache.families import family_named
 from latentcache.families.base import Family
-from latentcache.models.vae import latents_from_moments, vae_facts
+from latentcache.families.scaling import latents_from_moments
+from latentcache.models.vae import vae_facts
 
 NOISE = {"flux": (1, 16, 8, 8), "flux2": (1, 128, 4, 4), "flux2-dev": (1, 128, 4, 4)}
 

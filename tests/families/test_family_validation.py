@@ -13,8 +13,8 @@ from helpers.loss_cases import noise_of, timestep_of
 from latentcache import LatentCache, ValidationRunner, validate
 from latentcache.config import Config, ValidationConfig, parse_config
 from latentcache.families import FAMILIES, family_named
+from latentcache.families.scaling import latents_from_moments
 from latentcache.models.lora import LORA_FILE
-from latentcache.models.vae import latents_from_moments
 from latentcache.precache.run import run_precache
 from latentcache.validation.loss import validation_loss
 from latentcache.validation.noise_schedule import NoiseSchedule

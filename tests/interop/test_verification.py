@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from latentcache.config import Config
 from latentcache.errors import ConfigError
+from latentcache.families.scaling import posterior_std
 from latentcache.interop.declaration import Declaration
 from latentcache.interop.exporting import Export, ExportSample
 from latentcache.interop.importing import import_cache
@@ -27,7 +28,6 @@ from latentcache.interop.verification import RELATIVE, Verification, compare
 from latentcache.loading.cache import LatentCache
 from latentcache.models.model_loader import LoadedModels
 from latentcache.models.tiny import tiny_parts
-from latentcache.models.vae import posterior_std
 from latentcache.precache.explanation import explain
 from latentcache.precache.run import run_precache
 from latentcache.precache.workspace import Workspace, open_workspace

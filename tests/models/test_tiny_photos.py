@@ -16,13 +16,14 @@ from model_identities import F32, PIXELS
 from safetensors import safe_open
 
 from latentcache.config import ModelConfig
+from latentcache.families.scaling import latents_from_moments
 from latentcache.identity import digest
 from latentcache.integrations.diffusers import load_scheduler, load_unet
 from latentcache.models.model_files import TINY_PHOTOS_FOLDER
 from latentcache.models.model_loader import ModelLoader
 from latentcache.models.part_identity import weights_digest
 from latentcache.models.tiny import tiny_photos_pipeline
-from latentcache.models.vae import decode_latents, encode_images, latents_from_moments
+from latentcache.models.vae import decode_latents, encode_images
 
 ROOT = Path(__file__).parent.parent.parent
 DIGESTS = {

@@ -8,14 +8,13 @@ import torch
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
 from latentcache.errors import ConfigError, ModelError
-from latentcache.families.scaling import Scaling
+from latentcache.families.scaling import Scaling, latents_from_moments
 from latentcache.families.sdxl import FAMILY as SDXL
 from latentcache.models.tiny import tiny_parts
 from latentcache.models.vae import (
     VaeFacts,
     encode_images,
     keep_output,
-    latents_from_moments,
     problems,
     text_dtype,
     vae_dtype,
@@ -127,9 +126,14 @@ def test_an_unknown_output_is_refused(moments):
         keep_output(moments, "mode")
 
 
-def test_draws_from_stored_moments_are_those_of_diffusers(moments):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("shape", [(3, 8, 5, 7), (2, 32, 3, 4, 6)], ids=["images", "clips"])
+def test_draws_from_stored_moments_are_those_of_diffusers(shape, dtype):
+    moments = (40 * torch.randn(shape, generator=torch.Generator().manual_seed(0))).to(dtype)  # beyond the clamp too
+    posterior = DiagonalGaussianDistribution(moments)
+    assert torch.equal(latents_from_moments(moments), posterior.mode())
     drawn = latents_from_moments(moments, torch.Generator().manual_seed(1))
-    assert torch.equal(drawn, DiagonalGaussianDistribution(moments).sample(torch.Generator().manual_seed(1)))
+    assert torch.equal(drawn, posterior.sample(torch.Generator().manual_seed(1)))
 
 
 def test_problems_name_what_is_wrong_with_each_item():

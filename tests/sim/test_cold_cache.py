@@ -19,9 +19,10 @@ from latentcache.config import Config
 from latentcache.devices.audit import AuditReport, audit
 from latentcache.devices.placement import placed
 from latentcache.errors import DeviceMismatchError, TrainableEncoderError
+from latentcache.families.scaling import latents_from_moments
 from latentcache.models.model_loader import LoadedModels
 from latentcache.models.tiny import tiny_denoiser, tiny_parts
-from latentcache.models.vae import encode_images, latents_from_moments
+from latentcache.models.vae import encode_images
 from latentcache.precache.run import run_precache
 
 CPU = torch.device("cpu")

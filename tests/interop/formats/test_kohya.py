@@ -22,12 +22,12 @@ from PIL import Image
 from latentcache.bucket_config import BucketsConfig, settings_of
 from latentcache.config import Config
 from latentcache.errors import ConfigError, DatasetError, SampleError, StoreError
+from latentcache.families.scaling import latents_from_moments
 from latentcache.interop.formats import kohya
 from latentcache.interop.image_match import NOTE_NO_IMAGE, NOTE_TURNED
 from latentcache.interop.importing import import_cache
 from latentcache.interop.readers import ForeignImage, ForeignItem, ForeignText
 from latentcache.loading.cache import LatentCache
-from latentcache.models.vae import latents_from_moments
 from latentcache.precache.run import run_precache
 from latentcache.precache.workspace import Workspace
 from latentcache.types import Crop, Geometry, Refusal, Size
