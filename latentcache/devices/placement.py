@@ -12,6 +12,7 @@ import torch
 
 from latentcache.devices.tensor_location import casting_dtype_of, offload_hook_of
 from latentcache.errors import DeviceError
+from latentcache.utils.accelerator import current_accelerator
 
 DeviceLike: TypeAlias = "torch.device | str | torch.Tensor | torch.nn.Module"
 """Names the requesting device: a device, its name, or a tensor or module that lies on it."""
@@ -39,7 +40,7 @@ def device_named(name: str, local_rank: int | None = None) -> torch.device:
     it sees no other. Raises DeviceError for unknown names and for devices that this machine does not have.
     """
     if name == "auto":
-        name = str(torch.accelerator.current_accelerator(check_available=True) or "cpu")
+        name = str(current_accelerator() or "cpu")
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -50,7 +51,7 @@ def device_named(name: str, local_rank: int | None = None) -> torch.device:
         raise DeviceError("device 'meta' holds no values; name the device that the model runs on")
     module = torch.get_device_module(device)
     if not module.is_available():
-        have = torch.accelerator.current_accelerator(check_available=True)
+        have = current_accelerator()
         raise DeviceError(f"device {name!r} is not available here; there is {have or 'only the CPU'}")
     if device.index is None and local_rank is not None:
         # Launchers that give each process one device number it 0 in every rank.

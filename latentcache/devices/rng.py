@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from latentcache.utils.accelerator import current_accelerator
+
 logger = logging.getLogger("latentcache")
 
 
 def rng_state() -> dict[str, Any]:
     """The global generators' states. `accelerator` holds one state per visible device, or is None without any."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    accelerator = current_accelerator()
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(legacy=False),
@@ -33,7 +35,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
     saved = state["accelerator"]
-    here = torch.accelerator.current_accelerator(check_available=True)
+    here = current_accelerator()
     if saved is None and here is None:
         return
     if saved is None or here is None or saved["type"] != here.type:

@@ -23,6 +23,7 @@ from latentcache.precache.report import Report
 from latentcache.precache.run import Work, run_precache
 from latentcache.ray_config import RayConfig
 from latentcache.scaleout.ray_encoder import RayEncoder
+from latentcache.utils.accelerator import current_accelerator
 from latentcache.utils.progress import Progress
 
 if TYPE_CHECKING:
@@ -213,7 +214,7 @@ def _device(config: Config) -> torch.device:
     name, num_gpus = config.encode.device, config.ray.num_gpus
     if name == "auto":
         has_gpus = num_gpus != "auto" and num_gpus > 0
-        found = torch.accelerator.current_accelerator(check_available=not has_gpus)
+        found = current_accelerator(built_for=has_gpus)
         if found is not None and num_gpus != 0:
             return found
         if has_gpus:

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
-import torch
 from typing_extensions import override
 
 from latentcache.errors import EntryMissingError, StoreError
@@ -25,6 +24,7 @@ from latentcache.store.base import (
 from latentcache.store.layout import description_of
 from latentcache.store.writer import PackWriter
 from latentcache.types import Entry, Record
+from latentcache.utils.accelerator import current_accelerator
 
 
 class MemoryStore(Store):
@@ -36,7 +36,7 @@ class MemoryStore(Store):
     read_only = False
 
     def __init__(self, *, pin: bool = False):
-        if pin and not torch.accelerator.is_available():
+        if pin and current_accelerator() is None:
             raise StoreError("pin=True needs an accelerator, and torch finds none here; use MemoryStore(pin=False)")
         self._pin = pin
         self._entries: dict[str, tuple[OwnedEntry, EntryArrays]] | None = {}

@@ -40,7 +40,7 @@ def test_a_device_that_is_not_there_is_refused() -> None:
 def test_each_rank_has_its_own_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     module = SimpleNamespace(is_available=lambda: True, device_count=lambda: 2)
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     assert device_named("auto", 1) == torch.device("cuda:1")
     assert device_named("cuda", 0) == torch.device("cuda:0")
     assert device_named("cuda:0", 1) == torch.device("cuda:0"), "a number that is given wins"

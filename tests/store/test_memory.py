@@ -39,6 +39,7 @@ def test_pinned_entries_are_pinned():
 def test_pinning_pins_what_is_added(monkeypatch):
     pinned = []
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
     with MemoryStore(pin=True) as store:
         store.add(samples(0, 1))
