@@ -50,7 +50,7 @@ OWNERS = {
         *("store/index.py", "store/connection.py"),
         *("interop/formats/diffusion_pipe.py", "interop/formats/energon.py"),
     ),
-    "safetensors": ("store/tensor_file.py", "checkpoints/folder.py", "interop/foreign_safetensors.py"),
+    "safetensors": ("checkpoints/folder.py", "interop/foreign_safetensors.py"),
     # The service writes thumbnails.
     "PIL": (
         "dataset/images.py",

@@ -1,4 +1,4 @@
-"""Safetensors documents with aligned data: their header, written and read. Of the store only this imports safetensors.
+"""Safetensors documents with aligned data: their header, written and read.
 
 The header is padded so that data starts on 64 bytes, and so does every tensor: unaligned copies are up to 5 times
 slower. safetensors allows no holes, so the gap before a tensor is itself a small tensor, `_padding/<i>`.
@@ -9,10 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -20,15 +17,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from typing_extensions import override
 
 from latentcache.errors import PackError
 from latentcache.store.base import ALIGNMENT, DTYPES, flat_bytes
-from latentcache.utils.durable_files import unreadable, write_all
+from latentcache.utils.durable_files import unreadable
 
 MAX_HEADER_BYTES = 1 << 20
-"""Of the safetensors header. A writer's stays below 16 KiB; more is refused before it is parsed."""
+"""Of the header. A writer's stays below 16 KiB; more is refused before it is parsed."""
 
 MAX_TENSORS = 1 << 13
 """Of a pack: each column may have its offsets, and a gap before each."""
@@ -142,12 +138,6 @@ class FileBytes:
             raise unreadable(self.path, error) from error
         return _whole(self.path, data, offset, num_bytes)
 
-    @contextmanager
-    def as_file(self, head_bytes: int) -> Iterator[str]:
-        """The name of a file that has the header and as many bytes as all."""
-        # By descriptor: the file that was checked is the one that is read.
-        yield f"/dev/fd/{self._fd}"
-
 
 class MemoryBytes:
     """Bytes in memory. `path` names them in errors."""
@@ -159,22 +149,6 @@ class MemoryBytes:
     def read(self, offset: int, num_bytes: int) -> memoryview:
         """A view of so many bytes. PackError if there are fewer."""
         return _whole(self.path, self._data[offset : offset + num_bytes], offset, num_bytes)
-
-    @contextmanager
-    def as_file(self, head_bytes: int) -> Iterator[str]:
-        """The name of a file that has the header and as many bytes as all: a hole stands for the data."""
-        # The one parser reads files only, and does not look beyond the header.
-        if sys.platform == "linux":
-            fd = os.memfd_create("pack", os.MFD_CLOEXEC)
-        else:
-            with tempfile.TemporaryFile() as file:
-                fd = os.dup(file.fileno())
-        try:
-            write_all(fd, self.read(0, min(head_bytes, self.num_bytes)))
-            os.ftruncate(fd, self.num_bytes)
-            yield f"/dev/fd/{fd}"
-        finally:
-            os.close(fd)
 
 
 class RangedBytes(MemoryBytes):
@@ -209,10 +183,7 @@ def _whole(path: Path | str, data: _Bytes, offset: int, num_bytes: int) -> _Byte
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
-    """What the header of a document says. `tensors` are in the order of their bytes, which start at `data_start`.
-
-    A tensor of a dtype that cannot be stored has safetensors' name for it: `num_bytes` is a KeyError.
-    """
+    """What the header of a document says. `tensors` are in the order of their bytes, which start at `data_start`."""
 
     metadata: Mapping[str, str]
     tensors: Sequence[NamedTensor]
@@ -230,18 +201,28 @@ def read_header(source: FileBytes | MemoryBytes, check_metadata: Callable[[Mappi
     if head_bytes > 8 + MAX_HEADER_BYTES:
         raise PackError(path, f"its header has {head_bytes:,} bytes; at most {MAX_HEADER_BYTES:,} are allowed")
     try:
-        # The parser refuses holes and overlaps, and demands that the file ends where the last tensor does.
-        with source.as_file(head_bytes) as name, safe_open(name, framework="numpy") as file:
-            metadata, names = file.metadata() or {}, file.offset_keys()
-            check_metadata(metadata)
-            if len(names) > MAX_TENSORS:
-                raise PackError(path, f"its header has {len(names):,} tensors; at most {MAX_TENSORS:,} are allowed")
-            slices = [(name, file.get_slice(name)) for name in names]
-            listed = [(name, part.get_dtype(), tuple(part.get_shape())) for name, part in slices]
-    except SafetensorError as error:
-        raise PackError(path, f"not a pack: {error}") from error
-    except (OSError, MemoryError) as error:
-        # Also a FileNotFoundError: safetensors calls every failure to open a file that.
+        # With a parser of its own a reader depends on no release of safetensors.
+        header = json.loads(str(source.read(8, head_bytes - 8), "utf-8"))
+        metadata = header.pop("__metadata__", {})
+        if not all(isinstance(text, str) for text in metadata.values()):
+            raise ValueError("its metadata has values that are no texts")
+        check_metadata(metadata)
+        if len(header) > MAX_TENSORS:
+            raise PackError(path, f"its header has {len(header):,} tensors; at most {MAX_TENSORS:,} are allowed")
+        tensors, end = [], 0
+        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+            tensor = NamedTensor(name, _OUR_DTYPES[entry["dtype"]], tuple(entry["shape"]))
+            if any(type(number) is not int or number < 0 for number in tensor.shape):
+                raise ValueError(f"the shape of {name!r:.80} is {tensor.shape!r:.80}")
+            # As safetensors demands: no holes, no overlaps, and no bytes after the last tensor.
+            start, end = end, end + tensor.num_bytes
+            tensors.append(tensor)
+            if entry["data_offsets"] != [start, end]:
+                raise ValueError(f"{name!r:.80} lies at {entry['data_offsets']!r:.80}, and {[start, end]} is expected")
+        if head_bytes + end != source.num_bytes:
+            raise PackError(path, f"has {source.num_bytes:,} bytes, and its header says {head_bytes + end:,}")
+    except MemoryError as error:
         raise unreadable(path, error) from error
-    tensors = [NamedTensor(name, _OUR_DTYPES.get(dtype, dtype), shape) for name, dtype, shape in listed]
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise PackError(path, f"not a pack: {error!r:.200}") from error
     return TensorHeader(metadata, tensors, head_bytes)

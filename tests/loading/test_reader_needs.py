@@ -17,7 +17,7 @@ READ = """
 import sys
 from typing import get_args
 
-ENCODERS = {"diffusers", "transformers", "accelerate", "PIL"}
+ENCODERS = {"diffusers", "transformers", "accelerate", "safetensors", "PIL"}
 
 class Blocked:
     def find_spec(self, name, path=None, target=None):
@@ -32,6 +32,7 @@ from torch.utils.data import DataLoader
 from latentcache import BucketBatchSampler, LatentCache, LatentDataset, LatentLoader
 from latentcache import Phases, audit, guard, repair_optimizer
 from latentcache.families import FamilyName, family_named
+from latentcache.store.upkeep import rebuild, verify
 
 for name in get_args(FamilyName):
     family_named(name)
@@ -44,7 +45,10 @@ with LatentCache(path, manifest="photos") as cache:
         assert cache.batch(ids, device="cpu", output="moments")["moments"].shape == (2, 8, 8, 16)
         assert cache.batch(ids, device="cpu", generator=torch.Generator().manual_seed(0))["latents"].shape[1] == 4
 with LatentCache(path) as cache:
+    key = next(iter(cache.store.keys()))
+    assert cache.get(key).record.key == key
     assert cache.prompt("a validation prompt", device="cpu")["prompt_embeds"].shape[1] == 77
+assert rebuild(path).num_packs and verify(path).ok
 dataset = LatentDataset(path, "photos", flips=True, caption="random")
 sampler = BucketBatchSampler(dataset, 2, seed=0)
 for resident in (None, "cpu"):

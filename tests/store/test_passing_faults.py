@@ -12,7 +12,7 @@ from helpers.other_users import open_to_others
 from store_samples import key, mark, pack_of, packs, run, same, sample, samples, where
 
 from latentcache.errors import EntryDamagedError, StorageFullError, StoreError
-from latentcache.store import DiskStore, catalog, pack, recovery, tensor_file
+from latentcache.store import DiskStore, catalog, pack, recovery
 from latentcache.store.base import own_entry
 from latentcache.store.pack import new_pack_id, write_pack
 from latentcache.store.stacking import read_batch
@@ -122,11 +122,11 @@ def test_a_pack_that_cannot_be_mapped_now_is_not_damaged(root, monkeypatch, erro
         assert_holds(store, 0)
 
 
-@pytest.mark.parametrize("error", [FileNotFoundError("No such file or directory: /dev/fd/7"), MemoryError("none")])
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "a failing disk"), MemoryError("none")])
 def test_a_header_that_cannot_be_read_now_is_not_damaged(root, monkeypatch, error):
     with DiskStore(root) as store:
         store.add(samples(0, 1))
-        monkeypatch.setattr(tensor_file, "safe_open", lambda *_, **__: (_ for _ in ()).throw(error))
+        monkeypatch.setattr(os, "pread", lambda *_, **__: (_ for _ in ()).throw(error))
         with pytest.raises(StoreError, match="cannot be read now"):
             store.record(key(0))
         assert not verify(store).ok
