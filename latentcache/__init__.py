@@ -111,7 +111,10 @@ if not TYPE_CHECKING:  # a type checker that saw this function would accept ever
             raise AttributeError(f"module 'latentcache' has no attribute {name!r}; it has {', '.join(__all__)}")
         if name == "errors":
             return importlib.import_module("latentcache.errors")
-        return getattr(importlib.import_module(f"latentcache.{_HOMES[name]}"), name)
+        try:
+            return getattr(importlib.import_module(f"latentcache.{_HOMES[name]}"), name)
+        except AttributeError as error:  # which `from latentcache import ...` would take for a name that is not there
+            raise ImportError(f"latentcache.{name} cannot be loaded: {error}") from error
 
 
 def __dir__() -> list[str]:

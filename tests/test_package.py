@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import os
 import re
 import subprocess
 import sys
@@ -239,6 +240,17 @@ def test_what_users_read_imports_public_names_only() -> None:
             for name in names:
                 is_public = not name.startswith("latentcache.") or f"{name}.".startswith(allowed)
                 assert is_public, f"{shown_in} imports {name}, which is not public"
+
+
+def test_a_name_whose_module_cannot_be_loaded_says_why(tmp_path: Path) -> None:
+    (tmp_path / "xxhash.py").write_text("import sqlite3\nsqlite3.NO_SUCH_NAME\n", encoding="utf-8")
+    path = os.pathsep.join([str(tmp_path), str(PACKAGE.parent)])
+    for code in ("from latentcache import DiskStore", "import latentcache; latentcache.DiskStore"):
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
+        )
+        last = done.stderr.splitlines()[-1]
+        assert last.startswith("ImportError: latentcache.DiskStore") and "NO_SUCH_NAME" in last, done.stderr
 
 
 def test_import_imports_no_torch() -> None:
