@@ -61,6 +61,8 @@ class Provenance:
     """Part of the model -> the path or hub id that it was loaded from."""
     device: str
     computed_dtype: str
+    float32_precision: Mapping[str, str] | None = None
+    """How float32 was multiplied, by kind of operator: `ieee`, or `tf32` with 10 bits of mantissa. None without one."""
     compiled: bool = False
     """Whether torch.compile made the encoder: its last bits differ from the eager one's."""
     num_tokens: int | None = None

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import gc
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Generic, TypeVar
@@ -182,6 +183,67 @@ def uncached_autocast(device: torch.device, dtype: torch.dtype | None) -> Iterat
         yield
 
 
+_pinning = threading.Lock()
+_pins: list[ExitStack] = []
+"""One for each block of `pinned_numerics` that is open. The first one restores the flags, when the last block ends."""
+
+
+@contextmanager
+def pinned_numerics() -> Iterator[None]:
+    """Torch's defaults for the flags that change what an encoder computes, whatever a trainer has set.
+
+    The flags are no part of a key, so entries must not depend on them: float32 is computed with TF32 in convolutions of
+    CUDA, and in full everywhere else; float16 is not summed up in float16. cuDNN's benchmark is off: it times kernels
+    to choose one, again for each bucket and batch size, and the winner may differ between runs.
+
+    The flags are the process's, not the thread's. Blocks in several threads share one pin: the caller's flags come back
+    when the last block ends, also after an error.
+    """
+    with _pinning:
+        _pins.append(_pin() if not _pins else _pins[0])
+    try:
+        yield
+    finally:
+        with _pinning:
+            undo = _pins.pop()
+            if not _pins:
+                undo.close()
+
+
+def float32_precision(device: torch.device) -> dict[str, str]:
+    """The precision of float32 operators under `pinned_numerics`, for provenance."""
+    return {"matmul": "ieee", "convolution": "tf32" if device.type == "cuda" else "ieee"}
+
+
+def _pin() -> ExitStack:
+    """Pin the flags, and return what restores them."""
+    backends: Any = torch.backends
+    cudnn, matmul = backends.cudnn, backends.cuda.matmul
+    flags: list[tuple[Any, str, Any]] = [(cudnn, "benchmark", False), (matmul, "allow_fp16_accumulation", False)]
+    with ExitStack() as undo:
+        if hasattr(backends, "fp32_precision"):  # torch 2.9; to a caller who uses it the older flags are closed
+            ieee = (matmul, backends.mkldnn.matmul, backends.mkldnn.conv)
+            flags += [(cudnn.conv, "fp32_precision", "tf32"), *((owner, "fp32_precision", "ieee") for owner in ieee)]
+        else:
+            flags += [(cudnn, "allow_tf32", True)]
+            undo.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+            torch.set_float32_matmul_precision("highest")
+        for owner, name, value in flags:
+            before = getattr(owner, name, value)  # not every torch has every flag
+            if before != value and {before, value} != {"none", "ieee"}:
+                undo.callback(_restore, owner, name, before)
+                setattr(owner, name, value)
+        return undo.pop_all()
+
+
+def _restore(owner: Any, name: str, before: Any) -> None:
+    if name == "fp32_precision":
+        owner.fp32_precision = "none"  # as it was, where the caller has set it for all operators
+        if owner.fp32_precision == before:
+            return
+    setattr(owner, name, before)
+
+
 @contextmanager
 def vae_settings(vae: Any, *, compile: bool = False) -> Iterator[None]:
     """The VAE's encoder with the settings for its device and dtype; the weights' memory format and flags are restored.
@@ -190,8 +252,6 @@ def vae_settings(vae: Any, *, compile: bool = False) -> Iterator[None]:
     * channels_last for half precision on an accelerator: torch's and cuDNN's advice for convolutions in float16 and
       bfloat16, as tensor cores read it without transposing. Not in float32, for which it is not given. Not on a CPU:
       there an entry equals the live pipeline's output bit by bit, and oneDNN rounds otherwise in channels_last.
-    * cuDNN's benchmark is off. It times kernels to choose one, again for each bucket and batch size, and the winner
-      may differ between runs: one key, other last bits.
     * `compile`: off by default. Each bucket and batch size costs a compilation, one graph each, and the last bits are
       not those of the eager encoder. ModelError if it fails.
     """
@@ -199,16 +259,12 @@ def vae_settings(vae: Any, *, compile: bool = False) -> Iterator[None]:
     is_half = parameter.device.type != "cpu" and parameter.dtype in (torch.float16, torch.bfloat16)
     # A module in another format than the default is the caller's choice, and left alone.
     to_channels_last = is_half and all(parameter.is_contiguous() for parameter in vae.parameters())
-    cudnn = torch.backends.cudnn
-    benchmark = cudnn.benchmark
     try:
-        cudnn.benchmark = False
         if to_channels_last:
             vae.to(memory_format=torch.channels_last)
         with _compiled("vae", [vae.encoder] if compile else []):
             yield
     finally:
-        cudnn.benchmark = benchmark
         if to_channels_last:
             vae.to(memory_format=torch.contiguous_format)
 

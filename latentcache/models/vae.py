@@ -23,7 +23,7 @@ from latentcache.families import DEFAULT, family_named
 from latentcache.families.base import Family, inference
 from latentcache.families.scaling import Scaling, latents_from_moments, posterior_std
 from latentcache.models.model_files import first_line, refused
-from latentcache.models.running import free_cached_memory, is_out_of_memory
+from latentcache.models.running import free_cached_memory, is_out_of_memory, pinned_numerics
 from latentcache.types import ImageOutput
 
 logger = logging.getLogger("latentcache")
@@ -138,7 +138,8 @@ def encode_images(
     [B, 2C, h, w] of images, uint8 [B, H, W, 3], upright sRGB; [B, 2C, F, h, w] of a family of video, which also takes
     clips: [B, frames, H, W, 3]. Pixels become `pixels / 127.5 - 1` in float32, then the VAE's dtype. `family` None is
     DEFAULT. `facts` are the VAE's, where they are known.
-    The VAE is used as it stands (device, mode, memory format, slicing, tiling), under no_grad and without autocast.
+    The VAE is used as it stands (device, mode, memory format, slicing, tiling), under no_grad, without autocast, and
+    with `pinned_numerics`.
     The same image may differ in the last bits in a batch of another size, in another memory format, and on a CPU with
     another number of threads. Raises ModelError if the pixels are not of this form, or the VAE has no Gaussian
     posterior.
@@ -153,7 +154,7 @@ def encode_images(
         raise refused("vae", f"pixels are {pixels.dtype} {list(pixels.shape)}, but {needed} is needed")
     facts = facts or vae_facts(vae)
     parameter = next(vae.parameters())
-    with inference(parameter.device):
+    with inference(parameter.device), pinned_numerics():
         if is_video and pixels.ndim == 4:
             pixels = pixels[:, None]
         images = pixels.to(parameter.device).movedim(-1, 1).float().div(127.5).sub(1.0)

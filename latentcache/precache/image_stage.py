@@ -33,7 +33,7 @@ import torch
 from latentcache.devices.placement import placed
 from latentcache.devices.transfer import Download, transfer_to
 from latentcache.errors import ImageRefused
-from latentcache.models.running import BatchRunner, vae_settings
+from latentcache.models.running import BatchRunner, float32_precision, vae_settings
 from latentcache.models.vae import encode_images, keep_output, problems
 from latentcache.precache.decoding import pixels_of
 from latentcache.precache.encodings import Encodings
@@ -191,6 +191,7 @@ class ImageStage:
                     models={"vae": context.models.origin(context.models.vae_name)},
                     device=str(self._placement.device),
                     computed_dtype=computed_dtype,
+                    float32_precision=float32_precision(self._placement.device),
                     compiled=context.encode.compile and note is None,
                     note=note,
                 )

@@ -19,7 +19,7 @@ from latentcache.devices.transfer import Download, transfer_to
 from latentcache.errors import ImageRefused
 from latentcache.families.base import MASK, inference
 from latentcache.models.offloading import encoders_placed
-from latentcache.models.running import BatchRunner, text_settings
+from latentcache.models.running import BatchRunner, float32_precision, pinned_numerics, text_settings
 from latentcache.models.vae import problem_flags, problem_names
 from latentcache.precache.decoding import pixels_of
 from latentcache.precache.encodings import text_dtypes
@@ -137,7 +137,7 @@ class TextStage:
         """
         recipe = items[0].task.identity.encoding.settings  # a batch has one: it is formed by it
         # Tokens that are uploaded here are not copied on the stream that computes, after all that was launched on it.
-        with inference(self._placement.device):
+        with inference(self._placement.device), pinned_numerics():
             made = self._family.encode_text(
                 self._parts, [item.tokens for item in items], recipe, upload=self._transfer.upload
             )
@@ -176,6 +176,7 @@ class TextStage:
                 models={part: context.models.origin(part) for part in self._family.names("text_encoder")},
                 device=str(self._placement.device),
                 computed_dtype=context.encodings.text.compute_dtype,
+                float32_precision=float32_precision(self._placement.device),
                 compiled=self._compiles,
                 num_tokens=item.tokens.num_tokens,
             )

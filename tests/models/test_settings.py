@@ -27,17 +27,6 @@ def strides(module: torch.nn.Module) -> list[tuple[int, tuple[int, ...]]]:
     return [(id(parameter), parameter.stride()) for parameter in module.parameters()]
 
 
-@pytest.mark.parametrize("benchmark", [True, False])
-def test_cudnn_does_not_race_kernels_and_the_flag_comes_back(
-    vae: torch.nn.Module, monkeypatch: pytest.MonkeyPatch, benchmark: bool
-) -> None:
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", benchmark)
-    with pytest.raises(KeyboardInterrupt), vae_settings(vae):
-        assert torch.backends.cudnn.benchmark is False
-        raise KeyboardInterrupt
-    assert torch.backends.cudnn.benchmark is benchmark
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_on_a_cpu_the_memory_format_stays(vae: torch.nn.Module, dtype: torch.dtype) -> None:
     vae.to(dtype)

@@ -1,0 +1,175 @@
+"""The numeric flags of torch while entries are encoded: equal keys have equal bytes, whatever a trainer has set."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from latentcache import LatentCache
+from latentcache.config import Config
+from latentcache.models.model_loader import LoadedModels
+from latentcache.models.tiny import tiny_parts
+from latentcache.precache.run import run_precache
+from latentcache.precache.workspace import Workspace
+
+BACKENDS = torch.backends
+IS_NEW = hasattr(BACKENDS, "fp32_precision")
+"""Whether this torch has a precision for each operator: since 2.9."""
+PRECISIONS = (BACKENDS.cuda.matmul, BACKENDS.cudnn.conv, BACKENDS.mkldnn.matmul, BACKENDS.mkldnn.conv) if IS_NEW else ()
+
+
+def attributes_set(*settings: tuple[Any, str, Any]) -> Callable[[], None]:
+    def use() -> None:
+        for owner, name, value in settings:
+            setattr(owner, name, value)
+
+    return use
+
+
+CALLERS: dict[str, Callable[[], None]] = {
+    "leaves them": lambda: None,
+    "allows TF32 in matmul": attributes_set((BACKENDS.cuda.matmul, "allow_tf32", True)),
+    "forbids it in convolutions": attributes_set((BACKENDS.cudnn, "allow_tf32", False)),
+    "sets high": lambda: torch.set_float32_matmul_precision("high"),
+    "sets medium": lambda: torch.set_float32_matmul_precision("medium"),
+    "races kernels": attributes_set((BACKENDS.cudnn, "benchmark", True)),
+}
+if hasattr(BACKENDS.cuda.matmul, "allow_fp16_accumulation"):
+    CALLERS["sums in float16"] = attributes_set((BACKENDS.cuda.matmul, "allow_fp16_accumulation", True))
+if IS_NEW:
+    CALLERS |= {
+        "sets tf32 for all": attributes_set((BACKENDS, "fp32_precision", "tf32")),
+        "sets ieee for all": attributes_set((BACKENDS, "fp32_precision", "ieee")),
+        "sets tf32 for matmul": attributes_set((BACKENDS.cuda.matmul, "fp32_precision", "tf32")),
+        "sets ieee for convolutions": attributes_set((BACKENDS.cudnn.conv, "fp32_precision", "ieee")),
+        "sets ieee for cuda": attributes_set((BACKENDS.cudnn, "fp32_precision", "ieee")),
+        "mixes both": attributes_set(
+            (BACKENDS.cuda.matmul, "allow_tf32", True), (BACKENDS.cuda.matmul, "fp32_precision", "ieee")
+        ),
+    }
+
+
+def seen_by_caller() -> list[Any]:
+    """All that a caller can read; an older flag says that it cannot be read where both interfaces were used."""
+    readers: list[Callable[[], Any]] = [
+        torch.get_float32_matmul_precision,
+        lambda: BACKENDS.cuda.matmul.allow_tf32,
+        lambda: BACKENDS.cudnn.allow_tf32,
+        lambda: BACKENDS.cudnn.benchmark,
+        lambda: getattr(BACKENDS.cuda.matmul, "allow_fp16_accumulation", None),
+        lambda: [each.fp32_precision for each in PRECISIONS],
+    ]
+    found: list[Any] = []
+    for reader in readers:
+        try:
+            found.append(reader())
+        except RuntimeError as error:
+            found.append(str(error))
+    return found
+
+
+def in_force() -> dict[str, bool]:
+    """What decides about numbers."""
+    matmul, cudnn = BACKENDS.cuda.matmul, BACKENDS.cudnn
+    if IS_NEW:
+        low = [each.fp32_precision not in ("ieee", "none") for each in PRECISIONS]
+    else:
+        low = [matmul.allow_tf32, cudnn.allow_tf32, torch.get_float32_matmul_precision() != "highest", False]
+    names = ("cuda matmul", "cuda convolution", "cpu matmul", "cpu convolution")
+    sums = getattr(matmul, "allow_fp16_accumulation", False)
+    return {**dict(zip(names, low, strict=True)), "benchmark": cudnn.benchmark, "sums in float16": sums}
+
+
+PINNED = {**dict.fromkeys(in_force(), False), "cuda convolution": True}
+"""torch's own defaults."""
+
+
+@pytest.fixture(autouse=True)
+def defaults() -> Iterator[None]:
+    yield
+    if IS_NEW:
+        for owner in (BACKENDS, BACKENDS.cudnn, *PRECISIONS):
+            owner.fp32_precision = "none"
+    torch.set_float32_matmul_precision("highest")
+    BACKENDS.cudnn.allow_tf32 = True
+    BACKENDS.cudnn.benchmark = False
+    if hasattr(BACKENDS.cuda.matmul, "allow_fp16_accumulation"):
+        BACKENDS.cuda.matmul.allow_fp16_accumulation = False
+    assert in_force() == PINNED
+
+
+def watched(look: Callable[[str], None]) -> LoadedModels:
+    """A tiny model that calls `look` whenever its encoders run."""
+    parts = tiny_parts()
+    for name, module in (("image", parts["vae"].encoder), ("text", parts["text_encoder_2"])):
+        module.register_forward_hook(lambda *arguments, name=name: look(name))
+    return LoadedModels(**parts)
+
+
+@pytest.mark.parametrize("caller", CALLERS)
+def test_encoders_run_with_the_same_flags_whatever_the_caller_has_set(
+    make_config: Callable[..., Config], caller: str
+) -> None:
+    seen: dict[str, list[dict[str, bool]]] = {"image": [], "text": []}
+    CALLERS[caller]()
+    before = seen_by_caller()
+    run_precache(make_config(), models=watched(lambda name: seen[name].append(in_force())), workspace=Workspace())
+    assert all(len(each) > 1 and each == [PINNED] * len(each) for each in seen.values())
+    assert seen_by_caller() == before
+
+
+@pytest.mark.parametrize("caller", CALLERS)
+def test_the_flags_come_back_after_an_error(make_config: Callable[..., Config], caller: str) -> None:
+    def fail(name: str) -> None:
+        raise KeyboardInterrupt
+
+    CALLERS[caller]()
+    before = seen_by_caller()
+    with pytest.raises(KeyboardInterrupt):
+        run_precache(make_config(), models=watched(fail), workspace=Workspace())
+    assert seen_by_caller() == before
+
+
+def test_the_flags_come_back_when_runs_overlap(make_config: Callable[..., Config]) -> None:
+    """The run that began first ends last, and neither changes the flags of the other."""
+    BACKENDS.cuda.matmul.allow_tf32 = True
+    before, seen = seen_by_caller(), []
+    is_inside, may_go_on = threading.Event(), threading.Event()
+
+    def wait(name: str) -> None:
+        is_inside.set()
+        assert may_go_on.wait(60)
+        seen.append(in_force())
+
+    first = threading.Thread(
+        target=run_precache, args=(make_config(),), kwargs={"models": watched(wait), "workspace": Workspace()}
+    )
+    first.start()
+    assert is_inside.wait(60)
+    run_precache(make_config(), workspace=Workspace())
+    may_go_on.set()
+    first.join()
+    assert seen and seen == [PINNED] * len(seen)
+    assert seen_by_caller() == before
+
+
+def test_equal_keys_have_equal_bytes_whatever_the_caller_has_set(
+    make_config: Callable[..., Config], tmp_path: Path
+) -> None:
+    found = []
+    for precision in ("highest", "medium"):
+        torch.set_float32_matmul_precision(precision)
+        config = make_config(**{"cache.path": tmp_path / precision})
+        run_precache(config)
+        with LatentCache(config.cache.path) as cache:
+            found.append({key: dict(cache.get(key).tensors) for key in cache.store.keys()})
+            provenance = [cache.store.record(key).provenance for key in cache.store.keys()]
+    assert all(each["float32_precision"] == {"matmul": "ieee", "convolution": "ieee"} for each in provenance)
+    assert found[0].keys() == found[1].keys()
+    for key, tensors in found[0].items():
+        assert all(torch.equal(tensor, found[1][key][name]) for name, tensor in tensors.items())
