@@ -1,12 +1,14 @@
 """Copies between the host and a device, concurrent with the computation where the device has streams.
 
 A `Transfer` serves both directions. Precaching uploads pixels and tokens and downloads results; loading sends batches
-from the thread that reads them to the thread that trains.
+from the thread that reads them to the thread that trains. Uploads and downloads have a stream each: a download begins
+when the computation of its results has ended, and an upload behind it on one stream would overlap nothing.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
+from latentcache.devices.tensor_location import numbered
 from latentcache.types import Batch
 
 logger = logging.getLogger("latentcache")
@@ -46,7 +49,10 @@ class Download:
 
 
 def transfer_to(device: torch.device) -> Transfer:
-    """How to copy to and from this device: on a stream of its own where the device's module has streams."""
+    """How to copy to and from this device: on streams of its own where the device's module has streams.
+
+    All transfers of a device share its streams. Whoever sends batches needs a transfer of its own.
+    """
     if device.type == "cpu":
         return Transfer(device, "the CPU computes where the host's memory is")
     module = torch.get_device_module(device)
@@ -55,6 +61,21 @@ def transfer_to(device: torch.device) -> Transfer:
         # Without streams a copy from pinned memory cannot overlap the computation, so nothing is pinned either.
         return Transfer(device, f"{device.type} has no streams ({', '.join(missing)} missing)")
     return StreamTransfer(device, module)
+
+
+_streams: dict[tuple[int, Any, torch.device], tuple[Any, Any]] = {}
+
+
+def _streams_of(device: torch.device, module: Any) -> tuple[Any, Any]:
+    """The streams of this process for uploads to a device and for downloads from it.
+
+    torch's allocator gives no memory from one stream to another, so every further stream would keep some of its own.
+    """
+    device = numbered(device)
+    key = os.getpid(), module.Stream, device  # a fork has no streams; and no lock, which it could inherit locked
+    if key not in _streams:
+        _streams.setdefault(key, (module.Stream(device=device), module.Stream(device=device)))
+    return _streams[key]
 
 
 class HostMemory:
@@ -97,7 +118,7 @@ class Transfer:
         return tensor.to(self.device)
 
     def download(self, tensors: Mapping[str, torch.Tensor]) -> Download:
-        """Bring tensors of the current stream to the host. The host waits in `wait`, and the device does not."""
+        """Bring tensors of the current stream to the host, which waits in `wait`. The device computes meanwhile."""
         return Download({name: tensor.cpu() for name, tensor in tensors.items()})
 
     def send(self, read: Callable[[], Batch], place: Callable[[Batch], Batch]) -> Sent:
@@ -116,7 +137,7 @@ class Transfer:
 
 
 class StreamTransfer(Transfer):
-    """Copies between the device and pinned memory run on a stream of their own, and `place` runs there after them.
+    """Copies between the device and pinned memory run on streams of their own, and `place` runs after those of `send`.
 
     The device's allocator reuses the memory of a tensor only when the stream that received it is done with it
     (`Tensor.record_stream`). torch's allocator of pinned memory knows the copies that use a block of `host_memory`.
@@ -128,28 +149,30 @@ class StreamTransfer(Transfer):
     def __init__(self, device: torch.device, module: Any):
         super().__init__(device, f"{device.type} has streams: copies overlap the computation")
         self._module = module
-        self._stream = module.Stream(device=device)
+        self._uploads, self._downloads = _streams_of(device, module)
         self._under_way: deque[tuple[Any, Batch]] = deque()
 
     @override
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
-        with self._module.stream(self._stream):
+        if self._host.pin and not tensor.is_pinned():
+            tensor = self.host_memory(tuple(tensor.shape), tensor.dtype).copy_(tensor)
+        with self._module.stream(self._uploads):
             moved = tensor.to(self.device, non_blocking=True)
-            copied = self._stream.record_event()
+            copied = self._uploads.record_event()
         self._pass_to_current_stream([moved], copied)
         return moved
 
     @override
     def download(self, tensors: Mapping[str, torch.Tensor]) -> Download:
-        self._stream.wait_event(self._module.current_stream(self.device).record_event())
+        self._downloads.wait_event(self._module.current_stream(self.device).record_event())
         copied = {}
-        with self._module.stream(self._stream):
+        with self._module.stream(self._downloads):
             for name, tensor in tensors.items():
                 host = self.host_memory(tuple(tensor.shape), tensor.dtype)
                 copied[name] = host.copy_(tensor, non_blocking=True)
-                tensor.record_stream(self._stream)
+                tensor.record_stream(self._downloads)
             event = self._sleeping_event()
-            event.record(self._stream)
+            event.record(self._downloads)
         return Download(copied, event)
 
     @override
@@ -157,15 +180,15 @@ class StreamTransfer(Transfer):
         while self._under_way and (len(self._under_way) >= MAX_IN_FLIGHT or self._under_way[0][0].query()):
             self._under_way[0][0].synchronize()
             self._under_way.popleft()
-        with self._module.stream(self._stream):
+        with self._module.stream(self._uploads):
             host = read()
             moved = {
                 name: value.to(self.device, non_blocking=True) if isinstance(value, torch.Tensor) else value
                 for name, value in host.items()
             }
-            self._under_way.append((self._stream.record_event(), host))
+            self._under_way.append((self._uploads.record_event(), host))
             batch = place(moved)
-            return Sent(batch, self._stream.record_event())
+            return Sent(batch, self._uploads.record_event())
 
     @override
     def receive(self, sent: Sent) -> Batch:
@@ -175,7 +198,7 @@ class StreamTransfer(Transfer):
 
     @override
     def finish(self) -> None:
-        self._stream.synchronize()
+        self._uploads.synchronize()
         self._under_way.clear()
 
     def _pass_to_current_stream(self, tensors: Iterable[torch.Tensor], event: Any) -> None:

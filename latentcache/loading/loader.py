@@ -132,7 +132,7 @@ class LatentLoader(Closing):
     follows from the sampler's seed, the epoch and the batch's position (`sampler.noise_generator`), not from threads,
     ranks, `prefetch` or a resume.
 
-    One thread reads whole batches into buffers that are used again (pinned, with copies on a stream of their own, where
+    One thread reads whole batches into buffers that are used again (pinned, with copies on a stream for them, where
     the device has streams; `BufferPool` and `devices.transfer` have the rules). A batch stays valid while it is
     referenced. Without `prefetch` the calling thread does the same. Device and dtype are those of the requesting module
     when an iteration begins. `resident` ("cpu" or a device) keeps the whole dataset there once and gathers from it.

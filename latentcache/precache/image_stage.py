@@ -2,8 +2,8 @@
 
 Threads decode ahead of the main thread, which runs the VAE; a background thread checks, converts and stores results.
 Where copies overlap the computation, the next batch is uploaded and launched before the results of the last one are
-fetched, so that the device never waits for the host. On a CPU the main thread stores the results. Threads that decode
-have a lower priority than those that encode.
+fetched, so that the device has work while the host copies and checks. On a CPU the main thread stores the results.
+Threads that decode have a lower priority than those that encode.
 
 Memory is bounded whatever the dataset's size. With T decoding threads, groups of G images (`image_group_size`) and
 batches of B, at most `T + G + 5 B` decoded images are alive, of bucket size (3 bytes a pixel): T + G decoded ahead, and

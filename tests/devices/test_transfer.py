@@ -27,7 +27,7 @@ def test_an_upload_is_awaited_by_the_stream_that_uses_it(streams: Streams) -> No
     transfer = StreamTransfer(torch.device("cpu"), streams)
     host = transfer.host_memory((2, 3), torch.uint8).fill_(7)
     assert torch.equal(transfer.upload(host), host)
-    assert streams.log == ["on side", "side records 1", "off side", "current waits for 1", "current uses it"]
+    assert streams.log == ["on side 1", "side 1 records 1", "off side 1", "current waits for 1", "current uses it"]
 
 
 def test_a_download_waits_for_the_results_and_the_host_for_the_copy_alone(streams: Streams) -> None:
@@ -36,12 +36,12 @@ def test_a_download_waits_for_the_results_and_the_host_for_the_copy_alone(stream
     download = transfer.download(results)
     assert streams.log == [
         "current records 1",
-        "side waits for 1",
-        "on side",
-        "side uses it",
-        "side uses it",
-        "side records 2",
-        "off side",
+        "side 2 waits for 1",
+        "on side 2",
+        "side 2 uses it",
+        "side 2 uses it",
+        "side 2 records 2",
+        "off side 2",
     ], "the host has waited for nothing, and the current stream neither"
     streams.log.clear()
     fetched = download.wait()
@@ -80,11 +80,11 @@ def test_a_buffer_stays_borrowed_until_the_copy_from_it_has_ended(streams: Strea
         return {name: new_tensor(dtype, shape, empty)[0] for name, (dtype, shape) in shapes.items()}
 
     def read() -> dict[str, Any]:
-        assert streams.log[-1] == "on side", "what is gathered on the device runs on the side stream too"
+        assert streams.log[-1] == "on side 1", "what is gathered on the device runs on the side stream too"
         return borrowed()
 
     def place(batch: dict[str, Any]) -> dict[str, Any]:
-        assert streams.log[-1].startswith("side records"), "it runs after the copies, on the side stream"
+        assert streams.log[-1].startswith("side 1 records"), "it runs after the copies, on the side stream"
         return {"latents": batch["moments"].clone(), "sample_id": ["a"]}
 
     def waits() -> list[str]:
@@ -102,7 +102,7 @@ def test_a_buffer_stays_borrowed_until_the_copy_from_it_has_ended(streams: Strea
     batch = transfer.receive(sent[0])
     assert streams.log == ["current waits for 2", "current uses it"] and batch["sample_id"] == ["a"]
     transfer.finish()
-    assert streams.log[-1] == "host waits for side"
+    assert streams.log[-1] == "host waits for side 1"
     again = [borrowed() for _ in range(MAX_IN_FLIGHT)]
     assert len(again) == pool.num_allocated == MAX_IN_FLIGHT, "all buffers are back"
 

@@ -16,10 +16,12 @@ class Streams:
         self.ended: set[int] = set()
         """Events that are over: the test adds some, and waiting for an event adds it."""
         self.num_events = 0
+        self.num_streams = 0
         self._choice = choice_of_events
 
     def Stream(self, device: torch.device) -> Side:
-        return Side(self, "side")
+        self.num_streams += 1
+        return Side(self, f"side {self.num_streams}")
 
     def current_stream(self, device: torch.device) -> Side:
         return Side(self, "current")
