@@ -10,17 +10,21 @@ from typing import TypeAlias
 
 import torch
 
-from latentcache.devices.tensor_location import casting_dtype_of, offload_hook_of
+from latentcache.devices.tensor_location import casting_dtype_of, numbered, offload_hook_of
 from latentcache.errors import DeviceError
 from latentcache.utils.accelerator import current_accelerator
 
 DeviceLike: TypeAlias = "torch.device | str | torch.Tensor | torch.nn.Module"
 """Names the requesting device: a device, its name, or a tensor or module that lies on it."""
 
-VAE_BYTES_PER_PIXEL = 128 * 5
-"""Peak activations of an AutoencoderKL's encoder, in elements per pixel: 128 channels at full resolution, of which
-about five copies live at once (input, norm, activation, convolution output and workspace). A start value only: when it
-proves too high the batch is halved."""
+VAE_CHANNELS = 128
+"""Channels of an AutoencoderKL's encoder at full resolution."""
+VAE_BYTES_PER_PIXEL = VAE_CHANNELS * 5
+"""Peak activations of an AutoencoderKL's encoder, in elements per pixel: about five copies of VAE_CHANNELS live at once
+(input, norm, activation, convolution output and workspace). A start value only: when it proves too high the batch is
+halved."""
+MAX_ELEMENTS = 2**31 - 1
+"""Largest tensor in a batch of the VAE. cuDNN before 9.3 refuses larger ones, with an error that names no memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +41,8 @@ def device_named(name: str, local_rank: int | None = None) -> torch.device:
     """The device of this name; `auto` is the accelerator if there is one, else the CPU.
 
     With a `local_rank`, an accelerator without a number is that one of the machine: each rank has its own, also where
-    it sees no other. Raises DeviceError for unknown names and for devices that this machine does not have.
+    it sees no other. Without one it is the current one: the device has a number, as those of tensors have. Raises
+    DeviceError for unknown names and for devices that this machine does not have.
     """
     if name == "auto":
         name = str(current_accelerator() or "cpu")
@@ -58,7 +63,7 @@ def device_named(name: str, local_rank: int | None = None) -> torch.device:
         device = torch.device(device.type, local_rank if module.device_count() > 1 else 0)
     if device.index is not None and device.index >= module.device_count():
         raise DeviceError(f"device {device} does not exist: this machine has {module.device_count()} of that type")
-    return device
+    return numbered(device)
 
 
 def device_of(requester: DeviceLike) -> torch.device:
@@ -108,22 +113,41 @@ def _computes(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() and tensor.dtype.itemsize > 1
 
 
-def vae_batch_size(device: torch.device, dtype: torch.dtype, num_pixels: int) -> tuple[int, str]:
-    """How many images of `num_pixels` a VAE encodes at once, and why."""
-    if device.type == "cpu":
-        return 1, "1 image: on a CPU batches are no faster, and an image alone has bits that do not depend on others"
-    free_bytes = free_memory(device)
-    if free_bytes is None:
-        return 1, f"1 image: {device} does not report how much memory is free"
-    image_bytes = num_pixels * VAE_BYTES_PER_PIXEL * dtype.itemsize
-    size = max(1, min(16, int(free_bytes * 0.8) // image_bytes))
-    return size, f"{size} images: about {image_bytes / 1e9:.1f} GB each, {free_bytes / 1e9:.1f} GB free on {device}"
+def vae_batch_size(
+    device: torch.device, dtype: torch.dtype, num_pixels: int, requested: int | None = None
+) -> tuple[int, str]:
+    """How many images of at most `num_pixels` a VAE encodes at once, and why: `requested`, or what fits into memory.
+
+    On an accelerator never more than MAX_ELEMENTS allows, as no smaller batch is tried after such an error.
+    """
+    if requested is not None:
+        size, reason = requested, f"batch_size is {requested}"
+    elif device.type == "cpu":
+        size, reason = 1, "on a CPU batches are no faster, and an image alone has bits that do not depend on others"
+    elif (free_bytes := free_memory(device)) is None:
+        size, reason = 1, f"{device} does not report how much memory is free"
+    else:
+        image_bytes = num_pixels * VAE_BYTES_PER_PIXEL * dtype.itemsize
+        size = max(1, min(16, int(free_bytes * 0.8) // image_bytes))
+        reason = f"about {image_bytes / 1e9:.1f} GB each, {free_bytes / 1e9:.1f} GB free on {device}"
+    most = max(1, MAX_ELEMENTS // (VAE_CHANNELS * num_pixels))
+    if device.type != "cpu" and size > most:
+        size, reason = most, f"{reason}, but {size} of {num_pixels} pixels each have tensors of 2**31 elements or more"
+    return size, f"{size} image{'s' if size > 1 else ''}: {reason}"
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Free bytes on an accelerator, or None where its module does not report them."""
-    mem_get_info = getattr(torch.get_device_module(device), "mem_get_info", None)
-    return None if mem_get_info is None else mem_get_info(device)[0]
+    """Free bytes on an accelerator, with those that torch's allocator has and does not use.
+
+    None where its module does not report them.
+    """
+    module = torch.get_device_module(device)
+    if not hasattr(module, "mem_get_info"):
+        return None
+    free: int = module.mem_get_info(device)[0]
+    if hasattr(module, "memory_reserved") and hasattr(module, "memory_allocated"):
+        free += module.memory_reserved(device) - module.memory_allocated(device)
+    return free
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from latentcache.identity import ImageEncoding, TextEncoding, key_of
 from latentcache.interop.imported_facts import knows_caption
 from latentcache.interop.reports import Difference, ImportReport
 from latentcache.models.model_loader import Models
-from latentcache.precache.encodings import choose_encodings, load_models
+from latentcache.precache.encodings import choose_encodings, for_images, load_models
 from latentcache.precache.image_stage import ImageStage
 from latentcache.precache.plan import TEXT_BATCH_SIZE, Batches, ImageTask, Shard, TextTask
 from latentcache.precache.preparations import Preparations
@@ -165,7 +165,8 @@ class Verifier:
         with self._store.writer() as writer:
             context = self._context(writer, progress)
             if images:
-                ImageStage(context).run(images)
+                encodings = for_images(self._encodings, context.encode, images)
+                ImageStage(replace(context, encodings=encodings)).run(images)
                 self._models.release(self._models.vae_name)
             if texts:
                 TextStage(context).run(texts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from latentcache.identity import ImageEncoding, TextEncoding, canonical_json, di
 from latentcache.models.family import family_of
 from latentcache.models.model_loader import ModelLoader, Models
 from latentcache.models.vae import VaeFacts, text_dtype, vae_dtype
-from latentcache.precache.plan import TEXT_BATCH_SIZE
+from latentcache.precache.plan import TEXT_BATCH_SIZE, ImageTask
 from latentcache.store.base import DTYPES
 from latentcache.types import Bucket, Geometry, ImageOutput
 from latentcache.utils.json_document import recalled
@@ -108,19 +108,14 @@ def choose_encodings(
 ) -> Encodings:
     """Resolve every `auto` of the config for these models and this machine, or for a device that is `elsewhere`.
 
+    The batch size of the VAE follows from what there is to encode: see `for_images`.
+
     A part is loaded only if what is needed of it is not in `memo`. Raises ConfigError, DeviceError or ModelError.
     """
     encode = config.encode
     device = elsewhere or device_named(encode.device, local_rank)
     facts = models.vae_facts()
     vae_type, vae_reason = vae_dtype(encode.vae_dtype, facts, device)
-    if elsewhere is not None:
-        image_batch_size, batch_reason = 1, "each encoder chooses its batch size"
-    elif encode.batch_size == "auto":
-        largest = max(dataset.buckets.area for dataset in config.datasets)
-        image_batch_size, batch_reason = vae_batch_size(device, vae_type, largest)
-    else:
-        image_batch_size, batch_reason = encode.batch_size, f"batch_size is {encode.batch_size}"
     texts = choose_text_encodings(config, models, memo, local_rank, elsewhere=elsewhere)
     output = encode.image_output
     if output == "auto":
@@ -138,10 +133,21 @@ def choose_encodings(
     return Encodings(
         **{name: getattr(texts, name) for name in TextEncodings.__slots__},
         image=image,
-        vae=Placement(device, vae_type, image_batch_size, f"{vae_reason} {batch_reason}"),
+        vae=Placement(device, vae_type, 1, vae_reason),
         facts=facts,
         image_group_size=AUTO_GROUP_SIZE if encode.batch_size == "auto" else encode.batch_size,
     )
+
+
+def for_images(encodings: Encodings, encode: EncodeConfig, batches: Iterable[Sequence[ImageTask]]) -> Encodings:
+    """The encodings with the batch size of the VAE for the largest of these images. Each clip is encoded alone."""
+    shapes = (task.identity.preparation.geometry for batch in batches for task in batch)
+    largest = max((math.prod(shape.target_size) for shape in shapes if shape.num_frames is None), default=0)
+    if not largest:
+        return encodings
+    vae, requested = encodings.vae, None if encode.batch_size == "auto" else encode.batch_size
+    size, reason = vae_batch_size(vae.device, vae.dtype, largest, requested)
+    return replace(encodings, vae=replace(vae, batch_size=size, reason=f"{vae.reason} {reason}"))
 
 
 def choose_text_encodings(

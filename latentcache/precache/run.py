@@ -25,7 +25,7 @@ from latentcache.dataset.manifest_row import Row
 from latentcache.errors import ConfigError
 from latentcache.families import unread_controls
 from latentcache.models.model_loader import Models
-from latentcache.precache.encodings import Encodings, choose_encodings, dtype_name, load_models
+from latentcache.precache.encodings import Encodings, choose_encodings, dtype_name, for_images, load_models
 from latentcache.precache.failures import Failures
 from latentcache.precache.image_stage import ImageStage
 from latentcache.precache.mask_stage import MaskStage
@@ -180,6 +180,8 @@ class _Run:
                 progress=self.progress,
                 stop=self.stop,
             )
+        if self.elsewhere is None:  # each encoder there chooses its own batch size
+            self._encodings = encodings = for_images(encodings, self.config.encode, plan.image_batches)
         report.num_samples, report.num_hits, report.num_misses = plan.num_samples, plan.num_hits, len(plan.reasons)
         report.num_missing_captions = plan.num_missing_captions
         report.misses_by_reason = dict(plan.misses_by_reason)

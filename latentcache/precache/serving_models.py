@@ -15,7 +15,7 @@ from latentcache.errors import DeviceError, ModelError
 from latentcache.models.model_loader import Models
 from latentcache.models.offloading import encoders_placed
 from latentcache.models.running import free_cached_memory
-from latentcache.precache.encodings import Encodings, choose_encodings
+from latentcache.precache.encodings import Encodings, choose_encodings, for_images
 from latentcache.precache.image_stage import ImageStage
 from latentcache.precache.plan import ImageTask, TextTask
 from latentcache.precache.report import Failure, Report, RunContext
@@ -84,6 +84,9 @@ class ServingModels:
                 raise
             self.unload()  # the encoders of the other kind leave the device
             encodings = self._on_device(kind)
+        if kind == "image":
+            images = [task for task in tasks if isinstance(task, ImageTask)]
+            encodings = for_images(encodings, self._config.encode, [images])
         context = RunContext(
             self._config.encode, encodings, self._models, store, refuse, report, Progress(), stop=threading.Event()
         )

@@ -1,0 +1,141 @@
+"""What a device's memory allows: the batches of the VAE, a resident dataset, and text encoders layer by layer."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.loss_cases import make_cache
+from helpers.photo_files import write_photo
+
+from latentcache import LatentDataset
+from latentcache.config import Config
+from latentcache.loading.loader import LatentLoader
+from latentcache.loading.sampler import BucketBatchSampler
+from latentcache.models.model_loader import LoadedModels
+from latentcache.models.tiny import tiny_parts
+from latentcache.precache.report import Report
+from latentcache.precache.run import run_precache
+from latentcache.precache.workspace import Workspace
+from latentcache.service.miss_encoder import MissEncoder
+
+IMAGE_BYTES = 1024 * 1024 * 5 * 128 * 4
+"""What an image of 1024x1024 is taken to need in float32."""
+
+SetFree = Callable[..., None]
+
+
+@pytest.fixture
+def set_free(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> SetFree:
+    """Sets how many bytes the device reports as free, and how many torch's allocator has and does not use."""
+
+    def set_free(num_bytes: float, cached: int = 0) -> None:
+        module = torch.get_device_module(device)
+        monkeypatch.setattr(module, "mem_get_info", lambda device=None: (int(num_bytes), 1 << 40))
+        monkeypatch.setattr(module, "memory_reserved", lambda device=None: cached + (1 << 20), raising=False)
+        monkeypatch.setattr(module, "memory_allocated", lambda device=None: 1 << 20)
+
+    return set_free
+
+
+def batch_size(report: Report) -> int:
+    found = re.search(r"(\d+) images?: ", report.placement["vae"])
+    assert found, report.placement["vae"]
+    return int(found[1])
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"buckets": {}}, 6),
+        ({"buckets": {"rule": "kohya", "resolution": 2048, "max_side": 2048, "square": True}}, 1),
+        ({"buckets": {"rule": "onetrainer", "resolution": 512, "square": True}}, 16),
+        ({"buckets": {"rule": "diffusers", "sizes": [[2048, 1024]]}}, 3),
+        ({"buckets": {"area": 64 * 64}, "control": {"area": 2048 * 2048}}, 1),
+    ],
+)
+def test_a_batch_of_the_vae_has_as_many_images_as_fit(
+    make_config: Callable[..., Config],
+    photos: Path,
+    device: torch.device,
+    set_free: SetFree,
+    settings: dict[str, Any],
+    expected: int,
+) -> None:
+    """The size counts that the images have: each rule names it otherwise, and control images have one of their own."""
+    write_photo(photos / "square.png", 9, (64, 64))
+    if "control" in settings:
+        settings = {
+            **settings,
+            "control": {**settings["control"], "path": shutil.copytree(photos, photos / "../other")},
+        }
+    set_free(6.9 * IMAGE_BYTES / 0.8)
+    changes = {f"datasets.0.{name}": value for name, value in settings.items()}
+    report = run_precache(make_config(**{"encode.device": str(device), **changes}), dry_run=True)
+    assert batch_size(report) == expected
+
+
+def test_memory_that_torch_has_and_does_not_use_is_free(
+    make_config: Callable[..., Config], photos: Path, tmp_path: Path, device: torch.device, set_free: SetFree
+) -> None:
+    write_photo(photos / "square.png", 9, (64, 64))
+    set_free(1000, cached=int(3.5 * IMAGE_BYTES / 0.8))
+    config = make_config(**{"encode.device": str(device), "datasets.0.buckets": {}})
+    assert batch_size(run_precache(config, dry_run=True)) == 3
+    make_cache(tmp_path / "loader")
+    sampler = BucketBatchSampler(LatentDataset(tmp_path / "loader" / "cache", "photos"), 2)
+    assert len([*LatentLoader(sampler, device=device, resident=device)]) == len(sampler)
+
+
+@pytest.mark.parametrize("requested", ["auto", 4])
+def test_no_batch_of_the_vae_has_a_tensor_of_two_billion_elements(
+    make_config: Callable[..., Config], tmp_path: Path, device: torch.device, set_free: SetFree, requested: str | int
+) -> None:
+    """cuDNN before 9.3 ends the run with an error that says nothing of memory."""
+    for number in range(4):
+        write_photo(tmp_path / "large" / f"{number}.png", number, (64, 64))
+    set_free(1 << 40)
+    parts, sizes = tiny_parts(), []
+
+    def quickly(images: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(images))
+        return torch.nn.functional.avg_pool2d(images[:, :1], 8).expand(-1, 8, -1, -1)
+
+    parts["vae"].encoder.forward = quickly
+    config = make_config(
+        **{
+            "encode.device": str(device),
+            "encode.batch_size": requested,
+            "encode.text_dtype": "float32",
+            "datasets.0.source": {"kind": "folder", "path": tmp_path / "large"},
+            "datasets.0.buckets": {"rule": "kohya", "resolution": 2048, "square": True},
+        }
+    )
+    report = run_precache(config, models=LoadedModels(**parts), workspace=Workspace())
+    assert report.num_refused == 0 and sum(sizes) == 4
+    assert max(sizes) == 3 and max(sizes) * 128 * 2048 * 2048 < 2**31
+    assert batch_size(report) == 3
+    sizes.clear()
+    with MissEncoder(config, Workspace(), models=LoadedModels(**parts)) as encoder:
+        tasks = [encoder.image(path.read_bytes())[0][1] for path in sorted((tmp_path / "large").iterdir())]
+        for future in encoder.submit(tasks).values():
+            future.result(120)
+    assert sum(sizes) == 4 and max(sizes) <= 3
+
+
+@pytest.mark.parametrize("name", ["auto", "type"])
+def test_a_device_without_a_number_gives_the_same_report(
+    make_config: Callable[..., Config], device: torch.device, set_free: SetFree, name: str
+) -> None:
+    parts = tiny_parts()
+    set_free(0.9 * sum(tensor.nbytes for tensor in parts["text_encoder_2"].parameters()) / 0.8)
+    notes = []
+    for named in (str(device), device.type if name == "type" else name):
+        config = make_config(**{"encode.device": named, "encode.text_dtype": "float32", "encode.batch_size": 1})
+        notes.append(run_precache(config, models=LoadedModels(**parts), workspace=Workspace()).placement)
+    assert "layer by layer" in notes[0]["text_encoder_2"] and notes[0] == notes[1]
