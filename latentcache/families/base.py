@@ -174,6 +174,8 @@ class Family(ABC):
     unused_weights: ClassVar[tuple[str, ...]] = ()
     """Of the denoiser in a file of the original layout, those that no denoiser of diffusers has."""
     latent: ClassVar[LatentSpace]
+    vae_overflows: ClassVar[bool | None] = None
+    """Whether a VAE overflows in float16 whose config does not say so; None where nobody knows."""
     patch: ClassVar[int] = 1
     """Rows and columns of latents that the denoiser makes one token of: their numbers have to be multiples of it."""
     reads_controls: ClassVar[bool] = False

@@ -33,6 +33,7 @@ class SD15(ClipFamily):
     denoiser_class = "diffusers.UNet2DConditionModel"
     denoiser_settings = {"addition_embed_type": None}
     latent = LatentSpace(4)
+    vae_overflows = False  # its config is older than the setting, and its pipelines compute in float16
     fields = {"prompt_embeds": TextField("cross_attention_dim", features=(768,))}
     recipe = {"family": "sd15"}
     layers_above = 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import json
 from abc import ABC, abstractmethod
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,12 @@ class Models(ABC):
     @abstractmethod
     def vae_facts(self) -> VaeFacts:
         """How the VAE's latents are scaled, and their shape."""
+
+    def _with_stated_upcast(self, facts: VaeFacts, config: Mapping[str, Any]) -> VaeFacts:
+        """The facts with the `force_upcast` that the VAE's own config states. diffusers fills in True."""
+        filled_in = config.get("_use_default_values", ())
+        stated = None if "force_upcast" in filled_in else config.get("force_upcast")
+        return replace(facts, force_upcast=self.family.vae_overflows if stated is None else bool(stated))
 
     @property
     def vae_name(self) -> str:
@@ -152,7 +158,7 @@ class ModelLoader(Models):
         with loading(self.vae_name, origin.name), torch.device("meta"):
             vae = vae_class.from_config(settings)
         if not hasattr(vae, "bn"):
-            return vae_facts(vae)
+            return self._with_stated_upcast(vae_facts(vae), settings)
         # These statistics are weights of the file. They are read in float32: a cast rounds them.
         key = self._memo_key(self.vae_name, torch.float32)
         known = None if key is None else recalled(self._memo, f"facts {key}", VaeFacts.from_json)
@@ -160,7 +166,7 @@ class ModelLoader(Models):
             known = vae_facts(self._module(self.vae_name, torch.float32))
             if key is not None:
                 self._memo[f"facts {key}"] = known.to_json()
-        return known
+        return self._with_stated_upcast(known, settings)
 
     @override
     def tokenizers(self) -> dict[str, Any]:
@@ -248,7 +254,7 @@ class LoadedModels(Models):
                 "they have to be float32. Load the VAE in float32: a cast back does not restore them.",
                 part=self.vae_name,
             )
-        return vae_facts(vae)
+        return self._with_stated_upcast(vae_facts(vae), vae.config)
 
     @override
     def tokenizers(self) -> dict[str, Any]:

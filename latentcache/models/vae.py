@@ -42,7 +42,8 @@ would not be cut at all."""
 class VaeFacts:
     """What is known of a VAE: how its latents are scaled, their channels, pixels per row and frames per latent frame.
 
-    `force_upcast` says whether it overflows in float16; None where its config does not say.
+    `force_upcast` says whether it overflows in float16; None where nobody says. `Models.vae_facts` gives what the file
+    says, `vae_facts` what diffusers made of it, as pipelines go by.
     """
 
     scaling: Scaling
