@@ -164,10 +164,20 @@ class ModelConfig(_Section):
     """For a .safetensors checkpoint: folder or hub id with its configs and tokenizers. Default: diffusers infers it."""
     variant: str | None = None
     """For a hub id or folder: the variant of the weight files, e.g. `fp16`."""
+    revision: str | None = Field(None, min_length=1)
+    """For a hub id: the commit, tag or branch of `path`. null: what `main` is at the time, so that a push to it may
+    encode all again."""
     denoiser: UserText | None = None
     """For a hub id or folder with several denoisers: the folder in it of the one that is trained and validated. Where
     the model's `boundary_ratio` divides the timesteps, `transformer_2` has those below it. null: the family's usual
     one, `unet` or `transformer`."""
+
+    @model_validator(mode="after")
+    def _revision_of_the_hub(self) -> ModelConfig:
+        is_local = self.path.count("/") != 1 or self.path.endswith(".safetensors") or os.path.exists(self.path)
+        if self.revision is not None and is_local:
+            raise ValueError(f"revision is {self.revision!r}, but {self.path} is no hub id (owner/name): leave it out")
+        return self
 
 
 class EncodeConfig(_Section):

@@ -68,9 +68,9 @@ def load_denoiser(
     `family` is by default that of `model`.
 
     Weights alone take their architecture from a config.json next to them, else from `model`: `model.config`, or the
-    denoiser of `model.path`. `model.denoiser` names its folder in a diffusers folder. `model.variant` counts for
-    `model.path`, and for a local folder that has it. ModelError for pickles, for weights that are missing, left over or
-    of another shape, and for a denoiser of another family.
+    denoiser of `model.path`. `model.denoiser` names its folder in a diffusers folder. `model.revision` counts for
+    `model.path`; so does `model.variant`, and for a local folder that has it. ModelError for pickles, for weights that
+    are missing, left over or of another shape, and for a denoiser of another family.
     """
     model = ModelConfig() if model is None else model
     name = model.path if path is None else str(path)
@@ -102,9 +102,10 @@ class _Denoisers:
             return self._from_folder(Path(name))
         if is_checkpoint(part, name):
             return self._from_file(Path(name))
-        variant = self.model.variant if name == self.model.path else None
-        subfolder = self.subfolder
-        return self._from_own_folder(part_folder(local_part(subfolder, name, variant)[1], subfolder), variant)
+        is_model, subfolder = name == self.model.path, self.subfolder
+        variant, revision = (self.model.variant, self.model.revision) if is_model else (None, None)
+        folder = local_part(subfolder, name, variant, revision)[1]
+        return self._from_own_folder(part_folder(folder, subfolder), variant)
 
     @property
     def part(self) -> str:
@@ -299,7 +300,7 @@ class _Denoisers:
         model, part = self.model, self.subfolder
         if model.config is None and model.path == TINY:
             return dict(tiny_denoiser(family=self.family.name).config)
-        folder, _, _ = config_folder(model.path, model.config, [f"{part}/config.json"])
+        folder, _, _ = config_folder(model.path, model.config, [f"{part}/config.json"], model.revision)
         if not (folder / part / "config.json").is_file():
             raise self._refused(
                 f"{folder} has no {part}/config.json, which weights without a config of their own need. "

@@ -25,7 +25,7 @@ def family_of(config: ModelConfig) -> tuple[Family, str]:
     name = config.config or config.path
     if name in (TINY, TINY_PHOTOS):
         return family_named(DEFAULT), f"{name} is of this family where model.family names no other one"
-    index = _index_of(name)
+    index = _index_of(config)
     if index is None:
         reason = "has no model_index.json" if os.path.isdir(name) else "is one file, which does not say it"
         return family_named(DEFAULT), f"{name} {reason}: set model.family if it is another one"
@@ -51,7 +51,7 @@ def pipeline_settings(config: ModelConfig, family: Family) -> dict[str, Any]:
 
     ModelError as from `family_of`.
     """
-    index = _index_of(config.config or config.path) if family.pipeline_settings else None
+    index = _index_of(config) if family.pipeline_settings else None
     return {name: index[name] for name in family.pipeline_settings if name in index} if index else {}
 
 
@@ -61,18 +61,19 @@ def denoised_share(config: ModelConfig, family: Family) -> tuple[float, float]:
     A part where `boundary_ratio` in model_index.json divides them: `model.denoiser` has those below it if it is the
     family's second denoiser. ModelError as from `family_of`.
     """
-    index = _index_of(config.config or config.path) if family.second_denoiser else None
+    index = _index_of(config) if family.second_denoiser else None
     boundary = (index or {}).get("boundary_ratio")
     if boundary is None:
         return 0.0, 1.0
     return (0.0, boundary) if config.denoiser == family.second_denoiser else (boundary, 1.0)
 
 
-def _index_of(name: str) -> dict[str, Any] | None:
+def _index_of(config: ModelConfig) -> dict[str, Any] | None:
     """The document of model_index.json; None for a tiny model, one file, and a folder without it."""
+    name, revision = config.config or config.path, None if config.config else config.revision
     if name in (TINY, TINY_PHOTOS) or (not os.path.isdir(name) and is_checkpoint("model", name)):
         return None
-    file = local_folder("model", name, ["model_index.json"])[1] / "model_index.json"
+    file = local_folder("model", name, ["model_index.json"], revision=revision)[1] / "model_index.json"
     if not file.is_file():
         return None
     with loading("model", name):

@@ -130,12 +130,11 @@ def part_folder(folder: Path, part: str) -> Path:
     return folder / part if (folder / part).is_dir() else folder
 
 
-def local_part(part: str, path: str, variant: str | None) -> tuple[str, Path]:
+def local_part(part: str, path: str, variant: str | None, revision: str | None = None) -> tuple[str, Path]:
     """`local_folder`, with one part's config and weights alone. See `part_folder`."""
     files = ("config.json", f"{weights_name(part, variant)}*.safetensors", f"{weights_name(part)}*.safetensors.index*")
-    return local_folder(
-        part, path, [f"{folder}{file}" for folder in ("", f"{part}/") for file in files], variant=variant
-    )
+    patterns = [f"{folder}{file}" for folder in ("", f"{part}/") for file in files]
+    return local_folder(part, path, patterns, revision=revision, variant=variant)
 
 
 def local_folder(
@@ -160,25 +159,29 @@ def local_folder(
     try:
         found = snapshot_download(path, revision=revision, allow_patterns=[*patterns], ignore_patterns=ignored)
     except Exception as error:  # huggingface_hub's errors share no base, and httpx's pass through
-        message = f"{path} is no local path, and could not be had from the hub ({first_line(error)}). {next_step}."
+        name = path if revision is None else f"{path} at revision {revision!r}"
+        message = f"{name} is no local path, and could not be had from the hub ({first_line(error)}). {next_step}."
         raise refused(part, message) from error
     return f"{path}@{Path(found).name}", Path(found)
 
 
-def config_folder(path: str, config: str | None, patterns: Sequence[str]) -> tuple[Path, str, str]:
+def config_folder(
+    path: str, config: str | None, patterns: Sequence[str], revision: str | None = None
+) -> tuple[Path, str, str]:
     """The folder with the configs of a model: `config` if it is given, else `path`, or what diffusers infers from it.
 
     Returns the folder, the name of where it comes from, and the next step for a user whose configs lack something.
-    `patterns` are the files to download if it is a hub id. Raises ModelError.
+    `patterns` are the files to download if it is a hub id, of which `revision` is that of `path`. Raises ModelError.
     """
     name, next_step = path if config is None else config, _HUB_STEP
     if config is not None:
+        revision = None
         next_step = "It was named by model.config. Name a diffusers folder or a hub id of a model of its family there"
     elif not os.path.isdir(path) and is_checkpoint("model", path):
         with loading("model", path):
             name = fetch_diffusers_config(load_single_file_checkpoint(path))["pretrained_model_name_or_path"]
         next_step = f"diffusers infers the configs of {name} for it. Set model.config to a local diffusers folder"
-    return local_folder("model", name, patterns, next_step=next_step)[1], name, next_step
+    return local_folder("model", name, patterns, revision=revision, next_step=next_step)[1], name, next_step
 
 
 def first_line(error: BaseException) -> str:

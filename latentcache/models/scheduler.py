@@ -59,7 +59,8 @@ def load_scheduler(
 def _scheduler_folder(name: str, model: ModelConfig) -> Path | None:
     """The folder with the scheduler's config that belongs to this name, or None."""
     if os.path.isdir(name) or not is_checkpoint("scheduler", name):
-        folder = local_folder("scheduler", name, [_FILE])[1]
+        revision = model.revision if name == model.path else None
+        folder = local_folder("scheduler", name, [_FILE], revision=revision)[1]
     elif name == model.path:
         folder = config_folder(model.path, model.config, [_FILE])[0]
     else:

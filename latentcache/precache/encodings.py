@@ -92,7 +92,13 @@ def load_models(config: ModelConfig, memo: MutableMapping[str, str]) -> ModelLoa
     """The models that the config names; nothing is loaded before it is needed, but what names the family."""
     family, reason = family_of(config)
     models = ModelLoader(
-        config.path, vae=config.vae, config=config.config, variant=config.variant, memo=memo, family=family
+        config.path,
+        vae=config.vae,
+        config=config.config,
+        variant=config.variant,
+        revision=config.revision,
+        memo=memo,
+        family=family,
     )
     models.family_reason = reason
     return models

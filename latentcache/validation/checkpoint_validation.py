@@ -17,10 +17,10 @@ from latentcache.loading.loss_parts import check_controls
 from latentcache.models.denoiser import load_denoiser
 from latentcache.models.family import denoised_share, family_of
 from latentcache.models.lora import load_lora
-from latentcache.models.model_loader import ModelLoader
 from latentcache.models.scheduler import load_scheduler
 from latentcache.models.vae import DTYPES, vae_dtype
 from latentcache.phases.phases import Phases
+from latentcache.precache.encodings import load_models
 from latentcache.utils.progress import Progress
 from latentcache.validation.metrics import Estimate, LossReport, Metrics, paired_difference
 from latentcache.validation.results import ResultPaths, ValidationReport
@@ -61,7 +61,7 @@ def validate(
             load_lora(loaded, lora, scale=lora_scale, family=family)
             loaded.requires_grad_(False)
         if config.validation.prompts:
-            loader = ModelLoader(model.path, vae=model.vae, config=model.config, variant=model.variant, family=family)
+            loader = load_models(model, {})
             parts["vae"] = loader.vae(vae_dtype(config.encode.vae_dtype, loader.vae_facts(), device)[0])
         phases = Phases(parts, device=device)
         within = denoised_share(model, family)
