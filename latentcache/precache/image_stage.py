@@ -67,8 +67,8 @@ class ImageStage:
         self._context, self._encodings = context, context.encodings
         self._placement = context.encodings.vae
         self._transfer = transfer_to(self._placement.device)
-        self._retries: deque[tuple[ImageItem, str]] = deque()
-        """Images with bad outputs, and their problem, from the background thread to the main one."""
+        self._retries: deque[list[tuple[ImageItem, str]]] = deque()
+        """Images of a batch with bad outputs, and their problem, from the background thread to the main one."""
 
     def run(self, batches: Sequence[Sequence[ImageTask]]) -> int:
         """Encode the batches, and return how many pixels were done."""
@@ -164,11 +164,12 @@ class ImageStage:
     def _retry(self, worker: BackgroundWorker) -> None:
         """Encode images with bad outputs again, in float32, one at a time."""
         while self._retries:
-            item, note = self._retries.popleft()
+            failed = self._retries.popleft()
             # Loaded again, or a copy: a cast does not restore weights that were rounded to half precision.
             with placed(self._context.models.vae(torch.float32), self._placement.device) as vae:
-                for items, moments in self._encoded(vae, [[item]], batch_size=1, num_ahead=0):
-                    worker.call(self._store, items, moments, note)
+                for item, note in failed:
+                    for items, moments in self._encoded(vae, [[item]], batch_size=1, num_ahead=0):
+                        worker.call(self._store, items, moments, note)
 
     # Background thread
 
@@ -181,6 +182,7 @@ class ImageStage:
         outputs = keep_output(moments, encoding.output, seeds)
         tensors = {name: tensor.to(DTYPES[encoding.store_dtype]) for name, tensor in outputs.items()}
         found = [problems(tensor) for tensor in (moments, *tensors.values())]
+        retries = list[tuple[ImageItem, str]]()
         for number, item in enumerate(items):
             task = item.task
             problem = next((names[number] for names in found if names[number]), None)
@@ -204,7 +206,9 @@ class ImageStage:
             else:
                 reason = f"the VAE gave {problem} in {computed_dtype}: encoded again in float32"
                 logger.warning("%s: %s", task.sample.path, reason)
-                self._retries.append((item, reason))
+                retries.append((item, reason))
+        if retries:
+            self._retries.append(retries)
 
 
 def _is_clip(task: ImageTask) -> bool:

@@ -90,7 +90,7 @@ class Report:
         notes = {
             "missing captions (the empty caption is used)": self.num_missing_captions,
             "captions longer than the text encoders read": self.num_truncated_captions,
-            "images encoded again in float32": self.num_retried_in_float32,
+            "entries encoded again in float32": self.num_retried_in_float32,
         }
         lines += [f"note      {count} {note}" for note, count in notes.items() if count]
         lines += [f"note      {note}" for note in self.notes]

@@ -7,16 +7,18 @@ overlap the computation, a batch is launched before the results of the last one 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from latentcache.devices.transfer import Download, transfer_to
-from latentcache.errors import ImageRefused
+from latentcache.errors import DeviceError, ImageRefused
 from latentcache.families.base import MASK, inference
 from latentcache.models.offloading import encoders_placed
 from latentcache.models.running import BatchRunner, float32_precision, pinned_numerics, text_settings
@@ -28,12 +30,14 @@ from latentcache.precache.report import Failure, RunContext, storing_worker, tim
 from latentcache.provenance import Provenance
 from latentcache.store.base import DTYPES
 from latentcache.types import Entry, Record
-from latentcache.utils.concurrency import bounded_map
+from latentcache.utils.concurrency import BackgroundWorker, bounded_map
 
 logger = logging.getLogger("latentcache")
 
 GROUPS_AHEAD = 3
 """Groups of captions that are tokenized ahead of the encoders."""
+MAX_RETRIES = 64
+"""Captions that wait to be encoded again in float32: the encoders are placed once for so many."""
 _FLAGS, _LOST = "problem flags", "numbers that were lost"
 
 
@@ -51,7 +55,8 @@ class TextStage:
     Those that the device has no room for run there layer by layer, which the report says.
 
     A caption whose tokens wait, or whose outputs are not stored yet, costs some hundred kilobytes: at most
-    GROUPS_AHEAD + 1 groups of tokens and BATCHES_TO_STORE + 2 batches of outputs are in memory.
+    GROUPS_AHEAD + 1 groups of tokens and BATCHES_TO_STORE + 2 batches of outputs are in memory, and the tokens of
+    MAX_RETRIES captions and a few batches more, which are encoded again in float32.
     """
 
     def __init__(self, context: RunContext):
@@ -62,6 +67,8 @@ class TextStage:
         self._transfer = transfer_to(self._placement.device)
         self._parts: dict[str, Any] = {}
         self._parts_ahead: dict[str, Any] = {}
+        self._retries: deque[tuple[TextItem, str]] = deque()
+        """Captions with bad outputs, and their problem, from the background thread to the main one."""
 
     def run(self, batches: Sequence[Sequence[TextTask]]) -> int:
         """Encode the batches, each of one recipe, and return how many captions were done."""
@@ -89,14 +96,18 @@ class TextStage:
             limit = self._family.token_limit(self._parts, context.encodings.text.settings)
             num_ahead = int(self._transfer.overlaps)
             for items, outputs in runner.run_ahead(
-                groups, self._launch, lambda download: download.wait(), context.refuse, num_ahead=num_ahead
+                groups, partial(self._launch, self._parts), Download.wait, context.refuse, num_ahead=num_ahead
             ):
                 context.report.num_truncated_captions += sum(item.tokens.num_tokens > limit for item in items)
                 worker.call(self._store, items, outputs)
                 num_done += len(items)
                 context.progress.advance(len(items))
+                if len(self._retries) >= MAX_RETRIES:
+                    self._retry(worker)
                 if context.is_stopped():
                     break
+            worker.finish()
+            self._retry(worker)
         context.progress.finish()
         return num_done
 
@@ -130,7 +141,30 @@ class TextStage:
             images.append(pixels)
         return refused, family.tokenize_with_control(self._parts_ahead, texts, images) if texts else ()
 
-    def _launch(self, items: Sequence[TextItem]) -> Download:
+    def _retry(self, worker: BackgroundWorker) -> None:
+        """Encode captions with bad outputs again, in float32, one at a time."""
+        if not self._retries:
+            return
+        context, device = self._context, self._placement.device
+        # Loaded again, or copies: a cast does not restore weights that were rounded to half precision.
+        encoders = context.models.text_encoders(torch.float32)
+        launch = partial(self._launch, {**self._parts, **encoders})
+        runner: BatchRunner[TextItem, dict[str, torch.Tensor]] = BatchRunner("text_encoder", 1, device)
+        try:
+            with encoders_placed(encoders, device) as notes:
+                context.report.placement |= {f"{name} in float32": note for name, note in notes.items()}
+                while self._retries:
+                    item, note = self._retries.popleft()
+                    for items, outputs in runner.run_ahead(
+                        [[item]], launch, Download.wait, context.refuse, num_ahead=0
+                    ):
+                        worker.call(self._store, items, outputs, note)
+        except DeviceError as error:  # they are twice as large: the other captions are encoded all the same
+            while self._retries:
+                item, note = self._retries.popleft()
+                context.fail(item.task.key, Failure("out-of-memory", f"{note}, but {error}"))
+
+    def _launch(self, parts: Mapping[str, Any], items: Sequence[TextItem]) -> Download:
         """Start a batch: what is stored of it, and flags of its problems.
 
         The host does not wait for them: on an accelerator the checks cost nothing, on the host several times a copy.
@@ -139,7 +173,7 @@ class TextStage:
         # Tokens that are uploaded here are not copied on the stream that computes, after all that was launched on it.
         with inference(self._placement.device), pinned_numerics():
             made = self._family.encode_text(
-                self._parts, [item.tokens for item in items], recipe, upload=self._transfer.upload
+                parts, [item.tokens for item in items], recipe, upload=self._transfer.upload
             )
         masks = {name + MASK: made[name + MASK] for name in made if name + MASK in made}
         dtypes = text_dtypes(self._context.encodings.text, [name for name in made if name not in masks])
@@ -149,8 +183,11 @@ class TextStage:
         lost = {_LOST: torch.stack(counts).sum(0)} if counts else {}
         return self._transfer.download({**tensors, **masks, _FLAGS: flags, **lost})
 
-    def _store(self, items: Sequence[TextItem], outputs: Mapping[str, torch.Tensor]) -> None:
+    def _store(self, items: Sequence[TextItem], outputs: Mapping[str, torch.Tensor], note: str | None = None) -> None:
+        """Store a batch. Captions with bad outputs wait for a retry in float32, or fail; `note` is a retry's."""
         context = self._context
+        encoding = context.encodings.text
+        computed_dtype = encoding.compute_dtype if note is None else "float32"
         tensors = {name: tensor.cpu() for name, tensor in outputs.items()}
         problems = [problem_names(flags) for flags in tensors.pop(_FLAGS)]
         lost = tensors.pop(_LOST).tolist() if _LOST in tensors else [0] * len(items)
@@ -158,10 +195,16 @@ class TextStage:
         for number, item in enumerate(items):
             task = item.task
             problem, detail = next((names[number] for names in problems if names[number]), None), ""
+            if problem is not None and computed_dtype != "float32":
+                reason = f"the text encoders gave {problem} in {computed_dtype}: encoded again in float32"
+                logger.warning("caption %r: %s", task.caption, reason)
+                self._retries.append((item, reason))
+                continue
             if problem is not None:
-                detail = f"the text encoders gave {problem} for caption {task.caption!r}"
+                computed = f"computed in float32 and stored as {encoding.store_dtype}"
+                detail = f"the text encoders gave {problem} for caption {task.caption!r}, {computed}"
             elif lost[number]:
-                dtype = context.encodings.text.store_dtype
+                dtype = encoding.store_dtype
                 detail = (
                     f"{lost[number]} numbers of the embedding of caption {task.caption!r} are larger than "
                     f"{torch.finfo(DTYPES[dtype]).max:g}, which is all that {dtype} holds; set "
@@ -175,10 +218,11 @@ class TextStage:
                 source_path=task.path,
                 models={part: context.models.origin(part) for part in self._family.names("text_encoder")},
                 device=str(self._placement.device),
-                computed_dtype=context.encodings.text.compute_dtype,
+                computed_dtype=computed_dtype,
                 float32_precision=float32_precision(self._placement.device),
-                compiled=self._compiles,
+                compiled=self._compiles and note is None,
                 num_tokens=item.tokens.num_tokens,
+                note=note,
             )
             record = Record(task.key, "text", task.identity.to_json(), provenance.to_json())
             kept = {
@@ -186,6 +230,7 @@ class TextStage:
                 for name, tensor in tensors.items()
             }
             context.store(Entry(record, kept, frozenset(masks)))
+            context.report.num_retried_in_float32 += note is not None
 
 
 def _num_lost(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -139,3 +139,22 @@ def test_a_device_without_a_number_gives_the_same_report(
         config = make_config(**{"encode.device": named, "encode.text_dtype": "float32", "encode.batch_size": 1})
         notes.append(run_precache(config, models=LoadedModels(**parts), workspace=Workspace()).placement)
     assert "layer by layer" in notes[0]["text_encoder_2"] and notes[0] == notes[1]
+
+
+def test_a_text_is_refused_where_float32_does_not_fit(
+    make_config: Callable[..., Config], device: torch.device, set_free: SetFree
+) -> None:
+    """A retry needs the encoders in float32: twice the memory. The run goes on without it."""
+    parts = tiny_parts()
+    set_free(1 << 40)
+
+    def overflow(module: torch.nn.Module, given: Any, made: torch.Tensor) -> torch.Tensor:
+        set_free(1000)
+        return made * torch.nan
+
+    [embeddings] = (each for name, each in parts["text_encoder_2"].named_modules() if name.endswith("embeddings"))
+    embeddings.register_forward_hook(overflow)
+    config = make_config(**{"encode.device": str(device), "encode.text_dtype": "bfloat16", "encode.batch_size": 1})
+    report = run_precache(config, models=LoadedModels(**parts), workspace=Workspace())
+    assert report.num_encoded == 5 and {refusal.reason for refusal in report.refused} == {"out-of-memory"}
+    assert all("not even layer by layer" in refusal.detail for refusal in report.refused)

@@ -1,0 +1,100 @@
+"""Entries that are not finite in half precision are made again in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from latentcache import LatentCache
+from latentcache.config import Config
+from latentcache.models.model_loader import LoadedModels
+from latentcache.models.tiny import tiny_parts
+from latentcache.precache.run import run_precache
+
+BAD = "a blue car"
+
+
+def moves_in_float32(module: torch.nn.Module) -> list[Any]:
+    """Writes down where a module and its copies are moved while their weights are in float32."""
+    moved = list[Any]()
+
+    class Counted(type(module)):  # type: ignore[misc]
+        def to(self, *arguments: Any, **options: Any) -> Any:
+            if isinstance(arguments[0], torch.device) and next(self.parameters()).dtype == torch.float32:
+                moved.append(arguments[0])
+            return super().to(*arguments, **options)
+
+    module.__class__ = Counted
+    return moved
+
+
+def test_the_vae_is_moved_once_for_all_images_of_a_batch(make_config: Callable[..., Config]) -> None:
+    parts = tiny_parts()
+    with torch.no_grad():
+        parts["vae"].encoder.conv_in.weight.mul_(1e6)  # as SDXL's: its activations are larger than 65504
+    moved = moves_in_float32(parts["vae"])
+    settings = {"encode.vae_dtype": "float16", "encode.store_dtype": "float32", "encode.batch_size": 4}
+    report = run_precache(make_config(**settings), models=LoadedModels(**parts))
+    assert (report.num_retried_in_float32, report.num_refused) == (5, 0)
+    assert len(moved) == 2 * 2, "there and back, for a batch of three and one of two"
+
+
+def overflowing(dtypes: tuple[torch.dtype, ...]) -> dict[str, Any]:
+    """Parts whose second text encoder gives NaN for the caption BAD in these dtypes."""
+    parts = tiny_parts()
+    bad = parts["tokenizer_2"](BAD, padding="max_length", max_length=77, return_tensors="pt").input_ids[0]
+
+    def spoil(module: torch.nn.Module, given: Any, options: dict[str, Any], made: torch.Tensor) -> torch.Tensor:
+        ids = options.get("input_ids", given[0] if given else None)
+        is_bad = (ids == bad).all(1)[:, None, None]
+        return torch.where(is_bad, torch.nan, made).to(made.dtype) if made.dtype in dtypes else made
+
+    [embeddings] = (each for name, each in parts["text_encoder_2"].named_modules() if name.endswith("embeddings"))
+    embeddings.register_forward_hook(spoil, with_kwargs=True)
+    return parts
+
+
+def texts_of(config: Config) -> dict[str, tuple[dict[str, Any], dict[str, torch.Tensor]]]:
+    """Caption -> provenance and tensors of its entry."""
+    found = {}
+    with LatentCache(config.cache.path, manifest="photos") as cache:
+        for name in ("a.png", "b.png", "sub/e.png"):
+            for ref in cache.row(name)[1].captions:
+                entry = cache.get(ref.key)
+                found[ref.text] = dict(entry.record.provenance), dict(entry.tensors)
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_text_that_is_not_finite_is_encoded_again_in_float32(
+    make_config: Callable[..., Config], tmp_path: Path, dtype: str
+) -> None:
+    settings = {"encode.text_store_dtype": "float32"}
+    half = make_config(**settings, **{"encode.text_dtype": dtype})
+    single = make_config(**settings, **{"cache.path": tmp_path / "single"})
+    parts = overflowing((torch.float16, torch.bfloat16))
+    moved = moves_in_float32(parts["text_encoder_2"])
+    report = run_precache(half, models=LoadedModels(**parts))
+    assert (report.num_retried_in_float32, report.num_refused) == (1, 0)
+    assert "1 entries encoded again in float32" in report.to_text()
+    assert len(moved) == 2 and not parts["text_encoder_2"].training
+    run_precache(single)
+    found, expected = texts_of(half), texts_of(single)
+    for caption, (provenance, tensors) in found.items():
+        is_bad = caption == BAD
+        assert provenance["computed_dtype"] == ("float32" if is_bad else dtype)
+        assert ("encoded again in float32" in provenance.get("note", "")) == is_bad
+        assert all(torch.equal(tensor, expected[caption][1][name]) for name, tensor in tensors.items()) == is_bad
+    assert run_precache(half, models=LoadedModels(**parts)).num_misses == 0
+
+
+def test_a_text_that_is_not_finite_in_float32_either_is_refused(make_config: Callable[..., Config]) -> None:
+    config = make_config(**{"encode.text_dtype": "float16"})
+    report = run_precache(config, models=LoadedModels(**overflowing((torch.float16, torch.float32))))
+    assert report.num_retried_in_float32 == 0
+    assert {refusal.reason for refusal in report.refused} == {"bad-output"}
+    assert all("nan" in each.detail and "computed in float32" in each.detail for each in report.refused)
