@@ -5,10 +5,13 @@ Software such as FSDP, DeepSpeed ZeRO-3, offload hooks and the packages of quant
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import gc
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from latentcache.checkpoints.parts import unwrapped_module
@@ -21,7 +24,7 @@ from latentcache.devices.tensor_location import (
     why_immovable,
 )
 from latentcache.errors import PhaseError
-from latentcache.phases.module_state import Modules, Snapshot, submodules
+from latentcache.phases.module_state import Modules, Snapshot, parameters, submodules
 from latentcache.phases.weights import is_training, named_weights
 
 SHARDING_CLASSES = {"FSDPModule": "FSDP", "FullyShardedDataParallel": "FSDP1"}
@@ -57,8 +60,18 @@ class ModelParts:
         """The modules that have a parameter to train."""
         return [name for name, module in self.modules.items() if is_trained(module)]
 
-    def why_not_moved(self, name: str) -> str | None:
-        """Why phases leave a part where it is, or None if they move it."""
+    def managed(self) -> dict[str, str]:
+        """The modules whose tensors other software places, with the reason: phases leave the tensors alone."""
+        reasons = {name: self._why_managed(name) for name in self.modules}
+        return {name: reason for name, reason in reasons.items() if reason is not None}
+
+    def pinned(self) -> dict[str, str]:
+        """The other modules that must stay in their memory, with the reason: phases restore tensors, but move none."""
+        managed, reduced = self.managed(), _reduced_parameters()
+        reasons = {name: _why_pinned(module, reduced) for name, module in self.modules.items() if name not in managed}
+        return {name: reason for name, reason in reasons.items() if reason is not None}
+
+    def _why_managed(self, name: str) -> str | None:
         if name in self.immovable:
             return "declared immovable"
         reason = why_rearranged(self.modules[name])
@@ -71,10 +84,6 @@ class ModelParts:
             if tensor.device.type == "meta":
                 return f"{weight} is on meta and holds no values"
         return None
-
-    def movable(self) -> dict[str, torch.nn.Module]:
-        """The modules that phases move."""
-        return {name: module for name, module in self.modules.items() if self.why_not_moved(name) is None}
 
     def check_names(self, phase: str, on_device: Collection[str], training: Collection[str]) -> None:
         """PhaseError for a phase that names unknown parts, or trains parts that it parks."""
@@ -117,6 +126,34 @@ class ModelParts:
                 raise PhaseError(message, phase=phase, offenders=tuple(offenders))
 
 
+class ReducedGradients(Snapshot):
+    """The hooks with which DistributedDataParallel reduces gradients. They cannot be restored, but their loss is seen.
+
+    They hang on the gradient accumulator of each parameter. torch makes a new one, without hooks, when `.data` gets
+    another device or dtype, also if that is undone.
+    """
+
+    def __init__(self, modules: Modules):
+        reduced = _reduced_parameters()
+        self._kept = [
+            (name, p, _accumulator(p)) for name, p in parameters(modules) if id(p) in reduced and p.requires_grad
+        ]
+
+    @override
+    def restore(self) -> None:
+        """Nothing can be: DDP has no way to hang its hooks up again."""
+
+    @override
+    def changes(self) -> Iterator[str]:
+        lost = [name for name, parameter, accumulator in self._kept if _accumulator(parameter) is not accumulator]
+        if lost:
+            yield (
+                f"{lost[0]} and {len(lost) - 1} more parameters lost the hooks of DistributedDataParallel when code in "
+                "the phase cast or moved them: their gradients would no longer be reduced. Before training goes on, "
+                "wrap the module in DistributedDataParallel anew, in every process"
+            )
+
+
 class GatheredShards(Snapshot):
     """The weights that FSDP gathered for a forward. They are resharded at both ends of a phase.
 
@@ -153,6 +190,27 @@ def why_sharded(module: torch.nn.Module) -> str | None:
         if hasattr(tensor, "device_mesh"):
             return f"{name} is a shard of FSDP"
     return None
+
+
+def _why_pinned(module: torch.nn.Module, reduced: Collection[int]) -> str | None:
+    """Why a module must stay in its memory, or None."""
+    if any(id(parameter) in reduced for parameter in module.parameters()):
+        return "under DistributedDataParallel, whose hooks a move would drop"
+    return None
+
+
+def _reduced_parameters() -> set[int]:
+    """The ids of the parameters in any DistributedDataParallel: a trainer may give the module inside as the part."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return set()
+    # By class, not isinstance: that asks proxies of other packages for their __class__.
+    wrappers = [value for value in gc.get_objects() if issubclass(type(value), DistributedDataParallel)]
+    return {id(parameter) for wrapper in wrappers for parameter in wrapper.parameters()}
+
+
+def _accumulator(parameter: torch.nn.Parameter) -> Any:
+    with torch.inference_mode(False):
+        return get_gradient_edge(parameter).node
 
 
 def is_trained(module: torch.nn.Module) -> bool:

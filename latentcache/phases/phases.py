@@ -14,7 +14,7 @@ from latentcache.devices.placement import DeviceLike, device_of
 from latentcache.devices.tensor_location import is_optimizer, is_scaler, numbered
 from latentcache.errors import PhaseError
 from latentcache.families import DENOISERS
-from latentcache.phases.model_parts import GatheredShards, ModelParts, why_rearranged
+from latentcache.phases.model_parts import GatheredShards, ModelParts, ReducedGradients, why_rearranged
 from latentcache.phases.module_state import (
     CompiledCalls,
     ModuleHooks,
@@ -61,6 +61,7 @@ class Phases:
     By default the parts that have parameters to train, and the denoiser, are on the device in all three phases. They
     are in train mode only in `train`; the other two use averaged weights. Parts that other software places are never
     moved: quantised, FSDP and ZeRO-3 parts, parts under offload hooks, and those named in `immovable` (block swapping).
+    Nor are parts under DistributedDataParallel, which would lose its hooks; code in a phase must not cast them either.
     The averages of an `ema` stay where they are, unless a phase names it in `on_device`: then the others park it.
     """
 
@@ -125,12 +126,12 @@ class Phases:
 
     def not_moved(self) -> dict[str, str]:
         """The parts that phases leave where they are, with the reason."""
-        reasons = {name: self.why_not_moved(name) for name in self._model.modules}
-        return {name: reason for name, reason in reasons.items() if reason is not None}
+        return self._model.managed() | self._pinned()
 
     def why_not_moved(self, name: str) -> str | None:
-        """Why phases leave a part where it is, or None if they move it."""
-        return self._model.why_not_moved(name)
+        """Why phases leave a part where it is, or None if they move it. PhaseError if there is no such part."""
+        self.module(name)
+        return self.not_moved().get(name)
 
     # The switch
 
@@ -144,7 +145,7 @@ class Phases:
         phase = self._phase(name)
         self._base = (name, phase)
         self._model.check_ready(name, phase.on_device, averaged=phase.averaged)
-        weights = self._weights()
+        weights = self._weights(KeptMemory())
         self._apply(phase, weights)
         self._audit(phase, weights)
 
@@ -197,7 +198,7 @@ class Phases:
             weights = innermost.weights
             self._apply(innermost.phase, weights)
         else:
-            weights = self._weights()
+            weights = self._weights(KeptMemory())
             self._apply(self._phase_now(), weights, modes=False)
         self._audit(self._phase_now(), weights)
 
@@ -207,7 +208,7 @@ class Phases:
         self._model.check_ready(name, phase.on_device, averaged=phase.averaged)
         # Kept only when the phase is open: memory of a refused phase, however old, would be put back in a later one.
         memory = self._memory if self._open_phases else KeptMemory()
-        weights = Weights(self._model.movable() | self._averages, memory, self._park, outermost=not self._open_phases)
+        weights = self._weights(memory, outermost=not self._open_phases)
         opened = _OpenPhase(name, phase, self._model, weights, self.device)
         self._memory = memory
         self._open_phases.append(opened)
@@ -263,6 +264,8 @@ class Phases:
 
     def _audit(self, phase: Phase, weights: Weights) -> None:
         devices = {name: self.device if name in phase.on_device else self._park for name in weights.parts}
+        # A pinned part that is to be parked stays where it is; one that is needed on the device must be there.
+        devices = {name: to for name, to in devices.items() if name in phase.on_device or name not in weights.pinned}
         modules = devices.keys() & self._model.modules.keys()
         training = {name: name in phase.training for name in modules} if self._open_phases or not phase.training else {}
         audit(self._audited(devices), device=devices, training=training).raise_for_errors()
@@ -275,8 +278,14 @@ class Phases:
             audited |= {name: part for name, part in self.parts.items() if is_optimizer(part) or is_scaler(part)}
         return audited
 
-    def _weights(self) -> Weights:
-        return Weights(self._model.movable() | self._averages, KeptMemory(), self._park)
+    def _weights(self, memory: KeptMemory, *, outermost: bool = False) -> Weights:
+        managed = self._model.managed()
+        parts = {name: module for name, module in self._model.modules.items() if name not in managed} | self._averages
+        return Weights(parts, memory, self._park, self._pinned(), outermost=outermost)
+
+    def _pinned(self) -> dict[str, str]:
+        """The parts that must stay in their memory, with the reason: in a phase those of when the outermost began."""
+        return self._open_phases[-1].weights.pinned if self._open_phases else self._model.pinned()
 
     def _phase(self, name: str) -> Phase:
         if name not in self._phases:
@@ -318,6 +327,7 @@ class _OpenPhase:
             self.structure,
             gathered,
             weights,
+            ReducedGradients(settled),
             Gradients(settled),
             *reversed(self.averages),
             WeightDtypes(weights),

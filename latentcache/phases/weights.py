@@ -60,8 +60,16 @@ class KeptMemory:
 class Weights(Snapshot):
     """All parameters and buffers of some modules, and averages of an EMA: where they were when a phase began."""
 
-    def __init__(self, parts: Mapping[str, Any], memory: KeptMemory, park: torch.device, *, outermost: bool = False):
-        self._memory = memory
+    def __init__(
+        self,
+        parts: Mapping[str, Any],
+        memory: KeptMemory,
+        park: torch.device,
+        pinned: Mapping[str, str],
+        *,
+        outermost: bool,
+    ):
+        self._memory, self.pinned = memory, pinned
         self._tensors: dict[str, list[tuple[str, torch.Tensor, TensorOrigin]]] = {part: [] for part in parts}
         for part, owner in parts.items():
             for name, tensor in named_weights(owner):
@@ -84,8 +92,8 @@ class Weights(Snapshot):
         return devices.pop() if len(devices) == 1 else None
 
     def place(self, part: str, device: torch.device) -> None:
-        """Put every tensor of the part on the device."""
-        for _, tensor, _ in self._tensors[part]:
+        """Put every tensor of the part on the device, unless the part is pinned."""
+        for _, tensor, _ in self._tensors[part] if part not in self.pinned else ():
             self._memory.put(tensor, device)
 
     def restore(self) -> None:
