@@ -65,10 +65,13 @@ class ModelParts:
         reasons = {name: self._why_managed(name) for name in self.modules}
         return {name: reason for name, reason in reasons.items() if reason is not None}
 
-    def pinned(self) -> dict[str, str]:
-        """The other modules that must stay in their memory, with the reason: phases restore tensors, but move none."""
+    def pinned(self, park: torch.device) -> dict[str, str]:
+        """The other modules that must stay in their memory, with the reason: phases restore tensors, but move none.
+
+        What lies on `park` need not: a phase that moves it gives it back in its own memory.
+        """
         managed, reduced = self.managed(), _reduced_parameters()
-        reasons = {name: _why_pinned(module, reduced) for name, module in self.modules.items() if name not in managed}
+        reasons = {name: _why_pinned(part, reduced, park) for name, part in self.modules.items() if name not in managed}
         return {name: reason for name, reason in reasons.items() if reason is not None}
 
     def _why_managed(self, name: str) -> str | None:
@@ -192,11 +195,23 @@ def why_sharded(module: torch.nn.Module) -> str | None:
     return None
 
 
-def _why_pinned(module: torch.nn.Module, reduced: Collection[int]) -> str | None:
+def _why_pinned(module: torch.nn.Module, reduced: Collection[int], park: torch.device) -> str | None:
     """Why a module must stay in its memory, or None."""
     if any(id(parameter) in reduced for parameter in module.parameters()):
         return "under DistributedDataParallel, whose hooks a move would drop"
+    for name, tensor in named_weights(module):
+        if tensor.device != park and _is_shared(tensor):
+            return (
+                f"{name} shares its memory with another tensor, such as an optimizer's flat buffer or a kept state_dict"
+            )
     return None
+
+
+def _is_shared(tensor: torch.Tensor) -> bool:
+    """Whether another tensor has the same storage. Parking this one would part them, and free nothing."""
+    storage = tensor.untyped_storage()
+    num_owners: int = torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]
+    return num_owners > 2  # the tensor, and `storage`
 
 
 def _reduced_parameters() -> set[int]:

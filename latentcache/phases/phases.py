@@ -61,7 +61,8 @@ class Phases:
     By default the parts that have parameters to train, and the denoiser, are on the device in all three phases. They
     are in train mode only in `train`; the other two use averaged weights. Parts that other software places are never
     moved: quantised, FSDP and ZeRO-3 parts, parts under offload hooks, and those named in `immovable` (block swapping).
-    Nor are parts under DistributedDataParallel, which would lose its hooks; code in a phase must not cast them either.
+    Nor are parts under DistributedDataParallel, which would lose its hooks (code in a phase must not cast them either),
+    and parts whose memory on the device is another tensor's too, such as the flat buffer of an optimizer.
     The averages of an `ema` stay where they are, unless a phase names it in `on_device`: then the others park it.
     """
 
@@ -285,7 +286,7 @@ class Phases:
 
     def _pinned(self) -> dict[str, str]:
         """The parts that must stay in their memory, with the reason: in a phase those of when the outermost began."""
-        return self._open_phases[-1].weights.pinned if self._open_phases else self._model.pinned()
+        return self._open_phases[-1].weights.pinned if self._open_phases else self._model.pinned(self._park)
 
     def _phase(self, name: str) -> Phase:
         if name not in self._phases:

@@ -326,8 +326,8 @@ def _let_data_change_device() -> None:
         gradient = self.grad if self.is_leaf else None
         if gradient is not None:
             self.grad = None
-        # A view of its own: the value's Python object must not be the one that is swapped.
-        new = value.detach().view(value.shape)
+        # Another Python object: the one of the value must not be swapped. No view either, which would keep its base.
+        new = value.detach()
         new.requires_grad_(self.requires_grad)
         torch._C._swap_tensor_impl(self, new)
         if gradient is not None:
