@@ -28,6 +28,7 @@ from latentcache.phases.module_state import (
 )
 from latentcache.phases.process_state import GlobalFlags, RandomStreams
 from latentcache.phases.weights import (
+    REPAIR,
     EmaWeights,
     Gradients,
     KeptMemory,
@@ -146,9 +147,7 @@ class Phases:
         phase = self._phase(name)
         self._base = (name, phase)
         self._model.check_ready(name, phase.on_device, averaged=phase.averaged)
-        weights = self._weights(KeptMemory())
-        self._apply(phase, weights)
-        self._audit(phase, weights)
+        self._declare(phase, self._weights(KeptMemory()), modes=True)
 
     @contextmanager
     def enter(self, phase: str | Phase) -> Iterator[Phases]:
@@ -162,7 +161,8 @@ class Phases:
         manages tensors, structure and hooks: a phase leaves these alone.
 
         Raises DeviceMismatchError when the audit at the beginning finds a tensor elsewhere. Raises PhaseError for a
-        phase that cannot be entered, and for state that could not be put back; the rest is put back all the same.
+        phase that cannot be entered, and for state that could not be put back; the rest is put back all the same. A part
+        that cannot come back, because its device has no room, stays whole on the other one until `place` is called.
         """
         name, phase = (phase, self._phase(phase)) if isinstance(phase, str) else ("custom", phase)
         self._model.check_names(name, phase.on_device, phase.training)
@@ -196,14 +196,19 @@ class Phases:
         if self._open_phases:
             innermost = self._open_phases[-1]
             innermost.structure.restore()
-            weights = innermost.weights
-            self._apply(innermost.phase, weights)
+            self._declare(innermost.phase, innermost.weights, modes=True)
         else:
-            weights = self._weights(KeptMemory())
-            self._apply(self._phase_now(), weights, modes=False)
-        self._audit(self._phase_now(), weights)
+            self._declare(self._phase_now(), self._weights(KeptMemory()), modes=False)
 
     # Inside
+
+    def _declare(self, phase: Phase, weights: Weights, *, modes: bool) -> None:
+        try:
+            self._apply(phase, weights, modes=modes)
+        except Exception as error:
+            error.add_note(REPAIR)
+            raise
+        self._audit(phase, weights)
 
     def _open(self, name: str, phase: Phase) -> _OpenPhase:
         self._model.check_ready(name, phase.on_device, averaged=phase.averaged)

@@ -24,6 +24,10 @@ NUM_SAMPLED = 4
 fusing a LoRA, change all of them."""
 
 
+REPAIR = "Make room, then call Phases.place()"
+"""What to do when a part could not be moved."""
+
+
 class TensorOrigin(NamedTuple):
     """Where a tensor was when a phase began. `memory` is its memory there, if it was on the device for parked parts."""
 
@@ -44,6 +48,17 @@ class KeptMemory:
     def keep(self, tensor: torch.Tensor) -> None:
         """From now on the tensor must have the memory that it has now, unless its memory is kept already."""
         self._kept.setdefault(id(tensor), (tensor, tensor.detach()))
+
+    def put_all(self, moves: Sequence[tuple[torch.Tensor, torch.device, torch.Tensor | None]]) -> None:
+        """Put tensors on devices. After an error all are in the memory that they had, which is held until the end."""
+        before = [self._kept[id(tensor)] for tensor, _, _ in moves]
+        try:
+            for tensor, device, memory in moves:
+                self.put(tensor, device, memory)
+        except BaseException:
+            for tensor, values in before:
+                self.put(tensor, values.device, values)
+            raise
 
     def put(self, tensor: torch.Tensor, device: torch.device, memory: torch.Tensor | None = None) -> None:
         """Put a tensor on the device with the values of its kept memory. `memory` has these values there already."""
@@ -70,6 +85,8 @@ class Weights(Snapshot):
         outermost: bool,
     ):
         self._memory, self.pinned = memory, pinned
+        self.failed: dict[str, Exception] = {}
+        """The parts that `restore` could not put back."""
         self._tensors: dict[str, list[tuple[str, torch.Tensor, TensorOrigin]]] = {part: [] for part in parts}
         for part, owner in parts.items():
             for name, tensor in named_weights(owner):
@@ -87,19 +104,37 @@ class Weights(Snapshot):
         return tuple(self._tensors)
 
     def device_of(self, part: str) -> torch.device | None:
-        """The part's device when the phase began, or None if it lay on several or has no tensors."""
+        """The part's device when the phase began; None if it lay on several or has no tensors, or was not put back."""
+        if part in self.failed:
+            return None
         devices = {origin.device for _, _, origin in self._tensors[part]}
         return devices.pop() if len(devices) == 1 else None
 
     def place(self, part: str, device: torch.device) -> None:
-        """Put every tensor of the part on the device, unless the part is pinned."""
-        for _, tensor, _ in self._tensors[part] if part not in self.pinned else ():
-            self._memory.put(tensor, device)
+        """Put every tensor of the part on the device, unless the part is pinned. After an error none has moved."""
+        if part in self.pinned:
+            return
+        try:
+            self._memory.put_all([(tensor, device, None) for _, tensor, _ in self._tensors[part]])
+        except Exception as error:
+            error.add_note(f"{part} was not put on {device}: all of it is where it was")
+            raise
 
     def restore(self) -> None:
-        """Put every tensor back on its device, with its own memory."""
-        for _, tensor, origin in self._all():
-            self._memory.put(tensor, origin.device, origin.memory)
+        """Put every tensor back on its device, with its own memory: first those to park, which make room."""
+        for is_parked in (True, False):
+            for part in self._tensors:
+                self._restore(part, is_parked=is_parked)
+
+    def _restore(self, part: str, *, is_parked: bool) -> None:
+        """Put back the tensors of a part that were parked, or the others. An error keeps none of the other parts."""
+        origins = ((tensor, origin) for _, tensor, origin in self._tensors[part])
+        try:
+            self._memory.put_all(
+                [(t, origin.device, origin.memory) for t, origin in origins if (origin.memory is not None) == is_parked]
+            )
+        except Exception as error:
+            self.failed[part] = error
 
     def restore_dtypes(self) -> None:
         """Restore the dtypes that the phase around this one had cast to. A cast tensor has memory of its own."""
@@ -108,8 +143,11 @@ class Weights(Snapshot):
                 tensor.data = tensor.data.to(origin.dtype)
 
     def changes(self) -> Iterator[str]:
-        """The tensors that are on another device, or of another dtype."""
-        for name, tensor, origin in self._all():
+        """The parts that could not be put back, and the tensors of others that have another device or dtype."""
+        for part, error in self.failed.items():
+            yield f"{part}: {type(error).__name__}: {error}. All of it is where it was in the phase. {REPAIR}"
+        kept = (tensors for part, tensors in self._tensors.items() if part not in self.failed)
+        for name, tensor, origin in chain.from_iterable(kept):
             if (tensor.device, tensor.dtype) != (origin.device, origin.dtype):
                 yield f"{name}: is {tensor.dtype} on {tensor.device}, was {origin.dtype} on {origin.device}"
 
