@@ -210,7 +210,7 @@ def _why_pinned(module: torch.nn.Module, reduced: Collection[int], park: torch.d
 def _is_shared(tensor: torch.Tensor) -> bool:
     """Whether another tensor has the same storage. Parking this one would part them, and free nothing."""
     storage = tensor.untyped_storage()
-    num_owners: int = torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]
+    num_owners: int = torch._C._storage_Use_Count(storage._cdata)
     return num_owners > 2  # the tensor, and `storage`
 
 

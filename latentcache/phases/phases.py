@@ -128,7 +128,7 @@ class Phases:
 
     def not_moved(self) -> dict[str, str]:
         """The parts that phases leave where they are, with the reason."""
-        return self._model.managed() | self._pinned()
+        return {**self._model.managed(), **self._pinned()}
 
     def why_not_moved(self, name: str) -> str | None:
         """Why phases leave a part where it is, or None if they move it. PhaseError if there is no such part."""
@@ -289,7 +289,7 @@ class Phases:
         parts = {name: module for name, module in self._model.modules.items() if name not in managed} | self._averages
         return Weights(parts, memory, self._park, self._pinned(), outermost=outermost)
 
-    def _pinned(self) -> dict[str, str]:
+    def _pinned(self) -> Mapping[str, str]:
         """The parts that must stay in their memory, with the reason: in a phase those of when the outermost began."""
         return self._open_phases[-1].weights.pinned if self._open_phases else self._model.pinned(self._park)
 
