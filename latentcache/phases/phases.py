@@ -161,8 +161,8 @@ class Phases:
         manages tensors, structure and hooks: a phase leaves these alone.
 
         Raises DeviceMismatchError when the audit at the beginning finds a tensor elsewhere. Raises PhaseError for a
-        phase that cannot be entered, and for state that could not be put back; the rest is put back all the same. A part
-        that cannot come back, because its device has no room, stays whole on the other one until `place` is called.
+        phase that cannot be entered, and for state that could not be put back; the rest is put back all the same. A
+        part that cannot come back, because its device has no room, stays whole on the other one: `place` repairs that.
         """
         name, phase = (phase, self._phase(phase)) if isinstance(phase, str) else ("custom", phase)
         self._model.check_names(name, phase.on_device, phase.training)

@@ -54,7 +54,7 @@ from latentcache.validation.sample_images import (
 logger = logging.getLogger("latentcache")
 
 FILL = Phase(on_device=())
-"""While a cache is filled every part is parked: the encoders are on the device one after the other, and need room."""
+"""While a cache is filled all parts that can be moved are parked: the encoders need room, one after the other."""
 
 
 class ValidationRunner:
