@@ -153,7 +153,7 @@ class ReducedGradients(Snapshot):
             yield (
                 f"{lost[0]} and {len(lost) - 1} more parameters lost the hooks of DistributedDataParallel when code in "
                 "the phase cast or moved them: their gradients would no longer be reduced. Before training goes on, "
-                "wrap the module in DistributedDataParallel anew, in every process"
+                "wrap the module in DistributedDataParallel again, in every process"
             )
 
 

@@ -68,7 +68,7 @@ def test_a_cast_under_ddp_is_an_error_that_says_what_to_do(
     run = Run(given)
     tensors = [*run.ddp.parameters(), *run.ddp.buffers()]
     before = [(t, t.dtype, t.data_ptr(), t.detach().clone()) for t in tensors]
-    refused = pytest.raises(PhaseError, match="wrap the module in DistributedDataParallel anew")
+    refused = pytest.raises(PhaseError, match="wrap the module in DistributedDataParallel again")
     with refused as caught, run.phases.enter("validate") as phases:
         phases.module("unet").half()
         if cast_back:

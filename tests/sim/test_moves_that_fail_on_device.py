@@ -18,7 +18,7 @@ DECODE = Phase(on_device=("vae",))
 
 
 class Card(TorchDispatchMode):
-    """A device on which `room` bytes of tensors fit, beside a host on which `host_room` more do. `peak` is in bytes."""
+    """A device on which `room` bytes of tensors fit, and a host on which `host_room` more do. `peak` is in bytes."""
 
     def __init__(self, device: torch.device, room: int):
         super().__init__()
