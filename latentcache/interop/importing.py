@@ -137,31 +137,24 @@ class _Import:
         )
         self._rows: dict[str, Row] = {}
         self._forms: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-        self._before = set(workspace.store.keys())
-        self._new: set[str] = set()
         self._last_digest: tuple[Path, str] | None = None
         self._refused_at: str | None = None
         """Where the last latent lay that was refused. A text there is left out: another latent may have its sample."""
 
     def read(self, progress: Progress) -> dict[str, Row]:
-        """Store every item; the rows of the manifest. If the scale is wrong, what was stored is removed again."""
+        """Store every item; the rows of the manifest. What an error leaves is in no manifest, and goes with a prune."""
         progress.start(f"import {self._report.format}", None)
         store = self._workspace.store
         path = ""
-        try:
-            with store.writer() as writer:
-                for item in self._foreign.items():
-                    path = item.path
-                    refusal = item if isinstance(item, Refusal) else self._keep(item, writer)
-                    if refusal is not None:
-                        self._report.refused.append(refusal)
-                    progress.advance()
-                writer.seal()
-            self._scale_check.check(path)
-        except BaseException:
-            # No manifest refers to these entries, and a second attempt stores them again.
-            store.remove(store.find(self._new))
-            raise
+        with store.writer() as writer:
+            for item in self._foreign.items():
+                path = item.path
+                refusal = item if isinstance(item, Refusal) else self._keep(item, writer)
+                if refusal is not None:
+                    self._report.refused.append(refusal)
+                progress.advance()
+            writer.seal()
+        self._scale_check.check(path)
         self._report.bytes_written = writer.bytes_written
         self._report.scale = self._scale_check.to_json()
         return {sample_id: self._finished(row) for sample_id, row in self._rows.items()}
@@ -180,7 +173,8 @@ class _Import:
             if isinstance(item, ForeignImage) and not item.geometry.flip:
                 self._refused_at = item.path
             return refusal_of(sample_ids[0] if sample_ids else "", error)
-        key = self._added(entry, writer)
+        key = entry.record.key
+        writer.add(entry)
         self._report.note(item.note)
         for sample_id in sample_ids:
             row = self._rows.get(sample_id, Row(sample_id, item.path, None, (), ()))
@@ -194,19 +188,12 @@ class _Import:
             self._rows[sample_id] = row
         return None
 
-    def _added(self, entry: Entry, writer: Writer) -> str:
-        """The key of an entry, which is stored if it is new."""
-        key = entry.record.key
-        if key not in self._before and key not in self._new:
-            self._new.add(key)
-            writer.add(entry)
-        return key
-
     def _mask_of(self, item: ForeignImage, mask: torch.Tensor, source: str | None, writer: Writer) -> PartRef:
         """The mask of an image, stored. What it was made of is the file's."""
         entry = self._entry(item, {"mask": mask}, source)
         digest_of_file: str = entry.record.identity["imported"]["digest"]
-        return PartRef("mask", self._added(entry, writer), item.geometry, source or digest_of_file, "unverified")
+        writer.add(entry)
+        return PartRef("mask", entry.record.key, item.geometry, source or digest_of_file, "unverified")
 
     def _image_entry(self, item: ForeignImage) -> Entry:
         """The entry of a latent. Raises ForeignFileRefused."""
