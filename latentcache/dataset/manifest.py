@@ -205,8 +205,11 @@ def read_manifest(opened: BinaryIO, name: str, source: str | Path) -> Manifest:
 
 
 def check_manifest(opened: BinaryIO, name: str, source: str | Path) -> None:
-    """The errors of `read_manifest`, in little memory."""
-    _read(opened, name, source, RowChecker())
+    """The errors of `read_manifest`, in little memory; and of a sample that has neither an image nor a refusal."""
+    header, rows = _read(opened, name, source, RowChecker())
+    if header["role"] != "prompts" and rows.without_image is not None:
+        what = "the sample has no image, and no refusal that says why"
+        raise DatasetError(source, f"is no manifest: line {rows.without_image + 2}: {what}; {REMEDY}")
 
 
 class _Rows(Protocol):

@@ -18,6 +18,8 @@ class RowChecker:
 
     def __init__(self) -> None:
         self._digests = bytearray()
+        self.without_image: int | None = None
+        """The number of the first row that has neither an image nor a refusal, as only prompts may."""
 
     def __len__(self) -> int:
         return len(self._digests) // _DIGEST_BYTES
@@ -30,6 +32,8 @@ class RowChecker:
         _check("source", [ref.source for line in lines for ref in line.parts])
         _check("source", [line.source for line in lines if line.source is not None])
         for line in lines:
+            if self.without_image is None and not line.images and line.refusal is None:
+                self.without_image = len(self)
             self._digests += xxhash.xxh3_128_digest(line.sample_id.encode("utf-8", "surrogatepass"))
 
     def finish(self) -> RowChecker:

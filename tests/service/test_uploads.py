@@ -256,6 +256,10 @@ def test_manifests_are_replaced_whole_and_guarded(cache, server):
     for wrong in (doubled, b"", b"{}", lines(3)[:-1], lines(3).replace(b"number 1", b"number 7"), lines(2) + lines(2)):
         answer = server.put(path, wrong)
         assert answer.status == 422 and "uploaded" in answer.json()["detail"], wrong[:50]
+    first = next(iter(cache.manifest.rows.values()))
+    bare = replace(cache.manifest, name="uploaded", rows={"bare": replace(first, sample_id="bare", images=())})
+    answer = server.put(path, b"".join(manifest_lines(bare)))
+    assert answer.status == 422 and "line 2: the sample has no image, and no refusal" in answer.json()["detail"]
     assert server.put("/v1/manifests/other-name", lines(3)).status == 422
     assert server.get(path).body == lines(3)
     assert ManifestFolder(cache.path / "manifests").read("uploaded") == manifest("uploaded", cache.entries[:3])
