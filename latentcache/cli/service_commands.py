@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import secrets
 import threading
 import webbrowser
 from collections.abc import Iterator
@@ -87,6 +88,8 @@ def serve(  # noqa: PLR0913 - each is a flag
         logger.info("%s is served at %s", path, url)
 
     config = _named_config(target, options) if encode is None else load_config(encode)
+    if encode is not None and options.config is not None:
+        raise ConfigError(f"leave it out: the page shows the config of --encode, {encode}", source="--config")
     settings = ServiceSettings(
         cache=path,
         access=access,
@@ -109,7 +112,8 @@ def browse(
 ) -> int:
     """Look into a cache in a browser: its samples, buckets, validations and damage. It runs until Ctrl-C.
 
-    Only this machine reaches the page, and nothing is written. With --json the first line of stdout is {"url": ...}.
+    Only this machine reaches the page, by an address with a token that is made for it, and nothing is written. With
+    --json the first line of stdout is {"url": ...}.
 
     Args:
         port: The port to listen on; 0 takes a free one.
@@ -122,9 +126,11 @@ def browse(
         from latentcache.service.server import Address, access_for
         from latentcache.service.server import serve as run_server
 
-    address, path = Address(port=port), options.path(target)
+    # Every account of this machine reaches the port.
+    address, path, token = Address(port=port), options.path(target), secrets.token_urlsafe(32)
 
     def announce(url: str) -> None:
+        url = f"{url}/login?token={token}"
         if options.as_json:
             print(json.dumps({"url": url}), flush=True)
         logger.info("look at %s; Ctrl-C ends it", url)
@@ -133,7 +139,7 @@ def browse(
             threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()
 
     page = PageSettings(config=_named_config(target, options), validation=validation, show_photos=True)
-    settings = ServiceSettings(cache=path, access=access_for(address, None, None), page=page)
+    settings = ServiceSettings(cache=path, access=access_for(address, token, None), page=page)
     return 128 + run_server(settings, address, announce)
 
 

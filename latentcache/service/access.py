@@ -7,15 +7,15 @@ import hmac
 import os
 import re
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
+from typing import Any
 
 from latentcache.errors import ConfigError, RequestRefused
 from latentcache.utils.durable_files import read_regular
 
-COOKIE = "latentcache_session"
-"""The cookie of a browser that logged in. It may read."""
 SESSION_S = 24 * 3600
 """For so long a browser stays logged in."""
 MIN_TOKEN_CHARS = 16
@@ -147,6 +147,15 @@ def _is_equal(given: str, token: str | None) -> bool:
 def _session_of(token: str, end: str) -> str:
     signature = hmac.new(token.encode("ascii"), f"{_SESSION} {end}".encode("ascii"), hashlib.sha256)
     return f"{end}.{signature.hexdigest()}"
+
+
+def cookie_of(scope: Mapping[str, Any]) -> str:
+    """The name of the cookie of a browser that logged in. It may read.
+
+    Cookies do not know ports: without the server's in its name, each of two servers would end the other's sessions.
+    """
+    _, port = scope.get("server") or ("", None)
+    return f"latentcache_session_{port}"
 
 
 def bearer_token(authorization: str | None) -> str | None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from latentcache.config import PROMPTS_PREFIX
 from latentcache.dataset.manifest_folder import ManifestFolder
@@ -14,6 +16,7 @@ from latentcache.service.charts import percent_of
 from latentcache.service.manifest_views import ManifestViews
 from latentcache.store.disk import DiskStore
 
+_CHUNK = 256  # rows
 LISTED = 200
 """Rows that a table of the page shows, at most."""
 
@@ -60,7 +63,8 @@ def health(store: DiskStore, views: ManifestViews) -> CacheHealth:
     damaged = store.damaged()
     lacking: list[LackingSample] = []
     refused: Counter[str] = Counter()
-    used: set[str] = set()
+    used_damage: set[str] = set()
+    used: dict[str, np.ndarray] = {}  # by pack, which of its entries a manifest names: sets of all keys take a gigabyte
     problems: list[str] = []
     num_lacking = num_unverified = 0
     for name in views.manifests.names():
@@ -69,20 +73,23 @@ def health(store: DiskStore, views: ManifestViews) -> CacheHealth:
         except LatentCacheError as error:
             problems.append(str(error))
             continue
-        keys = view.manifest.keys()
-        used |= keys & damaged.keys()
-        used |= (present := store.find(keys))
-        for row in view.rows.values():
-            if row.refusal is not None:
-                refused[row.refusal.reason] += 1
-                continue
-            num_unverified += not row.is_verified
-            if not present.issuperset(row.keys()):
-                num_lacking += 1
-                if len(lacking) < LISTED:
-                    key = next(key for key in row.keys() if key not in present)
-                    lacking.append(LackingSample(name, row.sample_id, key, damaged.get(key, "the entry is not there")))
-    unused_damage = [(key, reason) for key, reason in damaged.items() if key not in used]
+        for start in range(0, len(view.rows), _CHUNK):
+            rows = view.rows.rows(start, start + _CHUNK)
+            keys = [key for row in rows for key in row.keys()]
+            present = _present(store, keys, used)
+            used_damage.update(damaged.keys() & keys)
+            for row in rows:
+                if row.refusal is not None:
+                    refused[row.refusal.reason] += 1
+                    continue
+                num_unverified += not row.is_verified
+                missing = next((key for key in row.keys() if key not in present), None)
+                if missing is not None:
+                    num_lacking += 1
+                    if len(lacking) < LISTED:
+                        reason = damaged.get(missing, "the entry is not there")
+                        lacking.append(LackingSample(name, row.sample_id, missing, reason))
+    unused_damage = [(key, reason) for key, reason in damaged.items() if key not in used_damage]
     num_entries = sum(store.stats().num_entries.values())
     return CacheHealth(
         lacking=tuple(lacking),
@@ -91,9 +98,21 @@ def health(store: DiskStore, views: ManifestViews) -> CacheHealth:
         unused_damage=dict(unused_damage[:LISTED]),
         refused=dict(refused.most_common()),
         num_unverified=num_unverified,
-        num_unused=max(0, num_entries - len(used - damaged.keys())),
+        num_unused=max(0, num_entries - sum(int(flags.sum()) for flags in used.values())),
         problems=tuple(problems),
     )
+
+
+def _present(store: DiskStore, keys: Sequence[str], used: dict[str, np.ndarray]) -> set[str]:
+    """Those of the keys that are there. Their rows are set in `used`: by pack, bool [num_entries]."""
+    packs, places = store.places(keys)
+    is_there = places[:, 0] >= 0
+    sizes = store.catalog.table.packs
+    for number in np.unique(places[is_there, 0]).tolist():
+        if (layout := sizes.get(packs[number])) is not None:
+            flags = used.setdefault(packs[number], np.zeros(layout.num_entries, np.bool_))
+            flags[places[places[:, 0] == number, 1]] = True
+    return {key for key, there in zip(keys, is_there.tolist(), strict=True) if there}
 
 
 @dataclass(frozen=True, slots=True)

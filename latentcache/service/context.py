@@ -158,7 +158,10 @@ class ServiceContext:
     async def end_claims(self) -> None:
         """End the claims of clients that are gone, as long as the server runs."""
         while True:
-            await self.claim(self.claims.end_old)
+            try:
+                await self.claim(self.claims.end_old)
+            except Exception:  # the server goes on, and so do claims
+                logger.exception("claims of clients that are gone were not ended; it is tried again")
             await anyio.sleep(_CLAIMS_S)
 
     def close(self) -> None:

@@ -13,9 +13,10 @@ from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import JSONResponse, Response
 
-from latentcache.errors import EncoderBusyError, EntryDamagedError, EntryMissingError
+from latentcache.errors import EncoderBusyError, EntryDamagedError, EntryMissingError, RequestRefused
 from latentcache.precache.serving_models import EntryTask
 from latentcache.precache.workspace import Memo, Workspace
+from latentcache.service.access import Role
 from latentcache.service.context import ServiceContext
 from latentcache.service.entry_routes import pack_answer
 from latentcache.service.miss_encoder import MissEncoder
@@ -102,15 +103,18 @@ class EncodeRoutes:
         self._context, self._encoder = context, encoder
         self._num_requests = self._num_images = 0
 
-    async def encode_prompts(self, body: PromptsToEncode) -> Response:
+    async def encode_prompts(self, body: PromptsToEncode, request: Request) -> Response:
         """The entries of these prompts, as a pack. What is not cached is encoded and stored first.
+
+        Where the server has a writing token, what is not cached needs it.
 
         The header `Latentcache-Keys` has the key of each prompt, with commas between them; equal prompts share one.
         With `"return": "keys"` the answer is `{"entries": [{"key", "cached"}]}`, where `cached` says whether the entry
         was there before.
         """
         tasks = await self._context.call(self._prompt_tasks, body.prompts)
-        return await self._answer(tasks, body.wanted, {KEYS_HEADER: ",".join(task.key for task in tasks)})
+        headers = {KEYS_HEADER: ",".join(task.key for task in tasks)}
+        return await self._answer(request, tasks, body.wanted, headers)
 
     def _prompt_tasks(self, prompts: Sequence[PromptToEncode]) -> list[EntryTask]:
         return [self._encoder.prompt(prompt.text, negative=prompt.negative) for prompt in prompts]
@@ -123,6 +127,8 @@ class EncodeRoutes:
         wanted: Annotated[Return, Query(alias="return")] = "pack",
     ) -> Response:
         """The entries of the image in the body, as a pack: it and, if the dataset flips, its mirrored twin.
+
+        Where the server has a writing token, an image that is not cached needs it.
 
         The image is prepared as `precache` prepares those of the dataset, by default the only one of the config. The
         header `Latentcache-Images` is a JSON list with the key and the geometry of each entry; with `return=keys` that
@@ -137,12 +143,19 @@ class EncodeRoutes:
             self._num_images -= 1
         images = await self._context.call(partial(self._encoder.image, data, dataset=dataset, name=name))
         facts = [{"key": ref.key, **ref.geometry.to_json()} for ref, _ in images]
-        return await self._answer([task for _, task in images], wanted, {IMAGES_HEADER: json.dumps(facts)}, facts)
+        headers = {IMAGES_HEADER: json.dumps(facts)}
+        return await self._answer(request, [task for _, task in images], wanted, headers, facts)
 
     async def _answer(
-        self, tasks: Sequence[EntryTask], wanted: Return, headers: dict[str, str], facts: Iterable[dict[str, Any]] = ()
+        self,
+        request: Request,
+        tasks: Sequence[EntryTask],
+        wanted: Return,
+        headers: dict[str, str],
+        facts: Iterable[dict[str, Any]] = (),
     ) -> Response:
         keys = list(dict.fromkeys(task.key for task in tasks))
+        await self._check_may_store(request, keys)
         missing = await self._encode(tasks)
         if wanted == "keys":
             shown = list(facts) or [{"key": task.key} for task in tasks]
@@ -153,6 +166,15 @@ class EncodeRoutes:
             # Reading found damage, which is a miss now; or a prune was faster.
             await self._encode(tasks)
             return await pack_answer(self._context, keys, headers)
+
+    async def _check_may_store(self, request: Request, keys: Sequence[str]) -> None:
+        """RequestRefused for entries that are not there and a client that may only read: they would stay for good."""
+        if self._context.access.writing_token is None or request.scope["latentcache.role"] >= Role.WRITE:
+            return  # without a writing token, whoever may read is served by --encode
+        if num := len(keys) - len(await self._context.call(self._context.store.find, keys)):
+            step = "Send the writing token, or let a client that has it request them once"
+            detail = f"{num} of these entries are not cached, and storing them needs the writing token"
+            raise RequestRefused(detail, status=403, next_step=step)
 
     async def _encode(self, tasks: Sequence[EntryTask]) -> set[str]:
         """Wait until all entries are there. Returns the keys of those that were not."""

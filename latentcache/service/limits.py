@@ -14,7 +14,7 @@ from starlette.requests import cookie_parser
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from latentcache.errors import RequestRefused
-from latentcache.service.access import COOKIE, Access, Role, bearer_token
+from latentcache.service.access import Access, Role, bearer_token, cookie_of
 from latentcache.service.problems import problem_of
 from latentcache.service.telemetry import Telemetry
 
@@ -130,7 +130,7 @@ class Gate:
         """What the request counts as. RequestRefused if it may not be made, or not now."""
         headers = Headers(scope=scope)
         self._access.check_host(headers.get("host"), headers.get("origin"))
-        session = cookie_parser(headers.get("cookie", "")).get(COOKIE)
+        session = cookie_parser(headers.get("cookie", "")).get(cookie_of(scope))
         role = self._access.role(bearer_token(headers.get("authorization")), session)
         scope["latentcache.role"] = role
         path = scope["path"]
@@ -192,6 +192,9 @@ class _GuardedRequest:
         self._num_bytes, self._waited_s = 0, 0.0
         self._refusal: RequestRefused | None = None
         self._timer: asyncio.Timeout | None = None
+        headers = Headers(scope=scope)
+        self._is_read = "transfer-encoding" not in headers and headers.get("content-length", "0") == "0"
+        """Whether the whole body has come."""
         self.status = 0
         """Of the answer, once it began."""
 
@@ -229,6 +232,7 @@ class _GuardedRequest:
             detail = f"no byte of the body came for {self._limits.stall_s:g} s"
             self._refusal = RequestRefused(detail, status=408, allowed=self._limits.stall_s)
             return {"type": "http.disconnect"}
+        self._is_read |= message["type"] == "http.request" and not message.get("more_body")
         self._num_bytes += (num := len(message.get("body", b"")))
         self._telemetry.received_bytes.inc(num)
         if self._num_bytes > self._max_bytes:
@@ -253,6 +257,10 @@ class _GuardedRequest:
             return  # the app answers that it cannot read the body; `run` says why
         if message["type"] == "http.response.start":
             self.status = message["status"]
+            headers = [*message["headers"], (b"x-content-type-options", b"nosniff")]
+            if not self._is_read:  # what is left of the body is not read, and no next request waits behind it
+                headers.append((b"connection", b"close"))
+            message = {**message, "headers": headers}
             if self._timer is not None:
                 self._timer.reschedule(None)  # from here on the client sets the pace
         else:

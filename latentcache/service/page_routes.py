@@ -12,7 +12,7 @@ from fastapi import APIRouter, Query, Request, Response
 import latentcache
 from latentcache.errors import ConfigError, EntryDamagedError, EntryMissingError, LatentCacheError, RequestRefused
 from latentcache.service import page_text
-from latentcache.service.access import COOKIE, SESSION_S, Role
+from latentcache.service.access import SESSION_S, Role, cookie_of
 from latentcache.service.cache_health import health, running
 from latentcache.service.charts import aspect_bars, bucket_bars
 from latentcache.service.context import ServiceContext
@@ -40,7 +40,6 @@ HEADERS = {
     # Everything comes from here, and nothing is written into the pages: no script, no style, no frame.
     "Content-Security-Policy": "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'self'; "
     "frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
 }
@@ -126,34 +125,39 @@ def _login_router(context: ServiceContext, source: PageSource) -> APIRouter:
     router = APIRouter(include_in_schema=False)
 
     @router.get("/login")
-    async def form() -> Response:
-        return _login_form(source, 200)
+    async def form(request: Request) -> Response:
+        """The form. An address with the token, as `browse` opens it, logs in by itself."""
+        given = request.scope["query_string"]
+        return logged_in(request, given) if given else _login_form(source, 200)
 
     @router.post("/login")
     async def login(request: Request) -> Response:
+        return logged_in(request, await request.body())
+
+    def logged_in(request: Request, form: bytes) -> Response:
         try:
-            token = query_of(await request.body()).get("token", "").strip()
+            token = query_of(form).get("token", "").strip()
         except ConfigError:
             token = ""
         session = context.access.session_of(token)
         if session is None:
             return _login_form(source, 403, problem="This is not the token of this server.")
         answer = Response(status_code=303, headers={"Location": "/", "Cache-Control": NOT_KEPT})
-        answer.set_cookie(COOKIE, session, SESSION_S, **_cookie_of(request))
+        answer.set_cookie(cookie_of(request.scope), session, SESSION_S, **_cookie_options(request))
         return answer
 
     @router.post("/logout")
     async def logout(request: Request) -> Response:
         answer = Response(status_code=303, headers={"Location": "/login", "Cache-Control": NOT_KEPT})
-        answer.delete_cookie(COOKIE, **_cookie_of(request))
+        answer.delete_cookie(cookie_of(request.scope), **_cookie_options(request))
         return answer
 
     return router
 
 
-def _cookie_of(request: Request) -> dict[str, Any]:
+def _cookie_options(request: Request) -> dict[str, Any]:
     """How the cookie is set. A proxy before the server says by X-Forwarded-Proto that its side is encrypted."""
-    return {"path": "/", "httponly": True, "samesite": "strict", "secure": request.url.scheme == "https"}
+    return {"path": "/", "httponly": True, "samesite": "lax", "secure": request.url.scheme == "https"}
 
 
 def _login_form(source: PageSource, status: int, problem: str = "") -> Response:

@@ -90,8 +90,6 @@ def problem_of(error: LatentCacheError) -> ProblemResponse:
         headers["Retry-After"] = str(getattr(error, "retry_after_s", None) or RETRY_AFTER_S)
     if status == 416:
         headers["Content-Range"] = f"bytes */{getattr(error, 'allowed', 0)}"
-    if status in (408, 413):
-        headers["Connection"] = "close"  # what is left of the body is not read
     return ProblemResponse(document, headers)
 
 

@@ -89,6 +89,16 @@ class Address:
             message = f"cannot listen on {self.host}:{self.port}: {error}; give another --port, or 0 for a free one"
             raise ConfigError(message, source="--port") from error
 
+    def check_certificate(self) -> None:
+        """ConfigError if the certificate or its key cannot be used."""
+        if self.certfile is None:
+            return
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.certfile, self.keyfile)
+        except OSError as error:  # an SSLError is one
+            message = f"{self.certfile} and {self.keyfile} cannot be used for TLS: {error}"
+            raise ConfigError(message, source="--ssl-certfile") from error
+
     def url(self, port: int) -> str:
         """The address for clients, with the port that was taken."""
         host = f"[{self.host}]" if ":" in self.host else self.host
@@ -132,7 +142,14 @@ def create_app(settings: ServiceSettings) -> FastAPI:
     With a config to encode with also ConfigError, DeviceError and ModelError.
     """
     context = ServiceContext(settings)
+    try:
+        return _app_of(context, settings)
+    except BaseException:
+        context.close()
+        raise
 
+
+def _app_of(context: ServiceContext, settings: ServiceSettings) -> FastAPI:
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         with contextlib.closing(context):
@@ -217,7 +234,13 @@ def make_server(
     `announce` is called with the URL once it answers. ConfigError if the address or the certificate cannot be used;
     errors of `create_app`.
     """
-    app = create_app(settings)
+    listener = address.listen()  # before the models are identified, which takes minutes
+    try:
+        address.check_certificate()
+        app = create_app(settings)
+    except BaseException:
+        listener.close()
+        raise
     config = uvicorn.Config(
         app,
         http=protocol_of(settings.limits),
@@ -235,12 +258,6 @@ def make_server(
         ssl_certfile=address.certfile,
         ssl_keyfile=address.keyfile,
     )
-    try:
-        config.load()
-    except (OSError, ssl.SSLError) as error:
-        message = f"{address.certfile} and {address.keyfile} cannot be used for TLS: {error}"
-        raise ConfigError(message, source="--ssl-certfile") from error
-    listener = address.listen()
     url = address.url(listener.getsockname()[1])
     return CacheServer(config, lambda: announce(url)), listener
 

@@ -28,6 +28,8 @@ DEFAULT_SIDE = 256
 QUALITY = 70
 """Of WebP, up to 100."""
 _FIELDS = ("moments", "latents")
+MAX_CHANNELS = 256
+"""Latents of more have no principal components here: these cost the cube of the channels."""
 _SPREAD = 50.0
 """Of 256 shades, for a standard deviation of a principal component: nearly all places are within two and a half."""
 
@@ -76,12 +78,15 @@ class Thumbnails:
         channels = shape[0] // (2 if "moments" in fields else 1)
         if self.decoder is not None and self.decoder.takes(identity, (channels, *shape[1:])):
             return "vae"
-        return "components" if preview_of(channels, identity) is None else "linear"
+        if preview_of(channels, identity) is not None:
+            return "linear"
+        return "components" if channels <= MAX_CHANNELS else None
 
     def webp(self, key: str, side: int = DEFAULT_SIDE) -> tuple[bytes, Way]:
         """The entry's picture, at most `side` pixels high and wide, never larger than what was decoded; and its way.
 
-        EntryMissingError, EntryDamagedError; RequestRefused for an entry that has no latents, and a side not in SIDES.
+        EntryMissingError, EntryDamagedError; RequestRefused for an entry that has no latents, or some of more than
+        MAX_CHANNELS that no VAE here decodes, and a side not in SIDES.
         """
         if side not in SIDES:
             allowed = f"{SIDES.start} to {SIDES.stop - 1}"
@@ -92,6 +97,9 @@ class Thumbnails:
             return webp_of(self.decoder(_shrunk(latents, side, self.decoder.downscale)), side), "vae"
         preview = preview_of(len(latents), identity)
         if preview is None:
+            if len(latents) > MAX_CHANNELS:
+                detail = f"entry {key} has latents of {len(latents)} channels: a preview has at most {MAX_CHANNELS}"
+                raise RequestRefused(detail, status=404)
             return webp_of(component_pixels(latents), side), "components"
         return webp_of(linear_pixels(latents * preview.scaling_factor, preview), side), "linear"
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
+from http.cookiejar import CookieJar
 from pathlib import Path
 
 import pytest
@@ -34,11 +36,17 @@ def test_browse_opens_the_page_in_the_browser(tmp_path: Path) -> None:
                     break
                 time.sleep(0.1)
             assert opened.read_text(encoding="ascii").strip() == url
-            with urllib.request.urlopen(f"{url}/photo?dataset=photos&id=000.png") as answer:
+            base, _, login = url.partition("/login?")
+            photo = f"{base}/photo?dataset=photos&id=000.png"
+            for stranger in (photo, f"{base}/", f"{base}/v1/manifests/photos", f"{base}/login?token=wrong"):
+                with pytest.raises(urllib.error.HTTPError, match=r"401|403"):  # any account of this machine
+                    urllib.request.urlopen(stranger)
+            browser_session = urllib.request.build_opener(urllib.request.HTTPCookieProcessor(CookieJar()))
+            with browser_session.open(url) as answer:
+                assert answer.status == 200 and answer.url == f"{base}/", "the token leaves the address"
+                assert login.removeprefix("token=") not in answer.read().decode()
+            with browser_session.open(photo) as answer:
                 assert answer.headers["Content-Type"] == "image/webp"
-            other = urllib.request.Request(url, headers={"Host": "elsewhere.example"})
-            with pytest.raises(urllib.error.HTTPError, match="421"):
-                urllib.request.urlopen(other)
             process.send_signal(signal.SIGINT)
             assert process.wait(30) == 130
         finally:
@@ -61,3 +69,18 @@ def test_browse_needs_a_cache(run: object, tmp_path: Path) -> None:
     code, _, err = run("browse", tmp_path / "none", "--no-open")  # type: ignore[operator]  # a fixture's function
     assert code == 2
     assert "no such cache directory and no such config" in err
+
+
+def test_the_port_is_tried_before_the_models_are_looked_at(run: object, tmp_path: Path) -> None:
+    photo_cache(tmp_path, 2)
+    config = tmp_path / "config.json"
+    dataset = {"name": "photos", "source": {"kind": "folder", "path": str(tmp_path / "photos")}}
+    model = {"path": str(tmp_path / "no-model")}
+    config.write_text(json.dumps({"cache": {"path": str(tmp_path / "cache")}, "datasets": [dataset], "model": model}))
+    command = ["serve", tmp_path / "cache", "--encode", config]
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        code, _, err = run(*command, "--port", port)  # type: ignore[operator]  # a fixture's function
+        assert code == 2 and f"cannot listen on 127.0.0.1:{port}" in err and "no-model" not in err
+    code, _, err = run(*command, "--port", 0, "--config", config)  # type: ignore[operator]  # as above
+    assert code == 2 and "--config: leave it out" in err

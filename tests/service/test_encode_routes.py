@@ -196,7 +196,20 @@ def test_what_cannot_be_encoded_is_a_problem_with_its_reason(server: RunningServ
     assert len(odd) == 1
 
 
-def test_a_reading_token_is_enough_and_needed(server: RunningServer) -> None:
+def test_what_is_not_cached_needs_the_writing_token(config: Config, config_file: Path, tmp_path: Path) -> None:
+    """It is stored for good: a client that may only read could fill the disk."""
+    run_precache(config.model_copy(update={"cache": config.cache.model_copy(update={"path": tmp_path / "cache"})}))
+    with serving(tmp_path / "cache", "--encode", config_file) as server:
+        path, image = "/v1/prompts:encode", write_photo(tmp_path / "new.png", 9, (80, 144)).read_bytes()
+        assert server.post(path, prompts("a validation prompt")).status == 200
+        for answer in (server.post(path, prompts("new")), server.post("/v1/images:encode?dataset=photos", image)):
+            document = problem(answer, 403, "RequestRefused")
+            assert "not cached" in document["detail"] and "writing token" in document["next_step"]
+        assert server.post(path, prompts("new"), token=server.write_token).status == 200
+        assert server.post(path, prompts("new")).status == 200
+
+
+def test_a_reading_token_is_enough_for_what_is_cached(server: RunningServer) -> None:
     for path in ("/v1/prompts:encode", "/v1/images:encode"):
         assert server.post(path, prompts("x"), token=None).status == 401
         assert server.post(path, prompts("x"), token="wrong" * 5).status == 401

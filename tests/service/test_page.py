@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import io
 import json
+import tracemalloc
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from html.parser import HTMLParser
@@ -23,6 +24,7 @@ from latentcache.config import parse_config
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.dataset.manifest_row import CaptionRef, Row
+from latentcache.identity import digest
 from latentcache.precache.progress_note import write_note
 from latentcache.precache.run import run_precache
 from latentcache.precache.workspace import Memo, Workspace
@@ -325,7 +327,7 @@ def test_a_server_with_a_token_asks_for_it(folder: Path) -> None:
         cookie = answer.headers["set-cookie"]
         assert (answer.status, answer.headers["location"]) == (303, "/")
         assert "HttpOnly" in cookie
-        assert "SameSite=strict" in cookie
+        assert "SameSite=lax" in cookie, "a link from elsewhere leads to the page"
         assert TOKEN not in cookie
         logged_in = {"Cookie": cookie.partition(";")[0]}
         page = fetch(base, "/", **logged_in).text
@@ -333,6 +335,47 @@ def test_a_server_with_a_token_asks_for_it(folder: Path) -> None:
         assert fetch(base, "/v1/stats", **logged_in).status == 200
         assert fetch(base, "/", Authorization=f"Bearer {TOKEN}").status == 200
         assert fetch(base, "/login", "POST", b"token=x", Origin="http://elsewhere.example").status == 403
+
+
+def test_two_servers_of_a_machine_keep_their_sessions_apart(folder: Path) -> None:
+    """A browser sends the cookies of a host to all of its ports."""
+    cookies: list[str] = []
+    accesses = [Access(reading_token=token, is_open=False) for token in (TOKEN, OTHER)]
+    with page_of(folder / "cache", access=accesses[0]) as one, page_of(folder / "cache", access=accesses[1]) as other:
+        for base, token in ((one, TOKEN), (other, OTHER)):
+            answer = fetch(base, "/login", "POST", urlencode({"token": token}).encode())
+            cookies.append(answer.headers["set-cookie"].partition(";")[0])
+        jar = dict(cookie.split("=", 1) for cookie in cookies)  # the later one in the place of one of that name
+        sent = "; ".join(f"{name}={value}" for name, value in jar.items())
+        assert [fetch(base, "/v1/stats", Cookie=sent).status for base in (one, other)] == [200, 200]
+
+
+def test_a_sample_without_an_image_is_shown_as_one(tmp_path: Path) -> None:
+    manifest = photo_cache(tmp_path, 2)
+    rows = {name: replace(row, images=()) for name, row in manifest.rows.items()}
+    ManifestFolder(tmp_path / "cache" / "manifests").write(replace(manifest, rows=rows))
+    with page_of(tmp_path / "cache") as base:
+        for path in ("/", "/gallery"):
+            page = fetch(base, path)
+            assert page.status == 200 and "no image" in page.text
+
+
+def test_health_of_many_samples_takes_little_memory(tmp_path: Path) -> None:
+    """It made sets of all keys: a gigabyte for three million."""
+    manifest = photo_cache(tmp_path, 2)
+    first = manifest.rows["000.png"]
+    rows = {}
+    for number in range(20_000):
+        images = (replace(first.images[0], key=digest(b"image %d" % number)),)
+        rows[str(number)] = replace(first, sample_id=str(number), images=images)
+    ManifestFolder(tmp_path / "cache" / "manifests").write(replace(manifest, rows=rows))
+    with page_of(tmp_path / "cache") as base:
+        assert fetch(base, "/health").status == 200  # the manifest is in memory now
+        tracemalloc.start()
+        text = fetch(base, "/health").text
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert "20,000" in text and peak < 75 * 20_000, peak
 
 
 def test_damage_has_the_command_that_fixes_it(tmp_path: Path) -> None:

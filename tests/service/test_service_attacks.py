@@ -40,6 +40,33 @@ def test_the_body_of_a_stranger_is_not_read(served):
         assert client.recv(1000).startswith(b"HTTP/1.1 4")
 
 
+@pytest.mark.parametrize(
+    "head",
+    [
+        f"PUT /v1/packs/{'a' * 32}",  # no token: 401
+        "GET /v1/healthz",  # needs none
+        "POST /v1/nothing",
+        "PUT /login",
+    ],
+)
+def test_a_connection_ends_with_an_answer_that_did_not_wait_for_the_body(served, head):
+    """A stranger cannot send for ever: neither much at once, nor a little now and then."""
+    with socket.create_connection(served.server.address, timeout=5) as client:
+        client.sendall(f"{head} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".encode())
+        assert b"connection: close" in client.recv(4096).lower()
+        chunk, num_taken = b"10000\r\n" + bytes(1 << 16) + b"\r\n", 0
+        with pytest.raises(OSError):  # long before this much was sent
+            for _ in range(2000):
+                client.sendall(chunk)
+                num_taken += len(chunk)
+    assert num_taken < 16 << 20, "what lies in buffers of the system"
+
+
+def test_every_answer_says_that_its_type_is_what_it_says(served):
+    for path in ("/v1/stats", "/v1/healthz", "/v1/none", "/", "/static/none"):
+        assert served.server.get(path).headers["x-content-type-options"] == "nosniff"
+
+
 def test_the_scheme_of_a_token_has_no_case(served):
     assert (
         served.server.get("/v1/stats", token=None, headers={"Authorization": f"bearer {served.server.token}"}).status
@@ -52,18 +79,22 @@ def test_health_and_the_description_are_for_all(served):
     assert served.server.get("/v1/openapi.json", token=None).json()["info"]["title"] == "latentcache"
 
 
+def cookie_name(served):
+    return f"latentcache_session_{served.server.address[1]}"
+
+
 def test_a_session_may_read_and_not_write(served):
     access = Access(reading_token=served.server.token, writing_token=served.server.write_token, is_open=False)
     for token in (served.server.token, served.server.write_token):
         session = access.session_of(token)
         assert session is not None and token not in session
-        cookie = {"Cookie": f"other=1; latentcache_session={session}"}
+        cookie = {"Cookie": f"other=1; {cookie_name(served)}={session}"}
         assert served.server.get("/v1/stats", token=None, headers=cookie).status == 200
         answer = served.server.request("POST", "/v1/entries:remove", {"keys": []}, token=None, headers=cookie)
         assert answer.status == 403
     assert access.session_of("x" * 32) is None
     for wrong in ("0" * 64, f"99999999999.{'0' * 64}", "", ".", "²."):
-        cookie = {"Cookie": f"latentcache_session={wrong}"}
+        cookie = {"Cookie": f"{cookie_name(served)}={wrong}"}
         assert served.server.get("/v1/stats", token=None, headers=cookie).status == 401
 
 

@@ -119,6 +119,15 @@ def test_each_family_s_images_have_a_thumbnail(name: str) -> None:
     )  # a linear map does not stretch it, and these VAEs know nothing
 
 
+def test_latents_of_very_many_channels_have_no_preview() -> None:
+    """Principal components of 4,000 took more than a minute of a thread that others wait for."""
+    record = make()
+    thumbnails = stored(record, latents=torch.zeros(4000, 2, 2))
+    assert thumbnails.way(record.identity, thumbnails.store.describe(record.key)) is None
+    with pytest.raises(RequestRefused, match="4000 channels: a preview has at most 256"):
+        thumbnails.webp(record.key)
+
+
 def test_of_a_video_the_first_frame_is_shown() -> None:
     frames = torch.randn(16, 3, 4, 6)
     video, still = make(), make(still=1)
