@@ -17,8 +17,10 @@ from latentcache.cli.options import (
     CONFIG_DEFAULTS,
     AsJson,
     CachePath,
+    LocalTarget,
     OfCache,
     OfConfig,
+    StoredTarget,
     Switch,
     Target,
     known_cache,
@@ -83,7 +85,7 @@ def validate(
     lora: str | None = None,
     lora_scale: float = 1.0,
     dtype: str = "auto",
-    step: int = 0,
+    step: int | None = None,
     against: Path | None = None,
     options: OfConfig = CONFIG_DEFAULTS,
 ) -> int:
@@ -98,6 +100,7 @@ def validate(
         dtype: Of the denoiser: float32, float16, bfloat16, or auto: the family's on an accelerator, float32 on a
             CPU.
         step: The number of the training's step: the results are kept under it, in a subfolder of validation.path.
+            Default: that in the LoRA or the checkpoint, or in its name; 0 for the model's own denoiser.
         against: The metrics.json of another checkpoint: also report the difference of the losses, sample by sample.
     """
     from latentcache.utils.progress import default_progress
@@ -179,7 +182,7 @@ def verify(target: Target = None, /, *, subset: str | None = None, options: OfCa
     return _finish_upkeep(report, options.as_json)
 
 
-def rebuild(target: Target = None, /, *, options: OfCache = CACHE_DEFAULTS) -> int:
+def rebuild(target: LocalTarget = None, /, *, options: OfCache = CACHE_DEFAULTS) -> int:
     """Rebuild the index from the packs."""
     from latentcache.store.upkeep import rebuild as rebuild_store
 
@@ -187,7 +190,7 @@ def rebuild(target: Target = None, /, *, options: OfCache = CACHE_DEFAULTS) -> i
 
 
 def prune(
-    target: Target = None,
+    target: StoredTarget = None,
     /,
     *,
     dry_run: Switch = False,
@@ -235,7 +238,12 @@ def prune(
 
 
 def compact(
-    target: Target = None, /, *, dry_run: Switch = False, grace: Hours = GRACE_H, options: OfCache = CACHE_DEFAULTS
+    target: StoredTarget = None,
+    /,
+    *,
+    dry_run: Switch = False,
+    grace: Hours = GRACE_H,
+    options: OfCache = CACHE_DEFAULTS,
 ) -> int:
     """Rewrite packs that are small or mostly dead, and free their space: in a bucket after the grace time.
 

@@ -41,6 +41,8 @@ Settings = Annotated[ConfigFlags | None, Parameter(name="*", group="Settings")]
 NamedConfig = Annotated[Path | None, Parameter(help="A config that names the cache.")]
 CachePath = Annotated[str | None, Parameter(name="--cache.path", help="The cache's directory, or its URL.")]
 Target = Annotated[str | None, Parameter(help="The cache's directory, its URL, or a config.")]
+LocalTarget = Annotated[str | None, Parameter(help="The cache's directory, or a config: no URL.")]
+StoredTarget = Annotated[str | None, Parameter(help="The cache's directory, the URL of a bucket, or a config.")]
 Switch = Annotated[bool, Parameter(negative="")]
 AsJson = Annotated[bool, Parameter(name="--json", negative="", help="One JSON document on stdout.")]
 

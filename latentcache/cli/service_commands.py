@@ -16,7 +16,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from latentcache.cache_config import TOKEN_VARIABLE, WRITE_TOKEN_VARIABLE
-from latentcache.cli.options import CACHE_DEFAULTS, CacheOptions, OfCache, Switch, Target
+from latentcache.cli.options import CACHE_DEFAULTS, CacheOptions, LocalTarget, OfCache, Switch
 from latentcache.config import Config, load_config
 from latentcache.errors import ConfigError
 
@@ -38,7 +38,7 @@ PAGE_DEFAULTS = PageOptions()
 
 
 def serve(  # noqa: PLR0913 - each is a flag
-    target: Target = None,
+    target: LocalTarget = None,
     /,
     *,
     host: str = "127.0.0.1",
@@ -102,7 +102,7 @@ def serve(  # noqa: PLR0913 - each is a flag
 
 
 def browse(
-    target: Target = None,
+    target: LocalTarget = None,
     /,
     *,
     port: int = 0,
