@@ -115,9 +115,8 @@ def train(config: Config, options: Options, *, stop: threading.Event | None = No
                 validations.append(validate(runner, step))
     interrupted = stop.is_set()
     if not interrupted:
-        lora = save_lora(
-            training.denoiser, options.out, family=training.family
-        )  # before the validation, which may fail
+        # Before the validation, which may fail.
+        lora = save_lora(training.denoiser, options.out, family=training.family, step=step)
         if runner is not None:
             validations.append(validate(runner, step))
     return {

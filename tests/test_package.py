@@ -51,7 +51,7 @@ OWNERS = {
         *("store/index.py", "store/connection.py"),
         *("interop/formats/diffusion_pipe.py", "interop/formats/energon.py"),
     ),
-    "safetensors": ("checkpoints/folder.py", "interop/foreign_safetensors.py"),
+    "safetensors": ("checkpoints/folder.py", "interop/foreign_safetensors.py", "models/lora.py"),
     # The service writes thumbnails.
     "PIL": (
         "dataset/images.py",

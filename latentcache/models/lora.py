@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,8 +16,10 @@ import torch
 from diffusers.loaders.single_file_utils import load_single_file_checkpoint
 from diffusers.utils import convert_state_dict_to_diffusers, is_peft_available
 from diffusers.utils.state_dict_utils import convert_unet_state_dict_to_peft
+from safetensors import safe_open
+from safetensors.torch import save
 
-from latentcache.checkpoints.folder import DOCUMENT
+from latentcache.checkpoints.folder import DOCUMENT, read_document
 from latentcache.checkpoints.parts import unwrapped_module
 from latentcache.devices.placement import dtype_of
 from latentcache.families import family_of_denoiser
@@ -27,6 +30,9 @@ from latentcache.utils.durable_files import typed_errors, write_sealed
 SETTINGS_KEY = "lora"
 """The name of `lora_settings` in a checkpoint's `extra`."""
 LORA_FILE = "pytorch_lora_weights.safetensors"
+STEP_KEY = "latentcache_step"
+"""The metadata of LORA_FILE that has the training's step."""
+_STEP_IN_NAME = re.compile(r"(?:checkpoint|step)[-_]?(\d+)$")
 
 _ENCODERS = ("text_encoder.", "text_encoder_2.", "lora_te_", "lora_te1_", "lora_te2_")
 _KINDS = (".lora_A.weight", ".lora_B.weight", ".lora_B.bias", ".lora_magnitude_vector.weight", ".lora_magnitude_vector")
@@ -98,11 +104,37 @@ def _read(file: Path, denoiser: Any, family: Family) -> tuple[dict[str, Any], di
     return state, alphas[0] if alphas else None, metadata
 
 
-def save_lora(denoiser: Any, folder: str | Path, *, adapter: str = "default", family: Family | None = None) -> Path:
+def saved_step(path: Path) -> int | None:
+    """The training's step that a LoRA or a checkpoint is of, or None if nothing says it.
+
+    It is in the document of a checkpoint folder, in the metadata of a file by `save_lora` or kohya's scripts, or in the
+    name: `checkpoint-500` of diffusers' scripts, `my-lora-step00000500` of kohya's.
+    """
+    if (path / DOCUMENT).is_file():
+        return int(read_document(path)["step"])
+    file = path / LORA_FILE if path.is_dir() else path
+    if file.suffix == ".safetensors" and file.is_file():
+        with safe_open(file, "pt") as opened:
+            metadata = opened.metadata() or {}
+        for said in (metadata.get(STEP_KEY, ""), metadata.get("ss_steps", "")):
+            if said.isdecimal():
+                return int(said)
+    found = _STEP_IN_NAME.search(path.stem) or _STEP_IN_NAME.search(path.parent.name)
+    return None if found is None else int(found[1])
+
+
+def save_lora(
+    denoiser: Any,
+    folder: str | Path,
+    *,
+    adapter: str = "default",
+    family: Family | None = None,
+    step: int | None = None,
+) -> Path:
     """Write an adapter of the denoiser to LORA_FILE in a folder, as diffusers does, but whole or not at all.
 
-    `family` is by default that of `family_of_denoiser`. Returns the file's path. Raises StoreError where
-    it cannot be written.
+    `family` is by default that of `family_of_denoiser`. `step` is that of the training: `latentcache validate` finds it
+    in the file. Returns the file's path. Raises StoreError where it cannot be written.
     """
     from peft.utils import get_peft_model_state_dict
 
@@ -116,7 +148,9 @@ def save_lora(denoiser: Any, folder: str | Path, *, adapter: str = "default", fa
         family.pipeline_class.save_lora_weights(
             temporary, **{f"{family.denoiser}_lora_{name}": value for name, value in given.items()}
         )
-        data = Path(temporary, LORA_FILE).read_bytes()
+        with safe_open(Path(temporary, LORA_FILE), "pt") as opened:
+            metadata = (opened.metadata() or {}) | ({} if step is None else {STEP_KEY: str(step)})
+            data = save({name: opened.get_tensor(name) for name in opened.keys()}, metadata)
     write_sealed(path, data)
     return path
 

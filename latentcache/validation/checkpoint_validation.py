@@ -16,7 +16,7 @@ from latentcache.loading.cache import LatentCache
 from latentcache.loading.loss_parts import check_controls
 from latentcache.models.denoiser import load_denoiser
 from latentcache.models.family import denoised_share, family_of
-from latentcache.models.lora import load_lora
+from latentcache.models.lora import load_lora, saved_step
 from latentcache.models.scheduler import load_scheduler
 from latentcache.models.vae import DTYPES, vae_dtype
 from latentcache.phases.phases import Phases
@@ -34,7 +34,7 @@ def validate(
     lora: str | None = None,
     lora_scale: float = 1.0,
     dtype: str = "auto",
-    step: int = 0,
+    step: int | None = None,
     against: Path | None = None,
     progress: Progress | None = None,
 ) -> CheckpointValidation:
@@ -42,9 +42,10 @@ def validate(
 
     `denoiser` is anything that `models.denoiser.load_denoiser` reads, by default the model's own; `lora` a LoRA on
     top of it. The device is `encode.device`, `dtype` that of the denoiser: `auto` is on an accelerator that of the
-    family (float16 or bfloat16), float32 on the CPU. No text encoder is loaded. `against` is the metrics.json of
-    another checkpoint: the result has the difference of the losses. Raises ConfigError, MetricsError, ModelError,
-    DeviceError, and StoreError for what is not cached.
+    family (float16 or bfloat16), float32 on the CPU. No text encoder is loaded. The results are those of `step`, by
+    default what the LoRA or the denoiser says (`saved_step`), and 0 for the model's own. `against` is the metrics.json
+    of another checkpoint: the result has the difference of the losses. Raises ConfigError, also for a step that nobody
+    says, MetricsError, ModelError, DeviceError, and StoreError for what is not cached.
     """
     other = None if against is None else _losses_in(against)
     if config.cache.store == "cpu":
@@ -60,6 +61,8 @@ def validate(
         if lora is not None:
             load_lora(loaded, lora, scale=lora_scale, family=family)
             loaded.requires_grad_(False)
+        if step is None:
+            step = _step_of(lora or denoiser)
         if config.validation.prompts:
             loader = load_models(model, {})
             parts["vae"] = loader.vae(vae_dtype(config.encode.vae_dtype, loader.vae_facts(), device)[0])
@@ -99,6 +102,16 @@ class CheckpointValidation:
             sign = "+" if self.difference.mean > 0 else ""
             lines.append(f"against   {self.against}: {sign}{self.difference.to_text()}")
         return "\n".join((*lines, f"results   {self.paths.folder}"))
+
+
+def _step_of(path: str | None) -> int:
+    """The step of a LoRA or a denoiser; 0 for the model's own. ConfigError where nothing says it."""
+    if path is None:
+        return 0
+    step = saved_step(Path(path))
+    if step is None:
+        raise ConfigError("says neither inside nor in its name of which step it is: give --step", source=path)
+    return step
 
 
 def _losses_in(path: Path) -> LossReport:

@@ -52,7 +52,7 @@ def test_two_checkpoints_are_compared_sample_by_sample(config_file: Path, run_js
     checkpoint = save_checkpoint(tmp_path / "run", model=other, step=30, rng=False)
     _, first = run_json("validate", config_file)
     metrics = tmp_path / "validation/000000/metrics.json"
-    code, second = run_json("validate", config_file, "--unet", checkpoint, "--step", "30", "--against", metrics)
+    code, second = run_json("validate", config_file, "--unet", checkpoint, "--against", metrics)
     assert code == 0 and second["step"] == 30
     assert second["difference"]["mean"] == pytest.approx(second["loss"] - first["loss"], rel=1e-6)
     assert second["difference"]["num"] == 5

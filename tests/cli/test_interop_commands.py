@@ -13,8 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.kohya_files import dialect_a, latents_name, text_of, write_npz
+from peft import LoraConfig
 
 from latentcache.config import Config
+from latentcache.integrations.diffusers import save_lora
+from latentcache.models.tiny import tiny_denoiser
 from latentcache.precache.run import run_precache
 
 ROOT = Path(__file__).parents[2]
@@ -262,8 +265,31 @@ def test_validation_prompts_are_encoded_next_to_an_import(
     assert Path(json.loads(capsys.readouterr().out)["validations"][0]["grid"]).exists()
     shutil.rmtree(tmp_path / "validation")
     lora = tmp_path / "out" / "pytorch_lora_weights.safetensors"
-    code, _, err = run("validate", file, "--lora", lora, "--json")
+    code, out, err = run("validate", file, "--lora", lora, "--json")
     assert code == 0, err
+    assert json.loads(out)["step"] == 1 and (tmp_path / "validation" / "000001").is_dir(), "as its file says"
+
+
+def test_the_step_of_a_lora_is_never_guessed(
+    exported: Config, tmp_path: Path, run: Callable[..., Any], run_json: Callable[..., Any]
+) -> None:
+    """Results of other steps than those of their LoRA would make a curve that is wrong."""
+    small = {"height": 64, "width": 64, "num_inference_steps": 1, "path": tmp_path / "validation"}
+    config = exported.model_copy(update={"validation": exported.validation.model_copy(update=small)})
+    file = config_file(config, tmp_path / "config.json", path=str(exported.cache.path))
+    unet = tiny_denoiser()
+    unet.add_adapter(LoraConfig(r=2, target_modules=["to_q"]))
+    lora = save_lora(unet, tmp_path)
+    code, _, err = run("validate", file, "--lora", lora)
+    assert code == 2 and f"{lora}" in err and "give --step" in err
+    assert not (tmp_path / "validation").exists()
+    for name, step in (("checkpoint-70/pytorch_lora_weights", 70), ("mine-step00000030", 30)):
+        named = tmp_path / f"{name}.safetensors"
+        named.parent.mkdir(exist_ok=True)
+        shutil.copy(lora, named)
+        assert run_json("validate", file, "--lora", named)[1]["step"] == step
+    assert run_json("validate", file, "--lora", named, "--step", "5")[1]["step"] == 5
+    assert run_json("validate", file)[1]["step"] == 0, "the model's own denoiser is not trained"
 
 
 @pytest.mark.parametrize("name", ["webdataset", "mds"])
