@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from latentcache.config import Config, ModelConfig
 from latentcache.devices.placement import DeviceLike, device_named, device_of
-from latentcache.errors import ModelError, StoreError
+from latentcache.errors import ConfigError, ModelError, StoreError
 from latentcache.families import family_named
 from latentcache.families.base import Family
 from latentcache.loading.batch import IMAGE_FIELDS, TEXT_FIELDS, to_device
@@ -297,7 +297,8 @@ def validation_parts(config: Config, cache: LatentCache) -> dict[str, Any]:
 
     They are the `vae`, to decode images or to encode what is not cached; and, where the cache lacks a sample of a
     validation set or a prompt, both text encoders and tokenizers. Their dtypes are those of precache, which encodes on
-    `encode.device`: entries that validation adds have the keys that precache would give them. Raises ModelError.
+    `encode.device`: entries that validation adds have the keys that precache would give them. Raises ModelError, and ConfigError for a config
+    without a training set.
     """
     device, models = device_named(config.encode.device), load_models(config.model, {})
     is_cached = _is_validation_cached(config, cache)
@@ -313,7 +314,10 @@ def _is_validation_cached(config: Config, cache: LatentCache) -> bool:
     """Whether the cache has all that validation reads."""
     names = [dataset.name for dataset in config.datasets if dataset.role == "validation"]
     # The prompts of the training set: other sets in the cache may come from other text encoders.
-    own = cache.restricted(next(dataset.name for dataset in config.datasets if dataset.role == "train"))
+    training = [dataset.name for dataset in config.datasets if dataset.role == "train"]
+    if not training:
+        raise ConfigError("the config has no dataset with the role train, whose prompts validation reads")
+    own = cache.restricted(training[0])
     try:
         keys = {key for name in names for key in cache.manifest(name).keys()}
         prompt_embeddings(own, config.validation.prompts, config.validation.negative_prompt, device="cpu")

@@ -154,6 +154,9 @@ class Export:
 
     def _sample(self, row: Row) -> ExportSample | None:
         """The sample of a row; None, and reported, if it cannot be exported."""
+        if (what := _not_text(row)) is not None:
+            self.skip(row.sample_id, row.path, "unreadable", f"{what} is not UTF-8")
+            return None
         stem = PurePosixPath(row.sample_id)
         if stem.is_absolute() or ".." in stem.parts or "\0" in row.sample_id or not stem.name:
             self.skip(row.sample_id, row.path, "unreadable", "its sample_id leads out of the folder")
@@ -270,6 +273,19 @@ class Export:
         self.report.num_files += 1
         self.report.bytes_written += len(data)
         return True
+
+
+def _not_text(row: Row) -> str | None:
+    """What of a row no file can hold: it has half of a surrogate pair, as a name from a broken archive may have."""
+    what = "its name"
+    try:
+        os.fsencode(row.sample_id)
+        what = "a caption"
+        for caption in row.captions:
+            caption.text.encode()
+    except UnicodeEncodeError:
+        return what
+    return None
 
 
 def _caption_of(text: str, entry: Entry) -> ExportCaption:

@@ -128,10 +128,8 @@ class ShardExport(Export):
 
     def _rows(self) -> Iterator[ShardRow]:
         for sample in self.samples():
-            texts = [("its name", sample.sample_id)]
-            texts += [("a caption", caption.text or "") for caption in sample.captions]
-            if halves := [what for what, text in texts if any("\ud800" <= char <= "\udfff" for char in text)]:
-                self.skip(sample.sample_id, sample.path, "unreadable", f"{halves[0]} is not UTF-8")
+            if any("\ud800" <= char <= "\udfff" for char in sample.sample_id):
+                self.skip(sample.sample_id, sample.path, "unreadable", "its name is not UTF-8")
                 continue
             if others := ", ".join(dict.fromkeys(name for caption in sample.captions for name in caption.others)):
                 detail = f"its texts have {others}, for which shards have no place: precache with encode.padding drop"

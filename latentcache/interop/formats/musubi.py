@@ -291,12 +291,6 @@ def _export_text(sample: ExportSample, path: Path, architecture: Architecture, r
     if caption.text is None:
         run.report.note(NOTE_UNKNOWN)
         return
-    try:
-        caption.text.encode()
-    except UnicodeEncodeError:
-        detail = "its caption is not UTF-8, as the metadata of a safetensors file must be"
-        run.skip(sample.sample_id, path, "bad-caption", detail)
-        return
     data = _file(_text_tensors(caption, architecture), architecture, {"caption1": caption.text})
     run.report.num_texts += run.write(path, data, sample)
     run.report.note(NOTE_FIRST if len(sample.captions) > 1 else None)
