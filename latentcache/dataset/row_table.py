@@ -210,6 +210,12 @@ class RowTable(Mapping[str, Row]):
             chosen[here], is_open[here] = starts[here] + place, False
         return hex_of(self._images.keys[chosen])
 
+    def has_flip(self) -> np.ndarray:
+        """Whether each row has a mirrored image: bool [n]."""
+        before = np.concatenate([[0], np.cumsum(self._geometries[:, FLIP])])
+        found: np.ndarray = before[self._images.bounds[1:]] > before[self._images.bounds[:-1]]
+        return found
+
     def part_sizes(self, number: int) -> tuple[int, ...]:
         """Heights and widths of a row's further parts, in their order."""
         return self._parts.target_sizes(number) if len(self._parts.roles) else ()

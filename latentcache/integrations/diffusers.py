@@ -132,7 +132,7 @@ class PrecomputedDataset(Dataset[Batch]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: list[int]) -> list[Batch]:
-        """Several items in one read; a DataLoader calls this. They may lie in different buckets."""
+        """The items of a batch in one read; a DataLoader calls this. StoreError where they lie in several buckets."""
         items = self.dataset.__getitems__(indices)
         return [self._item(item, index) for index, item in zip(indices, items, strict=True)]
 
@@ -297,8 +297,8 @@ def validation_parts(config: Config, cache: LatentCache) -> dict[str, Any]:
 
     They are the `vae`, to decode images or to encode what is not cached; and, where the cache lacks a sample of a
     validation set or a prompt, both text encoders and tokenizers. Their dtypes are those of precache, which encodes on
-    `encode.device`: entries that validation adds have the keys that precache would give them. Raises ModelError, and ConfigError for a config
-    without a training set.
+    `encode.device`: entries that validation adds have the keys that precache would give them. Raises ModelError, and
+    ConfigError for a config without a training set.
     """
     device, models = device_named(config.encode.device), load_models(config.model, {})
     is_cached = _is_validation_cached(config, cache)

@@ -25,7 +25,7 @@ from latentcache.families.scaling import Scaling
 from latentcache.loading.batch import to_device
 from latentcache.loading.cache import LatentCache
 from latentcache.loading.pack_order import Places
-from latentcache.loading.sample import PRECACHE, SIZES, SampleRef
+from latentcache.loading.sample import PRECACHE, SIZES, SampleRef, bucket_error
 from latentcache.loading.sample_facts import SampleFacts
 from latentcache.loading.sampler import Visit
 from latentcache.store.base import PackedStore
@@ -90,18 +90,20 @@ class SampleDataset(Dataset[Batch]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Batch]:
-        """Several items in one read; a DataLoader calls this. They may lie in different buckets."""
+        """The items of a batch in one read; a DataLoader calls this. StoreError where they lie in several buckets."""
+        self._check_bucket(indices)
         refs = self.refs(indices)
-        groups: dict[tuple[Any, ...], list[int]] = {}
-        for position, ref in enumerate(refs):
-            groups.setdefault((ref.layout.extent, ref.parts), []).append(position)
-        items: list[Batch] = [{} for _ in refs]
-        for positions in groups.values():
-            found = [refs[position] for position in positions]
-            read = self.cache.reader.gather(found, pad=False)
-            for position, item in zip(positions, _items(read, found), strict=True):
-                items[position] = item
-        return items
+        return _items(self.cache.reader.gather(refs, pad=False), refs)
+
+    def bucket(self, index: int) -> Extent:
+        """The bucket of an item, without reading it; of a clip with its number of frames."""
+        raise NotImplementedError
+
+    def _check_bucket(self, indices: Sequence[int]) -> None:
+        """StoreError for items of several buckets, which no batch can hold: torch would say that it cannot stack."""
+        buckets = {self.bucket(index) for index in indices}
+        if len(buckets) > 1:
+            raise bucket_error(buckets)
 
     def collate(self, items: Sequence[Batch]) -> Batch:
         """The `collate_fn` of a DataLoader: torch's default, but texts that are stored without padding are padded.
@@ -152,13 +154,15 @@ class LatentDataset(SampleDataset):
     Samples of several parts have `control_latents_1` [C, h, w] and so on, and `mask` uint8 [1, h, w].
     L is a caption's own where the family stores no padding: then a DataLoader's `collate_fn` is `dataset.collate`,
     which pads; elsewhere torch's default does the same. `place` then moves a batch to the requesting model, and draws
-    latents from moments if it is given a generator. Batches must not mix buckets: use `BucketBatchSampler`.
+    latents from moments if it is given a generator. Batches must not mix buckets, which is a StoreError: use
+    `BucketBatchSampler`.
 
-    `flips` adds the mirrored entries as items of their own. `caption` is the number of the caption, or "random": one
-    drawn at each visit. With `BucketBatchSampler` the draw follows from its seed, the epoch and the position; a plain
-    item number draws with torch's global generator, which a DataLoader seeds for each worker. Samples that were
-    imported and not verified are a SampleError at once, unless `unverified` takes them as they are. Each process opens
-    the cache for itself, so fork and spawn both work. `path`, `io` and `options` are those of `LatentCache`.
+    `flips` adds the mirrored entries as items of their own; a sample without one is a SampleError at once. `caption` is
+    the number of the caption, or "random": one drawn at each visit. With `BucketBatchSampler` the draw follows from its
+    seed, the epoch and the position; a plain item number draws with torch's global generator, which a DataLoader seeds
+    for each worker. Samples that were imported and not verified are a SampleError at once, unless `unverified` takes
+    them as they are. Each process opens the cache for itself, so fork and spawn both work. `path`, `io` and `options`
+    are those of `LatentCache`.
 
     `order` is what `BucketBatchSampler` follows: "random", or "packs" for a cache that is larger than memory, or far
     away: the packs that hold the images come in random order, and their rows are mixed. Through the page cache they are
@@ -177,6 +181,8 @@ class LatentDataset(SampleDataset):
         order: Order = "random",
         **options: Unpack[RemoteOptions],
     ):
+        if caption != "random" and not (isinstance(caption, int) and caption >= 0):
+            raise StoreError(f"caption is {caption!r}; it must be a number from 0 on, or 'random'")
         if order not in ORDERS:
             raise StoreError(f"order is {order!r}; it must be one of {', '.join(ORDERS)}")
         self.path = location_of(path)
@@ -192,6 +198,8 @@ class LatentDataset(SampleDataset):
         self._usable = self._rows.usable()
         for number in np.intersect1d(self._usable, self._rows.unverified())[:1].tolist():
             self.cache.check_trust(read, self._rows.row(number))
+        for number in self._usable[~self._rows.has_flip()[self._usable]][:1].tolist() if flips else ():
+            SampleRef.of(self._rows.row(number), self.facts, flip=True)  # it raises the error of a sample without one
         self._buckets = self._rows.first_sizes("extent")
         self._num_once = len(self._usable) * (1 + flips)
         self._num_items = self._num_once * read.repeats
@@ -207,7 +215,7 @@ class LatentDataset(SampleDataset):
         return self._usable.item(place), bool(flip)
 
     def bucket(self, index: int) -> Extent:
-        """The bucket of an item, without reading it; of a clip with its number of frames."""
+        """As `SampleDataset.bucket`."""
         return self._bucket(self._item(index)[0])
 
     def group(self, index: int) -> tuple[int, ...]:
@@ -341,7 +349,8 @@ class LatentDatasets(SampleDataset, ConcatDataset[Batch]):
         return [part.refs([inner])[0] for part, inner in map(self._part, indices)]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Batch]:
-        """Several items, with one read for each manifest and bucket: one may hold moments, and another latents."""
+        """The items of a batch, with one read for each manifest: one may hold moments, and another latents."""
+        self._check_bucket(indices)
         parts: dict[LatentDataset, list[int]] = {}
         for position, index in enumerate(indices):
             parts.setdefault(self._part(index)[0], []).append(position)

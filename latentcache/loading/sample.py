@@ -20,7 +20,7 @@ from latentcache.loading.batch import CONTROL, BufferPool
 from latentcache.loading.sample_facts import SampleFacts
 from latentcache.store.base import MANY_KEYS, Description, EntryArrays, Store
 from latentcache.store.stacking import Padded, common_fields, concatenated, stack_columns, without_lengths
-from latentcache.types import Batch, Geometry, Padding, Size
+from latentcache.types import Batch, Extent, Geometry, Padding, Size
 
 PRECACHE: Final = "run `latentcache precache CONFIG` again"
 """The remedy of most errors about a sample."""
@@ -187,7 +187,7 @@ class SampleReader:
         metadata = metadata_of(sample_ids, captions, layouts)
         buckets = metadata["target_size"]
         if buckets.count(buckets[0]) != len(buckets):
-            raise _bucket_error(buckets)
+            raise bucket_error(buckets)
         batch: Batch = _stacked(sample_ids, fields[0], columns, pool, out, pad)
         batch.update(metadata)
         return batch
@@ -272,10 +272,11 @@ def _stacked(
     return {**batch, **{f"{name}{MASK}": mask for name, mask in padded.masks().items()}}
 
 
-def _bucket_error(buckets: Iterable[tuple[int, int]]) -> StoreError:
-    names = sorted({str(Size(*bucket)) for bucket in buckets})
+def bucket_error(buckets: Iterable[Extent | tuple[int, int]]) -> StoreError:
+    """The error of a batch whose samples lie in these buckets."""
+    names = sorted(str(Size(*bucket) if len(bucket) == 2 else bucket) for bucket in buckets)
     return StoreError(
-        f"a batch has one bucket, but these samples lie in {', '.join(names)}: "
+        f"a batch has one bucket, but these samples lie in {', '.join(dict.fromkeys(names))}: "
         "batch them with latentcache.BucketBatchSampler"
     )
 
@@ -284,7 +285,7 @@ def _check_alike(sample_ids: Sequence[str], layouts: Sequence[Layout], found: Se
     """StoreError unless these samples can be in one batch."""
     buckets = {layout.target_size for layout in layouts}
     if len(buckets) > 1:
-        raise _bucket_error(buckets)
+        raise bucket_error(buckets)
     families = sorted({fields.family.name for fields in found})
     if len(families) > 1:
         names = ", ".join(families)

@@ -322,7 +322,7 @@ def test_a_batch_of_clips_goes_from_the_cache_into_the_denoiser(cached: Config) 
             cache.batch(["a.gif", "short.png"], device="cpu")
     assert batch["latents"].shape == (2, 16, 3, HEIGHT // 8, WIDTH // 8)
     assert batch["prompt_embeds"].shape == (2, 512, 32)
-    items = dataset.__getitems__([0, 1, 2, 3])  # of three numbers of frames
+    items = [dataset[index] for index in range(4)]
     assert [item["latents"].shape[1] for item in items] == [3, 3, 1, 1]
     found = family.predict(family.tiny()["transformer"], batch["latents"], torch.tensor([200.0, 700.0]), batch)
     assert found.shape == batch["latents"].shape and found.isfinite().all()

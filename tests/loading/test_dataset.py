@@ -143,3 +143,21 @@ def test_ranks_share_the_batches_evenly(config: Config) -> None:
         BucketBatchSampler(dataset, 1, rank=3, world_size=3)
     with pytest.raises(StoreError, match="batch_size is 0"):
         BucketBatchSampler(dataset, 0)
+
+
+def test_a_plain_shuffled_dataloader_is_told_what_to_use(config: Config) -> None:
+    """torch itself says that it cannot stack tensors of unequal sizes."""
+    path = config.cache.path
+    for dataset in (LatentDataset(path), LatentDatasets([LatentDataset(path)])):
+        with pytest.raises(StoreError, match=r"lie in .*, .*: batch them with latentcache.BucketBatchSampler"):
+            list(DataLoader(dataset, batch_size=10, shuffle=True))
+
+
+def test_what_a_dataset_cannot_give_is_refused_when_it_is_made(make_config: Callable[..., Config]) -> None:
+    config = make_config()
+    run_precache(config)
+    for caption in ("rnd", -1, 0.5, None):
+        with pytest.raises(StoreError, match=rf"caption is {caption!r}; it must be a number from 0 on, or 'random'"):
+            LatentDataset(config.cache.path, caption=caption)  # type: ignore[arg-type]  # the error is the point
+    with pytest.raises(SampleError, match="has no flipped entry"):
+        LatentDataset(config.cache.path, flips=True)

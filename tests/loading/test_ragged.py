@@ -135,7 +135,8 @@ def test_items_have_their_own_length_and_collate_pads_them(
     paths: Callable[[FamilyName], Path], family: FamilyName
 ) -> None:
     dataset = LatentDataset(paths(family))
-    for item, number in zip(dataset.__getitems__([8, 0, 2, 1]), (8, 0, 2, 1), strict=True):
+    for number in (8, 0, 2, 1):
+        item = dataset[number]
         assert torch.equal(item["prompt_embeds"], text_of(number, LENGTHS[number]))
         assert "prompt_embeds_mask" not in item and item["sample_id"] == str(number)
     sampler = BucketBatchSampler(dataset, 4, seed=1)

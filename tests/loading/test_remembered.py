@@ -262,11 +262,11 @@ def test_a_compaction_in_another_process_never_makes_a_batch_wrong(path: Path) -
     dataset, unread = LatentDataset(path), LatentDataset(path, flips=True)
     with LatentCache(path) as cache:
         expected = [plain(cache.batch([name], device="cpu")) for name in cache.sample_ids()]
-        items = [plain(item) for item in dataset.__getitems__(range(len(dataset)))]
+        items = [plain(dataset[index]) for index in range(len(dataset))]
         run_python(script, path)
         assert [plain(cache.batch([name], device="cpu")) for name in cache.sample_ids()] == expected
-        assert [plain(item) for item in dataset.__getitems__(range(len(dataset)))] == items
-        assert [plain(item) for item in unread.__getitems__(range(len(items) // 2))] == items[: len(items) // 2]
+        assert [plain(dataset[index]) for index in range(len(dataset))] == items
+        assert [plain(unread[index]) for index in range(len(items) // 2)] == items[: len(items) // 2]
         # What is looked up again is found where it is now.
         list(cache.store.keys())
         assert [plain(cache.batch([name], device="cpu")) for name in cache.sample_ids()] == expected
