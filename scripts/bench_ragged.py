@@ -7,7 +7,7 @@
 The samples are as those of Qwen-Image at 1024x1024: mean latents [16, 1, 128, 128] in float16, and prompt_embeds in
 bfloat16, 3,584 wide, of 20 to 80 rows each. A batch of 16 is padded to its longest caption. The limit copies the same
 batch, its padding too, row by row in one thread from anonymous memory into tensors that are there already. Reading goes
-by `LatentCache.batch` into given and into new tensors, by `LatentLoader` without prefetch, and from `resident="cpu"`.
+by `LatentCache.batch` into given and into new tensors, and by `LatentLoader` without prefetch.
 All orders are random, a new one in each round; each pass comes directly after an untimed one.
 """
 
@@ -41,7 +41,6 @@ WAYS = {
     "out": "given tensors",
     "fresh": "new tensors",
     "loader": "LatentLoader",
-    "resident": "LatentLoader, resident=cpu",
 }
 
 Batches = Sequence[Sequence[int]]
@@ -140,9 +139,9 @@ def ours(cache: LatentCache, samples: Samples, *, given: bool) -> Callable[[Batc
     return read
 
 
-def loader(dataset: LatentDataset, samples: Samples, where: str | None) -> Callable[[Batches], None]:
+def loader(dataset: LatentDataset, samples: Samples) -> Callable[[Batches], None]:
     """Batches in the sampler's own order, each checked once."""
-    made = LatentLoader(BucketBatchSampler(dataset, BATCH, drop_last=True), device="cpu", prefetch=0, resident=where)
+    made = LatentLoader(BucketBatchSampler(dataset, BATCH, drop_last=True), device="cpu", prefetch=0)
     batches = made.forever()
     for _ in range(2 * len(made)):
         batch = next(batches)
@@ -172,8 +171,7 @@ def run(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         "limit": limit(samples),
         "out": ours(dataset.cache, samples, given=True),
         "fresh": ours(dataset.cache, samples, given=False),
-        "loader": loader(dataset, samples, None),
-        "resident": loader(dataset, samples, "cpu"),
+        "loader": loader(dataset, samples),
     }
 
     def in_rounds(read: Callable[[Batches], None]) -> Callable[[], None]:

@@ -19,7 +19,6 @@ import psutil
 import soaking
 
 from latentcache import BucketBatchSampler, DiskStore, LatentCache, LatentDataset, LatentLoader
-from latentcache.errors import StoreError
 
 NUM_SAMPLES = 24
 NUMBERS = range(0, 5 * NUM_SAMPLES, 5)
@@ -56,15 +55,6 @@ def read_only(path: Path, keys: list[str]) -> None:
         cache.store.record(keys[1])
 
 
-def read_past_cache(path: Path, keys: list[str]) -> None:
-    with DiskStore(path, read_only=True, io="direct") as store:
-        try:
-            store.rows(keys[:4])
-        except StoreError as error:
-            if "its file system cannot do it" not in str(error):
-                raise
-
-
 def read_with_loader(path: Path, keys: list[str]) -> None:
     dataset = LatentDataset(path, "train")
     sampler = BucketBatchSampler(dataset, 4, seed=0)
@@ -88,7 +78,7 @@ def program(soak: soaking.Soak) -> None:
         keys = list(store.keys())
     soaking.write_manifest(path, "train", NUMBERS)
     ways: list[Callable[[Path, list[str]], None]] = [
-        read_cache, read_only, read_past_cache, read_with_loader, abandon,
+        read_cache, read_only, read_with_loader, abandon,
     ]  # fmt: skip
     goal = soak.goal("open, read, close: descriptors, threads, maps, files and memory stay flat")
     before: dict[str, int] = {}

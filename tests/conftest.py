@@ -10,16 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 from helpers.photo_files import write_photo
 from hypothesis import settings
 
 from latentcache.cli.app import main
 from latentcache.config import Config, parse_config
-from latentcache.errors import StoreError
-from latentcache.identity import key_of
-from latentcache.store import DiskStore
-from latentcache.types import Entry, Record
 
 if TYPE_CHECKING:
     from helpers.swift_server import SwiftServer
@@ -64,20 +59,6 @@ def swift() -> Iterator[SwiftServer]:
     with swift_serving() as server:
         server.make_bucket("tests")
         yield server
-
-
-@pytest.fixture
-def past_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Skips where files cannot be read past the page cache: on macOS, and on some file systems."""
-    with DiskStore(tmp_path_factory.mktemp("probe"), io="direct") as store:
-        identity = {"probe": 1}
-        store.add([Entry(Record(key_of(identity), "image", identity, {}), {"field": torch.zeros(1)})])
-        try:
-            store.get(key_of(identity))
-        except StoreError as error:
-            if sys.platform == "linux" and "its file system cannot do it" not in str(error):
-                raise
-            pytest.skip(str(error))
 
 
 @pytest.fixture

@@ -22,7 +22,6 @@ from latentcache.loading.sample import FIELDS, SampleMemory, SampleReader, Sampl
 from latentcache.loading.sample_facts import SampleFacts, prompt_identity
 from latentcache.loading.sample_index import SampleIndex, unverified_error
 from latentcache.store.base import DTYPES, Closing, Store
-from latentcache.store.direct import Io
 from latentcache.store.disk import DiskStore
 from latentcache.types import Batch, Entry
 from latentcache.utils.locks import ReadersLock
@@ -43,9 +42,7 @@ class LatentCache(SampleIndex, Closing):
     nothing, not even marks of damage or what `local` would keep; by default it is so where the directory cannot be
     written.
     `unverified` also returns samples that were imported and not verified; without it they are a SampleError. The sizes
-    of a batch are integers; its tensors are on the requesting device. The cache never moves the requesting model. `io`
-    is that of `DiskStore`, for a path: "mapped" reads through the page cache, "direct" past it, "auto" past it where
-    the packs take more than half of the memory.
+    of a batch are integers; its tensors are on the requesting device. The cache never moves the requesting model.
 
     `reader` reads samples from `store`, and `memory` has those that were requested.
     """
@@ -59,7 +56,6 @@ class LatentCache(SampleIndex, Closing):
         store: Store | None = None,
         manifests: Manifests | None = None,
         unverified: bool = False,
-        io: Io = "auto",
         **options: Unpack[RemoteOptions],
     ):
         if (path is None) == (store is None) or (store is None) != (manifests is None):
@@ -78,7 +74,7 @@ class LatentCache(SampleIndex, Closing):
             if read_only is None:
                 # A reader that may write marks damage at once, so that the next precache fixes it.
                 read_only = not os.access(location, os.W_OK)
-            store = disk = DiskStore(location, read_only=read_only, create=False, io=io)
+            store = disk = DiskStore(location, read_only=read_only, create=False)
             manifests = ManifestFolder(location / "manifests")
             if not read_only:
                 self._reading = ReadersLock(disk.directory.readers)

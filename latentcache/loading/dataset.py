@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -29,7 +28,6 @@ from latentcache.loading.sample import PRECACHE, SIZES, SampleRef, bucket_error
 from latentcache.loading.sample_facts import SampleFacts
 from latentcache.loading.sampler import Visit
 from latentcache.store.base import PackedStore
-from latentcache.store.direct import Io
 from latentcache.store.stacking import pad_tensors
 from latentcache.types import Batch, ClipSize, Extent, Size
 
@@ -40,8 +38,8 @@ ORDERS: tuple[Order, ...] = get_args(Order)
 class _OwnCache:
     """Opens a cache once in each process, so that fork and spawn both work."""
 
-    def __init__(self, path: Path | str | CacheConfig, *, unverified: bool, io: Io, options: RemoteOptions):
-        self._options: dict[str, Any] = {"path": path, "unverified": unverified, "io": io, **options}
+    def __init__(self, path: Path | str | CacheConfig, *, unverified: bool, options: RemoteOptions):
+        self._options: dict[str, Any] = {"path": path, "unverified": unverified, **options}
         self._opened: tuple[int, LatentCache] | None = None
 
     def __call__(self) -> LatentCache:
@@ -161,7 +159,7 @@ class LatentDataset(SampleDataset):
     the number of the caption, or "random": one drawn at each visit. With `BucketBatchSampler` the draw follows from its
     seed, the epoch and the position; a plain item number draws with torch's global generator, which a DataLoader seeds
     for each worker. Samples that were imported and not verified are a SampleError at once, unless `unverified` takes
-    them as they are. Each process opens the cache for itself, so fork and spawn both work. `path`, `io` and `options`
+    them as they are. Each process opens the cache for itself, so fork and spawn both work. `path` and `options`
     are those of `LatentCache`.
 
     `order` is what `BucketBatchSampler` follows: "random", or "packs" for a cache that is larger than memory, or far
@@ -177,7 +175,6 @@ class LatentDataset(SampleDataset):
         flips: bool = False,
         caption: int | Literal["random"] = 0,
         unverified: bool = False,
-        io: Io = "auto",
         order: Order = "random",
         **options: Unpack[RemoteOptions],
     ):
@@ -187,7 +184,7 @@ class LatentDataset(SampleDataset):
             raise StoreError(f"order is {order!r}; it must be one of {', '.join(ORDERS)}")
         self.path = location_of(path)
         self.caption, self.order = caption, order
-        self.own_cache = _OwnCache(path, unverified=unverified, io=io, options=options)
+        self.own_cache = _OwnCache(path, unverified=unverified, options=options)
         names = self.cache.dataset_names()
         if manifest is None and len(names) != 1:
             raise StoreError(f"{self.path}: name the manifest; there are: {', '.join(names) or 'none'}")
@@ -277,13 +274,6 @@ class LatentDataset(SampleDataset):
             memory.table(*name, room_for=1)[int(index)] = ref
         return ref
 
-    def all_refs(self) -> Iterator[SampleRef]:
-        """The samples of all items, with each caption that may be drawn. No item repeats."""
-        for place, flip in map(self._item, range(self._num_once)):
-            row = self._rows.row(place)
-            for number in range(len(row.captions)) if self.caption == "random" else [self.caption]:
-                yield SampleRef.of(row, self.facts, caption=number, flip=flip)
-
 
 class LatentDatasets(SampleDataset, ConcatDataset[Batch]):
     """Several manifests of one cache as one dataset, of one family. They share one opened cache.
@@ -360,10 +350,6 @@ class LatentDatasets(SampleDataset, ConcatDataset[Batch]):
             for position, item in zip(positions, read, strict=True):
                 items[position] = item
         return items
-
-    def all_refs(self) -> Iterator[SampleRef]:
-        """As `LatentDataset.all_refs`."""
-        return chain.from_iterable(part.all_refs() for part in self.datasets)
 
     def _part(self, index: int) -> tuple[LatentDataset, int]:
         if not -len(self) <= index < len(self):

@@ -13,12 +13,11 @@ from typing import Any, Literal, NamedTuple, cast
 
 import torch
 
-from latentcache.devices.placement import DeviceLike, device_named, device_of, dtype_of
+from latentcache.devices.placement import DeviceLike, device_of, dtype_of
 from latentcache.devices.transfer import MAX_IN_FLIGHT, Sent, Transfer, transfer_to
 from latentcache.errors import SampleError, StoreError
 from latentcache.loading.batch import BufferPool, to_device
 from latentcache.loading.dataset import LatentDataset, LatentDatasets
-from latentcache.loading.resident import ResidentEntries
 from latentcache.loading.sample import PRECACHE, SampleReader, SampleRef
 from latentcache.loading.sampler import BucketBatchSampler, Cursor, PlannedBatch, noise_generator
 from latentcache.store.base import Closing, PackedStore
@@ -46,7 +45,7 @@ class _BatchMaker:
     """Makes the batches of one iteration. It runs in the thread that prefetches."""
 
     loader: LatentLoader
-    source: SampleReader | ResidentEntries
+    source: SampleReader
     pool: BufferPool
     transfer: Transfer
     dtype: torch.dtype | None
@@ -135,7 +134,7 @@ class LatentLoader(Closing):
     One thread reads whole batches into buffers that are used again (pinned, with copies on a stream for them, where
     the device has streams; `BufferPool` and `devices.transfer` have the rules). A batch stays valid while it is
     referenced. Without `prefetch` the calling thread does the same. Device and dtype are those of the requesting module
-    when an iteration begins. `resident` ("cpu" or a device) keeps the whole dataset there once and gathers from it.
+    when an iteration begins.
 
     An error is raised at the batch that it belongs to: SampleError for a sample that is missing or damaged. With
     `damaged="skip"` such samples are left out of their batches, which are then smaller; each is logged once and is in
@@ -154,7 +153,6 @@ class LatentLoader(Closing):
         scaled: bool = False,
         prefetch: int = 2,
         damaged: Literal["raise", "skip"] = "raise",
-        resident: str | torch.device | None = None,
     ):
         if prefetch < 0:
             raise StoreError(f"prefetch is {prefetch}; it must be at least 0 (0: no thread)")
@@ -176,10 +174,6 @@ class LatentLoader(Closing):
         self._pool: BufferPool | None = None
         self._iterators: weakref.WeakSet[BatchIterator] = weakref.WeakSet()
         self._closed = False
-        self.resident: ResidentEntries | None = None
-        if resident is not None:
-            where = device_named(str(resident))
-            self.resident = ResidentEntries(self.dataset.cache.reader, self.dataset.all_refs(), where, damaged=damaged)
 
     @property
     def device(self) -> torch.device:
@@ -211,11 +205,11 @@ class LatentLoader(Closing):
         self.sampler.load_state_dict(state, reshard=reshard)
 
     def close(self) -> None:
-        """End all iterations and release buffers and resident entries. Batches that were returned stay valid."""
+        """End all iterations and release buffers. Batches that were returned stay valid."""
         self._closed = True
         for iterator in list(self._iterators):
             iterator.close()
-        self._pool = self.resident = None
+        self._pool = None
 
     def _begin(self, *, endless: bool) -> BatchIterator:
         if self._closed:
@@ -226,8 +220,9 @@ class LatentLoader(Closing):
         transfer = transfer_to(target)
         if self._pool is None or self._pool.requested_pin != transfer.overlaps:
             self._pool = BufferPool(pin=transfer.overlaps, num_kept=self.prefetch + MAX_IN_FLIGHT + 3)
-        source = self.resident or self.dataset.cache.reader
-        maker = _BatchMaker(self, source, self._pool, transfer, self.dtype or dtype_of(self.requester))
+        maker = _BatchMaker(
+            self, self.dataset.cache.reader, self._pool, transfer, self.dtype or dtype_of(self.requester)
+        )
         cursor = self.sampler.begin()
         plan = self.sampler.plan(cursor.epoch, cursor.position)
         if endless:

@@ -33,10 +33,9 @@ from latentcache.store.base import (
     new_generation,
 )
 from latentcache.store.catalog import Catalog
-from latentcache.store.direct import IO, Io, choose_reader
 from latentcache.store.directory import CacheDirectory
 from latentcache.store.layout import Location
-from latentcache.store.mapped import MappedReader, Reader
+from latentcache.store.mapped import MappedReader
 from latentcache.store.pack import new_pack_id, read_records, write_pack
 from latentcache.store.stacking import stack
 from latentcache.store.writer import PackWriter
@@ -56,9 +55,7 @@ class DiskStore(Store):
     """A `base.Store` in a directory. Processes and threads may share the directory; forks may share the store.
 
     `read_only` writes nothing at all, so that a directory without write access can be read. `create=False` requires
-    that the cache exists. `io` says whether packs are read through the page cache or, whole entries at a time, past it
-    (`direct.Io`). StoreError, SchemaError, ReadOnlyError as for `CacheDirectory`; StoreError for an unknown `io`, and
-    at the first read where the file system cannot do `direct`.
+    that the cache exists. StoreError, SchemaError, ReadOnlyError as for `CacheDirectory`.
 
     When a store is opened for writing, a damaged index is rebuilt from the packs, packs that a dead writer sealed are
     added to it, and that writer's half-written files are removed.
@@ -70,12 +67,8 @@ class DiskStore(Store):
         *,
         read_only: bool = False,
         create: bool = True,
-        io: Io = "auto",
     ):
-        if io not in IO:
-            raise StoreError(f"io is {io!r}; it must be one of {', '.join(IO)}")
         self.read_only = read_only
-        self.io: Io = io
         with system_errors(Path(path)):
             self.directory = CacheDirectory(path, create=create, read_only=read_only)
             self._catalog: Catalog | None = Catalog(self.directory, read_only=read_only)
@@ -84,7 +77,6 @@ class DiskStore(Store):
         self._path_of = lru_cache(_MAX_PATHS)(self.directory.pack_path)
         note_use = (lambda pack: None) if read_only else self.directory.note_use
         self.mapped = MappedReader(self._path_of, self._relocate, note_use)
-        self._reader: Reader | None = None
 
     @classmethod
     @contextmanager
@@ -153,8 +145,8 @@ class DiskStore(Store):
 
     @property
     def keeps_packs(self) -> PacksKept:
-        """As `PackedStore.keeps_packs`: in the page cache, and past it they do not stay."""
-        return "machine" if (self._reader or self._choose_reader()).keeps_rows else "no"
+        """As `PackedStore.keeps_packs`: in the page cache."""
+        return "machine"
 
     def places(self, keys: Sequence[str]) -> tuple[list[str], np.ndarray]:
         """As `PackedStore.places`."""
@@ -174,7 +166,7 @@ class DiskStore(Store):
     def get(self, key: str) -> Entry:
         record = self.record(key)
         [location] = _locate(self, [key])
-        rows = (self._reader or self._choose_reader()).rows([key], [location])
+        rows = self.mapped.rows([key], [location])
         return Entry(record, {name: tensor[0] for name, tensor in stack([key], rows).items()}, location.group.ragged)
 
     @override
@@ -197,24 +189,15 @@ class DiskStore(Store):
     @property
     @override
     def generation(self) -> int | None:
-        # Not by the property `catalog` alone: a small batch is copied in the time of some calls.
-        catalog, reader = self._catalog or self.catalog, self._reader or self._choose_reader()
-        return catalog.generation if reader.keeps_rows else None
+        return (self._catalog or self.catalog).generation  # the property raises where the store is closed
 
     @override
     def rows(self, keys: Sequence[str]) -> list[EntryArrays]:
-        return (self._reader or self._choose_reader()).rows(keys, _locate(self, keys))
-
-    def _choose_reader(self) -> Reader:
-        """The reader for the packs that there are. It is chosen once, at the first read: before, there may be none."""
-        chosen = choose_reader(self.io, self.catalog.table.packs.values(), self._path_of, self.mapped)
-        if chosen is not None and self._reader is None:  # no thread replaces what another chose
-            self._reader = chosen
-        return self._reader or self.mapped
+        return self.mapped.rows(keys, _locate(self, keys))
 
     @override
     def prefetch(self, keys: Iterable[str]) -> None:
-        catalog, reader = self._catalog or self.catalog, self._reader or self._choose_reader()
+        catalog, reader = self._catalog or self.catalog, self.mapped
         if (isinstance(keys, Sequence) and len(keys) >= MANY_KEYS) or reader.should_prefetch():
             keys = list(dict.fromkeys(keys))
             found = [(key, place) for key, place in zip(keys, catalog.look_up(keys), strict=True) if place]
@@ -222,7 +205,7 @@ class DiskStore(Store):
 
     def _relocate(self, key: str, location: Location, problem: str) -> Location:
         """Another place for the entry if the index now has one; otherwise it is damaged, and marked so."""
-        (self._reader or self.mapped).invalidate([location])
+        self.mapped.invalidate([location])
         moved = self.catalog.relocate([key])[0]
         if moved is None:
             raise _absent(self, key)  # it was removed, or found damaged, elsewhere
@@ -234,7 +217,7 @@ class DiskStore(Store):
     def mark_damaged(self, damaged: Mapping[str, tuple[Location, str]]) -> None:
         """Make entries misses from now on. If that cannot be written it is logged: the caller's error comes first."""
         # Also where nothing can be written: they are verified again, and fail.
-        (self._reader or self.mapped).invalidate([location for location, _ in damaged.values()])
+        self.mapped.invalidate([location for location, _ in damaged.values()])
         try:
             self.catalog.mark(damaged)
         except StoreError as error:
@@ -243,7 +226,7 @@ class DiskStore(Store):
 
     def release(self, packs: Iterable[str]) -> None:
         """Release packs that were compacted away."""
-        (self._reader or self.mapped).release(packs)
+        self.mapped.release(packs)
 
     @override
     def remove(self, keys: Iterable[str]) -> int:
@@ -272,7 +255,7 @@ class DiskStore(Store):
         if self._catalog is not None:
             self._catalog.close()
         self._catalog = None
-        (self._reader or self.mapped).close()
+        self.mapped.close()
         self._read_records.cache_clear()
 
 

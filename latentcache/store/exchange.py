@@ -27,7 +27,7 @@ from latentcache.store.pack import (
     row_problem,
     verified_arrays,
 )
-from latentcache.utils.durable_files import open_regular, sealed_file, write_all, write_past_cache
+from latentcache.utils.durable_files import open_regular, sealed_file, write_all
 
 _WRITE_BYTES = 1 << 20
 
@@ -206,7 +206,7 @@ def take_checked(store: DiskStore, records: PackRecords, data: bytes | memoryvie
     path = store.directory.new_pack_path(records.row.pack.id)
     with ExitStack() as held:
         with sealed_file(path, len(data)) as fd:
-            write_past_cache(fd, [data])
+            write_all(fd, data)
             # From here on upkeep must not see a pack that the index does not know.
             held.enter_context(store.lock("taking a pack", shared=True))
         return store.catalog.seal(records.row)

@@ -11,10 +11,8 @@ from functools import cache, partial
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
-from typing_extensions import override
 
 from latentcache.errors import PackError, StoreError, UnsafeStoreError
 from latentcache.store.base import MANY_KEYS, EntryArrays
@@ -27,31 +25,6 @@ PathOf = Callable[[str], Path]
 
 Relocate = Callable[[str, Location, str], Location]
 """Is given an entry that is not what was stored, and why. It returns where the entry lies now, or raises."""
-
-
-class Reader(Protocol):
-    """A way of reading entries whose locations are known. Any thread may use it."""
-
-    keeps_rows: bool
-    """Whether the arrays lie in memory that stays, so that a caller gains by keeping them."""
-
-    def rows(self, keys: Sequence[str], locations: Sequence[Location]) -> list[EntryArrays]:
-        """The verified arrays of each entry. StoreError: they cannot be read now. Errors of `Relocate`."""
-
-    def should_prefetch(self) -> bool:
-        """Whether `prefetch` would help the calling thread now. Cheap: it precedes every read."""
-
-    def prefetch(self, keys: Sequence[str], locations: Sequence[Location]) -> None:
-        """These entries are read soon. It waits for nothing."""
-
-    def invalidate(self, locations: Iterable[Location]) -> None:
-        """Verify these entries again before they are read: they may not be what was stored."""
-
-    def release(self, packs: Iterable[str]) -> None:
-        """Release what is kept of packs that were compacted away."""
-
-    def close(self) -> None:
-        """Release all."""
 
 
 class Verified:
@@ -140,10 +113,11 @@ class ReadAhead:
         return False
 
 
-class MappedReader(ReadAhead, Reader):
-    """A `Reader` of mapped packs, whose entries are verified when they are first read."""
+class MappedReader(ReadAhead):
+    """Reads entries whose locations are known from mapped packs, and verifies each when it is first read.
 
-    keeps_rows = True
+    Any thread may use it.
+    """
 
     def __init__(self, path_of: PathOf, relocate: Relocate, note_use: Callable[[str], None]):
         super().__init__()
@@ -153,8 +127,8 @@ class MappedReader(ReadAhead, Reader):
         self.note_use = note_use
         self._verified = Verified(note_use)
 
-    @override
     def rows(self, keys: Sequence[str], locations: Sequence[Location]) -> list[EntryArrays]:
+        """The verified arrays of each entry. StoreError: they cannot be read now. Errors of `Relocate`."""
         if self.should_prefetch():
             self.prefetch(keys, locations)
         rows, whole = [], dict[str, tuple[np.ndarray | None, np.ndarray]]()
@@ -220,8 +194,8 @@ class MappedReader(ReadAhead, Reader):
             raise unreadable(path, error) from error
         return data, ""
 
-    @override
     def prefetch(self, keys: Sequence[str], locations: Sequence[Location]) -> None:
+        """Ask the system to bring these entries into memory, since they are read soon. It waits for nothing."""
         # In the order in which they are read: the first can be used while the others are on their way.
         if is_many := len(locations) >= MANY_KEYS:  # of whole packs, which are read faster in their own order
             locations = sorted(locations, key=attrgetter("place"))
@@ -244,19 +218,19 @@ class MappedReader(ReadAhead, Reader):
         files.callback(os.close, fd)
         return fd
 
-    @override
     def invalidate(self, locations: Iterable[Location]) -> None:
+        """Verify these entries again before they are read: they may not be what was stored."""
         self._verified.drop(locations)
 
-    @override
     def release(self, packs: Iterable[str]) -> None:
+        """Release what is kept of packs that were compacted away."""
         gone = list(packs)
         self._verified.release(gone)
         for pack in gone:
             self._maps.pop(pack, None)
 
-    @override
     def close(self) -> None:
+        """Release all."""
         self._verified.flags.clear()
         self._maps.clear()
 

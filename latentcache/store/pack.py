@@ -51,7 +51,7 @@ from latentcache.store.tensor_file import (
     starts_of,
 )
 from latentcache.types import Record
-from latentcache.utils.durable_files import open_regular, sealed_file, unreadable, write_past_cache
+from latentcache.utils.durable_files import open_regular, sealed_file, unreadable, write_all
 
 PACK_FORMAT = "2"
 HEADER_BYTES = 16 << 10
@@ -119,7 +119,8 @@ def write_pack(path: Path, entries: Sequence[OwnedEntry]) -> PackRow:
     """
     row, num_bytes, buffers = pack_buffers(path.stem, entries)
     with sealed_file(path, num_bytes) as fd:
-        write_past_cache(fd, buffers)
+        for buffer in buffers:
+            write_all(fd, buffer)
     return row
 
 

@@ -9,13 +9,12 @@ import os
 import shutil
 import stat
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
 from latentcache.errors import ReadOnlyError, StorageFullError, StoreError, UnsafeStoreError
-from latentcache.utils.host_memory import disk_memory
 
 TEMPORARY_SUFFIX = ".tmp"
 REBUILD = "run `latentcache rebuild`"
@@ -23,10 +22,6 @@ REBUILD = "run `latentcache rebuild`"
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _IN_THE_WAY = {errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENXIO}
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
-_STAGING_BYTES = 4 << 20
-_DIRECT = getattr(os, "O_DIRECT", 0)  # macOS has none
-BLOCK_BYTES = 4096
-"""Past the page cache, memory, offsets and lengths must be whole blocks of the disk; none in use is larger."""
 
 logger = logging.getLogger("latentcache")
 
@@ -83,60 +78,11 @@ def sync_folder(path: Path) -> None:
         os.close(fd)
 
 
-def write_past_cache(fd: int, buffers: Iterable[bytes | memoryview]) -> None:
-    """Write every buffer (bytes, or a flat view of bytes) to an empty file, past the page cache where that can be done.
-
-    For large files that are synced at once and read later: filling the page cache only to wait until it is written out
-    costs more than the writing. Afterwards the descriptor is as it was; an error may leave O_DIRECT set.
-    """
-    set_past_cache(fd, True)
-    staging = disk_memory(_STAGING_BYTES)
-    used = 0
-    for buffer in buffers:
-        rest = memoryview(buffer)
-        while rest:
-            count = min(len(rest), len(staging) - used)
-            staging[used : used + count] = rest[:count]
-            rest, used = rest[count:], used + count
-            if used == len(staging):
-                _write_blocks(fd, staging)
-                used = 0
-    num_whole = used - used % BLOCK_BYTES
-    _write_blocks(fd, staging[:num_whole])
-    set_past_cache(fd, False)
-    write_all(fd, staging[num_whole:used])
-
-
-def _write_blocks(fd: int, view: memoryview) -> None:
-    start = os.lseek(fd, 0, os.SEEK_CUR)
-    try:
-        write_all(fd, view)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        # A file system that accepts the flag but needs larger blocks, or supports no such writes.
-        set_past_cache(fd, False)
-        os.lseek(fd, start, os.SEEK_SET)
-        write_all(fd, view)
-
-
 def write_all(fd: int, data: bytes | memoryview) -> None:
     """Write all bytes of `data`: `os.write` may write a part."""
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]
-
-
-def set_past_cache(fd: int, on: bool) -> bool:
-    """Switch between the page cache and direct blocks. Returns whether the descriptor now does what `on` says."""
-    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-    try:
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags | _DIRECT if on else flags & ~_DIRECT)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        return False  # tmpfs, among others
-    return not on or bool(_DIRECT)
 
 
 @contextmanager

@@ -254,11 +254,11 @@ def test_a_full_disk_is_a_clear_error(tmp_path: Path, s3_url: str, monkeypatch: 
     transfer(here, s3_url)
     DiskStore(back).close()
 
-    def full(fd: int, buffers: object) -> None:
+    def full(fd: int, data: object) -> None:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("latentcache.store.exchange.write_past_cache", full)
+        patch.setattr("latentcache.store.exchange.write_all", full)
         with pytest.raises(StorageFullError, match="free some space"):
             transfer(s3_url, back)
     assert packs_of(back) == {} and not list(back.rglob("*.tmp"))

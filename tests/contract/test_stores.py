@@ -15,7 +15,7 @@ from store_contract import StoreContract, assert_holds, make_entry, make_text, p
 
 from latentcache.errors import EntryDamagedError
 from latentcache.store import DiskStore, MemoryStore
-from latentcache.store.stacking import read_batch, stack
+from latentcache.store.stacking import read_batch
 from latentcache.store.upkeep import compact, prune, rebuild, verify
 from latentcache.types import Padding
 
@@ -60,7 +60,7 @@ class DiskStoreContract(StoreContract):
         shutil.rmtree(store.path / "index")
         report = rebuild(store)
         assert report.num_entries == 5 and not report.damaged
-        with DiskStore(store.path, read_only=True, io=store.io) as again:
+        with DiskStore(store.path, read_only=True) as again:
             for entry in left:
                 assert_holds(store, entry)
                 assert_holds(again, entry)
@@ -72,7 +72,7 @@ class DiskStoreContract(StoreContract):
         entries = texts()
         store.add(entries)
         write_offsets(store, lambda offsets: offsets.__setitem__(1, value))
-        with DiskStore(store.path, read_only=True, io=store.io) as reader:
+        with DiskStore(store.path, read_only=True) as reader:
             assert verify(reader).damaged.keys() == {entry.record.key for entry in entries[:2]}
         for entry in entries[:2]:
             for call in (store.get, store.describe, lambda key: read_batch(store, [key])):
@@ -105,25 +105,6 @@ class TestDiskStore(DiskStoreContract):
     def store(self, tmp_path):
         with DiskStore(tmp_path / "cache") as store:
             yield store
-
-
-@pytest.mark.usefixtures("past_cache")
-class TestDirectDiskStore(DiskStoreContract):
-    @pytest.fixture
-    def store(self, tmp_path):
-        with DiskStore(tmp_path / "cache", io="direct") as store:
-            yield store
-
-    def test_rows_count_as_long_as_the_generation_is_equal(self, store):
-        entries = [make_entry(number) for number in range(3)]
-        store.add(entries)
-        rows = store.rows([entry.record.key for entry in entries])
-        assert store.generation is None, "nothing is to be remembered: entries are read each time"
-        expected = torch.stack([each.tensors["moments"] for each in entries])
-        for number in range(20):  # they keep their values while others are read
-            store.add([make_entry(10 + number)])
-            store.rows([make_entry(10 + number).record.key])
-            assert same(stack([""] * 3, rows)["moments"], expected)
 
 
 class TestMemoryStore(StoreContract):
@@ -234,15 +215,6 @@ class DiskStoreMachine(StoreMachine):
         assert report.ok and report.num_entries == len(self.model)
 
 
-class DirectDiskStoreMachine(DiskStoreMachine):
-    def open(self):
-        return DiskStore(Path(self.folder.name) / "cache", io="direct")
-
-    @rule(numbers=StoreMachine.numbers)
-    def ask_ahead(self, numbers):
-        self.store.prefetch([self.entry(number).record.key for number in numbers])
-
-
 quick = settings(
     max_examples=15, stateful_step_count=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
@@ -250,5 +222,3 @@ TestMemoryMachine = StoreMachine.TestCase
 TestMemoryMachine.settings = quick
 TestDiskMachine = DiskStoreMachine.TestCase
 TestDiskMachine.settings = settings(quick, max_examples=8)
-TestDirectDiskMachine = pytest.mark.usefixtures("past_cache")(DirectDiskStoreMachine.TestCase)
-TestDirectDiskMachine.settings = settings(quick, max_examples=8)

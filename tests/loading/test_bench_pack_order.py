@@ -24,7 +24,6 @@ def run(folder: Path, *flags: str) -> dict:
 
 
 @pytest.mark.skipif(not CAN_ADVISE, reason="the page cache cannot be dropped here")
-@pytest.mark.usefixtures("past_cache")
 def test_cold(tmp_path: Path) -> None:
     result = run(tmp_path)
     assert result["of_cat"].keys() >= {"packs", "random"} and result["times_faster"].keys() >= {"cat", "random"}

@@ -41,17 +41,12 @@ def test_warm(tmp_path: Path, flags: tuple[str, ...]) -> None:
 
 
 @pytest.mark.skipif(not CAN_ADVISE, reason="the page cache cannot be dropped here")
-@pytest.mark.usefixtures("past_cache")
 def test_cold(tmp_path: Path) -> None:
     cold = run(tmp_path, "--cold")["cold"]
-    assert cold["ratio_to_preadv"].keys() == {"direct", "mapped"}
-    assert cold["ratio_to_preadv"]["direct"] == cold["spread"]["ratio_to_preadv"]["direct"]["median"] > 0
-    loaders = {"loader_direct", "loader_mapped"}
-    assert cold["times_faster"].keys() == {"direct", "mapped", *loaders}
+    assert cold["ratio_to_preadv"].keys() == cold["times_faster"].keys() == {"batch", "loader"}
+    assert cold["ratio_to_preadv"]["batch"] == cold["spread"]["ratio_to_preadv"]["batch"]["median"] > 0
     assert all(found.keys() == {"torch_load", "safetensors_file"} for found in cold["times_faster"].values())
-    assert cold["us_per_sample"].keys() == {
-        *("direct", "mapped", "mapped_always", "mapped_never", "preadv", "torch_load", "safetensors_file"),
-        *loaders,
-    }
+    ours = {"batch", "batch_always", "batch_never", "loader"}
+    assert cold["us_per_sample"].keys() == {*ours, "preadv", "torch_load", "safetensors_file"}
     text = printed(tmp_path, "--cold")
-    assert "batch, past the page cache" in text and "wanted: 0.7 x preadv" in text
+    assert "batch, asks when missing" in text and "wanted: 3 x torch.load" in text

@@ -23,14 +23,12 @@ from torch.utils.data import DataLoader
 from latentcache import LatentDataset
 from latentcache.config import Config
 from latentcache.errors import SampleError, StoreError
-from latentcache.loading import resident
 from latentcache.loading.dataset import LatentDatasets
 from latentcache.loading.loader import LatentLoader
 from latentcache.loading.sampler import BucketBatchSampler
 from latentcache.precache.run import run_precache
 
 PREFETCH = pytest.mark.parametrize("prefetch", [0, 1, 3])
-RESIDENT = pytest.mark.parametrize("where", [None, "cpu"])
 
 
 @pytest.fixture(scope="module")
@@ -62,10 +60,9 @@ def loader_of(dataset: LatentDataset, **options: object) -> LatentLoader:
     return LatentLoader(BucketBatchSampler(dataset, 3, seed=5), **options)
 
 
-@RESIDENT
 @PREFETCH
-def test_batches_are_those_of_the_dataset_bit_for_bit(dataset: LatentDataset, prefetch: int, where: str | None) -> None:
-    with loader_of(dataset, prefetch=prefetch, resident=where) as loader:
+def test_batches_are_those_of_the_dataset_bit_for_bit(dataset: LatentDataset, prefetch: int) -> None:
+    with loader_of(dataset, prefetch=prefetch) as loader:
         expected = by_hand(loader.sampler)
         assert len(expected) == len(loader) == 7
         assert [plain(batch) for batch in loader] == expected
@@ -117,10 +114,9 @@ def test_repeats_of_an_epoch_are_drawn_anew(dataset: LatentDataset) -> None:
     assert ("a.png", "a red house") in captions or ("a.png", "a house in the rain") in captions
 
 
-@RESIDENT
 @PREFETCH
-def test_held_batches_are_never_overwritten(dataset: LatentDataset, prefetch: int, where: str | None) -> None:
-    loader = loader_of(dataset, prefetch=prefetch, resident=where, output="moments", scaled=False)
+def test_held_batches_are_never_overwritten(dataset: LatentDataset, prefetch: int) -> None:
+    loader = loader_of(dataset, prefetch=prefetch, output="moments", scaled=False)
     held, copies = [], []
     for batch in loader:
         held.append(batch["moments"][:1].view(-1))  # a view is enough, of one field
@@ -172,17 +168,12 @@ def test_forever_goes_on_into_the_next_epochs_and_resumes_there(dataset: LatentD
     assert plain(next(other.forever())) == following
 
 
-@RESIDENT
 @PREFETCH
-def test_a_lost_sample_is_named_at_its_batch(dataset: LatentDataset, prefetch: int, where: str | None) -> None:
+def test_a_lost_sample_is_named_at_its_batch(dataset: LatentDataset, prefetch: int) -> None:
     with loader_of(dataset, prefetch=prefetch) as loader:
         expected = by_hand(loader.sampler)
         bad = next(i for i, batch in enumerate(expected) if "c.png" in batch["sample_id"])
         lose_image(dataset, "c.png")
-        if where is not None:
-            with pytest.raises(SampleError, match=r"'c\.png': has no entry"):
-                loader_of(dataset, prefetch=prefetch, resident=where)
-            return
         got, batches = [], iter(loader)
         with pytest.raises(SampleError, match=r"'c\.png': has no entry.*latentcache precache") as raised:
             while True:
@@ -195,16 +186,13 @@ def test_a_lost_sample_is_named_at_its_batch(dataset: LatentDataset, prefetch: i
             next(batches)  # not the end of the epoch
 
 
-@RESIDENT
 @PREFETCH
-def test_lost_samples_can_be_skipped(
-    path: Path, prefetch: int, where: str | None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_lost_samples_can_be_skipped(path: Path, prefetch: int, caplog: pytest.LogCaptureFixture) -> None:
     dataset = LatentDataset(path)
     lose_image(dataset, "c.png")
     lose_image(dataset, "d.png")  # with it the whole bucket is gone
     caplog.set_level(logging.WARNING, logger="latentcache")
-    with loader_of(dataset, prefetch=prefetch, damaged="skip", resident=where) as loader:
+    with loader_of(dataset, prefetch=prefetch, damaged="skip") as loader:
         seen = [name for batch in ids(loader) for name in batch]
         assert sorted(seen) == sorted(["a.png", "b.png", "sub/e.png"] * 2)
         assert loader.num_skipped == 4 and loader.skipped.keys() == {"c.png", "d.png"}
@@ -277,8 +265,7 @@ def test_several_manifests_as_one_dataset(path: Path, make_config: Callable[...,
     assert len(dataset) == 25 and dataset.bucket(24) == parts[1].bucket(4)
     assert dataset.identity() not in {part.identity() for part in parts}
     expected = by_hand(BucketBatchSampler(dataset, 3, seed=5))
-    for where in (None, "cpu"):
-        assert [plain(batch) for batch in loader_of(dataset, resident=where)] == expected
+    assert [plain(batch) for batch in loader_of(dataset)] == expected
     sampler = BucketBatchSampler(dataset, 3, seed=5)
     for num_workers in (0, 2):
         workers = DataLoader(
@@ -380,20 +367,6 @@ def test_the_process_ends_in_the_middle_of_an_iteration(path: Path, how: str) ->
         assert process.returncode == 0 and "Traceback" not in errors and "atal" not in errors, errors
     else:
         assert process.returncode in (-signal.SIGINT, 130) and errors.rstrip().endswith("KeyboardInterrupt")
-
-
-def test_resident_holds_each_entry_once_and_refuses_what_does_not_fit(
-    dataset: LatentDataset, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loader = loader_of(dataset, resident="cpu")
-    manifest = dataset.cache.manifest("photos")
-    entries = [dataset.cache.get(key) for key in manifest.keys()]
-    assert loader.resident is not None and loader.resident.num_bytes == sum(entry.num_bytes for entry in entries)
-    monkeypatch.setattr(resident, "free_host_memory", lambda: 100_000)
-    with pytest.raises(StoreError, match=r"resident='cpu': the dataset has 0\.\d+ GB, but on cpu 0\.000 GB are free"):
-        loader_of(dataset, resident="cpu")
-    monkeypatch.setattr(resident, "free_host_memory", lambda: None)
-    assert loader_of(dataset, resident="cpu").resident is not None
 
 
 def test_settings_that_make_no_sense(dataset: LatentDataset) -> None:

@@ -101,14 +101,13 @@ def test_control_images_of_other_shapes_are_in_other_batches(config: Config) -> 
         dataset.cache.batch(NAMES, device="cpu")
 
 
-@pytest.mark.parametrize("resident", [None, "cpu"])
-def test_a_loader_gives_what_the_cache_gives(config: Config, resident: str | None) -> None:
+def test_a_loader_gives_what_the_cache_gives(config: Config) -> None:
     dataset = LatentDataset(config.cache, "pairs", flips=True)
     sampler = BucketBatchSampler(dataset, 2, seed=3)
     names = ["control_latents_1", "control_latents_2", "mask", "moments"]
     with (
         LatentCache(config.cache) as cache,
-        LatentLoader(sampler, device="cpu", output="moments", resident=resident) as loader,
+        LatentLoader(sampler, device="cpu", output="moments") as loader,
     ):
         flips = [[index >= len(NAMES) for index in batch] for batch in sampler]
         for batch, which in zip(loader, flips, strict=True):

@@ -164,15 +164,14 @@ def test_for_a_family_that_stores_padding_collate_is_the_default(tmp_path: Path)
 
 
 @RAGGED
-@pytest.mark.parametrize("where", [None, "cpu"])
 @pytest.mark.parametrize("prefetch", [0, 1])
 @pytest.mark.parametrize("order", ["random", "packs"])
 def test_the_loader_gives_what_the_cache_gives(
-    paths: Callable[[FamilyName], Path], family: FamilyName, where: str | None, prefetch: int, order: Any
+    paths: Callable[[FamilyName], Path], family: FamilyName, prefetch: int, order: Any
 ) -> None:
     dataset = LatentDataset(paths(family), order=order)
     sampler = BucketBatchSampler(dataset, 3, seed=5)
-    with LatentLoader(sampler, device="cpu", output="mean", scaled=True, resident=where, prefetch=prefetch) as loader:
+    with LatentLoader(sampler, device="cpu", output="mean", scaled=True, prefetch=prefetch) as loader:
         held = [(batch, batch["prompt_embeds"].clone()) for _ in range(2) for batch in loader]
         assert len(held) == 6 or order == "packs"
         for batch, embeds in held:
@@ -215,17 +214,12 @@ def test_a_batch_norm_changes_the_shape(tmp_path: Path) -> None:
         assert torch.equal(out["latents"], scaled)
 
 
-@pytest.mark.parametrize("where", [None, "cpu"])
-def test_float8_texts_are_converted_for_a_module_and_given_as_they_are_without_one(
-    tmp_path: Path, where: str | None
-) -> None:
+def test_float8_texts_are_converted_for_a_module_and_given_as_they_are_without_one(tmp_path: Path) -> None:
     path = on_disk(tmp_path / "cache", "flux", [4] * 3, dtype=torch.float8_e4m3fn)
     stored = torch.stack([text_of(number, 4, torch.float8_e4m3fn) for number in (0, 1)])
     dataset = LatentDataset(path)
     for device, dtype in (("cpu", torch.float8_e4m3fn), (torch.nn.Linear(1, 1).bfloat16(), torch.bfloat16)):
-        with LatentLoader(
-            BucketBatchSampler(dataset, 2, shuffle=False), device=device, resident=where, prefetch=0
-        ) as loader:
+        with LatentLoader(BucketBatchSampler(dataset, 2, shuffle=False), device=device, prefetch=0) as loader:
             batch = next(batch for batch in loader if batch["sample_id"] == ["0", "1"])
         for found in (batch, dataset.cache.batch(["0", "1"], device=device)):
             assert found["prompt_embeds"].dtype == dtype

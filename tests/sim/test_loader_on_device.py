@@ -9,8 +9,6 @@ import torch
 from helpers.loss_cases import make_cache
 
 from latentcache import LatentCache, LatentDataset
-from latentcache.errors import StoreError
-from latentcache.loading import resident as resident_module
 from latentcache.loading.loader import LatentLoader
 from latentcache.loading.sampler import BucketBatchSampler, noise_generator
 
@@ -25,13 +23,11 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "cache"
 
 
-@pytest.mark.parametrize("where", [None, "cpu", "device"])
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_batches_are_those_of_the_cache(path: Path, device: torch.device, prefetch: int, where: str | None) -> None:
+def test_batches_are_those_of_the_cache(path: Path, device: torch.device, prefetch: int) -> None:
     unet = torch.nn.Linear(1, 1).to(device, torch.bfloat16)
     sampler = BucketBatchSampler(LatentDataset(path, "photos"), 2, seed=9)
-    home = str(device) if where == "device" else where
-    with LatentLoader(sampler, device=unet, scaled=True, prefetch=prefetch, resident=home) as loader:
+    with LatentLoader(sampler, device=unet, scaled=True, prefetch=prefetch) as loader:
         held = [*loader]
     with LatentCache(path, manifest="photos") as cache:
         for planned, batch in zip(sampler.plan(0), held, strict=True):
@@ -64,13 +60,6 @@ def test_how_batches_travel_is_said(path: Path, device: torch.device) -> None:
             assert "sim has no streams" in batches.how and not loader._pool.pin
         else:
             assert "has streams" in batches.how and loader._pool.pin
-
-
-def test_a_device_that_is_too_small(path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resident_module, "free_memory", lambda device: 1000)
-    sampler = BucketBatchSampler(LatentDataset(path, "photos"), 2)
-    with pytest.raises(StoreError, match=rf"resident='{device}': the dataset has .* are free"):
-        LatentLoader(sampler, device=device, resident=device)
 
 
 def test_held_batches_stay_as_they_are(path: Path, device: torch.device) -> None:

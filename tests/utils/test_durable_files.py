@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
-import random
 from pathlib import Path
 from typing import BinaryIO
 
@@ -13,7 +11,7 @@ import pytest
 
 from latentcache.errors import ReadOnlyError, StorageFullError, StoreError
 from latentcache.utils import durable_files as files
-from latentcache.utils.durable_files import regular_file, sealed_file, sweep_temporaries, write_past_cache, write_sealed
+from latentcache.utils.durable_files import regular_file, sealed_file, sweep_temporaries, write_all, write_sealed
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
@@ -50,67 +48,9 @@ def test_a_sweep_of_what_cannot_be_listed_is_a_warning(tmp_path: Path, caplog: p
     assert "not searched" in caplog.text
 
 
-def parts_of(data: bytes, length: int) -> list[bytes]:
-    return [data[start : start + length] for start in range(0, len(data), length)]
-
-
-@pytest.mark.parametrize("num_bytes", [0, 1, 4095, 4096, 8191, 8192, 8193, 50_000])
-@pytest.mark.parametrize("length", [1000, 8192, 20_000])
-def test_what_is_written_past_the_cache_is_what_was_given(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_bytes: int, length: int
-) -> None:
-    monkeypatch.setattr(files, "_STAGING_BYTES", 8192)
-    data = random.Random(num_bytes).randbytes(num_bytes)
-    with sealed_file(tmp_path / "file", num_bytes) as fd:
-        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-        write_past_cache(fd, parts_of(data, length))
-        assert fcntl.fcntl(fd, fcntl.F_GETFL) == flags
-    assert (tmp_path / "file").read_bytes() == data
-
-
-@pytest.mark.parametrize("refused_call", [1, 2, 3])
-def test_a_file_system_that_refuses_direct_writes_gets_plain_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused_call: int
-) -> None:
-    """The write that is refused has written a part already: nothing may be there twice, and nothing be left out."""
-    monkeypatch.setattr(files, "_STAGING_BYTES", 8192)
-    real, num_calls = os.write, 0
-
-    def refuse(fd: int, view: memoryview) -> int:
-        nonlocal num_calls
-        num_calls += 1
-        if num_calls == refused_call:
-            return real(fd, view[:4096])
-        if num_calls == refused_call + 1:
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        return real(fd, view)
-
-    monkeypatch.setattr(os, "write", refuse)
-    data = random.Random(0).randbytes(40_000)
-    with sealed_file(tmp_path / "file", len(data)) as fd:
-        write_past_cache(fd, parts_of(data, 3000))
-    assert num_calls > refused_call and (tmp_path / "file").read_bytes() == data
-
-
-def test_without_direct_writes_all_is_written_plainly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = fcntl.fcntl
-
-    def refuse(fd: int, command: int, *arguments: int) -> int:
-        if command == fcntl.F_SETFL:
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))  # as tmpfs does
-        return real(fd, command, *arguments)
-
-    monkeypatch.setattr(fcntl, "fcntl", refuse)
-    data = random.Random(0).randbytes(40_000)
-    with sealed_file(tmp_path / "file", len(data)) as fd:
-        write_past_cache(fd, parts_of(data, 3000))
-    assert (tmp_path / "file").read_bytes() == data
-
-
 def test_a_disk_that_fills_up_while_a_file_is_written_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "_STAGING_BYTES", 8192)
     real, num_calls = os.write, 0
 
     def fill_up(fd: int, view: memoryview) -> int:
@@ -118,11 +58,11 @@ def test_a_disk_that_fills_up_while_a_file_is_written_leaves_nothing(
         num_calls += 1
         if num_calls == 3:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return real(fd, view)
+        return real(fd, view[:8192])
 
     monkeypatch.setattr(os, "write", fill_up)
     with pytest.raises(StorageFullError), sealed_file(tmp_path / "file", 40_000) as fd:
-        write_past_cache(fd, [bytes(40_000)])
+        write_all(fd, bytes(40_000))
     assert num_calls == 3 and os.listdir(tmp_path) == []
 
 
