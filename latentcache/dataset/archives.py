@@ -15,11 +15,11 @@ from latentcache.dataset.samples import (
     MAX_CAPTION_BYTES,
     MAX_IMAGE_BYTES,
     MAX_NAME_CHARS,
+    CaptionColumns,
     CaptionError,
     Sample,
     SampleSource,
     Signature,
-    captions_in_columns,
     captions_in_text,
     is_hidden,
     is_image,
@@ -118,6 +118,8 @@ class _Group:
     images: list[tuple[str, int, int]] = field(default_factory=list)
     captions: dict[str, tuple[int, int]] = field(default_factory=dict)
     parts: dict[str, list[tuple[str, int, int]]] = field(default_factory=dict)
+    others: list[str] = field(default_factory=list)
+    """Images that are neither: `cat.depth.png` where no part has the column `depth`."""
     twice: str | None = None
     """A member with captions whose name another has too."""
 
@@ -160,17 +162,22 @@ class _Tar:
                 self.refusals.append(Refusal(f"{self.name}/{key}", place, "unreadable", too_large(member.size)))
             else:
                 column = extension.rpartition(".")[0]
-                images = group.parts.setdefault(column, []) if column in self.part_columns else group.images
+                if column and column not in self.part_columns:
+                    group.others.append(member.name)
+                    return
+                images = group.parts.setdefault(column, []) if column else group.images
                 images.append((member.name, member.offset_data, member.size))
 
 
 class WebDatasetSource(SampleSource):
     """Tar files. Members belong together if their paths are equal up to the first dot of the file name: the key.
 
-    The image is the member with an image's suffix; captions are the lines of `.txt`, or columns of `.json`. If columns
-    are configured, `.json` comes first. Unlike in WebDataset, the members of a key may be apart in the tar. Samples
-    come in the order of the tars' names, then of the members. A tar that is cut or damaged is a Refusal, after the
-    samples before the damage; so is its last key, whose caption may be lost. A second image under one key is refused.
+    The image is the member whose name has an image's suffix after the key, and nothing between them: `cat.jpg`, but not
+    `cat.depth.png`, which is a further part where one has the column `depth`, and else is left out. Captions are the
+    lines of `.txt`, or columns of `.json`. If columns are configured, `.json` comes first, and a column that no sample
+    has is a DatasetError at the end. Unlike in WebDataset, the members of a key may be apart in the tar. Samples come
+    in the order of the tars' names, then of the members. A tar that is cut or damaged is a Refusal, after the samples
+    before the damage; so is its last key, whose caption may be lost. A second image under one key is refused.
     """
 
     def __init__(
@@ -201,11 +208,13 @@ class WebDatasetSource(SampleSource):
 
     @override
     def samples(self) -> Iterator[Sample | Refusal]:
+        columns = CaptionColumns(self._columns)
         for name, path in self._shards:
             try:
-                yield from self._samples_of(name, path)
+                yield from self._samples_of(name, path, columns)
             except OSError as error:
                 yield Refusal(name, path, "unreadable", error.strerror or str(error))
+        columns.check(self._shards[0][1])
 
     @override
     def read(self, sample: Sample) -> bytes:
@@ -220,22 +229,27 @@ class WebDatasetSource(SampleSource):
             raise ImageRefused(sample.path, "changed", "the tar was changed during the run; run precache again")
         return data
 
-    def _samples_of(self, name: str, path: str) -> Iterator[Sample | Refusal]:
+    def _samples_of(self, name: str, path: str, columns: CaptionColumns) -> Iterator[Sample | Refusal]:
         shard = scan(name, path, frozenset(column.lower() for _, column in self._parts))
         for key, group in shard.groups.items():
-            yield from self._samples_in(f"{name}/{key}", path, shard.signature, group)
+            yield from self._samples_in(f"{name}/{key}", path, shard.signature, group, columns)
         yield from shard.refusals
         if shard.damage is not None:
             yield shard.damage
 
-    def _samples_in(self, sample_id: str, path: str, signature: Signature, group: _Group) -> Iterator[Sample | Refusal]:
+    def _samples_in(
+        self, sample_id: str, path: str, signature: Signature, group: _Group, columns: CaptionColumns
+    ) -> Iterator[Sample | Refusal]:
+        if group.others and not group.images:
+            detail = "it is no image of its key, as its name has a dot before the suffix: rename it, or name the column"
+            yield Refusal(sample_id, f"{path}#{group.others[0]}", "missing", detail)
         for number, (member, offset, num_bytes) in enumerate(group.images):
             place = f"{path}#{member}"
             if number:
                 yield Refusal(sample_id, place, "duplicate", f"the key has an image already: {group.images[0][0]}")
                 continue
             try:
-                captions = self._captions(path, group)
+                captions = self._captions(path, group, columns)
                 parts = self._parts_of(sample_id, path, signature, group)
             except CaptionError as error:
                 yield Refusal(sample_id, place, "bad-caption", str(error))
@@ -259,7 +273,7 @@ class WebDatasetSource(SampleSource):
             found.append(Sample.of(sample_id, f"{path}#{member}", (), signature, (path, offset, num_bytes)))
         return tuple(found)
 
-    def _captions(self, path: str, group: _Group) -> tuple[str, ...]:
+    def _captions(self, path: str, group: _Group, columns: CaptionColumns) -> tuple[str, ...]:
         """Raises CaptionError."""
         if group.twice is not None:
             raise CaptionError(f"the tar has two members {group.twice}")
@@ -270,7 +284,7 @@ class WebDatasetSource(SampleSource):
                 raise CaptionError(f"its .json cannot be read: {error}") from error
             if not isinstance(row, dict):
                 raise CaptionError(f"its .json holds a {type(row).__name__}; an object is needed")
-            return captions_in_columns(row, self._columns)
+            return columns.captions(row)
         if "txt" not in group.captions:
             return ()
         return captions_in_text(_caption_member(path, *group.captions["txt"]))

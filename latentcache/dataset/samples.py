@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import difflib
 import errno
 import io
 import os
@@ -30,6 +31,9 @@ MAX_IMAGE_BYTES = 1 << 30
 
 SETTLED_NS = 2_000_000_000
 """A file that changed less than this long ago may change again without a new time stamp ("racy git")."""
+
+
+_MAX_SHOWN = 20
 
 
 class CaptionError(ValueError):
@@ -67,6 +71,35 @@ def captions_in_columns(row: Mapping[str, Any], columns: tuple[str, ...] | None)
                 raise CaptionError(f"column {column!r} holds a {type(caption).__name__}; a caption is a string")
             found.append(caption or "")
     return _stripped(found)
+
+
+class CaptionColumns:
+    """The configured caption columns of a list of samples, of which each has to occur: a slip would train without text.
+
+    `configured` None: those of `captions_in_columns`, which need not be there. `check` when the list has ended.
+    """
+
+    def __init__(self, configured: tuple[str, ...] | None):
+        self._configured = configured
+        self._missing = set(configured or ())
+        self._there: list[str] = []
+        """The columns of the first row, for the message."""
+
+    def captions(self, row: Mapping[str, Any]) -> tuple[str, ...]:
+        """The captions in a row's columns. Raises CaptionError."""
+        self._missing.difference_update(row)
+        self._there = self._there or sorted(row)[:_MAX_SHOWN]
+        return captions_in_columns(row, self._configured)
+
+    def check(self, path: str) -> None:
+        """Raise DatasetError, naming `path`, for a column that no row has."""
+        if self._missing and self._there:
+            column = min(self._missing)
+            near = difflib.get_close_matches(column, self._there, n=1)
+            advice = f"; did you mean {near[0]!r}?" if near else ""
+            raise DatasetError(
+                path, f"no sample has the caption column {column!r}, but: {', '.join(self._there)}{advice}"
+            )
 
 
 def is_image(name: str) -> bool:

@@ -21,10 +21,10 @@ from latentcache.dataset.archives import WebDatasetSource
 from latentcache.dataset.part_files import PartFiles, name_below
 from latentcache.dataset.samples import (
     MAX_CAPTION_BYTES,
+    CaptionColumns,
     CaptionError,
     Sample,
     SampleSource,
-    captions_in_columns,
     captions_in_text,
     is_image,
     is_image_suffix,
@@ -203,7 +203,8 @@ class ImageFolderSource(_FileSource):
     """Hugging Face's imagefolder: each `metadata.jsonl` names, by `file_name`, images below its own folder.
 
     As in `datasets`, the metadata decides what belongs to the dataset. Images that it does not name are left out, and
-    their number is logged. Samples come in the order of the lines. A name outside the dataset's folder is refused.
+    their number is logged. Samples come in the order of the lines. A name outside the dataset's folder is refused. A
+    configured caption column that no line has is a DatasetError at the end.
     """
 
     def __init__(self, root: str, caption_columns: tuple[str, ...] | None, parts: PartFiles | None = None):
@@ -214,17 +215,21 @@ class ImageFolderSource(_FileSource):
     def samples(self) -> Iterator[Sample | Refusal]:
         images: set[str] = set()
         named: set[str] = set()
+        columns = CaptionColumns(self._columns)
         for found in walk(self._root):
             if isinstance(found, Refusal):
                 yield found
                 continue
             names = (posixpath.join(found[0], name) for name in found[1] if is_image(name))
             images.update(name for name in names if not self._parts.is_part(name))
-            yield from self._samples_in(*found, named)
+            yield from self._samples_in(*found, named, columns)
         if left_out := len(images - named):
             _log.warning("%s: %d images are in no %s, and are left out", self._root, left_out, METADATA)
+        columns.check(os.path.join(self._root, METADATA))
 
-    def _samples_in(self, folder: str, names: list[str], named: set[str]) -> Iterator[Sample | Refusal]:
+    def _samples_in(
+        self, folder: str, names: list[str], named: set[str], columns: CaptionColumns
+    ) -> Iterator[Sample | Refusal]:
         """The samples of a folder's metadata. What it names is added to `named`."""
         if METADATA not in names:
             return
@@ -241,11 +246,13 @@ class ImageFolderSource(_FileSource):
                     if not line:
                         return
                     if line.strip():
-                        yield self._from_line(folder, line_id, place, line, named)
+                        yield self._from_line(folder, line_id, place, line, named, columns)
         except OSError as error:
             yield Refusal(name, path, "unreadable", error.strerror or str(error))
 
-    def _from_line(self, folder: str, line_id: str, place: str, line: bytes, named: set[str]) -> Sample | Refusal:
+    def _from_line(
+        self, folder: str, line_id: str, place: str, line: bytes, named: set[str], columns: CaptionColumns
+    ) -> Sample | Refusal:
         """`line_id` and `place` name the line, for a refusal."""
         try:
             row: Any = json.loads(line.decode("utf-8-sig"))
@@ -263,4 +270,4 @@ class ImageFolderSource(_FileSource):
             with suppress(ValueError):  # the sample is refused for it
                 named.add(name_below(folder, row.get(column)))
         find_parts = partial(self._parts.of, row=row, folder=folder)
-        return self._sample(sample_id, place, partial(captions_in_columns, row, self._columns), find_parts)
+        return self._sample(sample_id, place, partial(columns.captions, row), find_parts)

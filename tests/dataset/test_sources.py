@@ -22,10 +22,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from latentcache.config import SourceConfig, parse_config
+from latentcache.config import Config, SourceConfig, parse_config
 from latentcache.dataset.samples import Sample, SampleSource, read_small
 from latentcache.dataset.sources import open_source as open_configured
 from latentcache.errors import ConfigError, DatasetError, ImageRefused
+from latentcache.precache.run import run_precache
 from latentcache.types import Refusal
 
 Captions = tuple[str, ...]
@@ -366,7 +367,6 @@ class TestImageFolder:
             ({"text": "t", "caption": "c"}, ("caption", "text"), ("c", "t")),
             ({"short": "s", "long": ["l", " ", None, "m "]}, ("short", "long"), ("s", "l", "m")),
             ({"text": "two\nlines"}, None, ("two\nlines",)),
-            ({"text": "t"}, ("prompt",), ("",)),
         ],
     )
     def test_caption_columns(
@@ -376,6 +376,12 @@ class TestImageFolder:
         metadata(tmp_path, {"file_name": "a.png"} | row)
         (sample,) = samples(open_source("imagefolder", tmp_path, caption_columns=columns))
         assert sample.captions == captions and sample.has_caption == (captions != ("",))
+
+    def test_a_column_that_some_line_has_may_be_absent_elsewhere(self, tmp_path: Path) -> None:
+        write(tmp_path, "a.png", "b.png")
+        metadata(tmp_path, {"file_name": "a.png", "text": "t"}, {"file_name": "b.png"})
+        found = samples(open_source("imagefolder", tmp_path, caption_columns=("text",)))
+        assert [sample.captions for sample in found] == [("t",), ("",)]
 
     def test_bad_lines_are_refused_by_number_and_the_rest_goes_on(self, tmp_path: Path) -> None:
         write(tmp_path, "a.png", "b.png", "c.png")
@@ -433,13 +439,24 @@ class TestImageFolder:
 
 class TestWebDataset:
     def test_keys_end_at_the_first_dot_of_the_file_name(self, tmp_path: Path) -> None:
-        members = {"./dir.v1/x.png": IMAGE, "./dir.v1/x.txt": b"x", "y.left.png": IMAGE, "y.json": b'{"caption": "y"}'}
+        members = {"./dir.v1/x.png": IMAGE, "./dir.v1/x.txt": b"x", "y.png": IMAGE, "y.json": b'{"caption": "y"}'}
         write_tar(tmp_path / "s.tar", members)
         found = samples(open_source("webdataset", tmp_path))
         assert [(sample.sample_id, sample.captions) for sample in found] == [
             ("s.tar/dir.v1/x", ("x",)),
             ("s.tar/y", ("y",)),
         ]
+
+    def test_the_image_is_the_member_with_nothing_before_its_suffix(self, tmp_path: Path) -> None:
+        """Tars are sorted by name: the depth map comes first."""
+        depth = PHOTOS["b"][0]
+        members = {"cat.depth.png": depth, "cat.jpg": IMAGE, "cat.txt": b"a cat", "dog.depth.png": depth}
+        write_tar(tmp_path / "s.tar", members)
+        source = open_source("webdataset", tmp_path)
+        [sample, refusal] = source.samples()
+        assert isinstance(sample, Sample) and source.read(sample) == IMAGE and sample.captions == ("a cat",)
+        assert isinstance(refusal, Refusal) and (refusal.sample_id, refusal.reason) == ("s.tar/dog", "missing")
+        assert refusal.path.endswith("#dog.depth.png") and "name the column" in refusal.detail
 
     def test_members_of_a_key_may_be_apart(self, tmp_path: Path) -> None:
         write_tar(tmp_path / "s.tar", {"a.txt": b"a", "b.png": IMAGE, "a.png": IMAGE, "b.txt": b"b"})
@@ -702,3 +719,24 @@ def test_a_caption_is_whole_where_a_read_gives_less_than_there_is(
     monkeypatch.setattr(os, "read", lambda fd, num_bytes: read(fd, min(num_bytes, 5)))
     assert read_small(str(path), 1 << 20) == text
     assert read_small(str(path), 7) == text[:7]
+
+
+@pytest.mark.parametrize("kind", ["imagefolder", "webdataset", "parquet"])
+def test_a_caption_column_that_no_sample_has_ends_the_run(
+    make_config: Callable[..., Config], tmp_path: Path, kind: str
+) -> None:
+    """It trained with empty captions."""
+    folder = tmp_path / kind
+    folder.mkdir()
+    rows = [{"caption": "a cat", "score": 1}, {"caption": "a dog", "score": 2}]
+    if kind == "imagefolder":
+        write(folder, "0.png", "1.png")
+        metadata(folder, *[{"file_name": f"{number}.png"} | row for number, row in enumerate(rows)])
+    elif kind == "webdataset":
+        members = {f"{number}.json": json.dumps(row).encode() for number, row in enumerate(rows)}
+        write_tar(folder / "s.tar", members | {f"{number}.png": IMAGE for number in range(2)})
+    else:
+        write_parquet(folder / "t.parquet", {"image": [{"bytes": IMAGE}] * 2, "caption": ["a cat", "a dog"]})
+    config = make_config(**{"datasets.0.source": {"kind": kind, "path": folder, "caption_columns": ["captoin"]}})
+    with pytest.raises(DatasetError, match=r"column 'captoin', but: .*caption"):
+        run_precache(config)
