@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -93,6 +94,7 @@ class Geometry:
 
     Every trainer's time ids can be derived from it. `original_size` is the size after the EXIF turn,
     `resized_size` the size before the crop, `target_size` the bucket. `num_frames` is a clip's; None of an image.
+    `crop_top_left` is the crop in the upright image, also of one that is mirrored.
     """
 
     original_size: Size
@@ -101,6 +103,23 @@ class Geometry:
     target_size: Bucket
     flip: bool = False
     num_frames: int | None = None
+
+    @property
+    def seen_crop(self) -> Crop:
+        """The crop in the image that is encoded, mirrored or not: what time ids hold.
+
+        kohya's sd-scripts swap left and right of a flipped image's crop (train_util.py, `get_crop_ltrb` of `flip_aug`);
+        diffusers' scripts mirror the image before they crop it.
+        """
+        if not self.flip:
+            return self.crop_top_left
+        top, left = self.crop_top_left
+        return Crop(top, self.resized_size.width - self.target_size.width - left)
+
+    @property
+    def kept_share(self) -> float:
+        """The part of the image's area that the crop keeps."""
+        return math.prod(self.target_size) / math.prod(self.resized_size)
 
     @property
     def extent(self) -> Extent:

@@ -53,7 +53,7 @@ class SDXL(ClipFamily):
     @override
     def size_conditions(self, geometry: Geometry) -> list[int]:
         """Original size, crop and target size, in the order of the pipeline's `_get_add_time_ids`."""
-        return [*geometry.original_size, *geometry.crop_top_left, *geometry.target_size]
+        return [*geometry.original_size, *geometry.seen_crop, *geometry.target_size]
 
     @override
     def conditions(self, denoiser: Any, noisy: torch.Tensor, batch: Mapping[str, Any]) -> dict[str, Any]:

@@ -85,6 +85,9 @@ class Plan:
     num_samples: int = 0
     num_hits: int = 0
     num_missing_captions: int = 0
+    num_mostly_cut: int = 0
+    mostly_cut: list[str] = field(default_factory=list)
+    """See `Report`."""
     refused: list[Refusal] = field(default_factory=list)
     misses_by_reason: Counter[str] = field(default_factory=Counter)
     miss_bytes: int = 0

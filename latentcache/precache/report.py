@@ -38,6 +38,10 @@ class Report:
     num_encoded: int = 0
     num_missing_captions: int = 0
     """Samples without a caption: they get the empty one."""
+    num_mostly_cut: int = 0
+    """Images of which the crop keeps less than half."""
+    mostly_cut: list[str] = field(default_factory=list)
+    """The sample_ids of the first of them."""
     num_truncated_captions: int = 0
     """Captions, of those encoded in this run, with more tokens than the text encoders read."""
     num_retried_in_float32: int = 0
@@ -93,6 +97,10 @@ class Report:
             "entries encoded again in float32": self.num_retried_in_float32,
         }
         lines += [f"note      {count} {note}" for note, count in notes.items() if count]
+        if self.num_mostly_cut:
+            named = ", ".join(self.mostly_cut) + (", ..." if self.num_mostly_cut > len(self.mostly_cut) else "")
+            advice = "raise buckets.max_aspect, choose another buckets.rule, or cut them yourself"
+            lines.append(f"note      {self.num_mostly_cut} images lose more than half in the crop: {named}; {advice}")
         lines += [f"note      {note}" for note in self.notes]
         lines.append(f"refused   {self.num_refused}")
         lines += [f"          {refusal.path}: {refusal.reason}: {refusal.detail}" for refusal in self.refused]

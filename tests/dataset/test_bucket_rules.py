@@ -194,6 +194,19 @@ def test_a_flip_before_the_crop_moves_the_odd_pixel() -> None:
         assert upright is not None and mirrored is not None and upright.crop_top_left == mirrored.crop_top_left
 
 
+def test_the_crop_of_a_mirrored_image_is_the_one_that_its_trainer_records() -> None:
+    """diffusers' script mirrors 64 x 67 and then crops at int(round(1.5)), which is 2; that is pixel 1 of the photo."""
+    rule = BucketRule(BucketsConfig(rule="diffusers", resolution=64))
+    mirrored = rule.geometry(Size(64, 67), flip=True)
+    assert mirrored is not None and mirrored.crop_top_left == Crop(0, 1) and mirrored.seen_crop == Crop(0, 2)
+    kohya_rule = BucketRule(BucketsConfig(rule="kohya"))
+    for size in recorded_sizes()[:200]:
+        upright, mirrored = kohya_rule.geometry(size), kohya_rule.geometry(size, flip=True)
+        assert upright is not None and mirrored is not None and upright.seen_crop == upright.crop_top_left
+        spare = upright.resized_size.width - upright.target_size.width
+        assert mirrored.seen_crop == Crop(upright.crop_top_left.top, spare - upright.crop_top_left.left)
+
+
 def test_an_image_of_which_kohya_makes_no_bucket_has_none() -> None:
     rule = BucketRule(BucketsConfig(rule="kohya", upscale=False))
     assert rule.geometry(Size(40, 500)) is None and rule.geometry(Size(64, 500)) is not None
