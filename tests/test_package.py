@@ -61,7 +61,7 @@ OWNERS = {
         "service/thumbnails.py",
     ),
     "av": ("dataset/video_files.py",),
-    "psutil": ("utils/host_memory.py", "doctor/environment.py"),
+    "psutil": ("doctor/environment.py",),
     "pyarrow": ("dataset/tables.py", "interop/formats/parquet.py"),
     "diffusers": ("families/", "models/", "validation/", "integrations/diffusers.py"),
     "transformers": ("families/", "models/"),

@@ -51,8 +51,7 @@ with LatentCache(path) as cache:
 assert rebuild(path).num_packs and verify(path).ok
 dataset = LatentDataset(path, "photos", flips=True, caption="random")
 sampler = BucketBatchSampler(dataset, 2, seed=0)
-for resident in (None, "cpu"):
-    assert sum(len(batch["sample_id"]) for batch in LatentLoader(sampler, device="cpu", resident=resident)) == 10
+assert sum(len(batch["sample_id"]) for batch in LatentLoader(sampler, device="cpu")) == 10
 for batch in DataLoader(dataset, batch_sampler=sampler, collate_fn=dataset.collate):
     draw = torch.Generator().manual_seed(0) if holds_moments else None
     assert dataset.place(batch, device="cpu", generator=draw)["latents"].shape[1] == 4

@@ -600,7 +600,7 @@ def test_locks(root):
 
 def test_offsets_that_change_after_an_entry_was_verified_make_it_damaged(root):
     entries = [replace(sample(n, hidden=torch.ones(n + 3, 5)), ragged=frozenset({"hidden"})) for n in range(3)]
-    with DiskStore(root, io="mapped") as store:
+    with DiskStore(root) as store:
         store.add(entries)
         assert len(store.rows([entry.record.key for entry in entries])) == 3
         pack, at = find_bytes(root, struct.pack("<4q", 0, 3, 7, 12))  # where the values of each begin and end

@@ -32,7 +32,7 @@ def test_before_2_6(monkeypatch: pytest.MonkeyPatch) -> None:
     module = SimpleNamespace(is_available=lambda: True, device_count=lambda: 1)
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     monkeypatch.setattr(torch._C, "_get_accelerator", lambda: torch.device("xpu"))
-    assert device_named("auto") == current_accelerator(built_for=True) == torch.device("xpu")
+    assert device_named("auto") == torch.device("xpu", 0) and current_accelerator(built_for=True) == torch.device("xpu")
     module.is_available = lambda: False
     assert device_named("auto") == torch.device("cpu") and current_accelerator(built_for=True) == torch.device("xpu")
 
@@ -49,4 +49,4 @@ def test_2_6(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
     assert device_named("auto") == torch.device("cpu") and current_accelerator(built_for=True) == torch.device("xpu")
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    assert device_named("auto") == torch.device("xpu")
+    assert device_named("auto") == torch.device("xpu", 0)
