@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
 from operator import attrgetter
@@ -60,6 +61,13 @@ class Entries:
     keys: np.ndarray
     is_unverified: np.ndarray
 
+    def rows_with(self, keys: Collection[bytes]) -> np.ndarray:
+        """The numbers of the rows with one of these keys, ascending; some may repeat. int64 [m]."""
+        heads = _heads_of(self.keys)
+        wanted = np.array([int.from_bytes(key[:8], sys.byteorder) for key in keys], np.uint64)
+        found = [at for at in np.flatnonzero(np.isin(heads, wanted)).tolist() if self.keys[at].tobytes() in keys]
+        return np.searchsorted(self.bounds, np.array(found, np.int64), side="right") - 1
+
     def unverified_rows(self) -> np.ndarray:
         """The numbers of the rows with an unverified entry, ascending; some may repeat."""
         return np.searchsorted(self.bounds, np.flatnonzero(self.is_unverified), side="right") - 1
@@ -81,6 +89,31 @@ class EntriesBuilder:
         """The column."""
         is_unverified = np.frombuffer(self._is_unverified, np.bool_)
         return Entries(np.frombuffer(self._bounds, np.uint32), as_keys(self._keys), is_unverified)
+
+
+def _heads_of(keys: np.ndarray) -> np.ndarray:
+    """The first eight bytes of each key, to look it up: uint64 [n]."""
+    return keys[:, :8].copy().view(np.uint64).reshape(-1)
+
+
+class DigestOrder:
+    """Finds digests of a column, uint8 [n, 32], in 12 bytes a row."""
+
+    def __init__(self, digests: np.ndarray):
+        self._digests = digests
+        heads = _heads_of(digests)
+        self._order = np.argsort(heads, kind="stable").astype(np.uint32)
+        self._heads = heads[self._order]
+
+    def find(self, digest: bytes) -> int | None:
+        """The number of the last row that has this digest, or None."""
+        head, found = np.uint64(int.from_bytes(digest[:8], sys.byteorder)), None
+        at = int(self._heads.searchsorted(head))
+        while at < len(self._heads) and self._heads[at] == head:
+            if self._digests[(number := self._order.item(at))].tobytes() == digest:
+                found = number
+            at += 1
+        return found
 
 
 def as_keys(data: bytearray) -> np.ndarray:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
+from functools import cached_property
 from itertools import islice
 from operator import eq
 from typing import Any, Literal
@@ -21,6 +22,7 @@ from latentcache.dataset.row_columns import (
     KEY_BYTES,
     SIZES,
     TRUSTS,
+    DigestOrder,
     Entries,
     EntriesBuilder,
     Geometries,
@@ -230,6 +232,21 @@ class RowTable(Mapping[str, Row]):
         """The numbers of the rows with an entry that was imported and not verified, ascending: int64 [m]."""
         rows = [entries.unverified_rows() for entries in (self._images, self._captions, self._parts.entries)]
         return np.unique(np.concatenate(rows))
+
+    def row_of_source(self, source: str) -> Row | None:
+        """The last row whose image has this digest, or None."""
+        number = self._source_order.find(bytes.fromhex(source))
+        return None if number is None or not self._has_source.item(number) else self.row(number)
+
+    @cached_property
+    def _source_order(self) -> DigestOrder:
+        return DigestOrder(self._sources)
+
+    def rows_with(self, keys: Iterable[str]) -> list[Row]:
+        """The rows with one of these keys, in their order."""
+        wanted = set(map(bytes.fromhex, keys))
+        found = [each.rows_with(wanted) for each in (self._images, self._captions, self._parts.entries)]
+        return list(map(self.row, np.unique(np.concatenate(found)).tolist()))
 
     def sources(self) -> Iterator[str]:
         """The digests of all images that are known."""

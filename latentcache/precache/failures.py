@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_row import Row
+from latentcache.dataset.row_table import RowTable
 from latentcache.precache.plan import Shard
 from latentcache.precache.report import Failure
 from latentcache.precache.workspace import Memo, Workspace
@@ -45,7 +46,7 @@ class Failures:
 
     def refusals(self, manifest: Manifest) -> dict[str, Refusal]:
         """The refusals of a manifest's samples, by sample_id."""
-        rows = manifest.rows.values() if self._by_key else ()
+        rows = RowTable.of(manifest.rows).rows_with(self._by_key) if self._by_key else ()
         return {row.sample_id: refusal for row in rows if (refusal := self.refusal(row)) is not None}
 
     def forget(self, keys: Iterable[str]) -> None:

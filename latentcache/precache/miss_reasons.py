@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
@@ -40,12 +41,15 @@ class History:
     def __init__(self, manifest: Manifest | None, damaged: Mapping[str, str]):
         self._manifest = manifest
         self._damaged = damaged
-        self._by_source: dict[str, Row] | None = None
 
     @property
     def sources(self) -> set[str]:
         """Digests of all images that the last manifest lists."""
-        return set() if self._manifest is None else set(RowTable.of(self._manifest.rows).sources())
+        return set() if self._manifest is None else set(self._table.sources())
+
+    @cached_property
+    def _table(self) -> RowTable:
+        return RowTable.of({} if self._manifest is None else self._manifest.rows)
 
     def row(self, sample_id: str, source: str | None) -> Row | None:
         """The sample's last row, or that of a sample with the same image; None for a new one."""
@@ -53,10 +57,7 @@ class History:
             return None
         row = self._manifest.rows.get(sample_id)
         if row is None and source is not None:
-            if self._by_source is None:
-                rows = self._manifest.rows.values()
-                self._by_source = {row.source: row for row in rows if row.source is not None}
-            row = self._by_source.get(source)
+            row = self._table.row_of_source(source)
         return row
 
     def why_image(self, row: Row | None, source: str, now: ImageRef, common: Mapping[str, Any]) -> str:

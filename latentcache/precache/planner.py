@@ -42,6 +42,8 @@ from latentcache.utils.progress import Progress
 
 CHUNK = 1024
 """Samples whose keys are looked up together."""
+MAX_NAMED = 5
+"""Samples that a note of the report names."""
 VIDEOS_AT_ONCE = 4
 """That are read whole: one may have a GiB, and there are threads for each core."""
 
@@ -58,6 +60,8 @@ class _FileFacts(msgspec.Struct, array_like=True, forbid_unknown_fields=True, fr
     height: _Positive
     width: _Positive
     num_frames: _Positive | None = None
+    signature: str = ""
+    """Of the file when it was read. They are in the memo by its path, so that a new reading replaces the last one."""
 
     @property
     def size(self) -> Size:
@@ -226,6 +230,9 @@ class _DatasetPlanner:
                 yield None, row
                 continue
             plan.num_missing_captions += not item.has_caption
+            if row.images[0].geometry.kept_share < 0.5:
+                plan.num_mostly_cut += 1
+                plan.mostly_cut += [item.sample_id] if plan.num_mostly_cut <= MAX_NAMED else []
             yield item, row
 
     def _known_facts(self, item: Sample | Refusal) -> list[_FileFacts] | Refusal | None:
@@ -237,7 +244,7 @@ class _DatasetPlanner:
         found = []
         for sample in (item, *item.parts):
             facts = recalled(self._workspace.memo, self._memo_name(sample), _FACTS.decode)
-            if facts is None:
+            if facts is None or sample.signature is None or facts.signature != sample.signature.to_text():
                 return None
             found.append(facts)
         return found
@@ -259,15 +266,15 @@ class _DatasetPlanner:
     def _facts_of(self, sample: Sample) -> _FileFacts:
         data, dataset = self._source.read(sample), self._dataset
         size, num_frames = probe_clip(data, sample.path, dataset.images, dataset.frames)
-        facts = _FileFacts(digest(data), *size, num_frames)
+        signature = "" if sample.signature is None else sample.signature.to_text()
+        facts = _FileFacts(digest(data), *size, num_frames, signature)
         # What was read may be of another file, where a link or a folder was replaced since the sample was listed.
         if sample.signature is not None and sample.signature.is_settled() and sample.is_unchanged():
             self._workspace.memo[self._memo_name(sample)] = msgspec.json.encode(facts).decode()
         return facts
 
     def _memo_name(self, sample: Sample) -> str:
-        signature = sample.signature.to_text() if sample.signature is not None else "unsigned"
-        return f"image/1 {self._images_digest} {signature} {sample.path}"
+        return f"image/2 {self._images_digest} {sample.path}"
 
     def _row(self, sample: Sample, facts: list[_FileFacts]) -> Row:
         own, *others = facts

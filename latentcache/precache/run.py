@@ -10,7 +10,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Annotated, Any, Protocol
@@ -22,6 +22,7 @@ from latentcache.config import Config
 from latentcache.dataset.manifest import Manifest
 from latentcache.dataset.manifest_folder import update_manifest
 from latentcache.dataset.manifest_row import Row
+from latentcache.dataset.row_table import RowTable
 from latentcache.errors import ConfigError
 from latentcache.families import unread_controls
 from latentcache.models.model_loader import Models
@@ -184,6 +185,7 @@ class _Run:
             self._encodings = encodings = for_images(encodings, self.config.encode, plan.image_batches)
         report.num_samples, report.num_hits, report.num_misses = plan.num_samples, plan.num_hits, len(plan.reasons)
         report.num_missing_captions = plan.num_missing_captions
+        report.num_mostly_cut, report.mostly_cut = plan.num_mostly_cut, plan.mostly_cut
         report.misses_by_reason = dict(plan.misses_by_reason)
         report.refused = list(plan.refused)
         report.estimate = {"bytes": plan.miss_bytes, "seconds": self._estimate_seconds()}
@@ -364,9 +366,16 @@ def _whole(workspace: Workspace, manifest: Manifest, failures: Failures) -> Mani
     is_prompts = manifest.role == "prompts"
     others = prompts_of_others(workspace.store, workspace.manifests, manifest.name) if is_prompts else {}
     refusals = failures.refusals(manifest)
-    refused = {name: replace(manifest.rows[name], refusal=refusal) for name, refusal in refusals.items()}
-    # Where nothing changes it stays columns: its rows as objects take a kilobyte each.
-    return replace(manifest, rows={**others, **manifest.rows, **refused}) if others or refused else manifest
+    if not others and not refusals:
+        return manifest
+
+    def rows() -> Iterator[Row]:  # never all at once: as objects they take a kilobyte each
+        yield from (row for name, row in others.items() if name not in manifest.rows)
+        for row in manifest.rows.values():
+            refusal = refusals.get(row.sample_id)
+            yield row if refusal is None else replace(row, refusal=refusal)
+
+    return replace(manifest, rows=RowTable.from_rows(rows()))
 
 
 def _needed(rows: Iterable[Row]) -> set[str]:

@@ -1,0 +1,73 @@
+"""What a run keeps in memory and on disk of a long dataset."""
+
+from __future__ import annotations
+
+import os
+import tracemalloc
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from helpers.photo_files import write_photo
+
+from latentcache import Config, run_precache
+from latentcache.dataset import samples
+from latentcache.dataset.manifest_folder import ManifestFolder
+from latentcache.identity import digest
+from latentcache.precache.workspace import open_workspace
+
+NUM_ROWS = 20_000
+
+
+def peak_of_a_plan(config: Config) -> int:
+    tracemalloc.start()
+    report = run_precache(config, dry_run=True)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert report.num_samples == len(list(Path(config.datasets[0].source.path).rglob("*.png")))
+    return peak
+
+
+def test_one_new_photo_takes_no_memory_for_each_known_sample(make_config: Callable[..., Config], photos: Path) -> None:
+    """It made objects of the whole last manifest: 155 MB for a hundred thousand samples."""
+    config = make_config()
+    run_precache(config)
+    folder = ManifestFolder(Path(config.cache.path) / "manifests")
+    manifest = folder.read("photos")
+    assert manifest is not None
+    rows, first = dict(manifest.rows), manifest.rows["a.png"]
+    for number in range(NUM_ROWS):
+        source = digest(b"%d" % number)
+        images = tuple(replace(ref, key=digest(f"{source} {ref.key}".encode())) for ref in first.images)
+        rows[f"gone/{number}.png"] = replace(first, sample_id=f"gone/{number}.png", source=source, images=images)
+    folder.write(replace(manifest, rows=rows))
+    known = peak_of_a_plan(config)
+    write_photo(photos / "new.png", 77, (80, 144))
+    new = peak_of_a_plan(config)
+    assert new - known < 100 * NUM_ROWS
+
+
+def test_a_renamed_photo_is_found_by_its_contents(make_config: Callable[..., Config], photos: Path) -> None:
+    run_precache(make_config())
+    (photos / "b.png").rename(photos / "renamed.png")
+    (photos / "b.txt").write_text("another caption")
+    (photos / "b.txt").rename(photos / "renamed.txt")
+    report = run_precache(make_config(), dry_run=True)
+    assert report.misses_by_reason == {"caption changed": 1}
+
+
+def test_the_memo_forgets_what_a_file_was(
+    make_config: Callable[..., Config], photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each new time stamp of a file added a row for good, which every run loads."""
+    monkeypatch.setattr(samples, "SETTLED_NS", 0)
+    config = make_config()
+    run_precache(config)
+    numbers = []
+    for time in (1_000, 2_000, 3_000):
+        os.utime(photos / "a.png", (time, time))
+        assert run_precache(config).num_misses == 0
+        with open_workspace(config.cache) as workspace:
+            numbers.append(len(workspace.memo))
+    assert len(set(numbers)) == 1
