@@ -31,9 +31,11 @@ MASK = "_mask"
 class Part:
     """One part of a model. `class_name` names its library too, as `diffusers.AutoencoderKL`.
 
-    `weights` are the first parts of the names of those weights that its outputs depend on. A file in the layout of the
-    model's authors is converted as one of the class `layout`, with these first parts of names `renamed`; by default as
-    one of its own class. `needs` is a package that the class cannot be made without.
+    `weights` are the first parts of the names of those weights that its outputs depend on. `settings` are the names of
+    those settings of its config, as `text_config.hidden_act`, but for what shapes of weights show. None: all but
+    `part_identity.IGNORED_CONFIG`, which is right where all releases of transformers fill in the same. A file in the
+    layout of the model's authors is converted as one of the class `layout`, with these first parts of names `renamed`;
+    by default as one of its own class. `needs` is a package that the class cannot be made without.
     """
 
     role: Role
@@ -42,6 +44,7 @@ class Part:
     layout: str | None = None
     renamed: tuple[tuple[str, str], ...] = ()
     needs: str | None = None
+    settings: tuple[str, ...] | None = None
 
     @property
     def is_any_class(self) -> bool:
@@ -58,6 +61,20 @@ def class_named(name: str) -> Any:
     library, _, own = name.partition(".")
     return getattr(importlib.import_module(library), own)
 
+
+T5_SETTINGS = (
+    *("d_kv", "dense_act_fn", "is_gated_act", "layer_norm_epsilon", "num_heads"),
+    *("relative_attention_max_distance", "relative_attention_num_buckets"),
+)
+"""Settings of an encoder of T5 or UMT5 that its outputs depend on (transformers' modeling_t5.py)."""
+LLM_SETTINGS = tuple(
+    f"text_config.{name}"
+    for name in (
+        *("head_dim", "hidden_act", "max_window_layers", "num_attention_heads", "num_key_value_heads"),
+        *("rms_norm_eps", "rope_parameters", "sliding_window", "use_sliding_window"),
+    )
+)
+"""The same of the language model of Qwen2.5-VL, Qwen3-VL and Mistral 3 (transformers' modeling files of these)."""
 
 VAE_WEIGHTS = ("encoder.", "quant_conv.")
 """Of a VAE only these make latents. A finetuned decoder gives the same latents."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from latentcache.families.base import VAE_WEIGHTS, Caption, Encoded, LatentSpace, Part, TextField, Upload
+from latentcache.families.base import T5_SETTINGS, VAE_WEIGHTS, Caption, Encoded, LatentSpace, Part, TextField, Upload
 from latentcache.families.packed import PackedFamily, image_ids, text_ids
 from latentcache.families.tiny_parts import flow_model, image_vae, seeded, t5_model, t5_tokenizer
 from latentcache.types import Padding
@@ -30,7 +30,7 @@ class Chroma(PackedFamily):
     repositories = ("lodestones/Chroma1-HD", "lodestones/Chroma1-Base")
     parts = {
         "vae": Part("vae", "diffusers.AutoencoderKL", VAE_WEIGHTS),
-        "text_encoder": Part("text_encoder", "transformers.T5EncoderModel"),
+        "text_encoder": Part("text_encoder", "transformers.T5EncoderModel", settings=T5_SETTINGS),
         "tokenizer": Part("tokenizer", "transformers.T5TokenizerFast"),
     }
     denoiser_class = "diffusers.ChromaTransformer2DModel"

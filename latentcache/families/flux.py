@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from latentcache.families.base import VAE_WEIGHTS, Caption, Encoded, LatentSpace, Part, TextField, Upload
+from latentcache.families.base import T5_SETTINGS, VAE_WEIGHTS, Caption, Encoded, LatentSpace, Part, TextField, Upload
 from latentcache.families.packed import PackedFamily, control_latents, image_ids, text_ids
 from latentcache.families.tiny_parts import (
     clip_text_model,
@@ -34,7 +34,7 @@ class Flux(PackedFamily):
     parts = {
         "vae": Part("vae", "diffusers.AutoencoderKL", VAE_WEIGHTS),
         "text_encoder": Part("text_encoder", "transformers.CLIPTextModel"),
-        "text_encoder_2": Part("text_encoder", "transformers.T5EncoderModel"),
+        "text_encoder_2": Part("text_encoder", "transformers.T5EncoderModel", settings=T5_SETTINGS),
         "tokenizer": Part("tokenizer", "transformers.CLIPTokenizer"),
         "tokenizer_2": Part("tokenizer", "transformers.T5TokenizerFast"),
     }

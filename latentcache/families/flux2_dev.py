@@ -10,7 +10,7 @@ import torch
 from typing_extensions import override
 
 from latentcache.families import tiny_parts
-from latentcache.families.base import Part, TextField
+from latentcache.families.base import LLM_SETTINGS, Part, TextField
 from latentcache.families.flux2 import Flux2
 
 _TINY_TEMPLATE = (  # Mistral's, reduced: messages are lists of blocks
@@ -41,6 +41,7 @@ class Flux2Dev(Flux2):
                 "model.language_model.embed_tokens.",
                 *(f"model.language_model.layers.{layer}." for layer in range(max(layers))),
             ),
+            settings=LLM_SETTINGS,
         ),
         "tokenizer": Part("tokenizer", "transformers.AutoTokenizer"),
     }

@@ -10,7 +10,17 @@ import torch
 from typing_extensions import override
 
 from latentcache.families import tiny_parts
-from latentcache.families.base import MASK, VAE_WEIGHTS, Caption, Encoded, LatentSpace, Part, TextField, Upload
+from latentcache.families.base import (
+    LLM_SETTINGS,
+    MASK,
+    VAE_WEIGHTS,
+    Caption,
+    Encoded,
+    LatentSpace,
+    Part,
+    TextField,
+    Upload,
+)
 from latentcache.families.hidden_states import HiddenStates
 from latentcache.families.packed import PackedFamily
 from latentcache.families.qwen_image import NUM_DROPPED, check_prefix
@@ -37,7 +47,12 @@ class Krea2(PackedFamily):
     parts = {
         "vae": Part("vae", "diffusers.AutoencoderKLQwenImage", VAE_WEIGHTS, layout="AutoencoderKLWan"),
         # A hidden state is the output of the layer before it; only the last one is normed, and is not read.
-        "text_encoder": Part("text_encoder", "transformers.Qwen3VLModel", ("language_model.embed_tokens.", *_READ)),
+        "text_encoder": Part(
+            "text_encoder",
+            "transformers.Qwen3VLModel",
+            ("language_model.embed_tokens.", *_READ),
+            settings=LLM_SETTINGS,
+        ),
         "tokenizer": Part("tokenizer", "transformers.Qwen2Tokenizer"),
     }
     denoiser_class = "diffusers.Krea2Transformer2DModel"

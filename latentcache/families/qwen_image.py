@@ -11,7 +11,17 @@ from typing_extensions import override
 
 from latentcache.errors import ModelError
 from latentcache.families import tiny_parts
-from latentcache.families.base import MASK, VAE_WEIGHTS, Caption, Encoded, LatentSpace, Part, TextField, Upload
+from latentcache.families.base import (
+    LLM_SETTINGS,
+    MASK,
+    VAE_WEIGHTS,
+    Caption,
+    Encoded,
+    LatentSpace,
+    Part,
+    TextField,
+    Upload,
+)
 from latentcache.families.hidden_states import HiddenStates
 from latentcache.families.packed import PackedFamily
 from latentcache.types import Padding
@@ -38,7 +48,10 @@ class QwenImage(PackedFamily):
     parts = {
         "vae": Part("vae", "diffusers.AutoencoderKLQwenImage", VAE_WEIGHTS, layout="AutoencoderKLWan"),
         "text_encoder": Part(
-            "text_encoder", "transformers.Qwen2_5_VLForConditionalGeneration", ("model.language_model.",)
+            "text_encoder",
+            "transformers.Qwen2_5_VLForConditionalGeneration",
+            ("model.language_model.",),
+            settings=LLM_SETTINGS,
         ),
         "tokenizer": Part("tokenizer", "transformers.Qwen2Tokenizer"),
     }

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from latentcache.errors import ConfigError
 from latentcache.families import tiny_parts
-from latentcache.families.base import MASK, Caption, Encoded, Part, Upload
+from latentcache.families.base import LLM_SETTINGS, MASK, Caption, Encoded, Part, Upload
 from latentcache.families.hidden_states import HiddenStates
 from latentcache.families.packed import control_latents
 from latentcache.families.qwen_image import STATES, QwenImage, check_prefix
@@ -24,6 +24,12 @@ _NUM_DROPPED = 64
 """Tokens of the system prompt, whose rows the pipeline drops."""
 _AREA = 384 * 384
 """Pixels of a control image as the text encoder reads it, about: `CONDITION_IMAGE_SIZE` of the pipeline."""
+_VISION_SETTINGS = (
+    *("image_token_id", "vision_start_token_id"),
+    *(f"vision_config.{name}" for name in ("fullatt_block_indexes", "hidden_act", "num_heads", "patch_size")),
+    *(f"vision_config.{name}" for name in ("spatial_merge_size", "temporal_patch_size", "tokens_per_second")),
+    "vision_config.window_size",
+)
 _PLACEHOLDER = re.compile(r"<\|(image|video)_pad\|>")
 """In a caption it would stand for an image that is not there, and the processor would fail."""
 
@@ -51,7 +57,11 @@ class QwenImageEdit(QwenImage):
     repositories = ("Qwen/Qwen-Image-Edit-2511", "Qwen/Qwen-Image-Edit-2509")
     parts = {
         "vae": QwenImage.parts["vae"],
-        "text_encoder": replace(QwenImage.parts["text_encoder"], weights=("model.language_model.", "model.visual.")),
+        "text_encoder": replace(
+            QwenImage.parts["text_encoder"],
+            weights=("model.language_model.", "model.visual."),
+            settings=(*LLM_SETTINGS, *_VISION_SETTINGS),
+        ),
         "processor": Part("tokenizer", "transformers.Qwen2VLProcessor", needs="torchvision"),
     }
     longest = None

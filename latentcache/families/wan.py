@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from latentcache.families.base import (
     MASK,
+    T5_SETTINGS,
     VAE_WEIGHTS,
     Caption,
     Encoded,
@@ -47,7 +48,7 @@ class Wan(Family):
     )
     parts = {
         "vae": Part("vae", "diffusers.AutoencoderKLWan", VAE_WEIGHTS),
-        "text_encoder": Part("text_encoder", "transformers.UMT5EncoderModel"),
+        "text_encoder": Part("text_encoder", "transformers.UMT5EncoderModel", settings=T5_SETTINGS),
         "tokenizer": Part("tokenizer", "transformers.T5TokenizerFast"),
     }
     denoiser_class, second_denoiser = "diffusers.WanTransformer3DModel", "transformer_2"

@@ -146,9 +146,10 @@ class ModelLoader(Models):
         return found
 
     def _identified(self, part: str, dtype: torch.dtype) -> PartIdentity:
-        if self.family.parts[part].role == "tokenizer":
+        own = self.family.parts[part]
+        if own.role == "tokenizer":
             return self._tokenizer_identity(part, self.tokenizers()[part])
-        return module_identity(part, self._module(part, dtype), dtype, self.family.parts[part].weights)
+        return module_identity(part, self._module(part, dtype), dtype, own.weights, own.settings)
 
     @override
     def vae_facts(self) -> VaeFacts:
@@ -211,7 +212,7 @@ class ModelLoader(Models):
         if not files:
             return None
         versions, described = [diffusers.__version__, transformers.__version__], self.family.parts[part]
-        counts = [described.class_name, list(described.weights)]
+        counts = [described.class_name, list(described.weights), described.settings]
         return f"{_MEMO} {digest(canonical_json([part, str(dtype), self.variant, versions, files, counts]))}"
 
 
@@ -238,11 +239,11 @@ class LoadedModels(Models):
 
     @override
     def identity(self, part: str, dtype: torch.dtype) -> PartIdentity:
-        found = self._part(part)
-        if self.family.parts[part].role == "tokenizer":
+        found, own = self._part(part), self.family.parts[part]
+        if own.role == "tokenizer":
             return self._tokenizer_identity(part, found)
         check_frozen(part, found)
-        return module_identity(part, found, dtype, self.family.parts[part].weights)
+        return module_identity(part, found, dtype, own.weights, own.settings)
 
     @override
     def vae_facts(self) -> VaeFacts:

@@ -76,24 +76,47 @@ def _counting(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: _counting(value) if isinstance(value, Mapping) else value for key, value in counting.items()}
 
 
+def _named(part: str, values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Those of the settings that the config has. ModelError if it has none of those of one of its inner configs."""
+    found = {}
+    for name in names:
+        value: Any = values
+        for key in name.split("."):
+            value = value.get(key) if isinstance(value, Mapping) else None
+        if value is not None:
+            found[name] = _counting(value) if isinstance(value, Mapping) else value
+    for inner in {name.rpartition(".")[0] for name in names} - {name.rpartition(".")[0] for name in found}:
+        raise ModelError(
+            f"{part}: its config has none of the settings of {inner or 'its encoder'!r} that its outputs depend on. "
+            "Install a release of transformers that latentcache allows (see pyproject.toml).",
+            part=part,
+        )
+    return found
+
+
 def module_identity(
-    part: str, module: torch.nn.Module, dtype: torch.dtype, weights: Sequence[str] = ("",)
+    part: str,
+    module: torch.nn.Module,
+    dtype: torch.dtype,
+    weights: Sequence[str] = ("",),
+    settings: Sequence[str] | None = None,
 ) -> PartIdentity:
     """The identity of an encoder that computes in `dtype`: the same on every device, for a folder and a single file.
 
-    Floating weights are digested as they are in `dtype`: those whose names begin with one of `weights`. Raises
-    ModelError if weights are offloaded (meta tensors), or if the module has adapters such as LoRA.
+    Floating weights are digested as they are in `dtype`: those whose names begin with one of `weights`. `settings` are
+    those of `Part`. Raises ModelError if weights are offloaded (meta tensors), if the module has adapters such as LoRA,
+    or if its config has none of the settings.
     """
     _check_no_adapters(part, module)
     config: Any = module.config
     values = config.to_dict() if hasattr(config, "to_dict") else dict(config)
-    settings = _counting(values)
+    counting = _counting(values) if settings is None else _named(part, values, settings)
     if getattr(module, "use_tiling", False):
         # Tiles are encoded apart and blended: other outputs. Slicing only takes the images one by one.
         names = sorted(filter(_TILE_SETTING.fullmatch, vars(module)))
-        settings["tiling"] = {name: getattr(module, name) for name in names}
+        counting["tiling"] = {name: getattr(module, name) for name in names}
     found = weights_digest(part, module, dtype, weights)
-    return PartIdentity(type(module).__name__, found, digest(canonical_json(settings)))
+    return PartIdentity(type(module).__name__, found, digest(canonical_json(counting)))
 
 
 def tokenizer_identity(part: str, tokenizer: Any, *, reads_images: bool = False) -> PartIdentity:

@@ -1,0 +1,134 @@
+"""The settings of a text encoder that count in its keys: those of its family, whatever release completed its config.
+
+`encoder_configs.json` holds published configs as transformers 5.23.0 completes them, and what 5.0.0 and 5.5.4 complete
+otherwise: `AutoConfig.for_model(model_type, **config).to_dict()`.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from latentcache.errors import ModelError
+from latentcache.families import FamilyName, family_named
+from latentcache.models.model_loader import LoadedModels
+
+RECORDED = json.loads((Path(__file__).parent / "data" / "encoder_configs.json").read_text(encoding="utf-8"))
+ENCODERS: dict[FamilyName, tuple[str, str]] = {
+    "flux": ("text_encoder_2", "t5"),
+    "chroma": ("text_encoder", "t5"),
+    "wan": ("text_encoder", "umt5"),
+    "qwen-image": ("text_encoder", "qwen2_5_vl"),
+    "qwen-image-edit": ("text_encoder", "qwen2_5_vl"),
+    "krea2": ("text_encoder", "qwen3_vl"),
+    "flux2-dev": ("text_encoder", "mistral3"),
+}
+FROZEN = {
+    ("sdxl", "text_encoder"): "604264777860b5ba8e46b5bfc6a78e56608ca09647c69e538f974fed2505668b",
+    ("sdxl", "text_encoder_2"): "73ca08c19fbd65feac2b0efc7751175b0f3581d320b235aed64a9625a5bd2852",
+    ("sdxl", "tokenizer"): "7815b869bdfa2cfdc8a9d9da27b091625baecde5935244a8ab71f5daab5fb740",
+    ("sdxl", "tokenizer_2"): "c2cbef877158925bdf56635f56a00231dfc17772ca8a4c7949c3c88673573ae3",
+    ("sd15", "text_encoder"): "604264777860b5ba8e46b5bfc6a78e56608ca09647c69e538f974fed2505668b",
+    ("sd15", "tokenizer"): "7815b869bdfa2cfdc8a9d9da27b091625baecde5935244a8ab71f5daab5fb740",
+    ("z-image", "text_encoder"): "85b0e3fd30467657e8bb0338babf93c1e9d51f5c5b4ff638302668bbbf3dea18",
+    ("z-image", "tokenizer"): "c1975aa6da66f8bff9e6ddd5ea041169bb509222c7510601688dfde1a47de609",
+    ("flux2", "text_encoder"): "c89b1b77d025c899a2ca106ca5d53699e7187f3cc978b47d5ebb963cebdf39c4",
+    ("flux2", "tokenizer"): "c1975aa6da66f8bff9e6ddd5ea041169bb509222c7510601688dfde1a47de609",
+}
+"""Of the tiny models. Their encoders' configs are the same in all releases, and their keys never change."""
+
+
+def set_at(config: dict[str, Any], dotted: str, value: Any) -> None:
+    *outer, name = dotted.split(".")
+    for key in outer:
+        config = config.setdefault(key, {})
+    if value == "absent":
+        config.pop(name, None)
+    else:
+        config[name] = value
+
+
+def config_of(model: str, release: str, **changes: Any) -> dict[str, Any]:
+    config: dict[str, Any] = copy.deepcopy(RECORDED["configs"][model])
+    for dotted, value in (RECORDED["differences"].get(release, {}).get(model, {}) | changes).items():
+        set_at(config, dotted, value)
+    return config
+
+
+def digest_of(family_name: FamilyName, config: dict[str, Any]) -> str:
+    """What a key has of an encoder with this config. Its weights are those of the tiny model."""
+    family, (part, _) = family_named(family_name), ENCODERS[family_name]
+    encoder = family.tiny()[part].requires_grad_(False)
+    # transformers' modules read their config when they are made: from here on it only describes.
+    encoder.config = SimpleNamespace(to_dict=lambda: config)
+    return LoadedModels(family=family, **{part: encoder}).identity(part, torch.float32).config
+
+
+@pytest.mark.parametrize("family", ENCODERS)
+def test_a_release_of_transformers_changes_no_key(family: FamilyName) -> None:
+    model = ENCODERS[family][1]
+    assert RECORDED["differences"]["5.0.0"][model], "there is something to leave out"
+    releases = ["5.23.0", *RECORDED["differences"]]
+    assert len({digest_of(family, config_of(model, release)) for release in releases}) == 1
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "t5": {
+        "num_heads": 32,
+        "d_kv": 128,
+        "dense_act_fn": "relu",
+        "is_gated_act": False,
+        "layer_norm_epsilon": 1e-5,
+        "relative_attention_num_buckets": 64,
+        "relative_attention_max_distance": 256,
+    },
+    "text": {
+        "text_config.num_attention_heads": 14,
+        "text_config.num_key_value_heads": 2,
+        "text_config.hidden_act": "gelu",
+        "text_config.rms_norm_eps": 1e-3,
+        "text_config.rope_parameters.rope_theta": 10_000.0,
+        "text_config.rope_parameters.rope_type": "yarn",
+        "text_config.sliding_window": 4096,
+    },
+    "vision": {
+        "vision_config.num_heads": 8,
+        "vision_config.window_size": 56,
+        "vision_config.fullatt_block_indexes": [7],
+        "image_token_id": 7,
+    },
+}
+
+
+@pytest.mark.parametrize("family", ENCODERS)
+def test_each_setting_that_changes_a_value_changes_the_key(family: FamilyName) -> None:
+    model = ENCODERS[family][1]
+    plain = digest_of(family, config_of(model, "5.23.0"))
+    own = CHANGES["t5"] if model in ("t5", "umt5") else CHANGES["text"]
+    own = own | (CHANGES["vision"] if family == "qwen-image-edit" else {})
+    for name, value in own.items():
+        assert digest_of(family, config_of(model, "5.23.0", **{name: value})) != plain, name
+    if family == "qwen-image":
+        for name, value in CHANGES["vision"].items():
+            assert digest_of(family, config_of(model, "5.23.0", **{name: value})) == plain, f"{name} is not used"
+
+
+def test_a_config_of_another_form_is_refused() -> None:
+    config = config_of("qwen2_5_vl", "5.23.0")
+    with pytest.raises(ModelError, match="none of the settings of 'text_config'"):
+        digest_of("qwen-image", config | config.pop("text_config"))
+
+
+@pytest.mark.parametrize(("family", "part"), FROZEN)
+def test_keys_of_encoders_whose_configs_never_changed_stay(family: FamilyName, part: str) -> None:
+    found = family_named(family).tiny()[part]
+    if isinstance(found, torch.nn.Module):
+        found.requires_grad_(False)
+    models = LoadedModels(family=family_named(family), **{part: found})
+    assert models.identity(part, torch.float32).config == FROZEN[family, part]
