@@ -157,6 +157,11 @@ class _LocatedEncoder:
         """None: diffusers looks here for hooks that name a device, and an offloaded encoder moves its inputs itself."""
         return iter(())
 
+    @property
+    def text_model(self) -> Any:
+        """What has the layers: diffusers norms a skipped layer's state by it. transformers 5.6 and later have none."""
+        return getattr(self._encoder, "text_model", self._encoder)
+
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         return self._encoder(*arguments, **options)
 
