@@ -284,6 +284,10 @@ class Family(ABC):
             raise ConfigError(message, key="encode.max_length")
         return {"family": self.name, "max_length": length or self.max_length, "keeps_padding": keeps, **self.recipe}
 
+    def parts_recipe(self, parts: Mapping[str, Any]) -> dict[str, Any]:
+        """What a recipe has besides `text_recipe` because of these text encoders and tokenizers: mostly nothing."""
+        return {}
+
     def padding(self, field: str, recipe: Mapping[str, Any]) -> Padding | None:
         """How a batch pads this field of texts with this recipe; None where it is stored with its padding."""
         return None if recipe.get("keeps_padding", True) else self.fields[field].padding

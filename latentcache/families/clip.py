@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -46,6 +47,13 @@ class ClipFamily(Family):
             message = f"max_length is {settings['max_length']}, but CLIP takes {self.max_length} tokens. Set it to null"
             raise ConfigError(message, key="encode.max_length")
         return {**self.recipe, "clip_skip": 0 if negative else settings.get("clip_skip", 0)}
+
+    @override
+    def parts_recipe(self, parts: Mapping[str, Any]) -> dict[str, Any]:
+        """As `Family.parts_recipe`: where the pooled output is taken, if the family has one."""
+        if not any(not field.has_rows for field in self.fields.values()):
+            return {}
+        return pooling_recipe(parts[self.names("text_encoder")[-1]], parts[self.names("tokenizer")[-1]])
 
     @override
     def tokenize(self, parts: Mapping[str, Any], texts: Sequence[str]) -> list[Tokens]:
@@ -92,7 +100,8 @@ class ClipFamily(Family):
             **{name: _LocatedEncoder(encoder) for name, encoder in encoders.items()},
             **dict(zip(self.names("tokenizer"), known, strict=True)),
         )
-        with inference(where):
+        pooled = self.names("text_encoder")[-1], self.names("tokenizer")[-1]
+        with inference(where), pooling(parts[pooled[0]], parts[pooled[1]], recipe):
             made = pipeline.encode_prompt(
                 [""] * len(texts),
                 device=where,
@@ -110,6 +119,33 @@ class ClipFamily(Family):
         length = self.token_limit(parts, recipe)
         shapes = [(length, sum(config.hidden_size for config in configs)), (configs[-1].projection_dim,)]
         return dict(zip(self.fields, shapes, strict=False))
+
+
+def pooling_recipe(encoder: Any, tokenizer: Any) -> dict[str, str]:
+    """What a recipe says where transformers would take an added token for the end of a text; else nothing.
+
+    It pools at the largest id where the encoder's config has 2 as `eos_token_id`, as published ones do. Tokens that
+    were added, as a textual inversion adds them, have larger ids than the tokenizer's end.
+    """
+    has_larger = max(tokenizer.get_vocab().values()) > tokenizer.eos_token_id
+    return {"pooled_at": "first eos"} if encoder.config.eos_token_id == 2 and has_larger else {}
+
+
+@contextmanager
+def pooling(encoder: Any, tokenizer: Any, recipe: Mapping[str, Any]) -> Iterator[None]:
+    """Inside, the encoder pools as the recipe says: at the first of the tokenizer's own ends, or as it does by itself.
+
+    sd-scripts does the same. Restored afterwards: the encoder may be a trainer's.
+    """
+    found = [module for module in encoder.modules() if hasattr(module, "eos_token_id")] if "pooled_at" in recipe else []
+    before = [module.eos_token_id for module in found]
+    try:
+        for module in found:
+            module.eos_token_id = tokenizer.eos_token_id
+        yield
+    finally:
+        for module, number in zip(found, before, strict=True):
+            module.eos_token_id = number
 
 
 # Why two stand-ins, and not our own lines for what `encode_prompt` computes: an entry must have the live pipeline's

@@ -9,6 +9,7 @@ import torch
 from typing_extensions import override
 
 from latentcache.families.base import T5_SETTINGS, VAE_WEIGHTS, Caption, Encoded, LatentSpace, Part, TextField, Upload
+from latentcache.families.clip import pooling, pooling_recipe
 from latentcache.families.packed import PackedFamily, control_latents, image_ids, text_ids
 from latentcache.families.tiny_parts import (
     clip_text_model,
@@ -49,14 +50,19 @@ class Flux(PackedFamily):
     reads_controls = True
 
     @override
+    def parts_recipe(self, parts: Mapping[str, Any]) -> dict[str, Any]:
+        return pooling_recipe(parts["text_encoder"], parts["tokenizer"])
+
+    @override
     def encode_text(
         self, parts: Mapping[str, Any], texts: Sequence[Caption], recipe: Mapping[str, Any], *, upload: Upload = None
     ) -> Encoded:
         pipeline = self.pipeline(**{name: parts[name] for name in self.parts if name != "vae"})
         captions = [text.text for text in texts]
-        embeds, pooled, _ = pipeline.encode_prompt(
-            captions, device=parts["text_encoder"].device, max_sequence_length=recipe["max_length"]
-        )
+        with pooling(parts["text_encoder"], parts["tokenizer"], recipe):
+            embeds, pooled, _ = pipeline.encode_prompt(
+                captions, device=parts["text_encoder"].device, max_sequence_length=recipe["max_length"]
+            )
         return {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}
 
     @override

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, replace
@@ -176,13 +177,14 @@ def choose_text_encodings(
         "padding": encode.padding,
     }
     store_dtype = _text_store_dtype(encode, family, text_type)
-    kept = _kept_from_float8(family) if DTYPES[store_dtype].itemsize == 1 else {}
+    kept: dict[str, Any] = _kept_from_float8(family) if DTYPES[store_dtype].itemsize == 1 else {}
     text = TextEncoding(
         parts=tuple((name, models.identity(name, text_type)) for name in names),
         compute_dtype=dtype_name(text_type),
         store_dtype=store_dtype,
-        recipe=tuple({**family.text_recipe(**settings), **kept}.items()),
     )
+    kept |= _parts_recipe(models, text_type, text, memo)
+    text = replace(text, recipe=tuple({**family.text_recipe(**settings), **kept}.items()))
     return TextEncodings(
         family=family,
         text=text,
@@ -220,6 +222,18 @@ def text_dtypes(encoding: TextEncoding, fields: Iterable[str]) -> dict[str, torc
 def text_batch_size(device: torch.device) -> int:
     """How many captions are encoded at once: see TEXT_BATCH_SIZE."""
     return 1 if device.type == "cpu" else TEXT_BATCH_SIZE
+
+
+def _parts_recipe(
+    models: Models, dtype: torch.dtype, encoding: TextEncoding, memo: MutableMapping[str, str]
+) -> dict[str, Any]:
+    """What the recipe has because of the encoders and tokenizers, which are loaded if the memo does not know them."""
+    name = f"recipe {models.family.name} {digest(canonical_json(encoding.to_json()))}"
+    found = recalled(memo, name, TypeAdapter(dict[str, Any]).validate_json)
+    if found is None:
+        found = models.family.parts_recipe(models.text(dtype))
+        memo[name] = json.dumps(found)
+    return found
 
 
 def _text_numbers(models: Models, dtype: torch.dtype, encoding: TextEncoding, memo: MutableMapping[str, str]) -> int:

@@ -12,9 +12,7 @@ from latentcache.models.tiny import tiny_parts
 
 
 @pytest.mark.parametrize("clip_skip", [0, 1, 2])
-def test_an_entry_of_sd15_is_the_normed_state_of_that_layer(
-    make_config: Callable[..., Config], clip_skip: int
-) -> None:
+def test_an_entry_of_sd15_is_the_normed_state_of_that_layer(make_config: Callable[..., Config], clip_skip: int) -> None:
     options = {"model.family": "sd15", "encode.text_store_dtype": "float32", "encode.batch_size": 1}
     config = make_config(**options, **{"encode.clip_skip": clip_skip})
     assert run_precache(config).num_refused == 0
