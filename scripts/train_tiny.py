@@ -345,7 +345,10 @@ def save(parts: dict[str, Any], made: dict[str, Any], folder: Path) -> None:
         FAMILY.pipeline(**parts).save_pretrained(new, safe_serialization=True)
         for part in WEIGHT_FILES:
             (file,) = (new / part).glob("*.safetensors")
-            file.write_bytes(serialized(load_file(file), {"format": "pt", "provenance": json.dumps(made)}))
+            tensors = load_file(file)
+            if part == "text_encoder":  # as published models have it: transformers 5.5 reads no other names
+                tensors = {f"text_model.{name}": tensor for name, tensor in tensors.items()}
+            file.write_bytes(serialized(tensors, {"format": "pt", "provenance": json.dumps(made)}))
             file.chmod(0o644)  # safetensors gives its files to their owner alone
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(new, folder)

@@ -154,3 +154,10 @@ def test_normalizing_latents_changes_no_image(script: Any, photos: Path) -> None
     latents = torch.cat([posterior.mean for posterior in after]) * vae.config.scaling_factor
     torch.testing.assert_close(latents.mean((0, 2, 3)), torch.zeros(4), rtol=0, atol=1e-4)
     torch.testing.assert_close(latents.std((0, 2, 3)), torch.ones(4), rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("part", ["text_encoder", "text_encoder_2"])
+def test_weights_have_the_names_of_published_models(part: str) -> None:
+    """transformers 5.5, which OneTrainer and ai-toolkit pin, finds no weight of CLIPTextModel by another name."""
+    with safe_open(TINY_PHOTOS_FOLDER / part / "model.safetensors", "pt") as file:
+        assert {name.partition(".")[0] for name in file.keys()} <= {"text_model", "text_projection"}
