@@ -64,10 +64,11 @@ _NO_LAYOUT = Layout((0, 0), (0, 0), (0, 0), (0, 0), b"", b"", ())  # of what is 
 def layout_of(geometry: Geometry, family: Family) -> Layout:
     """The layout of a geometry. Time ids are float32: bfloat16 cannot hold every integer above 256."""
     ids = family.size_conditions(geometry) or []
-    crops = geometry.original_size, geometry.resized_size, geometry.seen_crop, geometry.target_size  # as SIZES
-    original, resized, crop, target = pairs = [tuple(size) for size in crops]
-    sizes = np.array(pairs, dtype=np.int64).tobytes()
-    return Layout(original, resized, crop, target, sizes, np.array(ids, dtype=np.float32).tobytes(), geometry.extent)
+    original, resized, crop = geometry.original_size, geometry.resized_size, geometry.seen_crop
+    target = geometry.target_size
+    sizes = np.array([original, resized, crop, target], dtype=np.int64).tobytes()  # in the order of SIZES
+    plain = (*original,), (*resized,), (*crop,), (*target,)  # tuples: what a batch lists is compared with them
+    return Layout(*plain, sizes, np.array(ids, dtype=np.float32).tobytes(), geometry.extent)
 
 
 @dataclass(frozen=True, slots=True)
