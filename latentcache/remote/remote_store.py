@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 
 from typing_extensions import Unpack, override
@@ -25,11 +23,9 @@ from latentcache.remote.http import (
     strange_answer,
     understood,
 )
-from latentcache.remote.remote_claims import RemoteClaims
 from latentcache.store.base import Description, EntryArrays, StoreStats, check_key, record_of
 from latentcache.store.disk import DiskStore
 from latentcache.store.layout import KEY_BYTES, PackRow, description_of
-from latentcache.store.writer import PackWriter
 from latentcache.types import Entry, Record
 
 READ_KEYS = 512
@@ -94,11 +90,6 @@ class RemoteStore(FetchingStore):
             )
 
     # Writing
-
-    @override
-    def writer(self) -> PackWriter:
-        self.check_writable()
-        return PackWriter(self._upload, nullcontext(), self.find, partial(RemoteClaims, self.http))
 
     @override
     def _send(self, path: Path, row: PackRow) -> int:

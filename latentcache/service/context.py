@@ -18,7 +18,6 @@ from latentcache.errors import EntryDamagedError, EntryMissingError, RequestRefu
 from latentcache.precache.workspace import Workspace
 from latentcache.service.access import Access, Role
 from latentcache.service.answer_memory import AnswerMemory
-from latentcache.service.client_claims import ClientClaims
 from latentcache.service.limits import Limits
 from latentcache.service.manifest_views import ManifestViews
 from latentcache.service.page_settings import PageSettings
@@ -28,7 +27,6 @@ from latentcache.store.exchange import StoredEntries
 from latentcache.utils.locks import ReadersLock
 
 _RELEASE_S = 60.0
-_CLAIMS_S = 5.0
 logger = logging.getLogger("latentcache")
 
 _Result = TypeVar("_Result")
@@ -67,10 +65,8 @@ class ServiceContext:
         self.entries = StoredEntries(self.store)
         self.answers = AnswerMemory(self.limits.max_answers_bytes)
         self.views = ManifestViews(self.manifests)
-        self.claims = ClientClaims(self.store.directory.claims)
         self.telemetry = Telemetry()
         self._readers = asyncio.Semaphore(self.limits.num_threads)
-        self._claimers = asyncio.Semaphore(1)
         self._viewers = asyncio.Semaphore(self.limits.num_view_threads)
         self._writers = asyncio.Semaphore(self.limits.max_uploads)
         self._running = set[asyncio.Task[Any]]()
@@ -94,10 +90,6 @@ class ServiceContext:
     async def change(self, function: Callable[[*_Arguments], _Result], *arguments: *_Arguments) -> _Result:
         """Run what changes the cache, in a thread. It ends in any case."""
         return await self._run(self._writers, None, function, *arguments)
-
-    async def claim(self, function: Callable[[*_Arguments], _Result], *arguments: *_Arguments) -> _Result:
-        """Run what changes claims, in a thread of its own: they wait for each other, and nobody else for them."""
-        return await self._run(self._claimers, None, function, *arguments)
 
     async def view(self, function: Callable[[*_Arguments], _Result], *arguments: *_Arguments) -> _Result:
         """Run what reads whole manifests, or is for a person: few threads, so that trainers need not wait for it."""
@@ -155,18 +147,8 @@ class ServiceContext:
                 logger.exception("removed packs were not released; it is tried again")
             await anyio.sleep(_RELEASE_S)
 
-    async def end_claims(self) -> None:
-        """End the claims of clients that are gone, as long as the server runs."""
-        while True:
-            try:
-                await self.claim(self.claims.end_old)
-            except Exception:  # the server goes on, and so do claims
-                logger.exception("claims of clients that are gone were not ended; it is tried again")
-            await anyio.sleep(_CLAIMS_S)
-
     def close(self) -> None:
         """Close the cache."""
-        self.claims.close()
         self.store.close()
         if self._reading is not None:
             self._reading.close()

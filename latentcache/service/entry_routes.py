@@ -26,10 +26,6 @@ from latentcache.store.upkeep import verify_entries
 KEY = "0c9ba9e9ba9be1f9ef6ab1bb9ce9a7bbb9ba4cd3c4a4ba7d9e0ff3a7f1d2c3b4"  # an example
 Key = Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]
 KeyInPath = Annotated[str, Path(pattern="^[0-9a-f]{64}$", description="The entry's key.", examples=[KEY])]
-OWNER = "3f0c9d5b0e7a4c0d8a1b2c3d4e5f6071"
-Owner = Annotated[str, StringConstraints(pattern="^[0-9a-f]{32}$")]
-CLAIM_S = 300.0
-"""How long claims last by default: a client encodes some batches between two requests."""
 MAX_PAGE_KEYS = 1 << 16
 _PAGE_BYTES = 4096
 _MAX_FIELDS = 100
@@ -70,32 +66,6 @@ class Damage(BaseModel):
     """Why entries are damaged, by key."""
 
     damaged: dict[str, str]
-
-
-class Claim(KeyList):
-    """Entries that a client is about to make. `owner` is a name that no other client has."""
-
-    model_config = ConfigDict(extra="forbid", json_schema_extra={"examples": [{"owner": OWNER, "keys": [KEY]}]})
-
-    owner: Owner
-    ttl_s: float = Field(CLAIM_S, ge=1, le=3600)
-    """For so long all claims of this owner last, from its last claim on."""
-
-
-class Claimed(BaseModel):
-    """Those of the keys that this client makes, and those that another one makes."""
-
-    mine: list[Key]
-    others: list[Key]
-
-
-class ClaimRelease(BaseModel):
-    """Claims that a client gives up: of these keys, or all of them."""
-
-    model_config = ConfigDict(extra="forbid", json_schema_extra={"examples": [{"owner": OWNER, "keys": [KEY]}]})
-
-    owner: Owner
-    keys: list[Key] | None = None
 
 
 class FieldType(BaseModel):
@@ -188,22 +158,6 @@ def _add_changing(router: APIRouter, context: ServiceContext) -> None:
         """Remove entries. The space is free after `latentcache compact`."""
         _check_number(context, request.keys)
         return Removed(num_removed=await context.change(context.store.remove, request.keys))
-
-    @router.post("/claims", dependencies=writes, responses=problems())
-    async def claim(request: Claim) -> Claimed:
-        """Say which entries this client is about to make, so that others need not.
-
-        A claim ends with `claims:release`, or `ttl_s` after the owner's last claim. It keeps nobody from uploading.
-        """
-        _check_number(context, request.keys)
-        mine = await context.claim(context.claims.take, request.owner, request.keys, request.ttl_s)
-        keys = dict.fromkeys(request.keys)
-        return Claimed(mine=[key for key in keys if key in mine], others=[key for key in keys if key not in mine])
-
-    @router.post("/claims:release", dependencies=writes, status_code=204, responses=problems())
-    async def release(request: ClaimRelease) -> None:
-        """Give up claims: these entries are there now, or this client cannot make them."""
-        await context.claim(context.claims.release, request.owner, request.keys)
 
     @router.post("/verify", dependencies=writes, responses=problems())
     async def verify(request: KeyList) -> Damage:

@@ -153,13 +153,12 @@ def _app_of(context: ServiceContext, settings: ServiceSettings) -> FastAPI:
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         with contextlib.closing(context):
-            repeated = [asyncio.create_task(each) for each in (context.release_packs(), context.end_claims())]
+            repeated = asyncio.create_task(context.release_packs())
             try:
                 yield
             finally:
-                for task in repeated:
-                    task.cancel()
-                await asyncio.wait(repeated)
+                repeated.cancel()
+                await asyncio.wait([repeated])
 
     app = _DescribedApp(
         title="latentcache",
