@@ -1,4 +1,4 @@
-"""What a device's memory allows: the batches of the VAE, a resident dataset, and text encoders layer by layer."""
+"""What a device's memory allows: the batches of the VAE, and text encoders layer by layer."""
 
 from __future__ import annotations
 
@@ -10,13 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.loss_cases import make_cache
 from helpers.photo_files import write_photo
 
-from latentcache import LatentDataset
 from latentcache.config import Config
-from latentcache.loading.loader import LatentLoader
-from latentcache.loading.sampler import BucketBatchSampler
 from latentcache.models.model_loader import LoadedModels
 from latentcache.models.tiny import tiny_parts
 from latentcache.precache.report import Report
@@ -87,9 +83,6 @@ def test_memory_that_torch_has_and_does_not_use_is_free(
     set_free(1000, cached=int(3.5 * IMAGE_BYTES / 0.8))
     config = make_config(**{"encode.device": str(device), "datasets.0.buckets": {}})
     assert batch_size(run_precache(config, dry_run=True)) == 3
-    make_cache(tmp_path / "loader")
-    sampler = BucketBatchSampler(LatentDataset(tmp_path / "loader" / "cache", "photos"), 2)
-    assert len([*LatentLoader(sampler, device=device, resident=device)]) == len(sampler)
 
 
 @pytest.mark.parametrize("requested", ["auto", 4])
