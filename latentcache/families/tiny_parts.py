@@ -284,7 +284,7 @@ def image_vae(channels: int, **options: Any) -> Any:
         latent_channels=channels,
         norm_num_groups=8,
         sample_size=SIDE,
-        **options,
+        **({"force_upcast": False} | options),
     )
 
 

@@ -103,13 +103,13 @@ def test_what_is_encoded_on_request_is_what_precache_makes(config: Config, cache
         texts = {ref.text: ref.key for row in cached.manifest("walk").rows.values() for ref in row.captions}
         prompts = [{"text": text} for text in (*texts, "a validation prompt", "")]
         prompts += [{"text": "ugly", "negative": True}]
-        answer = running.post("/v1/prompts:encode", {"prompts": prompts})
+        answer = running.post("/v1/prompts:encode", {"prompts": prompts}, token=running.write_token)
         assert answer.status == 200, answer.body
         assert set(texts.values()) <= set(answer.headers["latentcache-keys"].split(","))
         for key, entry in entries_of(answer.body).items():
             assert_same_entry(entry, cached.get(key))
         for row in cached.manifest("walk").rows.values():
-            answer = running.post("/v1/images:encode", data_of(config, row.sample_id))
+            answer = running.post("/v1/images:encode", data_of(config, row.sample_id), token=running.write_token)
             assert answer.status == 200, answer.body
             found = entries_of(answer.body)
             assert list(found) == [ref.key for ref in row.images]
@@ -142,7 +142,11 @@ def test_a_client_s_new_prompt_is_encoded(config: Config, tmp_path: Path) -> Non
     with open_workspace(config.cache.model_copy(update={"path": here})) as workspace:
         models = load_models(config.model, workspace.memo)
         assert cache_prompts(config, workspace, models, [(text, False), (text, True)], device="cpu") > 0
-    with serving_here(far, encode=config) as running, LatentCache(running.url) as client, LatentCache(here) as cached:
+    with (
+        serving_here(far, encode=config) as running,
+        LatentCache(running.url, token=running.write_token) as client,
+        LatentCache(here) as cached,
+    ):
         for negative in (False, True):
             assert_same_batch(*(each.prompt(text, device="cpu", negative=negative) for each in (client, cached)))
 
