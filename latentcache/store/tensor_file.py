@@ -26,8 +26,8 @@ from latentcache.utils.durable_files import unreadable
 MAX_HEADER_BYTES = 1 << 20
 """Of the header. A writer's stays below 16 KiB; more is refused before it is parsed."""
 
-MAX_TENSORS = 1 << 13
-"""Of a pack: each column may have its offsets, and a gap before each."""
+MAX_TENSORS, MAX_DIMENSIONS = 1 << 13, 16
+"""Of a pack, where each column may have its offsets and a gap before each; and of one of its tensors."""
 
 HEAD_BYTES = 64 << 10
 """Fetched first of a pack that is elsewhere: its header, and the keys and digests of a thousand entries."""
@@ -212,7 +212,10 @@ def read_header(source: FileBytes | MemoryBytes, check_metadata: Callable[[Mappi
         tensors, end = [], 0
         for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
             tensor = NamedTensor(name, _OUR_DTYPES[entry["dtype"]], tuple(entry["shape"]))
-            if any(type(number) is not int or number < 0 for number in tensor.shape):
+            # Bounded before they are multiplied: the product of a long shape of large numbers takes seconds.
+            if len(tensor.shape) > MAX_DIMENSIONS or any(
+                type(number) is not int or not 0 <= number < 1 << 48 for number in tensor.shape
+            ):
                 raise ValueError(f"the shape of {name!r:.80} is {tensor.shape!r:.80}")
             # As safetensors demands: no holes, no overlaps, and no bytes after the last tensor.
             start, end = end, end + tensor.num_bytes

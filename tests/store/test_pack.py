@@ -6,6 +6,7 @@ import json
 import os
 import random
 import struct
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -395,6 +396,16 @@ def test_a_header_that_we_did_not_write_is_refused(path, change):
         with pytest.raises(PackError) as caught:
             read(path)
         assert caught.value.path == str(path)
+
+
+def test_a_shape_that_is_long_to_multiply_is_refused_at_once(path):
+    """A header of 800 kB took five seconds, in which no other thread ran."""
+    write(path, samples(0, 1, 2))
+    rewrite_header(path, lambda header: header["moments/4x8x8"].update(shape=[9] * 260_000))
+    began = time.process_time()
+    with pytest.raises(PackError, match="the shape of"):
+        read_row(path)
+    assert time.process_time() - began < 0.3
 
 
 def test_groups_of_other_kinds_are_read_and_other_records_are_not(path):
