@@ -119,7 +119,8 @@ def saved_step(path: Path) -> int | None:
         for said in (metadata.get(STEP_KEY, ""), metadata.get("ss_steps", "")):
             if said.isdecimal():
                 return int(said)
-    found = _STEP_IN_NAME.search(path.stem) or _STEP_IN_NAME.search(path.parent.name)
+    name = path.parent.name if path.name == LORA_FILE else path.name.removesuffix(".safetensors")
+    found = _STEP_IN_NAME.search(name)
     return None if found is None else int(found[1])
 
 

@@ -289,6 +289,12 @@ def test_the_step_of_a_lora_is_never_guessed(
         shutil.copy(lora, named)
         assert run_json("validate", file, "--lora", named)[1]["step"] == step
     assert run_json("validate", file, "--lora", named, "--step", "5")[1]["step"] == 5
+    for name in ("step-3/final", "my-step7/best"):
+        of_a_stage = tmp_path / f"{name}.safetensors"
+        of_a_stage.parent.mkdir()
+        shutil.copy(lora, of_a_stage)
+        code, _, err = run("validate", file, "--lora", of_a_stage)
+        assert code == 2 and "give --step" in err, "the folder is that of a stage of the training"
     assert run_json("validate", file)[1]["step"] == 0, "the model's own denoiser is not trained"
 
 
