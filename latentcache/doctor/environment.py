@@ -109,17 +109,17 @@ def diagnose(
     diagnosis += config
     if training and not any(each.level == "error" and each.subject == "device" for each in diagnosis.findings):
         named = diagnosis.facts.get("device", device)
-        diagnosis += _checked("training check", lambda: _train(named))
+        diagnosis += _checked("training check", lambda: _train(named), broken="error")
     return diagnosis
 
 
-def _checked(subject: str, check: Callable[[], Diagnosis]) -> Diagnosis:
-    """What the check finds; a note where a package is missing, a warning where one has not what latentcache uses."""
+def _checked(subject: str, check: Callable[[], Diagnosis], broken: Level = "warning") -> Diagnosis:
+    """What the check finds; a note where a package is missing, `broken` where one has not what latentcache uses."""
     try:
         return check()
     except (ImportError, AttributeError) as error:
         remedy = "install latentcache here, with what it needs, to check this too"
-        level: Level = "note" if isinstance(error, ImportError) else "warning"
+        level: Level = "note" if isinstance(error, ModuleNotFoundError) else broken
         return Diagnosis((Finding(level, subject, f"not checked: {error}", remedy),))
 
 
