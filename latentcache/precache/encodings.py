@@ -228,6 +228,8 @@ def _parts_recipe(
     models: Models, dtype: torch.dtype, encoding: TextEncoding, memo: MutableMapping[str, str]
 ) -> dict[str, Any]:
     """What the recipe has because of the encoders and tokenizers, which are loaded if the memo does not know them."""
+    if type(models.family).parts_recipe is Family.parts_recipe:
+        return {}
     name = f"recipe {models.family.name} {digest(canonical_json(encoding.to_json()))}"
     found = recalled(memo, name, TypeAdapter(dict[str, Any]).validate_json)
     if found is None:
