@@ -52,13 +52,14 @@ class _BatchMaker:
 
     def make_all(self, plan: Iterator[PlannedBatch]) -> Generator[_Made, None, None]:
         """The planned batches. The samples of LOOK_AHEAD more than were yielded are prefetched; in pack order packs."""
-        window: deque[tuple[PlannedBatch, list[SampleRef] | None]] = deque()
+        dataset, window = self.loader.dataset, deque[tuple[PlannedBatch, list[SampleRef] | None]]()
         try:
             for planned in plan:
                 refs = None
                 try:  # not `suppress`: a small batch is copied in the time of some calls
                     refs = self._refs(planned)
-                    self.source.prefetch(self._refs_ahead(planned) if self._brings_packs(planned) else refs)
+                    brings_packs = planned.ahead is not None and isinstance(dataset.cache.store, PackedStore)
+                    self.source.prefetch(dataset.refs(planned.items_ahead) if brings_packs else refs)
                 except StoreError:
                     pass  # it is raised again with the batch that it belongs to
                 window.append((planned, refs))
@@ -72,13 +73,6 @@ class _BatchMaker:
     def _refs(self, planned: PlannedBatch) -> list[SampleRef]:
         dataset = self.loader.dataset
         return dataset.refs(planned.items if dataset.draws else planned.numbers)
-
-    def _brings_packs(self, planned: PlannedBatch) -> bool:
-        store = self.loader.dataset.cache.store
-        return planned.ahead is not None and isinstance(store, PackedStore) and store.keeps_packs != "no"
-
-    def _refs_ahead(self, planned: PlannedBatch) -> list[SampleRef]:
-        return self.loader.dataset.refs(planned.items_ahead)
 
     def _make(self, planned: PlannedBatch, refs: list[SampleRef] | None) -> _Made:
         try:

@@ -349,7 +349,7 @@ class Store(Closing, Protocol):
         """Counts and sizes."""
 
 
-PacksKept = Literal["no", "process", "machine"]
+PacksKept = Literal["process", "machine"]
 
 
 @runtime_checkable
@@ -358,7 +358,7 @@ class PackedStore(Protocol):
 
     @property
     def keeps_packs(self) -> PacksKept:
-        """Whether a whole pack that is prefetched stays until its entries are read: for this process, or for all."""
+        """For whom a whole pack that is prefetched stays until its entries are read: this process, or all."""
 
     def places(self, keys: Sequence[str]) -> tuple[list[str], np.ndarray]:
         """Where entries lie, for who reads them in that order: ids of packs, and for each key int64 [n, 2].
