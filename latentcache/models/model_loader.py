@@ -29,7 +29,7 @@ from latentcache.models.part_identity import module_identity, tokenizer_identity
 from latentcache.models.vae import VaeFacts, vae_facts
 from latentcache.utils.json_document import recalled
 
-_MEMO = "part-identity/1"
+_MEMO = "part-identity/2"
 _IDENTITY = TypeAdapter(PartIdentity)
 
 

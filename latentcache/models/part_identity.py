@@ -171,7 +171,9 @@ def weights_digest(
     rows: list[tuple[str, str, list[int], str]] = []
     known: dict[tuple[Any, ...], str] = {}  # tied weights are digested once
     prefixes = tuple(weights)
-    for name, tensor in sorted(module.state_dict().items()):
+    # transformers before 5.6 has all of a CLIPTextModel in `text_model`: one model has one key under every release.
+    wrapper = "text_model." if type(module).__name__ == "CLIPTextModel" else ""
+    for name, tensor in sorted((k.removeprefix(wrapper), v) for k, v in module.state_dict().items()):
         if not name.startswith(prefixes):
             continue
         if tensor.device.type == "meta":

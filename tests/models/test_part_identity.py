@@ -158,6 +158,16 @@ def test_weights_with_the_old_prefix_are_the_same_model(folder, tmp_path):
     assert identities(ModelLoader(str(tmp_path / "old"))) == identities(ModelLoader(str(folder)))
 
 
+def test_the_layout_of_transformers_before_5_6_is_the_same_model():
+    """Its CLIPTextModel has all weights in `text_model`: text keys of SDXL would depend on the release."""
+    encoder = tiny_parts()["text_encoder"]
+    older = type("CLIPTextModel", (torch.nn.Module,), {})()
+    older.config, older.text_model = encoder.config, encoder
+    assert LoadedModels(text_encoder=older).identity("text_encoder", F32) == LoadedModels(
+        text_encoder=encoder
+    ).identity("text_encoder", F32)
+
+
 def test_weights_under_other_names_are_refused_and_not_left_out():
     """Their digest would be that of nothing: one key for all of them."""
     encoder = tiny_parts(family="krea2")["text_encoder"]
