@@ -119,8 +119,7 @@ def saved_step(path: Path) -> int | None:
         for said in (metadata.get(STEP_KEY, ""), metadata.get("ss_steps", "")):
             if said.isdecimal():
                 return int(said)
-    name = path.parent.name if path.name == LORA_FILE else path.name.removesuffix(".safetensors")
-    found = _STEP_IN_NAME.search(name)
+    found = _STEP_IN_NAME.search(path.parent.name if path.name == LORA_FILE else path.name.removesuffix(".safetensors"))
     return None if found is None else int(found[1])
 
 

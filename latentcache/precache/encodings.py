@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import PositiveInt, TypeAdapter
@@ -228,10 +228,9 @@ def _parts_recipe(
     models: Models, dtype: torch.dtype, encoding: TextEncoding, memo: MutableMapping[str, str]
 ) -> dict[str, Any]:
     """What the recipe has because of the encoders and tokenizers, which are loaded if the memo does not know them."""
-    if type(models.family).parts_recipe is Family.parts_recipe:
-        return {}
     name = f"recipe {models.family.name} {digest(canonical_json(encoding.to_json()))}"
-    found = recalled(memo, name, TypeAdapter(dict[str, Any]).validate_json)
+    needs_none = type(models.family).parts_recipe is Family.parts_recipe  # then no encoder is loaded to find nothing
+    found = {} if needs_none else recalled(memo, name, TypeAdapter(dict[str, Literal["first eos"]]).validate_json)
     if found is None:
         found = models.family.parts_recipe(models.text(dtype))
         memo[name] = json.dumps(found)

@@ -196,7 +196,7 @@ def test_a_row_that_is_no_value_is_found_out_anew(make_config: Callable[..., Con
         after = workspace.manifests.read("photos")
     assert report.num_encoded == clean.num_encoded
     assert before is not None and after is not None and before.rows == after.rows
-    assert memo.names == {"image/2", "rate", "text"}
+    assert memo.names == {"image/2", "rate", "recipe", "text"}
 
 
 def test_another_column_of_a_table_has_other_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
