@@ -138,8 +138,8 @@ class Catalog:
 
     # Catching up
 
-    def _catch_up(self) -> None:
-        """Bring memory to where the index is now."""
+    def _catch_up(self, *, look_for_sealed: bool = False) -> None:
+        """Bring memory to where the index is now, and to where the packs are that it does not know, if asked to."""
         if self.index is None:
             return
         with self._lock, self.index.reading(self._position) as reading:
@@ -148,10 +148,10 @@ class Catalog:
                 self.generation = new_generation()
             self.table.add(parsed_row(name, value, self.directory) for name, value in reading.rows)
             self._position = reading.position
+        if look_for_sealed or (reading.is_whole and self._has_sealed):
+            # After a whole reading in any case: what was in such a pack may be in the index now, in another pack.
+            self._take_sealed()
         if reading.is_whole:
-            if self._has_sealed:
-                # Looked for again: what was in such a pack may be in the index now, in another pack.
-                self._take_sealed()
             for key, (place, reason) in self._unwritten.items():
                 location = self.table.look_up([key])[0]
                 if location is None or location.place == place:
@@ -174,9 +174,7 @@ class Catalog:
     def reload(self) -> None:
         """Bring memory to where the index and the packs are now."""
         with self._lock:
-            self._catch_up()
-            if self.read_only and self.index is not None:
-                self._take_sealed()
+            self._catch_up(look_for_sealed=self.read_only)
 
     # Looking up
 
