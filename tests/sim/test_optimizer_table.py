@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.optimizer_steps import train
 from torch.utils._pytree import tree_map_only
 
 from latentcache.devices.optimizer import FLAGS, load_optimizer_state, repair_optimizer, state_rule, state_tensors
@@ -58,14 +59,6 @@ def built(name: str, setting: str, device: torch.device) -> tuple[torch.nn.Modul
     model.to(device)
     kind = getattr(torch.optim, name)
     return model, kind(model.parameters(), lr=0.01, **OPTIMIZERS[name], **SETTINGS[setting])
-
-
-def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range, device: torch.device) -> None:
-    for step in steps:
-        inputs = torch.linspace(-1, 1, 12).reshape(3, 4) * (step + 1)
-        model(inputs.to(device)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def misplaced(optimizer: torch.optim.Optimizer) -> Iterator[str]:

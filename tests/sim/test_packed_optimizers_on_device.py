@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.optimizer_steps import train
 from helpers.packed_optimizers import MaskedMomentum, Packed, PackedMomentum
 
 from latentcache import audit, load_optimizer_state, repair_optimizer
@@ -18,14 +19,6 @@ def built(kind: type[torch.optim.Optimizer], device: torch.device) -> tuple[torc
     torch.manual_seed(3)
     model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 2)).to(device)
     return model, kind(model.parameters())
-
-
-def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range, device: torch.device) -> None:
-    for step in steps:
-        inputs = torch.linspace(-1, 1, 12).reshape(3, 4) * (step + 1)
-        model(inputs.to(device)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def on_cpu(value: Any) -> Any:
