@@ -89,19 +89,18 @@ class SampleDataset(Dataset[Batch]):
 
     def __getitems__(self, indices: Sequence[int]) -> list[Batch]:
         """The items of a batch in one read; a DataLoader calls this. StoreError where they lie in several buckets."""
-        self._check_bucket(indices)
+        buckets = {self.bucket(index) for index in indices}
+        if len(buckets) > 1:  # torch would say that it cannot stack them
+            raise bucket_error(buckets)
+        return self._read_items(indices)
+
+    def _read_items(self, indices: Sequence[int]) -> list[Batch]:
         refs = self.refs(indices)
         return _items(self.cache.reader.gather(refs, pad=False), refs)
 
     def bucket(self, index: int) -> Extent:
         """The bucket of an item, without reading it; of a clip with its number of frames."""
         raise NotImplementedError
-
-    def _check_bucket(self, indices: Sequence[int]) -> None:
-        """StoreError for items of several buckets, which no batch can hold: torch would say that it cannot stack."""
-        buckets = {self.bucket(index) for index in indices}
-        if len(buckets) > 1:
-            raise bucket_error(buckets)
 
     def collate(self, items: Sequence[Batch]) -> Batch:
         """The `collate_fn` of a DataLoader: torch's default, but texts that are stored without padding are padded.
@@ -338,15 +337,14 @@ class LatentDatasets(SampleDataset, ConcatDataset[Batch]):
         """As `SampleDataset.refs`."""
         return [part.refs([inner])[0] for part, inner in map(self._part, indices)]
 
-    def __getitems__(self, indices: Sequence[int]) -> list[Batch]:
-        """The items of a batch, with one read for each manifest: one may hold moments, and another latents."""
-        self._check_bucket(indices)
+    def _read_items(self, indices: Sequence[int]) -> list[Batch]:
+        """With one read for each manifest: one may hold moments, and another latents."""
         parts: dict[LatentDataset, list[int]] = {}
         for position, index in enumerate(indices):
             parts.setdefault(self._part(index)[0], []).append(position)
         items: list[Batch] = [{} for _ in indices]
         for positions in parts.values():
-            read = super().__getitems__([indices[position] for position in positions])
+            read = super()._read_items([indices[position] for position in positions])
             for position, item in zip(positions, read, strict=True):
                 items[position] = item
         return items
