@@ -6,6 +6,7 @@ Software such as FSDP, DeepSpeed ZeRO-3, offload hooks and the packages of quant
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -48,6 +49,8 @@ class ModelParts:
             other = names.setdefault(id(module), name)
             if other != name:
                 raise PhaseError(f"{other} and {name} are one module: give it under one name", phase="none")
+        self._ddp: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self.reduced_parameters()
         unknown = self.immovable - self.modules.keys()
         if unknown:
             raise PhaseError(f"immovable names {sorted(unknown)}; {self.known()}", phase="train")
@@ -70,9 +73,24 @@ class ModelParts:
 
         What lies on `park` need not: a phase that moves it gives it back in its own memory.
         """
-        managed, reduced = self.managed(), _reduced_parameters()
+        managed, reduced = self.managed(), self.reduced_parameters()
         reasons = {name: _why_pinned(part, reduced, park) for name, part in self.modules.items() if name not in managed}
         return {name: reason for name, reason in reasons.items() if reason is not None}
+
+    def reduced_parameters(self) -> set[int]:
+        """The ids of the parameters in any DistributedDataParallel: a trainer may give the module inside as the part.
+
+        The garbage collector names no wrapper that `gc.freeze` froze. One around the part given, or one that was
+        there when the phases were built, is known all the same.
+        """
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            return set()
+        given = (module for part in self.wrapped.values() for module in part.modules())
+        # By class, not isinstance: that asks proxies of other packages for their __class__.
+        self._ddp.update(
+            each for each in (*given, *gc.get_objects()) if issubclass(type(each), DistributedDataParallel)
+        )
+        return {id(parameter) for wrapper in self._ddp for parameter in wrapper.parameters()}
 
     def _why_managed(self, name: str) -> str | None:
         if name in self.immovable:
@@ -136,8 +154,7 @@ class ReducedGradients(Snapshot):
     another device or dtype, also if that is undone.
     """
 
-    def __init__(self, modules: Modules):
-        reduced = _reduced_parameters()
+    def __init__(self, modules: Modules, reduced: Collection[int]):
         self._kept = [
             (name, p, _accumulator(p)) for name, p in parameters(modules) if id(p) in reduced and p.requires_grad
         ]
@@ -212,15 +229,6 @@ def _is_shared(tensor: torch.Tensor) -> bool:
     storage = tensor.untyped_storage()
     num_owners: int = torch._C._storage_Use_Count(storage._cdata)
     return num_owners > 2  # the tensor, and `storage`
-
-
-def _reduced_parameters() -> set[int]:
-    """The ids of the parameters in any DistributedDataParallel: a trainer may give the module inside as the part."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return set()
-    # By class, not isinstance: that asks proxies of other packages for their __class__.
-    wrappers = [value for value in gc.get_objects() if issubclass(type(value), DistributedDataParallel)]
-    return {id(parameter) for wrapper in wrappers for parameter in wrapper.parameters()}
 
 
 def _accumulator(parameter: torch.nn.Parameter) -> Any:

@@ -333,7 +333,7 @@ class _OpenPhase:
             self.structure,
             gathered,
             weights,
-            ReducedGradients(settled),
+            ReducedGradients(settled, model.reduced_parameters()),
             Gradients(settled),
             *reversed(self.averages),
             WeightDtypes(weights),

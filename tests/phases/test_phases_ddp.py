@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -37,6 +38,13 @@ class Run:
         self.reduced.clear()
         self.ddp(torch.ones(2, 3)).square().sum().backward()
         return len(self.reduced)
+
+
+@pytest.fixture
+def frozen() -> Iterator[Callable[[], None]]:
+    """A call hides every object from the garbage collector, until the test ends."""
+    yield gc.freeze
+    gc.unfreeze()
 
 
 @pytest.mark.usefixtures("process_group")
@@ -86,3 +94,23 @@ def test_training_under_ddp_goes_on_after_phases_that_leave_the_weights() -> Non
         with torch.inference_mode(), run.phases.enter(name) as phases:
             phases.module("unet").requires_grad_(False)(torch.ones(2, 3))
         assert run.step() == 1
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("given", GIVEN.values(), ids=GIVEN)
+def test_objects_that_are_frozen_after_phases_are_built_hide_no_ddp(
+    given: Callable[[Any], torch.nn.Module], frozen: Callable[[], None]
+) -> None:
+    run = Run(given)
+    frozen()
+    assert run.phases.not_moved() == {"unet": REASON}
+    refused = pytest.raises(PhaseError, match="wrap the module in DistributedDataParallel again")
+    with refused, run.phases.enter("validate") as phases:
+        phases.module("unet").half()
+
+
+@pytest.mark.usefixtures("process_group")
+def test_a_wrapper_that_was_frozen_before_is_seen_where_it_is_given(frozen: Callable[[], None]) -> None:
+    ddp = DistributedDataParallel(torch.nn.Linear(3, 3))
+    frozen()
+    assert Phases({"unet": ddp}, device="cpu").not_moved() == {"unet": REASON}
