@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import secrets
+import tempfile
 import threading
 import webbrowser
 from collections.abc import Iterator
@@ -135,12 +136,16 @@ def browse(
             print(json.dumps({"url": url}), flush=True)
         logger.info("look at %s; Ctrl-C ends it", url)
         if not no_open:
+            # Every account can read a browser's command line. It names a file that only this account can read.
+            file = Path(folder, "open.html")
+            file.write_text(f'<meta http-equiv="refresh" content="0; url={url}">', encoding="ascii")
             # In a thread: a browser in the terminal would keep the server from answering it.
-            threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()
+            threading.Thread(target=webbrowser.open, args=(file.as_uri(),), daemon=True).start()
 
     page = PageSettings(config=_named_config(target, options), validation=validation, show_photos=True)
     settings = ServiceSettings(cache=path, access=access_for(address, token, None), page=page)
-    return 128 + run_server(settings, address, announce)
+    with tempfile.TemporaryDirectory(prefix="latentcache-") as folder:
+        return 128 + run_server(settings, address, announce)
 
 
 @contextmanager

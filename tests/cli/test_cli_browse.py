@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from http.cookiejar import CookieJar
 from pathlib import Path
@@ -35,8 +36,12 @@ def test_browse_opens_the_page_in_the_browser(tmp_path: Path) -> None:
                 if opened.exists():
                     break
                 time.sleep(0.1)
-            assert opened.read_text(encoding="ascii").strip() == url
             base, _, login = url.partition("/login?")
+            argument = opened.read_text(encoding="ascii").strip()
+            assert login not in argument, "every account can read the browser's command line"
+            file = Path(urllib.request.url2pathname(urllib.parse.urlsplit(argument).path))
+            assert f"url={url}" in file.read_text(encoding="ascii")
+            assert os.name == "nt" or not file.parent.stat().st_mode & 0o077
             photo = f"{base}/photo?dataset=photos&id=000.png"
             for stranger in (photo, f"{base}/", f"{base}/v1/manifests/photos", f"{base}/login?token=wrong"):
                 with pytest.raises(urllib.error.HTTPError, match=r"401|403"):  # any account of this machine
@@ -49,6 +54,7 @@ def test_browse_opens_the_page_in_the_browser(tmp_path: Path) -> None:
                 assert answer.headers["Content-Type"] == "image/webp"
             process.send_signal(signal.SIGINT)
             assert process.wait(30) == 130
+            assert not file.parent.exists(), "the token stays on no disk"
         finally:
             process.kill()
 
