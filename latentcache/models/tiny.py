@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -63,12 +62,3 @@ def tiny_photos_pipeline() -> Any:
         if isinstance(part, torch.nn.Module):
             torch.nn.Module.float(part).eval().requires_grad_(False)
     return family.pipeline(**parts)
-
-
-def save_diffusers_folder(parts: Mapping[str, Any], path: str | Path, family: str = DEFAULT) -> Path:
-    """Write the parts as a diffusers folder that `ModelLoader` and diffusers read. `path` must not exist yet."""
-    path = Path(path)
-    if path.exists():
-        raise FileExistsError(f"{path} exists: name a folder that does not, the model is not written over it")
-    tiny_pipeline(parts, family=family).save_pretrained(path, safe_serialization=True)
-    return path

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import huggingface_hub.constants
 import pytest
+from helpers.model_folder import save_diffusers_folder
 from single_file import save_checkpoint
 
-from latentcache.models.tiny import save_diffusers_folder, tiny_parts
+from latentcache.models.tiny import tiny_parts
 
 COMMIT = ("c0ffee" * 7)[:40]
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.model_folder import save_diffusers_folder
 from huggingface_hub.utils import filter_repo_objects
 from model_identities import F32, PIXELS, identities
 from safetensors.torch import load_file, save_file
@@ -15,7 +16,7 @@ from latentcache.errors import ModelError
 from latentcache.families.scaling import Scaling
 from latentcache.models import model_files
 from latentcache.models.model_loader import LoadedModels, ModelLoader
-from latentcache.models.tiny import save_diffusers_folder, tiny_parts
+from latentcache.models.tiny import tiny_parts
 from latentcache.models.vae import encode_images
 
 # A separate VAE.

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.model_folder import save_diffusers_folder
 
 from latentcache import LatentCache
 from latentcache.config import Config, ModelConfig
 from latentcache.errors import ConfigError, ModelError
 from latentcache.models.denoiser import load_denoiser
 from latentcache.models.scheduler import load_scheduler
-from latentcache.models.tiny import save_diffusers_folder, tiny_denoiser, tiny_parts
+from latentcache.models.tiny import tiny_denoiser, tiny_parts
 from latentcache.precache.run import run_precache
 
 OLD, NEW = "a" * 40, "b" * 40

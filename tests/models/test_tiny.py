@@ -1,9 +1,8 @@
 from __future__ import annotations
 
-import pytest
 import torch
 
-from latentcache.models.tiny import save_diffusers_folder, tiny_denoiser, tiny_parts, tiny_pipeline
+from latentcache.models.tiny import tiny_denoiser, tiny_parts, tiny_pipeline
 
 
 def test_a_seed_gives_one_set_of_weights_and_another_seed_another():
@@ -41,8 +40,3 @@ def test_the_pipeline_makes_an_image(parts):
     ).images
     assert image.shape == (1, 3, 64, 64)
     assert image.isfinite().all()
-
-
-def test_a_model_is_not_written_over_an_existing_folder(parts, tmp_path):
-    with pytest.raises(FileExistsError, match="exists"):
-        save_diffusers_folder(parts, tmp_path)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.model_folder import save_diffusers_folder
 from model_identities import F32
 from original_layouts import autoencoder_tensors, denoiser_tensors
 from safetensors.torch import save_file
@@ -18,7 +19,7 @@ from latentcache.errors import ModelError
 from latentcache.families import FAMILIES, family_named
 from latentcache.models.denoiser import ORIGINAL_PREFIX, load_denoiser
 from latentcache.models.model_loader import LoadedModels, ModelLoader
-from latentcache.models.tiny import save_diffusers_folder, tiny_denoiser, tiny_parts
+from latentcache.models.tiny import tiny_denoiser, tiny_parts
 
 pytestmark = pytest.mark.families
 

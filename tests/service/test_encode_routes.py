@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.model_folder import save_diffusers_folder
 from helpers.pack_damage import damage
 from helpers.photo_files import write_photo
 from helpers.serving import Answer, RunningServer, serving
@@ -23,7 +24,7 @@ from helpers.serving import Answer, RunningServer, serving
 from latentcache import LatentCache, ValidationRunner
 from latentcache.config import Config, load_config
 from latentcache.errors import RemoteError, StoreError
-from latentcache.models.tiny import save_diffusers_folder, tiny_denoiser, tiny_parts, tiny_pipeline
+from latentcache.models.tiny import tiny_denoiser, tiny_parts, tiny_pipeline
 from latentcache.precache.run import run_precache
 from latentcache.precache.workspace import Workspace
 from latentcache.remote.remote_store import RemoteStore

@@ -14,6 +14,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from helpers.model_folder import save_diffusers_folder
 from PIL import Image
 
 from latentcache import LatentCache
@@ -29,7 +30,7 @@ from latentcache.errors import (
     StorageFullError,
 )
 from latentcache.models.model_loader import LoadedModels, ModelLoader
-from latentcache.models.tiny import save_diffusers_folder, tiny_parts
+from latentcache.models.tiny import tiny_parts
 from latentcache.precache import planner
 from latentcache.precache.run import run_precache
 from latentcache.precache.serving_models import EntryTask

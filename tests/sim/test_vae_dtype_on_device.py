@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 from diffusers import AutoencoderKL
+from helpers.model_folder import save_diffusers_folder
 
 from latentcache import LatentCache
 from latentcache.config import Config
 from latentcache.families import family_named
 from latentcache.models.model_loader import LoadedModels
-from latentcache.models.tiny import save_diffusers_folder, tiny_parts
+from latentcache.models.tiny import tiny_parts
 from latentcache.precache.run import run_precache
 
 
