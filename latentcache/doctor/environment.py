@@ -334,7 +334,6 @@ class FileSystem:
 
     path: str
     filesystem: str | None
-    mounted_at: str | None
     free_bytes: int
     total_bytes: int
     writable: bool
@@ -356,13 +355,12 @@ def filesystem_of(path: Path) -> FileSystem:
     there = Path(os.path.realpath(path))
     while not there.exists():
         there = there.parent
-    kind, mounted_at = mount_of(there) or (None, None)
-    space = shutil.disk_usage(there)
-    return FileSystem(str(there), kind, mounted_at, space.free, space.total, writable=os.access(there, os.W_OK))
+    space, writable = shutil.disk_usage(there), os.access(there, os.W_OK)
+    return FileSystem(str(there), filesystem_type(there), space.free, space.total, writable=writable)
 
 
-def mount_of(path: Path) -> tuple[str, str] | None:
-    """Type and mount point that hold a resolved path; None where the system does not list its mounts.
+def filesystem_type(path: Path) -> str | None:
+    """The type of the file system that holds a resolved path; None where the system does not list its mounts.
 
     psutil lists the mounts; it does not say which of them a path is on.
     """
@@ -375,7 +373,7 @@ def mount_of(path: Path) -> tuple[str, str] | None:
     holding = [mount for mount in mounts if path.is_relative_to(mount.mountpoint)]
     # Of two mounts at one point the later one covers the other.
     mount = max(reversed(holding), key=lambda mount: len(mount.mountpoint), default=None)
-    return None if mount is None else (mount.fstype, mount.mountpoint)
+    return None if mount is None else mount.fstype
 
 
 def check_filesystem(system: FileSystem) -> list[Finding]:

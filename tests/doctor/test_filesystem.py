@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from latentcache.doctor.environment import FileSystem, check_filesystem, filesystem_of, mount_of
+from latentcache.doctor.environment import FileSystem, check_filesystem, filesystem_of, filesystem_type
 
 MOUNTS = """\
 proc /proc proc rw,relatime 0 0
@@ -35,25 +35,25 @@ def mounts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("path", "expected"),
     [
-        ("/", ("ext4", "/")),
-        ("/var/cache", ("ext4", "/")),
-        ("/mnt", ("tmpfs", "/mnt")),
-        ("/mnt/database", ("tmpfs", "/mnt")),  # not below /mnt/data, although the text begins so
-        ("/mnt/data/cache", ("nfs4", "/mnt/data")),
-        ("/mnt/data/two words/cache", ("fuse.sshfs", "/mnt/data/two words")),
-        ("/home/me", ("cifs", "/home")),  # the later of two mounts at one point covers the other
+        ("/", "ext4"),
+        ("/var/cache", "ext4"),
+        ("/mnt", "tmpfs"),
+        ("/mnt/database", "tmpfs"),  # not below /mnt/data, although the text begins so
+        ("/mnt/data/cache", "nfs4"),
+        ("/mnt/data/two words/cache", "fuse.sshfs"),
+        ("/home/me", "cifs"),  # the later of two mounts at one point covers the other
     ],
 )
-def test_the_mount_that_holds_a_path(mounts: Path, path: str, expected: tuple[str, str]) -> None:
+def test_the_mount_that_holds_a_path(mounts: Path, path: str, expected: str) -> None:
     mounts.write_text(MOUNTS)
-    assert mount_of(Path(path)) == expected
+    assert filesystem_type(Path(path)) == expected
 
 
 @pytest.mark.skipif(not psutil.LINUX, reason="/proc is Linux's")
 def test_no_mounts_no_answer(mounts: Path) -> None:
-    assert mount_of(Path("/x")) is None, "there is no such file"
+    assert filesystem_type(Path("/x")) is None, "there is no such file"
     mounts.write_text("")
-    assert mount_of(Path("/x")) is None
+    assert filesystem_type(Path("/x")) is None
 
 
 @pytest.mark.skipif(shutil.which("stat") is None or not psutil.LINUX, reason="needs stat of GNU coreutils")
@@ -70,11 +70,10 @@ def test_a_real_path_agrees_with_the_operating_system(tmp_path: Path) -> None:
     space = os.statvfs(tmp_path)
     assert system.total_bytes == space.f_blocks * space.f_frsize
     assert 0 < system.free_bytes <= system.total_bytes
-    assert os.path.ismount(system.mounted_at or "")
 
 
 def system_of(kind: str | None, *, free_bytes: int = 10**12, writable: bool = True) -> FileSystem:
-    return FileSystem("/c", kind, "/", free_bytes=free_bytes, total_bytes=2 * 10**12, writable=writable)
+    return FileSystem("/c", kind, free_bytes=free_bytes, total_bytes=2 * 10**12, writable=writable)
 
 
 @pytest.mark.parametrize("kind", ["nfs", "nfs4", "cifs", "smb3", "lustre", "ceph", "9p", "fuse.sshfs", "fuse.juicefs"])
