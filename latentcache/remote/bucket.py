@@ -20,8 +20,7 @@ from latentcache.remote.object_errors import FORBIDDEN, NOT_IMPLEMENTED, PANIC, 
 from latentcache.store.base import PACK_SUFFIX, is_pack_id
 from latentcache.store.directory import MARK, check_mark, mark_bytes, pack_name
 from latentcache.store.layout import PackRow
-from latentcache.store.pack import PackRecords, records_in, row_in
-from latentcache.store.tensor_file import RangedBytes
+from latentcache.store.pack import PackRecords, RangedBytes, records_in, row_in
 from latentcache.utils.concurrency import bounded_map
 
 if TYPE_CHECKING:

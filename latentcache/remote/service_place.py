@@ -15,8 +15,7 @@ from latentcache.remote.remote_manifests import RemoteManifests
 from latentcache.remote.remote_store import RemoteStore
 from latentcache.store.base import is_pack_id
 from latentcache.store.layout import PackRow
-from latentcache.store.pack import PackRecords, row_in
-from latentcache.store.tensor_file import RangedBytes
+from latentcache.store.pack import PackRecords, RangedBytes, row_in
 
 _PART, _MISSING = 206, 404
 _SENT_BYTES = 1 << 20

@@ -18,9 +18,8 @@ from latentcache.service.problems import problems
 from latentcache.service.responses import OCTETS, BytesResponse
 from latentcache.store.base import Description
 from latentcache.store.exchange import StoredEntry
-from latentcache.store.pack import new_pack_id, pack_buffers
+from latentcache.store.pack import Document, NamedTensor, new_pack_id, pack_buffers
 from latentcache.store.stacking import common_fields
-from latentcache.store.tensor_file import NamedTensor, TensorDocument, aligned
 from latentcache.store.upkeep import verify_entries
 
 KEY = "0c9ba9e9ba9be1f9ef6ab1bb9ce9a7bbb9ba4cd3c4a4ba7d9e0ff3a7f1d2c3b4"  # an example
@@ -251,8 +250,7 @@ def _columns(context: ServiceContext, keys: Sequence[str], fields: Sequence[str]
         offsets = np.cumsum([0, *map(len, values)], dtype=np.dtype("<i8"))
         tensors.append(NamedTensor(f"{name}/values", dtype, (int(offsets[-1]), *shape), values))
         tensors.append(NamedTensor(f"{name}/offsets", "int64", offsets.shape, [offsets]))
-    document = TensorDocument.of({"latentcache": "partial", "fields": ",".join(chosen)}, aligned(tensors))
-    answer.extend(document.buffers())
+    answer.extend(Document.of({"latentcache": "partial", "fields": ",".join(chosen)}, tensors).buffers)
     return _in_memory(answer)
 
 

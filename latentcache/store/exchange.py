@@ -170,7 +170,7 @@ def _gathered(chunks: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryvi
 def checked_pack(path: Path, fd: int) -> PackRecords:
     """The records of an open pack that is to lie at `path`. PackError unless every byte that counts is as it was."""
     records = read_open_records(path, fd)
-    data = map_open_pack(path, fd, records.row.pack.file_bytes)
+    data = map_open_pack(path, fd)
     for key, problem in problems_of(records, data):
         raise PackError(path, f"entry {key}: {problem}")
     return records

@@ -1,17 +1,24 @@
-"""Packs: sealed safetensors files that hold many entries (`tensor_file`).
+"""Packs: sealed safetensors files that hold many entries.
 
 A pack is a file of columns (`layout`): one tensor per field, shape and dtype (`moments/8x128x128`), a row per entry, so
 that any tool can open it. Four more tensors describe the entries, in the order of the rows: `_index/keys` [n, 32],
 `_index/digests` [n, 16], and the records as bytes, `_index/records` with `_index/record_offsets` [n + 1]. So the header
 stays small whatever the number of entries, and an index is rebuilt from two arrays without parsing a record.
+
+    8 bytes   header (JSON)    keys   digests   offsets   records   moments/8x128x128   hidden/values   hidden/offsets
+    |length | padded with ' ' |      |         |         |         |                   |               |             |
+            every tensor starts on 64 bytes: unaligned copies are up to 5 times slower. safetensors allows no holes, so
+            the gap before a tensor is itself a small tensor, `_padding/<i>`
 """
 
 from __future__ import annotations
 
 import json
+import math
+import mmap
 import os
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -19,6 +26,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from latentcache.errors import PackError
 from latentcache.identity import digest
@@ -29,26 +37,20 @@ from latentcache.store.base import (
     EntryArrays,
     OwnedEntry,
     flat_bytes,
+    is_field,
+    is_kind,
     payload_digest,
     record_of,
 )
 from latentcache.store.layout import (
     DIGEST_BYTES,
     KEY_BYTES,
+    Column,
     Location,
     Pack,
     PackRow,
+    RowGroup,
     description_of,
-    pack_from_json,
-)
-from latentcache.store.tensor_file import (
-    FileBytes,
-    MemoryBytes,
-    NamedTensor,
-    TensorDocument,
-    aligned,
-    read_header,
-    starts_of,
 )
 from latentcache.types import Record
 from latentcache.utils.durable_files import open_regular, sealed_file, unreadable, write_all
@@ -56,32 +58,32 @@ from latentcache.utils.durable_files import open_regular, sealed_file, unreadabl
 PACK_FORMAT = "2"
 HEADER_BYTES = 16 << 10
 """The header of a pack stays below, whatever the number of its entries."""
+MAX_HEADER_BYTES = 1 << 20
+"""A longer header is refused before it is parsed."""
+MAX_TENSORS, MAX_DIMENSIONS, MAX_PACK_ENTRIES, MAX_COLUMNS = 1 << 13, 16, 1 << 15, 1 << 11
+"""More than any writer makes: tensors of a pack, dimensions of one, entries, and columns of all groups. They bound the
+work on a pack that someone else made."""
+HEAD_BYTES = 64 << 10
+"""Fetched first of a pack that is elsewhere: its header, and the keys and digests of a thousand entries."""
 _KEYS, _DIGESTS, _OFFSETS, _RECORDS = "_index/keys", "_index/digests", "_index/record_offsets", "_index/records"
 _INT64 = np.dtype("<i8")
+_SAFETENSORS_DTYPES = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "int16": "I16",
+    "int32": "I32",
+    "int64": "I64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float32": "F32",
+    "float64": "F64",
+}
+_OUR_DTYPES = {theirs: ours for ours, theirs in _SAFETENSORS_DTYPES.items()}
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PackRecords:
-    """The records of a pack: the JSON of row i is `data[offsets[i]:offsets[i + 1]]`."""
-
-    row: PackRow
-    offsets: np.ndarray
-    data: bytes | memoryview
-
-    def is_at(self, key: str, location: Location) -> bool:
-        """Whether this key and digest are those of the location's row."""
-        own, at = self.row, location.row
-        if at >= len(own.keys) or own.key(at) != key or own.digests[at].tobytes() != location.digest:
-            return False
-        return own.pack.groups == location.pack.groups
-
-    def json(self, at: int) -> bytes:
-        """The JSON of a row's record."""
-        return bytes(self.data[self.offsets[at] : self.offsets[at + 1]])
-
-    def record(self, at: int) -> Record:
-        """The record of a row. ValueError if it is none, or if the key does not follow from its identity."""
-        return record_of(self.row.key(at), self.row.pack.group_of(at).kind, self.json(at))
+# Writing
 
 
 class PackableEntry(Protocol):
@@ -124,6 +126,67 @@ def write_pack(path: Path, entries: Sequence[OwnedEntry]) -> PackRow:
     return row
 
 
+@dataclass(frozen=True, slots=True)
+class NamedTensor:
+    """A tensor of a document: its name, dtype and shape, and where its bytes come from when it is written."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    parts: Sequence[Any]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its values."""
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A safetensors document to be written: where each tensor starts, the bytes of all, and these, buffer by buffer.
+
+    The buffers are views of the tensors: nothing is copied, and the tensors must not change meanwhile.
+    """
+
+    starts: Mapping[str, int]
+    num_bytes: int
+    buffers: Iterator[bytes | memoryview]
+
+    @classmethod
+    def of(cls, metadata: Mapping[str, str], tensors: Sequence[NamedTensor]) -> Document:
+        """The document with these tensors, in this order. Each starts on 64 bytes."""
+        header: dict[str, object] = {"__metadata__": metadata}
+        padded: list[NamedTensor] = []
+        starts: dict[str, int] = {}
+        end = 0
+        for tensor in tensors:
+            gap = -end % ALIGNMENT
+            padding = [NamedTensor(f"_padding/{len(padded)}", "uint8", (gap,), [bytes(gap)])] if gap else []
+            for each in (*padding, tensor):
+                header[each.name] = {
+                    "dtype": _SAFETENSORS_DTYPES[each.dtype],
+                    "shape": list(each.shape),
+                    "data_offsets": [end, end + each.num_bytes],
+                }
+                starts[each.name] = end
+                end += each.num_bytes
+                padded.append(each)
+        text = json.dumps(header, separators=(",", ":")).encode("ascii")
+        text += b" " * (-(8 + len(text)) % ALIGNMENT)
+        head = len(text).to_bytes(8, "little") + text
+        return cls({name: len(head) + start for name, start in starts.items()}, len(head) + end, _buffers(head, padded))
+
+
+def _buffers(head: bytes, tensors: Sequence[NamedTensor]) -> Iterator[bytes | memoryview]:
+    yield head
+    for tensor in tensors:
+        for part in tensor.parts:
+            if isinstance(part, torch.Tensor):
+                yield flat_bytes(part).data
+            else:
+                yield part if isinstance(part, bytes) else part.reshape(-1).view(np.uint8).data
+
+
 def pack_buffers(pack_id: str, entries: Sequence[PackableEntry]) -> tuple[PackRow, int, Iterator[bytes | memoryview]]:
     """What `write_pack` writes: the row, how many bytes there are, and these, one buffer after the other.
 
@@ -145,15 +208,6 @@ def pack_buffers(pack_id: str, entries: Sequence[PackableEntry]) -> tuple[PackRo
         listed.append([kind, len(members), names])
     # Columns that end on 64 bytes come first: then at most the others need padding.
     columns.sort(key=lambda tensor: (tensor.num_bytes % ALIGNMENT != 0, tensor.name))
-    tensors = aligned(
-        [
-            NamedTensor(_KEYS, "uint8", keys.shape, [keys]),
-            NamedTensor(_DIGESTS, "uint8", digests.shape, [digests]),
-            NamedTensor(_OFFSETS, "int64", offsets.shape, [offsets]),
-            NamedTensor(_RECORDS, "uint8", (int(offsets[-1]),), records),
-            *columns,
-        ]
-    )
     groups_text = json.dumps(listed, separators=(",", ":"))
     metadata = {
         "latentcache": PACK_FORMAT,
@@ -161,9 +215,16 @@ def pack_buffers(pack_id: str, entries: Sequence[PackableEntry]) -> tuple[PackRo
         "index_digest": _index_digest(groups_text, keys, digests),
         "records_digest": _records_digest(offsets, b"".join(records)),
     }
-    document = TensorDocument.of(metadata, tensors)
-    pack = _pack_of(pack_id, document.num_bytes, len(document.head), listed, tensors)
-    return PackRow.new(pack, keys, digests), document.num_bytes, document.buffers()
+    index = [
+        NamedTensor(_KEYS, "uint8", keys.shape, [keys]),
+        NamedTensor(_DIGESTS, "uint8", digests.shape, [digests]),
+        NamedTensor(_OFFSETS, "int64", offsets.shape, [offsets]),
+        NamedTensor(_RECORDS, "uint8", (int(offsets[-1]),), records),
+    ]
+    document = Document.of(metadata, [*index, *columns])
+    tensors = {tensor.name: (tensor.dtype, tensor.shape, document.starts[tensor.name]) for tensor in columns}
+    pack = Pack(pack_id, document.num_bytes, _groups_of(listed, tensors))
+    return PackRow.new(pack, keys, digests), document.num_bytes, document.buffers
 
 
 def _columns_of(
@@ -195,37 +256,183 @@ def _records_digest(offsets: np.ndarray, records: bytes | memoryview) -> str:
     return digest(b"".join((offsets.tobytes(), records)))
 
 
-def _pack_of(pack: str, file_bytes: int, data_start: int, listed: Any, tensors: Sequence[NamedTensor]) -> Pack:
-    """The layout that the groups of a header and its tensors give. ValueError if they do not fit together."""
-    starts = starts_of(tensors, data_start)
-    by_name = {tensor.name: tensor for tensor in tensors}
+# Reading
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackRecords:
+    """The records of a pack: the JSON of row i is `data[offsets[i]:offsets[i + 1]]`."""
+
+    row: PackRow
+    offsets: np.ndarray
+    data: bytes | memoryview
+
+    def is_at(self, key: str, location: Location) -> bool:
+        """Whether this key and digest are those of the location's row."""
+        own, at = self.row, location.row
+        if at >= len(own.keys) or own.key(at) != key or own.digests[at].tobytes() != location.digest:
+            return False
+        return own.pack.groups == location.pack.groups
+
+    def json(self, at: int) -> bytes:
+        """The JSON of a row's record."""
+        return bytes(self.data[self.offsets[at] : self.offsets[at + 1]])
+
+    def record(self, at: int) -> Record:
+        """The record of a row. ValueError if it is none, or if the key does not follow from its identity."""
+        return record_of(self.row.key(at), self.row.pack.group_of(at).kind, self.json(at))
+
+
+class PackBytes:
+    """The bytes of a pack, wherever they are. `read(offset, number)` gives them; `path` names the pack in errors."""
+
+    def __init__(self, path: Path | str, num_bytes: int, read: Callable[[int, int], bytes | memoryview]):
+        self.path, self.num_bytes, self._read = path, num_bytes, read
+
+    @classmethod
+    def in_file(cls, path: Path, fd: int) -> PackBytes:
+        """The bytes of an open file."""
+        return cls(path, os.fstat(fd).st_size, lambda offset, number: os.pread(fd, number, offset))
+
+    @classmethod
+    def in_memory(cls, name: Path | str, data: bytes | memoryview) -> PackBytes:
+        """These bytes. Views of them are read."""
+        view = memoryview(data).cast("B")
+        return cls(name, len(view), lambda offset, number: view[offset : offset + number])
+
+    def read(self, offset: int, num_bytes: int) -> bytes | memoryview:
+        """So many bytes. PackError if the pack ends before; StoreError: it cannot be read now."""
+        try:
+            data = self._read(offset, num_bytes)
+        except (OSError, MemoryError, OverflowError) as error:
+            raise unreadable(self.path, error) from error
+        if len(data) != num_bytes:
+            end = offset + len(data)
+            raise PackError(self.path, f"ends after {end:,} bytes, where {offset + num_bytes:,} are needed")
+        return data
+
+
+class RangedBytes(PackBytes):
+    """The bytes of a pack that is elsewhere: the first are fetched, and more when they are needed.
+
+    `fetch(offset, number)` brings them. PackError if it brings fewer.
+    """
+
+    def __init__(self, path: Path | str, num_bytes: int, fetch: Callable[[int, int], bytes | memoryview]):
+        super().__init__(path, num_bytes, fetch)
+        self._data = bytes(super().read(0, min(HEAD_BYTES, num_bytes)))
+
+    @override
+    def read(self, offset: int, num_bytes: int) -> memoryview:
+        start, end = len(self._data), min(offset + 2 * num_bytes, self.num_bytes)  # what comes next is about as long
+        if offset + num_bytes > start:
+            self._data += super().read(start, max(end, offset + num_bytes) - start)
+        return memoryview(self._data)[offset : offset + num_bytes]
+
+
+_Tensors = Mapping[str, tuple[str, tuple[int, ...], int]]
+"""The tensors of a document by name: dtype, shape, and where its bytes start."""
+
+
+def _header(source: PackBytes) -> tuple[Mapping[str, str], _Tensors]:
+    """The metadata and the tensors. ValueError and its like for holes, overlaps, and more than the bounds above."""
+    num_bytes = int.from_bytes(bytes(source.read(0, 8)), "little")
+    if num_bytes > MAX_HEADER_BYTES:
+        raise ValueError(f"its header has {num_bytes:,} bytes; at most {MAX_HEADER_BYTES:,} are allowed")
+    # With a parser of its own a reader depends on no release of safetensors.
+    header = json.loads(str(source.read(8, num_bytes), "utf-8"))
+    metadata = header.pop("__metadata__", {})
+    found = metadata.get("latentcache")
+    if found != PACK_FORMAT:
+        raise ValueError(f"pack format {found!r:.50}, this version reads {PACK_FORMAT!r}. Run precache again.")
+    if not all(isinstance(text, str) for text in metadata.values()):
+        raise ValueError("its metadata has values that are no texts")
+    if len(header) > MAX_TENSORS:
+        raise ValueError(f"its header has {len(header):,} tensors; at most {MAX_TENSORS:,} are allowed")
+    data_start, end = 8 + num_bytes, 0
+    tensors: dict[str, tuple[str, tuple[int, ...], int]] = {}
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        dtype, shape = _OUR_DTYPES[entry["dtype"]], tuple(entry["shape"])
+        # Bounded before they are multiplied: the product of a long shape of large numbers takes seconds.
+        if len(shape) > MAX_DIMENSIONS or any(type(size) is not int or not 0 <= size < 1 << 48 for size in shape):
+            raise ValueError(f"the shape of {name!r:.80} is {shape!r:.80}")
+        # As safetensors demands: no holes, no overlaps, and no bytes after the last tensor.
+        start, end = end, end + math.prod(shape) * DTYPES[dtype].itemsize
+        if entry["data_offsets"] != [start, end]:
+            raise ValueError(f"{name!r:.80} lies at {entry['data_offsets']!r:.80}, and {[start, end]} is expected")
+        tensors[name] = dtype, shape, data_start + start
+    if data_start + end != source.num_bytes:
+        raise ValueError(f"it has {source.num_bytes:,} bytes, and its header says {data_start + end:,}")
+    return metadata, tensors
+
+
+def _groups_of(listed: Any, tensors: _Tensors) -> tuple[RowGroup, ...]:
+    """The groups that a header lists. ValueError and its like if they and its tensors do not fit together."""
+    groups: list[RowGroup] = []
+    first = num_columns = 0
+    for kind, num, fields in listed:
+        if not is_kind(kind) or type(num) is not int or num < 1 or not fields:
+            raise ValueError(f"not a group: kind {kind!r:.80}, {num!r:.40} entries")
+        columns = []
+        for name, values, offsets in fields:
+            dtype, (num_rows, *shape), start = tensors[values]
+            fits = num_rows == num if offsets is None else num_rows >= num
+            if offsets is not None and tensors[offsets][:2] != ("int64", (num + 1,)):
+                raise ValueError(f"{offsets!r:.80} is not int64 [{num + 1}]")
+            if not is_field(name) or not fits or 0 in shape:
+                raise ValueError(f"field {name!r:.80}: {num_rows:,} rows of {shape} for {num:,} entries")
+            columns.append(
+                Column(name, dtype, tuple(shape), start, num_rows, None if offsets is None else tensors[offsets][2])
+            )
+        if len({column.field for column in columns}) != len(columns):
+            raise ValueError(f"a group lists a field twice: {fields!r:.100}")
+        groups.append(RowGroup(kind, first, num, tuple(columns)))
+        first, num_columns = first + num, num_columns + len(columns)
+        if first > MAX_PACK_ENTRIES or num_columns > MAX_COLUMNS:
+            raise ValueError(f"more than {MAX_PACK_ENTRIES:,} entries or {MAX_COLUMNS:,} columns in one pack")
+    if not groups:
+        raise ValueError("it has no group of entries")
+    return tuple(groups)
+
+
+def row_in(pack_id: str, source: PackBytes) -> tuple[PackRow, Mapping[str, int], Mapping[str, str]]:
+    """The row of a pack, as `read_row` reads it, wherever the bytes are; where its tensors start, and its metadata."""
     try:
-        groups = []
-        for kind, num, names in listed:
-            columns = []
-            for field, values, offsets in names:
-                tensor = by_name[values]
-                offsets_start = None if offsets is None else starts[offsets]
-                if offsets is not None and (by_name[offsets].dtype, by_name[offsets].shape) != ("int64", (num + 1,)):
-                    raise ValueError(f"{offsets!r:.80} is not int64 [{num + 1}]")
-                columns.append(
-                    [field, tensor.dtype, list(tensor.shape[1:]), starts[values], tensor.shape[0], offsets_start]
-                )
-            groups.append([kind, num, columns])
-    except (TypeError, KeyError, IndexError) as error:
-        raise ValueError(f"its groups do not fit its tensors: {error!r:.200}") from error
-    return pack_from_json(pack, file_bytes, groups)
+        metadata, tensors = _header(source)
+        groups = _groups_of(json.loads(metadata["groups"]), tensors)
+        pack = Pack(pack_id, source.num_bytes, groups)
+        num = pack.num_entries
+        for name, spec in {
+            _KEYS: ("uint8", (num, KEY_BYTES)),
+            _DIGESTS: ("uint8", (num, DIGEST_BYTES)),
+            _OFFSETS: ("int64", (num + 1,)),
+            _RECORDS: ("uint8", tensors[_RECORDS][1][:1]),
+        }.items():
+            if tensors[name][:2] != spec:
+                raise ValueError(f"its groups have {num:,} entries, and {name} is {tensors[name][:2]}")
+        starts = {name: start for name, (_, _, start) in tensors.items()}
+        keys = np.frombuffer(source.read(starts[_KEYS], num * KEY_BYTES), np.uint8).reshape(num, KEY_BYTES)
+        digests = np.frombuffer(source.read(starts[_DIGESTS], num * DIGEST_BYTES), np.uint8).reshape(num, DIGEST_BYTES)
+        if metadata["index_digest"] != _index_digest(metadata["groups"], keys, digests):
+            raise ValueError("its keys and digests do not have the digest that was stored with them")
+        if len(np.unique(keys, axis=0)) != num:
+            raise ValueError("a key is listed twice")
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise PackError(source.path, f"not a pack: {error!s:.200}") from error
+    except MemoryError as error:
+        raise unreadable(source.path, error) from error
+    return PackRow.new(pack, keys, digests), starts, metadata
 
 
 def read_row(path: Path) -> PackRow:
     """Read and check a pack's header, keys and digests, and nothing else. PackError if they are not as written.
 
-    UnsafeStoreError for a link or a device; FileNotFoundError if there is no such file. A plain StoreError says that
-    the file cannot be read now, and nothing about what it holds.
+    UnsafeStoreError for what is no regular file; FileNotFoundError if there is no such file. A plain StoreError says
+    that the file cannot be read now, and nothing about what it holds.
     """
     fd = open_regular(path)
     try:
-        return row_in(path.stem, FileBytes(path, fd))[0]
+        return row_in(path.stem, PackBytes.in_file(path, fd))[0]
     finally:
         os.close(fd)
 
@@ -241,7 +448,7 @@ def read_records(path: Path) -> PackRecords:
 
 def read_open_records(path: Path, fd: int) -> PackRecords:
     """As `read_records`, of an open file that is to lie at `path`, and may have another name still."""
-    return records_in(path.stem, FileBytes(path, fd))
+    return records_in(path.stem, PackBytes.in_file(path, fd))
 
 
 def read_pack_bytes(data: bytes | memoryview, name: str) -> PackRecords:
@@ -249,10 +456,10 @@ def read_pack_bytes(data: bytes | memoryview, name: str) -> PackRecords:
 
     `verified_arrays` reads its entries: it takes the bytes as `np.frombuffer(data, np.uint8)`.
     """
-    return records_in(name, MemoryBytes(name, data))
+    return records_in(name, PackBytes.in_memory(name, data))
 
 
-def records_in(pack: str, source: FileBytes | MemoryBytes) -> PackRecords:
+def records_in(pack: str, source: PackBytes) -> PackRecords:
     """As `read_records`, of the pack with this id, wherever its bytes are."""
     row, starts, metadata = row_in(pack, source)
     offsets = np.frombuffer(source.read(starts[_OFFSETS], (len(row.keys) + 1) * _INT64.itemsize), _INT64)
@@ -265,40 +472,6 @@ def records_in(pack: str, source: FileBytes | MemoryBytes) -> PackRecords:
     return PackRecords(row, offsets, data)
 
 
-def row_in(pack_id: str, source: FileBytes | MemoryBytes) -> tuple[PackRow, Mapping[str, int], Mapping[str, str]]:
-    """As `read_row`, wherever the bytes are: the row, where each tensor starts, and the metadata."""
-    path = source.path
-
-    def check_format(metadata: Mapping[str, str]) -> None:
-        found = metadata.get("latentcache")
-        if found != PACK_FORMAT:
-            raise PackError(path, f"pack format {found!r:.50}, this version reads {PACK_FORMAT!r}. Run precache again.")
-
-    header = read_header(source, check_format)
-    metadata = header.metadata
-    try:
-        groups = json.loads(metadata["groups"])
-        pack = _pack_of(pack_id, source.num_bytes, header.data_start, groups, header.tensors)
-    except (ValueError, KeyError, RecursionError) as error:
-        raise PackError(path, f"not a pack: {error}") from error
-    starts = starts_of(header.tensors, header.data_start)
-    num, shapes = pack.num_entries, {t.name: (t.dtype, t.shape) for t in header.tensors}
-    expected = {
-        _KEYS: ("uint8", (num, KEY_BYTES)),
-        _DIGESTS: ("uint8", (num, DIGEST_BYTES)),
-        _OFFSETS: ("int64", (num + 1,)),
-    }
-    if any(shapes.get(name) != shape for name, shape in expected.items()) or _RECORDS not in shapes:
-        raise PackError(path, f"its groups have {num:,} entries, but its index has not")
-    keys = np.frombuffer(source.read(starts[_KEYS], num * KEY_BYTES), np.uint8).reshape(num, KEY_BYTES)
-    digests = np.frombuffer(source.read(starts[_DIGESTS], num * DIGEST_BYTES), np.uint8).reshape(num, DIGEST_BYTES)
-    if metadata.get("index_digest") != _index_digest(metadata["groups"], keys, digests):
-        raise PackError(path, "its keys and digests do not have the digest that was stored with them")
-    if len(np.unique(keys, axis=0)) != num:
-        raise PackError(path, "a key is listed twice")
-    return PackRow.new(pack, keys, digests), starts, metadata
-
-
 def map_pack(path: Path, min_bytes: int, max_bytes: int = 0) -> np.ndarray:
     """The first bytes of the file as a mapped, flat uint8 array, which must not be written to.
 
@@ -308,23 +481,25 @@ def map_pack(path: Path, min_bytes: int, max_bytes: int = 0) -> np.ndarray:
     """
     fd = open_regular(path)
     try:
-        return map_open_pack(path, fd, min_bytes, max_bytes)
-    finally:
-        os.close(fd)
-
-
-def map_open_pack(path: Path, fd: int, min_bytes: int, max_bytes: int = 0) -> np.ndarray:
-    """As `map_pack`, of an open file, which may be closed afterwards. `path` names it in errors."""
-    try:
         file_bytes = os.fstat(fd).st_size
         if file_bytes < min_bytes:
             raise PackError(path, f"has {file_bytes:,} bytes, its entries need {min_bytes:,}")
         # Not mmap.mmap: it keeps a descriptor per pack open, and a large cache has more packs than descriptors.
         # The mapping is private, so a stray write could not reach the file.
         num_bytes = max(min_bytes, min(max_bytes, file_bytes))
-        mapped = torch.from_file(f"/dev/fd/{fd}", shared=False, size=num_bytes, dtype=torch.uint8, device="cpu")
+        mapped = torch.from_file(str(path), shared=False, size=num_bytes, dtype=torch.uint8, device="cpu")
         return mapped.numpy()
     except (RuntimeError, OSError, MemoryError) as error:
+        raise unreadable(path, error) from error
+    finally:
+        os.close(fd)
+
+
+def map_open_pack(path: Path, fd: int) -> np.ndarray:
+    """An open file's bytes, mapped as by `map_pack`, until the array is dropped. `path` names it in errors."""
+    try:
+        return np.frombuffer(mmap.mmap(fd, 0, access=mmap.ACCESS_READ), np.uint8)
+    except (ValueError, OSError) as error:
         raise unreadable(path, error) from error
 
 

@@ -185,23 +185,17 @@ def sweep_temporaries(folder: Path) -> int:
 
 
 def open_regular(path: Path, remedy: str = REBUILD) -> int:
-    """Open a regular file for reading. Raises UnsafeStoreError for links, pipes and devices: `remedy` is the next step.
+    """Open a regular file for reading. UnsafeStoreError for pipes, devices and folders: `remedy` is the next step.
 
-    The folder must not be a link either. FileNotFoundError is passed on; any other refusal is a plain StoreError,
-    which does not mean that the file's bytes are damaged. The caller closes the descriptor.
+    FileNotFoundError is passed on; any other refusal is a plain StoreError, which does not mean that the file's bytes
+    are damaged. The caller closes the descriptor.
     """
     try:
-        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            # O_NONBLOCK: opening a pipe must not wait for its other end.
-            fd = os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
-        finally:
-            os.close(folder)
+        # O_NONBLOCK: opening a pipe must not wait for its other end.
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
-        if error.errno in {errno.ELOOP, errno.ENOTDIR, errno.ENXIO}:
-            raise UnsafeStoreError(
-                path, f"it, or its folder, is a link or a device; remove it, then {remedy}"
-            ) from error
+        if error.errno in _IN_THE_WAY:
+            raise UnsafeStoreError(path, f"is no file: {error.strerror}; remove it, then {remedy}") from error
         if isinstance(error, FileNotFoundError):
             raise
         raise unreadable(path, error) from error

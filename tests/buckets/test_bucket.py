@@ -16,8 +16,7 @@ from latentcache.remote.bucket import Bucket
 from latentcache.store.base import own_entry
 from latentcache.store.directory import pack_name
 from latentcache.store.layout import PackRow
-from latentcache.store.pack import new_pack_id, read_row, write_pack
-from latentcache.store.tensor_file import HEAD_BYTES
+from latentcache.store.pack import HEAD_BYTES, new_pack_id, read_row, write_pack
 from latentcache.types import Entry, Record
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from latentcache.errors import StoreError
 from latentcache.identity import digest
-from latentcache.store.layout import PackRow, pack_from_json
+from latentcache.store.layout import Column, Pack, PackRow, RowGroup
 from latentcache.store.location_table import LocationTable
 
 KEYS = [f"{start:016x}{end:048x}" for start in (0, 7, (1 << 64) - 1) for end in (0, 1, 1 << 100, (1 << 192) - 1)]
@@ -22,9 +22,10 @@ KEYS = [f"{start:016x}{end:048x}" for start in (0, 7, (1 << 64) - 1) for end in 
 def row_of(number, keys, dead=()):
     """The row of a pack with these keys: the first half are images of 3 bytes, the others texts of 5."""
     half = len(keys) // 2
-    groups = [["image", half, [["x", "uint8", [3], 0, half, None]]]] if half else []
-    groups += [["text", len(keys) - half, [["y", "uint8", [5], 0, len(keys) - half, None]]]]
-    pack = pack_from_json(f"{number:032x}", 1000, groups)
+    rest = len(keys) - half
+    groups = [RowGroup("image", 0, half, (Column("x", "uint8", (3,), 0, half),))] if half else []
+    groups += [RowGroup("text", half, rest, (Column("y", "uint8", (5,), 0, rest),))]
+    pack = Pack(f"{number:032x}", 1000, tuple(groups))
     data = np.frombuffer(bytes.fromhex("".join(keys)), np.uint8).reshape(-1, 32)
     digests = np.arange(16 * len(keys), dtype=np.uint8).reshape(-1, 16)
     return PackRow(pack, data, digests, np.array([key not in dead for key in keys]))

@@ -22,7 +22,7 @@ from latentcache.errors import EntryDamagedError, PackError, StoreError, UnsafeS
 from latentcache.identity import digest, key_of
 from latentcache.store import DiskStore
 from latentcache.store.base import DTYPES, own_entry
-from latentcache.store.layout import Location, pack_from_json
+from latentcache.store.layout import Location
 from latentcache.store.pack import (
     map_pack,
     new_pack_id,
@@ -224,86 +224,6 @@ def test_whatever_is_written_is_read(entries, tmp_path_factory):
     path.unlink()
 
 
-# A layout as JSON ----------------------------------------------------------------------------------------------------
-
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.sampled_from(["float16", "x"]),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
-    max_leaves=8,
-)
-counts = st.integers(-1, 40) | st.sampled_from([1 << 59, 1 << 62, 1 << 70, 2.0, True, None])
-columns = st.tuples(
-    st.sampled_from(["x", "hidden", "a/b"]) | json_values,
-    st.sampled_from(["float16", "uint8", "complex64"]) | json_values,
-    st.lists(counts, max_size=3) | json_values,
-    counts,
-    counts,
-    st.none() | counts,
-).map(list)
-groups = st.tuples(
-    st.sampled_from(["image", "Sound!"]), counts, st.lists(columns | json_values, max_size=2) | json_values
-).map(list)
-
-
-@given(file_bytes=st.integers(0, 400) | json_values, value=st.lists(groups | json_values, max_size=2) | json_values)
-@settings(max_examples=400, deadline=None)
-def test_any_json_is_a_layout_that_fits_into_its_file_or_refused(file_bytes, value):
-    try:
-        pack = pack_from_json("0" * 32, file_bytes, value)
-    except ValueError:
-        return
-    assert pack.to_json() == [[kind, num, [[*c[:2], tuple(c[2]), *c[3:]] for c in cs]] for kind, num, cs in value]
-    assert pack.num_entries == sum(group.num for group in pack.groups)
-    for row in range(min(pack.num_entries, 50)):
-        place = Location(pack, row, b"", pack.group_of(row))
-        assert place.end <= file_bytes
-        assert all(offset >= 0 and offset + num_bytes <= place.end for offset, num_bytes in place.ranges())
-
-
-GROUP = ["image", 2, [["x", "float16", [4], 0, 2, None], ["y", "uint8", [], 16, 5, 24]]]
-
-
-def test_a_layout_is_read_back():
-    pack = pack_from_json("0" * 32, 48, [GROUP])
-    assert pack_from_json("0" * 32, 48, json.loads(json.dumps(pack.to_json()))) == pack
-    assert pack.payload_bytes == 2 * 8 + 5 and pack.groups[0].ragged == {"y"}
-    with pytest.raises(ValueError, match="do not fit"):
-        pack_from_json("0" * 32, 47, [GROUP])
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ('"image"', '"../image"'),
-        ('"image",2', '"image",0'),
-        ('"image",2', '"image",3'),
-        ('"image",2', '"image",2.0'),
-        ("float16", "complex64"),
-        ('"float16"', "[16]"),
-        ("[4]", "[0]"),
-        ("[4]", "[-4]"),
-        ("[4]", f"[4,{10**18}]"),
-        ("[4]", '"4"'),
-        ("[4],0", "[4],-1"),
-        ("[4],0", "[4],40"),
-        ("0,2,null", "0,3,null"),
-        ("0,2,null", "0,2"),
-        ("5,24", "1,24"),
-        ("5,24", "5,25"),
-        ("5,24", "5,-8"),
-        ("5,24", '5,"24"'),
-        ('"x"', '"a/b"'),
-        ('"x"', '"y"'),
-    ],
-)
-def test_other_layouts_are_refused(old, new):
-    text = json.dumps([GROUP], separators=(",", ":"))
-    assert text.count(old) >= 1
-    pack_from_json("0" * 32, 48, json.loads(text))
-    with pytest.raises(ValueError, match=r"not a|fit|twice"):
-        pack_from_json("0" * 32, 48, json.loads(text.replace(old, new)))
-
-
 # Packs that nobody should have made ----------------------------------------------------------------------------------
 
 
@@ -486,11 +406,9 @@ def test_random_bytes_are_refused(path):
 
 def test_only_regular_files_are_opened(path, tmp_path):
     write(path, samples(0))
-    link = tmp_path / f"{new_pack_id()}.safetensors"
-    link.symlink_to(path)
     pipe = tmp_path / f"{new_pack_id()}.safetensors"
     os.mkfifo(pipe)
-    for unsafe in (link, pipe, tmp_path):
+    for unsafe in (pipe, tmp_path):
         for call in (read_row, read_records, lambda unsafe: map_pack(unsafe, 0)):
             with pytest.raises(UnsafeStoreError):
                 call(unsafe)
