@@ -1,7 +1,6 @@
 """The index: a durable map of names to bytes in SQLite, by way of diskcache, which only this file imports.
 
-diskcache trusts its database: by default it unpickles what it finds there, runs its settings as SQL, and reads and
-deletes files that rows name. So rows are bytes or they are refused, and a database is inspected first.
+diskcache unpickles what it finds, and reads and deletes files that rows name. So rows are bytes or they are refused.
 No connection outlives the call that made it: nothing is carried across a fork, and other processes never wait for an
 idle one.
 """
@@ -10,22 +9,22 @@ from __future__ import annotations
 
 import os
 import sqlite3
-import stat
 import threading
+import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import diskcache
-from diskcache.core import DBNAME, DEFAULT_SETTINGS, METADATA, MODE_RAW
+from diskcache.core import DBNAME, MODE_RAW
 
-from latentcache.errors import IndexDamagedError, ReadOnlyError, StoreError
-from latentcache.store.connection import TIMEOUT_S, connect, typed_error
+from latentcache.errors import IndexDamagedError, ReadOnlyError, StorageFullError, StoreBusyError, StoreError
 from latentcache.utils.locks import locked
 
+TIMEOUT_S = 60.0
 JOURNAL_MODE = "delete"
 """Not WAL: that fails on network file systems, and a reader without write access could not read it."""
 SQLITE_VERSION = sqlite3.sqlite_version
@@ -42,30 +41,18 @@ _SETTINGS: dict[str, Any] = {
     "sqlite_synchronous": 3,  # EXTRA: with FULL, a power cut can bring the journal back, which undoes the change
     "disk_min_file_size": 1 << 60,  # values never go to files
 }
-_SCHEMA = {
-    ("table", "Cache"),
-    ("table", "Settings"),
-    ("index", "Cache_key_raw"),
-    ("index", "Cache_expire_time"),
-    ("index", "sqlite_autoindex_Settings_1"),
-    ("trigger", "Settings_count_insert"),
-    ("trigger", "Settings_count_delete"),
-    ("trigger", "Settings_size_insert"),
-    ("trigger", "Settings_size_update"),
-    ("trigger", "Settings_size_delete"),
-}
-_SUPER_JOURNAL_MAGIC = bytes.fromhex("d9d505f920a163d7")
-_SELECT = """
-    SELECT key, value, typeof(key) = 'text' AND typeof(value) = 'blob' AND raw = 1 AND mode = 1
-        AND filename IS NULL AND expire_time IS NULL
-    FROM Cache
-"""
+_SELECT = "SELECT key, value, typeof(key) = 'text' AND typeof(value) = 'blob' AND raw = 1 AND mode = 1 FROM Cache "
 """Name and value of rows, and whether latentcache can have written them."""
 GENERATION = "generation"
 """The name of the row that changes whenever another is removed or replaced."""
 MAX_VALUE_BYTES = 1 << 23
-"""Of a row. That of a pack of 8,192 entries has some 400 KB, and more where all of them are damaged."""
+"""The largest row. That of a pack of 8,192 entries has some 400 KB, and more where all of them are damaged."""
+_MADE_LAST = "Settings_size_delete"
+"""The last of the tables and triggers that diskcache makes in a new database."""
 _BEFORE_ALL = -(1 << 63)
+_PAGE_BYTES = 4096
+_PASSING_S, _POLL_S = 2.0, 0.05
+_UNREACHABLE = (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_NOMEM)
 
 
 process_lock = threading.RLock()
@@ -200,18 +187,23 @@ class Index:
         self._closed = False
         self._cache: diskcache.Cache | None = None
         with self._typed_errors():
-            if self.path.is_symlink() or (os.path.lexists(self.path) and not self.path.is_dir()):
-                raise IndexDamagedError(self.path, "it is no folder")
             if read_only:
-                self._inspect()
+                if not self._database.exists():
+                    raise IndexDamagedError(self.path, "it does not exist")
                 return
             self.path.mkdir(parents=True, exist_ok=True)
             # One at a time: making the tables is not one transaction.
             with locked(self.path / "open.lock", "opening the index", shared=False, wait=True):
-                fresh = not self._database.exists() and not self._database.is_symlink()
-                if fresh or self._inspect() != _SCHEMA:
+                if not self._has_tables():
                     with self.transaction():
                         pass  # it makes the tables, and the first generation
+
+    def _has_tables(self) -> bool:
+        if not self._database.exists():
+            return False
+        with self._reading() as connection:
+            found = connection.execute("SELECT COUNT(*) FROM sqlite_master WHERE name = ?", [_MADE_LAST])
+            return bool(found.fetchone()[0])
 
     def get_many(self, names: Iterable[str]) -> dict[str, bytes]:
         """The rows of those names that have one."""
@@ -294,69 +286,67 @@ class Index:
 
     @contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
-        with self.lock, self._typed_errors():
-            connection = connect(self._database, read_only=self.read_only)
+        """A connection in a transaction that reads: nothing changes under it any more."""
+        with self.lock, self._typed_errors(), closing(self._connect()) as connection:
+            yield connection
+
+    def _connect(self) -> sqlite3.Connection:
+        # A live writer's journal can look like a dead one's for a moment, which is rolled back by writing.
+        until = time.monotonic() + _PASSING_S
+        while True:
+            # mode=rw: only so can what a dead writer left half done be rolled back.
+            uri = f"{self._database.as_uri()}?mode={'ro' if self.read_only else 'rw'}"
+            connection = sqlite3.connect(uri, uri=True, timeout=TIMEOUT_S, isolation_level=None)
             try:
-                yield connection
-            finally:
+                connection.execute("BEGIN")
+                connection.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()  # the lock is taken here
+                return connection
+            except sqlite3.OperationalError as error:
                 connection.close()
-
-    def _inspect(self) -> set[tuple[str, str]]:
-        """Inspect a database before diskcache reads it: it runs stored settings as SQL. Returns (type, name) in it."""
-        self._inspect_files()
-        self._inspect_journal()
-        with self._reading() as connection:
-            schema = set(connection.execute("SELECT type, name FROM sqlite_master"))
-            if not schema <= _SCHEMA:
-                raise IndexDamagedError(self.path, f"it holds {sorted(schema - _SCHEMA)!r:.200}")
-            if ("table", "Settings") in schema:
-                for name, value in connection.execute("SELECT key, value FROM Settings"):
-                    known = type(name) is str and (name in DEFAULT_SETTINGS or name in METADATA)
-                    if known and not name.startswith("sqlite_"):
-                        known = type(value) in (int, float) or (type(value) is str and name == "eviction_policy")
-                    elif known:
-                        known = value == _SETTINGS[name] or (name, value) == (
-                            "sqlite_synchronous",
-                            2,
-                        )  # as it was before
-                    if not known:
-                        detail = f"setting {name!r:.80} = {value!r:.80} was not written by latentcache"
-                        raise IndexDamagedError(self.path, detail)
-        return schema
-
-    def _inspect_files(self) -> None:
-        for name in (DBNAME, *[DBNAME + suffix for suffix in ("-journal", "-wal", "-shm")]):
-            try:
-                mode = (self.path / name).lstat().st_mode
-            except FileNotFoundError:
-                continue  # journals come and go
-            if not stat.S_ISREG(mode):
-                raise IndexDamagedError(self.path, f"{name} is not a regular file")
-        if not self._database.exists():
-            raise IndexDamagedError(self.path, "it does not exist")
-
-    def _inspect_journal(self) -> None:
-        # A journal may name a super-journal, which SQLite then deletes. Ours never do.
-        journal = self.path / f"{DBNAME}-journal"
-        try:
-            with journal.open("rb") as file:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - len(_SUPER_JOURNAL_MAGIC)))
-                if file.read() == _SUPER_JOURNAL_MAGIC:
-                    raise IndexDamagedError(self.path, f"{journal.name} names another file")
-        except FileNotFoundError:
-            return  # the usual case: no writer died
+                passes = _primary(error) in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN)
+                if not (self.read_only and passes) or time.monotonic() >= until or os.access(self.path, os.W_OK):
+                    raise
+            except BaseException:
+                connection.close()
+                raise
+            time.sleep(_POLL_S)
 
     @contextmanager
     def _typed_errors(self) -> Iterator[None]:
         try:
             yield
         except diskcache.Timeout as error:
-            # diskcache hides why a transaction could not begin behind its Timeout.
-            cause = error.__context__
-            read_only, timed_out = self.read_only, cause is None
-            raise typed_error(cause or error, self._database, read_only=read_only, timed_out=timed_out) from error
+            # diskcache hides why a transaction could not begin behind its Timeout. Without a cause it was never free.
+            raise self._busy() if error.__context__ is None else self._typed(error.__context__) from error
         except (sqlite3.Error, UnicodeDecodeError, OSError) as error:
-            raise typed_error(error, self._database, read_only=self.read_only) from error
+            raise self._typed(error) from error
+
+    def _busy(self) -> StoreBusyError:
+        return StoreBusyError(self.path, f"another process held the index for more than {TIMEOUT_S:.0f} s; try again")
+
+    def _typed(self, error: BaseException) -> StoreError:
+        """What an error of SQLite or of the system means for the index."""
+        code = _primary(error)
+        if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+            return self._busy()
+        if code == sqlite3.SQLITE_FULL:
+            return StorageFullError(self.path, _PAGE_BYTES)
+        if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM) or isinstance(error, PermissionError):
+            # Where the files can be written it is the database's header that says no.
+            if code is None or self.read_only or not os.access(self._database, os.W_OK):
+                return ReadOnlyError(self.path, f"the index cannot be written: {error}")
+        elif isinstance(error, FileExistsError | NotADirectoryError):
+            return IndexDamagedError(self.path, "it is no folder")
+        elif code in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_NOMEM) or isinstance(
+            error, OSError
+        ):
+            return StoreError(f"{self.path}: the index cannot be reached: {error}")
+        return IndexDamagedError(self.path, str(error))
+
+
+def _primary(error: BaseException) -> int | None:
+    code = getattr(error, "sqlite_errorcode", None)
+    return None if code is None else code & 0xFF
 
 
 def _not_reserved(name: str) -> str:
