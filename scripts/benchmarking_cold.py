@@ -35,15 +35,14 @@ from latentcache import LatentCache, LatentDataset, LatentLoader
 from latentcache.dataset.manifest_folder import ManifestFolder
 from latentcache.loading.sampler import BucketBatchSampler
 from latentcache.store import DiskStore
-from latentcache.store.mapped import ReadAhead
+from latentcache.store.mapped import MappedReader
 
 BATCH = 16
-WAYS = {"batch": None, "batch_always": True, "batch_never": False}
-"""Whether the system is advised what is read soon (None: as the store decides)."""
+WAYS = {"batch": True, "batch_never": False}
+"""Whether the system is advised what is read soon."""
 OURS = ("batch", "loader")
 LABELS = {
-    "batch": "batch, asks when missing",
-    "batch_always": "batch, always asks",
+    "batch": "batch",
     "batch_never": "batch, never asks",
     "loader": "LatentLoader",
     "preadv": "preadv, default read-ahead",
@@ -116,12 +115,12 @@ def cold(folder: Path, samples: Samples, options: argparse.Namespace) -> dict[st
         shares.append(cached_share(files[:64]))
         return seconds_of(lambda: read(rounds.batches(number, size)))
 
-    def opened(advises: bool | None) -> Callable[[int], float]:
+    def opened(advises: bool) -> Callable[[int], float]:
         def run(number: int) -> float:
             drop(packs)  # before it is mapped
             with ExitStack() as patched, DiskStore(path) as store:
-                if advises is not None:
-                    patched.enter_context(patch.object(ReadAhead, "should_prefetch", lambda _: advises))
+                if not advises:
+                    patched.enter_context(patch.object(MappedReader, "prefetch", lambda *_: None))
                 cache = LatentCache(store=store, manifests=ManifestFolder(path / "manifests"))
                 cache.sample_ids()
                 out = samples.out(size)

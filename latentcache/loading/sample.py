@@ -208,9 +208,6 @@ class SampleReader:
         generations, *found = zip(*map(_ROWS, refs), strict=False)
         if generation is None or generations.count(generation) != len(refs):
             _, *found = zip(*self._read(refs, generation), strict=False)
-        else:
-            # The texts are prefetched with the images, so that they come while the images are copied.
-            self.store.prefetch(_joined(map(_KEYS, refs)))
         fields = found[FIELDS - 1]
         if fields.count(fields[0]) != len(refs):
             _check_alike(found[0], found[2], fields)

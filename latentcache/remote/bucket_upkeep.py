@@ -26,11 +26,11 @@ from latentcache.remote.bucket_manifests import BucketManifests
 from latentcache.remote.bucket_marks import marked, read_marks, sweep_marks, write_marks
 from latentcache.store.base import OwnedEntry, is_pack_id
 from latentcache.store.catalog import drop_known
-from latentcache.store.compaction import Entries, choose, full_packs
 from latentcache.store.directory import pack_name
 from latentcache.store.layout import Location, PackRow
 from latentcache.store.location_table import LocationTable
 from latentcache.store.pack import new_pack_id, pack_buffers, read_entry, read_pack_bytes, verified_arrays
+from latentcache.store.upkeep import choose, full_packs
 
 FOLDER = "removals"
 
@@ -146,7 +146,7 @@ class BucketUpkeep:
         if self._prune:
             old = [pack for pack in table.packs if (at := times.get(pack_name(pack))) and at <= self._oldest]
             self._drop_unused(rows, old, table)
-        chosen, empty = choose(table), table.empty_packs()
+        chosen, empty = dict(table.by_pack(choose(table))), table.empty_packs()
         done = self._rewrite(chosen)
         gone = sorted(empty | done)
         self.report.num_listed, self.report.listed_bytes = len(gone), sum(sizes[pack] for pack in gone)
@@ -249,7 +249,7 @@ class BucketUpkeep:
 
     # Rewriting
 
-    def _rewrite(self, chosen: Entries) -> set[str]:
+    def _rewrite(self, chosen: Mapping[str, Mapping[str, Location]]) -> set[str]:
         """Copy these entries into new packs. Returns the packs of which all was copied."""
         if self.report.dry_run:
             self.report.num_entries = sum(map(len, chosen.values()))
@@ -264,7 +264,7 @@ class BucketUpkeep:
             self.report.written_bytes += len(data)
         return done
 
-    def _copies(self, chosen: Entries, done: set[str]) -> Iterator[OwnedEntry]:
+    def _copies(self, chosen: Mapping[str, Mapping[str, Location]], done: set[str]) -> Iterator[OwnedEntry]:
         for pack, entries in chosen.items():
             found = self._bucket.read(pack_name(pack))
             if found is None:

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import logging
+import os
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
-from latentcache.errors import IndexDamagedError, ReadOnlyError, StorageFullError, StoreBusyError
+from latentcache.errors import (
+    IndexDamagedError,
+    PackError,
+    ReadOnlyError,
+    StorageFullError,
+    StoreBusyError,
+    StoreError,
+    UnsafeStoreError,
+)
 from latentcache.store.base import is_pack_id, new_generation
 from latentcache.store.directory import CacheDirectory
-from latentcache.store.index import Index, Position, Transaction, process_lock
+from latentcache.store.index import Index, Position, Reading, Transaction, process_lock
 from latentcache.store.layout import Location, PackRow
 from latentcache.store.location_table import LocationTable
-from latentcache.store.recovery import scan_packs, scan_unknown
-from latentcache.utils.durable_files import typed_errors
+from latentcache.store.pack import read_row
+from latentcache.utils.durable_files import remove_whole, typed_errors
 from latentcache.utils.locks import locked
 
 logger = logging.getLogger("latentcache")
@@ -39,53 +47,33 @@ class Catalog:
         self.table = LocationTable()
         """Where entries are, and why others are damaged, as far as memory knows."""
         self._position: Position | None = None
-        # What this reader found damaged and cannot write: key -> (place, reason).
-        self._unwritten: dict[str, tuple[tuple[str, int], str]] = {}
-        self._has_sealed = read_only
-        """Whether memory also has packs that the index does not know."""
-        # Packs whose files are damaged, with their bytes: a reader reads them once.
-        self._unusable: set[tuple[str, int]] = set()
         self.index: Index | None = None
         """None for a reader that can use none: memory then has what the packs say, and nothing is read again."""
         # Memory and the index change together, and a fork waits for it.
         self._lock = process_lock
-        if read_only:
-            self._open_for_reading()
-        else:
-            self._open_for_writing()
-
-    # Opening
-
-    def _open_for_reading(self) -> None:
         try:
-            self.index = Index(self.directory.index, read_only=True)
+            self.index = Index(directory.index, read_only=read_only)
             self._catch_up()
         except (IndexDamagedError, ReadOnlyError) as error:
             # ReadOnlyError: a dead writer's change waits to be rolled back, which would be a write.
-            logger.warning("%s The packs' headers are read instead; nothing is written.", error)
-            self.index = None
-            scan = scan_packs(self.directory, self.directory.pack_sizes())
-            self.table = LocationTable(scan.rows.values())
-            for reason in scan.unreadable.values():
-                logger.warning("%s Its entries are missing.", reason)
+            if read_only:
+                self._read_packs(error)
+            elif isinstance(error, IndexDamagedError):
+                self._replace(error)
+            else:
+                raise
+        if not read_only:
+            self._reconcile()
 
-    def _open_for_writing(self) -> None:
-        try:
-            self.index = Index(self.directory.index)
-            self._catch_up()
-        except IndexDamagedError as error:
-            self._replace(error)
-        try:
-            with locked(self.directory.lock, "opening the cache", shared=True):
-                self.directory.sweep()
-                self._reconcile()
-        except StoreBusyError as error:
-            logger.info("%s Packs that the index does not know yet are taken in at the next opening.", error)
-        except StorageFullError as error:
-            # What is there can be read all the same, and removed.
-            logger.warning("%s", error)
-            self._has_sealed = True
-            self._take_sealed()
+    # Opening
+
+    def _read_packs(self, error: StoreError) -> None:
+        logger.warning("%s The packs' headers are read instead; nothing is written.", error)
+        self.index = None
+        rows, refused = read_rows(self.directory, self.directory.pack_sizes())
+        self.table = LocationTable(rows.values())
+        for reason in refused.values():
+            logger.warning("%s Its entries are missing.", reason)
 
     def _replace(self, error: IndexDamagedError) -> None:
         with locked(self.directory.path / "index.lock", "replacing a damaged index", shared=False, wait=True):
@@ -106,21 +94,33 @@ class Catalog:
         self._catch_up()
 
     def _reconcile(self) -> None:
-        """Bring index and packs together: take in sealed packs that have no row, mark what lies in lost ones."""
-        # Rows first, then files: a pack that another writer seals from here on is in neither.
-        self._catch_up()
-        known = {pack: layout.file_bytes for pack, layout in self.table.packs.items()}
-        sizes = self.directory.pack_sizes()
-        scan = scan_unknown(self.directory, sizes.keys() - known.keys())
-        lost = self.directory.lost_packs(known, sizes)
-        if not scan.rows and not lost:
-            return
+        """Bring index and packs together: add the sealed packs that have no row, mark what lies in lost ones."""
+        try:
+            with locked(self.directory.lock, "opening the cache", shared=True, is_brief=True):
+                self.directory.sweep()
+                # Rows first, then files: a pack that another writer seals from here on is in neither.
+                self._catch_up()
+                known = {pack: layout.file_bytes for pack, layout in self.table.packs.items()}
+                sizes = self.directory.pack_sizes()
+                rows, refused = read_rows(self.directory, sizes.keys() - known.keys())
+                for error in refused.values():
+                    advice = "; `latentcache compact` puts it aside" if is_damage(error) else ""
+                    logger.warning("%s Its entries are missing%s.", error, advice)
+                lost = self.directory.lost_packs(known, sizes)
+                if rows or lost:
+                    self._add_and_lose(rows.values(), lost)
+        except StoreBusyError as error:
+            logger.info("%s Packs that the index does not know yet are added at the next opening.", error)
+        except StorageFullError as error:
+            logger.warning("%s", error)  # what is there can be read all the same, and removed
+
+    def _add_and_lose(self, found: Collection[PackRow], lost: Collection[str]) -> None:
         with self._changing() as rows:
-            for row in scan.rows.values():
+            for row in found:
                 self._add_row(rows, row)
             num_lost = sum([self._lose(rows, pack) for pack in lost])
-        if scan.rows:
-            logger.info("%s: took in %d packs that the index did not know", self.directory.path, len(scan.rows))
+        if found:
+            logger.info("%s: added %d packs that the index did not know", self.directory.path, len(found))
         if lost:
             message = "%s: %d packs are gone or damaged; %d entries are lost"
             logger.warning(message, self.directory.path, len(lost), num_lost)
@@ -136,45 +136,54 @@ class Catalog:
         self._drop_row(rows, row)
         return len(live)
 
+    def rebuild(self) -> tuple[int, Mapping[str, StoreError]]:
+        """Put what the packs say in the place of the index, while the caller keeps all others away.
+
+        A pack that cannot be read now may be whole: what the index says of it stays.
+
+        Returns:
+            How many packs there are, and why others could not be read, by pack.
+        """
+        if self.index is None or self.read_only:
+            raise ReadOnlyError(self.directory.path)
+        with self._lock:
+            rows, refused = read_rows(self.directory, self.directory.pack_sizes())
+            values = {PACK_PREFIX + pack: row.to_bytes() for pack, row in rows.items()}
+            unclear = {PACK_PREFIX + pack for pack, error in refused.items() if not is_damage(error)}
+            known = LocationTable(rows.values())
+            for name, value in self.index.items().items() if unclear else ():
+                if name in unclear:
+                    kept = parsed_row(name, value, self.directory)
+                    drop_known(kept, known)
+                    values[name] = kept.to_bytes()
+            aside = self.directory.path / f"index.replaced-{uuid.uuid4().hex[:8]}"
+            with typed_errors(self.directory.index, 0):
+                # A death from here on leaves no index, or an empty one: the next opening fills it from the packs.
+                os.rename(self.directory.index, aside)
+            Index(self.directory.index).replace_many(values)
+            self._start_over()
+            self.generation = new_generation()
+            remove_whole(aside)
+        return len(rows), refused
+
     # Catching up
 
-    def _catch_up(self, *, look_for_sealed: bool = False) -> None:
-        """Bring memory to where the index is now, and to where the packs are that it does not know, if asked to."""
-        if self.index is None:
-            return
-        with self._lock, self.index.reading(self._position) as reading:
-            if reading.is_whole and self._position is not None:
-                self.table = LocationTable()
-                self.generation = new_generation()
-            self.table.add(parsed_row(name, value, self.directory) for name, value in reading.rows)
-            self._position = reading.position
-        if look_for_sealed or (reading.is_whole and self._has_sealed):
-            # After a whole reading in any case: what was in such a pack may be in the index now, in another pack.
-            self._take_sealed()
-        if reading.is_whole:
-            for key, (place, reason) in self._unwritten.items():
-                location = self.table.look_up([key])[0]
-                if location is None or location.place == place:
-                    self.table.mark(key, reason)
+    def _catch_up(self) -> None:
+        """Bring memory to where the index is now."""
+        if self.index is not None:
+            with self._lock, self.index.reading(self._position) as reading:
+                self._apply(reading)
 
-    def _take_sealed(self) -> None:
-        """Take in what a writer sealed that died before the index knew of it: a reader does so in memory.
-
-        Opening for writing adds them to it. Without this an entry that one reader saw could be gone for the next: the
-        packs are read where a dead writer left a journal, and the process that rolls it back may die before it goes on.
-        """
-        sizes = self.directory.pack_sizes()
-        unknown = {pack for pack, _ in sizes.items() - self._unusable}
-        scan = scan_unknown(self.directory, unknown - self.table.packs.keys())
-        self._unusable.update((pack, sizes[pack]) for pack in scan.damaged())
-        for row in scan.rows.values():
-            drop_known(row, self.table)
-            self.table.add([row])
+    def _apply(self, reading: Reading) -> None:
+        if reading.is_whole and self._position is not None:
+            self.table = LocationTable()
+            self.generation = new_generation()
+        self.table.add(parsed_row(name, value, self.directory) for name, value in reading.rows)
+        self._position = reading.position
 
     def reload(self) -> None:
-        """Bring memory to where the index and the packs are now."""
-        with self._lock:
-            self._catch_up(look_for_sealed=self.read_only)
+        """Bring memory to where the index is now."""
+        self._catch_up()
 
     # Looking up
 
@@ -224,16 +233,16 @@ class Catalog:
             raise ReadOnlyError(self.directory.path)
         with self._lock:
             with self.index.transaction() as rows:
-                self._catch_up()
+                self._apply(rows.reading(self._position))
                 yield rows
-            if rows.generation is not None and self._position is not None:
-                # What this process replaced is not read again with all that is there.
-                self._position = replace(self._position, generation=rows.generation)
-                self.table.drop_packs([name.removeprefix(PACK_PREFIX) for name in rows.replaced])
-                left = [(name, value) for name, value in rows.replaced.items() if value is not None]
-                self.table.add(parsed_row(name, value, self.directory) for name, value in left)
+                position = rows.reading(self._position).position
+            # After the commit: what was rolled back must not be in memory.
+            self.table.drop_packs([name.removeprefix(PACK_PREFIX) for name in rows.changed])
+            left = [(name, value) for name, value in rows.changed.items() if value is not None]
+            self.table.add(parsed_row(name, value, self.directory) for name, value in left)
+            self._position = position
+            if rows.generation is not None:
                 self.generation = new_generation()
-            self._catch_up()
 
     def seal(self, row: PackRow) -> int:
         """Record a new pack, and those of its entries that are not there yet. Returns how many were not."""
@@ -273,8 +282,7 @@ class Catalog:
         }
         if self.read_only:
             with self._lock:
-                for key, (location, reason) in short.items():
-                    self._unwritten[key] = location.place, reason
+                for key, (_, reason) in short.items():
                     self.table.mark(key, reason)
                 self.generation = new_generation()
             return
@@ -347,6 +355,34 @@ def parsed_row(name: str, value: bytes, directory: CacheDirectory) -> PackRow:
         return PackRow.from_bytes(pack, value)
     except ValueError as error:
         raise IndexDamagedError(directory.index, f"row {name!r:.80}: {error}") from error
+
+
+def is_damage(error: StoreError) -> bool:
+    """Whether a pack that could not be read is damaged. Otherwise the system refused to read it, which may pass."""
+    return isinstance(error, PackError | UnsafeStoreError)
+
+
+def read_rows(directory: CacheDirectory, packs: Iterable[str]) -> tuple[dict[str, PackRow], dict[str, StoreError]]:
+    """The rows of packs, and the errors of those that cannot be read, by pack. A key is live in the first that has it.
+
+    That entry may be the damaged one of two copies: its digest decides when it is read.
+    """
+    rows: dict[str, PackRow] = {}
+    refused: dict[str, StoreError] = {}
+    seen: set[bytes] = set()
+    for pack in sorted(packs):
+        try:
+            row = read_row(directory.pack_path(pack))
+        except FileNotFoundError:
+            continue  # compacted away since it was listed
+        except StoreError as error:
+            refused[pack] = error
+            continue
+        keys = [key.tobytes() for key in row.keys]
+        row.live[:] = [key not in seen for key in keys]
+        seen.update(keys)
+        rows[pack] = row
+    return rows, refused
 
 
 def drop_known(row: PackRow, table: LocationTable) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
@@ -18,7 +17,6 @@ from latentcache.store.base import PACK_SUFFIX, is_pack_id
 from latentcache.utils.durable_files import (
     REBUILD,
     make_folder,
-    open_regular,
     read_regular,
     remove_whole,
     sweep_temporaries,
@@ -96,8 +94,7 @@ class CacheDirectory:
             write_sealed(self.path / MARK, mark_bytes())
 
     def _check_schema(self) -> None:
-        mark = self.path.resolve() / MARK  # the directory may be a link, and the file may not
-        check_mark(read_regular(mark, _MAX_MARK_BYTES), mark, self.path)
+        check_mark(read_regular(self.path / MARK, _MAX_MARK_BYTES), self.path / MARK, self.path)
 
     def pack_path(self, pack: str) -> Path:
         """Where a pack lies. `pack` is an id; UnsafeStoreError for anything that could be a path."""
@@ -120,20 +117,20 @@ class CacheDirectory:
         """
         path = self.pack_path(pack)
         with suppress(OSError):
-            if time.time() - path.stat(follow_symlinks=False).st_mtime >= NOTED_S:
-                os.utime(path, follow_symlinks=False)
+            if time.time() - path.stat().st_mtime >= NOTED_S:
+                os.utime(path)
 
     def last_use(self, pack: str) -> float:
         """When a process last began to read the pack (seconds since 1970), to NOTED_S; 0 if its file is not there."""
         try:
-            return self.pack_path(pack).stat(follow_symlinks=False).st_mtime
+            return self.pack_path(pack).stat().st_mtime
         except OSError:
             return 0.0
 
     def pack_sizes(self) -> dict[str, int]:
-        """Bytes of each pack's file, by id. Only regular files in regular folders count.
+        """Bytes of each pack's file, by id.
 
-        A folder that may not be listed is left out, with a warning: ask `pack_size` before a pack is called lost.
+        A folder that cannot be listed now is left out, with a warning: `lost_packs` looks for its packs by name.
         """
         sizes = {}
         for folder in self._pack_folders():
@@ -141,12 +138,11 @@ class CacheDirectory:
                 with os.scandir(folder) as entries:
                     for entry in entries:
                         pack = entry.name.removesuffix(PACK_SUFFIX)
-                        if entry.name == pack or not is_pack_id(pack) or pack[:2] != folder.name:
-                            continue
-                        with suppress(FileNotFoundError):  # compacted away since it was listed
-                            status = entry.stat(follow_symlinks=False)
-                            if stat.S_ISREG(status.st_mode):
-                                sizes[pack] = status.st_size
+                        if entry.name != pack and is_pack_id(pack) and pack[:2] == folder.name:
+                            with suppress(FileNotFoundError):  # compacted away since it was listed
+                                status = entry.stat()
+                                if stat.S_ISREG(status.st_mode):
+                                    sizes[pack] = status.st_size
             except FileNotFoundError:
                 continue
             except OSError as error:
@@ -157,13 +153,12 @@ class CacheDirectory:
         """Bytes of a pack's file now, or None if it is not there or no regular file. StoreError: it is unclear."""
         path = self.pack_path(pack)
         try:
-            status = path.lstat()
-            is_ours = stat.S_ISREG(status.st_mode) and not path.parent.is_symlink()
+            status = path.stat()
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
             raise unreadable(path, error) from error
-        return status.st_size if is_ours else None
+        return status.st_size if stat.S_ISREG(status.st_mode) else None
 
     def lost_packs(self, known: Mapping[str, int], sizes: Mapping[str, int]) -> set[str]:
         """Those that are gone or have another size. `known`: bytes of the packs; `sizes`: what `pack_sizes` found.
@@ -189,22 +184,17 @@ class CacheDirectory:
         return num_bytes
 
     def remove_pack(self, pack: str) -> None:
-        """Delete a pack's file, if it is there and is a regular file."""
+        """Delete a pack's file, if it is there."""
         path = self.pack_path(pack)
-        try:
-            os.close(open_regular(path))
-        except FileNotFoundError:
-            return  # gone is what was asked for
         with typed_errors(path, 0):
             path.unlink(missing_ok=True)
-            sync_folder(path.parent)
+            if path.parent.exists():
+                sync_folder(path.parent)
 
     def put_aside(self, pack: str) -> None:
         """Move a pack that cannot be read to the folder `damaged`."""
         folder, path = self.path / DAMAGED, self.pack_path(pack)
         with typed_errors(folder, 0):
-            if folder.is_symlink():
-                raise UnsafeStoreError(folder, "is a link; remove it and run the same command")
             make_folder(folder)
             path.rename(folder / path.name)
             sync_folder(folder)
@@ -216,15 +206,13 @@ class CacheDirectory:
             for leftover in self.path.glob(pattern):
                 with suppress(StoreError):  # another process may remove it too
                     remove_whole(leftover)
-        folders = [folder for folder in (self.manifests, self.index) if folder.is_dir() and not folder.is_symlink()]
+        folders = [folder for folder in (self.manifests, self.index) if folder.is_dir()]
         return sum(map(sweep_temporaries, [self.path, *folders, *self._pack_folders()]))
 
     def _pack_folders(self) -> list[Path]:
         try:
-            if self.packs.is_symlink():
-                raise NotADirectoryError(errno.ENOTDIR, "it is a link")
             with os.scandir(self.packs) as entries:
-                return [self.packs / e.name for e in entries if len(e.name) == 2 and e.is_dir(follow_symlinks=False)]
+                return [self.packs / entry.name for entry in entries if len(entry.name) == 2 and entry.is_dir()]
         except FileNotFoundError:
             return []
         except NotADirectoryError as error:

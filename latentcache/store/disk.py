@@ -22,7 +22,6 @@ from latentcache.errors import (
     UnsafeStoreError,
 )
 from latentcache.store.base import (
-    MANY_KEYS,
     Description,
     EntryArrays,
     OwnedEntry,
@@ -124,15 +123,20 @@ class DiskStore(Store):
         iterator = iter(entries)
         with self.writer() as writer:
             while chunk := list(islice(iterator, _ADD_CHUNK)):
-                present = self.catalog.find([entry.record.key for entry in chunk], again=True)
+                present = self._present([entry.record.key for entry in chunk])
                 for entry in chunk:
                     if entry.record.key not in present:
                         writer.add(entry)
         return writer.num_added
 
+    def _present(self, keys: Sequence[str]) -> set[str]:
+        """Those of the keys that need not be written. Memory may be older than the index, which decides at the seal."""
+        present = self.catalog.table.find(keys)
+        return self.catalog.find(keys, again=True) if present else present
+
     def seal(self, entries: Sequence[OwnedEntry]) -> tuple[int, int]:
         """Store entries in one pack, durably, under a lock that the caller has (`lock`): see `writer.SealEntries`."""
-        present = self.catalog.find([entry.key for entry in entries], again=True)
+        present = self._present([entry.key for entry in entries])
         new = [entry for entry in entries if entry.key not in present]
         if not new:
             return 0, 0
@@ -197,11 +201,8 @@ class DiskStore(Store):
 
     @override
     def prefetch(self, keys: Iterable[str]) -> None:
-        catalog, reader = self._catalog or self.catalog, self.mapped
-        if (isinstance(keys, Sequence) and len(keys) >= MANY_KEYS) or reader.should_prefetch():
-            keys = list(dict.fromkeys(keys))
-            found = [(key, place) for key, place in zip(keys, catalog.look_up(keys), strict=True) if place]
-            reader.prefetch([key for key, _ in found], [place for _, place in found])
+        found = self.catalog.look_up(list(dict.fromkeys(keys)))
+        self.mapped.prefetch([location for location in found if location is not None])
 
     def _relocate(self, key: str, location: Location, problem: str) -> Location:
         """Another place for the entry if the index now has one; otherwise it is damaged, and marked so."""

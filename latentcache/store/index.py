@@ -12,7 +12,7 @@ import sqlite3
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,6 +103,11 @@ class _Cache(diskcache.Cache):  # type: ignore[misc]  # diskcache has no types
             self.close()  # else it keeps its locks until the garbage is collected
             raise
 
+    def execute(self, statement: str, *values: object) -> sqlite3.Cursor:
+        """Run a statement on the connection that a transaction has."""
+        cursor: sqlite3.Cursor = self._sql(statement, values)
+        return cursor
+
     def drop_tag_index(self) -> None:
         # There is none (_SCHEMA), and this alone is not tried again when another process has the database.
         pass
@@ -135,12 +140,16 @@ class Reading:
 class Transaction:
     """Reads and changes that take effect together, or not at all. Made by `Index.transaction`."""
 
-    def __init__(self, cache: diskcache.Cache):
-        self._cache = cache
+    def __init__(self, index: Index, cache: _Cache):
+        self._index, self._cache = index, cache
         self.generation: bytes | None = None
         """The index's new generation, if a row was replaced or removed."""
-        self.replaced: dict[str, bytes | None] = {}
-        """The rows that were replaced, and None for those that were removed."""
+        self.changed: dict[str, bytes | None] = {}
+        """The rows that were added or replaced, and None for those that were removed."""
+
+    def reading(self, since: Position | None = None) -> Reading:
+        """As `Index.reading`, with the changes of this transaction."""
+        return self._index.read_with(self._cache.execute, since)
 
     def get(self, name: str) -> bytes | None:
         """The row's value, or None."""
@@ -149,23 +158,26 @@ class Transaction:
 
     def add(self, name: str, value: bytes) -> bool:
         """Add a row unless there is one of this name. True if it was added."""
-        return bool(self._cache.add(_not_reserved(name), value))
+        added = bool(self._cache.add(_not_reserved(name), value))
+        if added:
+            self.changed[name] = value
+        return added
 
     def put(self, name: str, value: bytes) -> None:
         """Add or replace a row."""
-        if not self._cache.add(_not_reserved(name), value):
+        if not self.add(name, value):
             self._cache.set(name, value)
-            self._note(name, value)
+            self._replaced(name, value)
 
     def remove(self, name: str) -> bool:
         """Remove a row. True if there was one."""
         removed = bool(self._cache.delete(_not_reserved(name)))
         if removed:
-            self._note(name, None)
+            self._replaced(name, None)
         return removed
 
-    def _note(self, name: str, value: bytes | None) -> None:
-        self.replaced[name] = value
+    def _replaced(self, name: str, value: bytes | None) -> None:
+        self.changed[name] = value
         if self.generation is None:
             self.generation = uuid.uuid4().bytes
             self._cache.set(GENERATION, self.generation)
@@ -185,7 +197,7 @@ class Index:
         self.lock = process_lock
         """Held during each call. Hold it to make one step of several calls, and of what memory keeps of them."""
         self._closed = False
-        self._cache: diskcache.Cache | None = None
+        self._cache: _Cache | None = None
         with self._typed_errors():
             if read_only:
                 if not self._database.exists():
@@ -209,7 +221,11 @@ class Index:
         """The rows of those names that have one."""
         wanted = [_checked_name(name) for name in names]
         with self._reading() as connection:
-            return dict(row for name in wanted for row in self._rows(connection, "WHERE key = ?", name))
+
+            def execute(statement: str, *values: object) -> sqlite3.Cursor:
+                return connection.execute(statement, values)
+
+            return dict(row for name in wanted for row in self._rows(execute, "WHERE key = ?", name))
 
     def items(self) -> dict[str, bytes]:
         """All rows, oldest first."""
@@ -223,25 +239,26 @@ class Index:
         Other processes cannot change the index while the block runs.
         """
         with self._reading() as connection:
-            generation = dict(self._rows(connection, "WHERE key = ?", GENERATION)).get(GENERATION)
-            follows = since is not None and since.generation == generation and self._has_row(connection, since)
-            start = since.last_row if follows and since is not None else _BEFORE_ALL
-            last = connection.execute("SELECT rowid, key FROM Cache ORDER BY rowid DESC LIMIT 1").fetchone()
-            position = Position(generation, *(last or (_BEFORE_ALL, "")))
-            rows = self._rows(connection, "WHERE rowid > ? AND key IS NOT ? ORDER BY rowid", start, GENERATION)
-            yield Reading(position, not follows, rows)
+            yield self.read_with(lambda statement, *values: connection.execute(statement, values), since)
 
-    def _rows(self, connection: sqlite3.Connection, where: str, *values: object) -> Iterator[tuple[str, bytes]]:
-        for name, value, is_ours in connection.execute(_SELECT + where, values):
+    def read_with(self, execute: Callable[..., sqlite3.Cursor], since: Position | None) -> Reading:
+        """As `reading`, by a connection that has begun to read: `execute(statement, *values)` uses it."""
+        generation = dict(self._rows(execute, "WHERE key = ?", GENERATION)).get(GENERATION)
+        follows = since is not None and since.generation == generation
+        if since is not None and since.last_row != _BEFORE_ALL:  # else it was empty
+            found = execute("SELECT key FROM Cache WHERE rowid = ?", since.last_row).fetchone()
+            follows = follows and found == (since.last_name,)
+        start = since.last_row if follows and since is not None else _BEFORE_ALL
+        last = execute("SELECT rowid, key FROM Cache ORDER BY rowid DESC LIMIT 1").fetchone()
+        position = Position(generation, *(last or (_BEFORE_ALL, "")))
+        rows = self._rows(execute, "WHERE rowid > ? AND key IS NOT ? ORDER BY rowid", start, GENERATION)
+        return Reading(position, not follows, rows)
+
+    def _rows(self, execute: Callable[..., sqlite3.Cursor], where: str, *values: object) -> Iterator[tuple[str, bytes]]:
+        for name, value, is_ours in execute(_SELECT + where, *values):
             if is_ours != 1:
                 raise IndexDamagedError(self.path, f"row {name!r:.80} was not written by latentcache")
             yield name, value
-
-    def _has_row(self, connection: sqlite3.Connection, position: Position) -> bool:
-        if position.last_row == _BEFORE_ALL:
-            return True  # it was empty
-        query = "SELECT key FROM Cache WHERE rowid = ?"
-        return bool(connection.execute(query, [position.last_row]).fetchone() == (position.last_name,))
 
     def replace_many(self, rows: Mapping[str, bytes]) -> None:
         """Add or replace rows in one transaction."""
@@ -267,7 +284,7 @@ class Index:
                 with cache.transact():
                     # From the first row on: one that replaces another index is known to be another.
                     cache.add(GENERATION, uuid.uuid4().bytes)
-                    yield Transaction(cache)
+                    yield Transaction(self, cache)
             finally:
                 cache.close()
 
@@ -275,7 +292,7 @@ class Index:
         """Nothing is open between calls; afterwards changes are refused."""
         self._closed = True
 
-    def _open_cache(self) -> diskcache.Cache:
+    def _open_cache(self) -> _Cache:
         # As late as possible: opening one writes all its settings, row by row.
         if self._cache is None:
             try:

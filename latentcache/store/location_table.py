@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, islice
 
 import numpy as np
 
 from latentcache.store.base import check_key
-from latentcache.store.layout import DIGEST_BYTES, KEY_BYTES, Location, Pack, PackRow, key_names
+from latentcache.store.layout import DIGEST_BYTES, KEY_BYTES, Location, Pack, PackRow, RowGroup, key_names
 
 _KEY_WORDS = 4
 _CHUNK_PACKS = 256  # brought together at once: small arrays for each pack would leave holes all over the heap
@@ -276,26 +276,37 @@ class LocationTable:
         }
         return self.packs.keys() - live
 
-    def by_pack(self) -> dict[str, dict[str, Location]]:
-        """The entries of each pack that has some, oldest first."""
-        packs: dict[str, dict[str, Location]] = {}
+    def by_pack(self, chosen: Collection[str] | None = None) -> Iterator[tuple[str, dict[str, Location]]]:
+        """The entries of each pack that has some, pack by pack, oldest first; of the `chosen` packs alone if given."""
         for part in self._parts:
-            positions = np.flatnonzero(part.live)
-            for key, location in zip(part.names(positions), part.locations(positions), strict=True):
-                packs.setdefault(location.pack.id, {})[key] = location
-        return packs
+            for pack, start, end in zip(part.packs, part.starts[:-1].tolist(), part.starts[1:].tolist(), strict=True):
+                positions = start + np.flatnonzero(part.live[start:end])
+                if len(positions) and (chosen is None or pack.id in chosen):
+                    yield pack.id, dict(zip(part.names(positions), part.locations(positions), strict=True))
+
+    def live_sizes(self) -> dict[str, tuple[int, int]]:
+        """By pack that has live entries: how many, and the bytes of their values (`RowGroup.mean_bytes` each)."""
+        return _summed((pack.id, num, group) for pack, num, group in self._live_groups())
 
     def counts(self) -> dict[str, tuple[int, int]]:
         """By kind: how many entries there are, and the bytes of their values (`RowGroup.mean_bytes` each)."""
-        counts: dict[str, tuple[int, int]] = {}
+        return _summed((group.kind, num, group) for _, num, group in self._live_groups())
+
+    def _live_groups(self) -> Iterator[tuple[Pack, int, RowGroup]]:
         for part in self._parts:
             for pack, start in zip(part.packs, part.starts.tolist(), strict=False):
                 for group in pack.groups:
                     first = start + group.first
-                    num = int(np.count_nonzero(part.live[first : first + group.num]))
-                    num_before, bytes_before = counts.get(group.kind, (0, 0))
-                    counts[group.kind] = num_before + num, bytes_before + num * group.payload_bytes // group.num
-        return {kind: count for kind, count in counts.items() if count[0]}
+                    if num := int(np.count_nonzero(part.live[first : first + group.num])):
+                        yield pack, num, group
+
+
+def _summed(groups: Iterable[tuple[str, int, RowGroup]]) -> dict[str, tuple[int, int]]:
+    sums: dict[str, tuple[int, int]] = {}
+    for name, num, group in groups:
+        num_before, bytes_before = sums.get(name, (0, 0))
+        sums[name] = num_before + num, bytes_before + num * group.payload_bytes // group.num
+    return sums
 
 
 def _merged(parts: list[_Part]) -> tuple[_Part, ...]:

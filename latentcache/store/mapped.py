@@ -1,13 +1,10 @@
-"""Entries that are read through the page cache: mapped packs, verified once, and advice about what is read soon."""
+"""Entries that are read from mapped packs, verified once, and advice to the system about what is read soon."""
 
 from __future__ import annotations
 
 import os
-import resource
-import threading
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, suppress
-from functools import cache, partial
+from contextlib import suppress
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
@@ -15,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from latentcache.errors import PackError, StoreError, UnsafeStoreError
-from latentcache.store.base import MANY_KEYS, EntryArrays
+from latentcache.store.base import EntryArrays
 from latentcache.store.layout import Location, Pack
 from latentcache.store.pack import arrays_in, map_pack, verified_arrays
 from latentcache.utils.durable_files import open_regular, unreadable
@@ -27,138 +24,51 @@ Relocate = Callable[[str, Location, str], Location]
 """Is given an entry that is not what was stored, and why. It returns where the entry lies now, or raises."""
 
 
-class Verified:
-    """The entries that were found good: a flag a row, by pack. `note_use` is called with each pack that is begun."""
-
-    def __init__(self, note_use: Callable[[str], None]) -> None:
-        self.flags: dict[str, np.ndarray] = {}
-        self._note_use = note_use
-
-    def has(self, location: Location) -> bool:
-        """Whether the entry was found good."""
-        flags = self.flags.get(location.pack.id)
-        return flags is not None and bool(flags[location.row])
-
-    def of(self, pack: Pack) -> np.ndarray:
-        """The flags of a pack: bool [n]. Set one for an entry that was found good."""
-        flags = self.flags.get(pack.id)
-        if flags is None:
-            self._note_use(pack.id)
-            flags = self.flags.setdefault(pack.id, np.zeros(pack.num_entries, bool))
-        return flags
-
-    def drop(self, locations: Iterable[Location]) -> None:
-        """These entries must be verified again."""
-        for location in locations:
-            if location.pack.id in self.flags:
-                self.flags[location.pack.id][location.row] = False
-
-    def release(self, packs: Iterable[str]) -> None:
-        """Forget packs."""
-        for pack in packs:
-            self.flags.pop(pack, None)
-
-
-MAX_IDLE_READS = 12
-"""After so many checks in which nothing came from the disk, nothing is advised. A batch takes one to three."""
-SKIPPED_READS = 7
-"""After a check that found nothing, so many reads are not checked: in a small batch a check takes a hundredth."""
-
-CAN_ADVISE = hasattr(os, "posix_fadvise") and hasattr(resource, "RUSAGE_THREAD")
-"""Only Linux counts what each thread reads from the disk: elsewhere nothing is advised."""
-
-_MAX_FILES = 64  # open at once
-
-
-class _ThreadCounters(threading.local):
-    """What a thread's reads have caused."""
-
-    skip = 0
-    """Reads that need no check."""
-    idle_reads = 0
-    """Checks in turn that found nothing from the disk."""
-    blocks_read: int | None = None
-    """The system's counter at the last check."""
-
-
-class ReadAhead:
-    """Whether the calling thread should advise the system. Each thread decides for itself.
-
-    Advice about bytes that are in memory already takes more than half of a copy. So it is given while pages are
-    missing: at a thread's first read, and until MAX_IDLE_READS checks in turn have found nothing from the disk. Bytes
-    that the thread's own advice brought count too, so it goes on as long as it helps. Then every eighth read is
-    checked. Where the system does not count per thread (only Linux does), nothing is advised: the warm case matters
-    more.
-    """
-
-    def __init__(self) -> None:
-        self._thread = _ThreadCounters()
-
-    def should_prefetch(self) -> bool:
-        """Whether to advise now. It checks what the thread's reads before this one have caused."""
-        thread = self._thread
-        if thread.skip:
-            thread.skip -= 1
-            return False
-        if not CAN_ADVISE:
-            return False
-        usage = resource.getrusage(resource.RUSAGE_THREAD)
-        # Faults in mapped pages, and blocks that were read because of advice.
-        blocks_read = usage.ru_majflt + usage.ru_inblock
-        thread.idle_reads = thread.idle_reads + 1 if blocks_read == thread.blocks_read else 0
-        thread.blocks_read = blocks_read
-        if thread.idle_reads < MAX_IDLE_READS:
-            return True
-        thread.skip = SKIPPED_READS
-        return False
-
-
-class MappedReader(ReadAhead):
+class MappedReader:
     """Reads entries whose locations are known from mapped packs, and verifies each when it is first read.
 
-    Any thread may use it.
+    `note_use` is called with each pack that is begun. Any thread may use a reader.
     """
 
     def __init__(self, path_of: PathOf, relocate: Relocate, note_use: Callable[[str], None]):
-        super().__init__()
         self._path_of = path_of
         self._relocate = relocate
+        self._note_use = note_use
         self._maps: dict[str, np.ndarray] = {}
-        self.note_use = note_use
-        self._verified = Verified(note_use)
+        self._good: dict[str, np.ndarray] = {}
+        """The entries that were found good: a flag a row, by pack."""
 
     def rows(self, keys: Sequence[str], locations: Sequence[Location]) -> list[EntryArrays]:
         """The verified arrays of each entry. StoreError: they cannot be read now. Errors of `Relocate`."""
-        if self.should_prefetch():
-            self.prefetch(keys, locations)
-        rows, whole = [], dict[str, tuple[np.ndarray | None, np.ndarray]]()
-        for key, location in zip(keys, locations, strict=True):
-            pack, row = location.pack, location.row
-            flags, data = self._verified.flags.get(pack.id), self._maps.get(pack.id)
-            try:
-                if data is not None and flags is not None and flags[row]:
-                    rows.append(arrays_in(data, location))
-                    continue
-                if pack.id not in whole:
-                    # What is found here counts for all of the pack's rows of this call.
-                    whole[pack.id] = self._map(pack, pack.file_bytes)[0], self._verified.of(pack)
-                data, good = whole[pack.id]  # not from the maps again: another thread may have released the pack
-                if data is not None and good[row]:
-                    rows.append(arrays_in(data, location))
-                    continue
-                found = "" if data is None else verified_arrays(data, key, location)
-            except ValueError as error:  # a verified entry's bytes have changed
-                found = str(error)
-            if isinstance(found, str):
-                found = self.verify(key, location)  # this finds out what is wrong with the entry, or where it is now
-            else:
-                good[row] = True
-            rows.append(found)
-        return rows
+        rows = [self._known(location) for location in locations]
+        if None not in rows:
+            return rows  # type: ignore[return-value]  # mypy does not see that none is None
+        unread = [number for number, row in enumerate(rows) if row is None]
+        self.prefetch([locations[number] for number in unread])
+        for number in unread:
+            rows[number] = self.verify(keys[number], locations[number])
+        return rows  # type: ignore[return-value]  # as above
+
+    def _known(self, location: Location) -> EntryArrays | None:
+        """The arrays of an entry that was found good before."""
+        good, data = self._good.get(location.pack.id), self._maps.get(location.pack.id)
+        if good is None or data is None or not good[location.row]:
+            return None
+        try:
+            return arrays_in(data, location)
+        except ValueError:  # its bytes have changed
+            return None
 
     def note_good(self, pack: Pack) -> None:
         """All entries of a pack were found good."""
-        self._verified.of(pack)[:] = True
+        self._flags(pack)[:] = True
+
+    def _flags(self, pack: Pack) -> np.ndarray:
+        good = self._good.get(pack.id)
+        if good is None:
+            self._note_use(pack.id)
+            good = self._good.setdefault(pack.id, np.zeros(pack.num_entries, bool))
+        return good
 
     def verify(self, key: str, location: Location) -> EntryArrays:
         """The entry's arrays, mapped and compared with its digest, where they lie now."""
@@ -167,7 +77,7 @@ class MappedReader(ReadAhead):
             if data is not None:
                 found = verified_arrays(data, key, location)
                 if not isinstance(found, str):
-                    self._verified.of(location.pack)[location.row] = True
+                    self._flags(location.pack)[location.row] = True
                     return found
                 problem = found
             location = self._relocate(key, location, problem)
@@ -194,44 +104,38 @@ class MappedReader(ReadAhead):
             raise unreadable(path, error) from error
         return data, ""
 
-    def prefetch(self, keys: Sequence[str], locations: Sequence[Location]) -> None:
-        """Ask the system to bring these entries into memory, since they are read soon. It waits for nothing."""
-        # In the order in which they are read: the first can be used while the others are on their way.
-        if is_many := len(locations) >= MANY_KEYS:  # of whole packs, which are read faster in their own order
-            locations = sorted(locations, key=attrgetter("place"))
-        for start in range(0, len(locations), _MAX_FILES):
-            with ExitStack() as files:
-                # A batch goes to and fro between packs, and on a network file system opening a file takes a request.
-                opened = cache(partial(self._opened, files))
-                for pack, together in groupby(locations[start : start + _MAX_FILES], key=attrgetter("pack.id")):
-                    fd = opened(pack)
-                    if fd is not None:
-                        ranges = [part for location in together for part in location.ranges()]
-                        advise(fd, joined(ranges) if is_many else ranges)
+    def prefetch(self, locations: Iterable[Location]) -> None:
+        """Ask the system to bring these entries into memory, since they are read soon. It waits for nothing.
 
-    def _opened(self, files: ExitStack, pack: str) -> int | None:
-        """The pack's file, which `files` closes. None where it cannot be opened: the read that follows says why."""
-        try:
-            fd = open_regular(self._path_of(pack))
-        except (OSError, StoreError):
-            return None
-        files.callback(os.close, fd)
-        return fd
+        Where a system takes no such advice (macOS, Windows), or a pack cannot be opened, nothing is done: the read
+        that follows says why.
+        """
+        if not hasattr(os, "posix_fadvise"):
+            return
+        for pack, together in groupby(sorted(locations, key=attrgetter("place")), key=attrgetter("pack.id")):
+            with suppress(OSError, StoreError):
+                fd = open_regular(self._path_of(pack))
+                try:
+                    for offset, num_bytes in joined(part for location in together for part in location.ranges()):
+                        os.posix_fadvise(fd, offset, num_bytes, os.POSIX_FADV_WILLNEED)
+                finally:
+                    os.close(fd)
 
     def invalidate(self, locations: Iterable[Location]) -> None:
         """Verify these entries again before they are read: they may not be what was stored."""
-        self._verified.drop(locations)
+        for location in locations:
+            if location.pack.id in self._good:
+                self._good[location.pack.id][location.row] = False
 
     def release(self, packs: Iterable[str]) -> None:
         """Release what is kept of packs that were compacted away."""
-        gone = list(packs)
-        self._verified.release(gone)
-        for pack in gone:
+        for pack in packs:
+            self._good.pop(pack, None)
             self._maps.pop(pack, None)
 
     def close(self) -> None:
         """Release all."""
-        self._verified.flags.clear()
+        self._good.clear()
         self._maps.clear()
 
 
@@ -247,13 +151,3 @@ def joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
         part[1] += num_bytes
         by_end[offset + num_bytes] = part
     return [(offset, num_bytes) for offset, num_bytes in parts]
-
-
-def advise(fd: int, ranges: Iterable[tuple[int, int]]) -> None:
-    """Ask the system to bring ranges of a file (offset, number of bytes) into memory, and wait for nothing.
-
-    A file whose file system takes no such advice is passed over.
-    """
-    with suppress(OSError):
-        for offset, num_bytes in ranges:
-            os.posix_fadvise(fd, offset, num_bytes, os.POSIX_FADV_WILLNEED)

@@ -2,56 +2,52 @@
 
 Each takes a `DiskStore` or a path. StoreBusyError: a writer, or another of these, works on the cache. A report's
 fields are what was done or, with `dry_run`, what would be.
+
+Entries are copied in an order in which a death at any step loses nothing: new pack sealed, index switched in one
+transaction, old pack deleted. A new pack without the switch is added at the next opening as one that holds nothing
+live.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import uuid
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from typing_extensions import override
 
-from latentcache.errors import (
-    IndexDamagedError,
-    PackError,
-    ReadOnlyError,
-    StoreBusyError,
-    StoreError,
-    UnsafeStoreError,
-)
-from latentcache.store.base import StoreReport, check_key
-from latentcache.store.catalog import PACK_PREFIX, drop_known, parsed_row
-from latentcache.store.compaction import CompactReport, compact, rewrite
+from latentcache.errors import PackError, StoreBusyError, StoreError, UnsafeStoreError
+from latentcache.store.base import OwnedEntry, StoreReport, check_key
+from latentcache.store.catalog import is_damage, read_rows
 from latentcache.store.directory import CacheDirectory
 from latentcache.store.disk import DISAGREE, DiskStore
-from latentcache.store.index import GENERATION, Index
-from latentcache.store.layout import Location, PackRow
+from latentcache.store.layout import Location
 from latentcache.store.location_table import LocationTable
-from latentcache.store.pack import HEADER_BYTES, map_pack, read_records, row_problem
-from latentcache.store.recovery import Scan, scan_packs
-from latentcache.utils.durable_files import remove_whole, system_errors, typed_errors, unreadable
-from latentcache.utils.locks import locked, readers_since
-
-__all__ = [
-    "CompactReport",
-    "PruneReport",
-    "RebuildReport",
-    "VerifyReport",
-    "compact",
-    "prune",
-    "rebuild",
-    "verify",
-    "verify_entries",
-]
+from latentcache.store.pack import (
+    HEADER_BYTES,
+    map_pack,
+    new_pack_id,
+    read_entry,
+    read_records,
+    row_problem,
+    verified_arrays,
+    write_pack,
+)
+from latentcache.store.writer import PACK_AGE_S, PACK_BYTES, PACK_ENTRIES, PackBuffer
+from latentcache.utils.durable_files import system_errors, unreadable
+from latentcache.utils.locks import readers_since
 
 logger = logging.getLogger("latentcache")
 
+MAX_DEAD_FRACTION = 0.3
+SMALL_FILE_BYTES = PACK_BYTES // 4
+SMALL_ENTRIES = PACK_ENTRIES // 4
+"""A pack is rewritten when more of its payload is dead, or when it is small in both and there are others to join."""
 StoreOrPath = DiskStore | str | os.PathLike[str]
 Progress = Callable[[int, int], None]
 """Called with the number of packs done, and of all."""
@@ -85,11 +81,10 @@ class VerifyReport(StoreReport):
 
 @dataclass(frozen=True, slots=True)
 class RebuildReport(StoreReport):
-    """`damaged`: key -> reason, of entries that no pack holds whole. `unreadable`: file -> reason."""
+    """Entries and packs that were found. `unreadable`: file -> reason."""
 
     num_entries: int
     num_packs: int
-    damaged: dict[str, str]
     unreadable: dict[str, str]
 
 
@@ -103,6 +98,25 @@ class PruneReport(StoreReport):
     file_bytes: int
     file_bytes_left: int
     """Of all packs, afterwards."""
+    dry_run: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CompactReport(StoreReport):
+    """Packs and bytes of files before and after; entries copied; entries found damaged (key -> reason), not copied.
+
+    `put_aside`: pack -> reason, of packs that cannot be read and in which the index has nothing: they were moved to the
+    folder `damaged` of the cache, to be deleted by hand.
+    """
+
+    num_packs_before: int
+    num_packs_after: int
+    file_bytes_before: int
+    file_bytes_after: int
+    num_entries: int
+    damaged: dict[str, str]
+    unreadable: dict[str, str]
+    put_aside: dict[str, str]
     dry_run: bool
 
 
@@ -121,13 +135,14 @@ def verify(
         if disk.read_only:
             disk.catalog.reload()
         known = disk.catalog.table.damaged()
-        sizes, live = disk.directory.pack_sizes(), disk.catalog.table.by_pack()
-        packs = sorted([pack for pack in sizes.keys() | live.keys() if int(pack[:8], 16) % num_parts == part - 1])
+        sizes, in_index = disk.directory.pack_sizes(), disk.catalog.table.packs.keys()
+        packs = sorted([pack for pack in sizes.keys() | in_index if int(pack[:8], 16) % num_parts == part - 1])
+        live = disk.catalog.table.live_sizes()
         found: dict[str, tuple[Location, str]] = {}
         unreadable: dict[str, str] = {}
         num_entries = bytes_read = 0
-        for number, pack in enumerate(packs, 1):
-            entries = live.get(pack, {})
+        empty = {pack: dict[str, Location]() for pack in packs if pack not in live}
+        for number, (pack, entries) in enumerate(chain(empty.items(), disk.catalog.table.by_pack(set(packs))), 1):
             problems, pack_problem = _verify_pack(disk.directory, pack, entries)
             found |= {key: (entries[key], problem) for key, problem in problems.items()}
             if pack_problem is not None:
@@ -204,74 +219,16 @@ def _verify_pack(
 def rebuild(store: StoreOrPath) -> RebuildReport:
     """Rebuild the index from the packs' headers. Entries that were removed but not compacted away come back.
 
-    Of two packs with one key the one whose payload verifies is taken. Entries marked as damaged are read again.
+    Nothing is remembered of entries that were found damaged: the next read finds it again.
     """
-    with system_errors(Path(store.path if isinstance(store, DiskStore) else store)):
-        return _rebuild(store)
-
-
-def _rebuild(store: StoreOrPath) -> RebuildReport:
-    directory = store.directory if isinstance(store, DiskStore) else CacheDirectory(store, create=False, repair=True)
-    with locked(directory.lock, "rebuild", shared=False):
-        directory.sweep()
-        old = _old_rows(directory)
-        suspects = {key for row in old.values() for key in row.damaged()}
-        scan = scan_packs(directory, directory.pack_sizes(), suspects)
-        # A pack that cannot be read now may be whole: what the old index says of it stays.
-        kept = {pack: old[pack] for pack in scan.unreachable & old.keys()}
-        known = LocationTable(kept.values())
-        for row in scan.rows.values():
-            drop_known(row, known)
-        found = {key for row in [*scan.rows.values(), *kept.values()] for key in row.live_names()}
-        lost = _lost(old, scan, found)
-        rows = scan.rows | kept | _rows_of_lost(old, scan, lost)
-        aside = directory.path / f"index.replaced-{uuid.uuid4().hex[:8]}"
-        with typed_errors(directory.index, 0):
-            if directory.index.is_symlink():
-                directory.index.unlink()
-            elif directory.index.exists():
-                # A death from here on leaves no index, or an empty one: the next opening fills it from the packs.
-                directory.index.rename(aside)
-        Index(directory.index).replace_many({PACK_PREFIX + pack: row.to_bytes() for pack, row in rows.items()})
-        remove_whole(aside)
-    if isinstance(store, DiskStore):
-        store.catalog.reload()
-    num_live = sum(int(row.live.sum()) for row in scan.rows.values())
-    return RebuildReport(num_live, len(scan.rows), lost, scan.unreadable)
-
-
-def _lost(old: Mapping[str, PackRow], scan: Scan, found: Collection[str]) -> dict[str, str]:
-    """Why each entry is lost that the old index knew, or that a pack has damaged, and that no pack has whole."""
-    lost = {key: "no pack that can be read has it" for row in old.values() for key in row.live_names()}
-    for row in [*old.values(), *scan.rows.values()]:
-        lost |= row.damaged()
-    return {key: reason for key, reason in lost.items() if key not in found}
-
-
-def _rows_of_lost(old: Mapping[str, PackRow], scan: Scan, lost: Mapping[str, str]) -> dict[str, PackRow]:
-    """Rows without a file for the lost entries of packs that are gone, so that their reasons are not forgotten."""
-    rows = {}
-    for pack, row in old.items():
-        if pack in scan.rows or pack in scan.unreachable:
-            continue
-        row.reasons = {at: lost[key] for at, key in enumerate(row.names()) if key in lost}
-        row.live[:], row.is_gone = False, True
-        if row.reasons:
-            rows[pack] = row
-    return rows
-
-
-def _old_rows(directory: CacheDirectory) -> dict[str, PackRow]:
-    """What the index to be replaced has, by pack. A row that cannot be read is left out: it is replaced for that."""
-    rows = {}
-    try:
-        for name, value in Index(directory.index, read_only=True).items().items():
-            if name != GENERATION:
-                row = parsed_row(name, value, directory)
-                rows[row.pack.id] = row
-    except (IndexDamagedError, ReadOnlyError) as error:
-        logger.info("%s What it says after %d packs is not used.", error, len(rows))
-    return rows
+    if not isinstance(store, DiskStore):
+        with system_errors(Path(store)):
+            CacheDirectory(store, create=False, repair=True)
+    with DiskStore.opened(store) as disk, disk.lock("rebuild", shared=False):
+        disk.release(disk.directory.pack_sizes())  # each entry is verified again
+        num_packs, refused = disk.catalog.rebuild()
+        unreadable = {str(disk.directory.pack_path(pack)): str(error) for pack, error in refused.items()}
+        return RebuildReport(len(disk.catalog.table), num_packs, unreadable)
 
 
 def prune(
@@ -295,60 +252,60 @@ def prune(
             _check_readers(disk.directory)
         sizes = disk.directory.pack_sizes()
         bytes_left = sum(sizes.values())
-        gone: dict[str, Location] = {}
-        empty: set[str] = set()
+        removal = _Removal()
         if max_bytes is None:
-            entries = disk.catalog.table.by_pack()
-            gone, empty = _remove(disk, entries, disk.catalog.table.packs.keys(), kept, dry_run=dry_run)
-            bytes_left -= sum(sizes.get(pack, 0) for pack in empty)
+            removal.remove(disk, disk.catalog.table.packs.keys(), kept, dry_run=dry_run)
+            bytes_left -= sum(sizes.get(pack, 0) for pack in removal.packs)
             if not dry_run:
                 disk.catalog.remove([key for key in disk.catalog.table.damaged() if key not in kept])
         else:
             # More than once where entries of natural length were larger than their pack's average.
             present = sizes
             while bytes_left > max_bytes:
-                entries = disk.catalog.table.by_pack()
-                chosen = _longest_unused(disk, entries, present, kept, bytes_left - max_bytes)
+                chosen = _longest_unused(disk, present, kept, bytes_left - max_bytes)
                 if not chosen:
                     break
-                removed, dropped = _remove(disk, entries, chosen.keys(), kept, dry_run=dry_run)
-                gone, empty = gone | removed, empty | dropped
+                removal.remove(disk, chosen.keys(), kept, dry_run=dry_run)
                 bytes_left -= sum(chosen.values())
                 if dry_run:
                     break
-                left = disk.catalog.table.by_pack()
-                rewrite(disk, {pack: left[pack] for pack in chosen.keys() & left.keys()}, {}, {})
+                rewrite(disk, chosen, {}, {})
                 present = disk.directory.pack_sizes()
                 bytes_left = sum(present.values())
         return PruneReport(
-            num_entries=len(gone),
-            num_bytes=sum(location.group.mean_bytes for location in gone.values()),
-            num_packs=len(empty),
-            file_bytes=sum(sizes.get(pack, 0) for pack in empty),
+            num_entries=removal.num_entries,
+            num_bytes=removal.num_bytes,
+            num_packs=len(removal.packs),
+            file_bytes=sum(sizes.get(pack, 0) for pack in removal.packs),
             file_bytes_left=bytes_left,
             dry_run=dry_run,
         )
 
 
-def _remove(
-    disk: DiskStore,
-    entries: Mapping[str, Mapping[str, Location]],
-    packs: Collection[str],
-    kept: Collection[str],
-    *,
-    dry_run: bool,
-) -> tuple[dict[str, Location], set[str]]:
-    """Remove from these packs, whose `entries` are given, what is not kept, and those in which nothing stays.
+@dataclass(slots=True)
+class _Removal:
+    """What a `prune` has removed: entries, the bytes of their values, and packs in which nothing was left."""
 
-    Returns both.
-    """
-    gone = {key: place for pack in packs for key, place in entries.get(pack, {}).items() if key not in kept}
-    empty = {pack for pack in packs if entries.get(pack, {}).keys() <= gone.keys()}
-    if not dry_run:
-        disk.catalog.remove(list(gone))
-        disk.catalog.drop_packs(empty)
-        disk.release(empty)
-    return gone, empty
+    num_entries: int = 0
+    num_bytes: int = 0
+    packs: set[str] = field(default_factory=set)
+
+    def remove(self, disk: DiskStore, packs: Collection[str], kept: Collection[str], *, dry_run: bool) -> None:
+        """Remove from these packs what is not kept, and those in which nothing stays."""
+        gone: list[str] = []
+        empty = set(packs)
+        for pack, entries in disk.catalog.table.by_pack(empty.copy()):
+            removed = {key: place for key, place in entries.items() if key not in kept}
+            gone += removed
+            self.num_bytes += sum(location.group.mean_bytes for location in removed.values())
+            if len(removed) < len(entries):
+                empty.remove(pack)
+        self.num_entries += len(gone)
+        self.packs |= empty
+        if not dry_run:
+            disk.catalog.remove(gone)
+            disk.catalog.drop_packs(empty)
+            disk.release(empty)
 
 
 def _check_readers(directory: CacheDirectory) -> None:
@@ -367,23 +324,134 @@ def _check_readers(directory: CacheDirectory) -> None:
         )
 
 
-def _longest_unused(
-    disk: DiskStore,
-    entries: Mapping[str, Mapping[str, Location]],
-    sizes: Mapping[str, int],
-    kept: Collection[str],
-    too_many: int,
-) -> dict[str, int]:
+def _longest_unused(disk: DiskStore, sizes: Mapping[str, int], kept: Collection[str], too_many: int) -> dict[str, int]:
     """The packs to take so many bytes from, the longest unused first, and how many bytes that frees of each."""
     table = disk.catalog.table
+    stays: dict[str, int] = {}
+    for pack, entries in table.by_pack():
+        stays[pack] = sum([place.group.mean_bytes for key, place in entries.items() if key in kept])
     chosen: dict[str, int] = {}
     for pack in sorted(table.packs.keys() & sizes.keys(), key=disk.directory.last_use):
         if too_many <= 0:
             break
-        stay = [place.group.mean_bytes for key, place in entries.get(pack, {}).items() if key in kept]
-        # Of a pack that is rewritten: its values that are removed or dead, but for the header of the new pack.
-        frees = table.packs[pack].payload_bytes - sum(stay) - HEADER_BYTES if stay else sizes[pack]
+        stay = stays.get(pack)
+        # A pack that is rewritten frees its values that are removed or dead, but for the header of the new pack.
+        frees = table.packs[pack].payload_bytes - stay - HEADER_BYTES if stay else sizes[pack]
         if frees > 0:
             chosen[pack] = frees
             too_many -= frees
     return chosen
+
+
+def compact(store: DiskStore | str | os.PathLike[str], *, dry_run: bool = False) -> CompactReport:
+    """Rewrite packs that are mostly dead, or small, into full ones, and delete those that hold nothing live.
+
+    Packs that cannot be read, and that the index does not know, are moved to the folder `damaged`. Each entry is
+    verified as it is copied; damaged ones are marked instead. With `dry_run` the figures after are estimates, and
+    nothing is read. Readers may go on: a pack that they have mapped stays readable.
+    """
+    with DiskStore.opened(store) as disk, nullcontext() if dry_run else disk.lock("compact", shared=False):
+        chosen = choose(disk.catalog.table)
+        before = disk.directory.pack_sizes()
+        damaged: dict[str, str] = {}
+        unreadable: dict[str, str] = {}
+        # Entries of theirs that are needed were encoded again, or will be: the index does not know these packs.
+        _, refused = read_rows(disk.directory, before.keys() - disk.catalog.table.packs.keys())
+        put_aside = {pack: str(error) for pack, error in refused.items() if is_damage(error)}
+        if dry_run:
+            num_copied, payload_bytes = (sum(each) for each in zip((0, 0), *chosen.values(), strict=True))
+            num_new = max(-(-payload_bytes // PACK_BYTES), -(-num_copied // PACK_ENTRIES))
+            gone = (disk.catalog.table.empty_packs() | chosen.keys()) & before.keys() | put_aside.keys()
+            num_after = len(before) - len(gone) + num_new
+            bytes_after = sum(before.values()) - sum(before[pack] for pack in gone) + payload_bytes
+        else:
+            for pack in put_aside:
+                disk.directory.put_aside(pack)
+            num_copied = rewrite(disk, chosen, damaged, unreadable)
+            after = disk.directory.pack_sizes()
+            num_after, bytes_after = len(after), sum(after.values())
+        return CompactReport(
+            num_packs_before=len(before),
+            num_packs_after=num_after,
+            file_bytes_before=sum(before.values()),
+            file_bytes_after=bytes_after,
+            num_entries=num_copied,
+            damaged=damaged,
+            unreadable=unreadable,
+            put_aside=put_aside,
+            dry_run=dry_run,
+        )
+
+
+def choose(table: LocationTable) -> dict[str, tuple[int, int]]:
+    """The packs that are to be rewritten, with the number of live entries in each, and the bytes of their values."""
+    wasteful, small = dict[str, tuple[int, int]](), dict[str, tuple[int, int]]()
+    for pack, (num, live_bytes) in table.live_sizes().items():
+        layout = table.packs[pack]
+        if live_bytes < (1 - MAX_DEAD_FRACTION) * layout.payload_bytes:
+            wasteful[pack] = num, live_bytes
+        elif layout.file_bytes < SMALL_FILE_BYTES and num < SMALL_ENTRIES:
+            small[pack] = num, live_bytes
+    return wasteful | small if len(small) > 1 or wasteful else wasteful
+
+
+def rewrite(disk: DiskStore, chosen: Collection[str], damaged: dict[str, str], unreadable: dict[str, str]) -> int:
+    """Copy the entries of these packs, and delete each pack as soon as nothing in it is live.
+
+    Reasons of entries that are damaged are added to `damaged`, by key, and those of packs to `unreadable`. Returns how
+    many entries were copied.
+    """
+    old: dict[str, Location] = {}
+    num_copied = 0
+    _drop_empty(disk)
+    for batch in full_packs(_copies(disk, frozenset(chosen), old, damaged, unreadable), PACK_AGE_S):
+        row = write_pack(disk.directory.new_pack_path(new_pack_id()), batch)
+        num_copied += disk.catalog.move(row, old)
+        old.clear()
+        _drop_empty(disk)
+    _drop_empty(disk)
+    return num_copied
+
+
+def _drop_empty(disk: DiskStore) -> None:
+    empty = disk.catalog.table.empty_packs()
+    disk.catalog.drop_packs(empty)
+    disk.release(empty)
+
+
+def _copies(
+    disk: DiskStore,
+    chosen: Collection[str],
+    old: dict[str, Location],
+    damaged: dict[str, str],
+    unreadable: dict[str, str],
+) -> Iterator[OwnedEntry]:
+    """Copies of the entries of these packs. Where each was is noted in `old`."""
+    for pack, entries in disk.catalog.table.by_pack(chosen):
+        path = disk.directory.pack_path(pack)
+        try:
+            records = read_records(path)
+            data = map_pack(path, records.row.pack.file_bytes)
+        except (StoreError, FileNotFoundError) as error:
+            unreadable[pack] = str(error)  # left as it is: `verify` marks what it holds
+            continue
+        for key, location in entries.items():
+            found = verified_arrays(data, key, location) if records.is_at(key, location) else DISAGREE
+            if isinstance(found, str):
+                disk.mark_damaged({key: (location, found)})
+                damaged[key] = found
+            else:
+                old[key] = location
+                yield read_entry(found, records, location)
+
+
+def full_packs(entries: Iterator[OwnedEntry], age_s: float) -> Iterator[list[OwnedEntry]]:
+    """The entries in as many as a pack has, or as come in `age_s` seconds. Keys are distinct."""
+    buffer = PackBuffer(age_s)
+    for entry in entries:
+        buffer.add(entry)
+        if buffer.is_full():
+            yield list(buffer.entries.values())
+            buffer = PackBuffer(age_s)
+    if buffer.entries:
+        yield list(buffer.entries.values())

@@ -20,10 +20,11 @@ _MAX_NOTE_BYTES = 4096
 
 
 @contextmanager
-def locked(path: Path, operation: str, *, shared: bool, wait: bool = False) -> Iterator[None]:
+def locked(path: Path, operation: str, *, shared: bool, wait: bool = False, is_brief: bool = False) -> Iterator[None]:
     """Hold the lock on `path` for `operation`. Without `wait`, StoreBusyError names the process that has it.
 
-    Raises UnsafeStoreError if `path` is not a file of its own.
+    A brief operation leaves the name of the one that works for longer. Raises UnsafeStoreError if `path` is not a file
+    of its own.
     """
     fd = _open(path)
     owner = os.getpid()
@@ -36,8 +37,9 @@ def locked(path: Path, operation: str, *, shared: bool, wait: bool = False) -> I
                 raise StoreBusyError(
                     path.parent, f"{operation} cannot start: {_holder(fd)} works on this cache. Wait until it is done."
                 ) from error
-        with suppress(OSError):  # the note is for messages only, and a full disk has no room for it
-            _sign(fd, operation)
+        if not is_brief:
+            with suppress(OSError):  # the note is for messages only, and a full disk has no room for it
+                _sign(fd, operation)
         yield
     finally:
         if os.getpid() == owner:

@@ -126,7 +126,7 @@ def test_marks_of_a_pack_that_went_do_not_count_where_it_is_sent_again(
     tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One object has marks of two packs, of which one was pruned: they are there still."""
-    monkeypatch.setattr("latentcache.store.compaction.SMALL_ENTRIES", 0)
+    monkeypatch.setattr("latentcache.store.upkeep.SMALL_ENTRIES", 0)
     here = fill(tmp_path / "here", range(16))
     transfer(here, url)
     for pack, data in packs_of(here).items():

@@ -200,7 +200,7 @@ def test_rebuild_brings_everything_back(config_file: Path, run_json: Any, tmp_pa
     run_json("precache", config_file)
     shutil.rmtree(tmp_path / "cache" / "index")
     code, report = run_json("rebuild", config_file)
-    assert code == 0 and report["num_entries"] == 10 and report["damaged"] == {}
+    assert code == 0 and report["num_entries"] == 10 and report["unreadable"] == {}
     assert run_json("precache", config_file)[1]["num_hits"] == 10
 
 

@@ -28,7 +28,6 @@ from latentcache.loading.sampler import BucketBatchSampler
 from latentcache.precache.run import run_precache
 from latentcache.precache.workspace import Workspace
 from latentcache.store import DiskStore, MemoryStore
-from latentcache.store.mapped import MAX_IDLE_READS
 from latentcache.store.upkeep import compact
 from latentcache.types import Crop, Entry, Geometry, Record, Refusal, Size
 
@@ -138,7 +137,6 @@ def test_entries_that_go_are_missed_at_once(path: Path, cache: LatentCache) -> N
 
 def test_samples_that_were_read_are_looked_up_in_no_store(cache: LatentCache, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = plain(cache.batch(WIDE, device="cpu"))
-    until_quiet(cache)
     for name in ("rows", "describe", "find"):
         monkeypatch.setattr(cache.store, name, lambda *_, name=name, **__: pytest.fail(name))
     assert plain(cache.batch(WIDE, device="cpu")) == expected
@@ -151,14 +149,7 @@ def test_samples_that_were_read_are_looked_up_in_no_store(cache: LatentCache, mo
     assert cache.batch(WIDE[:1], device="cpu", scaled=True)["latents"].shape[0] == 1
 
 
-def until_quiet(cache: LatentCache) -> None:
-    """Until this thread's reads are taken for warm."""
-    for _ in range(2 * MAX_IDLE_READS):
-        cache.store.prefetch(())
-
-
 def test_samples_of_two_buckets_are_refused_though_each_is_remembered(cache: LatentCache) -> None:
-    until_quiet(cache)
     for sample_id in cache.sample_ids():
         cache.batch([sample_id], device="cpu")
     with pytest.raises(StoreError, match="a batch has one bucket, but these samples lie in"):
@@ -169,7 +160,6 @@ def test_samples_of_two_buckets_are_refused_though_each_is_remembered(cache: Lat
 
 def test_entries_that_move_are_read_where_they_lie_now(cache: LatentCache, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = [plain(cache.batch([sample_id], device="cpu")) for sample_id in cache.sample_ids()]
-    until_quiet(cache)
     assert isinstance(cache.store, DiskStore)
     extra = Record(key_of({"extra": 1}), "text", {"extra": 1}, {})
     cache.store.add([Entry(extra, {"prompt_embeds": torch.ones(1)})])  # one more small pack, to be joined with
@@ -182,7 +172,6 @@ def test_entries_that_move_are_read_where_they_lie_now(cache: LatentCache, monke
 
 def test_what_another_thread_removes_meanwhile_is_not_held(cache: LatentCache, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the reading of a batch and the holding of its samples."""
-    until_quiet(cache)
     rows, key = cache.store.rows, cache.row("b.png")[1].images[0].key
 
     def remove_then(keys: Any) -> Any:

@@ -263,8 +263,8 @@ def test_a_death_at_each_step(root, name, call, survives):
         store.add(samples(0))
     assert run(die_at, root, name, call) == -signal.SIGKILL
     with DiskStore(root, read_only=True) as reader:  # before the index knows
-        assert_holds(reader, 0, *[1] * survives)
-        assert set(reader.keys()) == {key(0), *[key(1)] * survives}
+        assert_holds(reader, 0)
+        assert set(reader.keys()) == {key(0)}
     with DiskStore(root) as store:
         assert listing(root) == [*CLEAN, f"{1 + survives} packs"]
         assert_holds(store, 0)

@@ -361,16 +361,16 @@ def test_after_a_removal_or_a_replacement_all_is_read(index, change, by):
     assert read(index, later) == ([], later, False)
 
 
-def test_a_transaction_says_what_it_replaced_and_the_new_generation(index):
+def test_a_transaction_says_what_it_changed_and_the_new_generation(index):
     add(index, {"a": b"1", "b": b"2"})
     with index.transaction() as rows:
         rows.put("c", b"3")
         assert rows.add("a", b"9") is False
-        assert rows.replaced == {} and rows.generation is None, "what is new is no replacement"
+        assert rows.changed == {"c": b"3"} and rows.generation is None, "what is new is no replacement"
         rows.put("a", b"4")
         rows.put("a", b"5")
         assert rows.remove("b") and not rows.remove("b")
-    assert rows.replaced == {"a": b"5", "b": None}
+    assert rows.changed == {"a": b"5", "b": None, "c": b"3"}
     assert read(index)[1].generation == rows.generation == index.get_many([GENERATION])[GENERATION]
     assert index.items() == {"a": b"5", "c": b"3"}, "the row of the generation is not among them"
 

@@ -64,7 +64,7 @@ def test_it_says_what_a_dict_says(steps):
                 row, at = model[key]
                 assert place.place == (row.pack.id, at) and place.digest == row.digests[at].tobytes()
                 by_pack.setdefault(row.pack.id, {})[key] = place.place
-        found = {pack: {key: place.place for key, place in own.items()} for pack, own in table.by_pack().items()}
+        found = {pack: {key: place.place for key, place in own.items()} for pack, own in table.by_pack()}
         assert found == by_pack
         kinds = [row.pack.group_of(at).kind for row, at in model.values()]
         expected = {kind: (kinds.count(kind), kinds.count(kind) * size) for kind, size in (("image", 3), ("text", 5))}

@@ -17,7 +17,6 @@ from store_samples import flip, key, mark, pack_of, packs, run, sample, samples
 from latentcache.errors import EntryDamagedError, EntryMissingError, StoreError
 from latentcache.store import DiskStore, Index
 from latentcache.store.catalog import Catalog
-from latentcache.store.mapped import ReadAhead
 from latentcache.store.stacking import read_batch, stack
 from latentcache.store.upkeep import compact, prune, verify
 
@@ -76,7 +75,6 @@ class Remembering:
 
 
 def test_a_batch_is_looked_up_at_once(store, calls, monkeypatch):
-    monkeypatch.setattr(ReadAhead, "should_prefetch", lambda _: False)
     with DiskStore(store.path) as store:
         assert read(store, 3, 1, 4).equal(moments(3, 1, 4))
         assert calls == {"digests": 3, "look_ups": 1}
