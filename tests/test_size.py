@@ -6,7 +6,7 @@ from pathlib import Path
 
 import latentcache
 
-MAX_LINES = 47064
+MAX_LINES = 47042
 
 
 def test_the_package_does_not_grow() -> None:

@@ -25,7 +25,7 @@ from latentcache.families import DEFAULT, family_named
 from latentcache.families.base import Family
 from latentcache.families.scaling import Rule
 from latentcache.identity import canonical_json, digest
-from latentcache.utils.host_memory import collector_paused
+from latentcache.utils.garbage import collector_paused
 from latentcache.utils.json_document import first_fault
 
 FORMAT, FORMAT_OF_MORE = 2, 3

@@ -36,7 +36,7 @@ from latentcache.precache.texts import Controls, TextKeys
 from latentcache.precache.workspace import Workspace
 from latentcache.types import Refusal, Size
 from latentcache.utils.concurrency import bounded_map
-from latentcache.utils.host_memory import collector_paused
+from latentcache.utils.garbage import collector_paused
 from latentcache.utils.json_document import recalled
 from latentcache.utils.progress import Progress
 

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
+from itertools import islice
 from typing import Any, Literal, Protocol, Self, runtime_checkable
 
 import numpy as np
@@ -21,6 +22,7 @@ from latentcache.types import Entry, Record
 MAX_RECORD_BYTES = 1 << 20
 """Identity and provenance of one entry, as JSON. A pack holds thousands of them."""
 
+_ADD_CHUNK = 1024  # keys looked up at once by `add`
 PACK_SUFFIX = ".safetensors"
 
 ALIGNMENT = 64
@@ -299,6 +301,18 @@ class Store(Closing, Protocol):
 
     def add(self, entries: Iterable[Entry]) -> int:
         """Add entries and return how many are new. Durable on return. Entries that are there stay as they are."""
+        iterator = iter(entries)
+        with self.writer() as writer:
+            while chunk := list(islice(iterator, _ADD_CHUNK)):
+                present = self.stored([entry.record.key for entry in chunk])
+                for entry in chunk:
+                    if entry.record.key not in present:
+                        writer.add(entry)
+        return writer.num_added
+
+    def stored(self, keys: Sequence[str]) -> set[str]:
+        """As `find`, also where another process removed or marked an entry that memory has."""
+        return self.find(keys)
 
     def find(self, keys: Iterable[str]) -> set[str]:
         """Those of the keys whose entries are there."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -151,15 +150,15 @@ class Catalog:
             values = {PACK_PREFIX + pack: row.to_bytes() for pack, row in rows.items()}
             unclear = {PACK_PREFIX + pack for pack, error in refused.items() if not is_damage(error)}
             known = LocationTable(rows.values())
-            for name, value in self.index.items().items() if unclear else ():
-                if name in unclear:
-                    kept = parsed_row(name, value, self.directory)
-                    drop_known(kept, known)
-                    values[name] = kept.to_bytes()
+            for name, value in self.index.get_many(unclear).items() if unclear else ():
+                kept = parsed_row(name, value, self.directory)
+                drop_known(kept, known)
+                values[name] = kept.to_bytes()
             aside = self.directory.path / f"index.replaced-{uuid.uuid4().hex[:8]}"
             with typed_errors(self.directory.index, 0):
                 # A death from here on leaves no index, or an empty one: the next opening fills it from the packs.
-                os.rename(self.directory.index, aside)
+                if self.directory.index.exists():
+                    self.directory.index.rename(aside)
             Index(self.directory.index).replace_many(values)
             self._start_over()
             self.generation = new_generation()

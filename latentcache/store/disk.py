@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -46,7 +45,6 @@ logger = logging.getLogger("latentcache")
 
 _MAX_RECORDS = 8  # a full pack's records are a few MiB
 _MAX_PATHS = 1 << 14
-_ADD_CHUNK = 1024  # keys looked up at once by `add`
 DISAGREE = "its pack and the index do not agree"
 
 
@@ -119,24 +117,14 @@ class DiskStore(Store):
         )
 
     @override
-    def add(self, entries: Iterable[Entry]) -> int:
-        iterator = iter(entries)
-        with self.writer() as writer:
-            while chunk := list(islice(iterator, _ADD_CHUNK)):
-                present = self._present([entry.record.key for entry in chunk])
-                for entry in chunk:
-                    if entry.record.key not in present:
-                        writer.add(entry)
-        return writer.num_added
-
-    def _present(self, keys: Sequence[str]) -> set[str]:
-        """Those of the keys that need not be written. Memory may be older than the index, which decides at the seal."""
+    def stored(self, keys: Sequence[str]) -> set[str]:
+        # What memory lacks may be there: the index decides when a pack is sealed.
         present = self.catalog.table.find(keys)
         return self.catalog.find(keys, again=True) if present else present
 
     def seal(self, entries: Sequence[OwnedEntry]) -> tuple[int, int]:
         """Store entries in one pack, durably, under a lock that the caller has (`lock`): see `writer.SealEntries`."""
-        present = self._present([entry.key for entry in entries])
+        present = self.stored([entry.key for entry in entries])
         new = [entry for entry in entries if entry.key not in present]
         if not new:
             return 0, 0

@@ -52,14 +52,6 @@ class MemoryStore(Store):
     def writer(self) -> PackWriter:
         return PackWriter(self._seal, nullcontext(), self.find)
 
-    @override
-    def add(self, entries: Iterable[Entry]) -> int:
-        with self.writer() as writer:
-            for entry in entries:
-                if check_key(entry.record.key) not in self._open:
-                    writer.add(entry)
-        return writer.num_added
-
     def _seal(self, entries: Sequence[OwnedEntry]) -> tuple[int, int]:
         new = [entry for entry in entries if entry.key not in self._open]
         for entry in new:

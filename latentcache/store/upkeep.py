@@ -40,7 +40,7 @@ from latentcache.store.pack import (
 )
 from latentcache.store.writer import PACK_AGE_S, PACK_BYTES, PACK_ENTRIES, PackBuffer
 from latentcache.utils.durable_files import system_errors, unreadable
-from latentcache.utils.locks import readers_since
+from latentcache.utils.locks import locked, readers_since
 
 logger = logging.getLogger("latentcache")
 
@@ -224,7 +224,7 @@ def rebuild(store: StoreOrPath) -> RebuildReport:
     if not isinstance(store, DiskStore):
         with system_errors(Path(store)):
             CacheDirectory(store, create=False, repair=True)
-    with DiskStore.opened(store) as disk, disk.lock("rebuild", shared=False):
+    with DiskStore.opened(store) as disk, locked(disk.directory.lock, "rebuild", shared=False):
         disk.release(disk.directory.pack_sizes())  # each entry is verified again
         num_packs, refused = disk.catalog.rebuild()
         unreadable = {str(disk.directory.pack_path(pack)): str(error) for pack, error in refused.items()}

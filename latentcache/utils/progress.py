@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import sys
-import time
 
 from tqdm import tqdm
 from typing_extensions import override
@@ -35,7 +35,10 @@ class BarProgress(Progress):
     @override
     def start(self, stage: str, total: int | None) -> None:
         self.finish()
-        self._bar = tqdm(desc=stage, total=total, file=sys.stderr, dynamic_ncols=True)
+        self._bar = self._new(stage, total)
+
+    def _new(self, stage: str, total: int | None) -> tqdm:
+        return tqdm(desc=stage, total=total, file=sys.stderr, dynamic_ncols=True)
 
     @override
     def advance(self, count: int = 1) -> None:
@@ -49,46 +52,28 @@ class BarProgress(Progress):
             self._bar = None
 
 
-class LogProgress(Progress):
-    """A log line when a stage starts, every `interval_s` seconds, and when it ends."""
-
-    _stage: str | None = None
-    _total: int | None = None
-    _done = 0
-    _started = _logged = 0.0
+class LogProgress(BarProgress):
+    """A log line when a stage starts, at most every `interval_s` seconds, and when it ends."""
 
     def __init__(self, interval_s: float = LOG_INTERVAL_S):
         self._interval_s = interval_s
 
     @override
-    def start(self, stage: str, total: int | None) -> None:
-        self.finish()
-        self._stage, self._total, self._done = stage, total, 0
-        self._started = self._logged = time.monotonic()
+    def _new(self, stage: str, total: int | None) -> tqdm:
+        return _LoggedBar(
+            desc=stage,
+            total=total,
+            file=io.StringIO(),
+            mininterval=self._interval_s,
+            miniters=1,
+            bar_format="{desc}: {n_fmt} of {total_fmt}, {rate_fmt}, {remaining} left",
+        )
 
+
+class _LoggedBar(tqdm):  # type: ignore[misc]  # tqdm has no types
     @override
-    def advance(self, count: int = 1) -> None:
-        self._done += count
-        if time.monotonic() - self._logged >= self._interval_s:
-            self._log()
-
-    @override
-    def finish(self) -> None:
-        if self._stage is not None:
-            self._log()
-            self._stage = None
-
-    def _log(self) -> None:
-        self._logged = time.monotonic()
-        elapsed_s = max(self._logged - self._started, 1e-9)
-        rate = self._done / elapsed_s
-        text = f"{self._stage}: {self._done}"
-        if self._total is not None:
-            text += f" of {self._total}"
-        text += f", {rate:.1f}/s"
-        if self._total is not None and 0 < self._done < self._total:
-            text += f", {(self._total - self._done) / rate:.0f} s left"
-        logger.info(text)
+    def display(self, msg: str | None = None, pos: int | None = None) -> None:
+        logger.info(str(self))
 
 
 def default_progress() -> Progress:

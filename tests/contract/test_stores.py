@@ -59,7 +59,7 @@ class DiskStoreContract(StoreContract):
         assert verify(store).ok and store.stats().payload_bytes == sum(entry.num_bytes for entry in left)
         shutil.rmtree(store.path / "index")
         report = rebuild(store)
-        assert report.num_entries == 5 and not report.damaged
+        assert report.num_entries == 5 and not report.unreadable
         with DiskStore(store.path, read_only=True) as again:
             for entry in left:
                 assert_holds(store, entry)

@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from latentcache.utils.host_memory import collector_paused
+from latentcache.utils.garbage import collector_paused
 
 
 @pytest.mark.parametrize("enabled", [True, False])
