@@ -324,7 +324,10 @@ class Store(Closing, Protocol):
         """What the entry is and how it was made, without its tensors. EntryMissingError, EntryDamagedError."""
 
     def describe(self, key: str) -> Description:
-        """Each field's dtype name and shape, without reading the payload. EntryMissingError, EntryDamagedError."""
+        """Each field's dtype name and shape. An entry with ragged fields is read for it: its lengths lie in the payload.
+
+        EntryMissingError, EntryDamagedError.
+        """
 
     def rows(self, keys: Sequence[str]) -> list[EntryArrays]:
         """The verified arrays of each entry; keys may repeat. EntryMissingError, EntryDamagedError.
