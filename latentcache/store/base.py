@@ -324,7 +324,7 @@ class Store(Closing, Protocol):
         """What the entry is and how it was made, without its tensors. EntryMissingError, EntryDamagedError."""
 
     def describe(self, key: str) -> Description:
-        """Each field's dtype name and shape. An entry with ragged fields is read for it: its lengths lie in the payload.
+        """Each field's dtype name and shape. An entry with ragged fields is read for it: the payload has its lengths.
 
         EntryMissingError, EntryDamagedError.
         """

@@ -174,53 +174,48 @@ class LocationTable:
     def __len__(self) -> int:
         return sum(int(np.count_nonzero(part.live)) for part in self._parts)
 
+    @staticmethod
+    def _search(parts: Sequence[_Part], keys: Sequence[str]) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        """By part: its number, which of the keys it has, and where. StoreError for one that is no key.
+
+        The parts are given, since another thread may put others in their place.
+        """
+        for start in range(0, len(keys), _CHUNK):
+            words = key_words(keys[start : start + _CHUNK])
+            for number, part in enumerate(parts):
+                positions = part.positions(words)
+                here = np.flatnonzero(positions >= 0)
+                yield number, start + here, positions[here]
+
     def look_up(self, keys: Sequence[str]) -> list[Location | None]:
         """Where the keys are, None for one that is not here. StoreError for one that is no key."""
-        words = key_words(keys)
         found: list[Location | None] = [None] * len(keys)
-        for part in self._parts:
-            positions = part.positions(words)
-            here = np.flatnonzero(positions >= 0)
-            if len(here) == len(keys):
-                return [*part.locations(positions)]
-            for number, location in zip(here.tolist(), part.locations(positions[here]), strict=True):
-                found[number] = location
+        parts = self._parts
+        for number, here, positions in self._search(parts, keys):
+            for at, location in zip(here.tolist(), parts[number].locations(positions), strict=True):
+                found[at] = location
         return found
 
     def places(self, keys: Sequence[str]) -> tuple[list[str], np.ndarray]:
         """As `PackedStore.places`."""
-        parts = self._parts  # another thread may put others in their place, whose packs have other numbers
-        packs = [pack.id for part in parts for pack in part.packs]
+        parts = self._parts
+        before = list(accumulate([len(part.packs) for part in parts], initial=0))
         found = np.full((len(keys), 2), -1, np.int64)
-        for start in range(0, len(keys), _CHUNK):
-            words, num_before = key_words(keys[start : start + _CHUNK]), 0
-            for part in parts:
-                positions = part.positions(words)
-                here = np.flatnonzero(positions >= 0)
-                numbers = part.starts.searchsorted(positions[here], "right") - 1
-                found[start + here, 0] = num_before + numbers
-                found[start + here, 1] = positions[here] - part.starts[numbers]
-                num_before += len(part.packs)
-        return packs, found
+        for number, here, positions in self._search(parts, keys):
+            packs = parts[number].starts.searchsorted(positions, "right") - 1
+            found[here, 0] = before[number] + packs
+            found[here, 1] = positions - parts[number].starts[packs]
+        return [pack.id for part in parts for pack in part.packs], found
 
     def find(self, keys: Sequence[str]) -> set[str]:
         """Those of the keys that are here."""
-        found: set[str] = set()
-        for start in range(0, len(keys), _CHUNK):
-            chunk = keys[start : start + _CHUNK]
-            words = key_words(chunk)
-            here = np.zeros(len(chunk), bool)
-            for part in self._parts:
-                here |= part.positions(words) >= 0
-            found.update(chunk if here.all() else [chunk[number] for number in np.flatnonzero(here).tolist()])
-        return found
+        return {keys[at] for _, here, _ in self._search(self._parts, keys) for at in here.tolist()}
 
     def drop(self, keys: Sequence[str]) -> None:
         """Forget entries."""
-        words = key_words(keys)
-        for part in self._parts:
-            positions = part.positions(words)
-            part.live[positions[positions >= 0]] = False
+        parts = self._parts
+        for number, _, positions in self._search(parts, keys):
+            parts[number].live[positions] = False
 
     def drop_packs(self, packs: Collection[str]) -> None:
         """Forget packs, and what lies in them."""
