@@ -348,9 +348,7 @@ class Store(Closing, Protocol):
     def prefetch(self, keys: Iterable[str]) -> None:
         """These entries are read soon: a store that reads from a disk may bring them into memory meanwhile.
 
-        It waits for nothing, and passes over entries that are not there. It may be called for the read that comes now
-        and for later ones. Where lately all was in memory the keys are not iterated, unless they are a sequence of
-        MANY_KEYS or more: those of whole packs, which are best read by long ranges.
+        It waits for nothing, and passes over entries that are not there.
         """
 
     def keys(self) -> Iterator[str]:
