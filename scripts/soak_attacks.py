@@ -47,7 +47,7 @@ ABSENT = (
     "manifests/photos.unfinished",
     *(f"{folder}/cache.db-{suffix}" for folder in ("index", "memo") for suffix in ("journal", "wal", "shm")),
     *("memo.lock", "damaged", "index.replaced-12345678", "index.removed-12345678", ".CACHE.json.12345678.tmp"),
-    *("packs/00", f"packs/00/{'00' * 16}.safetensors", "manifests/.photos.jsonl.12345678.tmp", "notes.txt"),
+    *("packs/00", f"packs/00/{'00' * 16}.safetensors", "manifests/.photos.safetensors.12345678.tmp", "notes.txt"),
 )
 """What a cache has only at times, or what somebody else may put there."""
 COMMANDS_OF = {"config.json": ("status of a config", "precache", "explain"), "metrics.json": ("metrics",)}

@@ -86,7 +86,7 @@ class LatentCache(SampleIndex, Closing):
 
     def close(self) -> None:
         """Close the store. Batches that were returned stay valid."""
-        self.memory.forget()  # its arrays keep the store's memory
+        self.refresh()  # what is known maps the files of manifests and packs
         self.store.close()
         if self._reading is not None:
             self._reading.close()

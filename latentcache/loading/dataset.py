@@ -222,7 +222,7 @@ class LatentDataset(SampleDataset):
     def _bucket(self, number: int) -> Extent:
         height, width, num_frames = self._buckets[number].tolist()
         if not height:
-            raise SampleError(self._rows.sample_id(number), "has no image entry", PRECACHE)
+            raise SampleError(self._rows.sample_ids[number], "has no image entry", PRECACHE)
         return ClipSize(height, width, num_frames) if num_frames else Size(height, width)
 
     def image_keys(self) -> list[str]:
@@ -238,7 +238,7 @@ class LatentDataset(SampleDataset):
         """A digest of the items in their order: sample_id, bucket and flip of each. 64 hexadecimal digits."""
         hasher = blake3()
         for number, flip in map(self._item, range(len(self))):
-            sample_id, bucket = self._rows.sample_id(number), self._bucket(number)
+            sample_id, bucket = self._rows.sample_ids[number], self._bucket(number)
             sizes = "".join(f" {side}" for side in self._rows.part_sizes(number))
             hasher.update(f"{len(sample_id)} {sample_id} {bucket} {flip}{sizes}\n".encode("utf-8", "surrogatepass"))
         return hasher.hexdigest()

@@ -19,7 +19,7 @@ from latentcache.precache.run import run_precache
 from latentcache.store import DiskStore
 
 TARGETS = (
-    *("CACHE.json", "packs", "manifests", "manifests/photos.jsonl", "manifests/photos.unfinished", "index"),
+    *("CACHE.json", "packs", "manifests", "manifests/photos.safetensors", "manifests/photos.unfinished", "index"),
     *("index/cache.db", "index/cache.db-journal", "index/open.lock", "upkeep.lock", "readers.lock", "claims.lock"),
     *("packs/00", "damaged", "index.replaced-12345678", ".CACHE.json.12345678.tmp", "a folder of packs", "a pack"),
 )

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from latentcache.dataset.manifest import Manifest, manifest_lines
+from latentcache.dataset.manifest import Manifest, manifest_parts
 from latentcache.dataset.manifest_folder import update_manifest
 from latentcache.dataset.manifest_row import Row
 from latentcache.errors import DatasetError, ReadOnlyError, StoreBusyError
@@ -140,10 +140,10 @@ def test_a_race_ends_as_one_push_after_the_other(bucket: Bucket) -> None:
 
 
 def test_a_damaged_manifest_is_named_and_replaced(bucket: Bucket) -> None:
-    data = b"".join(manifest_lines(make(1)))
-    bucket.put("manifests/photos.jsonl", data.replace(b"1.png", b"2.png"))
+    data = b"".join(manifest_parts(make(1)))
+    bucket.put("manifests/photos.safetensors", data.replace(b"1.png", b"2.png"))
     manifests = BucketManifests(bucket)
-    with pytest.raises(DatasetError, match=r"cache.*/manifests/photos\.jsonl.*its digest differs"):
+    with pytest.raises(DatasetError, match=r"cache.*/manifests/photos\.safetensors.*its digest differs"):
         manifests.read("photos")
     manifests.write(make(3))
     assert manifests.read("photos") == make(3)

@@ -191,10 +191,10 @@ def test_an_opening_sweeps_the_manifests_too_and_follows_no_link(root, tmp_path)
     outside = tmp_path / "outside"
     for folder in (root / "manifests", outside):
         folder.mkdir()
-        (folder / ".train.jsonl.0.tmp").write_text("half")
-        (folder / "train.jsonl").write_text("whole")
+        (folder / ".train.safetensors.0.tmp").write_text("half")
+        (folder / "train.safetensors").write_text("whole")
     DiskStore(root).close()
-    assert os.listdir(root / "manifests") == ["train.jsonl"]
+    assert os.listdir(root / "manifests") == ["train.safetensors"]
     shutil.rmtree(root / "manifests")
     (root / "manifests").symlink_to(outside)
     DiskStore(root).close()
