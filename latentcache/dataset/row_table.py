@@ -298,6 +298,11 @@ class RowTable(Mapping[str, Row]):
         found: np.ndarray = before[offsets[1:]] > before[offsets[:-1]]
         return found
 
+    def num_captions(self, number: int) -> int:
+        """How many captions a row has."""
+        offsets = self.columns["caption/offsets"]
+        return int(offsets.item(number + 1) - offsets.item(number))
+
     def part_sizes(self, number: int) -> tuple[int, ...]:
         """Heights and widths of a row's further parts, in their order."""
         offsets = self.columns["part/offsets"]
