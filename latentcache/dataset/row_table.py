@@ -303,11 +303,16 @@ class RowTable(Mapping[str, Row]):
         offsets = self.columns["caption/offsets"]
         return int(offsets.item(number + 1) - offsets.item(number))
 
-    def part_sizes(self, number: int) -> tuple[int, ...]:
-        """Heights and widths of a row's further parts, in their order."""
-        offsets = self.columns["part/offsets"]
-        here = self.columns["part/geometry"][offsets.item(number) : offsets.item(number + 1), _SIZES["target_size"]]
-        return tuple(here.ravel().tolist())
+    def part_sizes(self, numbers: np.ndarray) -> np.ndarray:
+        """Heights and widths of the further parts of these rows, in their order, then zeros: int32 [n, 2 * most]."""
+        offsets, numbers = self.columns["part/offsets"], numbers.astype(np.int64)
+        starts = offsets[numbers].astype(np.int64)
+        counts = offsets[numbers + 1] - starts
+        found = np.zeros((len(numbers), int(counts.max(initial=0)), 2), np.int32)
+        for place in range(found.shape[1]):
+            here = np.flatnonzero(place < counts)
+            found[here, place] = self.columns["part/geometry"][starts[here] + place, _SIZES["target_size"]]
+        return found.reshape(len(numbers), -1)
 
     def usable(self) -> np.ndarray:
         """The numbers of the rows that are not refused, ascending: uint32 [m]."""

@@ -22,6 +22,7 @@ from latentcache.devices.placement import DeviceLike
 from latentcache.errors import SampleError, StoreError
 from latentcache.families.base import MASK
 from latentcache.families.scaling import Scaling
+from latentcache.identity import canonical_json
 from latentcache.loading.batch import to_device
 from latentcache.loading.cache import LatentCache
 from latentcache.loading.pack_order import Places
@@ -79,10 +80,29 @@ class _Samples:
             raise SampleError(self.rows.sample_ids[number], "has no image entry", PRECACHE)
         return ClipSize(height, width, num_frames) if num_frames else Size(height, width)
 
+    def shapes(self) -> np.ndarray:
+        """What each usable sample shares with others of its batch: the bucket, and the sizes of control images.
+
+        int32 [n, 3 + 2 * parts]; the third number is that of frames. SampleError for a sample without images.
+        """
+        buckets = self.buckets[self.usable]
+        for number in self.usable[buckets[:, 0] == 0][:1].tolist():
+            self.bucket(number)  # it raises the error
+        return np.concatenate([buckets, self.rows.part_sizes(self.usable)], axis=1)
+
+    def identify(self, hasher: blake3) -> None:
+        """Hash what the items are, in their order: id, bucket, sizes of parts, how often, and which are mirrored."""
+        shapes, offsets = self.shapes(), self.rows.columns["sample_id/offsets"]
+        is_usable, lengths = np.zeros(len(self.rows), np.bool_), np.diff(offsets)
+        is_usable[self.usable] = True
+        ids = self.rows.columns["sample_id/values"][np.repeat(is_usable, lengths)]
+        hasher.update(canonical_json([*shapes.shape, len(ids), self.num_once, self.num_items]))
+        for column in (lengths[is_usable], ids, shapes):
+            hasher.update(column.tobytes())
+
     def image_keys(self) -> list[str]:
         """The key of each item's image. SampleError for a sample without any."""
-        for number in self.usable[self.buckets[self.usable, 0] == 0][:1].tolist():
-            self.bucket(number)
+        self.shapes()
         once = []
         for flip in (False, True)[: 1 + self.flips]:
             once += self.rows.image_keys(self.usable, flip=flip)
@@ -188,10 +208,18 @@ class LatentDataset(Dataset[Batch]):
         part, number, _ = self._item(index)
         return self._parts[part].bucket(number)
 
-    def group(self, index: int) -> tuple[int, ...]:
-        """What items of one batch share: the bucket, and the target sizes of control images."""
-        part, number, _ = self._item(index)
-        return (*self._parts[part].bucket(number), *self._parts[part].rows.part_sizes(number))
+    def groups(self) -> np.ndarray:
+        """The number of each item's group, int64 [n], in the order of their sizes.
+
+        Items of one group can be in one batch: they share the bucket, and the sizes of control images.
+        """
+        shapes = [part.shapes() for part in self._parts]
+        width = max(each.shape[1] for each in shapes)
+        padded = [np.pad(each, ((0, 0), (0, width - each.shape[1]))) for each in shapes]
+        numbers = np.unique(np.concatenate(padded), axis=0, return_inverse=True)[1].reshape(-1)
+        once = np.split(numbers, [*accumulate(map(len, shapes))][:-1])
+        pairs = zip(once, self._parts, strict=True)
+        return np.concatenate([np.tile(own, part.num_items // max(1, len(own))) for own, part in pairs])
 
     def image_keys(self) -> list[str]:
         """The key of each item's image."""
@@ -204,11 +232,8 @@ class LatentDataset(Dataset[Batch]):
     def identity(self) -> str:
         """A digest of the items in their order: sample_id, bucket and flip of each. 64 hexadecimal digits."""
         hasher = blake3()
-        for part, number, flip in map(self._item, range(len(self))):
-            samples = self._parts[part]
-            sample_id, bucket = samples.rows.sample_ids[number], samples.bucket(number)
-            sizes = "".join(f" {side}" for side in samples.rows.part_sizes(number))
-            hasher.update(f"{len(sample_id)} {sample_id} {bucket} {flip}{sizes}\n".encode("utf-8", "surrogatepass"))
+        for part in self._parts:
+            part.identify(hasher)
         return hasher.hexdigest()
 
     @property

@@ -147,10 +147,9 @@ class BucketBatchSampler(Sampler[list[int]]):
         self.dataset = dataset
         self.batch_size, self.shuffle, self.drop_last = batch_size, shuffle, drop_last
         self.seed, self.rank, self.world_size = seed, rank, world_size
-        buckets: dict[tuple[int, ...], list[int]] = {}
-        for index in range(len(dataset)):
-            buckets.setdefault(dataset.group(index), []).append(index)
-        self._buckets = [np.array(buckets[bucket], dtype=np.int64) for bucket in sorted(buckets)]
+        groups = dataset.groups()
+        order = groups.argsort(kind="stable")
+        self._buckets = np.split(order, np.flatnonzero(np.diff(groups[order])) + 1) if len(order) else []
         self.window = window
         self._places = dataset.places()
         if self._places is not None:

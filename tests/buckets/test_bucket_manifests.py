@@ -149,6 +149,18 @@ def test_a_damaged_manifest_is_named_and_replaced(bucket: Bucket) -> None:
     assert manifests.read("photos") == make(3)
 
 
+def test_an_old_manifest_is_named_and_replaced(bucket: Bucket) -> None:
+    """It counts: `prune` must not remove what it lists as if nothing needed it."""
+    bucket.put("manifests/photos.jsonl", b'{"format": 2, "name": "photos"}\n')
+    manifests = BucketManifests(bucket)
+    assert manifests.names() == ["photos"]
+    with pytest.raises(DatasetError, match=r"manifests/photos\.jsonl.*older version.*latentcache precache CONFIG"):
+        manifests.read("photos")
+    manifests.write(make(3))
+    assert manifests.names() == ["photos"] and manifests.read("photos") == make(3)
+    assert not [name for name in bucket.names("manifests") if name.endswith(".jsonl")]
+
+
 def test_a_reader_writes_nothing(bucket: Bucket) -> None:
     manifests = BucketManifests(bucket, read_only=True)
     for call in (lambda: manifests.write(make(1)), lambda: manifests.begin("photos")):

@@ -46,7 +46,8 @@ class InPacks:
     def bucket(self, index: int) -> Bucket:
         return Bucket(64 * (1 + self.buckets[index]), 64)
 
-    group = bucket
+    def groups(self) -> np.ndarray:
+        return np.array(self.buckets, np.int64)
 
     def identity(self) -> str:
         return f"{self.buckets}"

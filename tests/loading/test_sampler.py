@@ -7,6 +7,7 @@ import json
 import pickle
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,7 +30,8 @@ class Numbers:
     def bucket(self, index: int) -> Bucket:
         return Bucket(64 * (1 + self.buckets[index]), 64)
 
-    group = bucket
+    def groups(self) -> np.ndarray:
+        return np.array(self.buckets, np.int64)
 
     def places(self) -> None:
         """They have no packs."""

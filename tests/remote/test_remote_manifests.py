@@ -14,7 +14,7 @@ from helpers.serving import RunningServer
 
 from latentcache.dataset.manifest import manifest_parts
 from latentcache.dataset.manifest_folder import ManifestFolder
-from latentcache.errors import DatasetError, ReadOnlyError, RemoteError, StoreBusyError
+from latentcache.errors import DatasetError, LatentCacheError, ReadOnlyError, RemoteError, StoreBusyError
 from latentcache.remote.http import ServiceAnswer, ServiceConnection
 from latentcache.remote.remote_manifests import RemoteManifests
 from latentcache.remote.transfers import transfer
@@ -117,6 +117,19 @@ def test_a_damaged_manifest_of_the_server_is_an_error_and_is_replaced(
         manifests.read("odd")
     manifests.write(replace(make_manifest("odd", 4)))
     assert folder.read("odd") == make_manifest("odd", 4)
+
+
+def test_an_old_manifest_of_the_server_is_an_error_and_is_replaced(
+    server: RunningServer, folder: ManifestFolder
+) -> None:
+    old = folder.path / "odd.jsonl"
+    old.write_bytes(b'{"format": 2, "name": "odd"}\n')
+    manifests = connected(server.url, server.write_token)
+    assert "odd" in manifests.names()
+    with pytest.raises(LatentCacheError, match="older version"):
+        manifests.read("odd")
+    manifests.write(make_manifest("odd", 4))
+    assert folder.read("odd") == make_manifest("odd", 4) and not old.exists()
 
 
 def test_names_are_no_paths(server: RunningServer) -> None:
